@@ -1,0 +1,30 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="flow_grpo",
+    version="0.1.0",
+    description="Online reinforcement learning for flow-matching image models",
+    license="MIT",
+    python_requires=">=3.10",
+    packages=find_packages(include=["flow_grpo", "flow_grpo.*", "config", "reward_server"]),
+    install_requires=[
+        "absl-py>=2.1",
+        "accelerate>=1.10",
+        "diffusers>=0.35",
+        "ml-collections>=1.0",
+        "numpy>=1.26",
+        "peft>=0.17",
+        "pillow>=10",
+        "requests>=2.31",
+        # An open upper bound makes pip fetch the newest CUDA build, untested here.
+        "torch>=2.6,<2.14",
+        "tqdm>=4.66",
+        "transformers>=4.57",
+    ],
+    extras_require={
+        "deepspeed": ["deepspeed>=0.16"],
+        "tensorboard": ["tensorboard>=2.16"],
+        "wandb": ["wandb>=0.18"],
+        "test": ["hypothesis>=6.100", "pytest>=8", "ruff>=0.9", "tensorboard>=2.16"],
+    },
+)
