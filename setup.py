@@ -10,7 +10,7 @@ setup(
     install_requires=[
         "absl-py>=2.1",
         "accelerate>=1.10",
-        "diffusers>=0.35",
+        "diffusers>=0.42",
         "ml-collections>=1.0",
         "numpy>=1.26",
         "peft>=0.17",

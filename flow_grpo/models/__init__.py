@@ -1,0 +1,40 @@
+"""Model adapters, found by the class that a pipeline folder names."""
+
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+
+from flow_grpo.errors import UserError
+from flow_grpo.models.base import Conditioning, ModelAdapter, Schedule
+from flow_grpo.models.sd3 import SD3Adapter
+
+__all__ = ["Conditioning", "ModelAdapter", "SD3Adapter", "Schedule", "load_adapter"]
+
+ADAPTERS = {"StableDiffusion3Pipeline": SD3Adapter}
+
+
+def load_adapter(
+    model: str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    max_sequence_length: int = 256,
+) -> ModelAdapter:
+    """Load a pipeline folder or hub id. What it is is checked before any weights are read."""
+    if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
+        raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")
+    try:
+        name = DiffusionPipeline.load_config(model)["_class_name"]
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot load pretrained.model={model!r}: no such folder, and not on the hub ({reason})"
+        ) from error
+    if name not in ADAPTERS:
+        raise UserError(
+            f"{model} is a {name}; pretrained.model must be one of {', '.join(ADAPTERS)}"
+        )
+    adapter = ADAPTERS[name]
+    pipeline = adapter.pipeline_class.from_pretrained(model, dtype=dtype)
+    return adapter(pipeline, device=device, dtype=dtype, max_sequence_length=max_sequence_length)

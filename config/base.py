@@ -1,0 +1,133 @@
+"""Every field of a run, its default and why it is there. Presets change these; see grpo.py."""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+
+    # --- the run -----------------------------------------------------------------------------
+    # Folder under `logdir`; empty takes the date and time. A folder that exists is never reused.
+    config.run_name = ""
+    config.logdir = "logs"
+    # All prompts, noise, windows and LoRA weights follow from it, for any number of processes.
+    config.seed = 42
+    config.num_epochs = 100
+    # Epochs between evaluations on the test prompts; 0 evaluates before and after the run only.
+    config.eval_freq = 10
+    # Epochs between checkpoints; the last epoch is always saved.
+    config.save_freq = 10
+    # Newest checkpoints to keep; 0 keeps all.
+    config.num_checkpoint_limit = 5
+    # Pictures written with each evaluation, of the test prompts and of the training samples.
+    config.log_images = 16
+    # "", "wandb" or "tensorboard". metrics.jsonl is always written.
+    config.log_with = ""
+    config.project_name = "flow_grpo"
+    # "no", "bf16" or "fp16": the dtype of the frozen weights. LoRA weights stay in float32.
+    # Half precision moves the on-policy ratio off 1; train/first_update_ratio_dev shows it.
+    config.mixed_precision = "no"
+    # "auto" takes a GPU where there is one; "cpu" never does.
+    config.device = "auto"
+
+    # --- the model ---------------------------------------------------------------------------
+    config.pretrained = ConfigDict()
+    # A diffusers pipeline folder or a hub id.
+    config.pretrained.model = "stabilityai/stable-diffusion-3.5-medium"
+    # Pixels. height and width, where set, come before resolution, which means a square.
+    config.resolution = 512
+    config.height = 0
+    config.width = 0
+    # Tokens of the T5 encoder. Long prompts need more, attention pays for each.
+    config.max_sequence_length = 128
+    # False trains the whole transformer and keeps a frozen copy for the KL: three times the memory.
+    config.use_lora = True
+
+    # --- prompts and rewards -----------------------------------------------------------------
+    # Holds train.txt and test.txt, or train_metadata.jsonl and test_metadata.jsonl.
+    config.dataset = "dataset/ocr"
+    # "text" or "metadata" says which; "auto" takes the jsonl file where there is one.
+    config.prompt_fn = "auto"
+    # Test prompts to evaluate on, from the start of the file; 0 means all.
+    config.eval_prompts = 0
+    # Rewards and their weights. On the command line: --config.reward_fn="{'ocr': 1.0}"
+    config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
+    # Names for rewards of your own: {"mine": "my_pkg.my_module:my_reward"}
+    config.custom_rewards = ConfigDict()
+    # Keyword arguments of rewards that are classes: {"ocr": {"engine": "rapidocr"}}
+    config.reward_options = ConfigDict()
+
+    # --- sampling ----------------------------------------------------------------------------
+    config.sample = sample = ConfigDict()
+    # Few steps are enough to learn from; evaluation uses more.
+    sample.num_steps = 10
+    sample.eval_num_steps = 40
+    # 1.0 samples without guidance, at half the cost.
+    sample.guidance_scale = 4.5
+    # Images per process that are sampled together, in training and in evaluation.
+    sample.train_batch_size = 8
+    sample.test_batch_size = 16
+    # Group size. An advantage compares a sample with its group, so small groups are noisy.
+    sample.num_image_per_prompt = 16
+    # With the two above and the number of processes: how many groups an epoch has. Few groups
+    # are the usual reason why a reward does not rise.
+    sample.num_batches_per_epoch = 8
+    # "flow", "dance" or "cps": how noise is added, see docs/algorithm.md.
+    sample.sde_type = "flow"
+    # Too little explores nothing, too much draws noise.
+    sample.noise_level = 0.7
+    # Divide advantages by the standard deviation of all rewards (True) or of the group's: the
+    # group's blows up the differences of prompts on which all samples are alike.
+    sample.global_std = True
+    # Samples of a group start from the same noise and differ only by the steps' noise.
+    sample.same_latent = False
+    # Noise and training on this many consecutive steps only, their start drawn per epoch from
+    # the range [first, last); 0 means all steps but the last. Fewer steps train faster.
+    sample.sde_window_size = 0
+    sample.sde_window_range = (0, 5)
+
+    # --- training ----------------------------------------------------------------------------
+    config.train = train = ConfigDict()
+    # Divides sample.train_batch_size. Equal keeps the batches of sampling, and with them an
+    # on-policy ratio of exactly 1; smaller saves memory.
+    train.batch_size = 8
+    # Micro-batches per update, each over all its time steps.
+    train.gradient_accumulation_steps = 4
+    # Passes over an epoch's samples. More reuse, less on-policy.
+    train.num_inner_epochs = 1
+    train.learning_rate = 3e-4
+    train.adam_beta1 = 0.9
+    train.adam_beta2 = 0.999
+    train.adam_weight_decay = 1e-4
+    # Gradients here can be as small as 1e-8: a larger epsilon would swallow them.
+    train.adam_epsilon = 1e-8
+    train.max_grad_norm = 1.0
+    # "grpo", "dr_grpo" (no division), "rloo", "reinforce_pp" or "gdpo".
+    train.advantage = "grpo"
+    # Advantages beyond +-this are cut: one lucky sample should not decide an update.
+    train.adv_clip_max = 5.0
+    # The ratio stays near 1 because log-probabilities are means over pixels, hence so small.
+    train.clip_range = 1e-4
+    # Where set, the two sides of the clip on their own.
+    train.clip_range_low = placeholder(float)
+    train.clip_range_high = placeholder(float)
+    # Weight of the KL to the model with LoRA off. 0 saves its forward pass; rewards that can be
+    # hacked need some.
+    train.beta = 0.04
+    # "flow_grpo" (leaves dt out), "gaussian" (exact) or "velocity" (mean squared difference).
+    train.kl_type = "flow_grpo"
+    # Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only.
+    train.cfg = True
+    # Without a window: train the first of the steps, up to this share.
+    train.timestep_fraction = 1.0
+    # Evaluate and save a moving average of the weights beside the weights themselves.
+    train.ema = True
+    train.ema_decay = 0.9
+    # Updates between two steps of the average.
+    train.ema_update_interval = 8
+    train.lora_rank = 32
+    train.lora_alpha = 64
+    # Start from this LoRA; it brings its own rank and alpha.
+    train.lora_path = ""
+    return config

@@ -1,0 +1,129 @@
+"""Rewards -> one advantage per sample, from the statistics of its group.
+
+A NaN reward means "could not be scored": that sample leaves the statistics and gets 0.
+A group of one and a group whose rewards are all equal get exactly 0 from the estimators that
+compare within a group. Standard deviations are the population's (ddof 0), as in Flow-GRPO.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "remax", "gdpo"]
+ESTIMATORS: tuple[Estimator, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "remax", "gdpo")
+Scale = Literal["group", "batch", "none"]
+SCALES: tuple[Scale, ...] = ("group", "batch", "none")
+
+
+def compute_advantages(
+    rewards: np.ndarray | Mapping[str, np.ndarray],
+    group_ids: np.ndarray,
+    *,
+    estimator: Estimator = "grpo",
+    scale: Scale = "batch",
+    baseline: np.ndarray | None = None,
+    weights: Mapping[str, float] | None = None,
+    eps: float = 1e-4,
+) -> np.ndarray:
+    """Advantages (N,), float64.
+
+    `rewards` is (N,) or {name: (N,)}, then summed with `weights` (1 each by default).
+    `scale` is what grpo divides by: the standard deviation of the group or of the batch, or
+    nothing. `baseline` (N,) is remax's: the reward of the deterministic sample of each prompt.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown estimator {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
+    if scale not in SCALES:
+        raise ValueError(f"unknown scale {scale!r}; choose one of {', '.join(SCALES)}")
+    if (baseline is not None) != (estimator == "remax"):
+        raise ValueError(f"baseline goes with estimator='remax' and only there, not {estimator!r}")
+
+    table = _as_table(rewards)
+    weight = np.array([1.0 if weights is None else float(weights[name]) for name in table])
+    per_reward = np.stack(list(table.values()))  # (R, N)
+    groups = _as_groups(group_ids, per_reward.shape[1])
+    if baseline is not None:
+        baseline = np.asarray(baseline, dtype=np.float64)
+        if baseline.shape != groups.shape:
+            raise ValueError(f"baseline has shape {baseline.shape}, rewards {groups.shape}")
+
+    # A sample with any part missing has no total; it must not shift any statistic.
+    scored = ~np.isnan(per_reward).any(axis=0)
+    if baseline is not None:
+        scored &= ~np.isnan(baseline)
+    advantages = np.zeros(groups.shape)
+    if not scored.any():
+        return advantages
+    r, g = weight @ per_reward[:, scored], groups[scored]
+
+    if estimator == "gdpo":
+        parts = per_reward[:, scored]
+        total = sum(w * _group_z(p, g, "group", eps) for w, p in zip(weight, parts, strict=True))
+        value = _z(total, eps)
+    elif estimator == "reinforce_pp":
+        value = _z(r, eps)
+    elif estimator == "remax":
+        value = r - baseline[scored]
+    elif estimator == "rloo":
+        _, inverse, size = np.unique(g, return_inverse=True, return_counts=True)
+        value = _centred(r, g) * (size / np.maximum(size - 1, 1))[inverse]
+    elif estimator == "dr_grpo":
+        value = _centred(r, g)
+    else:
+        value = _group_z(r, g, scale, eps)
+
+    advantages[scored] = value
+    return advantages
+
+
+def _as_table(rewards: np.ndarray | Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    named = dict(rewards) if isinstance(rewards, Mapping) else {"reward": rewards}
+    if not named:
+        raise ValueError("rewards is empty; give at least one")
+    # float64 also keeps integer rewards from truncating the result
+    table = {name: np.asarray(values, dtype=np.float64) for name, values in named.items()}
+    shapes = {values.shape for values in table.values()}
+    if len(shapes) > 1 or len(next(iter(shapes))) != 1:
+        raise ValueError(f"rewards must be one-dimensional and of one length, got {shapes}")
+    return table
+
+
+def _as_groups(group_ids: np.ndarray, count: int) -> np.ndarray:
+    groups = np.asarray(group_ids)
+    if groups.shape != (count,):
+        raise ValueError(f"group_ids has shape {groups.shape}, rewards ({count},)")
+    if count and not np.issubdtype(groups.dtype, np.integer):
+        raise ValueError(f"group_ids must be integers (rows of the dataset), got {groups.dtype}")
+    return groups
+
+
+def _centred(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """r minus its group's mean; exactly 0 where the group is constant, whatever the rounding."""
+    out = np.zeros_like(r)
+    for group in np.unique(groups):
+        of_group = groups == group
+        members = r[of_group]
+        if members.min() < members.max():
+            out[of_group] = members - members.mean()
+    return out
+
+
+def _group_z(r: np.ndarray, groups: np.ndarray, scale: Scale, eps: float) -> np.ndarray:
+    out = _centred(r, groups)
+    if scale == "none":
+        return out
+    if scale == "batch":
+        return _divided(out, r.std() + eps)
+    for group in np.unique(groups):
+        of_group = groups == group
+        out[of_group] = _divided(out[of_group], r[of_group].std() + eps)
+    return out
+
+
+def _z(r: np.ndarray, eps: float) -> np.ndarray:
+    return _divided(_centred(r, np.zeros(r.shape, dtype=int)), r.std() + eps)
+
+
+def _divided(centred: np.ndarray, by: float) -> np.ndarray:
+    return centred / by if centred.any() else centred  # eps=0 and a constant group: 0, not NaN

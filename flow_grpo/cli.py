@@ -1,0 +1,105 @@
+"""Start a script with an ml-collections config; tell mistakes in one line."""
+
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import diffusers
+import transformers
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+from flow_grpo.errors import UserError
+
+USAGE_ERROR = 2  # exit code of every UserError
+
+
+def run(main: Callable[[ConfigDict], None]) -> None:
+    """Parse --config, --config.key=value ... and --debug, then call `main` with the config."""
+    _set_up_logging()
+    config = _define_config(flags.FLAGS)
+    flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
+
+    def parse(argv: list[str]) -> list[str]:
+        return _told_plainly(lambda: _parse(argv), debug="--debug" in argv)
+
+    def start(_: list[str]) -> None:
+        _told_plainly(lambda: main(config.value), debug=flags.FLAGS.debug)
+
+    app.run(start, flags_parser=parse)
+
+
+def _set_up_logging() -> None:
+    """Our lines to stdout, bare, from the first process; warnings from all."""
+    for library in (transformers.utils.logging, diffusers.utils.logging):
+        library.disable_progress_bar()  # one per file loaded
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    ours = logging.getLogger("flow_grpo")
+    ours.addHandler(handler)
+    ours.propagate = False
+    ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
+
+
+def is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _define_config(values: flags.FlagValues) -> flags.FlagHolder:
+    help_text = "path/to/config.py or path/to/config.py:preset"
+    return config_flags.DEFINE_config_file("config", help_string=help_text, flag_values=values)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    overrides = [arg for arg in argv[1:] if arg.startswith("--config.")]
+    if overrides or "--config" in " ".join(argv):
+        _check_names(argv, overrides)
+    try:
+        rest = flags.FLAGS(argv)
+    except (flags.Error, TypeError, ValueError) as error:
+        raise UserError(str(error).splitlines()[0]) from error
+    if not any(flag in argv for flag in ("--help", "--helpshort", "--helpfull")):
+        if flags.FLAGS.config is None:
+            raise UserError("--config is missing; name one, e.g. --config config/grpo.py:tiny_ocr")
+        if rest[1:]:
+            raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
+    return rest
+
+
+def _check_names(argv: list[str], overrides: list[str]) -> None:
+    """Load the config alone and hold the overrides against it: absl would only name a key."""
+    values = flags.FlagValues()
+    holder = _define_config(values)
+    for i, arg in enumerate(argv[1:], 1):
+        if arg.startswith("--config=") or (arg == "--config" and i + 1 < len(argv)):
+            values([argv[0], *argv[i : i + (1 if "=" in arg else 2)]])
+    try:
+        known = set(_dotted(holder.value)) if holder.value is not None else None
+    except OSError as error:
+        raise UserError(f"cannot load --config: {error}") from error
+    for arg in overrides:
+        name = arg.removeprefix("--config.").split("=")[0]
+        if known is not None and name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]}?" if close else "; config/base.py lists them all"
+            raise UserError(f"unknown config key {name!r}{hint}")
+
+
+def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        yield prefix + key
+        if isinstance(value, ConfigDict):
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+def _told_plainly(call: Callable, *, debug: bool):
+    try:
+        return call()
+    except UserError as error:
+        if debug:
+            raise
+        if is_first_process():
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)

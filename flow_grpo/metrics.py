@@ -1,0 +1,73 @@
+"""The numbers that tell how an epoch went. docs/metrics.md says what each should look like."""
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from flow_grpo.grpo import StepLoss
+from flow_grpo.rewards import TOTAL
+
+
+def mean_of_scored(values: np.ndarray) -> float:
+    scored = values[~np.isnan(values)]
+    return float(scored.mean()) if len(scored) else math.nan
+
+
+def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[str, float]:
+    """Means over what was scored; the spread is that of the weighted sum within each group."""
+    total = rewards[TOTAL]
+    scored = ~np.isnan(total)
+    spreads = np.array([np.ptp(total[scored & (groups == g)]) for g in np.unique(groups[scored])])
+    deviations = [np.std(total[scored & (groups == g)]) for g in np.unique(groups[scored])]
+    return {
+        **{f"reward/{name}": mean_of_scored(values) for name, values in rewards.items()},
+        "reward/std_within_group": float(np.mean(deviations)) if deviations else math.nan,
+        "reward/zero_std_ratio": float(np.mean(spreads == 0)) if deviations else math.nan,
+        "reward/failed": int((~scored).sum()),
+    }
+
+
+class TrainingStats:
+    """Statistics of every trained step, kept on the device until the epoch is over."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Tensor]] = defaultdict(list)  # of one value per sample
+        self._deviation: list[Tensor] = []
+        self._grad_norms: list[Tensor] = []
+
+    def add(self, loss: StepLoss, *, on_policy: bool) -> None:
+        """`on_policy`: the weights are still those that sampled."""
+        columns = {
+            "loss": loss.per_sample,
+            "policy_loss": loss.policy.loss,
+            "kl": loss.kl,
+            "approx_kl": loss.approx_kl,
+            "clip_low": loss.policy.clipped_low,
+            "clip_high": loss.policy.clipped_high,
+            "ratio": loss.policy.ratio,
+        }
+        for name, values in columns.items():
+            self._columns[name].append(values.detach().float())
+        if on_policy:
+            self._deviation.append((loss.policy.ratio - 1).abs())
+
+    def add_grad_norm(self, norm: Tensor | float) -> None:
+        self._grad_norms.append(torch.as_tensor(norm))
+
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
+        """Over all processes; call it on all of them."""
+        columns = {n: accelerator.gather(torch.cat(v)) for n, v in self._columns.items()}
+        ratio = columns.pop("ratio")
+        deviation = accelerator.gather(torch.cat(self._deviation))
+        return {
+            **{f"train/{name}": float(values.mean()) for name, values in columns.items()},
+            "train/ratio_mean": float(ratio.mean()),
+            "train/ratio_min": float(ratio.min()),
+            "train/ratio_max": float(ratio.max()),
+            "train/first_update_ratio_dev": float(deviation.max()),
+            "train/grad_norm": float(torch.stack(self._grad_norms).mean()),
+        }

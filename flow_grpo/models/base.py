@@ -1,0 +1,75 @@
+"""What the trainer needs to know of a model family. An adapter is the only place that knows it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The model's own noise schedule, on the host so that no step waits for the device."""
+
+    sigmas: tuple[float, ...]  # num_steps + 1, from 1 (about) down to 0
+    timesteps: tuple[float, ...]  # num_steps, in the units that the transformer takes
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Text embeddings of a batch, each distinct text held once."""
+
+    embeds: Tensor  # (texts, tokens, width)
+    pooled: Tensor  # (texts, width)
+    positive: Tensor  # (B,) the text of each sample
+    negative: Tensor | None  # (B,) its negative prompt; None when nothing is guided
+
+    def __len__(self) -> int:
+        return len(self.positive)
+
+    def __getitem__(self, part: slice) -> "Conditioning":
+        negative = None if self.negative is None else self.negative[part]
+        return replace(self, positive=self.positive[part], negative=negative)
+
+
+class ModelAdapter(Protocol):
+    transformer: nn.Module  # as loaded; the methods below take the one to call
+    lora_targets: list[str]
+
+    def encode(self, prompts: list[str], negative_prompts: list[str] | None) -> Conditioning:
+        """Embed a batch; `negative_prompts` is None when sampling without guidance."""
+
+    def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
+        """The sigmas and time steps that the family's own pipeline would use."""
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Of one sample, without the batch dimension."""
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timestep: float,
+        conditioning: Conditioning,
+        guidance_scale: float,
+    ) -> Tensor:
+        """The guided velocity; gradients flow through the conditional half alone."""
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images (B, 3, H, W) in [0, 1], float32."""
+
+    def save_lora(self, folder: Path, transformer: nn.Module) -> None:
+        """Write the adapter weights so that `pipe.load_lora_weights(folder)` takes them."""
+
+    def load_lora(self, folder: str) -> None:
+        """Start from the LoRA in `folder` instead of a new one."""
+
+
+def latent_dtype(transformer: nn.Module) -> torch.dtype:
+    """Latents stay in float32 under a half-precision model: rounding them breaks the ratio."""
+    parameter = next(transformer.parameters())
+    return torch.promote_types(parameter.dtype, torch.float32)

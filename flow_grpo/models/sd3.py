@@ -1,0 +1,131 @@
+"""Stable Diffusion 3 and 3.5."""
+
+import copy
+from pathlib import Path
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
+    calculate_shift,
+    retrieve_timesteps,
+)
+from peft import get_peft_model_state_dict
+from torch import Tensor, nn
+
+from flow_grpo.errors import UserError
+from flow_grpo.models.base import Conditioning, Schedule
+
+
+class SD3Adapter:
+    pipeline_class = StableDiffusion3Pipeline
+    lora_targets = [  # noqa: RUF012
+        *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    ]
+
+    def __init__(
+        self,
+        pipeline: StableDiffusion3Pipeline,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        max_sequence_length: int = 256,
+    ) -> None:
+        self.pipeline = pipeline
+        self.device = torch.device(device)
+        self.max_sequence_length = max_sequence_length
+        for module in self._modules():
+            module.requires_grad_(False).eval().to(self.device, dtype)
+        # SD3's VAE overflows in float16
+        pipeline.vae.to(torch.promote_types(dtype, torch.float32))
+        self.transformer = pipeline.transformer
+
+    def _modules(self) -> list[nn.Module]:
+        return [m for m in self.pipeline.components.values() if isinstance(m, nn.Module)]
+
+    @torch.no_grad()
+    def encode(self, prompts: list[str], negative_prompts: list[str] | None) -> Conditioning:
+        every = [*prompts, *(negative_prompts or [])]
+        position = {text: i for i, text in enumerate(dict.fromkeys(every))}
+        texts = list(position)
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            prompt=texts,
+            prompt_2=texts,
+            prompt_3=texts,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        index = torch.tensor([position[text] for text in every], device=self.device)
+        count = len(prompts)
+        negative = None if negative_prompts is None else index[count:]
+        return Conditioning(embeds, pooled, positive=index[:count], negative=negative)
+
+    def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        kwargs = {}
+        if scheduler.config.get("use_dynamic_shifting"):
+            _, rows, columns = self.latent_shape(height, width)
+            patch = self.transformer.config.patch_size
+            kwargs["mu"] = calculate_shift(
+                (rows // patch) * (columns // patch),
+                scheduler.config.get("base_image_seq_len", 256),
+                scheduler.config.get("max_image_seq_len", 4096),
+                scheduler.config.get("base_shift", 0.5),
+                scheduler.config.get("max_shift", 1.16),
+            )
+        timesteps, _ = retrieve_timesteps(scheduler, num_steps, "cpu", **kwargs)
+        return Schedule(tuple(scheduler.sigmas.tolist()), tuple(timesteps.tolist()))
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        unit = self.pipeline.vae_scale_factor * self.transformer.config.patch_size
+        most = self.transformer.config.pos_embed_max_size * unit
+        for name, size in (("height", height), ("width", width)):
+            if size < unit or size % unit or size > most:
+                raise UserError(f"{name}={size} must be a multiple of {unit} and at most {most}")
+        scale = self.pipeline.vae_scale_factor
+        return self.transformer.config.in_channels, height // scale, width // scale
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timestep: float,
+        conditioning: Conditioning,
+        guidance_scale: float,
+    ) -> Tensor:
+        def forward(texts: Tensor) -> Tensor:
+            out = transformer(
+                hidden_states=latents.to(conditioning.embeds.dtype),
+                timestep=torch.full((len(texts),), timestep, device=latents.device),
+                encoder_hidden_states=conditioning.embeds[texts],
+                pooled_projections=conditioning.pooled[texts],
+                return_dict=False,
+            )[0]
+            return out.to(latents.dtype)
+
+        if guidance_scale <= 1:
+            return forward(conditioning.positive)
+        # Two passes of B, not one of 2B, in sampling as in training: the same arithmetic in
+        # both is what makes the on-policy ratio exactly 1.
+        with torch.no_grad():
+            unconditional = forward(conditioning.negative)
+        return unconditional + guidance_scale * (forward(conditioning.positive) - unconditional)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        latents = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+        images = vae.decode(latents, return_dict=False)[0]
+        return (images / 2 + 0.5).clamp(0, 1).float()
+
+    def save_lora(self, folder: Path, transformer: nn.Module) -> None:
+        self.pipeline_class.save_lora_weights(
+            folder,
+            transformer_lora_layers=get_peft_model_state_dict(transformer),
+            # without it diffusers assumes alpha == rank
+            transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
+        )
+
+    def load_lora(self, folder: str) -> None:
+        self.pipeline.load_lora_weights(folder, adapter_name="default")

@@ -1,0 +1,80 @@
+"""The batch arithmetic of an epoch: checked before anything is loaded, printed before it starts."""
+
+from dataclasses import dataclass
+
+from flow_grpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    num_processes: int
+    sample_batch_size: int  # per process
+    batches_per_epoch: int  # sampling batches per process
+    group_size: int  # images per prompt
+    train_batch_size: int  # per process
+    accumulation_steps: int  # training micro-batches per update, over all their time steps
+    inner_epochs: int
+    trained_steps: int  # denoising steps trained per sample
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        if self.samples % self.group_size:
+            raise UserError(
+                f"{self.samples} samples per epoch = sample.train_batch_size="
+                f"{self.sample_batch_size} x sample.num_batches_per_epoch={self.batches_per_epoch}"
+                f" x {self.num_processes} processes do not divide into groups of "
+                f"sample.num_image_per_prompt={self.group_size}; change one of these numbers"
+            )
+        if self.sample_batch_size % self.train_batch_size:
+            raise UserError(
+                f"train.batch_size={self.train_batch_size} does not divide "
+                f"sample.train_batch_size={self.sample_batch_size}; training works on whole "
+                "slices of the sampling batches, so make it a divisor (equal is best)"
+            )
+        if self.micro_batches % self.accumulation_steps:
+            raise UserError(
+                f"train.gradient_accumulation_steps={self.accumulation_steps} does not divide the "
+                f"{self.micro_batches} micro-batches of an epoch per process; some gradients would "
+                "be left over, so make it a divisor"
+            )
+
+    @property
+    def samples(self) -> int:
+        return self.sample_batch_size * self.batches_per_epoch * self.num_processes
+
+    @property
+    def groups(self) -> int:
+        return self.samples // self.group_size
+
+    @property
+    def micro_batches(self) -> int:
+        return self.sample_batch_size // self.train_batch_size * self.batches_per_epoch
+
+    @property
+    def updates(self) -> int:
+        return self.micro_batches // self.accumulation_steps * self.inner_epochs
+
+    def check_prompts(self, rows: int, source: str) -> None:
+        if rows < self.groups:
+            raise UserError(
+                f"{source} has {rows} prompts but an epoch needs {self.groups} distinct ones "
+                f"({self.samples} samples in groups of {self.group_size}); add prompts or "
+                "lower sample.num_batches_per_epoch"
+            )
+
+    def describe(self) -> str:
+        p = self
+        per_update = p.train_batch_size * p.accumulation_steps * p.num_processes
+        return "\n".join(
+            [
+                f"samples per epoch     {p.samples} = {p.sample_batch_size} per batch"
+                f" x {p.batches_per_epoch} batches x {p.num_processes} processes",
+                f"groups per epoch      {p.groups} prompts x {p.group_size} images",
+                f"samples per update    {per_update} = {p.train_batch_size} per micro-batch"
+                f" x {p.accumulation_steps} accumulated x {p.num_processes} processes,"
+                f" each over {p.trained_steps} steps",
+                f"updates per epoch     {p.updates} (train.num_inner_epochs={p.inner_epochs})",
+            ]
+        )

@@ -1,0 +1,100 @@
+"""What is trained: LoRA on the transformer, or all of it; and the reference it is held to."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig
+from torch import nn
+
+from flow_grpo.errors import UserError
+from flow_grpo.models import ModelAdapter
+
+
+class Policy:
+    """The transformer being trained, as every process calls it.
+
+    `module` is the wrapped module after `prepare`; call that one, always, so that distribution
+    sees every forward. The reference is the same module with LoRA off, or a frozen copy.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        *,
+        use_lora: bool = True,
+        rank: int = 32,
+        alpha: int = 64,
+        lora_path: str = "",
+        with_reference: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.adapter = adapter
+        self.transformer = adapter.transformer
+        self.use_lora = use_lora
+        self._frozen = None
+        if use_lora:
+            self._add_lora(rank, alpha, lora_path, seed)
+        else:
+            if lora_path:
+                raise UserError(f"train.lora_path={lora_path} needs use_lora=True")
+            if with_reference:
+                self._frozen = copy.deepcopy(self.transformer)
+            self.transformer.requires_grad_(True)
+        for parameter in self.parameters():
+            # a half-precision weight cannot hold steps of 1e-4
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+        self.module: nn.Module = self.transformer
+
+    def _add_lora(self, rank: int, alpha: int, lora_path: str, seed: int) -> None:
+        if lora_path:
+            try:
+                self.adapter.load_lora(lora_path)
+            except (OSError, ValueError) as error:
+                reason = str(error).strip().splitlines()[0]
+                raise UserError(f"cannot load train.lora_path={lora_path}: {reason}") from error
+            for name, parameter in self.transformer.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.transformer.add_adapter(
+                LoraConfig(
+                    r=rank,
+                    lora_alpha=alpha,
+                    init_lora_weights="gaussian",
+                    target_modules=self.adapter.lora_targets,
+                )
+            )
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.transformer.parameters() if p.requires_grad]
+
+    def prepare(
+        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.Optimizer:
+        self.module, optimizer = accelerator.prepare(self.transformer, optimizer)
+        return optimizer
+
+    @contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """The module to call for the reference velocity, without gradients."""
+        with torch.no_grad():
+            if self._frozen is not None:
+                yield self._frozen
+                return
+            self.transformer.disable_adapters()
+            try:
+                yield self.module
+            finally:
+                self.transformer.enable_adapters()
+
+    def save(self, folder: Path, prefix: str = "") -> None:
+        """`<prefix>lora/` for LoRA, `<prefix>transformer/` for full fine-tuning."""
+        if self.use_lora:
+            self.adapter.save_lora(folder / f"{prefix}lora", self.transformer)
+        else:
+            self.transformer.save_pretrained(folder / f"{prefix}transformer")

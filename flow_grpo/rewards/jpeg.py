@@ -1,0 +1,24 @@
+"""Size as a reward: needs no model, so it shows quickly whether a set-up learns."""
+
+import io
+
+from PIL import Image
+
+
+def _jpeg_kilobytes(image: Image.Image) -> float:
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=95)
+    return buffer.tell() / 1000
+
+
+def jpeg_incompressibility(
+    images: list[Image.Image], prompts: list[str], metadata: list[dict]
+) -> list[float]:
+    """Kilobytes at quality 95, as in DDPO."""
+    return [_jpeg_kilobytes(image) for image in images]
+
+
+def jpeg_compressibility(
+    images: list[Image.Image], prompts: list[str], metadata: list[dict]
+) -> list[float]:
+    return [-_jpeg_kilobytes(image) for image in images]

@@ -1,0 +1,135 @@
+"""Sample trajectories with a model and a step rule, and take single steps of them again."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flow_grpo.models import Conditioning, ModelAdapter, Schedule
+from flow_grpo.models.base import latent_dtype
+from flow_grpo.sde import Kind, Step, sde_step
+from flow_grpo.seeding import Stream, torch_generator
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """How a velocity field is walked; the same in sampling and training."""
+
+    schedule: Schedule
+    kind: Kind = "ode"  # of the stochastic steps; all others are ode
+    noise_level: float = 0.7
+    guidance_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What training needs of a batch of sampled trajectories: the stochastic steps alone."""
+
+    steps: range  # of the schedule
+    latents: Tensor  # (B, len(steps) + 1, C, H, W), float32
+    log_probs: Tensor  # (B, len(steps))
+    conditioning: Conditioning
+
+    def __len__(self) -> int:
+        return len(self.log_probs)
+
+    def __getitem__(self, part: slice) -> "Trajectory":
+        return Trajectory(
+            self.steps, self.latents[part], self.log_probs[part], self.conditioning[part]
+        )
+
+
+def policy_step(
+    adapter: ModelAdapter,
+    transformer: nn.Module,
+    dynamics: Dynamics,
+    i: int,
+    latents: Tensor,
+    conditioning: Conditioning,
+    *,
+    stochastic: bool,
+    next_latents: Tensor | None = None,
+    generators: list[torch.Generator] | None = None,
+) -> tuple[Step, Tensor]:
+    """Step i of the schedule and the velocity behind it: drawn anew, or where it went before."""
+    sigmas, timesteps = dynamics.schedule.sigmas, dynamics.schedule.timesteps
+    velocity = adapter.velocity(
+        transformer, latents, timesteps[i], conditioning, dynamics.guidance_scale
+    )
+    step = sde_step(
+        velocity,
+        latents,
+        sigmas[i],
+        sigmas[i + 1],
+        kind=dynamics.kind if stochastic else "ode",
+        noise_level=dynamics.noise_level,
+        sigma_max=sigmas[1],
+        next_sample=next_latents,
+        generator=generators,
+    )
+    return step, velocity
+
+
+@torch.no_grad()
+def sample_trajectory(
+    adapter: ModelAdapter,
+    transformer: nn.Module,
+    dynamics: Dynamics,
+    latents: Tensor,
+    conditioning: Conditioning,
+    *,
+    steps: range = range(0),
+    generators: list[torch.Generator] | None = None,
+) -> tuple[Tensor, Trajectory]:
+    """Denoise `latents` (B, C, H, W); `steps` add noise, drawn from one generator per sample.
+
+    Returns the final latents and what training needs. With no steps it is the plain ode.
+    """
+    latents = latents.to(dtype=latent_dtype(transformer))
+    kept, log_probs = [], []
+    for i in range(len(dynamics.schedule)):
+        stochastic = i in steps
+        if stochastic and not kept:
+            kept.append(latents)
+        step, _ = policy_step(
+            adapter,
+            transformer,
+            dynamics,
+            i,
+            latents,
+            conditioning,
+            stochastic=stochastic,
+            generators=generators,
+        )
+        latents = step.next_sample
+        if stochastic:
+            kept.append(latents)
+            log_probs.append(step.log_prob)
+    empty = latents.new_zeros(len(latents), 0)
+    return latents, Trajectory(
+        steps,
+        torch.stack(kept, 1) if kept else empty,
+        torch.stack(log_probs, 1) if log_probs else empty,
+        conditioning,
+    )
+
+
+def sample_generators(seed: int, epoch: int, index: list[int]) -> list[torch.Generator]:
+    """One per sample, so that its noise does not depend on the batch or process it lands in."""
+    return [torch_generator(seed, Stream.SAMPLE, epoch, i) for i in index]
+
+
+def group_generators(seed: int, epoch: int, rows: list[int]) -> list[torch.Generator]:
+    """For `same_latent`: samples of one group start from the same noise."""
+    return [torch_generator(seed, Stream.GROUP, epoch, row) for row in rows]
+
+
+def eval_generators(seed: int, rows: list[int]) -> list[torch.Generator]:
+    """One per prompt: the same picture for any batch size, in every evaluation of a run."""
+    return [torch_generator(seed, Stream.EVAL, row) for row in rows]
+
+
+def initial_noise(
+    generators: list[torch.Generator], shape: tuple[int, ...], device: torch.device | str
+) -> Tensor:
+    return torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)

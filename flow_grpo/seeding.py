@@ -1,0 +1,33 @@
+"""Random numbers that depend on what they are for, never on which process draws them.
+
+Every draw is keyed by (run seed, stream, ...), so 1 process x 8 samples and 2 x 4 see the same
+prompts and noise, and a resumed run needs no generator state.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+
+class Stream(IntEnum):
+    PROMPTS = 0  # key: epoch
+    WINDOW = 1  # key: epoch
+    SAMPLE = 2  # key: epoch, sample index
+    GROUP = 3  # key: epoch, group id; the shared first noise of `same_latent`
+    SHUFFLE = 4  # key: epoch, inner epoch
+    EVAL = 5  # key: dataset row
+
+
+def _entropy(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:
+    return np.random.SeedSequence([seed, int(stream), *key])
+
+
+def numpy_rng(seed: int, stream: Stream, *key: int) -> np.random.Generator:
+    return np.random.default_rng(_entropy(seed, stream, key))
+
+
+def torch_generator(seed: int, stream: Stream, *key: int) -> torch.Generator:
+    """On the CPU: the same key gives the same noise on every kind of device."""
+    state = _entropy(seed, stream, key).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
