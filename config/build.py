@@ -73,6 +73,7 @@ def build_session(config: ConfigDict) -> Session:
         mixed_precision=config.mixed_precision,
         gradient_accumulation_steps=config.train.gradient_accumulation_steps * len(steps),
         log_with=config.log_with or None,
+        project_dir=config.logdir,
         # buffers never change, and processes may run different numbers of forwards
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
@@ -86,6 +87,8 @@ def build_session(config: ConfigDict) -> Session:
         inner_epochs=config.train.num_inner_epochs,
         trained_steps=len(steps),
     )
+    if accelerator.is_main_process:
+        tracking.refuse_existing(config.logdir, config.run_name)
     prompts = load_prompts(config.dataset, "train", config.prompt_fn)
     plan.check_prompts(len(prompts), config.dataset)
     test_prompts = load_prompts(config.dataset, "test", config.prompt_fn)
@@ -123,7 +126,9 @@ def build_session(config: ConfigDict) -> Session:
         eps=train.adam_epsilon,
     )
     optimizer = policy.prepare(accelerator, optimizer)
-    ema = Ema(policy.parameters(), train.ema_decay, train.ema_update_interval)
+    ema = None
+    if train.ema:
+        ema = Ema(policy.parameters(), train.ema_decay, train.ema_update_interval)
     as_json = json.loads(config.to_json_best_effort())
     folder = tracking.make_run_folder(accelerator, config.logdir, config.run_name, as_json)
     if config.log_with:
@@ -138,7 +143,7 @@ def build_session(config: ConfigDict) -> Session:
         adapter=adapter,
         policy=policy,
         optimizer=optimizer,
-        ema=ema if train.ema else None,
+        ema=ema,
         folder=folder,
     )
 

@@ -1,5 +1,7 @@
 """Hold a config against the rules that no single field can state, before anything is loaded."""
 
+import importlib.util
+
 from ml_collections import ConfigDict
 
 from flow_grpo.advantages import ESTIMATORS
@@ -52,6 +54,9 @@ def check(config: ConfigDict) -> None:
     for name in ABOVE_ZERO:
         if field(name) <= 0:
             raise UserError(f"{name}={field(name)} must be above 0")
+    if config.log_with and importlib.util.find_spec(config.log_with) is None:
+        # accelerate would go on without a word
+        raise UserError(f"log_with={config.log_with!r} needs: pip install {config.log_with}")
     if config.sample.sde_type == "cps" and config.sample.noise_level > 1:
         raise UserError(
             f"sample.noise_level={config.sample.noise_level} must be at most 1 for sde_type='cps'"

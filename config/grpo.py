@@ -73,7 +73,7 @@ PRESETS = {f.__name__: f for f in (general_ocr_sd3, geneval_sd3, pickscore_sd3)}
 
 
 def get_config(name: str = "") -> ConfigDict:
-    preset, gpus = re.fullmatch(r"(\w*?)(?:_(\d+)gpu)?", name).groups()
+    preset, gpus = re.fullmatch(r"(.*?)(?:_(\d+)gpu)?", name).groups()
     if preset not in PRESETS:
         raise UserError(f"unknown preset {name!r}; config/grpo.py has {', '.join(PRESETS)}")
     return PRESETS[preset](int(gpus or os.environ.get("WORLD_SIZE", 1)))

@@ -5,11 +5,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import diffusers
 import transformers
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from flow_grpo.errors import UserError
 
@@ -19,7 +21,9 @@ USAGE_ERROR = 2  # exit code of every UserError
 def run(main: Callable[[ConfigDict], None]) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config."""
     _set_up_logging()
-    config = _define_config(flags.FLAGS)
+    config = config_flags.DEFINE_config_file(
+        "config", help_string="path/to/config.py or path/to/config.py:preset"
+    )
     flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
 
     def parse(argv: list[str]) -> list[str]:
@@ -47,15 +51,8 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _define_config(values: flags.FlagValues) -> flags.FlagHolder:
-    help_text = "path/to/config.py or path/to/config.py:preset"
-    return config_flags.DEFINE_config_file("config", help_string=help_text, flag_values=values)
-
-
 def _parse(argv: list[str]) -> list[str]:
-    overrides = [arg for arg in argv[1:] if arg.startswith("--config.")]
-    if overrides or "--config" in " ".join(argv):
-        _check_names(argv, overrides)
+    _check_names(argv)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
@@ -68,23 +65,23 @@ def _parse(argv: list[str]) -> list[str]:
     return rest
 
 
-def _check_names(argv: list[str], overrides: list[str]) -> None:
+def _check_names(argv: list[str]) -> None:
     """Load the config alone and hold the overrides against it: absl would only name a key."""
-    values = flags.FlagValues()
-    holder = _define_config(values)
-    for i, arg in enumerate(argv[1:], 1):
-        if arg.startswith("--config=") or (arg == "--config" and i + 1 < len(argv)):
-            values([argv[0], *argv[i : i + (1 if "=" in arg else 2)]])
+    paths = [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
+    paths += [b for a, b in pairwise(argv) if a == "--config"]
+    if not paths:
+        return
+    config = ConfigFileFlagParser("config").parse(paths[-1])
     try:
-        known = set(_dotted(holder.value)) if holder.value is not None else None
-    except OSError as error:
-        raise UserError(f"cannot load --config: {error}") from error
-    for arg in overrides:
+        known = set(_dotted(config))
+    except OSError as error:  # raised at the first use of a config that could not be loaded
+        raise UserError(f"cannot load --config {paths[-1]}: {error.__cause__}") from error
+    for arg in argv:
         name = arg.removeprefix("--config.").split("=")[0]
-        if known is not None and name not in known:
+        if arg.startswith("--config.") and name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]}?" if close else "; config/base.py lists them all"
-            raise UserError(f"unknown config key {name!r}{hint}")
+            hint = f"did you mean {close[0]}?" if close else "config/base.py lists them all"
+            raise UserError(f"unknown config key {name!r}; {hint}")
 
 
 def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter
+from flow_grpo.models.base import latent_dtype
 
 
 class Policy:
@@ -46,7 +47,7 @@ class Policy:
             self.transformer.requires_grad_(True)
         for parameter in self.parameters():
             # a half-precision weight cannot hold steps of 1e-4
-            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            parameter.data = parameter.data.to(latent_dtype(self.transformer))
         self.module: nn.Module = self.transformer
 
     def _add_lora(self, rank: int, alpha: int, lora_path: str, seed: int) -> None:

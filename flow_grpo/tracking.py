@@ -19,17 +19,21 @@ from PIL import Image
 from flow_grpo.errors import UserError
 
 
+def refuse_existing(logdir: str, run_name: str) -> None:
+    folder = Path(logdir) / run_name
+    if run_name and folder.exists():
+        raise UserError(f"{folder} already exists; choose another run_name or remove it")
+
+
 def make_run_folder(
     accelerator: Accelerator, logdir: str, run_name: str, config: dict[str, Any]
 ) -> Path:
-    """Create logs/<run_name> with config.json. A folder that exists is left alone."""
+    """Create logs/<run_name> (by default the date and time) with config.json."""
     name = [run_name or datetime.now().strftime("%Y.%m.%d_%H.%M.%S")]
     folder = Path(logdir) / broadcast_object_list(name)[0]
     if accelerator.is_main_process:
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError as error:
-            raise UserError(f"{folder} already exists; choose another run_name") from error
+        refuse_existing(logdir, folder.name)
+        folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     accelerator.wait_for_everyone()
     return folder
@@ -39,7 +43,7 @@ def start_trackers(
     accelerator: Accelerator, project: str, folder: Path, config: dict[str, Any]
 ) -> None:
     """wandb or tensorboard, as the accelerator was told; their files go into the run folder."""
-    accelerator.project_configuration.set_directories(str(folder))
+    accelerator.project_configuration.logging_dir = str(folder)
     flat = {k: v if isinstance(v, int | float | str) else str(v) for k, v in _dotted(config)}
     accelerator.init_trackers(project, config=flat)
 

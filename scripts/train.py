@@ -25,8 +25,8 @@ from flow_grpo.data import Batch, epoch_batches
 from flow_grpo.distributed import gather_rows
 from flow_grpo.errors import UserError
 from flow_grpo.evaluation import evaluate
-from flow_grpo.grpo import GrpoSettings, grpo_step_loss
-from flow_grpo.metrics import TrainingStats, reward_metrics
+from flow_grpo.grpo import grpo_step_loss
+from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics
 from flow_grpo.rewards import TOTAL, to_pil
 from flow_grpo.rollout import (
     Trajectory,
@@ -44,7 +44,7 @@ logger = logging.getLogger("flow_grpo")
 class SampledBatch:
     batch: Batch
     trajectory: Trajectory
-    images: torch.Tensor  # (B, 3, H, W)
+    images: torch.Tensor | None  # (B, 3, H, W), of the first batch, to show
     scores: Future  # {reward name: (B,)}, computed in the background
 
 
@@ -132,7 +132,7 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
         )
         images = adapter.decode(latents)
         scores = background.submit(session.reward, images, prompts, [p.metadata for p in chosen])
-        samples.append(SampledBatch(batch, trajectory, images, scores))
+        samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
     background.shutdown(wait=False)
     return samples
 
@@ -198,19 +198,10 @@ def train_epoch(
             f"the loss is not finite after step {session.step}; lower train.learning_rate or use "
             "mixed_precision=no; the last checkpoint is intact"
         )
-    warn_off_policy(metrics["train/first_update_ratio_dev"], settings)
-    return metrics
-
-
-def warn_off_policy(deviation: float, settings: GrpoSettings) -> None:
     clip = min(settings.clip_low, settings.clip_high)
-    if deviation > clip / 10:
-        logger.warning(
-            "on-policy ratios are off 1 by %.1e, more than a tenth of the clip range %.1e: "
-            "rounding decides what is clipped; see train/first_update_ratio_dev in docs/metrics.md",
-            deviation,
-            clip,
-        )
+    if warning := off_policy_warning(metrics["train/first_update_ratio_dev"], clip):
+        logger.warning(warning)
+    return metrics
 
 
 def run_evaluation(session: Session, epoch: int) -> dict[str, float]:

@@ -74,6 +74,7 @@ def build_tiny_sd3(
     latent_channels: int = 4,
     words: list[str] | None = None,
     max_length: int = 32,
+    qk_norm: str | None = "rms_norm",  # as in SD3.5; SD3 has none
     seed: int = 0,
 ) -> StableDiffusion3Pipeline:
     """An SD3 pipeline with random weights; images are a multiple of 8 pixels, 256 at most."""
@@ -102,7 +103,7 @@ def build_tiny_sd3(
             caption_projection_dim=width,
             pooled_projection_dim=2 * text_width,
             pos_embed_max_size=32,
-            qk_norm="rms_norm",
+            qk_norm=qk_norm,
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=AutoencoderKL(

@@ -1,0 +1,115 @@
+"""Each mistake: one line that names it, exit code 2, nothing written."""
+
+import json
+import shutil
+
+import pytest
+
+
+def dataset(folder, train_text=None, jsonl=None):
+    folder.mkdir()
+    for split in ("train", "test"):
+        if train_text is not None:
+            (folder / f"{split}.txt").write_text(train_text)
+        if jsonl is not None:
+            (folder / f"{split}_metadata.jsonl").write_text(jsonl)
+    return folder
+
+
+def assert_told(train, done, message):
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert not train.logdir.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"sample__num_stepz": 3},
+            "unknown config key 'sample.num_stepz'; did you mean sample.num_steps?",
+        ),
+        (
+            {"sample__num_image_per_prompt": 3},
+            "8 samples per epoch = sample.train_batch_size=4 x sample.num_batches_per_epoch=2",
+        ),
+        ({"train__batch_size": 3}, "train.batch_size=3 does not divide sample.train_batch_size=4"),
+        ({"dataset": "no/such/folder"}, "no dataset at no/such/folder"),
+        ({"reward_fn": "{'beauty': 1.0}"}, "unknown reward 'beauty'; known are"),
+        ({"sample__num_batches_per_epoch": 9}, "8 prompts but an epoch needs 9 distinct ones"),
+        ({"sample__num_steps": "many"}, "--config.sample.num_steps=many"),
+        ({"train__cfg": False}, "train.cfg=False with sample.guidance_scale=4.5"),
+        ({"height": 33}, "height=33 must be a multiple of 8"),
+        (
+            {"pretrained__model": "./no-such-model"},
+            "cannot load pretrained.model='./no-such-model'",
+        ),
+        ({"sample__sde_window_size": 9}, "sde_window_range=(0, 5) must lie within (0, 2)"),
+        ({"log_with": "wandb"}, "log_with='wandb' needs: pip install wandb"),
+        ({"train__kl_type": "k3"}, "train.kl_type='k3' must be one of 'flow_grpo'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_bad_value_is_named(train, overrides, message):
+    assert_told(train, train(**overrides), message)
+
+
+def test_an_empty_dataset(train, tmp_path):
+    done = train(dataset=dataset(tmp_path / "empty", train_text="\n"))
+    assert_told(train, done, "train.txt is empty")
+
+
+def test_a_malformed_json_line_names_file_and_line(train, tmp_path):
+    folder = dataset(tmp_path / "broken", jsonl='{"prompt": "a"}\n{"prompt": "b"\n')
+    assert_told(train, train(dataset=folder), f"{folder}/train_metadata.jsonl:2: not JSON")
+
+
+def test_a_pipeline_that_is_not_sd3(train, tiny_sd3, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_sd3, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index["_class_name"] = "StableDiffusionXLPipeline"
+    (folder / "model_index.json").write_text(json.dumps(index))
+    message = "is a StableDiffusionXLPipeline; pretrained.model must be one of"
+    assert_told(train, train(pretrained__model=folder), message)
+    (folder / "model_index.json").unlink()
+    assert_told(train, train(pretrained__model=folder), "it has no model_index.json")
+
+
+def test_a_run_that_exists_is_left_alone(train):
+    run = train.logdir / "run"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("precious\n")
+    done = train()
+    assert done.returncode == 2
+    assert (
+        done.stderr.strip() == f"error: {run} already exists; choose another run_name or remove it"
+    )
+    assert [p.name for p in run.iterdir()] == ["metrics.jsonl"]
+    assert (run / "metrics.jsonl").read_text() == "precious\n"
+
+
+def test_a_reward_that_returns_the_wrong_length(train, tmp_path, monkeypatch):
+    (tmp_path / "short_reward.py").write_text(
+        "def score(images, prompts, metadata): return [1.0] * (len(images) - 1)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = train(reward_fn="{'short': 1.0}", custom_rewards="{'short': 'short_reward:score'}")
+    assert done.returncode == 2
+    assert "error: reward 'short' returned 7 scores for 8 images" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_config_that_cannot_be_loaded(train):
+    assert_told(train, train(config="config/nothing.py"), "cannot load --config")
+    assert_told(train, train(config="config/grpo.py:nothing"), "unknown preset 'nothing'")
+
+
+def test_a_traceback_is_there_for_the_asking(train):
+    done = train("--debug", dataset="no/such/folder")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "UserError: no dataset at" in done.stderr

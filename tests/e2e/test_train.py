@@ -1,0 +1,179 @@
+"""scripts/train.py as a user runs it, on a random SD3."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from diffusers import StableDiffusion3Pipeline
+from PIL import Image
+
+from flow_grpo.rollout import eval_generators, initial_noise
+
+
+def pictures(folder) -> list[np.ndarray]:
+    return [np.asarray(Image.open(p)).astype(int) for p in sorted(folder.glob("*.png"))]
+
+
+def test_a_run_leaves_what_it_promises(train):
+    done = train(
+        num_epochs=2,
+        log_with="tensorboard",
+        num_checkpoint_limit=1,
+        save_freq=1,
+        eval_freq=1,
+        sample__guidance_scale=4.5,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert "8 = 4 per batch x 2 batches x 1 processes" in done.stdout
+    lines = train.metrics()
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert [line["epoch"] for line in lines] == [0, 1, 2]
+    assert lines[0]["eval/jpeg_compressibility"] < 0
+
+    # promise 1: the first update of an epoch sees exactly the policy that sampled
+    for line in lines[1:]:
+        assert line["train/first_update_ratio_dev"] <= 1e-5
+        assert line["train/ratio_max"] > 1  # and later ones do not
+    expected = {
+        *("reward/avg", "reward/jpeg_compressibility", "reward/std_within_group"),
+        *("reward/zero_std_ratio", "reward/failed", "eval/avg", "eval/jpeg_compressibility"),
+        *(f"train/{n}" for n in ("loss", "policy_loss", "kl", "grad_norm", "lr", "approx_kl")),
+        *(f"train/{n}" for n in ("clip_low", "clip_high", "ratio_mean", "ratio_min", "ratio_max")),
+        *(f"time/{n}" for n in ("sample", "reward_wait", "train", "eval", "save")),
+        *("perf/images_per_s", "perf/peak_mem_gb", "train/first_update_ratio_dev"),
+    }
+    assert expected | {"epoch", "step"} == set(lines[-1])
+
+    run = train.logdir / "run"
+    assert json.loads((run / "config.json").read_text())["sample"]["guidance_scale"] == 4.5
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["checkpoint-4"]
+    samples = [json.loads(x) for x in (run / "samples/train-00002/samples.jsonl").open()]
+    assert set(samples[0]) == {"file", "prompt", "jpeg_compressibility", "avg", "advantage"}
+    assert samples[0]["prompt"].startswith("train prompt")
+    assert len(samples) == len(pictures(run / "samples/train-00002")) == 4
+    assert list(run.rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize("weights", ["ema_lora", "lora"])
+def test_a_checkpoint_loaded_by_diffusers_draws_the_evaluation_pictures(train, tiny_sd3, weights):
+    done = train(
+        num_epochs=2,
+        height=32,
+        width=64,
+        seed=5,
+        train__ema=weights == "ema_lora",
+        train__ema_update_interval=1,
+        train__learning_rate=0.05,
+        train__lora_rank=4,
+        train__lora_alpha=12,
+        train__beta=0.0,
+    )
+    assert done.returncode == 0, done.stderr
+    run = train.logdir / "run"
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.load_lora_weights(run / "checkpoints/checkpoint-4" / weights)
+    noise = initial_noise(eval_generators(5, list(range(8))), (4, 8, 16), "cpu")
+    drawn = pipeline(
+        [f"test prompt number {i}" for i in range(8)],
+        latents=noise,
+        num_inference_steps=3,
+        guidance_scale=4.5,
+        height=32,
+        width=64,
+        max_sequence_length=8,
+    ).images
+    after = pictures(run / "samples/eval-00002")
+    before = pictures(run / "samples/eval-00000")
+    off = [np.abs(np.asarray(d).astype(int) - a).max() for d, a in zip(drawn, after, strict=True)]
+    assert max(off) <= 1  # a rounding of the 8-bit pictures
+    assert max(np.abs(a - b).max() for a, b in zip(after, before, strict=True)) > 10
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"sample__sde_window_size": 1, "sample__sde_window_range": "(0,2)", "train__beta": 0.0},
+        {"sample__sde_type": "cps", "sample__guidance_scale": 1.0, "train__cfg": False},
+        {"use_lora": False, "sample__same_latent": True, "train__advantage": "gdpo"},
+        {
+            "train__batch_size": 2,
+            "train__num_inner_epochs": 2,
+            "train__kl_type": "gaussian",
+            "mixed_precision": "bf16",
+        },
+    ],
+    ids=["window", "cps-unguided", "full-finetuning", "half-precision"],
+)
+def test_the_other_settings_run(train, overrides):
+    done = train(**overrides)
+    assert done.returncode == 0, done.stderr
+    last = train.metrics()[-1]
+    assert last["train/grad_norm"] > 0
+    checkpoint = next((train.logdir / "run/checkpoints").iterdir())
+    names = {p.name for p in checkpoint.iterdir()}
+    if overrides.get("use_lora") is False:
+        assert names == {"transformer", "ema_transformer"}
+    else:
+        assert names == {"lora", "ema_lora"}
+    assert last["train/first_update_ratio_dev"] <= 1e-5
+
+
+def test_failed_rewards_are_counted_and_left_out(train, tmp_path, monkeypatch):
+    (tmp_path / "half_fails.py").write_text(
+        "def score(images, prompts, metadata):\n"
+        "    return [None if i % 2 else float(i) for i, _ in enumerate(images)]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = train(reward_fn="{'half': 1.0}", custom_rewards="{'half': 'half_fails:score'}")
+    assert done.returncode == 0, done.stderr
+    last = train.metrics()[-1]
+    assert last["reward/failed"] == 4
+    assert last["reward/half"] == 1.0  # the mean of 0 and 2
+    samples = [
+        json.loads(x) for x in (train.logdir / "run/samples/train-00001/samples.jsonl").open()
+    ]
+    assert [s["half"] for s in samples] == [0.0, None, 2.0, None]
+    assert [s["advantage"] for s in samples[1::2]] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_it_learns(train, seed):
+    """jpeg_compressibility of fresh samples rises by more than three standard errors."""
+    done = train(
+        seed=seed,
+        num_epochs=15,
+        resolution=64,
+        sample__num_steps=4,
+        sample__guidance_scale=1.0,
+        sample__same_latent=True,
+        sample__train_batch_size=32,
+        sample__num_image_per_prompt=16,
+        sample__num_batches_per_epoch=4,
+        train__batch_size=32,
+        train__learning_rate=5e-3,
+        train__clip_range=1e-2,
+        train__beta=0.0,
+        train__ema_update_interval=1,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = train.metrics()
+    first, last = lines[1:4], lines[-3:]
+    rise = np.mean([x["reward/avg"] for x in last]) - np.mean([x["reward/avg"] for x in first])
+    # 3 x 128 samples on either side; the spread within a group is what chance does to a mean
+    spread = np.mean([x["reward/std_within_group"] for x in (*first, *last)])
+    assert rise > 3 * spread * np.sqrt(2 / 384)
+    assert lines[-1]["eval/avg"] > lines[0]["eval/avg"]
+
+
+def test_the_random_model_is_written_by_a_command(tmp_path):
+    command = [sys.executable, "-m", "flow_grpo.models.tiny_sd3", str(tmp_path / "model")]
+    assert subprocess.run(command, check=False).returncode == 0
+    assert (tmp_path / "model" / "model_index.json").is_file()
+    again = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "already exists" in again.stderr

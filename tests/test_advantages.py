@@ -1,0 +1,157 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from flow_grpo.advantages import ESTIMATORS, compute_advantages
+
+FIXTURE_GROUPS = np.array([0, 1, 0, 2, 1, 0])
+FIXTURE_REWARDS = np.arange(1, 7)
+WITHIN_GROUP = ["grpo", "dr_grpo", "rloo"]
+SCALES = ["group", "batch", "none"]
+
+rewards_and_groups = st.integers(1, 24).flatmap(
+    lambda n: st.tuples(
+        arrays(np.float64, n, elements=st.floats(-10, 10).map(lambda x: round(x, 3))),
+        arrays(np.int64, n, elements=st.integers(0, 4)),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("group", [-1.135495, -0.999933, -0.162214, 0, 0.999933, 1.297708]),
+        ("batch", [-1.36618, -0.878259, -0.195169, 0, 0.878259, 1.561349]),
+        ("none", [1 - 10 / 3, -1.5, 3 - 10 / 3, 0, 1.5, 6 - 10 / 3]),
+    ],
+)
+def test_fixture(scale, expected):
+    out = compute_advantages(FIXTURE_REWARDS, FIXTURE_GROUPS, scale=scale)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@given(rewards_and_groups, st.sampled_from(WITHIN_GROUP), st.sampled_from(SCALES), st.randoms())
+def test_permuting_samples_permutes_advantages(data, estimator, scale, random):
+    rewards, groups = data
+    order = np.array(random.sample(range(len(rewards)), len(rewards)))
+    kwargs = {"estimator": estimator, "scale": scale}
+    out = compute_advantages(rewards, groups, **kwargs)
+    permuted = compute_advantages(rewards[order], groups[order], **kwargs)
+    np.testing.assert_allclose(permuted, out[order], atol=1e-9)
+
+
+@given(rewards_and_groups, st.sampled_from(WITHIN_GROUP), st.floats(-5, 5))
+def test_a_shift_changes_nothing(data, estimator, shift):
+    rewards, groups = data
+    kwargs = {"estimator": estimator, "scale": "none"}
+    out = compute_advantages(rewards, groups, **kwargs)
+    shifted = compute_advantages(rewards + shift, groups, **kwargs)
+    np.testing.assert_allclose(shifted, out, atol=1e-9)
+
+
+@given(rewards_and_groups, st.sampled_from(["group", "batch"]), st.floats(0.1, 10))
+def test_a_scale_cancels_where_the_estimator_divides(data, scale, factor):
+    rewards, groups = data
+    rewards = np.round(rewards)  # spreads below rounding would be blown up by the division
+    out = compute_advantages(rewards, groups, scale=scale, eps=0)
+    scaled = compute_advantages(rewards * factor, groups, scale=scale, eps=0)
+    np.testing.assert_allclose(scaled, out, atol=1e-6)
+    np.testing.assert_allclose(
+        compute_advantages(rewards * factor, groups, estimator="dr_grpo"),
+        factor * compute_advantages(rewards, groups, estimator="dr_grpo"),
+        atol=1e-9,
+    )
+
+
+@given(
+    st.floats(-10, 10), st.integers(1, 9), st.sampled_from(WITHIN_GROUP), st.sampled_from(SCALES)
+)
+def test_a_constant_group_and_a_group_of_one_are_exactly_zero(value, size, estimator, scale):
+    rewards = np.array([value] * size + [1.0, 2.0, 7.0])
+    groups = np.array([0] * size + [1, 1, 2])
+    for eps in (1e-4, 0.0):
+        out = compute_advantages(rewards, groups, estimator=estimator, scale=scale, eps=eps)
+        assert (out[:size] == 0).all()
+        assert out[-1] == 0
+        assert (out[size:-1] != 0).all()
+
+
+@given(rewards_and_groups, st.sampled_from([*WITHIN_GROUP, "reinforce_pp"]), st.data())
+def test_failed_rewards_are_left_out(data, estimator, draw):
+    rewards, groups = data
+    failed = draw.draw(arrays(np.bool_, len(rewards)))
+    with_nan = np.where(failed, np.nan, rewards)
+    out = compute_advantages(with_nan, groups, estimator=estimator)
+    assert (out[failed] == 0).all()
+    rest = compute_advantages(rewards[~failed], groups[~failed], estimator=estimator)
+    np.testing.assert_array_equal(out[~failed], rest)
+
+
+def test_a_sample_that_failed_in_one_reward_has_no_total():
+    rewards = {"a": np.array([1.0, 2.0, 3.0]), "b": np.array([0.0, np.nan, 0.0])}
+    out = compute_advantages(rewards, np.zeros(3, int), estimator="dr_grpo")
+    np.testing.assert_allclose(out, [-1, 0, 1])
+
+
+@pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if e != "remax"])
+def test_all_failed_gives_zeros(estimator):
+    out = compute_advantages(np.full(3, np.nan), np.zeros(3, int), estimator=estimator)
+    assert out.tolist() == [0, 0, 0]
+
+
+def test_the_other_estimators_by_their_formulas():
+    r, g = np.array([1.0, 2.0, 6.0, 4.0]), np.array([0, 0, 0, 1])
+    rloo = compute_advantages(r, g, estimator="rloo")
+    np.testing.assert_allclose(rloo, [1 - 4, 2 - 3.5, 6 - 1.5, 0])
+    z = (r - r.mean()) / (r.std() + 1e-4)
+    np.testing.assert_allclose(compute_advantages(r, g, estimator="reinforce_pp"), z)
+    baseline = np.array([0.5, 0.5, 0.5, 5.0])
+    remax = compute_advantages(r, g, estimator="remax", baseline=baseline)
+    np.testing.assert_allclose(remax, r - baseline)
+
+
+def test_gdpo_normalises_each_reward_before_it_adds_them():
+    rewards = {"small": np.array([0.0, 0.1, 0.0, 0.2]), "large": np.array([0.0, 10.0, 30.0, 20.0])}
+    groups = np.array([0, 0, 1, 1])
+    weights = {"small": 2.0, "large": 1.0}
+    out = compute_advantages(rewards, groups, estimator="gdpo", weights=weights, eps=0)
+    total = 2 * np.array([-1, 1, -1, 1]) + np.array([-1, 1, 1, -1])
+    np.testing.assert_allclose(out, total / total.std(), atol=1e-12)
+
+
+def test_weights_add_rewards_up():
+    rewards = {"a": np.array([1.0, 2.0]), "b": np.array([5.0, 1.0])}
+    out = compute_advantages(
+        rewards, np.zeros(2, int), estimator="dr_grpo", weights={"a": 1.0, "b": 0.5}
+    )
+    np.testing.assert_allclose(out, [0.5, -0.5])
+
+
+def test_integer_rewards_do_not_truncate():
+    out = compute_advantages(np.array([0, 0, 1]), np.zeros(3, int), estimator="dr_grpo")
+    np.testing.assert_allclose(out, [-1 / 3, -1 / 3, 2 / 3])
+
+
+def test_inputs_are_not_changed():
+    rewards = FIXTURE_REWARDS.astype(float)
+    compute_advantages(rewards, FIXTURE_GROUPS)
+    assert rewards.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"estimator": "ppo"}, "unknown estimator 'ppo'"),
+        ({"scale": "all"}, "unknown scale 'all'"),
+        ({"estimator": "remax"}, "baseline goes with"),
+        ({"group_ids": np.array(["a", "b"])}, "must be integers"),
+        ({"group_ids": np.array([0])}, "group_ids has shape"),
+        ({"rewards": {}}, "rewards is empty"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, message):
+    arguments = {"rewards": np.array([1.0, 2.0]), "group_ids": np.array([0, 0]), **kwargs}
+    with pytest.raises(ValueError, match=message):
+        compute_advantages(arguments.pop("rewards"), arguments.pop("group_ids"), **arguments)

@@ -1,0 +1,90 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flow_grpo.data import Prompt, epoch_batches, load_prompts
+from flow_grpo.errors import UserError
+
+
+def test_text_prompts_are_lines(tmp_path):
+    (tmp_path / "train.txt").write_text("a cat\n\n  a dog \nA Cat\n")
+    assert load_prompts(tmp_path, "train") == [Prompt("a cat"), Prompt("a dog"), Prompt("A Cat")]
+
+
+def test_metadata_goes_to_the_rewards(tmp_path):
+    row = {"prompt": "two cats", "negative_prompt": "blurry", "count": 2, "tag": "counting"}
+    (tmp_path / "test_metadata.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "test.txt").write_text("other\n")
+    expected = Prompt("two cats", "blurry", {"count": 2, "tag": "counting"})
+    assert load_prompts(tmp_path, "test") == [expected]
+    assert load_prompts(tmp_path, "test", "text") == [Prompt("other")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (None, "", "no dataset at"),
+        ("train.txt", "\n \n", "train.txt is empty"),
+        (
+            "train_metadata.jsonl",
+            '{"prompt": "a"}\n{"prompt": \n',
+            "train_metadata.jsonl:2: not JSON",
+        ),
+        ("train_metadata.jsonl", '{"text": "a"}\n', 'jsonl:1: needs an object with a "prompt"'),
+        ("train_metadata.jsonl", '{"prompt": "a", "negative_prompt": 3}', "must be a string"),
+        ("train.txt", b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_a_bad_dataset_is_named_with_its_line(tmp_path, name, content, message):
+    if name:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message):
+        load_prompts(tmp_path, "train")
+
+
+def test_an_unknown_prompt_fn_is_named(tmp_path):
+    with pytest.raises(UserError, match="unknown prompt_fn='geneval'"):
+        load_prompts(tmp_path, "train", "geneval")
+
+
+plans = st.tuples(
+    st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6)
+)
+
+
+@given(plans, st.integers(0, 1000))
+def test_an_epoch_is_the_same_for_any_number_of_processes(plan, seed):
+    processes, batch, batches, group_size = plan
+    total = processes * batch * batches * group_size
+    groups = total // group_size
+
+    def draw(world, batch_size):
+        parts = [
+            epoch_batches(
+                rows=groups + 3,
+                groups=groups,
+                group_size=group_size,
+                batch_size=batch_size,
+                process=p,
+                num_processes=world,
+                rng=np.random.default_rng(seed),
+            )
+            for p in range(world)
+        ]
+        # batch i of all processes together
+        return [
+            {(int(k), int(r)) for b in together for k, r in zip(b.index, b.row, strict=True)}
+            for together in zip(*parts, strict=True)
+        ]
+
+    many, one = draw(processes, batch), draw(1, batch * processes)
+    assert many == one
+    everything = set().union(*one)
+    rows = [row for _, row in everything]
+    assert sorted(k for k, _ in everything) == list(range(total))
+    assert len(set(rows)) == groups
+    assert all(rows.count(row) == group_size for row in set(rows))

@@ -1,0 +1,82 @@
+"""The gradient of the full objective against finite differences, in float64."""
+
+import copy
+
+import pytest
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from flow_grpo.grpo import GrpoSettings, grpo_step_loss
+from flow_grpo.models import SD3Adapter
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.policy import Policy
+from flow_grpo.rollout import Dynamics, initial_noise, sample_trajectory
+
+
+class HeldUnconditional(nn.Module):
+    """Answers calls without gradient from a frozen copy, but for the reference's (LoRA off).
+
+    The objective takes the unconditional half as a constant; finite differences would move it.
+    """
+
+    def __init__(self, live: nn.Module) -> None:
+        super().__init__()
+        self.live, self.held = live, copy.deepcopy(live)
+        self.lora = next(m for m in live.modules() if isinstance(m, BaseTunerLayer))
+
+    def forward(self, *args, **kwargs):
+        live = torch.is_grad_enabled() or self.lora.disable_adapters
+        return (self.live if live else self.held)(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kl"), [("flow", "flow_grpo"), ("dance", "gaussian"), ("cps", "velocity")]
+)
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_the_gradient_of_loss_and_kl_equals_finite_differences(kind, kl, guidance):
+    pipeline = build_tiny_sd3(qk_norm=None)  # diffusers' RMSNorm computes in float32
+    adapter = SD3Adapter(pipeline, dtype=torch.float64, max_sequence_length=4)
+    policy = Policy(adapter, rank=2, alpha=4)
+    generator = torch.Generator().manual_seed(0)
+    move(policy, generator, 0.2)  # away from LoRA's zero start, where the KL has no gradient
+    dynamics = Dynamics(adapter.schedule(4, 16, 24), kind, 0.7, guidance)
+    seeds = [torch.Generator().manual_seed(s) for s in range(3)]
+    noise = initial_noise(seeds, adapter.latent_shape(16, 24), "cpu").double()
+    conditioning = adapter.encode(["a", "b", "a"], ["", "", "c"] if guidance > 1 else None)
+    _, trajectory = sample_trajectory(
+        adapter, policy.module, dynamics, noise, conditioning, steps=range(3), generators=seeds
+    )
+    move(policy, generator, 0.02)  # away from ratio 1
+    policy.module = HeldUnconditional(policy.module)
+    advantages = torch.tensor([1.5, -0.7, 0.3], dtype=torch.float64)
+    settings = GrpoSettings(clip_low=0.5, clip_high=0.5, beta=0.3, kl=kl)
+
+    def objective() -> torch.Tensor:
+        steps = [
+            grpo_step_loss(policy, dynamics, trajectory, j, advantages, settings) for j in range(3)
+        ]
+        assert all((s.kl > 0).all() for s in steps)
+        return torch.stack([s.per_sample.mean() for s in steps]).mean()
+
+    parameters = policy.parameters()
+    gradients = torch.autograd.grad(objective(), parameters)
+    for parameter, gradient in list(zip(parameters, gradients, strict=True))[::8]:
+        i = gradient.abs().argmax().item()
+        flat, h = parameter.data.view(-1), 1e-5
+        at = flat[i].item()
+        values = []
+        for offset in (h, -h):
+            flat[i] = at + offset
+            values.append(objective().item())
+        flat[i] = at
+        expected = (values[0] - values[1]) / (2 * h)
+        assert gradient.view(-1)[i].item() == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    assert max(g.abs().max() for g in gradients) > 1e-4
+
+
+def move(policy: Policy, generator: torch.Generator, by: float) -> None:
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter += by * noise

@@ -1,0 +1,76 @@
+import pytest
+
+from config import grpo
+from flow_grpo.errors import UserError
+from flow_grpo.plan import BatchPlan
+
+
+def plan(**changes) -> BatchPlan:
+    values = {
+        "num_processes": 2,
+        "sample_batch_size": 6,
+        "batches_per_epoch": 4,
+        "group_size": 8,
+        "train_batch_size": 3,
+        "accumulation_steps": 4,
+        "inner_epochs": 1,
+        "trained_steps": 9,
+    }
+    return BatchPlan(**{**values, **changes})
+
+
+def test_the_arithmetic():
+    p = plan()
+    assert (p.samples, p.groups, p.micro_batches, p.updates) == (48, 6, 8, 2)
+    assert "48 = 6 per batch x 4 batches x 2 processes" in p.describe()
+    assert "24 = 3 per micro-batch x 4 accumulated x 2 processes" in p.describe()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 7}, "48 samples per epoch .* groups of sample.num_image_per_prompt=7"),
+        ({"train_batch_size": 4}, "train.batch_size=4 does not divide sample.train_batch_size=6"),
+        ({"accumulation_steps": 3}, "gradient_accumulation_steps=3 does not divide the 8"),
+        ({"batches_per_epoch": 0}, "batches_per_epoch=0 must be at least 1"),
+    ],
+)
+def test_numbers_that_do_not_divide_are_named(changes, message):
+    with pytest.raises(UserError, match=message):
+        plan(**changes)
+
+
+def test_too_few_prompts_are_counted():
+    plan().check_prompts(6, "dataset")
+    with pytest.raises(UserError, match="dataset has 5 prompts but an epoch needs 6"):
+        plan().check_prompts(5, "dataset")
+
+
+@pytest.mark.parametrize("preset", list(grpo.PRESETS))
+@pytest.mark.parametrize("gpus", [1, 4, 8, 32])
+def test_a_preset_is_the_same_epoch_on_any_number_of_gpus(preset, gpus):
+    config = grpo.get_config(f"{preset}_{gpus}gpu")
+    p = plan(
+        num_processes=gpus,
+        sample_batch_size=config.sample.train_batch_size,
+        batches_per_epoch=config.sample.num_batches_per_epoch,
+        group_size=config.sample.num_image_per_prompt,
+        train_batch_size=config.train.batch_size,
+        accumulation_steps=config.train.gradient_accumulation_steps,
+    )
+    assert (p.groups, p.group_size, p.updates) == (48, 24, 2)
+
+
+def test_gpus_that_do_not_divide_are_named():
+    with pytest.raises(UserError, match="1152 samples do not divide over 7 GPUs"):
+        grpo.get_config("general_ocr_sd3_7gpu")
+
+
+def test_without_a_number_the_launcher_says_how_many_gpus(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert grpo.get_config("pickscore_sd3") == grpo.get_config("pickscore_sd3_4gpu")
+
+
+def test_an_unknown_preset_is_named():
+    with pytest.raises(UserError, match=r"unknown preset 'ocr-flux'; .* general_ocr_sd3"):
+        grpo.get_config("ocr-flux")

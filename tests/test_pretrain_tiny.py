@@ -1,0 +1,128 @@
+"""Pretraining of the small model, at toy length and without a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.tiny.flow import encode
+from flow_grpo.tiny.graphs import graphed
+from flow_grpo.tiny.loop import Learner, fit, learning_rate
+from flow_grpo.tiny.pool import byt5_ids
+from flow_grpo.tiny.pretrain import parse_args
+from flow_grpo.tiny.prompts import KEYWORDS
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_tiny.py"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    command = [sys.executable, str(SCRIPT), "--toy", "--out", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return folder, result.stdout
+
+
+@pytest.mark.parametrize("length", [8, 256])
+def test_prompts_are_encoded_as_the_pipeline_does(length):
+    pipeline = build_tiny_sd3(words=KEYWORDS, max_length=16)
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        getattr(pipeline, name).eval()
+    prompts = ['a sign that says "MARKET"', "two red circles", ""]
+    clip_ids = pipeline.tokenizer(prompts, padding="max_length", return_tensors="pt").input_ids
+    t5_ids = torch.tensor([byt5_ids(prompt, length) for prompt in prompts])
+    embeddings, pooled = encode(pipeline, clip_ids, t5_ids)
+    wanted = pipeline.encode_prompt(
+        prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=length
+    )
+    torch.testing.assert_close(embeddings, wanted[0])
+    torch.testing.assert_close(pooled, wanted[2])
+    embeddings.sum().backward()
+    assert pipeline.text_encoder.text_model.embeddings.token_embedding.weight.grad is not None
+
+
+def fit_parabola(*, steps: int, seconds: float) -> tuple[Learner, list[dict]]:
+    weight = torch.nn.Parameter(torch.ones(4))
+    learner = Learner([weight])
+
+    def step(_: torch.Generator) -> torch.Tensor:
+        learner.begin()
+        loss = weight.square().mean()
+        learner.update(loss)
+        return loss.detach()
+
+    run = graphed(step, torch.Generator())
+    log = fit(learner, lambda _: run, steps=steps, seconds=seconds, peak_lr=0.1, name="parabola")
+    return learner, log
+
+
+def test_the_learner_learns_and_its_average_follows():
+    learner, log = fit_parabola(steps=200, seconds=60)
+    assert log[-1]["step"] == 199
+    assert log[-1]["loss"] < 1e-2 * log[0]["loss"]
+    learner.use_average()
+    assert learner.parameters[0].abs().max() < 0.1
+
+
+def test_training_stops_on_time_with_the_rate_run_down():
+    learner, log = fit_parabola(steps=10**9, seconds=0.3)
+    assert 0.3 <= log[-1]["seconds"] < 3
+    assert learner.lr.item() == 0
+
+
+def test_the_rate_warms_up_and_comes_down():
+    rates = [learning_rate(progress / 100, peak=2.0) for progress in range(101)]
+    assert rates[0] == 0
+    assert max(rates) == pytest.approx(2.0)
+    assert rates[-1] == pytest.approx(0)
+
+
+def test_toy_values_give_way_to_what_is_asked():
+    args = parse_args(["--toy", "--steps", "5", "--out", "nowhere"])
+    assert (args.steps, args.device, args.width) == (5, "cpu", 32)
+
+
+@pytest.mark.slow
+def test_the_script_writes_a_pipeline_that_diffusers_loads(made):
+    folder, output = made
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
+    picture = pipeline(
+        'a sign that says "HELLO"', height=32, width=96, num_inference_steps=2, guidance_scale=1.0
+    ).images[0]
+    assert picture.size == (96, 32)
+    assert pipeline.vae.config.scaling_factor != 1.0
+    assert json.loads(output.splitlines()[-1])["out"] == str(folder)
+
+
+@pytest.mark.slow
+def test_the_folder_is_small_half_precision_and_has_a_card(made):
+    from safetensors import safe_open
+
+    folder, output = made
+    weights = sorted(folder.rglob("*.safetensors"))
+    assert len(weights) == 5
+    for path in weights:
+        with safe_open(path, "pt") as file:
+            assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.float16}  # noqa: SIM118
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 16 * 2**20
+    card = folder.joinpath("README.md").read_text()
+    scores = json.loads(output.splitlines()[-1])["ocr"] or {}
+    assert all(f"| {setting} | {value:.2f} |" in card for setting, value in scores.items())
+    assert str(folder) not in card
+    assert folder.joinpath("samples.png").is_file()
+    log = json.loads(folder.joinpath("training.json").read_text())
+    assert {name: entries[-1]["step"] for name, entries in log.items()} == {"vae": 3, "flow": 8}
+
+
+def test_an_existing_folder_is_not_written_over(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["--toy", "--out", str(tmp_path)])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path} already exists" in line

@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards import build_reward, to_pil
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 96, 3), dtype=np.uint8))
+BLANK = Image.new("RGB", (96, 32))
+JPEG = {"jpeg_compressibility": 1.0}
+
+
+def reward_of(tmp_path, monkeypatch, body: str):
+    """A reward module of a user's, in the folder where the run is started."""
+    module = f"rewards_of_{tmp_path.name}"  # python would not import one name twice
+    (tmp_path / f"{module}.py").write_text(body)
+    monkeypatch.chdir(tmp_path)
+    return build_reward({"mine": 2.0, **JPEG}, custom={"mine": f"{module}:score"})
+
+
+def test_jpeg_rewards_are_opposite_and_rank_noise_above_blank():
+    reward = build_reward({"jpeg_compressibility": 1.0, "jpeg_incompressibility": 1.0})
+    scores = reward([NOISE, BLANK], ["a", "b"])
+    small, large = scores["jpeg_compressibility"], scores["jpeg_incompressibility"]
+    assert small[1] > small[0]
+    np.testing.assert_array_equal(small, -large)
+    np.testing.assert_array_equal(scores["avg"], [0, 0])
+
+
+def test_tensors_and_pictures_score_alike():
+    pixels = torch.from_numpy(np.asarray(NOISE).copy()).permute(2, 0, 1)[None] / 255
+    assert np.array_equal(np.asarray(to_pil(pixels)[0]), np.asarray(NOISE))
+    reward = build_reward(JPEG)
+    assert reward(pixels, ["a"])["avg"] == reward([NOISE], ["a"])["avg"]
+
+
+def test_a_reward_of_ones_own_gets_images_prompts_and_metadata(tmp_path, monkeypatch):
+    reward = reward_of(
+        tmp_path,
+        monkeypatch,
+        "def score(images, prompts, metadata):\n"
+        "    return [i.width + len(p) + m['bonus'] for i, p, m in"
+        " zip(images, prompts, metadata)]\n",
+    )
+    scores = reward([BLANK, NOISE], ["ab", "abc"], [{"bonus": 0.5}, {"bonus": 0}])
+    np.testing.assert_allclose(scores["mine"], [98.5, 99])
+    np.testing.assert_allclose(scores["avg"], 2 * scores["mine"] + scores["jpeg_compressibility"])
+
+
+def test_none_nan_and_infinity_are_failures_not_numbers(tmp_path, monkeypatch):
+    body = "def score(images, prompts, metadata):\n    return [None, float('nan'), float('inf'), 1]"
+    scores = reward_of(tmp_path, monkeypatch, body)([BLANK] * 4, ["p"] * 4)
+    assert np.isnan(scores["mine"]).tolist() == [True, True, True, False]
+    assert np.isnan(scores["avg"]).tolist() == [True, True, True, False]
+
+
+def test_the_wrong_number_of_scores_is_named(tmp_path, monkeypatch):
+    reward = reward_of(tmp_path, monkeypatch, "def score(images, prompts, metadata): return [1.0]")
+    with pytest.raises(UserError, match="'mine' returned 1 scores for 2 images"):
+        reward([BLANK, NOISE], ["a", "b"])
+
+
+def test_a_class_is_built_with_its_options(tmp_path, monkeypatch):
+    (tmp_path / "my_class.py").write_text(
+        "class Constant:\n"
+        "    def __init__(self, value=0.0): self.value = value\n"
+        "    def __call__(self, images, prompts, metadata): return [self.value] * len(images)\n"
+        "    def check_prompts(self, prompts):\n"
+        "        if 'bad' in prompts: raise ValueError('bad prompt')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    custom = {"constant": "my_class:Constant"}
+    reward = build_reward({"constant": 1.0}, custom=custom, options={"constant": {"value": 3.0}})
+    assert reward([BLANK], ["a"])["avg"].tolist() == [3.0]
+    reward.check_prompts(["good"])
+    with pytest.raises(ValueError, match="bad prompt"):
+        reward.check_prompts(["good", "bad"])
+    with pytest.raises(UserError, match="bad reward_options"):
+        build_reward({"constant": 1.0}, custom=custom, options={"constant": {"valu": 3.0}})
+
+
+@pytest.mark.parametrize(
+    ("weights", "kwargs", "message"),
+    [
+        ({}, {}, "reward_fn is empty"),
+        ({"jpg": 1.0}, {}, "unknown reward 'jpg'; known are .*jpeg_compressibility"),
+        (
+            {"mine": 1.0},
+            {"custom": {"mine": "no_such_module:f"}},
+            "cannot import 'no_such_module:f'",
+        ),
+        ({"mine": 1.0}, {"custom": {"mine": "math:no_such_name"}}, "cannot import"),
+        ({"mine": 1.0}, {"custom": {"mine": "math.sqrt"}}, "must read 'package.module:function'"),
+        (JPEG, {"options": {"jpeg_compressibility": {"q": 1}}}, "is a function"),
+        (JPEG, {"options": {"ocrr": {}}}, "unknown reward 'ocrr'"),
+    ],
+)
+def test_mistakes_are_named(weights, kwargs, message):
+    with pytest.raises(UserError, match=message):
+        build_reward(weights, **kwargs)
+
+
+def test_counts_that_differ_are_named():
+    with pytest.raises(ValueError, match="2 images, 1 prompts and 1 metadata"):
+        build_reward(JPEG)([BLANK, NOISE], ["a"])

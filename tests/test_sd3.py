@@ -1,0 +1,171 @@
+"""The adapter against diffusers' own pipeline, an independent implementation."""
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from flow_grpo.errors import UserError
+from flow_grpo.models import load_adapter
+from flow_grpo.policy import Policy
+from flow_grpo.rollout import Dynamics, initial_noise, sample_trajectory
+
+PROMPTS = ["a red sign", 'it says "HELLO"', "a red sign"]
+NEGATIVE = ["blurry", "", "dark"]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tiny_sd3):
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (32, 96)])
+@pytest.mark.parametrize("length", [1, 8, 77])
+def test_the_ode_draws_the_same_picture_as_diffusers(
+    tiny_sd3, pipeline, guidance, height, width, length
+):
+    adapter = load_adapter(str(tiny_sd3), max_sequence_length=length)
+    generators = [torch.Generator().manual_seed(s) for s in range(3)]
+    noise = initial_noise(generators, adapter.latent_shape(height, width), "cpu")
+    expected = pipeline(
+        PROMPTS,
+        negative_prompt=NEGATIVE,
+        latents=noise,
+        num_inference_steps=5,
+        guidance_scale=guidance,
+        height=height,
+        width=width,
+        max_sequence_length=length,
+        output_type="pt",
+    ).images
+    latents, _ = sample_trajectory(
+        adapter,
+        adapter.transformer,
+        Dynamics(adapter.schedule(5, height, width), guidance_scale=guidance),
+        noise,
+        adapter.encode(PROMPTS, NEGATIVE if guidance > 1 else None),
+    )
+    images = adapter.decode(latents)
+    assert images.shape == (3, 3, height, width)
+    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+
+
+def test_sigmas_are_the_schedulers_own_also_with_dynamic_shifting(adapter):
+    scheduler_class = type(adapter.pipeline.scheduler)
+    adapter.pipeline.scheduler = scheduler_class(
+        use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64
+    )
+    small, large = adapter.schedule(6, 32, 32), adapter.schedule(6, 32, 96)
+    assert len(small) == 6
+    assert small.sigmas[0] == 1
+    assert small.sigmas[-1] == 0
+    assert large.sigmas[3] > small.sigmas[3]  # more tokens, more shift
+    assert small.timesteps == pytest.approx([1000 * s for s in small.sigmas[:-1]], rel=1e-6)
+
+
+def test_each_distinct_text_is_encoded_once(adapter, monkeypatch):
+    seen = []
+    encode_prompt = adapter.pipeline.encode_prompt
+
+    def counted(**kwargs):
+        seen.extend(kwargs["prompt"])
+        return encode_prompt(**kwargs)
+
+    monkeypatch.setattr(adapter.pipeline, "encode_prompt", counted)
+    conditioning = adapter.encode(["a", "b", "a", "a"], ["", "", "b", ""])
+    assert sorted(seen) == ["", "a", "b"]
+    assert len(conditioning) == 4
+    texts = [seen[i] for i in conditioning.positive], [seen[i] for i in conditioning.negative]
+    assert texts == (["a", "b", "a", "a"], ["", "", "b", ""])
+
+
+def test_the_unconditional_half_has_no_gradient(adapter):
+    """Alone, the guided velocity's gradient is the conditional one's, times the guidance."""
+    policy = Policy(adapter, rank=4, alpha=8)
+    randomise(policy)
+    conditioning = adapter.encode(["a", "b"], ["", ""])
+    latents = torch.randn(2, *adapter.latent_shape(32, 32))
+
+    def gradients(guidance):
+        velocity = adapter.velocity(policy.module, latents, 500.0, conditioning, guidance)
+        return torch.autograd.grad(velocity.sum(), policy.parameters())
+
+    for plain, guided in zip(gradients(1.0), gradients(4.5), strict=True):
+        torch.testing.assert_close(guided, 4.5 * plain, rtol=1e-3, atol=1e-4)
+
+
+def randomise(policy: Policy) -> None:
+    """LoRA starts at zero, where every test of it would pass."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_the_reference_is_the_model_before_training(adapter, use_lora):
+    conditioning = adapter.encode(["a"], None)
+    latents = torch.randn(1, *adapter.latent_shape(32, 32))
+
+    def velocity(module):
+        with torch.no_grad():
+            return adapter.velocity(module, latents, 500.0, conditioning, 1.0)
+
+    before = velocity(adapter.transformer)
+    policy = Policy(adapter, use_lora=use_lora, rank=4, alpha=8)
+    randomise(policy)
+    with policy.reference() as module:
+        assert torch.equal(velocity(module), before)
+    assert not torch.allclose(velocity(policy.module), before, atol=1e-3)
+
+
+def test_lora_sits_on_the_eight_attention_projections(adapter):
+    policy = Policy(adapter, rank=4, alpha=8)
+    names = {n for n, p in policy.transformer.named_parameters() if p.requires_grad}
+    targets = {n.split(".attn.")[1].split(".lora_")[0] for n in names}
+    assert targets == {
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    }
+
+
+def test_training_can_start_from_a_saved_lora(adapter, tiny_sd3, tmp_path):
+    policy = Policy(adapter, rank=3, alpha=5)
+    randomise(policy)
+    policy.save(tmp_path)
+    again = Policy(load_adapter(str(tiny_sd3)), rank=7, alpha=7, lora_path=str(tmp_path / "lora"))
+    assert again.transformer.peft_config["default"].r == 3
+    assert again.transformer.peft_config["default"].lora_alpha == 5
+    pairs = list(zip(policy.parameters(), again.parameters(), strict=True))
+    assert pairs
+    assert all(torch.equal(a, b) for a, b in pairs)
+    with pytest.raises(UserError, match=r"cannot load train\.lora_path"):
+        Policy(load_adapter(str(tiny_sd3)), lora_path=str(tmp_path / "nothing"))
+
+
+def test_a_half_precision_model_keeps_lora_and_latents_in_float32(tiny_sd3):
+    adapter = load_adapter(str(tiny_sd3), dtype=torch.bfloat16, max_sequence_length=8)
+    policy = Policy(adapter, rank=4, alpha=8)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert adapter.pipeline.vae.dtype == torch.float32
+    noise = torch.randn(1, *adapter.latent_shape(32, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        latents, _ = sample_trajectory(
+            adapter,
+            policy.module,
+            Dynamics(adapter.schedule(2, 32, 32)),
+            noise,
+            adapter.encode(["a"], None),
+        )
+    assert latents.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("size", "ok"), [(32, True), (36, False), (0, False), (264, False)])
+def test_sizes_the_model_cannot_draw_are_refused(adapter, size, ok):
+    if ok:
+        assert adapter.latent_shape(size, 96) == (4, 8, 24)
+    else:
+        with pytest.raises(UserError, match=f"height={size} must be a multiple of 8"):
+            adapter.latent_shape(size, 96)

@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flow_grpo.seeding import Stream, numpy_rng, torch_generator
+from flow_grpo.windows import stochastic_steps
+
+
+def test_without_a_window_every_step_but_the_last():
+    assert stochastic_steps(10) == range(9)
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.99, 9), (0.5, 5), (0.3, 3), (0.1, 1)])
+def test_a_fraction_cuts_the_late_steps(fraction, count):
+    assert stochastic_steps(10, timestep_fraction=fraction) == range(count)
+
+
+@given(st.integers(2, 40), st.data())
+def test_a_window_lies_in_its_range(num_steps, data):
+    first = data.draw(st.integers(0, num_steps - 2))
+    last = data.draw(st.integers(first + 1, num_steps - 1))
+    size = data.draw(st.integers(1, last - first))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    steps = stochastic_steps(num_steps, window_size=size, window_range=(first, last), rng=rng)
+    assert len(steps) == size
+    assert first <= steps[0]
+    assert steps[-1] < last
+
+
+def test_every_start_comes_up():
+    starts = {
+        stochastic_steps(
+            10, window_size=2, window_range=(1, 5), rng=numpy_rng(7, Stream.WINDOW, epoch)
+        ).start
+        for epoch in range(60)
+    }
+    assert starts == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_steps": 1}, "num_steps=1 must be at least 2"),
+        ({"window_size": 4, "window_range": (0, 3)}, "sde_window_size=4 does not fit"),
+        ({"window_size": 2, "window_range": (0, 10)}, "must lie within"),
+        ({"timestep_fraction": 0.01}, "leaves none to train"),
+        ({"timestep_fraction": 1.5}, "must be above 0, at most 1"),
+    ],
+)
+def test_an_impossible_window_is_named(kwargs, message):
+    kwargs = {"num_steps": 10, "rng": np.random.default_rng(0), **kwargs}
+    with pytest.raises(ValueError, match=message):
+        stochastic_steps(kwargs.pop("num_steps"), **kwargs)
+
+
+def test_random_streams_do_not_meet():
+    """The same numbers in another stream, or in another place of the key, are another draw."""
+    keys = [(s, a, b) for s in (Stream.SAMPLE, Stream.GROUP) for a in (0, 1) for b in (0, 1)]
+    draws = {torch_generator(3, *key).initial_seed() for key in keys}
+    assert len(draws) == len(keys)
+    assert torch_generator(3, Stream.EVAL, 5).initial_seed() == (
+        torch_generator(3, Stream.EVAL, 5).initial_seed()
+    )
