@@ -1,5 +1,7 @@
 from setuptools import find_packages, setup
 
+OCR = ["rapidocr>=3.10", "onnxruntime>=1.20", "Levenshtein>=0.25"]
+
 setup(
     name="flow_grpo",
     version="0.1.0",
@@ -25,6 +27,18 @@ setup(
         "deepspeed": ["deepspeed>=0.16"],
         "tensorboard": ["tensorboard>=2.16"],
         "wandb": ["wandb>=0.18"],
-        "test": ["hypothesis>=6.100", "pytest>=8", "ruff>=0.9", "tensorboard>=2.16"],
+        "ocr": OCR,
+        # reads its own models without paddlepaddle, through onnxruntime
+        "paddleocr": ["paddleocr>=3.7", "onnxruntime>=1.20", "Levenshtein>=0.25"],
+        # what draws the small model's training pictures, curves and grids
+        "tiny": ["matplotlib>=3.9"],
+        "test": [
+            *OCR,
+            "hypothesis>=6.100",
+            "matplotlib>=3.9",
+            "pytest>=8",
+            "ruff>=0.9",
+            "tensorboard>=2.16",
+        ],
     },
 )

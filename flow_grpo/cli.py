@@ -75,7 +75,8 @@ def _check_names(argv: list[str]) -> None:
     try:
         known = set(_dotted(config))
     except OSError as error:  # raised at the first use of a config that could not be loaded
-        raise UserError(f"cannot load --config {paths[-1]}: {error.__cause__}") from error
+        reason = str(error.__cause__).strip().splitlines()[-1].strip()
+        raise UserError(f"cannot load --config {paths[-1]}: {reason}") from error
     for arg in argv:
         name = arg.removeprefix("--config.").split("=")[0]
         if arg.startswith("--config.") and name not in known:

@@ -211,7 +211,7 @@ def test_ocr_reads_clean_signs_and_not_spoiled_ones():
 
 def test_the_checked_in_words_are_what_the_script_writes():
     for name, prompts in zip(("train", "test"), load_make_ocr().tiny_prompts(0), strict=True):
-        assert (ROOT / "dataset" / "ocr_tiny" / f"{name}.txt").read_text().splitlines() == prompts
+        assert (ROOT / "dataset" / "ocr" / f"{name}.txt").read_text().splitlines() == prompts
 
 
 def test_full_size_prompts_are_distinct_and_split_by_text():

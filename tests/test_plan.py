@@ -46,7 +46,7 @@ def test_too_few_prompts_are_counted():
         plan().check_prompts(5, "dataset")
 
 
-@pytest.mark.parametrize("preset", list(grpo.PRESETS))
+@pytest.mark.parametrize("preset", ["general_ocr_sd3", "geneval_sd3", "pickscore_sd3"])
 @pytest.mark.parametrize("gpus", [1, 4, 8, 32])
 def test_a_preset_is_the_same_epoch_on_any_number_of_gpus(preset, gpus):
     config = grpo.get_config(f"{preset}_{gpus}gpu")

@@ -1,0 +1,65 @@
+"""The child process of `pool.py`: build one engine, then answer one job after another.
+
+Run as `python -m flow_grpo.rewards.worker <file descriptor of the pipe>`.
+"""
+
+import importlib
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole process group; the trainer decides when its workers go.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    factory, options = connection.recv()
+    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
+    try:
+        engine = _load(factory)(**options)
+    except Exception as error:
+        connection.send(("failed", _describe(error)))
+        return
+    connection.send(("ready", ""))
+    while True:
+        connection.send(_answer(engine, jobs.get()))
+
+
+def _receive(connection: Connection, jobs: "queue.SimpleQueue[Any]") -> None:
+    """Take chunks of jobs off the pipe, and end this process when the other end is gone.
+
+    A thread of its own: a worker busy or stuck in the engine still notices that the trainer died.
+    """
+    try:
+        while True:
+            for job in connection.recv():
+                jobs.put(job)
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _load(factory: str) -> Callable[..., Callable[[Any], Any]]:
+    module, _, name = factory.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _answer(engine: Callable[[Any], Any], job: Any) -> tuple[str, Any]:
+    try:
+        return "done", engine(job)
+    except Exception as error:
+        return "failed", _describe(error)
+
+
+def _describe(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The small model that ships in the repo: its pictures, its prompts and its pretraining."""

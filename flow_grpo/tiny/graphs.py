@@ -1,0 +1,61 @@
+"""Runs a training step as a CUDA graph: the steps of a small model are bound by kernel launches."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WARMUP_STEPS = 3
+
+Step = Callable[[torch.Generator], Tensor]
+
+
+def graphed(step: Step, generator: torch.Generator) -> Callable[[], Tensor]:
+    """`step` as a function of nothing: a graph replay on CUDA, a plain call elsewhere.
+
+    `step` must read and write the same tensors each time, take its random numbers from the
+    generator it is given, and start by setting gradients to None, so that the capture allocates
+    them in the graph's own pool. It runs a few times before it is captured.
+    """
+    if generator.device.type != "cuda":
+        return lambda: step(generator)
+    try:
+        return _capture(step, generator)
+    except RuntimeError as error:
+        warnings.warn(
+            f"CUDA graph capture failed, training goes on without it and is slower: {error}",
+            stacklevel=2,
+        )
+    torch.cuda.synchronize()
+    # A failed capture can leave the registered generator unusable.
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed() + 1)
+    return lambda: step(fresh)
+
+
+def _capture(step: Step, generator: torch.Generator) -> Callable[[], Tensor]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP_STEPS):
+            step(generator)
+        # A step that waits for the device cannot be captured. Finding out here raises a clean
+        # error, whereas a capture that breaks off may leave CUDA in a bad state.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(generator)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        loss = step(generator)
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay

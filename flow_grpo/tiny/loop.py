@@ -1,0 +1,96 @@
+"""The optimizer, schedule and loop that VAE and transformer share."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+LOG_EVERY = 50
+
+
+class Learner:
+    """AdamW and an average of the weights; both run inside a CUDA graph.
+
+    Learning rate and averaging weight are tensors, so that a captured step reads their value.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], ema_decay: float = 0.999) -> None:
+        self.parameters = list(parameters)
+        device = self.parameters[0].device
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=torch.zeros((), device=device),
+            betas=(0.9, 0.99),
+            weight_decay=0.01,
+            fused=True,
+            capturable=device.type == "cuda",
+        )
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.ema_decay = ema_decay
+        self.ema = [parameter.detach().clone() for parameter in self.parameters]
+        self.ema_weight = torch.ones((), device=device)
+
+    def set_rates(self, step: int, lr: float) -> None:
+        self.lr.fill_(lr)
+        # Short runs average over fewer steps, so that the random start is forgotten.
+        self.ema_weight.fill_(max(1 - self.ema_decay, 9 / (10 + step)))
+
+    def begin(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update(self, loss: Tensor) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        with torch.no_grad():
+            change = torch._foreach_sub(self.parameters, self.ema)
+            torch._foreach_mul_(change, self.ema_weight)
+            torch._foreach_add_(self.ema, change)
+
+    @torch.no_grad()
+    def use_average(self) -> None:
+        for parameter, average in zip(self.parameters, self.ema, strict=True):
+            parameter.copy_(average)
+
+
+def learning_rate(progress: float, peak: float, warmup: float = 0.03) -> float:
+    """Linear warm-up, then a cosine down to zero; progress in [0, 1]."""
+    if progress < warmup:
+        return peak * progress / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+
+
+def fit(
+    learner: Learner,
+    step_at: Callable[[int], Callable[[], Tensor]],
+    *,
+    steps: int,
+    seconds: float,
+    peak_lr: float,
+    name: str,
+) -> list[dict]:
+    """Trains for `steps` or `seconds`, whichever ends first; the schedule ends with it.
+
+    `step_at(i)` is the step function to call at step i. Returns the logged losses.
+    """
+    start = time.monotonic()
+    log: list[dict] = []
+    bar = tqdm(range(steps), desc=name, mininterval=2)
+    for i in bar:
+        progress = max(i / steps, (time.monotonic() - start) / seconds)
+        learner.set_rates(i, learning_rate(min(progress, 1.0), peak_lr))
+        loss = step_at(i)()
+        is_last = i == steps - 1 or progress >= 1
+        if i % LOG_EVERY == 0 or is_last:
+            # Reading the loss also keeps the host from running ahead of the clock.
+            value = loss.item()
+            if not math.isfinite(value):
+                raise RuntimeError(f"{name}: the loss is {value} at step {i}; lower --lr")
+            log.append({"step": i, "loss": value, "seconds": time.monotonic() - start})
+            bar.set_postfix(loss=f"{value:.4f}")
+        if progress >= 1:
+            break
+    return log
