@@ -30,8 +30,8 @@ setup(
         "ocr": OCR,
         # reads its own models without paddlepaddle, through onnxruntime
         "paddleocr": ["paddleocr>=3.7", "onnxruntime>=1.20", "Levenshtein>=0.25"],
-        # what draws the small model's training pictures, curves and grids
-        "tiny": ["matplotlib>=3.9"],
+        # draws curves, and the fonts of the small model's training pictures
+        "plot": ["matplotlib>=3.9"],
         "test": [
             *OCR,
             "hypothesis>=6.100",

@@ -46,12 +46,7 @@ class Session:
     step: int = 0  # optimizer updates so far
 
     def dynamics(self, num_steps: int) -> Dynamics:
-        return Dynamics(
-            self.adapter.schedule(num_steps, *image_size(self.config)),
-            kind=self.config.sample.sde_type,
-            noise_level=self.config.sample.noise_level,
-            guidance_scale=self.config.sample.guidance_scale,
-        )
+        return build_dynamics(self.config, self.adapter, num_steps)
 
     def averaged(self) -> AbstractContextManager:
         """The weights to evaluate: their moving average, where there is one."""
@@ -68,14 +63,11 @@ def build_session(config: ConfigDict) -> Session:
         steps = draw_steps(config, epoch=0)
     except ValueError as error:
         raise UserError(str(error)) from error
-    accelerator = Accelerator(
-        cpu=config.device == "cpu",
-        mixed_precision=config.mixed_precision,
+    accelerator = build_accelerator(
+        config,
         gradient_accumulation_steps=config.train.gradient_accumulation_steps * len(steps),
         log_with=config.log_with or None,
         project_dir=config.logdir,
-        # buffers never change, and processes may run different numbers of forwards
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     plan = BatchPlan(
         num_processes=accelerator.num_processes,
@@ -91,23 +83,10 @@ def build_session(config: ConfigDict) -> Session:
         tracking.refuse_existing(config.logdir, config.run_name)
     prompts = load_prompts(config.dataset, "train", config.prompt_fn)
     plan.check_prompts(len(prompts), config.dataset)
-    test_prompts = load_prompts(config.dataset, "test", config.prompt_fn)
-    test_prompts = test_prompts[: config.eval_prompts or None]
-    reward = build_reward(
-        config.reward_fn.to_dict(),
-        device=str(accelerator.device),
-        custom=config.custom_rewards.to_dict(),
-        options=config.reward_options.to_dict(),
-    )
-    reward.check_prompts([p.prompt for p in (*prompts, *test_prompts)])
+    test_prompts = build_test_prompts(config)
+    reward = build_rewards(config, accelerator, [*prompts, *test_prompts])
 
-    adapter = load_adapter(
-        config.pretrained.model,
-        device=accelerator.device,
-        dtype=DTYPES[config.mixed_precision],
-        max_sequence_length=config.max_sequence_length,
-    )
-    adapter.latent_shape(*image_size(config))  # refuses sizes the model cannot draw
+    adapter = build_adapter(config, accelerator)
     train = config.train
     policy = Policy(
         adapter,
@@ -145,6 +124,54 @@ def build_session(config: ConfigDict) -> Session:
         optimizer=optimizer,
         ema=ema,
         folder=folder,
+    )
+
+
+def build_accelerator(config: ConfigDict, **kwargs) -> Accelerator:
+    return Accelerator(
+        cpu=config.device == "cpu",
+        mixed_precision=config.mixed_precision,
+        # buffers never change, and processes may run different numbers of forwards
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        **kwargs,
+    )
+
+
+def build_test_prompts(config: ConfigDict) -> list[Prompt]:
+    prompts = load_prompts(config.dataset, "test", config.prompt_fn)
+    return prompts[: config.eval_prompts or None]
+
+
+def build_rewards(
+    config: ConfigDict, accelerator: Accelerator, prompts: list[Prompt]
+) -> WeightedReward:
+    reward = build_reward(
+        config.reward_fn.to_dict(),
+        device=str(accelerator.device),
+        custom=config.custom_rewards.to_dict(),
+        options=config.reward_options.to_dict(),
+    )
+    reward.check_prompts([p.prompt for p in prompts])
+    return reward
+
+
+def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
+    adapter = load_adapter(
+        config.pretrained.model,
+        device=accelerator.device,
+        dtype=DTYPES[config.mixed_precision],
+        max_sequence_length=config.max_sequence_length,
+    )
+    adapter.latent_shape(*image_size(config))  # refuses sizes the model cannot draw
+    return adapter
+
+
+def build_dynamics(config: ConfigDict, adapter: ModelAdapter, num_steps: int) -> Dynamics:
+    return Dynamics(
+        adapter.schedule(num_steps, *image_size(config)),
+        kind=config.sample.sde_type,
+        noise_level=config.sample.noise_level,
+        guidance_scale=config.sample.guidance_scale,
     )
 
 

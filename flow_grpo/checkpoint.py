@@ -4,6 +4,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from flow_grpo.errors import UserError
+
 PREFIX = "checkpoint-"
 
 
@@ -27,3 +29,11 @@ def list_checkpoints(root: Path) -> list[Path]:
     """Oldest first."""
     found = [p for p in root.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()]
     return sorted(found, key=lambda p: int(p.name.removeprefix(PREFIX)))
+
+
+def weights_in(folder: Path) -> Path:
+    """The weights to load from a checkpoint, its moving average first, or `folder` itself."""
+    if not folder.is_dir():
+        raise UserError(f"no checkpoint at {folder}: it must be a folder that a run has saved")
+    names = ("ema_lora", "lora", "ema_transformer", "transformer")
+    return next((folder / name for name in names if (folder / name).is_dir()), folder)

@@ -14,7 +14,7 @@ from flow_grpo.data import Prompt
 from flow_grpo.distributed import gather_rows
 from flow_grpo.metrics import mean_of_scored
 from flow_grpo.models import ModelAdapter
-from flow_grpo.rewards import WeightedReward, to_pil
+from flow_grpo.rewards import TOTAL, WeightedReward, to_pil
 from flow_grpo.rollout import Dynamics, eval_generators, initial_noise, sample_trajectory
 
 
@@ -25,6 +25,13 @@ class Evaluation:
 
     def means(self) -> dict[str, float]:
         return {name: mean_of_scored(values) for name, values in self.scores.items()}
+
+    def failed(self) -> int:
+        return int(np.isnan(self.scores[TOTAL]).sum())
+
+    def score(self, name: str, row: int) -> float | None:
+        value = float(self.scores[name][row])
+        return None if np.isnan(value) else value
 
 
 def evaluate(

@@ -52,11 +52,7 @@ class Policy:
 
     def _add_lora(self, rank: int, alpha: int, lora_path: str, seed: int) -> None:
         if lora_path:
-            try:
-                self.adapter.load_lora(lora_path)
-            except (OSError, ValueError) as error:
-                reason = str(error).strip().splitlines()[0]
-                raise UserError(f"cannot load train.lora_path={lora_path}: {reason}") from error
+            self.adapter.load_lora(lora_path)
             for name, parameter in self.transformer.named_parameters():
                 parameter.requires_grad_("lora_" in name)
             return

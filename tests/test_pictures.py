@@ -9,6 +9,7 @@ import torch
 from transformers import ByT5Tokenizer
 
 from flow_grpo.models.tiny_sd3 import clip_tokenizer
+from flow_grpo.rewards.ocr import OcrScorer
 from flow_grpo.tiny.pictures import (
     _RGB,
     CLEAN,
@@ -193,9 +194,6 @@ def test_no_test_word_is_taught():
 
 
 def test_ocr_reads_clean_signs_and_not_spoiled_ones():
-    pytest.importorskip("rapidocr")
-    from flow_grpo.rewards.ocr import OcrScorer
-
     words = random.Random(0).sample(all_words(), 24)
     prompts = [sign_prompt(word) for word in words]
     letters = torch.tensor([encode_word(word) for word in words])

@@ -66,7 +66,10 @@ class ModelAdapter(Protocol):
         """Write the adapter weights so that `pipe.load_lora_weights(folder)` takes them."""
 
     def load_lora(self, folder: str) -> None:
-        """Start from the LoRA in `folder` instead of a new one."""
+        """Put the LoRA in `folder` on the transformer, as the adapter "default"."""
+
+    def load_weights(self, folder: Path) -> None:
+        """Load what a run saved: a LoRA folder or a whole transformer."""
 
 
 def latent_dtype(transformer: nn.Module) -> torch.dtype:

@@ -128,4 +128,15 @@ class SD3Adapter:
         )
 
     def load_lora(self, folder: str) -> None:
-        self.pipeline.load_lora_weights(folder, adapter_name="default")
+        try:
+            self.pipeline.load_lora_weights(folder, adapter_name="default")
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"cannot load a LoRA from {folder}: {reason}") from error
+
+    def load_weights(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            self.load_lora(str(folder))
+            return
+        trained = type(self.transformer).from_pretrained(folder)
+        self.transformer.load_state_dict(trained.state_dict())

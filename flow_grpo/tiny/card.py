@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 from diffusers import StableDiffusion3Pipeline
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from flow_grpo.errors import UserError
+from flow_grpo.grid import picture_grid
 from flow_grpo.tiny.pictures import HEIGHT, WIDTH, Degradation
 from flow_grpo.tiny.prompts import scenes_by_kind, sign_prompt
 from flow_grpo.tiny.words import split_words
@@ -77,16 +78,8 @@ def sample_grid(
     scenes = [str(rng.choice(kind)) for kind in scenes_by_kind() for _ in range(half // 3)]
     prompts = signs + scenes
     pictures = sample(pipeline, prompts, guidance=1.0, t5_length=t5_length)
-    zoom, caption, gap = 3, 14, 6
-    cell_width, cell_height = zoom * WIDTH + gap, zoom * HEIGHT + caption + gap
-    grid = Image.new("RGB", (columns * cell_width, rows * cell_height), "white")
-    pen = ImageDraw.Draw(grid)
-    for i, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
-        x, y = i % columns * cell_width, i // columns * cell_height
-        pen.text((x + 2, y), prompt.removeprefix("a sign that says "), "black")
-        big = picture.resize((zoom * WIDTH, zoom * HEIGHT), Image.Resampling.NEAREST)
-        grid.paste(big, (x, y + caption))
-    return grid
+    captions = [prompt.removeprefix("a sign that says ") for prompt in prompts]
+    return picture_grid(pictures, captions, columns=columns, min_width=3 * WIDTH)
 
 
 def write_card(

@@ -1,0 +1,95 @@
+"""Score a model or a checkpoint on a prompt set.
+
+    python scripts/evaluate.py --config config/grpo.py:tiny_ocr --out eval/base
+    python scripts/evaluate.py --config ... --checkpoint logs/RUN/checkpoints/checkpoint-24 \
+        --out eval/trained
+
+Model, prompts, rewards, sizes and steps come from the config. Every prompt has a noise of its
+own, so batch size and number of processes do not change the result. Writes results.json and
+grid.png.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from config.build import (
+    build_accelerator,
+    build_adapter,
+    build_dynamics,
+    build_rewards,
+    build_test_prompts,
+    image_size,
+)
+from config.check import check
+from flow_grpo import cli
+from flow_grpo.checkpoint import weights_in
+from flow_grpo.errors import UserError
+from flow_grpo.evaluation import evaluate
+from flow_grpo.grid import picture_grid
+
+logger = logging.getLogger("flow_grpo")
+CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", "", "A checkpoint folder (its moving average is taken) or a folder in it."
+)
+OUT = flags.DEFINE_string("out", None, "New folder for results.json and grid.png.", required=True)
+
+
+def main(config: ConfigDict) -> None:
+    check(config)
+    out = Path(OUT.value)
+    if out.exists():
+        raise UserError(f"{out} already exists; choose another --out or remove it")
+    weights = weights_in(Path(CHECKPOINT.value)) if CHECKPOINT.value else None
+    accelerator = build_accelerator(config)
+    prompts = build_test_prompts(config)
+    reward = build_rewards(config, accelerator, prompts)
+    adapter = build_adapter(config, accelerator)
+    if weights is not None:
+        adapter.load_weights(weights)
+    with accelerator.autocast():
+        result = evaluate(
+            adapter,
+            adapter.transformer,
+            reward,
+            prompts,
+            build_dynamics(config, adapter, config.sample.eval_num_steps),
+            accelerator=accelerator,
+            size=image_size(config),
+            batch_size=config.sample.test_batch_size,
+            seed=config.seed,
+            keep_images=config.log_images,
+        )
+    reward.close()
+    if accelerator.is_main_process:
+        out.mkdir(parents=True)
+        report = {
+            "model": config.pretrained.model,
+            "weights": str(weights or ""),
+            "dataset": config.dataset,
+            "prompts": len(prompts),
+            "steps": config.sample.eval_num_steps,
+            "guidance_scale": config.sample.guidance_scale,
+            "seed": config.seed,
+            "means": result.means(),
+            "failed": result.failed(),
+            "scores": [
+                {"prompt": p.prompt, **{k: result.score(k, i) for k in result.scores}}
+                for i, p in enumerate(prompts)
+            ],
+        }
+        (out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if result.images:
+            captions = [p.prompt for p in prompts[: len(result.images)]]
+            picture_grid(result.images, captions).save(out / "grid.png")
+        means = "  ".join(f"{name} {value:.4f}" for name, value in result.means().items())
+        logger.info("%d prompts  %s", len(prompts), means)
+        logger.info("wrote %s", out)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    cli.run(main)

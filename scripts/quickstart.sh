@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Trains the small model that ships in the repo to draw signs that OCR can read, on CPU or GPU.
+# Usage: bash scripts/quickstart.sh [--config.seed=1 ...]
+set -euo pipefail
+EXTRAS=ocr,plot source "$(dirname "$0")/venv.sh"
+
+run="quickstart-$(date +%Y%m%d-%H%M%S)"
+"$VENV/bin/python" scripts/train.py --config config/grpo.py:tiny_ocr --config.run_name="$run" "$@"
+"$VENV/bin/python" scripts/plot.py curve "logs/$run" --metric eval/ocr reward/ocr \
+    --out "logs/$run/curve.png"
+last="$(ls -d "logs/$run/samples/eval-"* | tail -n 1)"
+"$VENV/bin/python" scripts/plot.py pictures "logs/$run/samples/eval-00000" "$last" \
+    --out "logs/$run/before_after.png"
+echo "held-out words, before (left of each pair) and after: logs/$run/before_after.png"
+echo "checkpoint for diffusers' load_lora_weights: $(ls -d "logs/$run/checkpoints/"*/ema_lora | tail -n 1)"

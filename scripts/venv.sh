@@ -1,0 +1,12 @@
+# Sourced by quickstart.sh and test.sh: makes .venv (or $VENV) and installs the package with the
+# extras in $EXTRAS. An environment that is there already is used, and brought up to date.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+VENV="${VENV:-.venv}"
+PYTHON="${PYTHON:-python3}"
+if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "error: $PYTHON is not Python 3.10 or newer; set PYTHON to one that is" >&2
+    exit 2
+fi
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+echo "installing into $VENV (the first time takes a few minutes)"
+"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$EXTRAS]"

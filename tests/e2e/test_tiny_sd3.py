@@ -1,0 +1,116 @@
+"""The small model that ships in the repo, and what can be done with it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flow_grpo.rewards.ocr import OcrScorer
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "assets" / "tiny-sd3"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
+TINY_OCR = "config/grpo.py:tiny_ocr"
+
+
+def test_it_is_small():
+    sizes = [p.stat().st_size for p in MODEL.rglob("*") if p.is_file()]
+    assert sum(sizes) <= 16 * 2**20
+    assert max(sizes) <= 15 * 2**20
+
+
+def test_plain_diffusers_draws_a_readable_sign(tmp_path):
+    """Nothing of ours is imported, and nothing but the size is set."""
+    (tmp_path / "draw.py").write_text(
+        "import sys, torch\n"
+        "from diffusers import StableDiffusion3Pipeline\n"
+        "pipeline = StableDiffusion3Pipeline.from_pretrained(sys.argv[1])\n"
+        "for seed in range(4):\n"
+        "    generator = torch.Generator().manual_seed(seed)\n"
+        "    picture = pipeline('a sign that says \"MAPLE\"', height=32, width=96,\n"
+        "                       num_inference_steps=10, generator=generator).images[0]\n"
+        "    picture.save(f'{seed}.png')\n"
+        "assert not any(name.startswith('flow_grpo') for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "draw.py", MODEL], cwd=tmp_path, check=True)
+    pictures = [Image.open(tmp_path / f"{seed}.png") for seed in range(4)]
+    with OcrScorer(workers=1) as ocr:
+        scores = ocr(pictures, ['a sign that says "MAPLE"'] * 4, [{}] * 4)
+    assert max(scores) == 1.0
+
+
+def evaluate(run, out, *arguments, **overrides) -> tuple[dict, np.ndarray]:
+    done = run(
+        f"--out={out}", *arguments, script="scripts/evaluate.py", config=TINY_OCR, **overrides
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "results.json").read_text()), np.asarray(Image.open(out / "grid.png"))
+
+
+@pytest.mark.slow
+def test_evaluation_does_not_depend_on_batches_or_processes(run, tmp_path):
+    """Pictures agree up to float32 rounding, one 8-bit level."""
+    fields = {"eval_prompts": 11, "log_images": 11, "device": "cpu"}
+    whole, grid = evaluate(run, tmp_path / "whole", **fields)
+    assert whole["prompts"] == len(whole["scores"]) == 11
+    assert whole["means"]["ocr"] == pytest.approx(np.mean([s["ocr"] for s in whole["scores"]]))
+    for name, others in {
+        "small": {"sample__test_batch_size": 3},
+        "two": {"sample__test_batch_size": 2, "launcher": TORCHRUN},
+    }.items():
+        part, part_grid = evaluate(run, tmp_path / name, **others, **fields)
+        assert part["scores"] == whole["scores"]
+        assert np.abs(part_grid.astype(int) - grid).max() <= 1
+    again = run(
+        f"--out={tmp_path / 'two'}", script="scripts/evaluate.py", config=TINY_OCR, **fields
+    )
+    assert again.returncode == 2
+    assert "already exists" in again.stderr
+
+
+@pytest.mark.slow
+def test_the_preset_learns_to_draw_signs(run, tmp_path):
+    """Held-out OCR rises by .15 in part of the quickstart's epochs; the checkpoint has it."""
+    done = run(config=TINY_OCR, num_epochs=4, eval_freq=0, device="cpu")
+    assert done.returncode == 0, done.stderr
+    before, after = run.metrics()[0]["eval/ocr"], run.metrics()[-1]["eval/ocr"]
+    assert 0.4 < before < 0.8
+    assert after > before + 0.15
+    checkpoint = next((run.logdir / "run/checkpoints").iterdir())
+    trained, _ = evaluate(run, tmp_path / "trained", f"--checkpoint={checkpoint}", device="cpu")
+    assert trained["means"]["ocr"] == pytest.approx(after, abs=0.01)
+
+    plot = [sys.executable, "scripts/plot.py"]
+    samples = run.logdir / "run/samples"
+    out = tmp_path / "pictures.png"
+    for arguments in (
+        ["curve", str(run.logdir / "run"), "--metric", "reward/ocr", "eval/ocr"],
+        ["pictures", str(samples / "eval-00000"), str(samples / "eval-00004")],
+    ):
+        subprocess.run([*plot, *arguments, "--out", str(out)], cwd=ROOT, check=True)
+        assert Image.open(out).width > 300
+
+
+def test_evaluate_names_what_is_missing(run, tmp_path):
+    done = run(
+        f"--out={tmp_path / 'out'}",
+        "--checkpoint=logs/no-such-run",
+        script="scripts/evaluate.py",
+        config=TINY_OCR,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no checkpoint at logs/no-such-run")
+
+
+def test_a_prompt_that_ocr_can_never_score_is_named_before_training(run, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.txt").write_text('a sign that says "OK"\na sign\n' * 8)
+    done = run(config=TINY_OCR, dataset=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "'a sign'" in done.stderr
+    assert not run.logdir.exists()

@@ -1,0 +1,222 @@
+"""Worker processes that survive what happens to them."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.pool import Failed, PoolClosed, WorkerPool
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_workers_run_without_torch(stub_path: None) -> None:
+    with stub_pool("modules_after_rapidocr") as pool:
+        [modules] = pool.map([""])
+    assert "rapidocr" in modules
+    assert "torch" not in modules
+
+
+# The pool, with an engine that does what the job says
+
+STUB = """
+    import os, signal, sys, time
+    from pathlib import Path
+
+    def obey():
+        def engine(job):
+            order, _, argument = job.partition(" ")
+            if order == "die":
+                with open(argument, "a") as tries:
+                    tries.write("x")
+                os.kill(os.getpid(), signal.SIGKILL)
+            if order == "die_once" and not Path(argument).exists():
+                Path(argument).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if order == "hang":
+                Path(argument).touch()
+                time.sleep(1000)
+            if order == "raise":
+                raise ValueError(argument)
+            return f"{len(argument)} read"
+        return engine
+
+    def modules_after_rapidocr():
+        from flow_grpo.rewards.ocr_engines import rapidocr_reader
+        rapidocr_reader("auto")
+        return lambda job: list(sys.modules)
+
+    def broken():
+        raise FileNotFoundError("no such model")
+
+    def die_at_start(times):
+        starts = Path(__file__).with_name("starts")
+        with starts.open("a") as file:
+            file.write("x")
+        if len(starts.read_text()) <= times:
+            os._exit(3)
+        return obey()
+"""
+
+
+@pytest.fixture
+def stub_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stub_engine.py").write_text(textwrap.dedent(STUB))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+
+def stub_pool(
+    engine: str = "obey", *, workers: int = 1, timeout: float = 30.0, **options: int
+) -> WorkerPool:
+    return WorkerPool(f"stub_engine:{engine}", options, workers=workers, timeout=timeout)
+
+
+@pytest.mark.usefixtures("stub_path")
+class TestPool:
+    def test_starts_no_process_before_it_is_used(self) -> None:
+        with stub_pool() as pool:
+            assert pool.pids() == []
+            assert pool.map([]) == []
+            assert pool.pids() == []
+            assert pool.map(["read x"]) == ["1 read"]
+            assert len(pool.pids()) == 1
+
+    def test_keeps_the_order_and_marks_what_failed(self) -> None:
+        jobs = ["read " + "x" * n for n in range(40)]
+        jobs[7] = "raise it is torn"
+        with stub_pool(workers=2) as pool:
+            results = pool.map(jobs)
+        assert results[7] == Failed("ValueError: it is torn")
+        del results[7]
+        assert results == [f"{n} read" for n in range(40) if n != 7]
+
+    def test_tries_a_job_again_after_its_worker_died(self, tmp_path: Path) -> None:
+        marker = tmp_path / "tried"
+        with stub_pool() as pool:
+            pool.map(["read x"])
+            before = pool.pids()
+            results = pool.map([f"die_once {marker}"] + ["read x"] * 20)
+            assert pool.pids() != before
+        assert marker.exists()
+        assert results == [f"{len(str(marker))} read"] + ["1 read"] * 20
+
+    def test_fails_only_the_job_that_two_workers_died_on(self, tmp_path: Path) -> None:
+        tries = tmp_path / "tries"
+        jobs = ["read x"] * 20
+        jobs[3] = f"die {tries}"
+        with stub_pool(workers=2) as pool:
+            results = pool.map(jobs)
+            assert pool.map(["read xy"]) == ["2 read"]
+        assert isinstance(results.pop(3), Failed)
+        assert results == ["1 read"] * 19
+        assert tries.read_text() == "xx"
+
+    def test_replaces_a_worker_killed_while_idle(self) -> None:
+        with stub_pool() as pool:
+            for _ in range(3):
+                assert pool.map(["read x"]) == ["1 read"]
+                os.kill(pool.pids()[0], signal.SIGKILL)
+
+    def test_fails_only_the_job_that_hangs(self, tmp_path: Path) -> None:
+        jobs = ["read x"] * 20
+        jobs[3] = f"hang {tmp_path / 'hanging'}"
+        with stub_pool(timeout=2.0) as pool:
+            pool.map(["read x"])
+            start = time.monotonic()
+            results = pool.map(jobs)
+            assert 2.0 <= time.monotonic() - start < 15.0
+        assert results.pop(3) == Failed("no answer within 2 s")
+        assert results == ["1 read"] * 19
+
+    def test_does_not_wait_for_a_stopped_worker_to_take_its_job(self) -> None:
+        large = "read " + "x" * 10_000_000  # no pipe holds that
+        with stub_pool(timeout=2.0) as pool:
+            pool.map(["read x"])
+            os.kill(pool.pids()[0], signal.SIGSTOP)
+            assert pool.map([large]) == ["10000000 read"]
+
+    def test_serves_several_threads(self) -> None:
+        def call(n: int) -> list[str]:
+            return pool.map([f"read {'x' * n}"] * 30)
+
+        with stub_pool(workers=2) as pool, ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(call, range(8))) == [[f"{n} read"] * 30 for n in range(8)]
+
+    def test_says_why_an_engine_cannot_be_set_up(self) -> None:
+        with stub_pool("broken", workers=2) as pool:
+            for _ in range(2):
+                with pytest.raises(UserError, match="FileNotFoundError: no such model"):
+                    pool.map(["read x"] * 20)
+
+    def test_starts_a_worker_again_that_died_at_its_start(self, tmp_path: Path) -> None:
+        with stub_pool("die_at_start", times=2) as pool:
+            assert pool.map(["read x"]) == ["1 read"]
+        assert (tmp_path / "starts").read_text() == "xxx"
+
+    def test_gives_up_on_workers_that_never_start(self, tmp_path: Path) -> None:
+        never = pytest.raises(UserError, match="3 worker processes")
+        with stub_pool("die_at_start", times=99) as pool, never:
+            pool.map(["read x"] * 20)
+        assert (tmp_path / "starts").read_text() == "xxx"
+
+    def test_closing_ends_its_processes_and_frees_who_waits(self, tmp_path: Path) -> None:
+        pool = stub_pool()
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(pool.map, [f"hang {tmp_path / 'hanging'}"] * 20)
+            wait_until((tmp_path / "hanging").exists)
+            pids = pool.pids()
+            start = time.monotonic()
+            pool.close()
+            assert time.monotonic() - start < 10.0
+            with pytest.raises(PoolClosed):
+                waiting.result(timeout=10)
+        assert len(pids) == 1
+        assert not is_running(pids[0])
+        with pytest.raises(PoolClosed):
+            pool.map(["read x"])
+
+    def test_workers_do_not_outlive_a_killed_parent(self, tmp_path: Path) -> None:
+        # Without a `__main__` guard, and it would be slow if the workers imported it too.
+        script = tmp_path / "trainer.py"
+        script.write_text(
+            textwrap.dedent(f"""
+            import threading, time
+            from flow_grpo.rewards.pool import WorkerPool
+
+            pool = WorkerPool("stub_engine:obey", {{}}, workers=2, timeout=1000)
+            jobs = ["hang {tmp_path / "a"}", "hang {tmp_path / "b"}"]
+            threading.Thread(target=pool.map, args=(jobs,), daemon=True).start()
+            while len(pool.pids()) < 2:
+                time.sleep(0.01)
+            print(*pool.pids(), flush=True)
+            time.sleep(1000)
+            """)
+        )
+        parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        wait_until(lambda: (tmp_path / "a").exists() and (tmp_path / "b").exists())
+        assert [is_running(pid) for pid in pids] == [True, True]
+        parent.kill()
+        parent.communicate()
+        wait_until(lambda: not any(is_running(pid) for pid in pids))
