@@ -76,6 +76,7 @@ def tiny_ocr(gpus: int) -> ConfigDict:
     config.pretrained.model = "assets/tiny-sd3"
     config.height, config.width = 32, 96
     config.max_sequence_length = 8  # it was trained to ignore how many T5 tokens there are
+    config.log_images = 24
     config.dataset = "dataset/ocr"
     config.reward_fn = ConfigDict({"ocr": 1.0})
     config.sample.eval_num_steps = 10
