@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     # "no", "bf16" or "fp16": the dtype of the frozen weights. LoRA weights stay in float32.
     # Half precision moves the on-policy ratio off 1; train/first_update_ratio_dev shows it.
     config.mixed_precision = "no"
-    # "auto" takes a GPU where there is one; "cpu" never does.
+    # "auto" takes a CUDA GPU where there is one; "cpu" never does.
     config.device = "auto"
 
     # --- the model ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Turn a config into the objects of a run. The library itself never reads a config."""
 
 import json
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def build_session(config: ConfigDict) -> Session:
     prompts = load_prompts(config.dataset, "train", config.prompt_fn)
     plan.check_prompts(len(prompts), config.dataset)
     test_prompts = build_test_prompts(config)
-    reward = build_rewards(config, accelerator, [*prompts, *test_prompts])
+    reward = build_rewards(config, accelerator, prompts, test_prompts)
 
     adapter = build_adapter(config, accelerator)
     train = config.train
@@ -128,8 +129,10 @@ def build_session(config: ConfigDict) -> Session:
 
 
 def build_accelerator(config: ConfigDict, **kwargs) -> Accelerator:
+    # accelerate knows the option below by its old name only
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
     return Accelerator(
-        cpu=config.device == "cpu",
+        cpu=config.device == "cpu" or not torch.cuda.is_available(),
         mixed_precision=config.mixed_precision,
         # buffers never change, and processes may run different numbers of forwards
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
@@ -143,7 +146,7 @@ def build_test_prompts(config: ConfigDict) -> list[Prompt]:
 
 
 def build_rewards(
-    config: ConfigDict, accelerator: Accelerator, prompts: list[Prompt]
+    config: ConfigDict, accelerator: Accelerator, *prompt_sets: list[Prompt]
 ) -> WeightedReward:
     reward = build_reward(
         config.reward_fn.to_dict(),
@@ -151,7 +154,8 @@ def build_rewards(
         custom=config.custom_rewards.to_dict(),
         options=config.reward_options.to_dict(),
     )
-    reward.check_prompts([p.prompt for p in prompts])
+    for prompts in prompt_sets:
+        reward.check_prompts([p.prompt for p in prompts])
     return reward
 
 

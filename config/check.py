@@ -34,7 +34,13 @@ AT_LEAST = {
     "train.ema_update_interval": 1,
     "train.lora_rank": 1,
 }
-ABOVE_ZERO = ["sample.noise_level", "train.learning_rate", "train.clip_range", "train.adv_clip_max"]
+ABOVE_ZERO = [
+    "sample.noise_level",
+    *(f"train.{name}" for name in ("learning_rate", "adv_clip_max", "max_grad_norm")),
+    *(f"train.{name}" for name in ("clip_range", "clip_range_low", "clip_range_high")),
+    *(f"train.{name}" for name in ("adam_epsilon", "lora_alpha")),
+]
+BELOW_ONE = ["train.ema_decay", "train.adam_beta1", "train.adam_beta2"]
 
 
 def check(config: ConfigDict) -> None:
@@ -52,8 +58,11 @@ def check(config: ConfigDict) -> None:
         if field(name) < least:
             raise UserError(f"{name}={field(name)} must be at least {least}")
     for name in ABOVE_ZERO:
-        if field(name) <= 0:
+        if field(name) is not None and field(name) <= 0:
             raise UserError(f"{name}={field(name)} must be above 0")
+    for name in BELOW_ONE:
+        if not 0 <= field(name) < 1:
+            raise UserError(f"{name}={field(name)} must be at least 0 and below 1")
     if config.log_with and importlib.util.find_spec(config.log_with) is None:
         # accelerate would go on without a word
         raise UserError(f"log_with={config.log_with!r} needs: pip install {config.log_with}")

@@ -110,4 +110,7 @@ def get_config(name: str = "") -> ConfigDict:
     preset, gpus = re.fullmatch(r"(.*?)(?:_(\d+)gpu)?", name).groups()
     if preset not in PRESETS:
         raise UserError(f"unknown preset {name!r}; config/grpo.py has {', '.join(PRESETS)}")
-    return PRESETS[preset](int(gpus or os.environ.get("WORLD_SIZE", 1)))
+    launched = os.environ.get("WORLD_SIZE", gpus)
+    if gpus is not None and gpus != launched:
+        raise UserError(f"preset {name!r} is for {gpus} GPUs but {launched} processes were started")
+    return PRESETS[preset](int(launched or 1))

@@ -20,7 +20,7 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: 
     partial.mkdir(parents=True)
     write(partial)
     partial.rename(final)
-    for old in list_checkpoints(root)[: -keep or None] if keep else []:
+    for old in list_checkpoints(root)[:-keep] if keep else []:
         shutil.rmtree(old)
     return final
 
@@ -32,8 +32,11 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def weights_in(folder: Path) -> Path:
-    """The weights to load from a checkpoint, its moving average first, or `folder` itself."""
-    if not folder.is_dir():
-        raise UserError(f"no checkpoint at {folder}: it must be a folder that a run has saved")
+    """The weights to load: of a run its newest checkpoint, of a checkpoint its moving average."""
+    if checkpoints := list_checkpoints(folder / "checkpoints"):
+        folder = checkpoints[-1]
     names = ("ema_lora", "lora", "ema_transformer", "transformer")
-    return next((folder / name for name in names if (folder / name).is_dir()), folder)
+    found = next((folder / name for name in names if (folder / name).is_dir()), folder)
+    if not list(found.glob("*.safetensors")):
+        raise UserError(f"no checkpoint at {folder}: name a run, a checkpoint or a folder in one")
+    return found

@@ -13,7 +13,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import RewardError, UserError
 
 USAGE_ERROR = 2  # exit code of every UserError
 
@@ -75,8 +75,8 @@ def _check_names(argv: list[str]) -> None:
     try:
         known = set(_dotted(config))
     except OSError as error:  # raised at the first use of a config that could not be loaded
-        reason = str(error.__cause__).strip().splitlines()[-1].strip()
-        raise UserError(f"cannot load --config {paths[-1]}: {reason}") from error
+        lines = str(error.__cause__).strip().splitlines() or ["no reason given"]
+        raise UserError(f"cannot load --config {paths[-1]}: {lines[-1].strip()}") from error
     for arg in argv:
         name = arg.removeprefix("--config.").split("=")[0]
         if arg.startswith("--config.") and name not in known:
@@ -98,6 +98,9 @@ def _told_plainly(call: Callable, *, debug: bool):
     except UserError as error:
         if debug:
             raise
+        # Most mistakes are seen by all processes, and told by one.
         if is_first_process():
             print(f"error: {error}", file=sys.stderr)
+        elif isinstance(error, RewardError):
+            print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)

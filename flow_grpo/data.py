@@ -31,7 +31,7 @@ def load_prompts(folder: str | Path, split: Split, prompt_fn: str = "auto") -> l
         wanted = " or ".join(p.name for p in choices[prompt_fn])
         raise UserError(f"no dataset at {folder}: it must hold {wanted} (prompt_fn={prompt_fn!r})")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at U+2028
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
     read = _read_json if path == jsonl else lambda line, where: Prompt(line.strip())
@@ -69,15 +69,16 @@ def epoch_batches(
     groups: int,
     group_size: int,
     batch_size: int,
+    micro_batch_size: int,
     process: int,
     num_processes: int,
     rng: np.random.Generator,
 ) -> list[Batch]:
     """Draw `groups` distinct rows, `group_size` samples each, and deal them out in batches.
 
-    Samples of a group lie side by side, so a batch holds few distinct prompts. Batch i of all
-    processes together covers the same samples for any number of processes.
+    Samples of a group lie side by side, so a batch holds few distinct prompts. Training micro-batch
+    m of all processes together covers the same samples for any number of processes.
     """
     chosen = rng.choice(rows, size=groups, replace=False)
-    index = np.arange(groups * group_size).reshape(-1, num_processes, batch_size)[:, process]
-    return [Batch(index=i, row=chosen[i // group_size]) for i in index]
+    index = np.arange(groups * group_size).reshape(-1, num_processes, micro_batch_size)[:, process]
+    return [Batch(index=i, row=chosen[i // group_size]) for i in index.reshape(-1, batch_size)]

@@ -18,8 +18,7 @@ def picture_grid(
     pen = ImageDraw.Draw(grid)
     for i, (image, caption) in enumerate(zip(images, captions, strict=True)):
         x, y = i % columns * cell[0], i // columns * cell[1]
-        room = width
-        while caption and pen.textlength(caption) > room:
+        while caption and pen.textlength(caption) > width:
             caption = caption[:-2].rstrip("…") + "…"
         pen.text((x, y), caption, "black")
         grid.paste(image.resize((width, height), Image.Resampling.NEAREST), (x, y + CAPTION_HEIGHT))

@@ -65,7 +65,8 @@ class TrainingStats:
             self._deviation.append((loss.policy.ratio - 1).abs())
 
     def add_grad_norm(self, norm: Tensor | float) -> None:
-        self._grad_norms.append(torch.as_tensor(norm))
+        norm = torch.as_tensor(norm)
+        self._grad_norms.append(torch.where(norm.isfinite(), norm, torch.nan))
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Over all processes; call it on all of them."""
@@ -78,5 +79,6 @@ class TrainingStats:
             "train/ratio_min": float(ratio.min()),
             "train/ratio_max": float(ratio.max()),
             "train/first_update_ratio_dev": float(deviation.max()),
-            "train/grad_norm": float(torch.stack(self._grad_norms).mean()),
+            # fp16 loss scaling starts with updates that overflow and are skipped
+            "train/grad_norm": mean_of_scored(torch.stack(self._grad_norms).cpu().numpy()),
         }

@@ -1,25 +1,31 @@
 """The batch arithmetic of an epoch: checked before anything is loaded, printed before it starts."""
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field, fields
 
 from flow_grpo.errors import UserError
+
+
+def _field(config_name: str) -> Field:
+    return field(metadata={"config": config_name})
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     num_processes: int
-    sample_batch_size: int  # per process
-    batches_per_epoch: int  # sampling batches per process
-    group_size: int  # images per prompt
-    train_batch_size: int  # per process
-    accumulation_steps: int  # training micro-batches per update, over all their time steps
-    inner_epochs: int
-    trained_steps: int  # denoising steps trained per sample
+    sample_batch_size: int = _field("sample.train_batch_size")  # per process
+    batches_per_epoch: int = _field("sample.num_batches_per_epoch")  # per process
+    group_size: int = _field("sample.num_image_per_prompt")
+    train_batch_size: int = _field("train.batch_size")  # per process
+    # training micro-batches per update, over all their time steps
+    accumulation_steps: int = _field("train.gradient_accumulation_steps")
+    inner_epochs: int = _field("train.num_inner_epochs")
+    trained_steps: int = 1  # denoising steps trained per sample
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
+        for number in fields(self):
+            if getattr(self, number.name) < 1:
+                name = number.metadata.get("config", number.name)
+                raise UserError(f"{name}={getattr(self, number.name)} must be at least 1")
         if self.samples % self.group_size:
             raise UserError(
                 f"{self.samples} samples per epoch = sample.train_batch_size="

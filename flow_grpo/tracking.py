@@ -45,7 +45,8 @@ def start_trackers(
     """wandb or tensorboard, as the accelerator was told; their files go into the run folder."""
     accelerator.project_configuration.logging_dir = str(folder)
     flat = {k: v if isinstance(v, int | float | str) else str(v) for k, v in _dotted(config)}
-    accelerator.init_trackers(project, config=flat)
+    wandb = {"dir": str(folder), "name": folder.name}
+    accelerator.init_trackers(project, config=flat, init_kwargs={"wandb": wandb})
 
 
 def _dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,7 @@ from flow_grpo.grid import picture_grid
 
 logger = logging.getLogger("flow_grpo")
 CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", "", "A checkpoint folder (its moving average is taken) or a folder in it."
+    "checkpoint", "", "A run (its newest checkpoint), a checkpoint (its EMA) or a folder in one."
 )
 OUT = flags.DEFINE_string("out", None, "New folder for results.json and grid.png.", required=True)
 
@@ -50,19 +50,18 @@ def main(config: ConfigDict) -> None:
     adapter = build_adapter(config, accelerator)
     if weights is not None:
         adapter.load_weights(weights)
-    with accelerator.autocast():
-        result = evaluate(
-            adapter,
-            adapter.transformer,
-            reward,
-            prompts,
-            build_dynamics(config, adapter, config.sample.eval_num_steps),
-            accelerator=accelerator,
-            size=image_size(config),
-            batch_size=config.sample.test_batch_size,
-            seed=config.seed,
-            keep_images=config.log_images,
-        )
+    result = evaluate(
+        adapter,
+        accelerator.prepare_model(adapter.transformer, evaluation_mode=True),
+        reward,
+        prompts,
+        build_dynamics(config, adapter, config.sample.eval_num_steps),
+        accelerator=accelerator,
+        size=image_size(config),
+        batch_size=config.sample.test_batch_size,
+        seed=config.seed,
+        keep_images=config.log_images,
+    )
     reward.close()
     if accelerator.is_main_process:
         out.mkdir(parents=True)
@@ -88,6 +87,7 @@ def main(config: ConfigDict) -> None:
         means = "  ".join(f"{name} {value:.4f}" for name, value in result.means().items())
         logger.info("%d prompts  %s", len(prompts), means)
         logger.info("wrote %s", out)
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

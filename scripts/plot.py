@@ -51,6 +51,8 @@ def plot_pictures(folders: list[Path], count: int, out: Path) -> None:
     """The same samples of each folder next to each other, one column per folder."""
     tables = [_read_samples(folder) for folder in folders]
     count = min(count, *(len(table) for table in tables))
+    if count < 1:
+        raise UserError("no pictures to show; --count and the run's log_images must be at least 1")
     images, captions = [], []
     for i in range(count):
         for folder, table in zip(folders, tables, strict=True):

@@ -5,11 +5,12 @@ set -euo pipefail
 EXTRAS=ocr,plot source "$(dirname "$0")/venv.sh"
 
 run="quickstart-$(date +%Y%m%d-%H%M%S)"
-"$VENV/bin/python" scripts/train.py --config config/grpo.py:tiny_ocr --config.run_name="$run" "$@"
+"$VENV/bin/python" scripts/train.py --config config/grpo.py:tiny_ocr "$@" \
+    --config.logdir=logs --config.run_name="$run"
 "$VENV/bin/python" scripts/plot.py curve "logs/$run" --metric eval/ocr reward/ocr \
     --out "logs/$run/curve.png"
 last="$(ls -d "logs/$run/samples/eval-"* | tail -n 1)"
 "$VENV/bin/python" scripts/plot.py pictures "logs/$run/samples/eval-00000" "$last" \
     --count 24 --out "logs/$run/before_after.png"
 echo "held-out words, before (left of each pair) and after: logs/$run/before_after.png"
-echo "checkpoint for diffusers' load_lora_weights: $(ls -d "logs/$run/checkpoints/"*/ema_lora | tail -n 1)"
+echo "checkpoint for diffusers' load_lora_weights: $(ls -d "logs/$run/checkpoints/"*/ema_lora | sort -V | tail -n 1)"

@@ -66,6 +66,8 @@ def main(config: ConfigDict) -> None:
             samples = sample_epoch(session, epoch)
         with timer("reward_wait"):
             rewards, groups, index = collect_rewards(session, samples)
+        if np.isnan(rewards[TOTAL]).all():
+            raise UserError(f"none of the samples of epoch {done} could be scored")
         advantages = compute_advantages(
             {name: values for name, values in rewards.items() if name != TOTAL},
             groups,
@@ -93,6 +95,7 @@ def main(config: ConfigDict) -> None:
         log(session, done, metrics, timer)
 
     session.reward.close()
+    session.accelerator.wait_for_everyone()
     session.accelerator.end_training()
 
 
@@ -108,6 +111,7 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
         groups=plan.groups,
         group_size=plan.group_size,
         batch_size=plan.sample_batch_size,
+        micro_batch_size=plan.train_batch_size,
         process=session.accelerator.process_index,
         num_processes=session.accelerator.num_processes,
         rng=numpy_rng(config.seed, Stream.PROMPTS, epoch),
@@ -190,7 +194,7 @@ def train_epoch(
                     session.optimizer.zero_grad()
                 if accelerator.sync_gradients:
                     session.step += 1
-                    if session.ema is not None:
+                    if session.ema is not None and not accelerator.optimizer_step_was_skipped:
                         session.ema.update(session.step)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
     if not math.isfinite(metrics["train/loss"]):

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from flow_grpo.checkpoint import list_checkpoints, save_checkpoint
+from flow_grpo.checkpoint import list_checkpoints, save_checkpoint, weights_in
 from flow_grpo.ema import Ema
+from flow_grpo.errors import UserError
 
 
 def write(folder):
@@ -41,12 +42,31 @@ def test_a_failed_save_leaves_no_checkpoint_and_no_loss(tmp_path):
 
 
 def test_the_average_follows_and_steps_aside():
+    """Decay min(.9, (1 + n)/(10 + n)) at the n-th update, after a first one that copies."""
     weight = torch.nn.Parameter(torch.zeros(1))
     ema = Ema([weight], decay=0.9, every=2)
+    expected, n = 0.0, -1
     for step in range(1, 41):
         weight.data.fill_(float(step))
         ema.update(step)
+        if step % 2 == 0:
+            n += 1
+            decay = min(0.9, (1 + n) / (10 + n)) if n > 0 else 0.0
+            expected = decay * expected + (1 - decay) * step
     with ema.applied():
         inside = weight.item()
+    assert inside == pytest.approx(expected, rel=1e-5)
     assert weight.item() == 40
-    assert 20 < inside < 40
+
+
+def test_weights_are_found_in_runs_checkpoints_and_folders(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10"):
+        for kind in ("lora", "ema_lora"):
+            folder = tmp_path / "checkpoints" / name / kind
+            folder.mkdir(parents=True)
+            (folder / "weights.safetensors").touch()
+    newest = tmp_path / "checkpoints" / "checkpoint-10"
+    assert weights_in(tmp_path) == weights_in(newest) == newest / "ema_lora"
+    assert weights_in(newest / "lora") == newest / "lora"
+    with pytest.raises(UserError, match="no checkpoint at"):
+        weights_in(tmp_path / "checkpoints")

@@ -14,6 +14,13 @@ def test_text_prompts_are_lines(tmp_path):
     assert load_prompts(tmp_path, "train") == [Prompt("a cat"), Prompt("a dog"), Prompt("A Cat")]
 
 
+def test_lines_end_at_newlines_only_and_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "train_metadata.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n'.encode()
+    )
+    assert load_prompts(tmp_path, "train") == [Prompt("a\u2028b")]
+
+
 def test_metadata_goes_to_the_rewards(tmp_path):
     row = {"prompt": "two cats", "negative_prompt": "blurry", "count": 2, "tag": "counting"}
     (tmp_path / "test_metadata.jsonl").write_text(json.dumps(row) + "\n")
@@ -52,36 +59,48 @@ def test_an_unknown_prompt_fn_is_named(tmp_path):
 
 
 plans = st.tuples(
-    st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6)
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),  # samples per micro-batch
+    st.integers(1, 3),  # micro-batches per batch
+    st.integers(1, 3),  # batches
+    st.integers(1, 6),  # images per prompt
 )
 
 
 @given(plans, st.integers(0, 1000))
 def test_an_epoch_is_the_same_for_any_number_of_processes(plan, seed):
-    processes, batch, batches, group_size = plan
-    total = processes * batch * batches * group_size
+    processes, micro, per_batch, batches, group_size = plan
+    total = processes * micro * per_batch * batches * group_size
     groups = total // group_size
 
-    def draw(world, batch_size):
+    def draw(world, micro_batch_size):
         parts = [
             epoch_batches(
                 rows=groups + 3,
                 groups=groups,
                 group_size=group_size,
-                batch_size=batch_size,
+                batch_size=micro_batch_size * per_batch,
+                micro_batch_size=micro_batch_size,
                 process=p,
                 num_processes=world,
                 rng=np.random.default_rng(seed),
             )
             for p in range(world)
         ]
-        # batch i of all processes together
+        # micro-batch m of all processes together
         return [
-            {(int(k), int(r)) for b in together for k, r in zip(b.index, b.row, strict=True)}
+            {
+                (int(k), int(r))
+                for b in together
+                for k, r in zip(
+                    b.index[i : i + micro_batch_size], b.row[i : i + micro_batch_size], strict=True
+                )
+            }
             for together in zip(*parts, strict=True)
+            for i in range(0, micro_batch_size * per_batch, micro_batch_size)
         ]
 
-    many, one = draw(processes, batch), draw(1, batch * processes)
+    many, one = draw(processes, micro), draw(1, micro * processes)
     assert many == one
     everything = set().union(*one)
     rows = [row for _, row in everything]

@@ -32,7 +32,7 @@ def test_the_arithmetic():
         ({"group_size": 7}, "48 samples per epoch .* groups of sample.num_image_per_prompt=7"),
         ({"train_batch_size": 4}, "train.batch_size=4 does not divide sample.train_batch_size=6"),
         ({"accumulation_steps": 3}, "gradient_accumulation_steps=3 does not divide the 8"),
-        ({"batches_per_epoch": 0}, "batches_per_epoch=0 must be at least 1"),
+        ({"batches_per_epoch": 0}, "sample.num_batches_per_epoch=0 must be at least 1"),
     ],
 )
 def test_numbers_that_do_not_divide_are_named(changes, message):
@@ -69,6 +69,12 @@ def test_gpus_that_do_not_divide_are_named():
 def test_without_a_number_the_launcher_says_how_many_gpus(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert grpo.get_config("pickscore_sd3") == grpo.get_config("pickscore_sd3_4gpu")
+
+
+def test_a_preset_for_another_number_of_gpus_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="is for 8 GPUs but 4 processes were started"):
+        grpo.get_config("pickscore_sd3_8gpu")
 
 
 def test_an_unknown_preset_is_named():

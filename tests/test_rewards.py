@@ -3,7 +3,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import RewardError, UserError
 from flow_grpo.rewards import build_reward, to_pil
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 96, 3), dtype=np.uint8))
@@ -57,7 +57,7 @@ def test_none_nan_and_infinity_are_failures_not_numbers(tmp_path, monkeypatch):
 
 def test_the_wrong_number_of_scores_is_named(tmp_path, monkeypatch):
     reward = reward_of(tmp_path, monkeypatch, "def score(images, prompts, metadata): return [1.0]")
-    with pytest.raises(UserError, match="'mine' returned 1 scores for 2 images"):
+    with pytest.raises(UserError, match=r"'mine' returned scores of shape \(1,\) for 2 images"):
         reward([BLANK, NOISE], ["a", "b"])
 
 
@@ -76,8 +76,35 @@ def test_a_class_is_built_with_its_options(tmp_path, monkeypatch):
     reward.check_prompts(["good"])
     with pytest.raises(ValueError, match="bad prompt"):
         reward.check_prompts(["good", "bad"])
-    with pytest.raises(UserError, match="bad reward_options"):
+    with pytest.raises(UserError, match=r"unknown reward_options\.constant\.valu; it takes value"):
         build_reward({"constant": 1.0}, custom=custom, options={"constant": {"valu": 3.0}})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('no server')", "'mine' failed with ValueError: no server"),
+        ("return 1.0", "'mine' failed with TypeError"),
+        ("return ['high']", "'mine' failed with ValueError"),
+        ("return [[1.0]]", r"shape \(1, 1\) for 1 images"),
+    ],
+)
+def test_a_scorer_that_breaks_the_contract_is_named(tmp_path, monkeypatch, body, message):
+    reward = reward_of(tmp_path, monkeypatch, f"def score(images, prompts, metadata): {body}")
+    with pytest.raises(RewardError, match=message):
+        reward([BLANK], ["a"])
+
+
+def test_a_class_that_takes_a_device_gets_it(tmp_path, monkeypatch):
+    (tmp_path / "on_device.py").write_text(
+        "class Scorer:\n"
+        "    def __init__(self, device): self.device = device\n"
+        "    def __call__(self, images, prompts, metadata): return [0.0]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    custom = {"mine": "on_device:Scorer"}
+    reward = build_reward({"mine": 1.0}, device="meta", custom=custom)
+    assert reward.scorers["mine"].device == "meta"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +120,9 @@ def test_a_class_is_built_with_its_options(tmp_path, monkeypatch):
         ({"mine": 1.0}, {"custom": {"mine": "math:no_such_name"}}, "cannot import"),
         ({"mine": 1.0}, {"custom": {"mine": "math.sqrt"}}, "must read 'package.module:function'"),
         (JPEG, {"options": {"jpeg_compressibility": {"q": 1}}}, "is a function"),
+        ({"mine": 1.0}, {"custom": {"mine": "math:pi"}}, "is a float, not callable"),
+        ({"mine": 1.0}, {"custom": {"mine": 3}}, "must read 'package.module:function'"),
+        ({"jpeg_compressibility": "x"}, {}, "must be a number, its weight"),
         (JPEG, {"options": {"ocrr": {}}}, "unknown reward 'ocrr'"),
     ],
 )

@@ -141,7 +141,7 @@ def test_training_can_start_from_a_saved_lora(adapter, tiny_sd3, tmp_path):
     pairs = list(zip(policy.parameters(), again.parameters(), strict=True))
     assert pairs
     assert all(torch.equal(a, b) for a, b in pairs)
-    with pytest.raises(UserError, match="cannot load a LoRA from"):
+    with pytest.raises(UserError, match="cannot load a LoRA for this model from"):
         Policy(load_adapter(str(tiny_sd3)), lora_path=str(tmp_path / "nothing"))
 
 

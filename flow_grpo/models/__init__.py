@@ -36,5 +36,9 @@ def load_adapter(
             f"{model} is a {name}; pretrained.model must be one of {', '.join(ADAPTERS)}"
         )
     adapter = ADAPTERS[name]
-    pipeline = adapter.pipeline_class.from_pretrained(model, dtype=dtype)
+    try:
+        pipeline = adapter.pipeline_class.from_pretrained(model, dtype=dtype)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
     return adapter(pipeline, device=device, dtype=dtype, max_sequence_length=max_sequence_length)

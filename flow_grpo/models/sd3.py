@@ -130,9 +130,9 @@ class SD3Adapter:
     def load_lora(self, folder: str) -> None:
         try:
             self.pipeline.load_lora_weights(folder, adapter_name="default")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise UserError(f"cannot load a LoRA from {folder}: {reason}") from error
+            raise UserError(f"cannot load a LoRA for this model from {folder}: {reason}") from error
 
     def load_weights(self, folder: Path) -> None:
         if not (folder / "config.json").is_file():

@@ -6,6 +6,7 @@ imported when they are built.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import RewardError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ class WeightedReward:
                 "must be of one length"
             )
         scores = {
-            name: _checked(name, scorer(pictures, prompts, metadata), len(pictures))
+            name: _scores(name, scorer, pictures, prompts, metadata)
             for name, scorer in self.scorers.items()
         }
         total = sum(self.weights[name] * values for name, values in scores.items())
@@ -83,7 +84,8 @@ def build_reward(
     """Build the rewards named in `weights`.
 
     `custom` gives further names as "package.module:attribute", a scorer or a class of scorers.
-    `options` are keyword arguments per name for rewards that are classes.
+    `options` are keyword arguments per name for rewards that are classes; a class that takes a
+    `device` gets this one.
     """
     paths = {**REWARDS, **(custom or {})}
     options = options or {}
@@ -95,37 +97,58 @@ def build_reward(
                 f"unknown reward {name!r}; known are {', '.join(sorted(paths))}; "
                 "add your own with config.custom_rewards"
             )
+    for name, weight in weights.items():
+        if not isinstance(weight, int | float):
+            raise UserError(f"reward_fn.{name}={weight!r} must be a number, its weight")
     scorers = {name: _build(name, paths[name], options.get(name, {}), device) for name in weights}
     return WeightedReward(scorers, weights)
 
 
 def _build(name: str, path: str, options: Mapping[str, Any], device: str) -> Scorer:
-    module_name, _, attribute = path.partition(":")
+    module_name, _, attribute = str(path).partition(":")
     if not module_name or not attribute:
         raise UserError(f"custom_rewards.{name}={path!r} must read 'package.module:function'")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a reward module beside one's own config
     try:
         scorer = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise UserError(f"reward {name!r}: cannot import {path!r} ({error})") from error
+    if not callable(scorer):
+        raise UserError(f"reward {name!r}: {path!r} is a {type(scorer).__name__}, not callable")
     if not isinstance(scorer, type):
         if options:
             raise UserError(f"reward {name!r} is a function; reward_options.{name} has no use")
         return scorer
-    if getattr(scorer, "takes_device", False):
+    parameters = inspect.signature(scorer).parameters
+    if "device" in parameters:
         options = {"device": device, **options}
-    try:
-        return scorer(**options)
-    except TypeError as error:
-        raise UserError(f"reward {name!r}: bad reward_options ({error})") from error
-
-
-def _checked(name: str, scores: Sequence[float | None], count: int) -> np.ndarray:
-    values = np.array([np.nan if s is None else s for s in scores], dtype=np.float64)
-    if values.shape != (count,):
+    unknown = [option for option in options if option not in parameters]
+    if unknown:
         raise UserError(
-            f"reward {name!r} returned {len(values)} scores for {count} images; "
+            f"unknown reward_options.{name}.{unknown[0]}; it takes {', '.join(parameters)}"
+        )
+    return scorer(**options)
+
+
+def _scores(
+    name: str,
+    scorer: Scorer,
+    pictures: list[Image.Image],
+    prompts: list[str],
+    metadata: list[dict],
+) -> np.ndarray:
+    try:
+        scores = scorer(pictures, prompts, metadata)
+        values = np.array([np.nan if s is None else s for s in scores], dtype=np.float64)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RewardError(f"reward {name!r} failed with {reason} (--debug shows where)") from error
+    if values.shape != (len(pictures),):
+        raise RewardError(
+            f"reward {name!r} returned scores of shape {values.shape} for {len(pictures)} images; "
             "it must return one number per image (NaN where it cannot score)"
         )
     values[np.isinf(values)] = np.nan  # no reward is infinite: count it as failed

@@ -112,7 +112,7 @@ class OcrScorer:
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """Raise `UserError` for the first prompt that this reward could never score."""
-        for position, prompt in enumerate(prompts):
+        for position, prompt in enumerate(prompts, 1):
             if quoted_text(prompt) is None:
                 raise UserError(
                     f"prompt {position} has no text in double quotes, which the OCR reward "

@@ -15,6 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from flow_grpo.rewards import to_pil
 from flow_grpo.tiny.prompts import COLOURS, MAX_SHAPES, SHAPES, Scene, parse_scene, parse_sign
 
 HEIGHT, WIDTH = 32, 96
@@ -160,11 +161,6 @@ def draw(prompt: str, *, degradation: Degradation = CLEAN, seed: int = 0) -> Ima
     else:
         raise ValueError(f"{prompt!r} is neither a sign nor a scene of flow_grpo.tiny.prompts")
     return to_pil(pictures.images)[0]
-
-
-def to_pil(images: Tensor) -> list[Image.Image]:
-    pixels = (images.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    return [Image.fromarray(picture) for picture in pixels]
 
 
 def _cells(symbols: Tensor, used: Tensor, cell: int, blank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,6 +49,7 @@ def assert_told(train, done, message):
         ),
         ({"sample__sde_window_size": 9}, "sde_window_range=(0, 5) must lie within (0, 2)"),
         ({"log_with": "wandb"}, "log_with='wandb' needs: pip install wandb"),
+        ({"train__ema_decay": 7.0}, "train.ema_decay=7.0 must be at least 0 and below 1"),
         ({"train__kl_type": "k3"}, "train.kl_type='k3' must be one of 'flow_grpo'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -99,8 +100,25 @@ def test_a_reward_that_returns_the_wrong_length(train, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = train(reward_fn="{'short': 1.0}", custom_rewards="{'short': 'short_reward:score'}")
     assert done.returncode == 2
-    assert "error: reward 'short' returned 7 scores for 8 images" in done.stderr
+    assert "error: reward 'short' returned scores of shape (7,) for 8 images" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_reward_that_never_scores(train, tmp_path, monkeypatch):
+    (tmp_path / "no_reward.py").write_text(
+        "def score(images, prompts, metadata): return [None] * len(images)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = train(reward_fn="{'none': 1.0}", custom_rewards="{'none': 'no_reward:score'}")
+    assert done.returncode == 2
+    assert "error: none of the samples of epoch 1 could be scored" in done.stderr
+
+
+def test_a_model_without_its_weights(train, tiny_sd3, tmp_path):
+    folder = tmp_path / "half"
+    shutil.copytree(tiny_sd3, folder)
+    shutil.rmtree(folder / "transformer")
+    assert_told(train, train(pretrained__model=folder), "cannot load pretrained.model=")
 
 
 def test_a_config_that_cannot_be_loaded(train):

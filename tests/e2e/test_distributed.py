@@ -10,19 +10,25 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
 
 
 @pytest.mark.slow
-def test_two_processes_of_four_equal_one_of_eight(train):
+@pytest.mark.parametrize("slices", [1, 2])
+def test_two_processes_of_four_equal_one_of_eight(train, slices):
+    """Also when training works on slices of the sampling batches."""
     settings = {
         "num_epochs": 2,
         "device": "cpu",
         "log_images": 3,
         "sample__test_batch_size": 3,
+        "train__gradient_accumulation_steps": slices,
     }
-    one = train(run_name="one", sample__train_batch_size=8, train__batch_size=8, **settings)
-    two = train(run_name="two", launcher=TORCHRUN, **settings)
+    one = train(
+        run_name="one", sample__train_batch_size=8, train__batch_size=8 // slices, **settings
+    )
+    two = train(run_name="two", launcher=TORCHRUN, train__batch_size=4 // slices, **settings)
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("epoch 2/2") == 1  # one process speaks
     assert "16 = 4 per batch x 2 batches x 2 processes" in two.stdout
+    assert "Warning" not in two.stderr
 
     for a, b in zip(train.metrics("one"), train.metrics("two"), strict=True):
         for name in a:
@@ -41,7 +47,20 @@ def test_two_processes_of_four_equal_one_of_eight(train):
     assert len(list((train.logdir / "two/samples/eval-00002").glob("*.png"))) == 3
 
 
-def test_a_mistake_is_told_once(train):
+def test_a_mistake_of_all_is_told_once(train):
     done = train(launcher=TORCHRUN, dataset="no/such/folder")
     assert done.returncode != 0
-    assert done.stderr.count("error: no dataset at no/such/folder") == 1
+    assert done.stderr.count("no dataset at no/such/folder") == 1
+
+
+def test_a_mistake_of_one_process_is_told_too(train, tmp_path, monkeypatch):
+    (tmp_path / "second_fails.py").write_text(
+        "import os\n"
+        "def score(images, prompts, metadata):\n"
+        "    return [1.0] * (len(images) - int(os.environ['RANK']))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    custom = "{'second': 'second_fails:score'}"
+    done = train(launcher=TORCHRUN, reward_fn="{'second': 1.0}", custom_rewards=custom)
+    assert done.returncode != 0
+    assert "error (process 1): reward 'second' returned scores of shape (3,)" in done.stderr

@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -75,13 +78,13 @@ def test_evaluation_does_not_depend_on_batches_or_processes(run, tmp_path):
 @pytest.mark.slow
 def test_the_preset_learns_to_draw_signs(run, tmp_path):
     """Held-out OCR rises by .15 in part of the quickstart's epochs; the checkpoint has it."""
-    done = run(config=TINY_OCR, num_epochs=4, eval_freq=0, device="cpu")
+    done = run(config=TINY_OCR, num_epochs=4, eval_freq=0)
     assert done.returncode == 0, done.stderr
     before, after = run.metrics()[0]["eval/ocr"], run.metrics()[-1]["eval/ocr"]
     assert 0.4 < before < 0.8
     assert after > before + 0.15
     checkpoint = next((run.logdir / "run/checkpoints").iterdir())
-    trained, _ = evaluate(run, tmp_path / "trained", f"--checkpoint={checkpoint}", device="cpu")
+    trained, _ = evaluate(run, tmp_path / "trained", f"--checkpoint={checkpoint}")
     assert trained["means"]["ocr"] == pytest.approx(after, abs=0.01)
 
     plot = [sys.executable, "scripts/plot.py"]
@@ -93,6 +96,30 @@ def test_the_preset_learns_to_draw_signs(run, tmp_path):
     ):
         subprocess.run([*plot, *arguments, "--out", str(out)], cwd=ROOT, check=True)
         assert Image.open(out).width > 300
+
+
+@pytest.mark.slow
+def test_a_killed_ocr_worker_does_not_stop_the_run(run):
+    """As if the system had run out of memory: once before training and once in the middle."""
+    with ThreadPoolExecutor(1) as background:
+        running = background.submit(run, config=TINY_OCR, num_epochs=2, eval_freq=0)
+        metrics = run.logdir / "run/metrics.jsonl"
+        for lines in (1, 2):
+            while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= lines):
+                assert not running.done(), running.result().stderr
+                time.sleep(0.2)
+            workers = [
+                child
+                for child in psutil.Process().children(recursive=True)
+                if "flow_grpo.rewards.worker" in " ".join(child.cmdline())
+            ]
+            assert workers
+            workers[0].kill()
+        done = running.result()
+    assert done.returncode == 0, done.stderr
+    last = run.metrics()[-1]
+    assert last["epoch"] == 2
+    assert last["reward/failed"] == 0
 
 
 def test_evaluate_names_what_is_missing(run, tmp_path):
