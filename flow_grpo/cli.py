@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import diffusers
 import transformers
@@ -71,6 +72,7 @@ def _check_names(argv: list[str]) -> None:
     paths += [b for a, b in pairwise(argv) if a == "--config"]
     if not paths:
         return
+    sys.path.append(str(Path(paths[-1].partition(":")[0]).resolve().parent))  # modules beside it
     config = ConfigFileFlagParser("config").parse(paths[-1])
     try:
         known = set(_dotted(config))

@@ -12,5 +12,6 @@ run="quickstart-$(date +%Y%m%d-%H%M%S)"
 last="$(ls -d "logs/$run/samples/eval-"* | tail -n 1)"
 "$VENV/bin/python" scripts/plot.py pictures "logs/$run/samples/eval-00000" "$last" \
     --count 24 --out "logs/$run/before_after.png"
+echo "to go on: source $VENV/bin/activate, then see README.md"
 echo "held-out words, before (left of each pair) and after: logs/$run/before_after.png"
 echo "checkpoint for diffusers' load_lora_weights: $(ls -d "logs/$run/checkpoints/"*/ema_lora | sort -V | tail -n 1)"

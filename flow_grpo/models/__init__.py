@@ -24,6 +24,9 @@ def load_adapter(
     """Load a pipeline folder or hub id. What it is is checked before any weights are read."""
     if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
         raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")
+    if "/" in model and Path(model).parent.is_dir() and not Path(model).exists():
+        # a hub id would be asked for, and retried
+        raise UserError(f"no model at pretrained.model={model!r}: there is no such folder")
     try:
         name = DiffusionPipeline.load_config(model)["_class_name"]
     except OSError as error:

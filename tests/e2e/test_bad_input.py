@@ -43,10 +43,7 @@ def assert_told(train, done, message):
         ({"sample__num_steps": "many"}, "--config.sample.num_steps=many"),
         ({"train__cfg": False}, "train.cfg=False with sample.guidance_scale=4.5"),
         ({"height": 33}, "height=33 must be a multiple of 8"),
-        (
-            {"pretrained__model": "./no-such-model"},
-            "cannot load pretrained.model='./no-such-model'",
-        ),
+        ({"pretrained__model": "assets/tiny"}, "no model at pretrained.model='assets/tiny'"),
         ({"sample__sde_window_size": 9}, "sde_window_range=(0, 5) must lie within (0, 2)"),
         ({"log_with": "wandb"}, "log_with='wandb' needs: pip install wandb"),
         ({"train__ema_decay": 7.0}, "train.ema_decay=7.0 must be at least 0 and below 1"),
