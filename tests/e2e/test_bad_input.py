@@ -45,7 +45,6 @@ def assert_told(train, done, message):
         ({"height": 33}, "height=33 must be a multiple of 8"),
         ({"pretrained__model": "assets/tiny"}, "no model at pretrained.model='assets/tiny'"),
         ({"sample__sde_window_size": 9}, "sde_window_range=(0, 5) must lie within (0, 2)"),
-        ({"log_with": "wandb"}, "log_with='wandb' needs: pip install wandb"),
         ({"train__ema_decay": 7.0}, "train.ema_decay=7.0 must be at least 0 and below 1"),
         ({"train__kl_type": "k3"}, "train.kl_type='k3' must be one of 'flow_grpo'"),
     ],
