@@ -104,7 +104,7 @@ def test_text_around_the_target_does_not_lower_the_score(
 def test_a_prompt_without_quoted_text_is_named_when_prompts_are_checked() -> None:
     scorer = OcrScorer()
     scorer.check_prompts([prompt("A"), "a sign that says “B”"])
-    with pytest.raises(UserError, match=r"prompt 1 .*double quotes.*'a red circle'") as error:
+    with pytest.raises(UserError, match=r"prompt 2 .*double quotes.*'a red circle'") as error:
         scorer.check_prompts([prompt("A"), "a red circle"])
     assert "\n" not in str(error.value)
 
