@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.pool import Failed, PoolClosed, WorkerPool
+from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.pool import PoolClosed, WorkerPool
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -107,7 +108,7 @@ class TestPool:
         jobs[7] = "raise it is torn"
         with stub_pool(workers=2) as pool:
             results = pool.map(jobs)
-        assert results[7] == Failed("ValueError: it is torn")
+        assert results[7].reason == "ValueError: it is torn"
         del results[7]
         assert results == [f"{n} read" for n in range(40) if n != 7]
 
@@ -146,7 +147,7 @@ class TestPool:
             start = time.monotonic()
             results = pool.map(jobs)
             assert 2.0 <= time.monotonic() - start < 15.0
-        assert results.pop(3) == Failed("no answer within 2 s")
+        assert results.pop(3).reason == "no answer within 2 s"
         assert results == ["1 read"] * 19
 
     def test_does_not_wait_for_a_stopped_worker_to_take_its_job(self) -> None:

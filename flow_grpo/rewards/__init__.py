@@ -1,45 +1,116 @@
-"""Rewards by name. A scorer is a callable of (images, prompts, metadata).
+"""Rewards by name. A scorer is a callable (sync or async) of (images, prompts, metadata).
 
 It gets a list of PIL images, a list of prompts and a list of metadata dicts, and returns one
-number per image: NaN or None where it cannot score. This module stays light: scorers are
-imported when they are built.
+number per image, NaN or None where it cannot score; or a tuple of that and a dict of further
+values per image, to be logged. This module stays light: scorers are imported when they are built.
 """
 
 import importlib
 import inspect
+import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
-from flow_grpo.errors import RewardError, UserError
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import FailurePolicy
+from flow_grpo.rewards.guard import BatchScores, GuardedScorer
+from flow_grpo.rewards.threads import SerialThread
 
 if TYPE_CHECKING:
     import torch
 
-Scorer = Callable[[list[Image.Image], list[str], list[dict]], Sequence[float | None]]
+Scorer = Callable[[list[Image.Image], list[str], list[dict]], Any]
 
 REWARDS = {
+    "aesthetic": "flow_grpo.rewards.aesthetic:Aesthetic",
+    "clipscore": "flow_grpo.rewards.clip:ClipScore",
+    "deqa": "flow_grpo.rewards.deqa:DeQA",
+    "hpsv2": "flow_grpo.rewards.clip:HpsV2",
+    "imagereward": "flow_grpo.rewards.imagereward:ImageReward",
     "jpeg_compressibility": "flow_grpo.rewards.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "flow_grpo.rewards.jpeg:jpeg_incompressibility",
     "ocr": "flow_grpo.rewards.ocr:OcrScorer",
+    "pickscore": "flow_grpo.rewards.clip:PickScore",
+    "qwenvl": "flow_grpo.rewards.vlm:QwenVl",
+    "qwenvl_ocr": "flow_grpo.rewards.vlm:QwenVlOcr",
+    "unifiedreward": "flow_grpo.rewards.vlm:UnifiedReward",
 }
 TOTAL = "avg"  # Flow-GRPO's name for the weighted sum
+TOKEN_ENV = "REWARD_SERVER_TOKEN"
+
+
+@dataclass
+class PendingScores:
+    """Scores that are being computed."""
+
+    parts: "dict[str, Future[BatchScores]]"
+    weights: Mapping[str, float]
+
+    def result(self) -> dict[str, np.ndarray]:
+        """Arrays (N,) float64: each reward's scores, NaN where it failed, their weighted sum as
+        "avg", and what scorers returned besides, as "<reward>/<name>"."""
+        parts = {name: part.result() for name, part in self.parts.items()}
+        scores = {name: np.array(part.values, dtype=np.float64) for name, part in parts.items()}
+        extras = {
+            f"{reward}/{name}": np.array(values, dtype=np.float64)
+            for reward, part in parts.items()
+            for name, values in part.extras.items()
+        }
+        total = sum(self.weights[name] * values for name, values in scores.items())
+        return {**scores, TOTAL: total, **extras}
 
 
 class WeightedReward:
-    """Several scorers, each reported on its own, and their weighted sum as "avg"."""
+    """Several scorers at work at the same time, each reported on its own, and their weighted sum.
 
-    def __init__(self, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
-        self.scorers = dict(scorers)
+    It does not raise when a scorer fails: the scores are NaN, and `last_errors` says why.
+    """
+
+    def __init__(self, scorers: Mapping[str, GuardedScorer], weights: Mapping[str, float]) -> None:
+        self._guarded = {name: scorers[name] for name in weights}
         self.weights = dict(weights)
+        self._to_pil = SerialThread()
 
     @property
-    def names(self) -> list[str]:
-        return [*self.scorers, TOTAL]
+    def scorers(self) -> dict[str, Scorer]:
+        return {name: guarded.scorer for name, guarded in self._guarded.items()}
+
+    @property
+    def last_errors(self) -> dict[str, str]:
+        """Of each reward that failed, why it did so the last time."""
+        return {name: g.last_error for name, g in self._guarded.items() if g.last_error}
+
+    def forget_errors(self) -> None:
+        """So that what is told of an epoch is of that epoch."""
+        for guarded in self._guarded.values():
+            guarded.last_error = ""
+
+    def submit(
+        self,
+        images: "torch.Tensor | list[Image.Image]",
+        prompts: list[str],
+        metadata: list[dict] | None = None,
+    ) -> PendingScores:
+        """Start scoring; images are a (N, 3, H, W) tensor in [0, 1] or PIL images."""
+        metadata = [{} for _ in prompts] if metadata is None else metadata
+        if not len(images) == len(prompts) == len(metadata):
+            raise ValueError(
+                f"{len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata "
+                "must be of one length"
+            )
+        pictures = self._to_pil.submit(lambda: _pictures(images))
+        parts = {
+            name: guarded.submit(pictures, prompts, metadata)
+            for name, guarded in self._guarded.items()
+        }
+        return PendingScores(parts, self.weights)
 
     def __call__(
         self,
@@ -47,31 +118,29 @@ class WeightedReward:
         prompts: list[str],
         metadata: list[dict] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Scores (N,) float64 by name; NaN where a scorer failed, and then in "avg" too."""
-        pictures = images if isinstance(images, list) else to_pil(images)
-        metadata = [{} for _ in prompts] if metadata is None else metadata
-        if not len(pictures) == len(prompts) == len(metadata):
-            raise ValueError(
-                f"{len(pictures)} images, {len(prompts)} prompts and {len(metadata)} metadata "
-                "must be of one length"
-            )
-        scores = {
-            name: _scores(name, scorer, pictures, prompts, metadata)
-            for name, scorer in self.scorers.items()
-        }
-        total = sum(self.weights[name] * values for name, values in scores.items())
-        return {**scores, TOTAL: total}
+        return self.submit(images, prompts, metadata).result()
 
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Let each scorer refuse prompts that it could never score, before training starts."""
-        for scorer in self.scorers.values():
-            if hasattr(scorer, "check_prompts"):
-                scorer.check_prompts(prompts)
+    def check(self, prompts: Sequence[str]) -> None:
+        """Let each scorer refuse, before training starts, prompts that it could never score and
+        servers that do not answer."""
+        self._tell("check_prompts", prompts)
+        self._tell("check_servers")
 
-    def close(self) -> None:
+    def rest(self) -> None:
+        """Between epochs: scorers that were told to give up the GPU's memory do so."""
+        self._tell("rest")
+
+    def _tell(self, method: str, *args: Any) -> None:
         for scorer in self.scorers.values():
-            if hasattr(scorer, "close"):
-                scorer.close()
+            if hasattr(scorer, method):
+                getattr(scorer, method)(*args)
+
+
+def close_scorers(*rewards: WeightedReward) -> None:
+    """Each scorer once, also where rewards share it."""
+    for scorer in {id(s): s for r in rewards for s in r.scorers.values()}.values():
+        if hasattr(scorer, "close"):
+            scorer.close()
 
 
 def build_reward(
@@ -79,32 +148,105 @@ def build_reward(
     *,
     device: str = "cpu",
     custom: Mapping[str, str] | None = None,
+    servers: Mapping[str, str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    policy: FailurePolicy | None = None,
 ) -> WeightedReward:
     """Build the rewards named in `weights`.
 
     `custom` gives further names as "package.module:attribute", a scorer or a class of scorers.
+    `servers` names the reward servers of those that are scored elsewhere, with commas between.
     `options` are keyword arguments per name for rewards that are classes; a class that takes a
-    `device` gets this one.
+    `device` gets this one, and one that takes the `policy` handles its failures itself.
     """
-    paths = {**REWARDS, **(custom or {})}
-    options = options or {}
+    check_weights(weights)
+    scorers = build_scorers(
+        weights, device=device, custom=custom, servers=servers, options=options, policy=policy
+    )
+    return WeightedReward(guard_scorers(scorers, policy), weights)
+
+
+def check_weights(weights: Mapping[str, float], setting: str = "reward_fn") -> None:
     if not weights:
-        raise UserError("reward_fn is empty; name at least one reward, e.g. {'ocr': 1.0}")
-    for name in (*weights, *options, *(custom or {})):
-        if name not in paths or name == TOTAL:
+        raise UserError(f"{setting} is empty; name at least one reward, e.g. {{'ocr': 1.0}}")
+    for name, weight in weights.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight):
+            raise UserError(f"{setting}.{name}={weight!r} must be a number, its weight")
+
+
+def build_scorers(
+    names: Iterable[str],
+    *,
+    device: str = "cpu",
+    custom: Mapping[str, str] | None = None,
+    servers: Mapping[str, str] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    policy: FailurePolicy | None = None,
+) -> dict[str, Scorer]:
+    """The bare scorers, by name; arguments as of `build_reward`."""
+    names = list(names)
+    paths = {**REWARDS, **(custom or {})}
+    servers = {name: urls for name, urls in (servers or {}).items() if urls}
+    options, policy = options or {}, policy or FailurePolicy()
+    for name in (*names, *options, *(custom or {}), *servers):
+        if name == TOTAL or not (name in paths or (name in servers and name in names)):
             raise UserError(
                 f"unknown reward {name!r}; known are {', '.join(sorted(paths))}; "
-                "add your own with config.custom_rewards"
+                "add your own with config.custom_rewards, or its server with config.reward_servers"
             )
-    for name, weight in weights.items():
-        if not isinstance(weight, int | float):
-            raise UserError(f"reward_fn.{name}={weight!r} must be a number, its weight")
-    scorers = {name: _build(name, paths[name], options.get(name, {}), device) for name in weights}
-    return WeightedReward(scorers, weights)
+    for name in servers:
+        if options.get(name):
+            raise UserError(
+                f"reward_options.{name} has no use: reward_servers.{name} scores it; give the "
+                "options to the server (--options)"
+            )
+    return {
+        name: _build_remote(name, servers[name], policy)
+        if name in servers
+        else _build(name, paths[name], options.get(name, {}), device, policy)
+        for name in names
+    }
 
 
-def _build(name: str, path: str, options: Mapping[str, Any], device: str) -> Scorer:
+def guard_scorers(
+    scorers: Mapping[str, Scorer], policy: FailurePolicy | None = None
+) -> dict[str, GuardedScorer]:
+    """Each scorer with the policy for its failures, unless it has its own."""
+    policy = policy or FailurePolicy()
+    return {
+        name: GuardedScorer(name, scorer, policy, has_policy=_takes(type(scorer), "policy"))
+        for name, scorer in scorers.items()
+    }
+
+
+def _build_remote(name: str, servers: str, policy: FailurePolicy) -> Scorer:
+    from flow_grpo.rewards.http import token_from
+    from flow_grpo.rewards.remote import RemoteScorer
+
+    return RemoteScorer(name, servers, token=token_from(TOKEN_ENV), policy=policy)
+
+
+def _build(
+    name: str, path: str, options: Mapping[str, Any], device: str, policy: FailurePolicy
+) -> Scorer:
+    scorer = _import(name, path)
+    if not isinstance(scorer, type):
+        if options:
+            raise UserError(f"reward {name!r} is a function; reward_options.{name} has no use")
+        return scorer
+    parameters = inspect.signature(scorer).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [option for option in options if option not in parameters]
+    if unknown and not takes_any:
+        raise UserError(
+            f"unknown reward_options.{name}.{unknown[0]}; it takes {', '.join(parameters)}"
+        )
+    ours = {"device": device, "policy": policy}
+    return scorer(**{k: v for k, v in ours.items() if k in parameters} | dict(options))
+
+
+def _import(name: str, path: str) -> Any:
     module_name, _, attribute = str(path).partition(":")
     if not module_name or not attribute:
         raise UserError(f"custom_rewards.{name}={path!r} must read 'package.module:function'")
@@ -116,43 +258,22 @@ def _build(name: str, path: str, options: Mapping[str, Any], device: str) -> Sco
         raise UserError(f"reward {name!r}: cannot import {path!r} ({error})") from error
     if not callable(scorer):
         raise UserError(f"reward {name!r}: {path!r} is a {type(scorer).__name__}, not callable")
-    if not isinstance(scorer, type):
-        if options:
-            raise UserError(f"reward {name!r} is a function; reward_options.{name} has no use")
-        return scorer
-    parameters = inspect.signature(scorer).parameters
-    if "device" in parameters:
-        options = {"device": device, **options}
-    unknown = [option for option in options if option not in parameters]
-    if unknown:
-        raise UserError(
-            f"unknown reward_options.{name}.{unknown[0]}; it takes {', '.join(parameters)}"
-        )
-    return scorer(**options)
+    return scorer
 
 
-def _scores(
-    name: str,
-    scorer: Scorer,
-    pictures: list[Image.Image],
-    prompts: list[str],
-    metadata: list[dict],
-) -> np.ndarray:
+def _takes(scorer: type, parameter: str) -> bool:
     try:
-        scores = scorer(pictures, prompts, metadata)
-        values = np.array([np.nan if s is None else s for s in scores], dtype=np.float64)
-    except UserError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise RewardError(f"reward {name!r} failed with {reason} (--debug shows where)") from error
-    if values.shape != (len(pictures),):
-        raise RewardError(
-            f"reward {name!r} returned scores of shape {values.shape} for {len(pictures)} images; "
-            "it must return one number per image (NaN where it cannot score)"
-        )
-    values[np.isinf(values)] = np.nan  # no reward is infinite: count it as failed
-    return values
+        return parameter in inspect.signature(scorer).parameters
+    except ValueError:  # builtins have none
+        return False
+
+
+def _pictures(images: "torch.Tensor | list[Image.Image]") -> list[Image.Image | None]:
+    """None where pixels are not numbers: as a black picture it might score well."""
+    if isinstance(images, list):
+        return images
+    is_whole = images.isfinite().flatten(1).all(1).tolist()
+    return [p if ok else None for p, ok in zip(to_pil(images), is_whole, strict=True)]
 
 
 def to_pil(images: "torch.Tensor") -> list[Image.Image]:

@@ -1,7 +1,5 @@
 """OCR reward: how much of the text in the prompt's double quotes can be read in the picture."""
 
-import logging
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -12,10 +10,9 @@ from typing import Any
 from PIL import Image
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.ocr_engines import Picture
-from flow_grpo.rewards.pool import Failed, WorkerPool
-
-log = logging.getLogger(__name__)
+from flow_grpo.rewards.pool import WorkerPool
 
 # Engine: the packages it needs and the extra of ours that installs them.
 ENGINES = {
@@ -33,6 +30,16 @@ def quoted_text(prompt: str) -> str | None:
     """The parts of `prompt` in double quotes, joined by spaces; None if they hold no text."""
     parts = ("".join(groups).strip() for groups in _QUOTED.findall(prompt))
     return " ".join(part for part in parts if part) or None
+
+
+def check_quoted(prompts: Sequence[str]) -> None:
+    """Raise `UserError` for the first prompt that has no text in double quotes."""
+    for position, prompt in enumerate(prompts, 1):
+        if quoted_text(prompt) is None:
+            raise UserError(
+                f"prompt {position} has no text in double quotes, which the OCR reward "
+                f"needs to compare with: {prompt!r}"
+            )
 
 
 def ocr_score(read: str, target: str) -> float:
@@ -62,6 +69,8 @@ class OcrScorer:
         "auto" picks per picture by its size.
     timeout: seconds for one picture.
     """
+
+    concurrent_calls = 2  # while one waits for its last picture, the next keeps the pool busy
 
     def __init__(
         self,
@@ -96,12 +105,7 @@ class OcrScorer:
         if len(images) != len(prompts):
             raise ValueError(f"{len(images)} images but {len(prompts)} prompts")
         targets = [quoted_text(prompt) for prompt in prompts]
-        return [
-            _score(position, reading, target)
-            for position, (reading, target) in enumerate(
-                zip(self._read(images), targets, strict=True)
-            )
-        ]
+        return [_score(r, t) for r, t in zip(self._read(images), targets, strict=True)]
 
     def _read(self, images: Sequence[Image.Image]) -> list[str | Failed]:
         readings = [_picture(image) for image in images]
@@ -112,12 +116,7 @@ class OcrScorer:
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """Raise `UserError` for the first prompt that this reward could never score."""
-        for position, prompt in enumerate(prompts, 1):
-            if quoted_text(prompt) is None:
-                raise UserError(
-                    f"prompt {position} has no text in double quotes, which the OCR reward "
-                    f"needs to compare with: {prompt!r}"
-                )
+        check_quoted(prompts)
 
     def close(self) -> None:
         self.pool.close()
@@ -137,13 +136,10 @@ def default_workers() -> int:
     return max(1, min(MAX_DEFAULT_WORKERS, cores // ranks))
 
 
-def _score(position: int, reading: str | Failed, target: str | None) -> float:
+def _score(reading: str | Failed, target: str | None) -> float:
     if target is None:
-        reading = Failed("its prompt has no text in double quotes")
-    if isinstance(reading, Failed):
-        log.warning("picture %d got no OCR score: %s", position, reading.reason)
-        return math.nan
-    return ocr_score(reading, target)
+        return Failed("its prompt has no text in double quotes")
+    return reading if isinstance(reading, Failed) else ocr_score(reading, target)
 
 
 def _picture(image: Image.Image) -> Picture | Failed:
@@ -152,7 +148,7 @@ def _picture(image: Image.Image) -> Picture | Failed:
         pixels = image.convert("RGB")
         return pixels.width, pixels.height, pixels.tobytes()
     except Exception as error:
-        return Failed(f"{type(error).__name__}: {error}")
+        return Failed(describe(error))
 
 
 def _require_packages(engine: str) -> None:

@@ -22,19 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import Failed
 
 log = logging.getLogger(__name__)
 
 MAX_CHUNK = 16
 MAX_DEATHS = 2
 START_ATTEMPTS = 3
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Stands in the results where a job got no answer."""
-
-    reason: str
 
 
 class PoolClosed(RuntimeError):
@@ -150,8 +144,9 @@ class WorkerPool:
             self._closed = True
             for worker in self._live:
                 worker.kill()
-            while not self._chunks.empty():
-                _fail(self._chunks.get() or (), PoolClosed())
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    _fail(self._chunks.get_nowait() or (), PoolClosed())
             for _ in self._threads:
                 self._chunks.put(None)
         for thread in self._threads:

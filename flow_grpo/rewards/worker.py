@@ -13,10 +13,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from flow_grpo.rewards.failure import describe
+
 
 def main() -> None:
-    # Ctrl-C reaches the whole process group; the trainer decides when its workers go.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and a launcher's SIGTERM reach the whole process group; the trainer decides when its
+    # workers go.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     factory, options = connection.recv()
     jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -24,7 +28,7 @@ def main() -> None:
     try:
         engine = _load(factory)(**options)
     except Exception as error:
-        connection.send(("failed", _describe(error)))
+        connection.send(("failed", describe(error)))
         return
     connection.send(("ready", ""))
     while True:
@@ -53,12 +57,7 @@ def _answer(engine: Callable[[Any], Any], job: Any) -> tuple[str, Any]:
     try:
         return "done", engine(job)
     except Exception as error:
-        return "failed", _describe(error)
-
-
-def _describe(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+        return "failed", describe(error)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,138 @@
+"""Rewards that are the similarity of image and prompt in a CLIP model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from transformers import CLIPConfig, CLIPModel
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.loading import (
+    explained,
+    find_file,
+    image_processor_class,
+    load_network,
+    load_tokenizer,
+    read_weights,
+)
+from flow_grpo.rewards.model import SCORE, ModelScorer
+from flow_grpo.rewards.open_clip import from_open_clip
+
+KIND = "a CLIP model"
+VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+# Flow-GRPO divides the logits by these, which brings good images near 1.
+PICKSCORE_SCALE = 26
+CLIPSCORE_SCALE = 30
+HPS_REPOSITORY = "xswu/HPSv2"
+HPS_FILES = {"v2.1": "HPS_v2.1_compressed", "v2.0": "HPS_v2_compressed"}
+
+
+@dataclass(kw_only=True, eq=False)
+class ClipSimilarity(ModelScorer):
+    """The cosine of image and prompt, and what CLIP multiplies it by."""
+
+    processor: str | None = None  # whose tokenizer and image sizes to use; `model`'s own if None
+
+    def load(self) -> nn.Module:
+        # Cast after the scale is taken: in bfloat16 it would be off by one percent.
+        network = self.load_clip()
+        self.logit_scale = network.logit_scale.float().exp().item()
+        source, option = (self.processor, "processor") if self.processor else (self.model, "model")
+        text = network.config.text_config
+        self.tokenizer = load_tokenizer(source, option=option, tokens=text.vocab_size)
+        self.max_length = text.max_position_embeddings
+        with explained(option, source, "an image processor"):
+            self.image_processor = image_processor_class().from_pretrained(source)
+        return network.to(self.torch_dtype)
+
+    def load_clip(self) -> nn.Module:
+        return load_network(CLIPModel, self.model, dtype=torch.float32, kind=KIND)
+
+    def cosine(self, images: list[Image.Image], prompts: list[str]) -> torch.Tensor:
+        return (self._embed_images(images) * self._embed_prompts(prompts)).sum(dim=-1)  # (N,)
+
+    def _embed_images(self, images: list[Image.Image]) -> torch.Tensor:
+        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
+        return embed_images(self.network, pixels.to(self.device, self.torch_dtype))
+
+    def _embed_prompts(self, prompts: list[str]) -> torch.Tensor:
+        unique = list(dict.fromkeys(prompts))  # the images of a group share theirs
+        tokens = self.tokenizer(
+            unique,
+            padding="max_length",
+            truncation=True,
+            max_length=self.max_length,
+            return_tensors="pt",
+        ).to(self.device)
+        text = self.network.text_model(
+            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+        )
+        embedding = F.normalize(self.network.text_projection(text.pooler_output).float(), dim=-1)
+        return embedding[[unique.index(prompt) for prompt in prompts]]
+
+
+def embed_images(clip: CLIPModel, pixels: torch.Tensor) -> torch.Tensor:
+    """(N, projection_dim) float32, of length 1."""
+    image = clip.vision_model(pixel_values=pixels)
+    return F.normalize(clip.visual_projection(image.pooler_output).float(), dim=-1)
+
+
+@dataclass(kw_only=True, eq=False)
+class PickScore(ClipSimilarity):
+    """PickScore (arXiv 2305.01569), as Flow-GRPO scales it; its own value is `raw`."""
+
+    model: str = "yuvalkirstain/PickScore_v1"
+    processor: str | None = VIT_H
+
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+        raw = self.logit_scale * self.cosine(images, prompts)
+        return {SCORE: raw / PICKSCORE_SCALE, "raw": raw}
+
+
+@dataclass(kw_only=True, eq=False)
+class ClipScore(ClipSimilarity):
+    """CLIP's own logit, as Flow-GRPO scales it, and the plain `cosine`."""
+
+    model: str = "openai/clip-vit-large-patch14"
+
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+        cosine = self.cosine(images, prompts)
+        return {SCORE: self.logit_scale * cosine / CLIPSCORE_SCALE, "cosine": cosine}
+
+
+@dataclass(kw_only=True, eq=False)
+class HpsV2(ClipSimilarity):
+    """Human Preference Score v2 (arXiv 2306.09341): the cosine in a finetuned CLIP.
+
+    `model` is the published checkpoint, which is open_clip's, or a transformers folder.
+    `processor` also has the sizes of the network for a checkpoint, which does not tell them all.
+    """
+
+    model: str = HPS_REPOSITORY
+    processor: str | None = VIT_H
+    version: str = "v2.1"
+
+    def load_clip(self) -> nn.Module:
+        if self.version not in HPS_FILES:
+            raise UserError(f"version={self.version!r} must be one of {', '.join(HPS_FILES)}")
+        names = tuple(f"{HPS_FILES[self.version]}.{suffix}" for suffix in ("pt", "safetensors"))
+        path = Path(self.model)
+        if (path / "config.json").is_file() or not (path.exists() or self.model == HPS_REPOSITORY):
+            return super().load_clip()
+        if not self.processor:
+            raise UserError(f"model={self.model!r} is a checkpoint and needs a processor={VIT_H}")
+        kind = "an HPSv2 checkpoint"
+        file = find_file(self.model, names, option="model", kind=kind)
+        with explained("processor", self.processor, KIND):
+            config = CLIPConfig.from_pretrained(self.processor)
+        with explained("model", self.model, kind):
+            weights = from_open_clip(read_weights(file))
+        return load_network(
+            CLIPModel, self.model, dtype=torch.float32, kind=kind, weights=weights, config=config
+        )
+
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+        return {SCORE: self.cosine(images, prompts)}

@@ -1,0 +1,44 @@
+"""When a score cannot be had: tried again for a while, then missing with a reason, never zero."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flow_grpo.errors import UserError
+
+FIRST_DELAY = 0.5
+LONGEST_DELAY = 30.0
+
+
+class Failed(float):
+    """A NaN that knows why: stands where an image got no score."""
+
+    reason: str
+
+    def __new__(cls, reason: str) -> "Failed":
+        failed = super().__new__(cls, "nan")
+        failed.reason = reason
+        return failed
+
+    def __repr__(self) -> str:
+        return f"Failed({self.reason!r})"
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """How long one batch of one reward is tried."""
+
+    retries: int = 8  # attempts after the first
+    timeout: float = 300.0  # seconds, all attempts together
+
+    def delays(self) -> Iterator[float]:
+        """Seconds to wait before each further attempt: doubling, and spread so that the
+        processes of a run do not come back all at once."""
+        for attempt in range(self.retries):
+            yield min(LONGEST_DELAY, FIRST_DELAY * 2**attempt) * random.uniform(0.75, 1.25)
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line."""
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    return lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}"

@@ -1,0 +1,206 @@
+"""One scorer, called in the background, that answers in bounded time and never raises."""
+
+import inspect
+import logging
+import math
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import Failed, FailurePolicy, describe
+from flow_grpo.rewards.threads import SerialThread, in_background, run_coroutine
+
+log = logging.getLogger(__name__)
+
+# Mistakes in the code or the set-up: the next attempt would end the same way.
+NOT_RETRIED = (
+    *(UserError, TypeError, AttributeError, NameError, ImportError, AssertionError),
+    *(ValueError, LookupError, ArithmeticError),
+)
+DOWN_SHARE = 0.1  # of the time-out, for an earlier batch that hangs to come to its end
+RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
+
+
+NO_PICTURE = Failed("its pixels are not numbers (NaN)")
+
+
+@dataclass(frozen=True)
+class BatchScores:
+    values: list[float]  # one per image, `Failed` where there is none
+    extras: dict[str, list[float]] = field(default_factory=dict)  # further values to log
+
+
+class ContractError(UserError):
+    """What a scorer returned is not what a scorer returns."""
+
+
+class GuardedScorer:
+    """Calls one scorer, one batch after the other, in a thread of its own.
+
+    A batch whose call raises is tried again as the policy says; then all its scores are
+    `Failed`. After that, batches get a single attempt until one succeeds, so that a dead
+    reward does not cost its whole time-out for every batch. A scorer that was given the
+    policy does all that itself, and is called once.
+    """
+
+    def __init__(
+        self, name: str, scorer: Any, policy: FailurePolicy, *, has_policy: bool = False
+    ) -> None:
+        self.name = name
+        self.scorer = scorer
+        self.last_error = ""
+        self._policy = policy
+        self._has_policy = has_policy
+        self._thread = SerialThread()
+        self._down = False
+        self._running: Future | None = None
+
+    def submit(
+        self, pictures: "Future[list[Image.Image]]", prompts: list[str], metadata: list[dict]
+    ) -> "Future[BatchScores]":
+        return self._thread.submit(lambda: self._score(pictures, prompts, metadata))
+
+    def _score(
+        self,
+        pictures: "Future[list[Image.Image | None]]",
+        prompts: list[str],
+        metadata: list[dict],
+    ) -> BatchScores:
+        """Of those that are pictures; None stands for one that was not a number."""
+        try:
+            images = pictures.result()
+            whole = [i for i, image in enumerate(images) if image is not None]
+            batch = [[column[i] for i in whole] for column in (images, prompts, metadata)]
+            scores = spread(self._attempts(*batch) if whole else BatchScores([]), whole, prompts)
+        except BaseException as error:  # also sys.exit() in a reward
+            scores = BatchScores([Failed(describe(error) + _place(error))] * len(prompts))
+        self._remember(scores.values)
+        return scores
+
+    def _attempts(self, *batch: Any) -> BatchScores:
+        if self._has_policy:
+            # it keeps the deadline itself; this is for a server that dribbles its answer
+            return self._attempt(batch, timeout=1.1 * self._policy.timeout + 5)
+        deadline = time.monotonic() + self._policy.timeout
+        delays = iter(()) if self._down else self._policy.delays()
+        self._down = True
+        while True:
+            try:
+                scores = self._attempt(batch, timeout=deadline - time.monotonic())
+                self._down = False
+                return scores
+            except Exception as error:
+                delay = None if is_mistake(error) else next(delays, None)
+                if delay is None or time.monotonic() + delay >= deadline:
+                    raise
+                log.warning(
+                    "reward %r failed (%s); trying again in %.1f s",
+                    *(self.name, describe(error), delay),
+                )
+                time.sleep(delay)
+
+    def _attempt(self, batch: Sequence[Any], timeout: float) -> BatchScores:
+        if self._running is not None:
+            wait([self._running], DOWN_SHARE * timeout)
+            if not self._running.done():
+                raise TimeoutError("it still hangs in an earlier batch")
+        self._running = in_background(lambda: call(self.scorer, *batch))
+        wait([self._running], timeout)
+        if not self._running.done():
+            raise TimeoutError(f"no answer within {self._policy.timeout:g} s")
+        return parse_scores(self._running.result(), len(batch[0]))
+
+    def _remember(self, values: Sequence[float]) -> None:
+        missing = [v for v in values if math.isnan(v)]
+        if missing:
+            self.last_error = getattr(missing[-1], "reason", "it gave no score and no reason")
+            log.warning(
+                "reward %r: %d of %d images got no score, the last because: %s",
+                *(self.name, len(missing), len(values), self.last_error),
+            )
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether trying again is of no use. What `requests` raises is an OSError, whatever else."""
+    return isinstance(error, NOT_RETRIED) and not isinstance(error, OSError)
+
+
+def _place(error: BaseException) -> str:
+    """Where in the code of a reward the mistake is."""
+    if isinstance(error, UserError) or not is_mistake(error):
+        return ""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+def call(scorer: Any, images: list[Image.Image], prompts: list[str], metadata: list[dict]) -> Any:
+    """What `scorer` returns; one that is async is waited for."""
+    result = scorer(images, prompts, metadata)
+    return run_coroutine(result) if inspect.iscoroutine(result) else result
+
+
+def parse_scores(result: Any, count: int) -> BatchScores:
+    """Hold what a scorer returned against the contract."""
+    extras: Mapping[str, Any] = {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        result, extras = result
+    for name in extras:
+        if not isinstance(name, str) or name in RESERVED_EXTRAS:
+            raise ContractError(f"{name!r} cannot be the name of a further value")
+    return BatchScores(
+        _numbers("scores", result, count),
+        {name: _numbers(f"{name!r}", values, count) for name, values in extras.items()},
+    )
+
+
+def spread(scores: BatchScores, places: list[int], images: Sequence[Any]) -> BatchScores:
+    """Scores of some of the images, at their places among all."""
+
+    def column(values: list[float]) -> list[float]:
+        by_place = dict(zip(places, values, strict=True))
+        return [by_place.get(i, NO_PICTURE) for i in range(len(images))]
+
+    return BatchScores(column(scores.values), {n: column(v) for n, v in scores.extras.items()})
+
+
+def joined(parts: Sequence[BatchScores]) -> BatchScores:
+    """One after the other; parts may differ in their extras."""
+    names = dict.fromkeys(name for part in parts for name in part.extras)
+    missing = Failed("it was not returned for this image")
+    extras = {
+        name: [v for part in parts for v in part.extras.get(name, [missing] * len(part.values))]
+        for name in names
+    }
+    return BatchScores([value for part in parts for value in part.values], extras)
+
+
+def _numbers(what: str, values: Any, count: int) -> list[float]:
+    try:
+        shape = np.shape([] if values is None else values)
+    except ValueError as error:
+        raise ContractError(f"it returned {what} that are lists of several lengths") from error
+    if shape != (count,):
+        raise ContractError(
+            f"it returned {what} of shape {shape} for {count} images; it must return one number "
+            "per image (NaN where it cannot score)"
+        )
+    return [_number(what, value) for value in values]
+
+
+def _number(what: str, value: Any) -> float:
+    if value is None or isinstance(value, Failed):
+        return Failed("it returned None") if value is None else value
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ContractError(f"it returned {value!r} among its {what}, not a number") from error
+    # no reward is infinite: count it as failed
+    return number if math.isfinite(number) else Failed(f"it returned {number}")

@@ -1,0 +1,160 @@
+"""Networks, tokenizers and weight files from disk or the hub, or an error that says what to do."""
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from flow_grpo.errors import UserError
+
+Weights = dict[str, torch.Tensor]
+
+# What transformers, torch, safetensors and the hub raise over a source that is not what it
+# should be.
+LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    pickle.UnpicklingError,
+)
+
+
+@contextmanager
+def explained(option: str, source: str, kind: str) -> Iterator[None]:
+    """Turn what goes wrong while `source`, the value of `option`, is loaded into a UserError."""
+    try:
+        yield
+    except LOAD_ERRORS as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if isinstance(error, KeyError):
+            reason = f"it has no {reason}"
+        if Path(source).exists():
+            raise UserError(
+                f"{option}={source!r} cannot be loaded as {kind} ({reason}); "
+                "it must be what the model's authors published, or a copy by save_pretrained"
+            ) from error
+        raise UserError(
+            f"{option}={source!r} is no local path, and {kind} cannot be had from the hub under "
+            f"that name ({reason}); without a network, give the path of a copy as {option}"
+        ) from error
+
+
+def load_network(
+    network_class: type,
+    source: str,
+    *,
+    dtype: torch.dtype,
+    kind: str,
+    weights: Weights | None = None,
+    **options: Any,
+) -> nn.Module:
+    """`network_class` with the weights of `source`, or with `weights` if they come from a file of
+    another format; then `options` must have the `config`."""
+    if weights is None:
+        options["config"] = _config(network_class, source, kind)
+    else:
+        options["state_dict"] = weights
+    with explained("model", source, kind):
+        network, report = network_class.from_pretrained(
+            source if weights is None else None, dtype=dtype, output_loading_info=True, **options
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise UserError(
+            f"model={source!r} lacks {len(missing)} weights of {kind}, {missing[0]} for one; "
+            "fetch it again, or name another"
+        )
+    return network
+
+
+def _config(network_class: type, source: str, kind: str) -> Any:
+    from transformers import AutoConfig
+
+    with explained("model", source, kind):
+        config = AutoConfig.from_pretrained(source)
+    if not isinstance(config, network_class.config_class):
+        raise UserError(f"model={source!r} is a {config.model_type} model, and must be {kind}")
+    return config
+
+
+def load_tokenizer(source: str, *, option: str, tokens: int, extra: tuple[str, ...] = ()) -> Any:
+    """The tokenizer of `source` with `extra` tokens added, which must make up `tokens` in all."""
+    from transformers import AutoTokenizer
+
+    with explained(option, source, "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens(list(extra), special_tokens=True)
+    if len(tokenizer) != tokens:  # transformers 5 makes an empty one of a folder without files
+        raise UserError(
+            f"{option}={source!r} has a tokenizer of {len(tokenizer)} tokens, and the model knows "
+            f"{tokens}; {option} must name the model that the tokenizer was made for"
+        )
+    return tokenizer
+
+
+def image_processor_class() -> type:
+    """CLIP's image processor that works with PIL, so that scores do not depend on whether
+    torchvision, which resizes differently, is installed."""
+    import transformers
+
+    pil = getattr(transformers, "CLIPImageProcessorPil", None)  # transformers 5
+    return pil or transformers.CLIPImageProcessor
+
+
+def find_file(source: str, names: tuple[str, ...], *, option: str, kind: str) -> Path:
+    """`source` is a file, or a folder or hub repository with a file of one of these names."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        for name in names:
+            if (path / name).is_file():
+                return path / name
+        raise UserError(f"{option}={source!r} has no {' or '.join(names)}; give the file's path")
+    with explained(option, source, kind):
+        return Path(hf_hub_download(source, names[0]))
+
+
+def read_weights(path: Path) -> Weights:
+    """A state dict from .safetensors or from torch.save; pickled code is not run."""
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    return content.get("state_dict", content)
+
+
+def linear_head(weights: Weights, width: int) -> nn.Sequential:
+    """One linear layer after the other, from `width` to one value, in float32.
+
+    The heads of the aesthetic predictor and of ImageReward have dropout between the layers, which
+    only training uses, and no activations.
+    """
+    head = nn.Sequential()
+    for name in sorted((key for key in weights if key.endswith("weight")), key=_layer_number):
+        outputs, inputs = weights[name].shape
+        if inputs != width:
+            raise ValueError(f"{name} takes {inputs} values and gets {width}")
+        layer = nn.Linear(inputs, outputs)
+        bias = weights[name.removesuffix("weight") + "bias"]
+        layer.load_state_dict({"weight": weights[name], "bias": bias})
+        head.append(layer)
+        width = outputs
+    if not head or width != 1:
+        raise ValueError("its layers do not end in one value")
+    return head
+
+
+def _layer_number(name: str) -> list[int]:
+    return [int(part) for part in name.split(".") if part.isdigit()]

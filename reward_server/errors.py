@@ -1,0 +1,135 @@
+"""What can be wrong with a request, and how it is told: always as {"error": {code, message}}."""
+
+import json
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+STATUS = {
+    "malformed_json": 400,
+    "unauthorized": 401,
+    "not_found": 404,
+    "unknown_reward": 404,
+    "method_not_allowed": 405,
+    "body_too_large": 413,
+    "image_too_large": 413,
+    "too_many_images": 413,
+    "too_many_pixels": 413,
+    "unsupported_format": 415,
+    "broken_image": 422,
+    "counts_differ": 422,
+    "invalid_base64": 422,
+    "invalid_request": 422,
+    "no_images": 422,
+    "not_an_image": 422,
+    "queue_full": 429,
+    "internal_error": 500,
+    "scorer_broken": 500,
+    "scorer_failed": 500,
+    "shutting_down": 503,
+    "starting": 503,
+}
+HTTP_CODES = {400: "malformed_json", 404: "not_found", 405: "method_not_allowed"}
+UNKNOWN_FIELD = "unknown_field"  # pydantic's type of a problem that we look for ourselves
+SHOWN = 80  # characters of a client's own value in a message
+
+
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, code: str, message: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = STATUS[code]
+        self.headers = headers or {}
+
+
+class Busy(ApiError):
+    """Not now; the same request may do well in `retry_after` seconds."""
+
+    def __init__(self, code: str, message: str, retry_after: int) -> None:
+        super().__init__(code, message, {"Retry-After": str(retry_after)})
+
+
+def shown(value: Any) -> str:
+    """A client's value as it stands in a message: one line, and not a megabyte."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def json_response(
+    content: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    # ASCII only: half a surrogate pair, which JSON can hold, cannot be encoded as UTF-8.
+    body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return Response(body, status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    content = {"error": {"code": error.code, "message": str(error)}}
+    return json_response(content, error.status, error.headers)
+
+
+async def on_api_error(_: Request, error: ApiError) -> Response:
+    return error_response(error)
+
+
+async def on_http_error(request: Request, error: HTTPException) -> Response:
+    """What the framework refuses by itself."""
+    code = HTTP_CODES.get(error.status_code, "internal_error")
+    message = {
+        "malformed_json": "the body is not JSON that can be read; send one JSON object in UTF-8",
+        "not_found": f"there is nothing at {shown(request.url.path)}; GET /openapi.json lists all",
+        "method_not_allowed": f"{shown(request.url.path)} does not take {request.method}; "
+        "GET /openapi.json lists what it takes",
+    }.get(code, str(error.detail))
+    return error_response(ApiError(code, message, dict(error.headers or {})))
+
+
+async def on_validation_error(_: Request, error: RequestValidationError) -> Response:
+    return error_response(validation_error(error.errors()))
+
+
+async def on_crash(_: Request, error: Exception) -> Response:
+    # The framework raises it again, which writes the traceback to the log.
+    name = type(error).__name__
+    return error_response(
+        ApiError("internal_error", f"the server failed with {name}; its log shows where")
+    )
+
+
+def validation_error(problems: list[dict[str, Any]]) -> ApiError:
+    """The first of pydantic's problems in one line."""
+    first, more = problems[0], len(problems) - 1
+    if first["type"] == "json_invalid":
+        where = f"at character {first['loc'][-1]}"
+        return ApiError("malformed_json", f"the body is not JSON: {first['ctx']['error']} {where}")
+    path = _json_path(first["loc"][1:])
+    if first["type"] == UNKNOWN_FIELD:
+        return ApiError("invalid_request", first["msg"])
+    if not path:
+        return ApiError(
+            "invalid_request",
+            "the body must be a JSON object, sent with Content-Type: application/json",
+        )
+    rest = f" (and {more} more)" if more else ""
+    return ApiError("invalid_request", f"{path}: {_lower(first['msg'])}{rest}")
+
+
+def _json_path(location: tuple[int | str, ...]) -> str:
+    """("images", 3) -> "images[3]"."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        else:
+            name = step if step.isidentifier() and len(step) <= SHOWN else shown(step)
+            path += f".{name}" if path else name
+    return path
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]

@@ -1,0 +1,108 @@
+"""The messages, as pydantic checks them and the OpenAPI schema documents them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from reward_server.errors import STATUS, UNKNOWN_FIELD, shown
+
+
+def _whole_characters(text: str) -> str:
+    # JSON can hold half a surrogate pair, and few scorers expect that of a string.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a character at {error.start}") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_characters)]
+
+
+class ScoreRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    # The first mistake is enough: a list of them would be many times as large as the body.
+    reward: Text = Field(description="a name from GET /v1/rewards")
+    images: list[str] = Field(description="PNG, WebP or JPEG files in base64", fail_fast=True)
+    prompts: list[Text] = Field(description="one per image", fail_fast=True)
+    metadata: list[dict[str, Any]] | None = Field(
+        None, description="one object per image", fail_fast=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                fields = ", ".join(cls.model_fields)
+                raise PydanticCustomError(
+                    UNKNOWN_FIELD,
+                    "unknown field {name}; there are {fields}",
+                    {"name": shown(name), "fields": fields},
+                )
+        return data
+
+
+class ScoreResponse(BaseModel):
+    reward: str
+    scores: list[float | None] = Field(description="one per image; null where there is none")
+    errors: list[str | None] = Field(description="one per image; why it got no score")
+    extras: dict[str, list[float | None]] = Field(description="further values per image")
+
+
+class RewardState(BaseModel):
+    name: str
+    ready: bool
+
+
+class LimitValues(BaseModel):
+    max_images: int = Field(description="of one request")
+    max_pixels: int = Field(description="of one image")
+    max_body_bytes: int
+    max_queue: int = Field(description="images of one reward that wait or are being scored")
+    max_queue_pixels: int = Field(description="the pixels of those images")
+
+
+class RewardList(BaseModel):
+    rewards: list[RewardState]
+    limits: LimitValues
+
+
+class Status(BaseModel):
+    status: Literal["ok", "ready"]
+
+
+class ErrorDetail(BaseModel):
+    code: Literal[tuple(STATUS)]  # type: ignore[valid-type]
+    message: str = Field(description="one line: what was sent, the rule, the way out")
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+_HEADERS = {
+    401: {"WWW-Authenticate": {"schema": {"type": "string"}, "required": True}},
+    429: {"Retry-After": {"schema": {"type": "integer"}, "required": True}},
+    503: {"Retry-After": {"schema": {"type": "integer"}, "required": True}},
+}
+
+
+def error_docs(*codes: str) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may answer with these codes."""
+    docs: dict[int | str, dict[str, Any]] = {}
+    for status in sorted({STATUS[code] for code in codes}):
+        docs[status] = {
+            "model": ErrorBody,
+            "description": ", ".join(code for code in codes if STATUS[code] == status),
+            **({"headers": _HEADERS[status]} if status in _HEADERS else {}),
+        }
+    return docs

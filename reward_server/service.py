@@ -1,0 +1,178 @@
+"""The rewards of one server, from their first warm-up to the last answer before it ends."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from PIL import Image
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards import Scorer
+from flow_grpo.rewards.failure import Failed, describe
+from flow_grpo.rewards.guard import BatchScores, call, joined, parse_scores
+from reward_server.batching import Batcher, ScorerFailed
+from reward_server.errors import ApiError, Busy, shown
+from reward_server.limits import Limits
+from reward_server.metrics import Metrics
+from reward_server.pictures import decode
+from reward_server.room import Room
+from reward_server.schemas import ScoreRequest
+
+log = logging.getLogger(__name__)
+
+START_RETRY_AFTER = 2  # seconds
+STOP_RETRY_AFTER = 1  # another server may take it at once
+DECODERS = min(4, os.cpu_count() or 1)  # threads
+WORKERS_TO_WARM = 8  # at least, of a scorer with workers of its own
+
+
+class Desk:
+    """One reward: its scorer, the queue before it and the room that the queue may take."""
+
+    def __init__(self, scorer: Scorer, batcher: Batcher, room: Room) -> None:
+        self.scorer = scorer
+        self.batcher = batcher
+        self.room = room
+        self.ready = False
+
+
+class Service:
+    def __init__(
+        self,
+        scorers: Mapping[str, Scorer],
+        *,
+        limits: Limits,
+        max_batch: int = 64,
+        max_wait: float = 0.005,
+    ) -> None:
+        self.limits = limits
+        self.metrics = Metrics()
+        self.stopping = False
+        self._accepted = 0  # requests that will be answered whatever happens
+        self._decoders = ThreadPoolExecutor(DECODERS, "decode")
+        self.desks: dict[str, Desk] = {}
+        for name, scorer in scorers.items():
+            batcher = Batcher(
+                name, scorer, max_batch=max_batch, max_wait=max_wait, metrics=self.metrics
+            )
+            self.desks[name] = desk = Desk(scorer, batcher, Room(limits))
+            queue_length = self.metrics.queue_images.labels(name)
+            queue_length.set_function(lambda room=desk.room: room.images)
+
+    @property
+    def idle(self) -> bool:
+        return self._accepted == 0
+
+    async def score(self, request: ScoreRequest) -> BatchScores:
+        self._check(request)
+        desk = self._open_desk(request.reward)
+        metadata = request.metadata or [{} for _ in request.images]
+        self._accepted += 1
+        try:
+            with desk.room.hold(len(request.images)) as place:
+                images = await asyncio.get_running_loop().run_in_executor(
+                    self._decoders, self._decode, request.images, place.claim_pixels
+                )
+                return await _scores(desk.batcher, images, request.prompts, metadata)
+        finally:
+            self._accepted -= 1
+
+    def _decode(self, images: list[str], claim: Callable[[int], None]) -> list[Image.Image]:
+        return decode(images, max_pixels=self.limits.max_pixels, claim=claim)
+
+    def check_ready(self) -> None:
+        """Raise what a client is told while not all rewards can be had."""
+        if self.stopping:
+            raise Busy("shutting_down", "the server is shutting down", STOP_RETRY_AFTER)
+        for name in self.desks:
+            self._check_warm(name)
+
+    def _check_warm(self, name: str) -> None:
+        if not self.desks[name].ready:
+            raise Busy(
+                "starting", f"the reward {name!r} is still starting; come back", START_RETRY_AFTER
+            )
+
+    def _open_desk(self, name: str) -> Desk:
+        if self.stopping:
+            self.check_ready()
+        self._check_warm(name)
+        return self.desks[name]
+
+    def _check(self, request: ScoreRequest) -> None:
+        if request.reward not in self.desks:
+            raise ApiError(
+                "unknown_reward",
+                f"unknown reward {shown(request.reward)}; this server has "
+                f"{', '.join(self.desks) or 'none'}; start it with --rewards to have others",
+            )
+        images, prompts = len(request.images), len(request.prompts)
+        if not images:
+            raise ApiError("no_images", "images is empty; send at least one image")
+        if images > self.limits.max_images:
+            raise ApiError(
+                "too_many_images",
+                f"{images} images in one request; at most {self.limits.max_images} are allowed",
+            )
+        if prompts != images:
+            raise ApiError(
+                "counts_differ", f"{images} images but {prompts} prompts; send one per image"
+            )
+        if request.metadata is not None and len(request.metadata) != images:
+            raise ApiError(
+                "counts_differ",
+                f"{images} images but {len(request.metadata)} metadata; send one per image or none",
+            )
+
+    def warm_up(self, workers: int | None = None) -> None:
+        """Score a small picture with each reward, so that no request waits for models to load.
+
+        A scorer that takes several calls at a time gets one picture for each of its workers.
+        """
+        for name, desk in self.desks.items():
+            several = hasattr(desk.scorer, "concurrent_calls")
+            count = max(workers or 0, WORKERS_TO_WARM) if several else 1
+            start = time.monotonic()
+            pictures = [Image.new("RGB", (64, 64), "grey") for _ in range(count)]
+            prompts, metadata = ['a sign that says "A"'] * count, [{} for _ in pictures]
+            try:
+                result = call(desk.scorer, pictures, prompts, metadata)
+                [score, *_] = parse_scores(result, count).values
+            except UserError as error:
+                raise UserError(f"reward {name!r}: {error}") from error
+            except Exception as error:
+                score = Failed(describe(error))
+            if isinstance(score, Failed):
+                # Perhaps it needs metadata of its own: only real requests can tell.
+                log.warning("reward %r gave no score for a grey picture: %s", name, score.reason)
+            desk.ready = True
+            log.info("reward %r is ready after %.1f s", name, time.monotonic() - start)
+
+    def stop(self) -> None:
+        """Take no more requests; those accepted are still answered."""
+        self.stopping = True
+
+    def close(self) -> None:
+        for desk in self.desks.values():
+            desk.batcher.close()
+            if hasattr(desk.scorer, "close"):
+                desk.scorer.close()
+        self._decoders.shutdown(wait=False)
+
+
+async def _scores(
+    batcher: Batcher, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]
+) -> BatchScores:
+    parts = batcher.submit(images, prompts, metadata)
+    try:
+        return joined(await asyncio.gather(*map(asyncio.wrap_future, parts)))
+    except ScorerFailed as error:
+        code = "scorer_broken" if error.is_broken else "scorer_failed"
+        raise ApiError(code, f"reward {batcher.name!r} failed: {error}") from error
+    finally:
+        for part in parts:
+            part.cancel()  # of a client that went away, or whose other part failed

@@ -1,0 +1,115 @@
+"""Training against a real reward server, also one that dies."""
+
+import json
+import re
+import time
+
+import pytest
+import requests
+from serving import Server, wait_until
+
+SLOW_JPEG = """
+import time
+from flow_grpo.rewards.jpeg import jpeg_compressibility
+
+def score(images, prompts, metadata):
+    time.sleep(0.1 * len(images))
+    return jpeg_compressibility(images, prompts, metadata)
+"""
+
+
+def samples(runner, run_name: str, name: str) -> list[dict]:
+    lines = (runner.logdir / run_name / "samples" / name / "samples.jsonl").read_text()
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def test_ocr_over_http_scores_every_image_as_in_process(run, tmp_path):
+    short = {
+        "config": "config/grpo.py:tiny_ocr",
+        "num_epochs": 1,
+        "eval_prompts": 12,
+        "device": "cpu",
+        "log_images": 36,
+        "sample__train_batch_size": 36,
+        "sample__num_batches_per_epoch": 1,
+        "train__batch_size": 36,
+        "train__gradient_accumulation_steps": 1,
+    }
+    here = run(run_name="here", **short)
+    assert here.returncode == 0, here.stderr
+    with Server("ocr", "--workers", "2", path=tmp_path) as server:
+        there = run(run_name="there", reward_servers__ocr=server.url, **short)
+        assert there.returncode == 0, there.stderr
+        assert server.metric("images_scored_total", reward="ocr") == 36 + 2 * 12
+    scores = [s["ocr"] for s in samples(run, "here", "train-00001")]
+    assert len(scores) == 36
+    assert len(set(scores)) > 2
+    for name in ("train-00001", "eval-00000", "eval-00001"):
+        assert samples(run, "here", name) == samples(run, "there", name)
+
+
+@pytest.fixture
+def slow_jpeg(tmp_path, monkeypatch) -> dict:
+    """A reward of 0.1 s per image; 32 images per epoch."""
+    (tmp_path / "slow_jpeg.py").write_text(SLOW_JPEG)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return {
+        "reward_fn": "{'slow': 1.0}",
+        "custom_rewards": "{'slow': 'slow_jpeg:score'}",
+        "eval_reward_fn": "{'jpeg_compressibility': 1.0}",
+        "sample__num_batches_per_epoch": 8,
+        "train__gradient_accumulation_steps": 8,
+    }
+
+
+@pytest.fixture
+def server(slow_jpeg, tmp_path):
+    with Server("slow", "--custom", "slow=slow_jpeg:score", path=tmp_path) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def kill_within_an_epoch(server: Server) -> None:
+    """After the first batches of the first epoch, long before its last."""
+    wait_until(lambda: server.metric("images_scored_total", reward="slow") >= 8, 60)
+    server.kill()
+
+
+def test_a_server_that_comes_back_costs_nothing(train, server, slow_jpeg):
+    process = train.start(reward_servers=f"{{'slow': '{server.url}'}}", **slow_jpeg)
+    kill_within_an_epoch(server)
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"{server.url}/healthz", timeout=5)
+    time.sleep(3)
+    server.start_again()
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert "trying again" in stdout
+    alone = train(run_name="alone", **slow_jpeg)
+    assert alone.returncode == 0, alone.stderr
+    for a, b in zip(train.metrics(), train.metrics("alone"), strict=True):
+        for name in a:
+            if not name.startswith(("time/", "perf/")):
+                assert a[name] == b[name], name
+    assert train.metrics()[-1]["reward/failed"] == 0
+
+
+def test_a_server_that_stays_down_ends_the_run_in_time_with_a_checkpoint(train, server, slow_jpeg):
+    process = train.start(
+        reward_servers=f"{{'slow': '{server.url}'}}", reward_timeout=6.0, **slow_jpeg
+    )
+    kill_within_an_epoch(server)
+    killed = time.monotonic()
+    _, stderr = process.communicate(timeout=120)
+    took = time.monotonic() - killed
+    assert process.returncode == 3
+    assert took < 6 + 4  # the deadline of a batch, then saving and leaving
+    errors = [line for line in stderr.splitlines() if "error" in line]  # not the progress bars
+    assert len(errors) == 1, stderr
+    assert re.match(
+        r"error: epoch 1: reward 'slow' gave no score for \d+ of 32 images .*"
+        rf"last error: .*{re.escape(server.url)}.* cannot connect.*; saved .*checkpoint-0; "
+        r"go on with .*resume=auto$",
+        errors[0],
+    )
+    assert (train.logdir / "run/checkpoints/checkpoint-0/lora").is_dir()

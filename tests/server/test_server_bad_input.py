@@ -1,0 +1,292 @@
+"""Every way to send it wrong: the status, the code, a message that helps, and it still serves."""
+
+import base64
+import http.client
+import io
+import json
+import re
+import socket
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import requests
+from PIL import Image
+from serving import GOOD, Server, body, encoded, text
+
+JPEG = "jpeg_compressibility"
+PNG = base64.b64decode(GOOD)
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    return start(f"{JPEG},obey", "--max-images", "8", "--max-pixels", "1000000")
+
+
+@pytest.fixture(autouse=True)
+def _still_serves(server: Server) -> Iterator[None]:
+    yield
+    answer = server.score(body(JPEG, "a", "b")).json()
+    assert answer["errors"] == [None, None]
+    assert answer["scores"][0] == answer["scores"][1] < 0
+
+
+def refusal(response: requests.Response) -> tuple[int, str, str]:
+    """After checking that it looks like every error of this server."""
+    assert response.headers["Content-Type"] == "application/json"
+    content = response.json()
+    assert list(content) == ["error"]
+    assert list(content["error"]) == ["code", "message"]
+    code, message = content["error"]["code"], content["error"]["message"]
+    assert "\n" not in message
+    assert 10 < len(message) < 400
+    return response.status_code, code, message
+
+
+def bomb(side: int = 20_000) -> str:
+    buffer = io.BytesIO()
+    Image.new("1", (side, side)).save(buffer, "PNG")
+    return text(buffer.getvalue())
+
+
+def header_only(width: int, height: int) -> str:
+    """A PNG that says it is large, and has no pixels to show."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk
+    return text(start + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT\0\0\0\0")
+
+
+def other_format(kind: str) -> str:
+    return encoded(Image.new("RGB", (8, 8)), kind)
+
+
+def photo(kind: str) -> bytes:
+    noise = Image.effect_noise((64, 64), 80).convert("RGB")
+    return base64.b64decode(encoded(noise, kind))
+
+
+IMAGES = {
+    "not base64": ("*not base64*", 422, "invalid_base64", r"images\[1\].*standard base64"),
+    "not ascii": ("héé=", 422, "invalid_base64", r"images\[1\] is not base64"),
+    "wrong padding": (GOOD[:-1], 422, "invalid_base64", r"images\[1\] is not base64"),
+    "line breaks": (f"{GOOD[:8]}\n{GOOD[8:]}", 422, "invalid_base64", "without line breaks"),
+    "a data URL": (f"data:image/png;base64,{GOOD}", 422, "invalid_base64", "data: prefix"),
+    "empty": ("", 422, "not_an_image", r"images\[1\].*empty"),
+    "text": (text(b"hello there"), 422, "not_an_image", r"images\[1\].*b'hello th'.*PNG, WebP"),
+    "a GIF": (other_format("GIF"), 415, "unsupported_format", r"images\[1\] is a GIF.*PNG"),
+    "a BMP": (other_format("BMP"), 415, "unsupported_format", r"images\[1\] is a BMP"),
+    "a TIFF": (other_format("TIFF"), 415, "unsupported_format", r"images\[1\] is a TIFF"),
+    "a bomb": (bomb(), 413, "image_too_large", r"images\[1\] has 20000 x 20000 .* 1000000"),
+    "one row too many": (bomb(1001), 413, "image_too_large", "1001 x 1001"),
+    "a header of a bomb": (header_only(2**31 - 1, 2**31 - 1), 413, "image_too_large", "2147483647"),
+    "a header of nothing": (header_only(0, 0), 422, "broken_image", r"images\[1\]"),
+    "only a PNG header": (header_only(8, 8), 422, "broken_image", r"images\[1\] cannot be decoded"),
+    "only a signature": (text(PNG[:8]), 422, "broken_image", r"images\[1\] cannot be decoded"),
+    "half a PNG": (text(photo("PNG")[:5000]), 422, "broken_image", "truncated.*whole"),
+    "half a JPEG": (text(photo("JPEG")[:1000]), 422, "broken_image", "truncated.*whole"),
+    "half a WebP": (text(photo("WEBP")[:300]), 422, "broken_image", r"images\[1\] cannot be"),
+    "a damaged PNG": (
+        text(PNG[:50] + bytes(10) + PNG[60:]),
+        422,
+        "broken_image",
+        r"images\[1\] cannot be decoded",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IMAGES)
+def test_an_image_that_cannot_be_scored_is_named(server: Server, case: str) -> None:
+    image, status, code, message = IMAGES[case]
+    content = {"reward": JPEG, "images": [GOOD, image], "prompts": ["a", "b"]}
+    before = server.memory_mb("VmHWM")
+    seen = refusal(server.score(content))
+    assert seen[:2] == (status, code)
+    assert re.search(message, seen[2]), seen[2]
+    assert server.memory_mb("VmHWM") < before + 50  # the bomb has 400 megapixels
+
+
+BODIES = {
+    "unknown reward": (body("beauty", "a"), 404, "unknown_reward", f"'beauty'.*{JPEG}, obey"),
+    "a reward of a megabyte": (body("x" * 2**20, "a"), 404, "unknown_reward", r"xxx\.\.\."),
+    "half a character": (body("\ud800", "a"), 422, "invalid_request", "reward"),
+    "half a character in a prompt": (
+        body(JPEG, "a\ud800"),
+        422,
+        "invalid_request",
+        r"prompts\[0\]",
+    ),
+    "half a character in a name": ({**body(JPEG, "a"), "\ud800": 1}, 422, "invalid_request", "."),
+    "no images": (body(JPEG), 422, "no_images", "at least one"),
+    "too many images": (body(JPEG, *"abcdefghi"), 413, "too_many_images", "9 images.* 8 "),
+    "too few prompts": (
+        {**body(JPEG, "a", "b"), "prompts": ["a"]},
+        422,
+        "counts_differ",
+        "2 images but 1 prompts",
+    ),
+    "too few metadata": (
+        body(JPEG, "a", "b", metadata=[{}]),
+        422,
+        "counts_differ",
+        "2 images but 1 metadata",
+    ),
+    "no reward": ({"images": [GOOD], "prompts": ["a"]}, 422, "invalid_request", "reward.*required"),
+    "a number as reward": (body(5, "a"), 422, "invalid_request", "reward.*string"),
+    "images not a list": (
+        {**body(JPEG), "images": GOOD},
+        422,
+        "invalid_request",
+        "images: .*valid list",
+    ),
+    "a number as image": (
+        {**body(JPEG), "images": [GOOD, 3]},
+        422,
+        "invalid_request",
+        r"images\[1\]: .*string",
+    ),
+    "metadata not objects": (
+        body(JPEG, "a", metadata=["x"]),
+        422,
+        "invalid_request",
+        r"metadata\[0\]: .*dictionary",
+    ),
+    "a field too many": (
+        body(JPEG, "a", seed=1),
+        422,
+        "invalid_request",
+        "field 'seed'.*reward, ",
+    ),
+    "many mistakes": (
+        {"reward": JPEG, "images": [1, 2], "prompts": [3]},
+        422,
+        "invalid_request",
+        r"images\[0\].*and 1 more",
+    ),
+    "a list": ([], 422, "invalid_request", "JSON object"),
+    "null": (None, 422, "invalid_request", "JSON object"),
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_a_body_that_makes_no_sense_is_told_apart(server: Server, case: str) -> None:
+    content, status, code, message = BODIES[case]
+    seen = refusal(server.post(json.dumps(content)))
+    assert seen[:2] == (status, code)
+    assert re.search(message, seen[2]), seen[2]
+
+
+RAW = {
+    "malformed": (b'{"reward": ', 400, "malformed_json", "not JSON.*character 11"),
+    "not utf-8": (b'{"reward": "\xff\xfe"}', 400, "malformed_json", "UTF-8"),
+    "too deep": (b"[" * 100_000, 400, "malformed_json", "not JSON"),
+    "a number too long": (b'{"reward": %s}' % (b"1" * 10_000), 400, "malformed_json", "not JSON"),
+    "nothing": (b"", 422, "invalid_request", "JSON object"),
+}
+
+
+@pytest.mark.parametrize("case", RAW)
+def test_bytes_that_are_not_json_are_refused(server: Server, case: str) -> None:
+    data, status, code, message = RAW[case]
+    seen = refusal(server.post(data))
+    assert seen[:2] == (status, code)
+    assert re.search(message, seen[2]), seen[2]
+
+
+def test_a_form_is_not_json(server: Server) -> None:
+    # What a web page elsewhere could make a browser send here without asking.
+    response = server.post(json.dumps(body(JPEG, "a")), **{"Content-Type": "text/plain"})
+    assert refusal(response)[:2] == (422, "invalid_request")
+
+
+def test_unknown_paths_and_methods_answer_in_the_same_form(server: Server) -> None:
+    assert refusal(server.get("/v2/score"))[:2] == (404, "not_found")
+    assert refusal(server.get("/v1/score/"))[:2] == (404, "not_found")
+    assert refusal(server.get("/v1/score"))[:2] == (405, "method_not_allowed")
+    response = requests.delete(f"{server.url}/metrics", timeout=10)
+    assert refusal(response)[:2] == (405, "method_not_allowed")
+    assert response.headers["Allow"] == "GET"
+
+
+def test_metadata_may_hold_anything(server: Server) -> None:
+    odd = {"n": 1e400, "deep": [[[None]]], "half": "\ud800", "": {"a": True}}
+    assert server.post(json.dumps(body(JPEG, "a", metadata=[odd]))).status_code == 200
+    assert server.score(body(JPEG, "\0 emoji \U0001f600 ", metadata=None)).status_code == 200
+
+
+def test_a_body_of_100_mb_is_refused_without_being_kept(server: Server) -> None:
+    before = server.memory_mb("VmHWM")
+    status, code, message = refusal(server.post(b" " * 100_000_000))
+    assert (status, code) == (413, "body_too_large")
+    assert "100000000 bytes" in message
+    assert "67108864" in message
+    assert server.memory_mb("VmHWM") < before + 20
+
+
+def test_a_client_that_sends_all_before_it_reads_gets_the_answer(server: Server) -> None:
+    client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    for _ in range(2):  # on one connection
+        client.request("POST", "/v1/score", b" " * 100_000_000)
+        response = client.getresponse()
+        assert response.status == 413
+        assert b"body_too_large" in response.read()
+    client.close()
+
+
+def test_a_body_that_does_not_tell_its_length_is_counted(server: Server) -> None:
+    before = server.memory_mb("VmHWM")
+    chunks = (b" " * 1_000_000 for _ in range(200))
+    assert refusal(server.post(chunks))[:2] == (413, "body_too_large")
+    assert server.memory_mb("VmHWM") < before + 100  # the limit of 64 and some
+
+
+def test_a_body_may_end_with_the_chunk_that_is_too_much(start: Callable[..., Server]) -> None:
+    server = start(JPEG, "--max-body-mb", "1")
+    for size in (2**20 + 1, 2**21):
+        assert refusal(server.post(iter([b" " * size])))[:2] == (413, "body_too_large")
+    assert refusal(server.post(iter([b" " * 2**20])))[:2] == (400, "malformed_json")
+
+
+def test_a_client_that_asks_first_sends_nothing(server: Server) -> None:
+    for expect in (b"Expect: 100-continue\r\n", b""):  # the other: too large to be drained
+        with socket.create_connection(server.url.removeprefix("http://").split(":")) as client:
+            client.settimeout(10)
+            client.sendall(
+                b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 1000000000000\r\n" + expect + b"\r\n"
+            )
+            answer = b""
+            while part := client.recv(65536):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"connection: close" in answer.lower()
+
+
+def test_a_client_that_goes_away_in_the_middle_is_forgotten(server: Server) -> None:
+    with socket.create_connection(server.url.removeprefix("http://").split(":")) as client:
+        client.sendall(b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+
+
+def test_a_scorer_that_breaks_its_contract_is_told(server: Server) -> None:
+    status, code, message = refusal(server.score(body("obey", "twice")))
+    assert (status, code) == (500, "scorer_broken")
+    assert re.search(r"'obey' failed.*shape \(2,\) for 1 images", message)
+
+
+def test_a_scorer_may_complain_in_half_characters(server: Server) -> None:
+    content = body("obey", "a", metadata=[{"raise": "it is \ud800"}])
+    status, code, message = refusal(server.post(json.dumps(content)))
+    assert (status, code) == (500, "scorer_broken")
+    assert "it is \ud800" in message
+
+
+@pytest.mark.parametrize("field", ["images", "prompts", "metadata", None])
+def test_many_mistakes_cost_no_more_than_one(server: Server, field: str | None) -> None:
+    if field:
+        data = f'{{"{field}": [{"1," * 300_000}1]}}'
+    else:
+        data = "{" + ",".join(f'"{n}":1' for n in range(300_000)) + "}"
+    refusal(server.post("[" + "1," * 5_000_000 + "1]"))  # so that the peak is what JSON takes
+    before = server.memory_mb("VmHWM")
+    assert refusal(server.post(data))[:2] == (422, "invalid_request")
+    assert server.memory_mb("VmHWM") < before + 100  # 300, if each were written down

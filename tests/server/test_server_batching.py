@@ -1,0 +1,161 @@
+"""Requests share calls of the scorer, wait in a bounded queue, and do not harm each other."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from PIL import Image
+from serving import Server, body, encoded, wait_until
+
+from reward_server.batching import Batcher
+from reward_server.metrics import Metrics
+
+
+class Held:
+    """A scorer kept busy with one request, and requests that wait behind it."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.server = server
+        self._threads = ThreadPoolExecutor(8)
+        self._file = folder / "go"
+        self.first = self.send(f"wait {self._file}")
+        wait_until((folder / "go.started").exists)
+
+    def send(self, *prompts: str, **fields: Any) -> "Future[requests.Response]":
+        return self._threads.submit(self.server.score, body("obey", *prompts, **fields))
+
+    def wait_for(self, images: int) -> None:
+        wait_until(lambda: self.server.metric("queue_images", reward="obey") == images)
+
+    def release(self) -> None:
+        self._file.touch()
+        assert self.first.result().status_code == 200
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    limits = ("--max-batch", "4", "--max-queue", "12", "--max-queue-pixels", "1000")
+    return start("obey", *limits)
+
+
+@pytest.fixture
+def held(server: Server, tmp_path: Path) -> Held:
+    return Held(server, tmp_path)
+
+
+def test_requests_that_wait_together_are_one_call(held: Held) -> None:
+    small, large = held.send("a"), held.send("bb", "ccc", "dddd")
+    held.wait_for(5)
+    held.release()
+    assert small.result().json()["scores"] == [1.0]
+    assert large.result().json()["scores"] == [2.0, 3.0, 4.0]
+    calls = small.result().json()["extras"], large.result().json()["extras"]
+    assert calls == ({"images_in_call": [4.0]}, {"images_in_call": [4.0] * 3})
+
+
+def test_requests_sent_together_are_one_call(start: Callable[..., Server]) -> None:
+    server = start("obey", "--max-wait-ms", "2000", "--max-batch", "8")
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: server.score(body("obey", "x")).json(), range(8)))
+    assert [answer["extras"]["images_in_call"] for answer in answers] == [[8.0]] * 8
+    alone = time.monotonic()
+    assert server.score(body("obey", "x")).json()["extras"] == {"images_in_call": [1.0]}
+    assert time.monotonic() - alone >= 2.0  # no one came
+
+
+def test_a_request_larger_than_a_call_is_cut_and_joined(server: Server) -> None:
+    answer = server.score(body("obey", *("x" * n for n in range(10)))).json()
+    assert answer["scores"] == [float(n) for n in range(10)]
+    assert answer["extras"]["images_in_call"] == [4.0] * 8 + [2.0] * 2
+
+
+@pytest.mark.parametrize("poison", ["raise it is torn", "exit"])
+def test_a_poisoned_request_fails_alone(held: Held, poison: str) -> None:
+    good, bad, other = held.send("a"), held.send("bb", poison), held.send("ccc")
+    held.wait_for(5)
+    held.release()
+    assert good.result().json()["scores"] == [1.0]
+    assert other.result().json()["scores"] == [3.0]
+    assert bad.result().status_code == 500
+    error = bad.result().json()["error"]
+    assert error["code"] == ("scorer_failed" if poison == "exit" else "scorer_broken")
+    assert "reward 'obey' failed: " in error["message"]
+    assert ("ValueError: it is torn" if "torn" in poison else "SystemExit") in error["message"]
+    assert held.server.score(body("obey", "x")).status_code == 200
+
+
+def test_a_full_queue_turns_requests_away_at_once(held: Held) -> None:
+    waiting = [held.send(*["abc"] * 4), held.send(*["abc"] * 6)]
+    held.wait_for(11)
+    start = time.monotonic()
+    response = held.server.score(body("obey", "a", "b"))
+    assert time.monotonic() - start < 2
+    assert response.status_code == 429
+    assert int(response.headers["Retry-After"]) >= 1
+    error = response.json()["error"]
+    assert error["code"] == "queue_full"
+    assert "11 images are waiting, 2 more would exceed the queue of 12" in error["message"]
+    last = held.send("abc")  # there is room for one
+    held.wait_for(12)
+    held.release()
+    assert [s for w in (*waiting, last) for s in w.result().json()["scores"]] == [3.0] * 11
+    assert held.server.score(body("obey", "a", "b")).status_code == 200
+
+
+def test_pixels_fill_the_queue_as_well(held: Held) -> None:
+    """64 are held by the first request, 1000 is the limit."""
+    large = encoded(Image.new("RGB", (20, 30)))
+    too_large = held.server.score(body("obey", "a", "b", image=large))
+    assert too_large.status_code == 413
+    assert too_large.json()["error"]["code"] == "too_many_pixels"
+    waiting = held.send("abc", image=large)
+    held.wait_for(2)
+    response = held.server.score(body("obey", "a", image=large))
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == "queue_full"
+    assert int(response.headers["Retry-After"]) >= 1
+    held.release()
+    assert waiting.result().json()["scores"] == [3.0]
+    assert held.server.score(body("obey", "a", image=large)).status_code == 200
+
+
+def test_no_request_is_larger_than_the_queue(server: Server) -> None:
+    assert server.get("/v1/rewards").json()["limits"]["max_images"] == 12
+    response = server.score(body("obey", *["a"] * 13))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "too_many_images"
+
+
+def test_work_for_a_client_that_left_is_dropped(held: Held) -> None:
+    server = held.server
+    before = server.metric("batch_images_sum", reward="obey")
+    gone = server.metric("requests_total", reward="obey", status="499")
+    with pytest.raises(requests.ReadTimeout):
+        requests.post(f"{server.url}/v1/score", json=body("obey", "a", "b"), timeout=0.5)
+    held.wait_for(1)
+    assert server.metric("requests_total", reward="obey", status="499") == gone + 1
+    held.release()
+    assert server.score(body("obey", "x")).status_code == 200
+    assert server.metric("batch_images_sum", reward="obey") == before + 1
+
+
+def test_a_scorer_may_take_several_calls_at_a_time() -> None:
+    both = threading.Barrier(2, timeout=10)
+
+    class Scorer:
+        concurrent_calls = 2
+
+        def __call__(self, images: list, prompts: list, metadata: list) -> list[float]:
+            both.wait()
+            return [1.0] * len(images)
+
+    batcher = Batcher("pair", Scorer(), max_batch=1, max_wait=0.0, metrics=Metrics())
+    image = Image.new("RGB", (1, 1))
+    futures = batcher.submit([image] * 2, ["", ""], [{}, {}])
+    assert [future.result(timeout=10).values for future in futures] == [[1.0], [1.0]]
+    batcher.close()

@@ -1,0 +1,65 @@
+"""The schema that is checked in is the one it serves, and it is true."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+from serving import GOOD, ROOT, Server, body
+
+from reward_server.app import openapi
+from reward_server.errors import STATUS
+
+FILE = ROOT / "reward_server" / "openapi.json"
+TOKEN = "a-token"
+schema = schemathesis.openapi.from_dict(json.loads(FILE.read_text()))
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    return start("jpeg_compressibility,obey", "--token-env", "TOKEN", TOKEN=TOKEN)
+
+
+def test_the_schema_in_the_repository_is_up_to_date() -> None:
+    assert json.loads(FILE.read_text()) == openapi(), (
+        "python -m reward_server --print-openapi > reward_server/openapi.json"
+    )
+
+
+def test_every_error_code_is_documented_with_its_status() -> None:
+    responses = openapi()["paths"]["/v1/score"]["post"]["responses"]
+    told = {
+        code: int(status)
+        for status, response in responses.items()
+        if status != "200"
+        for code in response["description"].split(", ")
+    }
+    elsewhere = {"not_found", "method_not_allowed"}  # of what is no operation
+    assert told == {code: s for code, s in STATUS.items() if code not in elsewhere}
+
+
+@schema.parametrize()
+@settings(
+    max_examples=75,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
+)
+def test_no_request_is_answered_otherwise_than_the_schema_says(
+    case: schemathesis.Case, server: Server
+) -> None:
+    if isinstance(case.body, dict) and case.body.get("images"):
+        # Random text is never an image: let half of the requests get further than that.
+        images = case.body["images"]
+        if isinstance(images, list) and len(str(images)) % 2:
+            case.body = {**case.body, **body("obey", *["x"] * len(images), image=GOOD)}
+    case.call_and_validate(
+        base_url=server.url,
+        session=server.session,
+        headers={"Authorization": f"Bearer {TOKEN}"},
+        excluded_checks=[positive_data_acceptance],  # "any string" is no image
+        timeout=30,
+    )

@@ -1,0 +1,153 @@
+"""A scorer that fails is tried again for a while, then missing; it never holds up the run."""
+
+import math
+import sys
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+from PIL import Image
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards import failure
+from flow_grpo.rewards.failure import Failed, FailurePolicy
+from flow_grpo.rewards.guard import GuardedScorer
+
+
+class Script:
+    """A scorer that does one thing after another: raises what is an exception, else returns it."""
+
+    def __init__(self, *steps) -> None:
+        self.steps = list(steps)
+        self.calls = 0
+
+    def __call__(self, images, prompts, metadata):
+        self.calls += 1
+        step = self.steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch):
+    monkeypatch.setattr(failure, "FIRST_DELAY", 0.01)
+
+
+def guarded(scorer, retries=2, timeout=20.0) -> GuardedScorer:
+    return GuardedScorer("mine", scorer, FailurePolicy(retries, timeout))
+
+
+def score(guard: GuardedScorer, count: int = 2) -> list[float]:
+    pictures: Future = Future()
+    pictures.set_result([Image.new("RGB", (8, 8))] * count)
+    return guard.submit(pictures, ["p"] * count, [{}] * count).result(timeout=30).values
+
+
+def test_an_outage_that_passes_loses_nothing():
+    script = Script(ConnectionError("refused"), RuntimeError("busy"), [1.0, 2.0])
+    assert score(guarded(script)) == [1.0, 2.0]
+    assert script.calls == 3
+
+
+def test_an_outage_that_stays_gives_no_score_and_is_remembered():
+    script = Script(*[ConnectionError(f"refused {i}") for i in range(3)])
+    guard = guarded(script)
+    values = score(guard)
+    assert all(math.isnan(value) for value in values)
+    assert {value.reason for value in values} == {"ConnectionError: refused 2"}
+    assert guard.last_error == "ConnectionError: refused 2"
+    assert script.calls == 3
+
+
+def test_while_it_is_down_each_batch_costs_one_attempt():
+    script = Script(*[OSError("down")] * 4, [1.0, 2.0], OSError("blip"), [3.0, 4.0])
+    guard = guarded(script)
+    score(guard)
+    score(guard)
+    assert script.calls == 4
+    assert score(guard) == [1.0, 2.0]
+    assert score(guard) == [3.0, 4.0]  # up again: retried again
+
+
+@pytest.mark.parametrize("error", [UserError("no such prompt"), TypeError("bug"), NameError("x")])
+def test_a_mistake_is_not_retried(error):
+    script = Script(error)
+    assert all(math.isnan(value) for value in score(guarded(script)))
+    assert script.calls == 1
+
+
+def test_attempts_end_with_the_deadline(monkeypatch):
+    monkeypatch.setattr(failure, "FIRST_DELAY", 0.2)
+    start = time.monotonic()
+    score(guarded(Script(*[OSError("down")] * 100), retries=100, timeout=1.0))
+    assert time.monotonic() - start < 1.5
+
+
+def test_a_scorer_that_hangs_is_left_alone():
+    wake = threading.Event()
+
+    def hangs(images, prompts, metadata):
+        wake.wait(30)
+        return [1.0, 2.0]
+
+    guard = guarded(hangs, timeout=0.3)
+    start = time.monotonic()
+    assert score(guard)[0].reason == "TimeoutError: no answer within 0.3 s"
+    assert score(guard)[0].reason == "TimeoutError: it still hangs in an earlier batch"
+    assert time.monotonic() - start < 1.0
+    wake.set()
+    time.sleep(0.1)
+    assert score(guard) == [1.0, 2.0]
+
+
+def test_parts_that_fail_do_not_touch_the_rest():
+    guard = guarded(Script([Failed("unreadable"), 2.0]))
+    values = score(guard)
+    assert values[1] == 2.0
+    assert guard.last_error == "unreadable"
+
+
+def test_a_scorer_with_a_policy_of_its_own_is_called_once():
+    script = Script(ConnectionError("refused"))
+    guard = GuardedScorer("mine", script, FailurePolicy(), has_policy=True)
+    assert math.isnan(score(guard)[0])
+    assert script.calls == 1
+
+
+def test_an_exit_in_a_scorer_does_not_end_the_run():
+    def leaves(images, prompts, metadata):
+        sys.exit(0)
+
+    assert score(guarded(leaves))[0].reason == "SystemExit: 0"
+
+
+def test_a_slow_batch_does_not_take_the_next_ones_with_it():
+    slow = iter([1.2, 0.0, 0.0])
+
+    def slow_once(images, prompts, metadata):
+        time.sleep(next(slow))
+        return [1.0, 2.0]
+
+    guard = guarded(slow_once, timeout=1.0)
+    assert math.isnan(score(guard)[0])
+    time.sleep(0.15)  # what the next batch waits for it at least makes up the rest
+    assert score(guard) == [1.0, 2.0]
+
+
+def test_an_image_of_nan_has_no_score_and_the_others_do():
+    pictures: Future = Future()
+    pictures.set_result([None, Image.new("RGB", (8, 8))])
+    scores = guarded(Script([2.0])).submit(pictures, ["p", "q"], [{}, {}]).result(timeout=30)
+    assert scores.values[0].reason == "its pixels are not numbers (NaN)"
+    assert scores.values[1] == 2.0
+
+
+def test_delays_double_up_to_a_limit_and_differ_between_processes(monkeypatch):
+    monkeypatch.setattr(failure, "FIRST_DELAY", 0.5)
+    delays = list(FailurePolicy(retries=10).delays())
+    for i, delay in enumerate(delays):
+        whole = min(30.0, 0.5 * 2**i)
+        assert 0.75 * whole <= delay <= 1.25 * whole
+    assert delays != list(FailurePolicy(retries=10).delays())
