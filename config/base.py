@@ -3,14 +3,19 @@
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from flow_grpo.rewards import REWARDS
+
 
 def get_config() -> ConfigDict:
     config = ConfigDict()
 
     # --- the run -----------------------------------------------------------------------------
-    # Folder under `logdir`; empty takes the date and time. A folder that exists is never reused.
+    # Folder under `logdir`; empty takes the date and time.
     config.run_name = ""
     config.logdir = "logs"
+    # "auto" goes on with the run of this name where it was stopped, if there is one; a path
+    # (of a run or a checkpoint) starts a new run from that state; "none" starts a new run.
+    config.resume = "none"
     # All prompts, noise, windows and LoRA weights follow from it, for any number of processes.
     config.seed = 42
     config.num_epochs = 100
@@ -18,8 +23,13 @@ def get_config() -> ConfigDict:
     config.eval_freq = 10
     # Epochs between checkpoints; the last epoch is always saved.
     config.save_freq = 10
-    # Newest checkpoints to keep; 0 keeps all.
+    # Newest checkpoints to keep, besides the best; 0 keeps all.
     config.num_checkpoint_limit = 5
+    # Epochs between states to resume from, of which the newest is kept: a run that is killed
+    # loses at most this many. Larger for full fine-tuning, whose state is three models.
+    config.state_freq = 1
+    # Seconds after which processes give up on one that does not answer any more.
+    config.distributed_timeout = 600
     # Pictures written with each evaluation, of the test prompts and of the training samples.
     config.log_images = 16
     # "", "wandb" or "tensorboard". metrics.jsonl is always written.
@@ -41,6 +51,12 @@ def get_config() -> ConfigDict:
     config.width = 0
     # Tokens of the T5 encoder. Long prompts need more, attention pays for each.
     config.max_sequence_length = 128
+    # Folder for text embeddings, which runs can share: each prompt is encoded once. One by one
+    # then, so that the last bits may differ from those of a run without. Empty: no cache.
+    config.prompt_cache = ""
+    # Text encoders and VAE wait in the CPU's memory while they are not used. Moving them takes
+    # time; with the cache above the encoders move for new prompts only.
+    config.offload_idle = False
     # False trains the whole transformer and keeps a frozen copy for the KL: three times the memory.
     config.use_lora = True
 
@@ -53,10 +69,20 @@ def get_config() -> ConfigDict:
     config.eval_prompts = 0
     # Rewards and their weights. On the command line: --config.reward_fn="{'ocr': 1.0}"
     config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
+    # Those of the evaluation; empty means the same.
+    config.eval_reward_fn = ConfigDict()
     # Names for rewards of your own: {"mine": "my_pkg.my_module:my_reward"}
     config.custom_rewards = ConfigDict()
     # Keyword arguments of rewards that are classes: {"ocr": {"engine": "rapidocr"}}
     config.reward_options = ConfigDict()
+    # Reward servers, "http://a:18085,http://b:18085", that score a reward instead of this process.
+    config.reward_servers = ConfigDict({name: "" for name in REWARDS})
+    # What to do when a batch cannot be scored: try again this often, within so many seconds for
+    # all attempts together; then its scores are missing.
+    config.reward_retries = 8
+    config.reward_timeout = 300.0
+    # The run saves and stops when more than this share of an epoch's scores are missing.
+    config.max_failed_fraction = 0.2
 
     # --- sampling ----------------------------------------------------------------------------
     config.sample = sample = ConfigDict()
@@ -96,6 +122,10 @@ def get_config() -> ConfigDict:
     train.gradient_accumulation_steps = 4
     # Passes over an epoch's samples. More reuse, less on-policy.
     train.num_inner_epochs = 1
+    # Recompute activations in the backward pass: more time, far less memory.
+    train.gradient_checkpointing = False
+    # Adam's two moments in 8 bits (bitsandbytes, GPU only): worth it for full fine-tuning.
+    train.use_8bit_adam = False
     train.learning_rate = 3e-4
     train.adam_beta1 = 0.9
     train.adam_beta2 = 0.999

@@ -1,29 +1,44 @@
 """Turn a config into the objects of a run. The library itself never reads a config."""
 
 import json
+import os
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, parse_flag_from_env
 from ml_collections import ConfigDict
 from tqdm import tqdm
+from transformers.integrations import unset_hf_deepspeed_config
 
 from config.check import check
 from flow_grpo import tracking
+from flow_grpo.checkpoint import STATE, Progress
 from flow_grpo.data import Prompt, load_prompts
+from flow_grpo.distributed import on_all_or_none
 from flow_grpo.ema import Ema
 from flow_grpo.errors import UserError
 from flow_grpo.grpo import GrpoSettings
 from flow_grpo.models import ModelAdapter, load_adapter
 from flow_grpo.plan import BatchPlan
 from flow_grpo.policy import Policy
-from flow_grpo.rewards import WeightedReward, build_reward
+from flow_grpo.resume import find_start, prepare_folder
+from flow_grpo.rewards import (
+    WeightedReward,
+    build_scorers,
+    check_weights,
+    close_scorers,
+    guard_scorers,
+)
+from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rollout import Dynamics
 from flow_grpo.seeding import Stream, numpy_rng
+from flow_grpo.stopping import StopSignals
 from flow_grpo.windows import stochastic_steps
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,12 +54,14 @@ class Session:
     prompts: list[Prompt]
     test_prompts: list[Prompt]
     reward: WeightedReward
+    eval_reward: WeightedReward
     adapter: ModelAdapter
     policy: Policy
     optimizer: torch.optim.Optimizer
     ema: Ema | None
     folder: Path
-    step: int = 0  # optimizer updates so far
+    progress: Progress
+    stop: StopSignals
 
     def dynamics(self, num_steps: int) -> Dynamics:
         return build_dynamics(self.config, self.adapter, num_steps)
@@ -53,7 +70,17 @@ class Session:
         """The weights to evaluate: their moving average, where there is one."""
         return self.ema.applied() if self.ema is not None else nullcontext()
 
-    def progress(self, items: Iterable, name: str) -> tqdm:
+    def how_to_go_on(self) -> str:
+        name = self.folder.name
+        return f"go on with the same command and --config.run_name={name} --config.resume=auto"
+
+    def close(self) -> None:
+        """Also of a run that was stopped: what the trackers hold is written."""
+        close_scorers(self.reward, self.eval_reward)
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def bar(self, items: Iterable, name: str) -> tqdm:
         return tqdm(items, desc=name, leave=False, disable=not self.accelerator.is_main_process)
 
 
@@ -66,7 +93,7 @@ def build_session(config: ConfigDict) -> Session:
         raise UserError(str(error)) from error
     accelerator = build_accelerator(
         config,
-        gradient_accumulation_steps=config.train.gradient_accumulation_steps * len(steps),
+        accumulation_steps=config.train.gradient_accumulation_steps * len(steps),
         log_with=config.log_with or None,
         project_dir=config.logdir,
     )
@@ -80,12 +107,13 @@ def build_session(config: ConfigDict) -> Session:
         inner_epochs=config.train.num_inner_epochs,
         trained_steps=len(steps),
     )
-    if accelerator.is_main_process:
-        tracking.refuse_existing(config.logdir, config.run_name)
+    start = find_start(accelerator, config.logdir, config.run_name, config.resume)
     prompts = load_prompts(config.dataset, "train", config.prompt_fn)
     plan.check_prompts(len(prompts), config.dataset)
     test_prompts = build_test_prompts(config)
-    reward = build_rewards(config, accelerator, prompts, test_prompts)
+    reward, eval_reward = on_all_or_none(
+        accelerator, lambda: build_both_rewards(config, accelerator, prompts, test_prompts)
+    )
 
     adapter = build_adapter(config, accelerator)
     train = config.train
@@ -96,9 +124,10 @@ def build_session(config: ConfigDict) -> Session:
         alpha=train.lora_alpha,
         lora_path=train.lora_path,
         with_reference=train.beta > 0,
+        gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
-    optimizer = torch.optim.AdamW(
+    optimizer = adam_class(train.use_8bit_adam, accelerator)(
         policy.parameters(),
         lr=train.learning_rate,
         betas=(train.adam_beta1, train.adam_beta2),
@@ -109,10 +138,14 @@ def build_session(config: ConfigDict) -> Session:
     ema = None
     if train.ema:
         ema = Ema(policy.parameters(), train.ema_decay, train.ema_update_interval)
+        accelerator.register_for_checkpointing(ema)
+    progress = load_progress(accelerator, start.checkpoint)
     as_json = json.loads(config.to_json_best_effort())
-    folder = tracking.make_run_folder(accelerator, config.logdir, config.run_name, as_json)
+    if accelerator.is_main_process:
+        prepare_folder(start, as_json)
+    accelerator.wait_for_everyone()
     if config.log_with:
-        tracking.start_trackers(accelerator, config.project_name, folder, as_json)
+        tracking.start_trackers(accelerator, config.project_name, start.folder, as_json)
     return Session(
         config=config,
         accelerator=accelerator,
@@ -120,24 +153,86 @@ def build_session(config: ConfigDict) -> Session:
         prompts=prompts,
         test_prompts=test_prompts,
         reward=reward,
+        eval_reward=eval_reward,
         adapter=adapter,
         policy=policy,
         optimizer=optimizer,
         ema=ema,
-        folder=folder,
+        folder=start.folder,
+        progress=progress,
+        stop=StopSignals(accelerator),
     )
 
 
-def build_accelerator(config: ConfigDict, **kwargs) -> Accelerator:
+def adam_class(in_8_bits: bool, accelerator: Accelerator) -> type[torch.optim.Optimizer]:
+    if not in_8_bits:
+        return torch.optim.AdamW
+    if accelerator.device.type != "cuda":
+        raise UserError("train.use_8bit_adam=True needs a GPU; this run is on the CPU")
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
+        ) from error
+    return AdamW8bit
+
+
+def load_progress(accelerator: Accelerator, checkpoint: Path | None) -> Progress:
+    """Bring everything that the accelerator knows back to where it was."""
+    if checkpoint is None:
+        return Progress()
+    try:
+        # DeepSpeed's own files have no frozen weights (the others have no use for the argument)
+        accelerator.load_state(str(checkpoint / STATE), load_module_strict=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot resume from {checkpoint}: {reason}; was it another model, LoRA rank, EMA "
+            "setting or way to distribute?"
+        ) from error
+    return Progress.read(checkpoint)
+
+
+def build_accelerator(config: ConfigDict, *, accumulation_steps: int = 1, **kwargs) -> Accelerator:
     # accelerate knows the option below by its old name only
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
-    return Accelerator(
-        cpu=config.device == "cpu" or not torch.cuda.is_available(),
-        mixed_precision=config.mixed_precision,
-        # buffers never change, and processes may run different numbers of forwards
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    deepspeed, fsdp = (parse_flag_from_env(f"ACCELERATE_USE_{e}") for e in ("DEEPSPEED", "FSDP"))
+    if deepspeed and config.mixed_precision == "fp16":
+        raise UserError("mixed_precision=fp16 does not go with DeepSpeed here; use bf16")
+    if fsdp and on_cpu:
+        raise UserError("FSDP needs GPUs: accelerate shares nothing out on CPUs; use DeepSpeed")
+    # buffers never change, and processes may run different numbers of forwards
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if config.reward_timeout >= config.distributed_timeout:
+            raise UserError(
+                f"reward_timeout={config.reward_timeout} must be below distributed_timeout="
+                f"{config.distributed_timeout}: processes wait for the scores of one another"
+            )
+        timeout = timedelta(seconds=config.distributed_timeout)
+        backend = "gloo" if on_cpu else "nccl"
+        handlers.append(InitProcessGroupKwargs(backend=backend, timeout=timeout))
+    # `accelerate launch` sets it from its own options, and DeepSpeed takes it from nowhere else
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(accumulation_steps)
+    accelerator = Accelerator(
+        # with cpu=True accelerate would turn DeepSpeed and FSDP into plain data parallelism
+        cpu=on_cpu and not (deepspeed or fsdp),
+        # DeepSpeed would cast LoRA to half precision, which cannot hold steps of 1e-4
+        mixed_precision="no" if deepspeed else config.mixed_precision,
+        kwargs_handlers=handlers,
         **kwargs,
     )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # it steps and clips by itself, and asks for the batch size though no batch passes it
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=config.train.batch_size,
+            gradient_clipping=config.train.max_grad_norm,
+        )
+        # under ZeRO-3 transformers would share out the text encoders, which nothing gathers again
+        unset_hf_deepspeed_config()
+    return accelerator
 
 
 def build_test_prompts(config: ConfigDict) -> list[Prompt]:
@@ -145,18 +240,38 @@ def build_test_prompts(config: ConfigDict) -> list[Prompt]:
     return prompts[: config.eval_prompts or None]
 
 
+def build_both_rewards(
+    config: ConfigDict, accelerator: Accelerator, prompts: list[Prompt], test_prompts: list[Prompt]
+) -> list[WeightedReward]:
+    """Of training and of evaluation."""
+    weights = config.reward_fn.to_dict()
+    reward, eval_reward = build_rewards(config, accelerator, weights, eval_weights(config))
+    reward.check([p.prompt for p in prompts])
+    eval_reward.check([p.prompt for p in test_prompts])
+    return [reward, eval_reward]
+
+
+def eval_weights(config: ConfigDict) -> dict[str, float]:
+    return (config.eval_reward_fn or config.reward_fn).to_dict()
+
+
 def build_rewards(
-    config: ConfigDict, accelerator: Accelerator, *prompt_sets: list[Prompt]
-) -> WeightedReward:
-    reward = build_reward(
-        config.reward_fn.to_dict(),
+    config: ConfigDict, accelerator: Accelerator, *weights: dict[str, float]
+) -> list[WeightedReward]:
+    """One reward per dict of weights; those that name the same scorer share it."""
+    for each in weights:
+        check_weights(each, "reward_fn" if each == config.reward_fn.to_dict() else "eval_reward_fn")
+    policy = FailurePolicy(config.reward_retries, config.reward_timeout)
+    scorers = build_scorers(
+        dict.fromkeys(name for each in weights for name in each),
         device=str(accelerator.device),
         custom=config.custom_rewards.to_dict(),
+        servers=config.reward_servers.to_dict(),
         options=config.reward_options.to_dict(),
+        policy=policy,
     )
-    for prompts in prompt_sets:
-        reward.check_prompts([p.prompt for p in prompts])
-    return reward
+    guarded = guard_scorers(scorers, policy)
+    return [WeightedReward(guarded, each) for each in weights]
 
 
 def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
@@ -165,6 +280,8 @@ def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
         device=accelerator.device,
         dtype=DTYPES[config.mixed_precision],
         max_sequence_length=config.max_sequence_length,
+        prompt_cache=config.prompt_cache,
+        offload_idle=config.offload_idle,
     )
     adapter.latent_shape(*image_size(config))  # refuses sizes the model cannot draw
     return adapter

@@ -23,9 +23,13 @@ AT_LEAST = {
     "num_epochs": 1,
     "eval_freq": 0,
     "save_freq": 0,
+    "state_freq": 1,
+    "distributed_timeout": 1,
     "num_checkpoint_limit": 0,
     "log_images": 0,
     "eval_prompts": 0,
+    "reward_retries": 0,
+    "max_failed_fraction": 0,
     "max_sequence_length": 1,
     "sample.eval_num_steps": 1,
     "sample.test_batch_size": 1,
@@ -35,6 +39,7 @@ AT_LEAST = {
     "train.lora_rank": 1,
 }
 ABOVE_ZERO = [
+    "reward_timeout",
     "sample.noise_level",
     *(f"train.{name}" for name in ("learning_rate", "adv_clip_max", "max_grad_norm")),
     *(f"train.{name}" for name in ("clip_range", "clip_range_low", "clip_range_high")),

@@ -1,34 +1,111 @@
-"""Checkpoints that are whole or not there."""
+"""Checkpoints that are whole or not there, which of them stay, and which one to go on from."""
 
+import json
+import logging
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from flow_grpo.errors import UserError
 
+log = logging.getLogger(__name__)
+
 PREFIX = "checkpoint-"
+STATE = "state"  # what only a resumed run needs
+MANIFEST = "files.json"  # written last: every file of a checkpoint and its size
+LATEST, BEST = "latest", "best"
 
 
-def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Let `write` fill a temporary folder, then rename it to checkpoint-<step>.
+@dataclass
+class Progress:
+    """How far a run is; a checkpoint has it as state/progress.json."""
 
-    The newest `keep` checkpoints stay; 0 keeps all.
+    epoch: int = -1  # the last one done; 0 is the evaluation before training
+    step: int = 0  # optimizer updates done
+    best: float | None = None  # highest eval/avg so far
+    # the line of metrics.jsonl that belongs to this state, in case it was not written any more
+    record: dict[str, Any] = field(default_factory=dict)
+    # False: made to resume from, and removed as soon as there is a newer one
+    kept: bool = True
+
+    def write(self, checkpoint: Path) -> None:
+        _write_json(checkpoint / STATE / "progress.json", asdict(self))
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Progress":
+        return cls(**json.loads((checkpoint / STATE / "progress.json").read_text("utf-8")))
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    root: Path,
+    step: int,
+    write: Callable[[Path], None],
+    *,
+    keep: int,
+    best: bool = False,
+) -> Path:
+    """Let `write`, called on all processes, fill a temporary folder; then rename it.
+
+    `latest` points to it afterwards, and `best` if it is the best. The newest `keep` checkpoints
+    to be kept stay (0 keeps all), and these two always.
     """
-    final = root / f"{PREFIX}{step}"
-    partial = root / f".partial-{PREFIX}{step}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write(partial)
-    partial.rename(final)
-    for old in list_checkpoints(root)[:-keep] if keep else []:
-        shutil.rmtree(old)
+    final, partial = checkpoint_folder(root, step), root / f".partial-{PREFIX}{step}"
+    main = accelerator.is_main_process
+    if gather_object([main and is_intact(final)])[0]:
+        return final
+    if main:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / STATE).mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    problem = _attempt(lambda: write(partial))
+    # another process may have found the disk full
+    problem = next(filter(None, gather_object([problem])), None)
+    if main and problem is None:
+        problem = _attempt(lambda: _finish(partial, final, best))
+    problem = gather_object([problem])[0]
+    if problem is not None:
+        if main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"cannot save {final}: {problem}; {_what_is_left(root)}")
+    if main:
+        _prune(root, keep)
+    accelerator.wait_for_everyone()
     return final
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    return root / f"{PREFIX}{step}"
 
 
 def list_checkpoints(root: Path) -> list[Path]:
     """Oldest first."""
     found = [p for p in root.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()]
     return sorted(found, key=lambda p: int(p.name.removeprefix(PREFIX)))
+
+
+def newest_intact(root: Path) -> Path | None:
+    """The checkpoint to go on from; those that were damaged are passed over with a warning."""
+    for folder in reversed(list_checkpoints(root)):
+        if is_intact(folder):
+            return folder
+        log.warning("%s is incomplete or damaged; trying the one before", folder)
+    return None
+
+
+def is_intact(checkpoint: Path) -> bool:
+    """Whether every file is there with the size it was written with."""
+    try:
+        sizes = json.loads((checkpoint / STATE / MANIFEST).read_text("utf-8"))
+        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def weights_in(folder: Path) -> Path:
@@ -40,3 +117,63 @@ def weights_in(folder: Path) -> Path:
     if not list(found.glob("*.safetensors")):
         raise UserError(f"no checkpoint at {folder}: name a run, a checkpoint or a folder in one")
     return found
+
+
+def _attempt(call: Callable[[], None]) -> str | None:
+    """Why `call` failed, None if it did not. Libraries wrap a full disk in errors of their own."""
+    try:
+        call()
+    except Exception as error:
+        log.debug("saving failed", exc_info=True)
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return None
+
+
+def _finish(partial: Path, final: Path, best: bool) -> None:
+    files = sorted(p for p in partial.rglob("*") if p.is_file())
+    _write_json(
+        partial / STATE / MANIFEST,
+        {str(p.relative_to(partial)): p.stat().st_size for p in files},
+    )
+    for path in files:  # on the disk before the name says so
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    shutil.rmtree(final, ignore_errors=True)  # a damaged one
+    partial.rename(final)
+    for marker in (LATEST, BEST) if best else (LATEST,):
+        _point(final.parent / marker, final.name)
+
+
+def _point(marker: Path, name: str) -> None:
+    """A symbolic link, so that `checkpoints/best/lora` can be loaded as it is."""
+    new = marker.with_name(f".{marker.name}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(name)
+    new.replace(marker)
+
+
+def _prune(root: Path, keep: int) -> None:
+    checkpoints = list_checkpoints(root)
+    pointed = {(root / marker).resolve() for marker in (LATEST, BEST)}
+    kept = [p for p in checkpoints if _is_kept(p)]
+    stay = {p.resolve() for p in (kept[-keep:] if keep else kept)} | pointed
+    for folder in checkpoints:
+        if folder.resolve() not in stay:
+            shutil.rmtree(folder)
+
+
+def _is_kept(checkpoint: Path) -> bool:
+    try:
+        return Progress.read(checkpoint).kept
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _what_is_left(root: Path) -> str:
+    last = newest_intact(root)
+    return f"{last} is intact" if last else "there is no earlier checkpoint"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -13,10 +14,13 @@ import transformers
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
+from torch.distributed import DistError
 
-from flow_grpo.errors import RewardError, UserError
+from flow_grpo.errors import LostPeer, Stopped, UserError
 
-USAGE_ERROR = 2  # exit code of every UserError
+OPEN_FIELDS = (
+    *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
+)
 
 
 def run(main: Callable[[ConfigDict], None]) -> None:
@@ -31,7 +35,13 @@ def run(main: Callable[[ConfigDict], None]) -> None:
         return _told_plainly(lambda: _parse(argv), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
-        _told_plainly(lambda: main(config.value), debug=flags.FLAGS.debug)
+        try:
+            _told_plainly(lambda: main(config.value), debug=flags.FLAGS.debug)
+        except SystemExit as end:
+            # Python aborts when it ends while a reward still computes in a thread of its own.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code)
 
     app.run(start, flags_parser=parse)
 
@@ -40,6 +50,8 @@ def _set_up_logging() -> None:
     """Our lines to stdout, bare, from the first process; warnings from all."""
     for library in (transformers.utils.logging, diffusers.utils.logging):
         library.disable_progress_bar()  # one per file loaded
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # our client tells of its retries itself
+    logging.getLogger("accelerate").setLevel(logging.WARNING)
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("flow_grpo")
@@ -82,6 +94,10 @@ def _check_names(argv: list[str]) -> None:
     for arg in argv:
         name = arg.removeprefix("--config.").split("=")[0]
         if arg.startswith("--config.") and name not in known:
+            field = name.partition(".")[0]
+            if field in OPEN_FIELDS:  # absl cannot add a name to a dict
+                example = f"--config.{field}=\"{{'{name.partition('.')[2]}': ...}}\""
+                raise UserError(f"{name!r} is not in the config; give the whole dict: {example}")
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else "config/base.py lists them all"
             raise UserError(f"unknown config key {name!r}; {hint}")
@@ -100,9 +116,25 @@ def _told_plainly(call: Callable, *, debug: bool):
     except UserError as error:
         if debug:
             raise
-        # Most mistakes are seen by all processes, and told by one.
-        if is_first_process():
-            print(f"error: {error}", file=sys.stderr)
-        elif isinstance(error, RewardError):
-            print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr)
-        sys.exit(USAGE_ERROR)
+        if is_first_process():  # all processes see the same mistakes
+            prefix = "" if isinstance(error, Stopped) else "error: "
+            print(f"{prefix}{error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except RuntimeError as error:
+        if debug or not is_lost_peer(error):
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process may be the lost one
+            # without the file it comes from and the advice that follows
+            reason = re.sub(r"^\[\S+\] ", "", str(error).strip()).splitlines()[0].split(". ")[0]
+            print(
+                f"error: lost contact with another process ({reason}); start all nodes again with "
+                "--config.resume=auto",
+                file=sys.stderr,
+            )
+        sys.exit(LostPeer.exit_code)
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """gloo's errors have no type of their own, but most name the file they come from."""
+    gloo = r"\bgloo/(transport|rendezvous)/|^Application timeout caused pair closure"
+    return isinstance(error, DistError) or re.search(gloo, str(error)) is not None

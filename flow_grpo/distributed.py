@@ -1,6 +1,31 @@
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
+
+from flow_grpo.errors import UserError
+
+Result = TypeVar("Result")
+
+
+def on_all_or_none(accelerator: Accelerator, call: Callable[[], Result]) -> Result:
+    """What `call` returns, if it raises a UserError on no process; else that error, on all.
+
+    A mistake that one process alone can see would leave the others waiting for it.
+    """
+    result, mistake = None, None
+    try:
+        result = call()
+    except UserError as error:
+        mistake = str(error)
+    mistakes = [m for m in gather_object([mistake]) if m is not None]
+    if mistakes:
+        raise UserError(mistakes[0])
+    return result
 
 
 def gather_rows(
@@ -21,3 +46,22 @@ def gather_rows(
     order = torch.argsort(index, stable=True)
     order = order[index[order] >= 0]
     return index[order], {name: gather(rows, 0)[order] for name, rows in columns.items()}
+
+
+def gather_scores(
+    accelerator: Accelerator, index: np.ndarray, batches: list[dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Columns of all batches of all processes, in the order of the index; NaN where a batch
+    lacks one."""
+    names = dict.fromkeys(gather_object([name for batch in batches for name in batch]))
+    lengths = [len(next(iter(batch.values()))) for batch in batches]
+    columns = {
+        name: np.concatenate(
+            [np.zeros(0)]
+            + [b.get(name, np.full(n, np.nan)) for b, n in zip(batches, lengths, strict=True)]
+        )
+        for name in names
+    }
+    rows = {name: torch.from_numpy(column) for name, column in columns.items()}
+    _, gathered = gather_rows(accelerator, torch.from_numpy(index), rows)
+    return {name: column.numpy() for name, column in gathered.items()}

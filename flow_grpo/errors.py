@@ -1,6 +1,22 @@
 class UserError(Exception):
     """A mistake the user can mend. Scripts print it as one line, without a traceback."""
 
+    exit_code = 2
 
-class RewardError(UserError):
-    """A reward that breaks the contract, perhaps on one process alone."""
+
+class Stopped(UserError):
+    """Asked to stop by a signal. EX_TEMPFAIL: starting it again is the way to go on."""
+
+    exit_code = 75
+
+
+class LostPeer(UserError):
+    """Another process, perhaps on another machine, does not answer any more."""
+
+    exit_code = 4
+
+
+class RewardOutage(UserError):
+    """So many scores are missing that the run stopped, after it saved a checkpoint."""
+
+    exit_code = 3

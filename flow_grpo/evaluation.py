@@ -1,6 +1,7 @@
 """Score a model on a prompt set: one fixed noise per prompt, deterministic sampling."""
 
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +12,12 @@ from torch import nn
 from tqdm import tqdm
 
 from flow_grpo.data import Prompt
-from flow_grpo.distributed import gather_rows
+from flow_grpo.distributed import gather_rows, gather_scores
 from flow_grpo.metrics import mean_of_scored
 from flow_grpo.models import ModelAdapter
 from flow_grpo.rewards import TOTAL, WeightedReward, to_pil
 from flow_grpo.rollout import Dynamics, eval_generators, initial_noise, sample_trajectory
+from flow_grpo.shards import shares_weights
 
 
 @dataclass(frozen=True)
@@ -46,46 +48,48 @@ def evaluate(
     batch_size: int,
     seed: int,
     keep_images: int = 0,
+    between_batches: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Every prompt once, shared out over the processes without repeats."""
+    """Every prompt once, shared out over the processes without repeats.
+
+    `between_batches` is called equally often on all processes.
+    """
     device = accelerator.device
     shape = adapter.latent_shape(*size)
     rows = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
     batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-    futures, kept = [], []
-    with ThreadPoolExecutor(1) as background:
-        for batch in tqdm(
-            batches, desc="evaluate", leave=False, disable=not accelerator.is_main_process
-        ):
-            chosen = [prompts[row] for row in batch]
-            negative = [p.negative_prompt for p in chosen] if dynamics.guidance_scale > 1 else None
-            latents, _ = sample_trajectory(
-                adapter,
-                transformer,
-                dynamics,
-                initial_noise(eval_generators(seed, batch), shape, device),
-                adapter.encode([p.prompt for p in chosen], negative),
-            )
-            images = adapter.decode(latents)
-            kept += [images[i] for i, row in enumerate(batch) if row < keep_images]
-            futures.append(
-                background.submit(
-                    reward, images, [p.prompt for p in chosen], [p.metadata for p in chosen]
-                )
-            )
-        results = [future.result() for future in futures]
-
-    columns = {
-        name: torch.tensor([float(s) for r in results for s in r[name]], dtype=torch.float64)
-        for name in reward.names
-    }
-    _, scores = gather_rows(accelerator, torch.tensor(rows, dtype=torch.long), columns)
+    pending, kept = [], []
+    most = math.ceil(math.ceil(len(prompts) / accelerator.num_processes) / batch_size)
+    batches += [[]] * (most - len(batches))
+    for batch in tqdm(
+        batches, desc="evaluate", leave=False, disable=not accelerator.is_main_process
+    ):
+        between_batches()
+        idle = not batch
+        if idle and not shares_weights(accelerator):
+            continue
+        batch = batch or [0]
+        chosen = [prompts[row] for row in batch]
+        texts = [p.prompt for p in chosen]
+        negative = [p.negative_prompt for p in chosen] if dynamics.guidance_scale > 1 else None
+        latents, _ = sample_trajectory(
+            adapter,
+            transformer,
+            dynamics,
+            initial_noise(eval_generators(seed, batch), shape, device),
+            adapter.encode(texts, negative),
+        )
+        if idle:  # it only had to take part in the forwards of the others
+            continue
+        images = adapter.decode(latents)
+        kept += [images[i] for i, row in enumerate(batch) if row < keep_images]
+        pending.append(reward.submit(images, texts, [p.metadata for p in chosen]))
+    index = np.array(rows, dtype=np.int64)
+    scores = gather_scores(accelerator, index, [scores.result() for scores in pending])
     empty = torch.zeros(0, 3, *size)
     _, gathered = gather_rows(
         accelerator,
         torch.tensor([row for row in rows if row < keep_images], dtype=torch.long),
         {"images": torch.stack(kept).cpu() if kept else empty},
     )
-    return Evaluation(
-        {name: values.numpy() for name, values in scores.items()}, to_pil(gathered["images"])
-    )
+    return Evaluation(scores, to_pil(gathered["images"]))

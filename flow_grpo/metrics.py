@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flow_grpo.grpo import StepLoss
 from flow_grpo.rewards import TOTAL
+from flow_grpo.shards import whole
 
 
 def mean_of_scored(values: np.ndarray) -> float:
@@ -17,16 +18,26 @@ def mean_of_scored(values: np.ndarray) -> float:
     return float(scored.mean()) if len(scored) else math.nan
 
 
+def score_metrics(prefix: str, scores: dict[str, np.ndarray]) -> dict[str, float]:
+    """Mean of each column over what was scored; of each reward also its spread and failures."""
+    metrics = {f"{prefix}/{name}": mean_of_scored(values) for name, values in scores.items()}
+    for name, values in scores.items():
+        if name != TOTAL and "/" not in name:
+            scored = values[~np.isnan(values)]
+            metrics[f"{prefix}/{name}/std"] = float(scored.std()) if len(scored) else math.nan
+            metrics[f"{prefix}/{name}/failed"] = len(values) - len(scored)
+    return {**metrics, f"{prefix}/failed": int(np.isnan(scores[TOTAL]).sum())}
+
+
 def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[str, float]:
-    """Means over what was scored; the spread is that of the weighted sum within each group."""
+    """Of an epoch's samples; the spread is that of the weighted sum within each group."""
     total = rewards[TOTAL]
     scored = ~np.isnan(total)
     by_group = [total[scored & (groups == g)] for g in np.unique(groups[scored])]
     return {
-        **{f"reward/{name}": mean_of_scored(values) for name, values in rewards.items()},
+        **score_metrics("reward", rewards),
         "reward/std_within_group": mean_of_scored(np.array([np.std(r) for r in by_group])),
         "reward/zero_std_ratio": mean_of_scored(np.array([np.ptp(r) == 0.0 for r in by_group])),
-        "reward/failed": int((~scored).sum()),
     }
 
 
@@ -65,7 +76,7 @@ class TrainingStats:
             self._deviation.append((loss.policy.ratio - 1).abs())
 
     def add_grad_norm(self, norm: Tensor | float) -> None:
-        norm = torch.as_tensor(norm)
+        norm = whole(torch.as_tensor(norm))
         self._grad_norms.append(torch.where(norm.isfinite(), norm, torch.nan))
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:

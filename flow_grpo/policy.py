@@ -6,13 +6,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter
 from flow_grpo.models.base import latent_dtype
+from flow_grpo.shards import whole_state
+
+TRAINED = "trained.safetensors"
 
 
 class Policy:
@@ -31,6 +36,7 @@ class Policy:
         alpha: int = 64,
         lora_path: str = "",
         with_reference: bool = True,
+        gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
         self.adapter = adapter
@@ -48,6 +54,8 @@ class Policy:
         for parameter in self.parameters():
             # a half-precision weight cannot hold steps of 1e-4
             parameter.data = parameter.data.to(latent_dtype(self.transformer))
+        if gradient_checkpointing:
+            self.transformer.enable_gradient_checkpointing()
         self.module: nn.Module = self.transformer
 
     def _add_lora(self, rank: int, alpha: int, lora_path: str, seed: int) -> None:
@@ -74,7 +82,30 @@ class Policy:
         self, accelerator: Accelerator, optimizer: torch.optim.Optimizer
     ) -> torch.optim.Optimizer:
         self.module, optimizer = accelerator.prepare(self.transformer, optimizer)
+        accelerator.register_save_state_pre_hook(self._save_trained)
+        accelerator.register_load_state_pre_hook(self._load_trained)
         return optimizer
+
+    def _save_trained(self, models: list, weights: list[dict], folder: str) -> None:
+        """In place of the whole model, whose frozen part every run can load again."""
+        if weights:  # none where DeepSpeed or FSDP have written their own
+            weights.clear()
+            if PartialState().is_main_process:
+                save_file(whole_state(self._trained()), Path(folder) / TRAINED)
+
+    def _load_trained(self, models: list, folder: str) -> None:
+        if models:
+            models.clear()
+            saved = load_file(Path(folder) / TRAINED)
+            for name, parameter in self._trained().items():
+                parameter.data.copy_(saved.pop(name))
+            if saved:
+                raise ValueError(
+                    f"it has weights that this model has not, like {next(iter(saved))}"
+                )
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
@@ -90,8 +121,17 @@ class Policy:
                 self.transformer.enable_adapters()
 
     def save(self, folder: Path, prefix: str = "") -> None:
-        """`<prefix>lora/` for LoRA, `<prefix>transformer/` for full fine-tuning."""
+        """`<prefix>lora/` for LoRA, `<prefix>transformer/` for full fine-tuning.
+
+        Call it on all processes; one of them writes.
+        """
+        # with the buffers, where it is the whole model
+        named = self._trained() if self.use_lora else self.transformer.state_dict(keep_vars=True)
+        weights = whole_state(named)
+        if not PartialState().is_main_process:
+            return
         if self.use_lora:
-            self.adapter.save_lora(folder / f"{prefix}lora", self.transformer)
+            self.adapter.save_lora(folder / f"{prefix}lora", self.transformer, weights)
         else:
-            self.transformer.save_pretrained(folder / f"{prefix}transformer")
+            self.transformer.save_config(folder / f"{prefix}transformer")
+            save_file(weights, folder / f"{prefix}transformer" / SAFETENSORS_WEIGHTS_NAME)

@@ -7,36 +7,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from PIL import Image
 
 from flow_grpo.errors import UserError
-
-
-def refuse_existing(logdir: str, run_name: str) -> None:
-    folder = Path(logdir) / run_name
-    if run_name and folder.exists():
-        raise UserError(f"{folder} already exists; choose another run_name or remove it")
-
-
-def make_run_folder(
-    accelerator: Accelerator, logdir: str, run_name: str, config: dict[str, Any]
-) -> Path:
-    """Create logs/<run_name> (by default the date and time) with config.json."""
-    name = [run_name or datetime.now().strftime("%Y.%m.%d_%H.%M.%S")]
-    folder = Path(logdir) / broadcast_object_list(name)[0]
-    if accelerator.is_main_process:
-        refuse_existing(logdir, folder.name)
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    accelerator.wait_for_everyone()
-    return folder
 
 
 def start_trackers(
@@ -57,11 +35,21 @@ def _dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def append_metrics(path: Path, values: dict[str, float]) -> None:
-    """One JSON object per logged step."""
-    clean = {name: _jsonable(value) for name, value in values.items()}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(clean) + "\n")
+def record(
+    epoch: int, step: int, metrics: dict[str, float], timer: "Timer"
+) -> dict[str, float | None]:
+    """What is logged of an epoch; None where there is no value, as NaN has no JSON."""
+    values = {"epoch": epoch, "step": step, **metrics, **timer.metrics()}
+    return {name: _jsonable(value) for name, value in values.items()}
+
+
+def append_metrics(path: Path, record: dict[str, float | None]) -> None:
+    """One JSON object per epoch."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def save_samples(folder: Path, images: list[Image.Image], **columns: Sequence) -> None:
@@ -75,7 +63,6 @@ def save_samples(folder: Path, images: list[Image.Image], **columns: Sequence) -
 
 
 def _jsonable(value: Any) -> Any:
-    """NaN has no JSON; null says that there is no value."""
     if isinstance(value, int | str):
         return value
     return float(value) if math.isfinite(value) else None

@@ -22,14 +22,17 @@ from config.build import (
     build_dynamics,
     build_rewards,
     build_test_prompts,
+    eval_weights,
     image_size,
 )
 from config.check import check
 from flow_grpo import cli
 from flow_grpo.checkpoint import weights_in
-from flow_grpo.errors import UserError
+from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.evaluation import evaluate
 from flow_grpo.grid import picture_grid
+from flow_grpo.outage import describe_outage
+from flow_grpo.rewards import close_scorers
 
 logger = logging.getLogger("flow_grpo")
 CHECKPOINT = flags.DEFINE_string(
@@ -46,7 +49,8 @@ def main(config: ConfigDict) -> None:
     weights = weights_in(Path(CHECKPOINT.value)) if CHECKPOINT.value else None
     accelerator = build_accelerator(config)
     prompts = build_test_prompts(config)
-    reward = build_rewards(config, accelerator, prompts)
+    [reward] = build_rewards(config, accelerator, eval_weights(config))
+    reward.check([p.prompt for p in prompts])
     adapter = build_adapter(config, accelerator)
     if weights is not None:
         adapter.load_weights(weights)
@@ -62,7 +66,7 @@ def main(config: ConfigDict) -> None:
         seed=config.seed,
         keep_images=config.log_images,
     )
-    reward.close()
+    close_scorers(reward)
     if accelerator.is_main_process:
         out.mkdir(parents=True)
         report = {
@@ -87,6 +91,9 @@ def main(config: ConfigDict) -> None:
         means = "  ".join(f"{name} {value:.4f}" for name, value in result.means().items())
         logger.info("%d prompts  %s", len(prompts), means)
         logger.info("wrote %s", out)
+    outage = describe_outage(accelerator, reward, result.scores, config.max_failed_fraction)
+    if outage:
+        raise RewardOutage(f"{outage}; wrote {out}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

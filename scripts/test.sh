@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Lints and runs all tests. Usage: bash scripts/test.sh [pytest arguments, e.g. -m "not slow"]
+# Lints and runs all tests. Usage: bash scripts/test.sh [pytest arguments, e.g. tests/test_sde.py]
 set -euo pipefail
 EXTRAS=test source "$(dirname "$0")/venv.sh"
 
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
-"$VENV/bin/python" -m pytest -q "$@"
+# Most tests wait for processes they start, so two at a time; then those that measure speed.
+# 5: the arguments leave no test of that kind
+"$VENV/bin/python" -m pytest -q -n 2 --dist loadfile -m "not alone" "$@" || [ $? -eq 5 ]
+"$VENV/bin/python" -m pytest -q -m alone "$@" || [ $? -eq 5 ]

@@ -9,25 +9,26 @@ scores into per-prompt advantages, and update the weights with the clipped polic
 
 import logging
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 
 from config.build import Session, build_session, draw_steps, grpo_settings, image_size
 from flow_grpo import cli, tracking
 from flow_grpo.advantages import compute_advantages
-from flow_grpo.checkpoint import save_checkpoint
+from flow_grpo.checkpoint import STATE, save_checkpoint
 from flow_grpo.data import Batch, epoch_batches
-from flow_grpo.distributed import gather_rows
-from flow_grpo.errors import UserError
+from flow_grpo.distributed import gather_rows, gather_scores
+from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.evaluation import evaluate
 from flow_grpo.grpo import grpo_step_loss
-from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics
-from flow_grpo.rewards import TOTAL, to_pil
+from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics, score_metrics
+from flow_grpo.outage import describe_outage
+from flow_grpo.rewards import TOTAL, PendingScores, to_pil
 from flow_grpo.rollout import (
     Trajectory,
     group_generators,
@@ -36,6 +37,7 @@ from flow_grpo.rollout import (
     sample_trajectory,
 )
 from flow_grpo.seeding import Stream, numpy_rng
+from flow_grpo.stopping import StopRequested
 
 logger = logging.getLogger("flow_grpo")
 
@@ -45,31 +47,52 @@ class SampledBatch:
     batch: Batch
     trajectory: Trajectory
     images: torch.Tensor | None  # (B, 3, H, W), of the first batch, to show
-    scores: Future  # {reward name: (B,)}, computed in the background
+    scores: PendingScores  # {reward name: (B,)}, computed in the background
 
 
 def main(config: ConfigDict) -> None:
     session = build_session(config)
     logger.info("run directory         %s", session.folder)
     logger.info(session.plan.describe())
-    timer = tracking.Timer()
-    with timer("eval"):
-        before = run_evaluation(session, epoch=0)
-    log(session, 0, before, timer)
+    try:
+        with session.stop:
+            train(session)
+    except StopRequested as request:
+        if session.progress.record.get("step") == session.progress.step:  # else it is redone
+            save(session)
+        where = f"in epoch {session.progress.epoch + 1}"
+        raise Stopped(f"stopped {where}; {session.how_to_go_on()}") from request
+    finally:
+        session.close()
+    session.accelerator.wait_for_everyone()
+    session.accelerator.end_training()
+    logger.info("finished: %s/checkpoints/latest, pictures in samples/", session.folder)
 
-    for epoch in range(config.num_epochs):
+
+def train(session: Session) -> None:
+    config, progress = session.config, session.progress
+    if progress.epoch < 0:
+        timer = tracking.Timer()
+        with timer("eval"):
+            metrics = run_evaluation(session, epoch=0)
+        finish_epoch(session, 0, metrics, timer)
+
+    for epoch in range(progress.epoch, config.num_epochs):
         done, timer = epoch + 1, tracking.Timer()
-        last = done == config.num_epochs
-        show = last or (config.eval_freq > 0 and done % config.eval_freq == 0)
-
         with timer("sample"):
             samples = sample_epoch(session, epoch)
         with timer("reward_wait"):
             rewards, groups, index = collect_rewards(session, samples)
-        if np.isnan(rewards[TOTAL]).all():
-            raise UserError(f"none of the samples of epoch {done} could be scored")
+        session.stop.check()
+        if outage := describe_outage(
+            session.accelerator, session.reward, rewards, config.max_failed_fraction
+        ):
+            raise RewardOutage(
+                f"epoch {done}: {outage}; saved {save(session)}; {session.how_to_go_on()}"
+            )
+        session.reward.rest()
         advantages = compute_advantages(
-            {name: values for name, values in rewards.items() if name != TOTAL},
+            {name: rewards[name] for name in session.reward.weights},
             groups,
             estimator=config.train.advantage,
             scale="batch" if config.sample.global_std else "group",
@@ -85,18 +108,15 @@ def main(config: ConfigDict) -> None:
             "perf/images_per_s": session.plan.samples / sum(timer.seconds.values()),
             "perf/peak_mem_gb": tracking.peak_memory_gb(session.accelerator.device),
         }
-        if show:
+        if is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
                 save_training_samples(session, done, samples[0], own[0])
                 metrics |= run_evaluation(session, done)
-        if last or (config.save_freq > 0 and done % config.save_freq == 0):
-            with timer("save"):
-                save(session)
-        log(session, done, metrics, timer)
+        finish_epoch(session, done, metrics, timer)
 
-    session.reward.close()
-    session.accelerator.wait_for_everyone()
-    session.accelerator.end_training()
+
+def is_due(epoch: int, every: int, last: int) -> bool:
+    return epoch == last or (every > 0 and epoch % every == 0)
 
 
 def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
@@ -117,8 +137,8 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
         rng=numpy_rng(config.seed, Stream.PROMPTS, epoch),
     )
     samples = []
-    background = ThreadPoolExecutor(1)
-    for batch in session.progress(batches, f"epoch {epoch + 1} sample"):
+    for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
+        session.stop.check()
         chosen = [session.prompts[row] for row in batch.row]
         prompts = [p.prompt for p in chosen]
         negative = [p.negative_prompt for p in chosen] if dynamics.guidance_scale > 1 else None
@@ -135,9 +155,8 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
             generators=generators,
         )
         images = adapter.decode(latents)
-        scores = background.submit(session.reward, images, prompts, [p.metadata for p in chosen])
+        scores = session.reward.submit(images, prompts, [p.metadata for p in chosen])
         samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
-    background.shutdown(wait=False)
     return samples
 
 
@@ -145,16 +164,14 @@ def collect_rewards(
     session: Session, samples: list[SampledBatch]
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Rewards of all processes, their group ids and sample indices, in the samples' order."""
-    scores = [s.scores.result() for s in session.progress(samples, "wait for rewards")]
-    columns = {
-        name: torch.from_numpy(np.concatenate([s[name] for s in scores]))
-        for name in session.reward.names
-    }
-    groups = torch.from_numpy(np.concatenate([s.batch.row for s in samples]))
-    index = torch.from_numpy(np.concatenate([s.batch.index for s in samples]))
-    index, columns = gather_rows(session.accelerator, index, {**columns, "group": groups})
-    groups = columns.pop("group").numpy()
-    return {name: values.numpy() for name, values in columns.items()}, groups, index.numpy()
+    scores = [s.scores.result() for s in session.bar(samples, "wait for rewards")]
+    groups = np.concatenate([s.batch.row for s in samples])
+    index = np.concatenate([s.batch.index for s in samples])
+    rewards = gather_scores(session.accelerator, index, scores)
+    all_index, columns = gather_rows(
+        session.accelerator, torch.from_numpy(index), {"group": torch.from_numpy(groups)}
+    )
+    return rewards, columns["group"].numpy(), all_index.numpy()
 
 
 def train_epoch(
@@ -174,16 +191,16 @@ def train_epoch(
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
         for i in range(0, len(trajectory), size)
     ]
-    stats, updates_before = TrainingStats(), session.step
+    stats, updates_before = TrainingStats(), session.progress.step
     for inner in range(session.plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(micro_batches))
-        for m in session.progress(order, f"epoch {epoch + 1} train"):
+        for m in session.bar(order, f"epoch {epoch + 1} train"):
             trajectory, advantage = micro_batches[m]
             for j in range(len(trajectory.steps)):
                 with accelerator.accumulate(policy.module):
                     loss = grpo_step_loss(policy, dynamics, trajectory, j, advantage, settings)
                     accelerator.backward(loss.per_sample.mean())
-                    stats.add(loss, on_policy=session.step == updates_before)
+                    stats.add(loss, on_policy=session.progress.step == updates_before)
                     if accelerator.sync_gradients:
                         stats.add_grad_norm(
                             accelerator.clip_grad_norm_(
@@ -193,14 +210,15 @@ def train_epoch(
                     session.optimizer.step()
                     session.optimizer.zero_grad()
                 if accelerator.sync_gradients:
-                    session.step += 1
+                    session.progress.step += 1
                     if session.ema is not None and not accelerator.optimizer_step_was_skipped:
-                        session.ema.update(session.step)
+                        session.ema.update(session.progress.step)
+                    session.stop.check()
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
     if not math.isfinite(metrics["train/loss"]):
         raise UserError(
-            f"the loss is not finite after step {session.step}; lower train.learning_rate or use "
-            "mixed_precision=no; the last checkpoint is intact"
+            f"the loss is not finite after step {session.progress.step}; lower "
+            "train.learning_rate or use mixed_precision=no; the last checkpoint is intact"
         )
     clip = min(settings.clip_low, settings.clip_high)
     if warning := off_policy_warning(metrics["train/first_update_ratio_dev"], clip):
@@ -215,7 +233,7 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
         result = evaluate(
             session.adapter,
             session.policy.module,
-            session.reward,
+            session.eval_reward,
             session.test_prompts,
             session.dynamics(config.sample.eval_num_steps),
             accelerator=session.accelerator,
@@ -223,12 +241,23 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
             batch_size=config.sample.test_batch_size,
             seed=config.seed,
             keep_images=config.log_images,
+            between_batches=session.stop.check,
         )
     if session.accelerator.is_main_process:
         folder = session.folder / "samples" / f"eval-{epoch:05d}"
         prompts = [p.prompt for p in session.test_prompts]
         tracking.save_samples(folder, result.images, prompt=prompts, **result.scores)
-    return {f"eval/{name}": value for name, value in result.means().items()}
+    session.eval_reward.rest()
+    outage = describe_outage(
+        session.accelerator, session.eval_reward, result.scores, config.max_failed_fraction
+    )
+    if outage and epoch == 0:
+        raise RewardOutage(f"evaluation before training: {outage}")
+    metrics = score_metrics("eval", result.scores)
+    if outage:
+        logger.warning("evaluation after epoch %d: %s", epoch, outage)
+        metrics[f"eval/{TOTAL}"] = math.nan  # what is left is no measure of the model
+    return metrics
 
 
 def save_training_samples(
@@ -244,27 +273,64 @@ def save_training_samples(
         )
 
 
-def save(session: Session) -> None:
+def finish_epoch(
+    session: Session, epoch: int, metrics: dict[str, float], timer: tracking.Timer
+) -> None:
+    """Write down what the epoch did, so that a run that is killed goes on from here."""
+    config, progress = session.config, session.progress
+    score = metrics.get(f"eval/{TOTAL}", math.nan)
+    is_best = score > (-math.inf if progress.best is None else progress.best)  # NaN never is
+    progress.epoch = epoch
+    progress.best = score if is_best else progress.best
+    progress.kept = epoch > 0 and (is_best or is_due(epoch, config.save_freq, config.num_epochs))
+    progress.record = tracking.record(epoch, progress.step, metrics, timer)
+    if progress.kept or (epoch % config.state_freq == 0 and can_save(session)):
+        with timer("save"):
+            save(session, best=is_best)
+    log(session, tracking.record(epoch, progress.step, metrics, timer))
+
+
+def can_save(session: Session) -> bool:
+    """Torch takes an empty step of Adam to collect the state of an FSDP optimizer that has taken
+    none, which changes its first real one."""
+    fsdp = session.accelerator.distributed_type == DistributedType.FSDP
+    return session.progress.step > 0 or not fsdp
+
+
+def save(session: Session, *, best: bool = False) -> Path:
+    """Write a checkpoint of everything as it is now; returns its folder."""
+    accelerator, policy = session.accelerator, session.policy
+
     def write(folder: Path) -> None:
-        session.policy.save(folder)
+        accelerator.save_state(str(folder / STATE), exclude_frozen_parameters=True)
+        policy.save(folder)
         if session.ema is not None:
             with session.ema.applied():
-                session.policy.save(folder, prefix="ema_")
+                policy.save(folder, prefix="ema_")
+        if accelerator.is_main_process:
+            session.progress.write(folder)
 
+    return save_checkpoint(
+        accelerator,
+        session.folder / "checkpoints",
+        session.progress.step,
+        write,
+        keep=session.config.num_checkpoint_limit,
+        best=best,
+    )
+
+
+def log(session: Session, record: dict[str, float | None]) -> None:
     if session.accelerator.is_main_process:
-        root = session.folder / "checkpoints"
-        save_checkpoint(root, session.step, write, session.config.num_checkpoint_limit)
-    session.accelerator.wait_for_everyone()
+        tracking.append_metrics(session.folder / "metrics.jsonl", record)
+    session.accelerator.log(record, step=record["step"])
+    shown = {k: v for k, v in record.items() if k == "reward/avg" or is_eval_mean(k)}
+    line = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if value is not None)
+    logger.info("epoch %d/%d  %s", record["epoch"], session.config.num_epochs, line)
 
 
-def log(session: Session, epoch: int, metrics: dict[str, float], timer: tracking.Timer) -> None:
-    values = {"epoch": epoch, "step": session.step, **metrics, **timer.metrics()}
-    if session.accelerator.is_main_process:
-        tracking.append_metrics(session.folder / "metrics.jsonl", values)
-    session.accelerator.log(values, step=session.step)
-    shown = {k: v for k, v in metrics.items() if k == "reward/avg" or k.startswith("eval/")}
-    line = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-    logger.info("epoch %d/%d  %s", epoch, session.config.num_epochs, line)
+def is_eval_mean(name: str) -> bool:
+    return name.startswith("eval/") and name.count("/") == 1 and name != "eval/failed"
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from runner import Runner
 
 from flow_grpo.models import load_adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 
-ROOT = Path(__file__).parents[1]
 torch.set_num_threads(2)
-collect_ignore = ["paddleocr"]  # needs an environment of its own; .ci/run makes one
+# needs an environment of its own, which .ci/run makes; needs a GPU, see docs/scaling.md
+collect_ignore = ["paddleocr", "gpu"]
 
 
 @pytest.fixture(scope="session")
@@ -37,47 +34,10 @@ def prompt_folder(tmp_path_factory) -> Path:
     return folder
 
 
-class Runner:
-    """Runs scripts/train.py and its like as a user does, with some config fields set."""
-
-    def __init__(self, logdir: Path, **fields) -> None:
-        self.logdir = logdir
-        self.fields = {"logdir": logdir, "run_name": "run", **_dotted(fields)}
-
-    def __call__(
-        self,
-        *extra: str,
-        script: str = "scripts/train.py",
-        config: str = "config/base.py",
-        launcher: tuple[str, ...] = (sys.executable,),
-        **overrides,
-    ) -> subprocess.CompletedProcess:
-        """Overrides are config fields, with __ for the dot."""
-        fields = {**self.fields, **_dotted(overrides)}
-        arguments = [f"--config.{k}={v}" for k, v in fields.items()]
-        return subprocess.run(
-            [*launcher, script, f"--config={config}", *arguments, *extra],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-
-    def metrics(self, run_name: str = "run") -> list[dict]:
-        lines = (self.logdir / run_name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-
-def _dotted(fields: dict) -> dict:
-    return {name.replace("__", "."): value for name, value in fields.items()}
-
-
-@pytest.fixture
-def train(tiny_sd3, prompt_folder, tmp_path) -> Runner:
-    """Short runs on the random model."""
-    return Runner(
-        tmp_path / "logs",
+@pytest.fixture(scope="session")
+def short_runs(tiny_sd3, prompt_folder) -> dict:
+    """Config fields of short runs on the random model."""
+    return dict(
         pretrained__model=tiny_sd3,
         dataset=prompt_folder,
         resolution=32,
@@ -91,6 +51,11 @@ def train(tiny_sd3, prompt_folder, tmp_path) -> Runner:
         train__batch_size=4,
         train__gradient_accumulation_steps=1,
     )
+
+
+@pytest.fixture
+def train(short_runs, tmp_path) -> Runner:
+    return Runner(tmp_path / "logs", **short_runs)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from diffusers import DiffusionPipeline
 
 from flow_grpo.errors import UserError
 from flow_grpo.models.base import Conditioning, ModelAdapter, Schedule
+from flow_grpo.models.embeddings import cache_folder
 from flow_grpo.models.sd3 import SD3Adapter
 
 __all__ = ["Conditioning", "ModelAdapter", "SD3Adapter", "Schedule", "load_adapter"]
@@ -20,6 +21,8 @@ def load_adapter(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     max_sequence_length: int = 256,
+    prompt_cache: str = "",
+    offload_idle: bool = False,
 ) -> ModelAdapter:
     """Load a pipeline folder or hub id. What it is is checked before any weights are read."""
     if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
@@ -39,9 +42,17 @@ def load_adapter(
             f"{model} is a {name}; pretrained.model must be one of {', '.join(ADAPTERS)}"
         )
     adapter = ADAPTERS[name]
+    cache = cache_folder(prompt_cache) if prompt_cache else None
     try:
         pipeline = adapter.pipeline_class.from_pretrained(model, dtype=dtype)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
-    return adapter(pipeline, device=device, dtype=dtype, max_sequence_length=max_sequence_length)
+    return adapter(
+        pipeline,
+        device=device,
+        dtype=dtype,
+        max_sequence_length=max_sequence_length,
+        prompt_cache=cache,
+        offload_idle=offload_idle,
+    )

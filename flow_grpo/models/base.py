@@ -62,8 +62,8 @@ class ModelAdapter(Protocol):
     def decode(self, latents: Tensor) -> Tensor:
         """Images (B, 3, H, W) in [0, 1], float32."""
 
-    def save_lora(self, folder: Path, transformer: nn.Module) -> None:
-        """Write the adapter weights so that `pipe.load_lora_weights(folder)` takes them."""
+    def save_lora(self, folder: Path, transformer: nn.Module, weights: dict[str, Tensor]) -> None:
+        """Write the adapter's weights so that `pipe.load_lora_weights(folder)` takes them."""
 
     def load_lora(self, folder: str) -> None:
         """Put the LoRA in `folder` on the transformer, as the adapter "default"."""

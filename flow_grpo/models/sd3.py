@@ -1,6 +1,8 @@
 """Stable Diffusion 3 and 3.5."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +16,10 @@ from torch import Tensor, nn
 
 from flow_grpo.errors import UserError
 from flow_grpo.models.base import Conditioning, Schedule
+from flow_grpo.models.embeddings import PromptCache, identity
+
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 
 
 class SD3Adapter:
@@ -30,15 +36,21 @@ class SD3Adapter:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         max_sequence_length: int = 256,
+        prompt_cache: Path | None = None,
+        offload_idle: bool = False,
     ) -> None:
         self.pipeline = pipeline
         self.device = torch.device(device)
+        self.idle_device = torch.device("cpu") if offload_idle else self.device
         self.max_sequence_length = max_sequence_length
         for module in self._modules():
-            module.requires_grad_(False).eval().to(self.device, dtype)
+            place = self.device if module is pipeline.transformer else self.idle_device
+            module.requires_grad_(False).eval().to(place, dtype)
         # SD3's VAE overflows in float16
         pipeline.vae.to(torch.promote_types(dtype, torch.float32))
         self.transformer = pipeline.transformer
+        self.prompt_cache = prompt_cache
+        self._cache = self._open_cache()
 
     def _modules(self) -> list[nn.Module]:
         return [m for m in self.pipeline.components.values() if isinstance(m, nn.Module)]
@@ -48,6 +60,30 @@ class SD3Adapter:
         every = [*prompts, *(negative_prompts or [])]
         position = {text: i for i, text in enumerate(dict.fromkeys(every))}
         texts = list(position)
+        embeds, pooled = self._embed(texts) if self._cache is None else self._embed_once(texts)
+        index = torch.tensor([position[text] for text in every], device=self.device)
+        count = len(prompts)
+        negative = None if negative_prompts is None else index[count:]
+        return Conditioning(embeds, pooled, positive=index[:count], negative=negative)
+
+    def _embed(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+        with self._on_device(*self._parts(ENCODERS).values()):
+            return self._call_encoders(texts)
+
+    def _embed_once(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+        """Like `_embed`, from the cache where it can be."""
+        known = self._cache.find(texts)
+        missing = [text for text in texts if text not in known]
+        if missing:
+            with self._on_device(*self._parts(ENCODERS).values()):
+                # One at a time: the last bits of an embedding depend on the size of its batch,
+                # and must not on where a prompt was met first.
+                for text in missing:
+                    known[text] = self._cache.add(text, *self._call_encoders([text]))
+        embeds, pooled = zip(*(known[text] for text in texts), strict=True)
+        return torch.stack(embeds).to(self.device), torch.stack(pooled).to(self.device)
+
+    def _call_encoders(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=texts,
             prompt_2=texts,
@@ -56,10 +92,38 @@ class SD3Adapter:
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )
-        index = torch.tensor([position[text] for text in every], device=self.device)
-        count = len(prompts)
-        negative = None if negative_prompts is None else index[count:]
-        return Conditioning(embeds, pooled, positive=index[:count], negative=negative)
+        return embeds, pooled
+
+    def _open_cache(self) -> PromptCache | None:
+        if self.prompt_cache is None:
+            return None
+        model = identity(
+            self._parts(ENCODERS),
+            self._parts(TOKENIZERS),
+            device=self.device,
+            max_sequence_length=self.max_sequence_length,
+            # the width of the zeros that stand in for a T5 that was left out
+            width=self.transformer.config.joint_attention_dim,
+        )
+        return PromptCache(self.prompt_cache, model)
+
+    def _parts(self, names: tuple[str, ...]) -> dict:
+        parts = {name: getattr(self.pipeline, name, None) for name in names}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @contextmanager
+    def _on_device(self, *modules: nn.Module) -> Iterator[None]:
+        """With `offload_idle`, modules are on the device in here only."""
+        if self.idle_device == self.device:
+            yield
+            return
+        try:
+            for module in modules:
+                module.to(self.device)
+            yield
+        finally:
+            for module in modules:
+                module.to(self.idle_device)
 
     def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
         scheduler = copy.deepcopy(self.pipeline.scheduler)
@@ -116,13 +180,14 @@ class SD3Adapter:
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
         latents = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-        images = vae.decode(latents, return_dict=False)[0]
+        with self._on_device(vae):
+            images = vae.decode(latents, return_dict=False)[0]
         return (images / 2 + 0.5).clamp(0, 1).float()
 
-    def save_lora(self, folder: Path, transformer: nn.Module) -> None:
+    def save_lora(self, folder: Path, transformer: nn.Module, weights: dict[str, Tensor]) -> None:
         self.pipeline_class.save_lora_weights(
             folder,
-            transformer_lora_layers=get_peft_model_state_dict(transformer),
+            transformer_lora_layers=get_peft_model_state_dict(transformer, state_dict=weights),
             # without it diffusers assumes alpha == rank
             transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
         )
@@ -133,6 +198,7 @@ class SD3Adapter:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"cannot load a LoRA for this model from {folder}: {reason}") from error
+        self._cache = self._open_cache()  # a LoRA may be on the text encoders too
 
     def load_weights(self, folder: Path) -> None:
         if not (folder / "config.json").is_file():

@@ -46,6 +46,11 @@ def assert_told(train, done, message):
         ({"pretrained__model": "assets/tiny"}, "no model at pretrained.model='assets/tiny'"),
         ({"sample__sde_window_size": 9}, "sde_window_range=(0, 5) must lie within (0, 2)"),
         ({"train__ema_decay": 7.0}, "train.ema_decay=7.0 must be at least 0 and below 1"),
+        ({"max_failed_fraction": -0.1}, "max_failed_fraction=-0.1 must be at least 0"),
+        (
+            {"reward_servers__jpeg_compressibility": "host:18085"},
+            "reward_servers.jpeg_compressibility='host:18085' must read like http://host:18085",
+        ),
         ({"train__kl_type": "k3"}, "train.kl_type='k3' must be one of 'flow_grpo'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -82,9 +87,7 @@ def test_a_run_that_exists_is_left_alone(train):
     (run / "metrics.jsonl").write_text("precious\n")
     done = train()
     assert done.returncode == 2
-    assert (
-        done.stderr.strip() == f"error: {run} already exists; choose another run_name or remove it"
-    )
+    assert done.stderr.startswith(f"error: {run} already exists; go on with it (--config.resume=")
     assert [p.name for p in run.iterdir()] == ["metrics.jsonl"]
     assert (run / "metrics.jsonl").read_text() == "precious\n"
 
@@ -95,19 +98,16 @@ def test_a_reward_that_returns_the_wrong_length(train, tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = train(reward_fn="{'short': 1.0}", custom_rewards="{'short': 'short_reward:score'}")
-    assert done.returncode == 2
-    assert "error: reward 'short' returned scores of shape (7,) for 8 images" in done.stderr
+    assert done.returncode == 3
+    assert "error: evaluation before training: reward 'short' gave no score" in done.stderr
+    assert "it returned scores of shape (7,) for 8 images" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_reward_that_never_scores(train, tmp_path, monkeypatch):
-    (tmp_path / "no_reward.py").write_text(
-        "def score(images, prompts, metadata): return [None] * len(images)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = train(reward_fn="{'none': 1.0}", custom_rewards="{'none': 'no_reward:score'}")
-    assert done.returncode == 2
-    assert "error: none of the samples of epoch 1 could be scored" in done.stderr
+def test_a_reward_server_that_is_not_there(train):
+    done = train(reward_servers__jpeg_compressibility="http://127.0.0.1:9")
+    assert_told(train, done, "no reward server at http://127.0.0.1:9 (")
+    assert "start one with python -m reward_server --rewards" in done.stderr
 
 
 def test_a_model_without_its_weights(train, tiny_sd3, tmp_path):

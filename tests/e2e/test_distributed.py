@@ -1,9 +1,11 @@
 """Two real processes."""
 
+import json
 import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
@@ -44,7 +46,15 @@ def test_two_processes_of_four_equal_one_of_eight(train, slices):
         assert first.keys() == second.keys()
         off = [np.abs(first[k].numpy() - second[k].numpy()).max() for k in first]
         assert max(off) <= 1e-6
-    assert len(list((train.logdir / "two/samples/eval-00002").glob("*.png"))) == 3
+    # of training, each process shows its own first samples; these are the same on both
+    folders = [train.logdir / run / "samples/eval-00002" for run in ("one", "two")]
+    tables = [[json.loads(line) for line in (f / "samples.jsonl").open()] for f in folders]
+    assert len(tables[0]) == 3
+    for a, b in zip(*tables, strict=True):
+        assert a["prompt"] == b["prompt"]
+        assert a["avg"] == pytest.approx(b["avg"], abs=1e-6)
+        pictures = [np.asarray(Image.open(f / a["file"])).astype(int) for f in folders]
+        assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a rounding
 
 
 def test_a_mistake_of_all_is_told_once(train):
@@ -53,7 +63,7 @@ def test_a_mistake_of_all_is_told_once(train):
     assert done.stderr.count("no dataset at no/such/folder") == 1
 
 
-def test_a_mistake_of_one_process_is_told_too(train, tmp_path, monkeypatch):
+def test_a_reward_that_fails_on_one_process_stops_all(train, tmp_path, monkeypatch):
     (tmp_path / "second_fails.py").write_text(
         "import os\n"
         "def score(images, prompts, metadata):\n"
@@ -63,4 +73,5 @@ def test_a_mistake_of_one_process_is_told_too(train, tmp_path, monkeypatch):
     custom = "{'second': 'second_fails:score'}"
     done = train(launcher=TORCHRUN, reward_fn="{'second': 1.0}", custom_rewards=custom)
     assert done.returncode != 0
-    assert "error (process 1): reward 'second' returned scores of shape (3,)" in done.stderr
+    assert "reward 'second' gave no score for 4 of 8 images" in done.stderr
+    assert "it returned scores of shape (3,) for 4 images" in done.stderr

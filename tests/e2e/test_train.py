@@ -9,6 +9,7 @@ import pytest
 from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
+from flow_grpo.advantages import compute_advantages
 from flow_grpo.rollout import eval_generators, initial_noise
 
 
@@ -39,7 +40,9 @@ def test_a_run_leaves_what_it_promises(train):
         assert line["train/ratio_max"] > 1  # and later ones do not
     expected = {
         *("reward/avg", "reward/jpeg_compressibility", "reward/std_within_group"),
-        *("reward/zero_std_ratio", "reward/failed", "eval/avg", "eval/jpeg_compressibility"),
+        *("reward/zero_std_ratio", "reward/failed", "eval/avg", "eval/failed"),
+        *(f"reward/jpeg_compressibility/{n}" for n in ("std", "failed")),
+        *(f"eval/jpeg_compressibility{n}" for n in ("", "/std", "/failed")),
         *(f"train/{n}" for n in ("loss", "policy_loss", "kl", "grad_norm", "lr", "approx_kl")),
         *(f"train/{n}" for n in ("clip_low", "clip_high", "ratio_mean", "ratio_min", "ratio_max")),
         *(f"time/{n}" for n in ("sample", "reward_wait", "train", "eval", "save")),
@@ -49,7 +52,12 @@ def test_a_run_leaves_what_it_promises(train):
 
     run = train.logdir / "run"
     assert json.loads((run / "config.json").read_text())["sample"]["guidance_scale"] == 4.5
-    assert [p.name for p in (run / "checkpoints").iterdir()] == ["checkpoint-4"]
+    checkpoints = run / "checkpoints"
+    assert (checkpoints / "latest").resolve().name == "checkpoint-4"
+    best = max(lines, key=lambda line: line["eval/avg"])["step"]
+    assert (checkpoints / "best").resolve().name == f"checkpoint-{best}"
+    kept = {"latest", "best", "checkpoint-4", f"checkpoint-{best}"}
+    assert {p.name for p in checkpoints.iterdir()} == kept
     samples = [json.loads(x) for x in (run / "samples/train-00002/samples.jsonl").open()]
     assert set(samples[0]) == {"file", "prompt", "jpeg_compressibility", "avg", "advantage"}
     assert samples[0]["prompt"].startswith("train prompt")
@@ -113,31 +121,50 @@ def test_the_other_settings_run(train, overrides):
     assert done.returncode == 0, done.stderr
     last = train.metrics()[-1]
     assert last["train/grad_norm"] > 0
-    checkpoint = next((train.logdir / "run/checkpoints").iterdir())
-    names = {p.name for p in checkpoint.iterdir()}
+    names = {p.name for p in (train.logdir / "run/checkpoints/latest").iterdir()}
     if overrides.get("use_lora") is False:
-        assert names == {"transformer", "ema_transformer"}
+        assert names == {"transformer", "ema_transformer", "state"}
     else:
-        assert names == {"lora", "ema_lora"}
+        assert names == {"lora", "ema_lora", "state"}
     assert last["train/first_update_ratio_dev"] <= 1e-5
 
 
 def test_failed_rewards_are_counted_and_left_out(train, tmp_path, monkeypatch):
+    """Half of the images fail: the others' advantages are those of a run without the failed."""
     (tmp_path / "half_fails.py").write_text(
+        "from flow_grpo.rewards.jpeg import jpeg_compressibility\n"
         "def score(images, prompts, metadata):\n"
-        "    return [None if i % 2 else float(i) for i, _ in enumerate(images)]\n"
+        "    sizes = jpeg_compressibility(images, prompts, metadata)\n"
+        "    return [None if i % 2 else s for i, s in enumerate(sizes)], {'size': sizes}\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = train(reward_fn="{'half': 1.0}", custom_rewards="{'half': 'half_fails:score'}")
+    done = train(
+        reward_fn="{'half': 1.0}",
+        custom_rewards="{'half': 'half_fails:score'}",
+        eval_reward_fn="{'jpeg_compressibility': 1.0}",
+        max_failed_fraction=0.6,
+        sample__train_batch_size=8,
+        sample__num_batches_per_epoch=1,
+        train__batch_size=8,
+    )
     assert done.returncode == 0, done.stderr
     last = train.metrics()[-1]
-    assert last["reward/failed"] == 4
-    assert last["reward/half"] == 1.0  # the mean of 0 and 2
+    assert last["reward/failed"] == last["reward/half/failed"] == 4
+    assert "eval/jpeg_compressibility" in last
+    assert "eval/half" not in last
     samples = [
         json.loads(x) for x in (train.logdir / "run/samples/train-00001/samples.jsonl").open()
     ]
-    assert [s["half"] for s in samples] == [0.0, None, 2.0, None]
-    assert [s["advantage"] for s in samples[1::2]] == [0, 0]
+    assert [s["half"] is None for s in samples] == [False, True] * 4
+    assert [s["advantage"] for s in samples[1::2]] == [0] * 4
+    assert np.mean([s["half/size"] for s in samples]) == pytest.approx(last["reward/half/size"])
+    scored = samples[::2]
+    alone = compute_advantages(
+        np.array([s["half"] for s in scored]),
+        np.unique([s["prompt"] for s in scored], return_inverse=True)[1],
+    )
+    assert np.abs(alone).max() > 0.5
+    np.testing.assert_allclose([s["advantage"] for s in scored], alone, rtol=1e-12)
 
 
 @pytest.mark.slow

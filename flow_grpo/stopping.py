@@ -1,0 +1,45 @@
+"""SIGTERM and SIGINT: finish the step at hand, then leave in good order."""
+
+import signal
+from types import FrameType
+
+import torch
+from accelerate import Accelerator
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequested(Exception):
+    """Raised between two steps, on all processes at the same one."""
+
+
+class StopSignals:
+    """Notes the signals while it is entered. A second Ctrl-C does what it always did; a second
+    SIGTERM does not: schedulers and torchrun both send one."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._received = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Between two steps, on all processes: raise if any of them was asked to stop."""
+        received = self._received
+        if self._accelerator.num_processes > 1:
+            flag = torch.tensor(float(received), device=self._accelerator.device)
+            received = self._accelerator.reduce(flag, "sum").item() > 0
+        if received:
+            raise StopRequested
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._received = True
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[number])

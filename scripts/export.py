@@ -1,0 +1,54 @@
+"""Merge a checkpoint into its model: a pipeline folder that diffusers loads by itself.
+
+    python scripts/export.py --checkpoint logs/RUN --out exported
+    python scripts/export.py --checkpoint logs/RUN/checkpoints/checkpoint-8 --raw \
+        --model assets/tiny-sd3 --dtype bfloat16 --out exported
+
+Afterwards `DiffusionPipeline.from_pretrained("exported")` needs neither peft nor this repo.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+import torch
+from diffusers.utils import logging as diffusers_logging
+
+from flow_grpo.errors import UserError
+from flow_grpo.export import Source, export
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        help="a run (its newest checkpoint), a checkpoint (its EMA) or a folder in one",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="new folder for the pipeline")
+    parser.add_argument(
+        "--model", help="pipeline folder or hub id; by default the one the run was trained from"
+    )
+    parser.add_argument("--raw", action="store_true", help="the weights that are not averaged")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="how the transformer is stored; the other parts are copied as they are",
+    )
+    args = parser.parse_args()
+    diffusers_logging.set_verbosity(logging.CRITICAL)  # what is wrong is told below, in one line
+    try:
+        source = Source.find(args.checkpoint, raw=args.raw)
+        model = args.model or source.trained_model()
+        export(source, model, args.out, getattr(torch, args.dtype))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    print(f"wrote {args.out}: {model} with {source}")
+
+
+if __name__ == "__main__":
+    main()

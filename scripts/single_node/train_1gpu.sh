@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# One GPU, or the CPU where there is none; one process, no launcher.
+# bash scripts/single_node/train_1gpu.sh general_ocr_sd3_1gpu --config.run_name=ocr
+set -euo pipefail
+usage='train_1gpu.sh CONFIG [--config.key=value ...]'
+source "$(dirname "${BASH_SOURCE[0]}")/start.sh"
+
+read_config "$@"
+exec "$python" scripts/train.py --config "$config" "${@:2}"

@@ -1,0 +1,91 @@
+"""DeepSpeed, two CPU processes: the same run as plain data parallelism, in other hands."""
+
+import os
+import sys
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from runner import Runner
+from safetensors.torch import load_file
+from test_distributed import TORCHRUN
+
+SETTINGS = {
+    "num_epochs": 3,
+    "eval_freq": 2,
+    "eval_prompts": 5,  # three prompts on one process and two on the other
+    "sample__test_batch_size": 2,
+    "train__gradient_accumulation_steps": 2,
+    "train__learning_rate": 1e-2,
+    "train__ema_update_interval": 1,
+}
+LORA = "checkpoints/latest/{}/pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def data_parallel(short_runs, tmp_path_factory) -> Runner:
+    runner = Runner(tmp_path_factory.mktemp("ddp"), **{**short_runs, **SETTINGS})
+    done = runner(launcher=TORCHRUN, device="cpu")
+    assert done.returncode == 0, done.stderr
+    return runner
+
+
+@pytest.fixture
+def deepspeed(monkeypatch, short_runs, tmp_path):
+    """Runs a stage of ZeRO."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    runner = Runner(tmp_path / "logs", **{**short_runs, **SETTINGS})
+
+    def run(stage: int, **overrides) -> Runner:
+        launcher = (
+            *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2"),
+            *("--main_process_port", str(29000 + os.getpid() % 1000)),
+            f"--config_file=scripts/accelerate_configs/deepspeed_zero{stage}.yaml",
+        )
+        done = runner(launcher=launcher, **overrides)
+        assert done.returncode == 0, done.stderr
+        return runner
+
+    return run
+
+
+def assert_same_run(one: Runner, other: Runner) -> None:
+    for a, b in zip(one.metrics(), other.metrics(), strict=True):
+        for name in a:
+            if name.startswith(("reward/", "eval/", "epoch", "step")):
+                assert a[name] == pytest.approx(b[name], abs=1e-2), name
+        if "train/grad_norm" in a:  # accumulated over as many steps, clipped alike
+            assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-2)
+            assert b["train/first_update_ratio_dev"] <= 1e-5
+    for weights in ("lora", "ema_lora"):
+        first, second = (load_file(r.logdir / "run" / LORA.format(weights)) for r in (one, other))
+        assert first.keys() == second.keys()
+        moved = torch.stack([first[k].norm() for k in first if "lora_B" in k]).norm()
+        off = torch.stack([(first[k] - second[k]).norm() for k in first]).norm()
+        assert off < 0.01 * moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_trains_as_data_parallelism_does(deepspeed, data_parallel, tiny_sd3, stage):
+    if stage == 2:  # and can be stopped and go on
+        deepspeed(stage, num_epochs=1)
+        runner = deepspeed(stage, resume="auto")
+    else:
+        runner = deepspeed(stage)
+    assert_same_run(data_parallel, runner)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
+    pipeline.load_lora_weights(runner.logdir / "run/checkpoints/latest/ema_lora")
+    assert pipeline.get_active_adapters()
+
+
+@pytest.mark.slow
+def test_all_weights_can_be_trained_with_zero(deepspeed):
+    """Full fine-tuning, its weights and moving average shared out over the processes."""
+    runner = deepspeed(3, use_lora=False, num_epochs=1)
+    folder = runner.logdir / "run/checkpoints/latest"
+    name = "diffusion_pytorch_model.safetensors"
+    trained, average = (load_file(folder / f / name) for f in ("transformer", "ema_transformer"))
+    assert trained.keys() == average.keys()
+    assert all(v.numel() > 0 for v in trained.values())
+    assert runner.metrics()[-1]["train/grad_norm"] > 0

@@ -1,0 +1,144 @@
+"""Two nodes: two network namespaces with a cable between them, on one machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+from runner import Runner
+
+CABLE = "cable0"  # the interface has the same name on both nodes
+ADDRESSES = ("192.0.2.1", "192.0.2.2")
+TIMEOUT = 15  # seconds, config.distributed_timeout
+
+
+@dataclass(frozen=True)
+class Node:
+    rank: int
+    name: str  # of its network namespace
+
+    def start(self, train: Runner, **fields) -> subprocess.Popen:
+        launcher = (
+            *("ip", "netns", "exec", self.name),
+            *("env", f"PYTHON={sys.executable}", f"GLOO_SOCKET_IFNAME={CABLE}"),
+            *("bash", "scripts/multi_node/main.sh", "--nodes=2", f"--node-rank={self.rank}"),
+            *(f"--master-addr={ADDRESSES[0]}", "--procs-per-node=1"),
+        )
+        return train.start(launcher=launcher, script="--", device="cpu", **fields)
+
+    def processes(self) -> list[int]:
+        return [int(pid) for pid in ip("netns", "pids", self.name).split()]
+
+    def cut_power(self) -> None:
+        """No process of it closes a connection, so the other node hears nothing any more."""
+        ip("-n", self.name, "link", "set", CABLE, "down")
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def nodes():
+    pair = [Node(rank, f"flow-grpo-{os.getpid()}-{rank}") for rank in (0, 1)]
+    made = []
+    try:
+        for node in pair:
+            ip("netns", "add", node.name)
+            made.append(node)
+        one, other = (node.name for node in pair)
+        ip(*f"link add {CABLE} netns {one} type veth peer name {CABLE} netns {other}".split())
+        for node, address in zip(pair, ADDRESSES, strict=True):
+            ip("-n", node.name, "addr", "add", f"{address}/24", "dev", CABLE)
+            ip("-n", node.name, "link", "set", CABLE, "up")
+            ip("-n", node.name, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError):
+        remove(made)
+        pytest.skip("only root, with iproute2, may make the network namespaces that are the nodes")
+    yield pair
+    remove(pair)
+
+
+def remove(nodes: list[Node]) -> None:
+    for node in nodes:
+        for pid in node.processes():
+            os.kill(pid, signal.SIGKILL)
+        ip("netns", "del", node.name)
+
+
+def run_both(nodes: list[Node], train: Runner, **fields) -> list[str]:
+    """stdout of both, which end well."""
+    processes = [node.start(train, **fields) for node in nodes]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    for process, (_, stderr) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, stderr
+    return [stdout for stdout, _ in outputs]
+
+
+@pytest.mark.slow
+def test_two_nodes_equal_one_process_of_the_double_batch(nodes, train):
+    first, second = run_both(nodes, train, run_name="nodes")
+    assert first.startswith(f"node 0 of 2, processes on it: 1, node 0: {ADDRESSES[0]}:29500\n")
+    assert "16 = 4 per batch x 2 batches x 2 processes" in first
+    assert second.startswith("node 1 of 2,")
+    assert len(second.splitlines()) == 1  # the first process speaks for all
+
+    one = train(run_name="one", device="cpu", sample__train_batch_size=8, train__batch_size=8)
+    assert one.returncode == 0, one.stderr
+    for a, b in zip(train.metrics("one"), train.metrics("nodes"), strict=True):
+        for name in a:
+            if name.startswith(("reward/", "eval/", "epoch", "step")):
+                assert a[name] == pytest.approx(b[name], abs=1e-6), name
+            if name in ("train/loss", "train/kl", "train/grad_norm"):
+                assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-7), name
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_node_stops_both_in_good_order(nodes, train):
+    processes = [node.start(train, num_epochs=10_000, eval_freq=0) for node in nodes]
+    for line in processes[0].stdout:
+        if line.startswith("epoch 1/"):
+            break
+    processes[1].send_signal(signal.SIGTERM)
+    (_, first), (_, second) = (process.communicate(timeout=60) for process in processes)
+    assert [process.returncode for process in processes] == [75, 75]
+    assert first.splitlines()[-1].startswith("stopped in epoch ")
+    assert "error" not in second
+    assert [node.processes() for node in nodes] == [[], []]
+
+
+@pytest.mark.slow
+def test_when_a_node_is_lost_the_other_ends_and_both_go_on(nodes, train):
+    """The lost one is node 0, where the nodes met and whose process speaks for all."""
+    lost, left = nodes
+    endless = dict(num_epochs=10_000, eval_freq=0, distributed_timeout=TIMEOUT, reward_timeout=5.0)
+    processes = [node.start(train, **endless) for node in nodes]
+    for line in processes[0].stdout:
+        if line.startswith("epoch 2/"):
+            break
+    lost.cut_power()
+    since = time.monotonic()
+    _, stderr = processes[1].communicate(timeout=120)
+    assert time.monotonic() - since < TIMEOUT + 15
+    assert processes[1].returncode == 4
+    told = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1, stderr
+    assert told[0].startswith("error: lost contact with another process (")
+    assert told[0].endswith("; start all nodes again with --config.resume=auto")
+    assert "Traceback" not in stderr
+    assert left.processes() == []
+    processes[0].communicate()
+
+    before = train.metrics()
+    assert len(before) >= 3
+    ip("-n", lost.name, "link", "set", CABLE, "up")
+    run_both(nodes, train, num_epochs=len(before) + 1, eval_freq=0, resume="auto")
+    after = train.metrics()
+    assert [line["epoch"] for line in after] == list(range(len(before) + 2))
+    assert [line["step"] for line in after] == [2 * line["epoch"] for line in after]
+    assert after[: len(before) - 1] == before[:-1]  # the last one may have been done again

@@ -1,0 +1,53 @@
+"""Scripts, run as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+class Runner:
+    """Runs scripts/train.py and its like as a user does, with some config fields set."""
+
+    def __init__(self, logdir: Path, **fields) -> None:
+        self.logdir = logdir
+        self.fields = {"logdir": logdir, "run_name": "run", **_dotted(fields)}
+
+    def __call__(self, *extra: str, **overrides) -> subprocess.CompletedProcess:
+        """Overrides are config fields, with __ for the dot, or what `start` takes."""
+        process = self.start(*extra, **overrides)
+        try:
+            stdout, stderr = process.communicate(timeout=600)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    def start(
+        self,
+        *extra: str,
+        script: str = "scripts/train.py",
+        config: str = "config/base.py",
+        launcher: tuple[str, ...] = (sys.executable,),
+        **overrides,
+    ) -> subprocess.Popen:
+        fields = {**self.fields, **_dotted(overrides)}
+        arguments = [f"--config.{k}={v}" for k, v in fields.items()]
+        return subprocess.Popen(
+            [*launcher, script, f"--config={config}", *arguments, *extra],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def metrics(self, run_name: str = "run") -> list[dict]:
+        lines = (self.logdir / run_name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def _dotted(fields: dict) -> dict:
+    return {name.replace("__", "."): value for name, value in fields.items()}
