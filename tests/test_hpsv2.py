@@ -1,0 +1,168 @@
+"""HPSv2 on a small checkpoint in open_clip's names and layout, which is written out in torch."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_clip import (
+    DIM,
+    IMAGES,
+    LENGTH,
+    PROMPTS,
+    SCALE,
+    SIZE,
+    clip_folder,  # noqa: F401 (a fixture)
+    close,
+    pixels_by_hand,
+    plain_embeddings,  # noqa: F401 (a fixture)
+    refusal,
+    scores_of,
+    shake,
+)
+from torch import nn
+from transformers import AutoTokenizer
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.clip import HpsV2
+
+
+class OpenClipBlock(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.mlp = nn.Sequential()
+        self.mlp.add_module("c_fc", nn.Linear(width, 2 * width))
+        self.mlp.add_module("gelu", nn.GELU())
+        self.mlp.add_module("c_proj", nn.Linear(2 * width, width))
+
+    def forward(self, x, mask=None):
+        y = self.ln_1(x)
+        x = x + self.attn(y, y, y, attn_mask=mask, need_weights=False)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class Tower(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.resblocks = nn.ModuleList(OpenClipBlock(width, heads=2) for _ in range(2))
+
+    def forward(self, x, mask=None):
+        for block in self.resblocks:
+            x = block(x, mask)
+        return x
+
+
+class OpenClipVision(nn.Module):
+    def __init__(self, width=32, patch=8):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, patch, patch, bias=False)
+        self.class_embedding = nn.Parameter(torch.randn(width))
+        self.positional_embedding = nn.Parameter(torch.randn((SIZE // patch) ** 2 + 1, width))
+        self.ln_pre, self.ln_post = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.transformer = Tower(width)
+        self.proj = nn.Parameter(torch.randn(width, DIM))
+
+    def forward(self, pixels):
+        patches = self.conv1(pixels).flatten(2).transpose(1, 2)
+        start = self.class_embedding.expand(len(pixels), 1, -1)
+        x = torch.cat([start, patches], dim=1) + self.positional_embedding
+        return self.ln_post(self.transformer(self.ln_pre(x))[:, 0]) @ self.proj
+
+
+class OpenClip(nn.Module):
+    """As open_clip lays it out and names it, which is what HPSv2 was saved from."""
+
+    def __init__(self, vocabulary, width=24):
+        super().__init__()
+        self.visual = OpenClipVision()
+        self.transformer = Tower(width)
+        self.token_embedding = nn.Embedding(vocabulary, width)
+        self.positional_embedding = nn.Parameter(torch.randn(LENGTH, width))
+        self.ln_final = nn.LayerNorm(width)
+        self.text_projection = nn.Parameter(torch.randn(width, DIM))
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(SCALE)))
+
+    def encode_text(self, tokens):
+        x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
+        mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)
+        x = self.ln_final(self.transformer(x, mask))
+        return x[range(len(x)), tokens.argmax(dim=-1)] @ self.text_projection
+
+
+@pytest.fixture(scope="module")
+def hps(folder, tmp_path_factory):
+    """HPSv2's checkpoint in small, its two versions, and the scores of the first."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    target = tmp_path_factory.mktemp("hps")
+    torch.manual_seed(1)
+    model = OpenClip(len(tokenizer)).eval()
+    shake(model)
+    torch.save({"state_dict": model.state_dict()}, target / "HPS_v2.1_compressed.pt")
+    other = {
+        name: value.flip(0).contiguous() for name, value in model.state_dict().items() if value.ndim
+    }
+    other["logit_scale"] = model.logit_scale.data
+    save_file(other, target / "HPS_v2_compressed.safetensors")
+    cosines = []
+    with torch.no_grad():
+        for image, prompt in zip(IMAGES, PROMPTS, strict=True):
+            ids = tokenizer([prompt], truncation=True, max_length=LENGTH)["input_ids"]
+            text = model.encode_text(torch.tensor(ids))
+            picture = model.visual(pixels_by_hand(image))
+            cosines.append(torch.cosine_similarity(picture, text).item())
+    assert np.std(cosines) > 0.05
+    return target, cosines
+
+
+def test_hps_is_the_cosine(folder, plain):
+    assert scores_of(HpsV2(model=str(folder), processor=str(folder))) == close(plain.cosine)
+
+
+def test_the_hps_checkpoint_gives_what_open_clip_would(folder, hps):
+    checkpoints, cosines = hps
+    from_folder = HpsV2(model=str(checkpoints), processor=str(folder))
+    assert scores_of(from_folder) == close(cosines)
+    file = checkpoints / "HPS_v2.1_compressed.pt"
+    assert scores_of(HpsV2(model=str(file), processor=str(folder))) == close(cosines)
+
+
+def test_the_hps_version_chooses_the_checkpoint(folder, hps):
+    checkpoints, cosines = hps
+    scores = scores_of(HpsV2(model=str(checkpoints), processor=str(folder), version="v2.0"))
+    assert scores != close(cosines, 0.01)
+
+
+def test_a_checkpoint_with_code_in_it_is_refused(folder, tmp_path):
+    trace = tmp_path / "ran"
+    torch.save({"state_dict": Opener(trace)}, tmp_path / "evil.pt")
+    with pytest.raises(UserError, match=r"cannot be loaded as an HPSv2 checkpoint"):
+        HpsV2(model=str(tmp_path / "evil.pt"), processor=str(folder))
+    assert not trace.exists()
+
+
+class Opener:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_an_unknown_hps_version_is_named(folder):
+    message = refusal(HpsV2, model=str(folder), processor=str(folder), version="v3")
+    assert message == "version='v3' must be one of v2.1, v2.0"
+
+
+def test_an_hps_checkpoint_without_sizes_is_told(hps):
+    assert "needs a processor=" in refusal(HpsV2, model=str(hps[0]), processor=None)
+
+
+def test_a_checkpoint_of_something_else_is_named(folder, tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    for name in ("other.safetensors", "text.pt"):
+        message = refusal(HpsV2, model=str(tmp_path / name), processor=str(folder))
+        assert "cannot be loaded as an HPSv2 checkpoint (" in message

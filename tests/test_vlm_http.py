@@ -1,0 +1,227 @@
+"""What the judges by a vision-language model send, and how they bear servers in trouble."""
+
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+from openai_server import Hang, HangUp, OpenAiServer, Respond, Slowly, completion, error
+from PIL import Image
+from signs import WORDS, prompt, sign
+from vlm_judges import (
+    AXES_ANSWER,
+    BLANK,
+    bare_environment,  # noqa: F401 (a fixture)
+    connect,
+    score,
+    short_delays,  # noqa: F401 (a fixture)
+)
+
+from flow_grpo.rewards.failure import Failed, FailurePolicy
+from flow_grpo.rewards.ocr import ocr_score
+from flow_grpo.rewards.vlm import QwenVl, QwenVlOcr, UnifiedReward
+
+SIGNS = {sign(word).tobytes(): word for word in WORDS}
+
+
+# What is sent
+
+
+def test_each_image_is_judged_with_its_own_prompt_and_in_order():
+    def read(question):
+        time.sleep(0.01 * (question.image.getpixel((0, 0))[0] % 5))  # answers come out of order
+        return SIGNS.get(question.image.tobytes(), "[no text]")
+
+    targets = WORDS[::-1]
+    with OpenAiServer(read) as server:
+        judge = connect(QwenVlOcr, server, concurrency=8)
+        scores, _ = score(judge, map(sign, WORDS), [prompt(word) for word in targets])
+        assert server.malformed == []
+    assert scores == [ocr_score(read, target) for read, target in zip(WORDS, targets, strict=True)]
+    assert 1.0 in scores
+
+
+def test_so_many_are_asked_at_a_time():
+    together = threading.Barrier(4, timeout=5)
+
+    def answer(question):
+        together.wait()  # fails where fewer are asked
+        time.sleep(0.1)  # long enough for one too many to arrive
+        return "Score: 3"
+
+    with OpenAiServer(answer) as server:
+        scores, _ = score(connect(QwenVl, server, concurrency=4), [BLANK] * 12)
+        assert server.most_at_once == 4
+    assert scores == [0.6] * 12
+
+
+def test_images_arrive_pixel_by_pixel():
+    noise = np.random.default_rng(0).integers(0, 256, (5, 24, 40, 3), dtype=np.uint8)
+    with OpenAiServer(lambda question: "Score: 3") as server:
+        score(connect(QwenVl, server, concurrency=1), map(Image.fromarray, noise))
+    assert len(server.asked) == 5
+    for sent, question in zip(noise, server.asked, strict=True):
+        np.testing.assert_array_equal(np.asarray(question.image), sent)
+
+
+def test_images_of_other_kinds_are_sent_as_rgb():
+    grey = Image.new("L", (8, 8), 77)
+    with OpenAiServer(lambda question: "Score: 3") as server:
+        score(connect(QwenVl, server), [grey, Image.new("RGBA", (8, 8), (77, 77, 77, 0))])
+    assert server.malformed == []
+    assert {question.image.getpixel((0, 0)) for question in server.asked} == {(77, 77, 77)}
+
+
+def test_a_picture_that_cannot_be_read_fails_alone(tmp_path):
+    path = tmp_path / "torn.png"
+    sign("CAT").save(path)
+    path.write_bytes(path.read_bytes()[:60])
+    with OpenAiServer(lambda question: "Score: 3") as server:
+        scores, extras = score(connect(QwenVl, server), [BLANK, Image.open(path), BLANK])
+    assert scores[::2] == [0.6, 0.6]
+    assert "the picture cannot be read, OSError" in scores[1].reason
+    assert math.isnan(extras["raw"][1])
+
+
+@pytest.mark.parametrize("text", ['a "CAT" {with} {prompt} 100 %', "ein Schild: „Café“ 🐈"])
+def test_the_question_holds_the_prompt_as_it_is(text):
+    for judge, options in ((QwenVl, {}), (UnifiedReward, {}), (UnifiedReward, {"form": "axes"})):
+        with OpenAiServer() as server:
+            score(connect(judge, server, max_tokens=77, **options), prompts=[text])
+        [question] = server.asked
+        assert f"\n{text}\n" in question.text
+        assert question.max_tokens == 77
+
+
+def test_the_questions_ask_for_what_is_parsed():
+    with OpenAiServer() as server:
+        for judge, form in ((QwenVl, {}), (UnifiedReward, {}), (UnifiedReward, {"form": "axes"})):
+            score(connect(judge, server, **form))
+    plain, final, axes = [question.text.splitlines() for question in server.asked]
+    assert plain[-1] == "Score: X"
+    assert final[-1] == "Final Score: X"
+    assert [line[:-3] for line in axes[-3:]] == [
+        line.split(":")[0] for line in AXES_ANSWER.split("\n")
+    ]
+
+
+def test_the_reader_is_not_told_what_to_find():
+    with OpenAiServer(lambda question: "CAT") as server:
+        score(connect(QwenVlOcr, server))
+    assert "CAT" not in server.asked[0].text
+
+
+def test_a_prompt_without_quotes_is_not_asked_about():
+    with OpenAiServer(lambda question: "CAT") as server:
+        scores, _ = score(connect(QwenVlOcr, server), [BLANK] * 2, ["a cat", prompt("CAT")])
+        assert len(server.asked) == 1
+    assert scores[0].reason == "its prompt has no text in double quotes"
+    assert scores[1] == 1.0
+
+
+def test_the_wording_can_be_replaced():
+    with OpenAiServer(lambda question: "Score: 3") as server:
+        wording = 'Rate {prompt} as {"n": 1}, end with Score: X'
+        score(connect(QwenVl, server, question=wording), prompts=["a {dog}"])
+        score(connect(QwenVlOcr, server, question="Read it."))
+    sent = [question.text for question in server.asked]
+    assert sent == ['Rate a {dog} as {"n": 1}, end with Score: X', "Read it."]
+
+
+def test_a_key_is_sent_if_there_is_one(monkeypatch):
+    monkeypatch.setenv("OTHER_KEY", "k2")
+    with OpenAiServer(lambda question: "Score: 3") as server:
+        score(connect(QwenVl, server))
+        score(connect(QwenVl, server, api_key_env="OTHER_KEY"))
+        monkeypatch.setenv("OPENAI_API_KEY", "k1")
+        score(connect(QwenVl, server))
+        score(connect(QwenVl, server, api_key_env=None))
+    assert [q.authorization for q in server.asked] == [None, "Bearer k2", "Bearer k1", None]
+
+
+# Servers in trouble
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        error(500, "CUDA out of memory"),
+        error(429, "too many", Retry_After="0"),
+        HangUp(),
+        Respond(200, b"not json"),
+    ],
+    ids=["500", "429", "hangs up", "not JSON"],
+)
+def test_trouble_that_passes_costs_no_score(trouble):
+    with OpenAiServer(lambda question: "Score: 4", script=[trouble] * 2) as server:
+        scores, extras = score(connect(QwenVl, server, retries=2), [BLANK] * 3)
+    assert scores == [0.8] * 3
+    assert extras == {"raw": [4.0] * 3}
+
+
+def test_trouble_that_stays_is_a_failure_after_the_attempts():
+    with OpenAiServer(always=error(500, "CUDA out of memory")) as server:
+        [value], _ = score(connect(QwenVl, server, retries=2))
+        assert len(server.asked) == 3
+    assert isinstance(value, Failed)
+    assert value.reason == f"{server.url}: answered 500 CUDA out of memory, after 3 attempts"
+
+
+def test_what_the_server_refuses_is_a_failure_at_once():
+    with OpenAiServer() as server:
+        judge = QwenVl(url=server.url, model="another", policy=FailurePolicy())
+        [value], _ = score(judge)
+    assert "answered 400" in value.reason
+    assert "model 'another' does not exist" in value.reason
+
+
+def test_one_image_that_fails_leaves_the_others_their_scores():
+    def answer(question):
+        return completion("no") if question.image.tobytes() == sign("DOG").tobytes() else "Score: 5"
+
+    with OpenAiServer(answer) as server:
+        scores, _ = score(connect(QwenVl, server), map(sign, ["CAT", "DOG", "SUN"]))
+    assert [scores[0], scores[2]] == [1.0, 1.0]
+    assert "'no'" in scores[1].reason
+
+
+def test_slow_answers_within_the_deadline_count():
+    with OpenAiServer(lambda question: "Score: 4", always=Slowly(0.4)) as server:
+        scores, _ = score(connect(QwenVl, server, timeout=6.0, retries=0), [BLANK] * 4)
+    assert scores == [0.8] * 4
+
+
+def test_a_batch_shares_one_deadline():
+    with OpenAiServer(always=Hang(), mute=True) as server:
+        judge = connect(QwenVl, server, timeout=0.9, retries=100, concurrency=4)
+        start = time.monotonic()
+        scores, _ = score(judge, [BLANK] * 40)
+        assert time.monotonic() - start < 3.0
+    assert all(isinstance(value, Failed) for value in scores)
+    assert "no answer in time" in scores[0].reason
+    assert scores[-1].reason == "not asked: the 0.9 s were over"
+
+
+def test_what_was_answered_before_the_deadline_is_kept():
+    with OpenAiServer(lambda q: "Score: 4", script=[Slowly(0.01)] * 4, always=Hang()) as server:
+        judge = connect(QwenVl, server, timeout=1.2, retries=0, concurrency=1)
+        scores, _ = score(judge, [BLANK] * 8)
+    assert scores[:4] == [0.8] * 4
+    assert all(isinstance(value, Failed) for value in scores[4:])
+
+
+def test_a_batch_is_spread_over_the_servers():
+    with OpenAiServer(lambda q: "Score: 4") as one, OpenAiServer(lambda q: "Score: 2") as two:
+        judge = connect(QwenVl, one, two)
+        for _ in range(10):
+            score(judge)  # a batch of one image: the turns go on over batches
+        assert (len(one.asked), len(two.asked)) == (5, 5)
+
+
+def test_another_server_takes_over():
+    with OpenAiServer(lambda q: "Score: 4") as alive, OpenAiServer(lambda q: "Score: 2") as dead:
+        judge = connect(QwenVl, alive, dead, retries=0)
+        assert sorted(score(judge, [BLANK] * 4)[0]) == [0.4, 0.4, 0.8, 0.8]
+        dead.__exit__()
+        assert score(judge, [BLANK] * 4)[0] == [0.8] * 4
