@@ -17,6 +17,8 @@ SETTINGS = {
     "sample__test_batch_size": 2,
     "train__gradient_accumulation_steps": 2,
     "train__learning_rate": 1e-2,
+    # larger than the gradients: Adam would blow up the rounding of those next to zero
+    "train__adam_epsilon": 1e-3,
     "train__ema_update_interval": 1,
 }
 LORA = "checkpoints/latest/{}/pytorch_lora_weights.safetensors"
@@ -49,20 +51,20 @@ def deepspeed(monkeypatch, short_runs, tmp_path):
     return run
 
 
-def assert_same_run(one: Runner, other: Runner) -> None:
+def assert_same_run(one: Runner, other: Runner, rel: float) -> None:
     for a, b in zip(one.metrics(), other.metrics(), strict=True):
         for name in a:
             if name.startswith(("reward/", "eval/", "epoch", "step")):
                 assert a[name] == pytest.approx(b[name], abs=1e-2), name
         if "train/grad_norm" in a:  # accumulated over as many steps, clipped alike
-            assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-2)
+            assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=rel)
             assert b["train/first_update_ratio_dev"] <= 1e-5
     for weights in ("lora", "ema_lora"):
         first, second = (load_file(r.logdir / "run" / LORA.format(weights)) for r in (one, other))
         assert first.keys() == second.keys()
         moved = torch.stack([first[k].norm() for k in first if "lora_B" in k]).norm()
         off = torch.stack([(first[k] - second[k]).norm() for k in first]).norm()
-        assert off < 0.01 * moved
+        assert off < rel * moved
 
 
 @pytest.mark.slow
@@ -73,7 +75,9 @@ def test_zero_trains_as_data_parallelism_does(deepspeed, data_parallel, tiny_sd3
         runner = deepspeed(stage, resume="auto")
     else:
         runner = deepspeed(stage)
-    assert_same_run(data_parallel, runner)
+    # weights that ZeRO-3 gathers lie elsewhere in memory, where products round differently: a
+    # picture's file is a byte longer, and with it a reward
+    assert_same_run(data_parallel, runner, rel=0.1 if stage == 3 else 1e-4)
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
     pipeline.load_lora_weights(runner.logdir / "run/checkpoints/latest/ema_lora")
     assert pipeline.get_active_adapters()
