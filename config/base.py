@@ -51,12 +51,13 @@ def get_config() -> ConfigDict:
     config.width = 0
     # Tokens of the T5 encoder. Long prompts need more, attention pays for each.
     config.max_sequence_length = 128
-    # Folder for text embeddings, which runs can share: each prompt is encoded once. One by one
-    # then, so that the last bits may differ from those of a run without. Empty: no cache.
+    # Folder for text embeddings, which runs can share. Empty: they are kept in memory only.
     config.prompt_cache = ""
     # Text encoders and VAE wait in the CPU's memory while they are not used. Moving them takes
-    # time; with the cache above the encoders move for new prompts only.
+    # time; the encoders move once an epoch, and only if it has new prompts.
     config.offload_idle = False
+    # Compile the transformer's blocks and the VAE with torch.compile, on a GPU.
+    config.compile = False
     # False trains the whole transformer and keeps a frozen copy for the KL: three times the memory.
     config.use_lora = True
 

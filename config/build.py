@@ -3,16 +3,18 @@
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, parse_flag_from_env
 from ml_collections import ConfigDict
+from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -38,6 +40,7 @@ from flow_grpo.rewards import (
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rollout import Dynamics
 from flow_grpo.seeding import Stream, numpy_rng
+from flow_grpo.shards import shares_weights
 from flow_grpo.stopping import StopSignals
 from flow_grpo.windows import stochastic_steps
 
@@ -57,7 +60,7 @@ class Session:
     eval_reward: WeightedReward
     adapter: ModelAdapter
     policy: Policy
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     ema: Ema | None
     folder: Path
     progress: Progress
@@ -84,8 +87,13 @@ class Session:
         return tqdm(items, desc=name, leave=False, disable=not self.accelerator.is_main_process)
 
 
-def build_session(config: ConfigDict) -> Session:
-    """Everything the run needs; whatever is cheap to check is checked before weights load."""
+def build_session(
+    config: ConfigDict, load: Callable[[ConfigDict, Accelerator], ModelAdapter] | None = None
+) -> Session:
+    """Everything the run needs; whatever is cheap to check is checked before weights load.
+
+    `load` stands in for `build_adapter`, where the model is none that was saved.
+    """
     check(config)
     try:
         steps = draw_steps(config, epoch=0)
@@ -115,7 +123,7 @@ def build_session(config: ConfigDict) -> Session:
         accelerator, lambda: build_both_rewards(config, accelerator, prompts, test_prompts)
     )
 
-    adapter = build_adapter(config, accelerator)
+    adapter = (load or build_adapter)(config, accelerator)
     train = config.train
     policy = Policy(
         adapter,
@@ -135,6 +143,8 @@ def build_session(config: ConfigDict) -> Session:
         eps=train.adam_epsilon,
     )
     optimizer = policy.prepare(accelerator, optimizer)
+    if config.compile and accelerator.device.type == "cuda" and not shares_weights(accelerator):
+        adapter.compile()
     ema = None
     if train.ema:
         ema = Ema(policy.parameters(), train.ema_decay, train.ema_update_interval)
@@ -164,9 +174,9 @@ def build_session(config: ConfigDict) -> Session:
     )
 
 
-def adam_class(in_8_bits: bool, accelerator: Accelerator) -> type[torch.optim.Optimizer]:
+def adam_class(in_8_bits: bool, accelerator: Accelerator) -> Callable[..., Optimizer]:
     if not in_8_bits:
-        return torch.optim.AdamW
+        return partial(torch.optim.AdamW, fused=accelerator.device.type == "cuda")
     if accelerator.device.type != "cuda":
         raise UserError("train.use_8bit_adam=True needs a GPU; this run is on the CPU")
     try:

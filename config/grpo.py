@@ -72,6 +72,16 @@ def pickscore_sd3(gpus: int) -> ConfigDict:
     return config
 
 
+def benchmark_sd3(gpus: int) -> ConfigDict:
+    """What docs/performance.md times: a random SD3.5-medium, two batches of 9, one update."""
+    config = _sd3(gpus)
+    config.pretrained.model = "sd3.5-medium"  # scripts/benchmark.py makes it up
+    config.mixed_precision = "bf16" if torch.cuda.is_available() else "no"
+    config.dataset = "dataset/ocr"
+    per_gpu_batches(config, gpus=gpus, groups=2 * gpus, group_size=9, max_batch=9, updates=1)
+    return config
+
+
 def tiny_ocr(gpus: int) -> ConfigDict:
     """The small model that ships with the repo learns to draw signs that OCR can read."""
     config = base_config()
@@ -105,7 +115,10 @@ def tiny_ocr(gpus: int) -> ConfigDict:
     return config
 
 
-PRESETS = {f.__name__: f for f in (tiny_ocr, general_ocr_sd3, geneval_sd3, pickscore_sd3)}
+PRESETS = {
+    preset.__name__: preset
+    for preset in (tiny_ocr, general_ocr_sd3, geneval_sd3, pickscore_sd3, benchmark_sd3)
+}
 
 
 def get_config(name: str = "") -> ConfigDict:

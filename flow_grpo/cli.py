@@ -23,8 +23,11 @@ OPEN_FIELDS = (
 )
 
 
-def run(main: Callable[[ConfigDict], None]) -> None:
-    """Parse --config, --config.key=value ... and --debug, then call `main` with the config."""
+def run(main: Callable[[ConfigDict], None], *, default: str | None = None) -> None:
+    """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
+
+    `default` is the config to take where none is named.
+    """
     _set_up_logging()
     config = config_flags.DEFINE_config_file(
         "config", help_string="path/to/config.py or path/to/config.py:preset"
@@ -32,6 +35,8 @@ def run(main: Callable[[ConfigDict], None]) -> None:
     flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
 
     def parse(argv: list[str]) -> list[str]:
+        if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
+            argv = [argv[0], f"--config={default}", *argv[1:]]
         return _told_plainly(lambda: _parse(argv), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:

@@ -16,8 +16,13 @@ from flow_grpo.distributed import gather_rows, gather_scores
 from flow_grpo.metrics import mean_of_scored
 from flow_grpo.models import ModelAdapter
 from flow_grpo.rewards import TOTAL, WeightedReward, to_pil
-from flow_grpo.rollout import Dynamics, eval_generators, initial_noise, sample_trajectory
-from flow_grpo.shards import shares_weights
+from flow_grpo.rollout import (
+    Dynamics,
+    encode_prompts,
+    eval_generators,
+    initial_noise,
+    sample_trajectory,
+)
 
 
 @dataclass(frozen=True)
@@ -57,33 +62,35 @@ def evaluate(
     device = accelerator.device
     shape = adapter.latent_shape(*size)
     rows = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
-    batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+    most = math.ceil(len(prompts) / accelerator.num_processes)
+    batch_size = min(batch_size, most)
     pending, kept = [], []
-    most = math.ceil(math.ceil(len(prompts) / accelerator.num_processes) / batch_size)
-    batches += [[]] * (most - len(batches))
-    for batch in tqdm(
-        batches, desc="evaluate", leave=False, disable=not accelerator.is_main_process
+    for start in tqdm(
+        range(0, most, batch_size),
+        desc="evaluate",
+        leave=False,
+        disable=not accelerator.is_main_process,
     ):
         between_batches()
-        idle = not batch
-        if idle and not shares_weights(accelerator):
-            continue
-        batch = batch or [0]
-        chosen = [prompts[row] for row in batch]
-        texts = [p.prompt for p in chosen]
-        negative = [p.negative_prompt for p in chosen] if dynamics.guidance_scale > 1 else None
+        batch = rows[start : start + batch_size]
+        # Batches of one size, so that nothing is compiled again for the last, and as many on each
+        # process, so that all take part in the forwards of weights that are shared out.
+        full = batch + [0] * (batch_size - len(batch))
         latents, _ = sample_trajectory(
             adapter,
             transformer,
             dynamics,
-            initial_noise(eval_generators(seed, batch), shape, device),
-            adapter.encode(texts, negative),
+            initial_noise(eval_generators(seed, full), shape, device),
+            encode_prompts(adapter, [prompts[row] for row in full], dynamics),
         )
-        if idle:  # it only had to take part in the forwards of the others
+        if not batch:
             continue
-        images = adapter.decode(latents)
+        images = adapter.decode(latents)[: len(batch)]
+        chosen = [prompts[row] for row in batch]
         kept += [images[i] for i, row in enumerate(batch) if row < keep_images]
-        pending.append(reward.submit(images, texts, [p.metadata for p in chosen]))
+        pending.append(
+            reward.submit(images, [p.prompt for p in chosen], [p.metadata for p in chosen])
+        )
     index = np.array(rows, dtype=np.int64)
     scores = gather_scores(accelerator, index, [scores.result() for scores in pending])
     empty = torch.zeros(0, 3, *size)

@@ -39,7 +39,7 @@ def grpo_step_loss(
     i = trajectory.steps[j]
     state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
 
-    def retake(transformer):
+    def retake(transformer, **how):
         return policy_step(
             policy.adapter,
             transformer,
@@ -49,6 +49,7 @@ def grpo_step_loss(
             trajectory.conditioning,
             stochastic=True,
             next_latents=landed,
+            **how,
         )
 
     step, velocity = retake(policy.module)
@@ -65,7 +66,7 @@ def grpo_step_loss(
     kl = torch.zeros_like(old_log_prob)
     if settings.beta > 0:
         with policy.reference() as transformer:
-            reference, reference_velocity = retake(transformer)
+            reference, reference_velocity = retake(transformer, in_one_pass=True)
         kl = kl_to_reference(
             settings.kl,
             mean=step.mean,
@@ -78,3 +79,15 @@ def grpo_step_loss(
         loss = loss + settings.beta * kl
     log_ratio = (step.log_prob - old_log_prob).detach()
     return StepLoss(loss, clipped, kl.detach(), 0.5 * log_ratio**2)
+
+
+def with_gradient(trajectory: Trajectory, advantages: Tensor) -> tuple[Trajectory, Tensor]:
+    """Without those samples of advantage 0, which have no gradient where there is no KL.
+
+    At least one is left, so that every process has its part in every update.
+    """
+    rows = advantages.nonzero().squeeze(1)
+    if 0 < len(rows) < len(advantages):
+        return trajectory[rows], advantages[rows]
+    part = slice(None) if len(rows) else slice(1)
+    return trajectory[part], advantages[part]

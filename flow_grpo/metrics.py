@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from flow_grpo.distributed import gather_rows
 from flow_grpo.grpo import StepLoss
 from flow_grpo.rewards import TOTAL
 from flow_grpo.shards import whole
@@ -51,6 +52,12 @@ def off_policy_warning(deviation: float, clip: float) -> str | None:
     )
 
 
+def _of_all(accelerator: Accelerator, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values of all processes, which may have different numbers of them."""
+    length = len(next(iter(columns.values())))
+    return gather_rows(accelerator, torch.arange(length), columns)[1]
+
+
 class TrainingStats:
     """Statistics of every trained step, kept on the device until the epoch is over."""
 
@@ -81,9 +88,9 @@ class TrainingStats:
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Over all processes; call it on all of them."""
-        columns = {n: accelerator.gather(torch.cat(v)) for n, v in self._columns.items()}
+        columns = _of_all(accelerator, {n: torch.cat(v) for n, v in self._columns.items()})
         ratio = columns.pop("ratio")
-        deviation = accelerator.gather(torch.cat(self._deviation))
+        deviation = _of_all(accelerator, {"": torch.cat(self._deviation)})[""]
         return {
             **{f"train/{name}": float(values.mean()) for name, values in columns.items()},
             "train/ratio_mean": float(ratio.mean()),

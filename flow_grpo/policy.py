@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flow_grpo.errors import UserError
+from flow_grpo.folding import fold_lora
 from flow_grpo.models import ModelAdapter
 from flow_grpo.models.base import latent_dtype
-from flow_grpo.shards import whole_state
+from flow_grpo.shards import shares_weights, whole_state
 
 TRAINED = "trained.safetensors"
 
@@ -81,6 +82,8 @@ class Policy:
     def prepare(
         self, accelerator: Accelerator, optimizer: torch.optim.Optimizer
     ) -> torch.optim.Optimizer:
+        if not shares_weights(accelerator):  # engines that do gather them layer by layer
+            fold_lora(self.transformer)
         self.module, optimizer = accelerator.prepare(self.transformer, optimizer)
         accelerator.register_save_state_pre_hook(self._save_trained)
         accelerator.register_load_state_pre_hook(self._load_trained)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flow_grpo.data import Prompt
 from flow_grpo.models import Conditioning, ModelAdapter, Schedule
 from flow_grpo.models.base import latent_dtype
 from flow_grpo.sde import Kind, Step, sde_step
@@ -33,7 +34,7 @@ class Trajectory:
     def __len__(self) -> int:
         return len(self.log_probs)
 
-    def __getitem__(self, part: slice) -> "Trajectory":
+    def __getitem__(self, part: slice | Tensor) -> "Trajectory":
         return Trajectory(
             self.steps, self.latents[part], self.log_probs[part], self.conditioning[part]
         )
@@ -49,13 +50,25 @@ def policy_step(
     *,
     stochastic: bool,
     next_latents: Tensor | None = None,
-    generators: list[torch.Generator] | None = None,
+    noise: Tensor | None = None,
+    in_one_pass: bool = False,
 ) -> tuple[Step, Tensor]:
-    """Step i of the schedule and the velocity behind it: drawn anew, or where it went before."""
+    """Step i of the schedule and the velocity behind it: with new noise, or to where it went."""
     sigmas, timesteps = dynamics.schedule.sigmas, dynamics.schedule.timesteps
-    velocity = adapter.velocity(
-        transformer, latents, timesteps[i], conditioning, dynamics.guidance_scale
-    )
+    # Compiled code rounds otherwise where it keeps nothing for a backward pass: what will be
+    # trained is sampled by the code that trains it.
+    as_trained = adapter.compiled and stochastic and next_latents is None
+    with torch.set_grad_enabled(torch.is_grad_enabled() or as_trained):
+        velocity = adapter.velocity(
+            transformer,
+            latents,
+            timesteps[i],
+            conditioning,
+            dynamics.guidance_scale,
+            in_one_pass=in_one_pass,
+        )
+    if as_trained:
+        velocity = velocity.detach()  # and with it go the activations
     step = sde_step(
         velocity,
         latents,
@@ -65,7 +78,7 @@ def policy_step(
         noise_level=dynamics.noise_level,
         sigma_max=sigmas[1],
         next_sample=next_latents,
-        generator=generators,
+        noise=noise,
     )
     return step, velocity
 
@@ -86,6 +99,7 @@ def sample_trajectory(
     Returns the final latents and what training needs. With no steps it is the plain ode.
     """
     latents = latents.to(dtype=latent_dtype(transformer))
+    noise = iter(step_noise(generators, len(steps), latents) if steps else ())
     kept, log_probs = [], []
     for i in range(len(dynamics.schedule)):
         stochastic = i in steps
@@ -99,7 +113,7 @@ def sample_trajectory(
             latents,
             conditioning,
             stochastic=stochastic,
-            generators=generators,
+            noise=next(noise) if stochastic else None,
         )
         latents = step.next_sample
         if stochastic:
@@ -112,6 +126,13 @@ def sample_trajectory(
         torch.stack(log_probs, 1) if log_probs else empty,
         conditioning,
     )
+
+
+def encode_prompts(
+    adapter: ModelAdapter, prompts: list[Prompt], dynamics: Dynamics
+) -> Conditioning:
+    negative = [p.negative_prompt for p in prompts] if dynamics.guidance_scale > 1 else None
+    return adapter.encode([p.prompt for p in prompts], negative)
 
 
 def sample_generators(seed: int, epoch: int, index: list[int]) -> list[torch.Generator]:
@@ -132,4 +153,21 @@ def eval_generators(seed: int, rows: list[int]) -> list[torch.Generator]:
 def initial_noise(
     generators: list[torch.Generator], shape: tuple[int, ...], device: torch.device | str
 ) -> Tensor:
-    return torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
+    return _send(torch.stack([torch.randn(shape, generator=g) for g in generators]), device)
+
+
+def step_noise(generators: list[torch.Generator], count: int, like: Tensor) -> Tensor:
+    """(count, *like.shape), all at once: no step then waits for its noise to be drawn and sent."""
+    shape, dtype = like.shape[1:], like.dtype
+    drawn = [
+        torch.stack([torch.randn(shape, generator=g, dtype=dtype) for _ in range(count)])
+        for g in generators
+    ]
+    return _send(torch.stack(drawn, 1), like.device)
+
+
+def _send(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Without waiting for what the device is doing."""
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -41,13 +41,14 @@ def sde_step(
     noise_level: float = 0.7,
     sigma_max: float | None = None,
     next_sample: Tensor | None = None,
+    noise: Tensor | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> Step:
     """Step from `sample` (B, ...) at `sigma`, or score the given `next_sample`.
 
     `sigma` and `sigma_next` are floats or (B,) tensors. `sigma_max` stands in for sigma where
-    sigma == 1, where the flow noise is infinite; use the schedule's second sigma. `generator`
-    may be one per sample.
+    sigma == 1, where the flow noise is infinite; use the schedule's second sigma. The step adds
+    `noise` (standard normal, like `sample`), or draws it from `generator`, also one per sample.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(KINDS)}")
@@ -81,12 +82,13 @@ def sde_step(
         mean = x + v * dt
         return Step(mean, None, mean, std, rate)
 
-    if next_sample is None:
-        generators = list(generator) if isinstance(generator, Sequence) else generator
-        noise = randn_tensor(tuple(x.shape), generator=generators, device=x.device, dtype=dtype)
-        x_next = (mean + std * noise).detach()
-    else:
+    if next_sample is not None:
         x_next = next_sample.to(dtype)
+    else:
+        if noise is None:
+            generators = list(generator) if isinstance(generator, Sequence) else generator
+            noise = randn_tensor(tuple(x.shape), generator=generators, device=x.device, dtype=dtype)
+        x_next = (mean + std * noise).detach()
 
     square = (x_next - mean) ** 2
     if kind == "cps":

@@ -25,12 +25,13 @@ from flow_grpo.data import Batch, epoch_batches
 from flow_grpo.distributed import gather_rows, gather_scores
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.evaluation import evaluate
-from flow_grpo.grpo import grpo_step_loss
+from flow_grpo.grpo import grpo_step_loss, with_gradient
 from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics, score_metrics
 from flow_grpo.outage import describe_outage
 from flow_grpo.rewards import TOTAL, PendingScores, to_pil
 from flow_grpo.rollout import (
     Trajectory,
+    encode_prompts,
     group_generators,
     initial_noise,
     sample_generators,
@@ -136,12 +137,13 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
         num_processes=session.accelerator.num_processes,
         rng=numpy_rng(config.seed, Stream.PROMPTS, epoch),
     )
+    rows = dict.fromkeys(row for batch in batches for row in batch.row.tolist())
+    # all texts at once: encoders that wait on the CPU then move once an epoch
+    encode_prompts(adapter, [session.prompts[row] for row in rows], dynamics)
     samples = []
     for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
         session.stop.check()
         chosen = [session.prompts[row] for row in batch.row]
-        prompts = [p.prompt for p in chosen]
-        negative = [p.negative_prompt for p in chosen] if dynamics.guidance_scale > 1 else None
         generators = sample_generators(config.seed, epoch, batch.index.tolist())
         same = config.sample.same_latent
         first = group_generators(config.seed, epoch, batch.row.tolist()) if same else generators
@@ -150,12 +152,14 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
             session.policy.module,
             dynamics,
             initial_noise(first, shape, device),
-            adapter.encode(prompts, negative),
+            encode_prompts(adapter, chosen, dynamics),
             steps=steps,
             generators=generators,
         )
         images = adapter.decode(latents)
-        scores = session.reward.submit(images, prompts, [p.metadata for p in chosen])
+        scores = session.reward.submit(
+            images, [p.prompt for p in chosen], [p.metadata for p in chosen]
+        )
         samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
     return samples
 
@@ -191,6 +195,8 @@ def train_epoch(
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
         for i in range(0, len(trajectory), size)
     ]
+    if settings.beta == 0 and not session.adapter.compiled:  # which wants batches of one size
+        micro_batches = [with_gradient(*micro_batch) for micro_batch in micro_batches]
     stats, updates_before = TrainingStats(), session.progress.step
     for inner in range(session.plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(micro_batches))
@@ -199,7 +205,7 @@ def train_epoch(
             for j in range(len(trajectory.steps)):
                 with accelerator.accumulate(policy.module):
                     loss = grpo_step_loss(policy, dynamics, trajectory, j, advantage, settings)
-                    accelerator.backward(loss.per_sample.mean())
+                    accelerator.backward(loss.per_sample.sum() / size)
                     stats.add(loss, on_policy=session.progress.step == updates_before)
                     if accelerator.sync_gradients:
                         stats.add_grad_norm(

@@ -101,11 +101,13 @@ def test_each_prompt_is_encoded_once_by_all_runs_together(cached, encoded, tmp_p
     assert len(encoded) == 4
 
 
-def test_without_a_cache_nothing_is_kept(adapter, encoded, tmp_path, monkeypatch):
+def test_without_a_folder_each_text_is_encoded_once_and_nothing_written(
+    adapter, encoded, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     adapter.encode(["a", "b"], None)
-    adapter.encode(["a", "b"], None)
-    assert encoded == [["a", "b"]] * 2
+    adapter.encode(["b", "a"], None)
+    assert encoded == [["a"], ["b"]]
     assert files(tmp_path) == []
 
 
@@ -331,7 +333,7 @@ def test_encoders_and_vae_are_on_the_device_while_they_work_only(tiny_sd3, place
     assert places(pipeline) == IDLE
     images = adapter.decode(torch.ones(1, *adapter.latent_shape(32, 32)))
     assert places(pipeline) == IDLE
-    assert during == [ENCODING, DECODING]
+    assert during == [ENCODING, ENCODING, DECODING]  # a text at a time
 
     plain = load_adapter(str(tiny_sd3), max_sequence_length=8)
     assert torch.equal(conditioning.embeds, plain.encode(["a", "b"], None).embeds)

@@ -31,7 +31,7 @@ class Conditioning:
     def __len__(self) -> int:
         return len(self.positive)
 
-    def __getitem__(self, part: slice) -> "Conditioning":
+    def __getitem__(self, part: slice | Tensor) -> "Conditioning":
         negative = None if self.negative is None else self.negative[part]
         return replace(self, positive=self.positive[part], negative=negative)
 
@@ -39,6 +39,7 @@ class Conditioning:
 class ModelAdapter(Protocol):
     transformer: nn.Module  # as loaded; the methods below take the one to call
     lora_targets: list[str]
+    compiled: bool
 
     def encode(self, prompts: list[str], negative_prompts: list[str] | None) -> Conditioning:
         """Embed a batch; `negative_prompts` is None when sampling without guidance."""
@@ -56,8 +57,17 @@ class ModelAdapter(Protocol):
         timestep: float,
         conditioning: Conditioning,
         guidance_scale: float,
+        *,
+        in_one_pass: bool = False,
     ) -> Tensor:
-        """The guided velocity; gradients flow through the conditional half alone."""
+        """The guided velocity; gradients flow through the conditional half alone.
+
+        `in_one_pass` without gradients: both halves in one batch, which is faster and rounds
+        otherwise.
+        """
+
+    def compile(self) -> None:
+        """Have torch.compile make what runs often faster, from its next call on."""
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images (B, 3, H, W) in [0, 1], float32."""

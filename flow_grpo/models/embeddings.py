@@ -1,4 +1,4 @@
-"""Text embeddings on disk: one file per model and prompt, shared by runs and processes."""
+"""Each text is encoded once: embeddings in memory, and on disk for other runs and processes."""
 
 import hashlib
 import json
@@ -27,17 +27,20 @@ SAMPLES = 64  # values of each weight that are hashed in their order
 
 
 class PromptCache:
-    """Embeddings of the model that `identity` names, the last ones used also in memory.
+    """The embeddings used last, in memory; with a `folder` all of them, one file per text.
 
-    Safe to share: a file appears whole, under a name that says what it holds.
+    Safe to share: a file appears whole, under a name that says what it holds and by which model,
+    which `identity` names.
     """
 
-    def __init__(self, folder: Path, identity: str, in_memory: int = IN_MEMORY) -> None:
+    def __init__(
+        self, folder: Path | None = None, identity: str = "", in_memory: int = IN_MEMORY
+    ) -> None:
         self._folder = folder
         self._identity = identity
         self._in_memory = in_memory
         self._recent: OrderedDict[str, Embedding] = OrderedDict()
-        self._can_write = True
+        self._can_write = folder is not None
 
     def key(self, text: str) -> str:
         return hashlib.sha256(f"{self._identity} {text}".encode()).hexdigest()
@@ -50,7 +53,9 @@ class PromptCache:
         """Those of `texts` that are known."""
         found = {}
         for text in texts:
-            embedding = self._recent.get(text) or _read(self.path(text))
+            embedding = self._recent.get(text)
+            if embedding is None and self._folder is not None:
+                embedding = _read(self.path(text))
             if embedding is not None:
                 found[text] = embedding
                 self._remember(text, embedding)

@@ -40,14 +40,15 @@ class SD3Adapter:
         offload_idle: bool = False,
     ) -> None:
         self.pipeline = pipeline
+        self.compiled = False
         self.device = torch.device(device)
         self.idle_device = torch.device("cpu") if offload_idle else self.device
         self.max_sequence_length = max_sequence_length
         for module in self._modules():
             place = self.device if module is pipeline.transformer else self.idle_device
             module.requires_grad_(False).eval().to(place, dtype)
-        # SD3's VAE overflows in float16
-        pipeline.vae.to(torch.promote_types(dtype, torch.float32))
+        pipeline.vae.to(_vae_dtype(dtype, self.device))
+        pipeline.vae.to(memory_format=torch.channels_last)
         self.transformer = pipeline.transformer
         self.prompt_cache = prompt_cache
         self._cache = self._open_cache()
@@ -60,18 +61,13 @@ class SD3Adapter:
         every = [*prompts, *(negative_prompts or [])]
         position = {text: i for i, text in enumerate(dict.fromkeys(every))}
         texts = list(position)
-        embeds, pooled = self._embed(texts) if self._cache is None else self._embed_once(texts)
+        embeds, pooled = self._embed(texts)
         index = torch.tensor([position[text] for text in every], device=self.device)
         count = len(prompts)
         negative = None if negative_prompts is None else index[count:]
         return Conditioning(embeds, pooled, positive=index[:count], negative=negative)
 
     def _embed(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        with self._on_device(*self._parts(ENCODERS).values()):
-            return self._call_encoders(texts)
-
-    def _embed_once(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        """Like `_embed`, from the cache where it can be."""
         known = self._cache.find(texts)
         missing = [text for text in texts if text not in known]
         if missing:
@@ -94,9 +90,9 @@ class SD3Adapter:
         )
         return embeds, pooled
 
-    def _open_cache(self) -> PromptCache | None:
+    def _open_cache(self) -> PromptCache:
         if self.prompt_cache is None:
-            return None
+            return PromptCache()
         model = identity(
             self._parts(ENCODERS),
             self._parts(TOKENIZERS),
@@ -157,8 +153,10 @@ class SD3Adapter:
         timestep: float,
         conditioning: Conditioning,
         guidance_scale: float,
+        *,
+        in_one_pass: bool = False,
     ) -> Tensor:
-        def forward(texts: Tensor) -> Tensor:
+        def forward(texts: Tensor, latents: Tensor = latents) -> Tensor:
             out = transformer(
                 hidden_states=latents.to(conditioning.embeds.dtype),
                 timestep=torch.full((len(texts),), timestep, device=latents.device),
@@ -170,11 +168,25 @@ class SD3Adapter:
 
         if guidance_scale <= 1:
             return forward(conditioning.positive)
-        # Two passes of B, not one of 2B, in sampling as in training: the same arithmetic in
-        # both is what makes the on-policy ratio exactly 1.
-        with torch.no_grad():
-            unconditional = forward(conditioning.negative)
-        return unconditional + guidance_scale * (forward(conditioning.positive) - unconditional)
+        if in_one_pass:
+            texts = torch.cat([conditioning.negative, conditioning.positive])
+            unconditional, conditional = forward(texts, torch.cat([latents, latents])).chunk(2)
+        else:
+            # Two passes of B, in sampling as in training: the same arithmetic in both is what
+            # makes the on-policy ratio exactly 1.
+            with torch.no_grad():
+                unconditional = forward(conditioning.negative)
+            conditional = forward(conditioning.positive)
+        return unconditional + guidance_scale * (conditional - unconditional)
+
+    def compile(self) -> None:
+        """Block by block: they are alike, so that few of them take time to compile."""
+        # three kinds of blocks; with and without gradients, LoRA and evaluation's batch size
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        self.compiled = True
+        for block in self.transformer.transformer_blocks:
+            block.compile(fullgraph=True, dynamic=False)
+        self.pipeline.vae.decoder.compile(dynamic=False)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -206,3 +218,13 @@ class SD3Adapter:
             return
         trained = type(self.transformer).from_pretrained(folder)
         self.transformer.load_state_dict(trained.state_dict())
+
+
+def _vae_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """SD3's VAE overflows in float16, and the CPU is slow in bfloat16."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return (
+        torch.bfloat16
+        if half and device.type == "cuda"
+        else torch.promote_types(dtype, torch.float32)
+    )

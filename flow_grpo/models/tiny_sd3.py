@@ -70,6 +70,7 @@ def build_tiny_sd3(
     layers: int = 2,
     text_width: int = 32,
     text_layers: int = 2,
+    joint_width: int | None = None,  # of T5; None: that of both CLIPs together
     vae_channels: tuple[int, ...] = (8, 16, 16),
     latent_channels: int = 4,
     words: list[str] | None = None,
@@ -81,7 +82,7 @@ def build_tiny_sd3(
     rng = torch.random.get_rng_state()
     torch.manual_seed(seed)
     tokenizer = clip_tokenizer(words, max_length)
-    joint_width = 2 * text_width
+    joint_width = joint_width or 2 * text_width
     t5 = T5Config(
         vocab_size=384,  # ByT5: 256 bytes and its special tokens
         d_model=joint_width,

@@ -17,6 +17,7 @@ from flow_grpo.rewards.failure import describe
 
 
 def main() -> None:
+    os.nice(10)  # rewards are waited for last; the model's threads wait for one another
     # Ctrl-C and a launcher's SIGTERM reach the whole process group; the trainer decides when its
     # workers go.
     for number in (signal.SIGINT, signal.SIGTERM):

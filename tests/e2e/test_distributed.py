@@ -11,11 +11,33 @@ from safetensors.torch import load_file
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 
 
+FLAT_FOR_SOME = """
+from flow_grpo.rewards import build_reward
+jpeg = build_reward({"jpeg_compressibility": 1.0})
+def score(images, prompts, metadata):
+    scores = jpeg(images, prompts)["avg"]
+    return [0.0 if int(p.split()[-1]) % 3 else s for s, p in zip(scores, prompts)]
+"""
+
+
+@pytest.fixture
+def flat_for_some(tmp_path, monkeypatch) -> dict:
+    """Without a KL, and with a reward that gives no gradient to some groups."""
+    (tmp_path / "flat_for_some.py").write_text(FLAT_FOR_SOME)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return {
+        "train__beta": 0.0,
+        "reward_fn": "{'flat': 1.0}",
+        "custom_rewards": "{'flat': 'flat_for_some:score'}",
+    }
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("slices", [1, 2])
-def test_two_processes_of_four_equal_one_of_eight(train, slices):
-    """Also when training works on slices of the sampling batches."""
+@pytest.mark.parametrize(("slices", "flat"), [(1, False), (2, False), (1, True)])
+def test_two_processes_of_four_equal_one_of_eight(train, flat_for_some, slices, flat):
+    """Also when training works on slices of the sampling batches, or leaves out some samples."""
     settings = {
+        **(flat_for_some if flat else {}),
         "num_epochs": 2,
         "device": "cpu",
         "log_images": 3,

@@ -1,0 +1,187 @@
+"""Time and memory of sampling and of training, taken on the trainer's own loop.
+
+    python scripts/benchmark.py                              # SD3.5-medium's shape, random weights
+    python scripts/benchmark.py --model assets/tiny-sd3      # any pipeline folder, also on the CPU
+    python scripts/benchmark.py --config.compile=False --config.sample.guidance_scale=1
+    python scripts/benchmark.py --config config/grpo.py:tiny_ocr
+
+Epochs are sampled and trained as `scripts/train.py` does it, with a reward that takes no time; the
+first one, in which all is compiled, is not counted. Prints one JSON line: medians over the epochs,
+with the least and the most beside them.
+"""
+
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from absl import flags
+from accelerate import Accelerator
+from ml_collections import ConfigDict
+from train import collect_rewards, sample_epoch, train_epoch
+
+from config.build import DTYPES, Session, build_adapter, build_session, image_size
+from flow_grpo import benchmarking as bench
+from flow_grpo import cli, tracking
+from flow_grpo.errors import UserError
+from flow_grpo.models import ModelAdapter, SD3Adapter
+from flow_grpo.rollout import encode_prompts
+
+RANDOM = "sd3.5-medium"
+MODEL = flags.DEFINE_string("model", "", "A pipeline folder, in place of the config's.")
+EPOCHS = flags.DEFINE_integer("epochs", 3, "How many to time.", lower_bound=1)
+MEMORY = flags.DEFINE_float("memory_gib", 0, "Use no more of the GPU's memory; 0: all of it.")
+OUT = flags.DEFINE_string("out", "", "Append the line to this file too.")
+
+
+def main(config: ConfigDict) -> None:
+    if MODEL.value:
+        config.pretrained.model = MODEL.value
+    on_gpu = torch.cuda.is_available() and config.device != "cpu"
+    if config.pretrained.model == RANDOM and not on_gpu:
+        raise UserError(f"{RANDOM} needs a GPU; name a small model: --model assets/tiny-sd3")
+    if MEMORY.value:
+        if not on_gpu:
+            raise UserError(f"--memory_gib={MEMORY.value} needs a GPU")
+        total = torch.cuda.get_device_properties(0).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, MEMORY.value / total))
+    config.custom_rewards = ConfigDict({"none": "flow_grpo.benchmarking:no_reward"})
+    config.reward_fn = ConfigDict({"none": 1.0})
+    config.eval_reward_fn = ConfigDict({"none": 1.0})
+    with tempfile.TemporaryDirectory() as logdir:
+        config.logdir, config.run_name, config.resume, config.log_with = logdir, "run", "none", ""
+        session = build_session(config, load=load)
+        try:
+            line = json.dumps(measure(session))
+        finally:
+            session.close()
+    if session.accelerator.is_main_process:
+        print(line)
+        if OUT.value:
+            with Path(OUT.value).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+    session.accelerator.end_training()
+
+
+def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
+    if config.pretrained.model != RANDOM:
+        return build_adapter(config, accelerator)
+    device, dtype = accelerator.device, DTYPES[config.mixed_precision]
+    return SD3Adapter(
+        bench.random_sd35_medium(device, dtype),
+        device=device,
+        dtype=dtype,
+        max_sequence_length=config.max_sequence_length,
+        offload_idle=config.offload_idle,
+    )
+
+
+def measure(session: Session) -> dict[str, Any]:
+    config, plan, device = session.config, session.plan, session.accelerator.device
+    epochs = [run_epoch(session, epoch) for epoch in range(1 + EPOCHS.value)]
+    warm_up, timed = epochs[0], epochs[1:]
+    own = plan.samples // plan.num_processes
+    seconds = {
+        "sampling_s_per_image": [e["sample_s"] / own for e in timed],
+        "trained_step_s_per_sample": [e["train_s"] / own / plan.trained_steps for e in timed],
+        "full_s_per_sample": [(e["sample_s"] + e["train_s"]) / own for e in timed],
+    }
+    work = tflop(session)
+    rates = {
+        "sampling_tflops": work["sampling"] / min(seconds["sampling_s_per_image"]),
+        "training_tflops": work["training"] / min(seconds["trained_step_s_per_sample"]),
+    }
+    ceiling = bench.matmul_tflops(device, DTYPES[config.mixed_precision])
+    worst = max(epochs, key=lambda e: e["train/first_update_ratio_dev"])
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", *sys.argv]),
+        **bench.hardware(device),
+        "settings": settings(session),
+        **{name: spread(values) for name, values in seconds.items()},
+        "peak_gib_sampling": round(max(e["sample_gib"] for e in timed), 1),
+        "peak_gib_training": round(max(e["train_gib"] for e in timed), 1),
+        "warm_up_s": round(sum(e["sample_s"] + e["train_s"] for e in [warm_up]), 1),
+        "epoch_s": round(statistics.median(e["sample_s"] + e["train_s"] for e in timed), 2),
+        "matmul_tflops": rounded(ceiling),
+        **{name: rounded(rate) for name, rate in rates.items()},
+        **{f"{name}_share": rounded(rate / ceiling) for name, rate in rates.items()},
+        "ratio_dev_max": worst["train/first_update_ratio_dev"],
+        "log_ratio_rms": (2 * worst["train/approx_kl"]) ** 0.5,
+    }
+
+
+def run_epoch(session: Session, epoch: int) -> dict[str, float]:
+    device = session.accelerator.device
+    tracking.reset_peak_memory(device)
+    start = bench.now(device)
+    samples = sample_epoch(session, epoch)
+    collect_rewards(session, samples)
+    sampled, sample_gib = bench.now(device), tracking.peak_memory_gb(device)
+    tracking.reset_peak_memory(device)
+    advantages = [np.random.default_rng(0).standard_normal(len(s.trajectory)) for s in samples]
+    trained = [s.trajectory for s in samples]
+    del samples  # the pictures of the first batch
+    metrics = train_epoch(session, epoch, trained, advantages)
+    return {
+        **metrics,
+        "sample_s": sampled - start,
+        "train_s": bench.now(device) - sampled,
+        "sample_gib": sample_gib,
+        "train_gib": tracking.peak_memory_gb(device),
+    }
+
+
+def tflop(session: Session) -> dict[str, float]:
+    """What an image and a trained step have to compute, however it is done."""
+    config, adapter = session.config, session.adapter
+    dynamics = session.dynamics(config.sample.num_steps)
+    text = encode_prompts(adapter, session.prompts[:1], dynamics).embeds
+    shape = adapter.latent_shape(*image_size(config))
+    forward = bench.forward_tflop(adapter.transformer, shape, text.shape[1])
+    passes = 2 if dynamics.guidance_scale > 1 else 1
+    reference = passes if config.train.beta > 0 else 0
+    return {
+        "sampling": len(dynamics.schedule) * passes * forward,
+        "training": (passes + reference + 1) * forward,  # backward: the activations' gradients
+    }
+
+
+def settings(session: Session) -> dict[str, Any]:
+    config, plan = session.config, session.plan
+    height, width = image_size(config)
+    return {
+        "model": config.pretrained.model,
+        "size": f"{width}x{height}",
+        "batch": plan.sample_batch_size,
+        "train_batch": plan.train_batch_size,
+        "samples": plan.samples,
+        "processes": plan.num_processes,
+        "steps": config.sample.num_steps,
+        "trained_steps": plan.trained_steps,
+        "guidance": config.sample.guidance_scale,
+        "beta": config.train.beta,
+        "weights": f"LoRA r {config.train.lora_rank}" if config.use_lora else "all",
+        "precision": config.mixed_precision,
+        "gradient_checkpointing": config.train.gradient_checkpointing,
+        "memory_gib": MEMORY.value or None,
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: rounded(value) for name, value in found.items()}
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    cli.run(main, default=str(Path(__file__).parents[1] / "config/grpo.py:benchmark_sd3"))

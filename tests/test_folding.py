@@ -1,0 +1,82 @@
+"""LoRA folded into the weights: the same function and gradients, where it can be."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig
+from torch import nn
+
+from flow_grpo.folding import FoldedLinear, fold_lora
+from flow_grpo.models import SD3Adapter
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.policy import Policy
+
+
+def build(dtype: torch.dtype = torch.float32, **lora) -> SD3Adapter:
+    """A model whose LoRA does something."""
+    adapter = SD3Adapter(build_tiny_sd3(), dtype=dtype, max_sequence_length=4)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=adapter.lora_targets, **lora)
+    torch.manual_seed(0)
+    adapter.transformer.add_adapter(config)
+    for name, parameter in adapter.transformer.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return adapter
+
+
+def velocity(adapter: SD3Adapter) -> torch.Tensor:
+    latents = torch.randn(
+        3, *adapter.latent_shape(16, 24), generator=torch.Generator().manual_seed(1)
+    )
+    conditioning = adapter.encode(["a", "b", "a"], None)
+    return adapter.velocity(adapter.transformer, latents, 500.0, conditioning, 1.0)
+
+
+def gradients(adapter: SD3Adapter) -> dict[str, torch.Tensor]:
+    velocity(adapter).square().mean().backward()
+    return {n: p.grad for n, p in adapter.transformer.named_parameters() if p.grad is not None}
+
+
+def folded(adapter: SD3Adapter) -> list[nn.Module]:
+    return [m for m in adapter.transformer.modules() if isinstance(m, FoldedLinear)]
+
+
+def test_folded_lora_is_the_same_function_with_the_same_gradients():
+    plain, other = build(), build()
+    fold_lora(other.transformer)
+    assert len(folded(other)) == 15  # eight in each of two blocks, but for the last text output
+    torch.testing.assert_close(velocity(other), velocity(plain), rtol=1e-5, atol=1e-6)
+    expected, found = gradients(plain), gradients(other)
+    assert expected.keys() == found.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-8)
+
+
+def test_without_its_adapters_it_is_the_model_below():
+    adapter = build()
+    base = SD3Adapter(build_tiny_sd3(), max_sequence_length=4)
+    fold_lora(adapter.transformer)
+    adapter.transformer.disable_adapters()
+    torch.testing.assert_close(velocity(adapter), velocity(base), rtol=1e-5, atol=1e-6)
+    adapter.transformer.enable_adapters()
+    assert (velocity(adapter) - velocity(base)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}])
+def test_what_is_no_plain_sum_stays_as_it_is(lora):
+    adapter = build(**lora)
+    fold_lora(adapter.transformer)
+    assert not folded(adapter)
+
+
+def test_half_precision_stays_as_it_is():
+    adapter = build(torch.bfloat16)
+    fold_lora(adapter.transformer)
+    assert not folded(adapter)
+
+
+def test_training_folds():
+    adapter = SD3Adapter(build_tiny_sd3(), max_sequence_length=4)
+    policy = Policy(adapter, rank=4)
+    policy.prepare(Accelerator(cpu=True), torch.optim.SGD(policy.parameters(), lr=1.0))
+    assert folded(adapter)

@@ -1,0 +1,67 @@
+"""The parts of the loss that are there to save time change nothing else."""
+
+import torch
+
+from flow_grpo.grpo import GrpoSettings, grpo_step_loss, with_gradient
+from flow_grpo.policy import Policy
+from flow_grpo.rollout import Dynamics, initial_noise, sample_generators, sample_trajectory
+
+
+def sampled(adapter, *, guidance: float = 1.0):
+    policy = Policy(adapter, rank=4, alpha=8)
+    dynamics = Dynamics(adapter.schedule(4, 32, 32), "flow", 0.7, guidance)
+    generators = sample_generators(0, 0, range(4))
+    _, trajectory = sample_trajectory(
+        adapter,
+        policy.module,
+        dynamics,
+        initial_noise(generators, adapter.latent_shape(32, 32), "cpu"),
+        adapter.encode(["a", "b", "a", "c"], ["", "x", "", ""] if guidance > 1 else None),
+        steps=range(2),
+        generators=generators,
+    )
+    return policy, dynamics, trajectory
+
+
+def gradient(policy, dynamics, trajectory, advantages, size) -> torch.Tensor:
+    settings = GrpoSettings(beta=0.0)
+    loss = grpo_step_loss(policy, dynamics, trajectory, 1, advantages, settings)
+    (loss.per_sample.sum() / size).backward()
+    found = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    for parameter in policy.parameters():
+        parameter.grad = None
+    return found
+
+
+def test_samples_without_advantage_have_no_gradient_and_can_be_left_out(adapter):
+    policy, dynamics, trajectory = sampled(adapter)
+    advantages = torch.tensor([0.7, 0.0, -1.2, 0.0])
+    part, kept = with_gradient(trajectory, advantages)
+    assert kept.tolist() == advantages[[0, 2]].tolist()
+    assert torch.equal(part.latents, trajectory.latents[[0, 2]])
+    assert len(part.conditioning) == len(part) == 2
+    whole = gradient(policy, dynamics, trajectory, advantages, 4)
+    assert whole.norm() > 0
+    torch.testing.assert_close(
+        gradient(policy, dynamics, part, kept, 4), whole, rtol=1e-4, atol=1e-9
+    )
+
+
+def test_where_all_or_none_have_a_gradient(adapter):
+    _, _, trajectory = sampled(adapter)
+    part, kept = with_gradient(trajectory, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert len(part) == len(kept) == 4
+    part, kept = with_gradient(trajectory, torch.zeros(4))
+    assert len(part) == len(kept) == 1  # every process has its part in every update
+
+
+def test_both_halves_in_one_pass_give_the_same_velocity(adapter):
+    policy, dynamics, trajectory = sampled(adapter, guidance=4.5)
+    arguments = (
+        *(policy.module, trajectory.latents[:, 0], 900.0, trajectory.conditioning),
+        dynamics.guidance_scale,
+    )
+    with torch.no_grad():
+        apart = adapter.velocity(*arguments)
+        together = adapter.velocity(*arguments, in_one_pass=True)
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
