@@ -12,11 +12,10 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
 
 
 FLAT_FOR_SOME = """
-from flow_grpo.rewards import build_reward
-jpeg = build_reward({"jpeg_compressibility": 1.0})
+import numpy as np
 def score(images, prompts, metadata):
-    scores = jpeg(images, prompts)["avg"]
-    return [0.0 if int(p.split()[-1]) % 3 else s for s, p in zip(scores, prompts)]
+    light = [np.asarray(image).mean() / 255 for image in images]
+    return [0.0 if int(p.split()[-1]) % 3 else value for value, p in zip(light, prompts)]
 """
 
 
