@@ -121,7 +121,7 @@ def _told_plainly(call: Callable, *, debug: bool):
     except UserError as error:
         if debug:
             raise
-        if is_first_process():  # all processes see the same mistakes
+        if is_first_process() or not error.seen_by_all:
             prefix = "" if isinstance(error, Stopped) else "error: "
             print(f"{prefix}{error}", file=sys.stderr)
         sys.exit(error.exit_code)

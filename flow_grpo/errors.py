@@ -2,6 +2,13 @@ class UserError(Exception):
     """A mistake the user can mend. Scripts print it as one line, without a traceback."""
 
     exit_code = 2
+    seen_by_all = True  # of several processes, one tells it
+
+
+class OutOfMemory(UserError):
+    """Of a GPU, perhaps of one of several."""
+
+    seen_by_all = False
 
 
 class Stopped(UserError):

@@ -1,6 +1,6 @@
 """The batch arithmetic of an epoch: checked before anything is loaded, printed before it starts."""
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 
 from flow_grpo.errors import UserError
 
@@ -61,6 +61,25 @@ class BatchPlan:
     @property
     def updates(self) -> int:
         return self.micro_batches // self.accumulation_steps * self.inner_epochs
+
+    def in_smaller_batches(self) -> "BatchPlan | None":
+        """The same epoch and updates in less memory; None if batches are of one sample."""
+        whole = self.train_batch_size
+        size = next((s for s in range(whole - 1, 0, -1) if whole % s == 0), None)
+        return size and replace(
+            self,
+            sample_batch_size=size,
+            batches_per_epoch=self.sample_batch_size * self.batches_per_epoch // size,
+            train_batch_size=size,
+            accumulation_steps=whole * self.accumulation_steps // size,
+        )
+
+    def options_for(self, other: "BatchPlan") -> str:
+        """What to add to the command to get `other` instead."""
+        changed = [f for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+        return " ".join(
+            f"--config.{f.metadata['config']}={getattr(other, f.name)}" for f in changed
+        )
 
     def check_prompts(self, rows: int, source: str) -> None:
         if rows < self.groups:

@@ -30,6 +30,7 @@ from config.build import DTYPES, Session, build_adapter, build_session, image_si
 from flow_grpo import benchmarking as bench
 from flow_grpo import cli, tracking
 from flow_grpo.errors import UserError
+from flow_grpo.memory import advice_when_short
 from flow_grpo.models import ModelAdapter, SD3Adapter
 from flow_grpo.rollout import encode_prompts
 
@@ -58,7 +59,8 @@ def main(config: ConfigDict) -> None:
         config.logdir, config.run_name, config.resume, config.log_with = logdir, "run", "none", ""
         session = build_session(config, load=load)
         try:
-            line = json.dumps(measure(session))
+            with advice_when_short(session.plan):
+                line = json.dumps(measure(session))
         finally:
             session.close()
     if session.accelerator.is_main_process:

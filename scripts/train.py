@@ -26,6 +26,7 @@ from flow_grpo.distributed import gather_rows, gather_scores
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.evaluation import evaluate
 from flow_grpo.grpo import grpo_step_loss, with_gradient
+from flow_grpo.memory import advice_when_short
 from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics, score_metrics
 from flow_grpo.outage import describe_outage
 from flow_grpo.rewards import TOTAL, PendingScores, to_pil
@@ -56,7 +57,7 @@ def main(config: ConfigDict) -> None:
     logger.info("run directory         %s", session.folder)
     logger.info(session.plan.describe())
     try:
-        with session.stop:
+        with session.stop, advice_when_short(session.plan):
             train(session)
     except StopRequested as request:
         if session.progress.record.get("step") == session.progress.step:  # else it is redone

@@ -1,7 +1,9 @@
 import pytest
+import torch
 
 from config import grpo
-from flow_grpo.errors import UserError
+from flow_grpo.errors import OutOfMemory, UserError
+from flow_grpo.memory import advice_when_short
 from flow_grpo.plan import BatchPlan
 
 
@@ -80,3 +82,22 @@ def test_a_preset_for_another_number_of_gpus_is_refused(monkeypatch):
 def test_an_unknown_preset_is_named():
     with pytest.raises(UserError, match=r"unknown preset 'ocr-flux'; .* general_ocr_sd3"):
         grpo.get_config("ocr-flux")
+
+
+def test_smaller_batches_make_the_same_epoch():
+    whole = plan(sample_batch_size=18, train_batch_size=9)
+    smaller = whole.in_smaller_batches()
+    assert (smaller.sample_batch_size, smaller.train_batch_size) == (3, 3)
+    assert (smaller.samples, smaller.updates) == (whole.samples, whole.updates)
+    assert smaller.in_smaller_batches().in_smaller_batches() is None
+
+
+def test_running_out_of_memory_is_told_with_a_way_out():
+    with pytest.raises(OutOfMemory) as told, advice_when_short(BatchPlan(1, 4, 6, 4, 4, 3, 1)):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+    assert not told.value.seen_by_all  # each process tells it
+    assert str(told.value).startswith(
+        "CUDA out of memory; try --config.sample.train_batch_size=2 "
+        "--config.sample.num_batches_per_epoch=12 --config.train.batch_size=2 "
+        "--config.train.gradient_accumulation_steps=6 (the same epoch, smaller batches), or "
+    )
