@@ -97,17 +97,19 @@ def tiny_ocr(gpus: int) -> ConfigDict:
     config.sample.guidance_scale = 1.0
     # The log-probability is a mean over 1,536 numbers, not 65,536 as at 512 px: it moves further.
     config.train.clip_range = 1e-3
-    # 1e-3 learns in three epochs and then hacks the reward: all signs dark on pale, letters torn.
-    config.train.learning_rate = 3e-4
     config.train.beta = 0.0
     config.train.ema_update_interval = 1
     if torch.cuda.is_available():
+        # 1e-3 learns in three epochs and then hacks the reward: all signs dark on pale, torn.
+        config.train.learning_rate = 3e-4
         config.num_epochs = 30
         config.eval_freq = 3
         per_gpu_batches(config, gpus=gpus, groups=32, group_size=16, max_batch=256)
     else:
-        # About 9 s per epoch on two cores, a third of it training: three noisy steps, not nine.
-        config.num_epochs = 10
+        # Twice the step, and an end to it before anything can be hacked. About 15 s per epoch on
+        # two slow cores, a quarter of it training: three noisy steps, not nine.
+        config.train.learning_rate = 6e-4
+        config.num_epochs = 6
         config.eval_freq = 2
         config.sample.num_steps = 8
         config.sample.sde_window_size = 3

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from absl import flags
 from accelerate import Accelerator
+from diffusers import AutoencoderKL, SD3Transformer2DModel
 from ml_collections import ConfigDict
 from train import collect_rewards, sample_epoch, train_epoch
 
@@ -44,6 +45,7 @@ OUT = flags.DEFINE_string("out", "", "Append the line to this file too.")
 def main(config: ConfigDict) -> None:
     if MODEL.value:
         config.pretrained.model = MODEL.value
+        config.resolution = min(config.resolution, own_resolution(MODEL.value))
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
     if config.pretrained.model == RANDOM and not on_gpu:
         raise UserError(f"{RANDOM} needs a GPU; name a small model: --model assets/tiny-sd3")
@@ -69,6 +71,16 @@ def main(config: ConfigDict) -> None:
             with Path(OUT.value).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
     session.accelerator.end_training()
+
+
+def own_resolution(model: str) -> int:
+    """Of the pictures that the model was made for."""
+    try:
+        transformer = SD3Transformer2DModel.load_config(model, subfolder="transformer")
+        vae = AutoencoderKL.load_config(model, subfolder="vae")
+    except OSError as error:
+        raise UserError(f"--model={model}: {str(error).strip().splitlines()[0]}") from error
+    return transformer["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:

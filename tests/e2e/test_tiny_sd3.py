@@ -78,7 +78,7 @@ def test_evaluation_does_not_depend_on_batches_or_processes(run, tmp_path):
 @pytest.mark.slow
 def test_the_preset_learns_to_draw_signs(run, tmp_path):
     """Held-out OCR rises by .15 in part of the quickstart's epochs; the checkpoint has it."""
-    done = run(config=TINY_OCR, num_epochs=4, eval_freq=0)
+    done = run(config=TINY_OCR, num_epochs=3, eval_freq=0)
     assert done.returncode == 0, done.stderr
     before, after = run.metrics()[0]["eval/ocr"], run.metrics()[-1]["eval/ocr"]
     assert 0.4 < before < 0.8
@@ -92,7 +92,7 @@ def test_the_preset_learns_to_draw_signs(run, tmp_path):
     out = tmp_path / "pictures.png"
     for arguments in (
         ["curve", str(run.logdir / "run"), "--metric", "reward/ocr", "eval/ocr"],
-        ["pictures", str(samples / "eval-00000"), str(samples / "eval-00004")],
+        ["pictures", str(samples / "eval-00000"), str(samples / "eval-00003")],
     ):
         subprocess.run([*plot, *arguments, "--out", str(out)], cwd=ROOT, check=True)
         assert Image.open(out).width > 300
