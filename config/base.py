@@ -56,7 +56,8 @@ def get_config() -> ConfigDict:
     # Text encoders and VAE wait in the CPU's memory while they are not used. Moving them takes
     # time; the encoders move once an epoch, and only if it has new prompts.
     config.offload_idle = False
-    # Compile the transformer's blocks and the VAE with torch.compile, on a GPU.
+    # Compile the transformer's blocks and the VAE with torch.compile, on a GPU and where weights
+    # are not shared out (ZeRO-3, FSDP). Sampling then needs the memory of training.
     config.compile = False
     # False trains the whole transformer and keeps a frozen copy for the KL: three times the memory.
     config.use_lora = True

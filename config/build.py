@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from flow_grpo.distributed import on_all_or_none
 from flow_grpo.ema import Ema
 from flow_grpo.errors import UserError
 from flow_grpo.grpo import GrpoSettings
+from flow_grpo.memory import advice_when_short
 from flow_grpo.models import ModelAdapter, load_adapter
 from flow_grpo.plan import BatchPlan
 from flow_grpo.policy import Policy
@@ -123,7 +123,8 @@ def build_session(
         accelerator, lambda: build_both_rewards(config, accelerator, prompts, test_prompts)
     )
 
-    adapter = (load or build_adapter)(config, accelerator)
+    with advice_when_short(lighter_settings(config)):
+        adapter = (load or build_adapter)(config, accelerator)
     train = config.train
     policy = Policy(
         adapter,
@@ -135,14 +136,7 @@ def build_session(
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
-    optimizer = adam_class(train.use_8bit_adam, accelerator)(
-        policy.parameters(),
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        weight_decay=train.adam_weight_decay,
-        eps=train.adam_epsilon,
-    )
-    optimizer = policy.prepare(accelerator, optimizer)
+    optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
     if config.compile and accelerator.device.type == "cuda" and not shares_weights(accelerator):
         adapter.compile()
     ema = None
@@ -174,10 +168,20 @@ def build_session(
     )
 
 
-def adam_class(in_8_bits: bool, accelerator: Accelerator) -> Callable[..., Optimizer]:
-    if not in_8_bits:
-        return partial(torch.optim.AdamW, fused=accelerator.device.type == "cuda")
-    if accelerator.device.type != "cuda":
+def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy) -> Optimizer:
+    train = config.train
+    settings = {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "weight_decay": train.adam_weight_decay,
+        "eps": train.adam_epsilon,
+    }
+    on_gpu = accelerator.device.type == "cuda"
+    if not train.use_8bit_adam:
+        # in fp16 a fused step hides from the moving average which updates were skipped
+        fused = on_gpu and config.mixed_precision != "fp16"
+        return torch.optim.AdamW(policy.parameters(), fused=fused, **settings)
+    if not on_gpu:
         raise UserError("train.use_8bit_adam=True needs a GPU; this run is on the CPU")
     try:
         from bitsandbytes.optim import AdamW8bit
@@ -185,7 +189,7 @@ def adam_class(in_8_bits: bool, accelerator: Accelerator) -> Callable[..., Optim
         raise UserError(
             "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
         ) from error
-    return AdamW8bit
+    return AdamW8bit(policy.parameters(), **settings)
 
 
 def load_progress(accelerator: Accelerator, checkpoint: Path | None) -> Progress:
@@ -319,6 +323,28 @@ def draw_steps(config: ConfigDict, epoch: int) -> range:
         timestep_fraction=config.train.timestep_fraction,
         rng=numpy_rng(config.seed, Stream.WINDOW, epoch),
     )
+
+
+def lighter_settings(config: ConfigDict) -> list[str]:
+    """Options that need less memory, of those that the run has not yet."""
+    lighter = {
+        "train.gradient_checkpointing": (config.train.gradient_checkpointing, True),
+        "offload_idle": (config.offload_idle, True),
+        "compile": (config.compile, False),
+    }
+    return [f"--config.{name}={to}" for name, (now, to) in lighter.items() if now != to]
+
+
+def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:
+    smaller = plan.in_smaller_batches()
+    batches = [f"{plan.options_for(smaller)} (the same epoch, smaller batches)"] if smaller else []
+    return batches + lighter_settings(config)
+
+
+def lighter_evaluation(config: ConfigDict) -> list[str]:
+    size = config.sample.test_batch_size
+    batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
+    return batches + lighter_settings(config)
 
 
 def grpo_settings(config: ConfigDict) -> GrpoSettings:

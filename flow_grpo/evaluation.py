@@ -18,6 +18,7 @@ from flow_grpo.models import ModelAdapter
 from flow_grpo.rewards import TOTAL, WeightedReward, to_pil
 from flow_grpo.rollout import (
     Dynamics,
+    encode_ahead,
     encode_prompts,
     eval_generators,
     initial_noise,
@@ -63,7 +64,8 @@ def evaluate(
     shape = adapter.latent_shape(*size)
     rows = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
     most = math.ceil(len(prompts) / accelerator.num_processes)
-    batch_size = min(batch_size, most)
+    batch_size = math.ceil(most / math.ceil(most / batch_size))  # with the fewest rows to spare
+    encode_ahead(adapter, [prompts[row] for row in rows], dynamics)
     pending, kept = [], []
     for start in tqdm(
         range(0, most, batch_size),

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flow_grpo.objectives import KL, PolicyLoss, clipped_policy_loss, kl_to_reference
 from flow_grpo.policy import Policy
 from flow_grpo.rollout import Dynamics, Trajectory, policy_step
+from flow_grpo.sde import Step
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class GrpoSettings:
 
 @dataclass(frozen=True)
 class StepLoss:
-    per_sample: Tensor  # (B,), with gradient; its mean is the loss
+    per_sample: Tensor  # (B,), with gradient; its sum over the size of the batch is the loss
     policy: PolicyLoss
     kl: Tensor  # (B,)
     approx_kl: Tensor  # (B,) half the squared log-ratio
@@ -39,7 +40,7 @@ def grpo_step_loss(
     i = trajectory.steps[j]
     state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
 
-    def retake(transformer, **how):
+    def retake(transformer: nn.Module, *, in_one_pass: bool = False) -> tuple[Step, Tensor]:
         return policy_step(
             policy.adapter,
             transformer,
@@ -49,9 +50,12 @@ def grpo_step_loss(
             trajectory.conditioning,
             stochastic=True,
             next_latents=landed,
-            **how,
+            in_one_pass=in_one_pass,
         )
 
+    if settings.beta > 0:  # first, while no activations are kept
+        with policy.reference() as transformer:
+            reference, reference_velocity = retake(transformer, in_one_pass=True)
     step, velocity = retake(policy.module)
     old_log_prob = trajectory.log_probs[:, j]
     clipped = clipped_policy_loss(
@@ -65,8 +69,6 @@ def grpo_step_loss(
     loss = clipped.loss
     kl = torch.zeros_like(old_log_prob)
     if settings.beta > 0:
-        with policy.reference() as transformer:
-            reference, reference_velocity = retake(transformer, in_one_pass=True)
         kl = kl_to_reference(
             settings.kl,
             mean=step.mean,

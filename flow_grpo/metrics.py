@@ -8,10 +8,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flow_grpo.distributed import gather_rows
 from flow_grpo.grpo import StepLoss
 from flow_grpo.rewards import TOTAL
 from flow_grpo.shards import whole
+
+LOSSES = ("loss", "policy_loss", "kl")
 
 
 def mean_of_scored(values: np.ndarray) -> float:
@@ -52,12 +53,6 @@ def off_policy_warning(deviation: float, clip: float) -> str | None:
     )
 
 
-def _of_all(accelerator: Accelerator, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values of all processes, which may have different numbers of them."""
-    length = len(next(iter(columns.values())))
-    return gather_rows(accelerator, torch.arange(length), columns)[1]
-
-
 class TrainingStats:
     """Statistics of every trained step, kept on the device until the epoch is over."""
 
@@ -65,9 +60,11 @@ class TrainingStats:
         self._columns: dict[str, list[Tensor]] = defaultdict(list)  # of one value per sample
         self._deviation: list[Tensor] = []
         self._grad_norms: list[Tensor] = []
+        self._left_out = 0
 
-    def add(self, loss: StepLoss, *, on_policy: bool) -> None:
-        """`on_policy`: the weights are still those that sampled."""
+    def add(self, loss: StepLoss, *, on_policy: bool, left_out: int = 0) -> None:
+        """`on_policy`: the weights are still those that sampled. `left_out`: samples of the batch
+        that were not computed, because their loss is 0."""
         columns = {
             "loss": loss.per_sample,
             "policy_loss": loss.policy.loss,
@@ -75,10 +72,11 @@ class TrainingStats:
             "approx_kl": loss.approx_kl,
             "clip_low": loss.policy.clipped_low,
             "clip_high": loss.policy.clipped_high,
-            "ratio": loss.policy.ratio,
+            "ratio_mean": loss.policy.ratio,
         }
         for name, values in columns.items():
-            self._columns[name].append(values.detach().float())
+            self._columns[name].append(values.detach())
+        self._left_out += left_out
         if on_policy:
             self._deviation.append((loss.policy.ratio - 1).abs())
 
@@ -87,16 +85,23 @@ class TrainingStats:
         self._grad_norms.append(torch.where(norm.isfinite(), norm, torch.nan))
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
-        """Over all processes; call it on all of them."""
-        columns = _of_all(accelerator, {n: torch.cat(v) for n, v in self._columns.items()})
-        ratio = columns.pop("ratio")
-        deviation = _of_all(accelerator, {"": torch.cat(self._deviation)})[""]
+        """Over all processes, which may have computed different numbers of samples; call it on
+        all of them."""
+        columns = {name: torch.cat(parts).double() for name, parts in self._columns.items()}
+        ratio, deviation = columns["ratio_mean"], torch.cat(self._deviation)
+        sums = torch.stack([values.sum() for values in columns.values()])
+        left_out = [self._left_out if name in LOSSES else 0 for name in columns]
+        counts = torch.full_like(sums, len(ratio)) + sums.new_tensor(left_out)
+        sums, counts = accelerator.reduce(torch.stack([sums, counts]))
+        # of all processes, the most of each
+        most = torch.stack([-ratio.min(), ratio.max(), deviation.max()])
+        most = accelerator.gather(most[None]).amax(0)
+        means = zip(columns, (sums / counts).tolist(), strict=True)
         return {
-            **{f"train/{name}": float(values.mean()) for name, values in columns.items()},
-            "train/ratio_mean": float(ratio.mean()),
-            "train/ratio_min": float(ratio.min()),
-            "train/ratio_max": float(ratio.max()),
-            "train/first_update_ratio_dev": float(deviation.max()),
+            **{f"train/{name}": mean for name, mean in means},
+            "train/ratio_min": -float(most[0]),
+            "train/ratio_max": float(most[1]),
+            "train/first_update_ratio_dev": float(most[2]),
             # fp16 loss scaling starts with updates that overflow and are skipped
             "train/grad_norm": mean_of_scored(torch.stack(self._grad_norms).cpu().numpy()),
         }

@@ -135,6 +135,12 @@ def encode_prompts(
     return adapter.encode([p.prompt for p in prompts], negative)
 
 
+def encode_ahead(adapter: ModelAdapter, prompts: list[Prompt], dynamics: Dynamics) -> None:
+    """Have the texts of `prompts` at hand."""
+    negative = [p.negative_prompt for p in prompts] if dynamics.guidance_scale > 1 else []
+    adapter.encode_ahead([*(p.prompt for p in prompts), *negative])
+
+
 def sample_generators(seed: int, epoch: int, index: list[int]) -> list[torch.Generator]:
     """One per sample, so that its noise does not depend on the batch or process it lands in."""
     return [torch_generator(seed, Stream.SAMPLE, epoch, i) for i in index]

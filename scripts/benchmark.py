@@ -2,11 +2,11 @@
 
     python scripts/benchmark.py                              # SD3.5-medium's shape, random weights
     python scripts/benchmark.py --model assets/tiny-sd3      # any pipeline folder, also on the CPU
-    python scripts/benchmark.py --config.compile=False --config.sample.guidance_scale=1
+    python scripts/benchmark.py --config.compile=True --config.sample.guidance_scale=1
     python scripts/benchmark.py --config config/grpo.py:tiny_ocr
 
 Epochs are sampled and trained as `scripts/train.py` does it, with a reward that takes no time; the
-first one, in which all is compiled, is not counted. Prints one JSON line: medians over the epochs,
+first one, in which all warms up, is not counted. Prints one JSON line: medians over the epochs,
 with the least and the most beside them.
 """
 
@@ -27,7 +27,14 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel
 from ml_collections import ConfigDict
 from train import collect_rewards, sample_epoch, train_epoch
 
-from config.build import DTYPES, Session, build_adapter, build_session, image_size
+from config.build import (
+    DTYPES,
+    Session,
+    build_adapter,
+    build_session,
+    image_size,
+    lighter_training,
+)
 from flow_grpo import benchmarking as bench
 from flow_grpo import cli, tracking
 from flow_grpo.errors import UserError
@@ -36,7 +43,9 @@ from flow_grpo.models import ModelAdapter, SD3Adapter
 from flow_grpo.rollout import encode_prompts
 
 RANDOM = "sd3.5-medium"
-MODEL = flags.DEFINE_string("model", "", "A pipeline folder, in place of the config's.")
+MODEL = flags.DEFINE_string(
+    "model", "", "A pipeline folder, in place of the config's; pictures at most of its own size."
+)
 EPOCHS = flags.DEFINE_integer("epochs", 3, "How many to time.", lower_bound=1)
 MEMORY = flags.DEFINE_float("memory_gib", 0, "Use no more of the GPU's memory; 0: all of it.")
 OUT = flags.DEFINE_string("out", "", "Append the line to this file too.")
@@ -49,11 +58,8 @@ def main(config: ConfigDict) -> None:
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
     if config.pretrained.model == RANDOM and not on_gpu:
         raise UserError(f"{RANDOM} needs a GPU; name a small model: --model assets/tiny-sd3")
-    if MEMORY.value:
-        if not on_gpu:
-            raise UserError(f"--memory_gib={MEMORY.value} needs a GPU")
-        total = torch.cuda.get_device_properties(0).total_memory / 2**30
-        torch.cuda.set_per_process_memory_fraction(min(1.0, MEMORY.value / total))
+    if MEMORY.value and not on_gpu:
+        raise UserError(f"--memory_gib={MEMORY.value} needs a GPU")
     config.custom_rewards = ConfigDict({"none": "flow_grpo.benchmarking:no_reward"})
     config.reward_fn = ConfigDict({"none": 1.0})
     config.eval_reward_fn = ConfigDict({"none": 1.0})
@@ -61,7 +67,7 @@ def main(config: ConfigDict) -> None:
         config.logdir, config.run_name, config.resume, config.log_with = logdir, "run", "none", ""
         session = build_session(config, load=load)
         try:
-            with advice_when_short(session.plan):
+            with advice_when_short(lighter_training(config, session.plan)):
                 line = json.dumps(measure(session))
         finally:
             session.close()
@@ -84,6 +90,10 @@ def own_resolution(model: str) -> int:
 
 
 def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
+    if MEMORY.value:
+        total = torch.cuda.get_device_properties(accelerator.device).total_memory / 2**30
+        share = min(1.0, MEMORY.value / total)
+        torch.cuda.set_per_process_memory_fraction(share, accelerator.device)
     if config.pretrained.model != RANDOM:
         return build_adapter(config, accelerator)
     device, dtype = accelerator.device, DTYPES[config.mixed_precision]
@@ -121,13 +131,14 @@ def measure(session: Session) -> dict[str, Any]:
         **{name: spread(values) for name, values in seconds.items()},
         "peak_gib_sampling": round(max(e["sample_gib"] for e in timed), 1),
         "peak_gib_training": round(max(e["train_gib"] for e in timed), 1),
-        "warm_up_s": round(sum(e["sample_s"] + e["train_s"] for e in [warm_up]), 1),
+        "warm_up_s": round(warm_up["sample_s"] + warm_up["train_s"], 1),
         "epoch_s": round(statistics.median(e["sample_s"] + e["train_s"] for e in timed), 2),
         "matmul_tflops": rounded(ceiling),
         **{name: rounded(rate) for name, rate in rates.items()},
         **{f"{name}_share": rounded(rate / ceiling) for name, rate in rates.items()},
         "ratio_dev_max": worst["train/first_update_ratio_dev"],
-        "log_ratio_rms": (2 * worst["train/approx_kl"]) ** 0.5,
+        # later updates are off-policy by right
+        "log_ratio_rms": (2 * worst["train/approx_kl"]) ** 0.5 if plan.updates == 1 else None,
     }
 
 
@@ -161,9 +172,10 @@ def tflop(session: Session) -> dict[str, float]:
     forward = bench.forward_tflop(adapter.transformer, shape, text.shape[1])
     passes = 2 if dynamics.guidance_scale > 1 else 1
     reference = passes if config.train.beta > 0 else 0
+    backward = 1 if config.use_lora else 2  # gradients of the activations, and of the weights
     return {
         "sampling": len(dynamics.schedule) * passes * forward,
-        "training": (passes + reference + 1) * forward,  # backward: the activations' gradients
+        "training": (passes + reference + backward) * forward,
     }
 
 
@@ -183,6 +195,7 @@ def settings(session: Session) -> dict[str, Any]:
         "beta": config.train.beta,
         "weights": f"LoRA r {config.train.lora_rank}" if config.use_lora else "all",
         "precision": config.mixed_precision,
+        "compile": config.compile,
         "gradient_checkpointing": config.train.gradient_checkpointing,
         "memory_gib": MEMORY.value or None,
     }

@@ -14,27 +14,13 @@ import time
 import torch
 from diffusers import SD3Transformer2DModel
 
+from flow_grpo.benchmarking import SD35_MEDIUM
 from flow_grpo.grpo import GrpoSettings, grpo_step_loss
 from flow_grpo.models.base import Conditioning, Schedule
 from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.policy import Policy
 from flow_grpo.rollout import Dynamics, Trajectory
 
-SD35_MEDIUM = {
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 24,
-    "attention_head_dim": 64,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 384,
-    "dual_attention_layers": tuple(range(13)),
-    "qk_norm": "rms_norm",
-}
 TOKENS = 77 + 128  # CLIP's and T5's, at the presets' max_sequence_length
 
 

@@ -17,7 +17,15 @@ import torch
 from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 
-from config.build import Session, build_session, draw_steps, grpo_settings, image_size
+from config.build import (
+    Session,
+    build_session,
+    draw_steps,
+    grpo_settings,
+    image_size,
+    lighter_evaluation,
+    lighter_training,
+)
 from flow_grpo import cli, tracking
 from flow_grpo.advantages import compute_advantages
 from flow_grpo.checkpoint import STATE, save_checkpoint
@@ -32,6 +40,7 @@ from flow_grpo.outage import describe_outage
 from flow_grpo.rewards import TOTAL, PendingScores, to_pil
 from flow_grpo.rollout import (
     Trajectory,
+    encode_ahead,
     encode_prompts,
     group_generators,
     initial_noise,
@@ -57,7 +66,7 @@ def main(config: ConfigDict) -> None:
     logger.info("run directory         %s", session.folder)
     logger.info(session.plan.describe())
     try:
-        with session.stop, advice_when_short(session.plan):
+        with session.stop, advice_when_short(lighter_training(session.config, session.plan)):
             train(session)
     except StopRequested as request:
         if session.progress.record.get("step") == session.progress.step:  # else it is redone
@@ -138,9 +147,7 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
         num_processes=session.accelerator.num_processes,
         rng=numpy_rng(config.seed, Stream.PROMPTS, epoch),
     )
-    rows = dict.fromkeys(row for batch in batches for row in batch.row.tolist())
-    # all texts at once: encoders that wait on the CPU then move once an epoch
-    encode_prompts(adapter, [session.prompts[row] for row in rows], dynamics)
+    encode_ahead(adapter, [session.prompts[row] for b in batches for row in b.row], dynamics)
     samples = []
     for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
         session.stop.check()
@@ -185,7 +192,7 @@ def train_epoch(
     """Update the weights on the epoch's trajectories.
 
     Whole micro-batches are shuffled, never their members: with the batches of sampling, the
-    ratio before the first update is exactly 1.
+    ratio before the first update is exactly 1, but for rounding where samples are left out.
     """
     config, accelerator, policy = session.config, session.accelerator, session.policy
     dynamics = session.dynamics(config.sample.num_steps)
@@ -196,7 +203,8 @@ def train_epoch(
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
         for i in range(0, len(trajectory), size)
     ]
-    if settings.beta == 0 and not session.adapter.compiled:  # which wants batches of one size
+    # Not in half precision, where batches of another size round too differently.
+    if settings.beta == 0 and config.mixed_precision == "no" and not session.adapter.compiled:
         micro_batches = [with_gradient(*micro_batch) for micro_batch in micro_batches]
     stats, updates_before = TrainingStats(), session.progress.step
     for inner in range(session.plan.inner_epochs):
@@ -207,7 +215,11 @@ def train_epoch(
                 with accelerator.accumulate(policy.module):
                     loss = grpo_step_loss(policy, dynamics, trajectory, j, advantage, settings)
                     accelerator.backward(loss.per_sample.sum() / size)
-                    stats.add(loss, on_policy=session.progress.step == updates_before)
+                    stats.add(
+                        loss,
+                        on_policy=session.progress.step == updates_before,
+                        left_out=size - len(advantage),
+                    )
                     if accelerator.sync_gradients:
                         stats.add_grad_norm(
                             accelerator.clip_grad_norm_(
@@ -236,7 +248,7 @@ def train_epoch(
 def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
     """Rewards on the test prompts: moving-average weights, no noise, a fixed seed per prompt."""
     config = session.config
-    with session.averaged():
+    with session.averaged(), advice_when_short(lighter_evaluation(config)):
         result = evaluate(
             session.adapter,
             session.policy.module,

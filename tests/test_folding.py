@@ -15,7 +15,7 @@ from flow_grpo.policy import Policy
 def build(dtype: torch.dtype = torch.float32, **lora) -> SD3Adapter:
     """A model whose LoRA does something."""
     adapter = SD3Adapter(build_tiny_sd3(), dtype=dtype, max_sequence_length=4)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=adapter.lora_targets, **lora)
+    config = LoraConfig(**{"r": 8, **lora}, lora_alpha=8, target_modules=adapter.lora_targets)
     torch.manual_seed(0)
     adapter.transformer.add_adapter(config)
     for name, parameter in adapter.transformer.named_parameters():
@@ -69,6 +69,12 @@ def test_what_is_no_plain_sum_stays_as_it_is(lora):
     assert not folded(adapter)
 
 
+def test_wide_layers_stay_as_they_are():
+    adapter = build(r=5)  # of 32 x 32
+    fold_lora(adapter.transformer)
+    assert not folded(adapter)
+
+
 def test_half_precision_stays_as_it_is():
     adapter = build(torch.bfloat16)
     fold_lora(adapter.transformer)
@@ -77,6 +83,6 @@ def test_half_precision_stays_as_it_is():
 
 def test_training_folds():
     adapter = SD3Adapter(build_tiny_sd3(), max_sequence_length=4)
-    policy = Policy(adapter, rank=4)
+    policy = Policy(adapter, rank=8)
     policy.prepare(Accelerator(cpu=True), torch.optim.SGD(policy.parameters(), lr=1.0))
     assert folded(adapter)

@@ -2,8 +2,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from accelerate import Accelerator
 
-from flow_grpo.metrics import off_policy_warning, reward_metrics
+from flow_grpo.grpo import StepLoss
+from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics
+from flow_grpo.objectives import PolicyLoss
 
 
 def test_spread_is_within_groups_and_over_what_was_scored():
@@ -25,3 +29,18 @@ def test_with_nothing_scored_there_is_no_mean():
 @pytest.mark.parametrize(("deviation", "warns"), [(0.0, False), (9e-6, False), (2e-5, True)])
 def test_drift_near_the_clip_range_is_told(deviation, warns):
     assert bool(off_policy_warning(deviation, clip=1e-4)) == warns
+
+
+def test_samples_left_out_count_as_a_loss_of_zero():
+    ratio, no = torch.tensor([1.0, 1.5]), torch.zeros(2, dtype=torch.bool)
+    policy = PolicyLoss(torch.tensor([-1.0, 3.0]), ratio, no, ~no)
+    loss = StepLoss(policy.loss, policy, kl=torch.zeros(2), approx_kl=torch.tensor([0.0, 2.0]))
+    stats = TrainingStats()
+    stats.add(loss, on_policy=True, left_out=6)
+    stats.add_grad_norm(torch.tensor(2.0))
+    metrics = stats.metrics(Accelerator(cpu=True))
+    assert metrics["train/loss"] == metrics["train/policy_loss"] == 0.25
+    assert metrics["train/approx_kl"] == metrics["train/clip_high"] == 1.0  # of what was computed
+    assert (metrics["train/ratio_min"], metrics["train/ratio_max"]) == (1.0, 1.5)
+    assert metrics["train/ratio_mean"] == 1.25
+    assert metrics["train/first_update_ratio_dev"] == 0.5

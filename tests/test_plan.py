@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from config import grpo
+from config.build import lighter_evaluation, lighter_training
 from flow_grpo.errors import OutOfMemory, UserError
 from flow_grpo.memory import advice_when_short
 from flow_grpo.plan import BatchPlan
@@ -93,11 +94,22 @@ def test_smaller_batches_make_the_same_epoch():
 
 
 def test_running_out_of_memory_is_told_with_a_way_out():
-    with pytest.raises(OutOfMemory) as told, advice_when_short(BatchPlan(1, 4, 6, 4, 4, 3, 1)):
+    config = grpo.get_config("tiny_ocr")
+    advice = lighter_training(config, BatchPlan(1, 4, 6, 4, 4, 3, 1))
+    with pytest.raises(OutOfMemory) as told, advice_when_short(advice):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
     assert not told.value.seen_by_all  # each process tells it
-    assert str(told.value).startswith(
+    assert str(told.value) == (
         "CUDA out of memory; try --config.sample.train_batch_size=2 "
         "--config.sample.num_batches_per_epoch=12 --config.train.batch_size=2 "
         "--config.train.gradient_accumulation_steps=6 (the same epoch, smaller batches), or "
+        "--config.train.gradient_checkpointing=True, or --config.offload_idle=True; "
+        "see docs/performance.md"
     )
+
+
+def test_advice_names_nothing_that_is_on_already():
+    config = grpo.get_config("tiny_ocr")
+    config.train.gradient_checkpointing = config.offload_idle = config.compile = True
+    config.sample.test_batch_size = 1
+    assert lighter_evaluation(config) == ["--config.compile=False"]

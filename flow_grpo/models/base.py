@@ -44,6 +44,9 @@ class ModelAdapter(Protocol):
     def encode(self, prompts: list[str], negative_prompts: list[str] | None) -> Conditioning:
         """Embed a batch; `negative_prompts` is None when sampling without guidance."""
 
+    def encode_ahead(self, texts: list[str]) -> None:
+        """Embed all at once what `encode` will be asked for: idle encoders then move once."""
+
     def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
         """The sigmas and time steps that the family's own pipeline would use."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flow_grpo.errors import UserError
 from flow_grpo.models.base import Conditioning, Schedule
-from flow_grpo.models.embeddings import PromptCache, identity
+from flow_grpo.models.embeddings import Embedding, PromptCache, identity
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
@@ -24,6 +24,7 @@ TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 
 class SD3Adapter:
     pipeline_class = StableDiffusion3Pipeline
+    compiled = False
     lora_targets = [  # noqa: RUF012
         *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
@@ -40,7 +41,6 @@ class SD3Adapter:
         offload_idle: bool = False,
     ) -> None:
         self.pipeline = pipeline
-        self.compiled = False
         self.device = torch.device(device)
         self.idle_device = torch.device("cpu") if offload_idle else self.device
         self.max_sequence_length = max_sequence_length
@@ -67,7 +67,15 @@ class SD3Adapter:
         negative = None if negative_prompts is None else index[count:]
         return Conditioning(embeds, pooled, positive=index[:count], negative=negative)
 
+    def encode_ahead(self, texts: list[str]) -> None:
+        self._known(list(dict.fromkeys(texts)))
+
     def _embed(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+        known = self._known(texts)
+        embeds, pooled = zip(*(known[text] for text in texts), strict=True)
+        return torch.stack(embeds).to(self.device), torch.stack(pooled).to(self.device)
+
+    def _known(self, texts: list[str]) -> dict[str, Embedding]:
         known = self._cache.find(texts)
         missing = [text for text in texts if text not in known]
         if missing:
@@ -76,8 +84,7 @@ class SD3Adapter:
                 # and must not on where a prompt was met first.
                 for text in missing:
                     known[text] = self._cache.add(text, *self._call_encoders([text]))
-        embeds, pooled = zip(*(known[text] for text in texts), strict=True)
-        return torch.stack(embeds).to(self.device), torch.stack(pooled).to(self.device)
+        return known
 
     def _call_encoders(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
@@ -191,10 +198,10 @@ class SD3Adapter:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
-        latents = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
         with self._on_device(vae):
-            images = vae.decode(latents, return_dict=False)[0]
-        return (images / 2 + 0.5).clamp(0, 1).float()
+            images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
+        return (images.float() / 2 + 0.5).clamp(0, 1)
 
     def save_lora(self, folder: Path, transformer: nn.Module, weights: dict[str, Tensor]) -> None:
         self.pipeline_class.save_lora_weights(
@@ -221,10 +228,8 @@ class SD3Adapter:
 
 
 def _vae_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """SD3's VAE overflows in float16, and the CPU is slow in bfloat16."""
+    """bfloat16 where it is fast; SD3's VAE overflows in float16."""
     half = dtype in (torch.float16, torch.bfloat16)
-    return (
-        torch.bfloat16
-        if half and device.type == "cuda"
-        else torch.promote_types(dtype, torch.float32)
-    )
+    if half and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.promote_types(dtype, torch.float32)
