@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from small_clip import MEAN, STD, blotches
 from torch import nn
 
 from flow_grpo.errors import UserError
@@ -19,15 +20,6 @@ VISION, TEXT = 3 * HEAD, 2 * HEAD
 LENGTH = 35
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "red", "two", "on"]
 VOCABULARY = len(WORDS) + 2  # with [DEC] and [ENC]
-MEAN = np.array([0.48145466, 0.4578275, 0.40821073])
-STD = np.array([0.26862954, 0.26130258, 0.27577711])
-
-
-def blotches(width, height, mode="RGB", seed=0):
-    coarse = np.random.default_rng(seed).integers(0, 255, (3, 3, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height)).convert(mode)
-
-
 IMAGES = [
     blotches(32, 32),
     blotches(70, 40, seed=1),
