@@ -38,7 +38,7 @@ class Runner:
         return subprocess.Popen(
             [*launcher, script, f"--config={config}", *arguments, *extra],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -47,6 +47,11 @@ class Runner:
     def metrics(self, run_name: str = "run") -> list[dict]:
         lines = (self.logdir / run_name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def _python_path() -> str:
+    """With the rewards of the tests."""
+    return os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
 
 
 def _dotted(fields: dict) -> dict:

@@ -6,11 +6,13 @@ import sys
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from light import LIGHT
 from runner import Runner
 from safetensors.torch import load_file
 from test_distributed import TORCHRUN
 
 SETTINGS = {
+    **LIGHT,
     "num_epochs": 3,
     "eval_freq": 2,
     "eval_prompts": 5,  # three prompts on one process and two on the other
@@ -75,9 +77,7 @@ def test_zero_trains_as_data_parallelism_does(deepspeed, data_parallel, tiny_sd3
         runner = deepspeed(stage, resume="auto")
     else:
         runner = deepspeed(stage)
-    # weights that ZeRO-3 gathers lie elsewhere in memory, where products round differently: a
-    # picture's file is a byte longer, and with it a reward
-    assert_same_run(data_parallel, runner, rel=0.1 if stage == 3 else 1e-4)
+    assert_same_run(data_parallel, runner, rel=1e-3)
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
     pipeline.load_lora_weights(runner.logdir / "run/checkpoints/latest/ema_lora")
     assert pipeline.get_active_adapters()

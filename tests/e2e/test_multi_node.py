@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from light import LIGHT
 from runner import Runner
 
 CABLE = "cable0"  # the interface has the same name on both nodes
@@ -82,13 +83,14 @@ def run_both(nodes: list[Node], train: Runner, **fields) -> list[str]:
 
 @pytest.mark.slow
 def test_two_nodes_equal_one_process_of_the_double_batch(nodes, train):
-    first, second = run_both(nodes, train, run_name="nodes")
+    first, second = run_both(nodes, train, run_name="nodes", **LIGHT)
     assert first.startswith(f"node 0 of 2, processes on it: 1, node 0: {ADDRESSES[0]}:29500\n")
     assert "16 = 4 per batch x 2 batches x 2 processes" in first
     assert second.startswith("node 1 of 2,")
     assert len(second.splitlines()) == 1  # the first process speaks for all
 
-    one = train(run_name="one", device="cpu", sample__train_batch_size=8, train__batch_size=8)
+    batches = {"sample__train_batch_size": 8, "train__batch_size": 8}
+    one = train(run_name="one", device="cpu", **batches, **LIGHT)
     assert one.returncode == 0, one.stderr
     for a, b in zip(train.metrics("one"), train.metrics("nodes"), strict=True):
         for name in a:

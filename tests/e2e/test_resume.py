@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from light import LIGHT
 from runner import Runner
 from safetensors.torch import load_file
 from test_distributed import TORCHRUN
@@ -85,7 +86,7 @@ def test_two_epochs_and_two_more_are_four_bit_for_bit(train, whole):
 
 @pytest.mark.slow
 def test_two_processes_can_go_on_as_one(train):
-    both = {"device": "cpu", "num_epochs": 4, **SHORT}
+    both = {"device": "cpu", "num_epochs": 4, **SHORT, **LIGHT}
     whole = train(run_name="whole", sample__train_batch_size=8, train__batch_size=8, **both)
     assert whole.returncode == 0, whole.stderr
     two = train(launcher=TORCHRUN, **{**both, "num_epochs": 2})
