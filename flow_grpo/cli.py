@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import transformers
@@ -23,10 +24,11 @@ OPEN_FIELDS = (
 )
 
 
-def run(main: Callable[[ConfigDict], None], *, default: str | None = None) -> None:
+def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
 
-    `default` is the config to take where none is named.
+    `default` is the config to take where none is named. What `main` returns is never freed: gloo
+    was seen to wait for ever when the last reference to a process group went.
     """
     _set_up_logging()
     config = config_flags.DEFINE_config_file(
@@ -40,13 +42,15 @@ def run(main: Callable[[ConfigDict], None], *, default: str | None = None) -> No
         return _told_plainly(lambda: _parse(argv), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
+        code = 0
         try:
-            _told_plainly(lambda: main(config.value), debug=flags.FLAGS.debug)
+            _kept = _told_plainly(lambda: main(config.value), debug=flags.FLAGS.debug)
         except SystemExit as end:
-            # Python aborts when it ends while a reward still computes in a thread of its own.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(end.code)
+            code = end.code
+        # Python aborts when it ends while a reward still computes in a thread of its own.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     app.run(start, flags_parser=parse)
 

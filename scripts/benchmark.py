@@ -51,7 +51,7 @@ MEMORY = flags.DEFINE_float("memory_gib", 0, "Use no more of the GPU's memory; 0
 OUT = flags.DEFINE_string("out", "", "Append the line to this file too.")
 
 
-def main(config: ConfigDict) -> None:
+def main(config: ConfigDict) -> Session:
     if MODEL.value:
         config.pretrained.model = MODEL.value
         config.resolution = min(config.resolution, own_resolution(MODEL.value))
@@ -77,6 +77,7 @@ def main(config: ConfigDict) -> None:
             with Path(OUT.value).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
     session.accelerator.end_training()
+    return session
 
 
 def own_resolution(model: str) -> int:

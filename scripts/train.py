@@ -61,7 +61,7 @@ class SampledBatch:
     scores: PendingScores  # {reward name: (B,)}, computed in the background
 
 
-def main(config: ConfigDict) -> None:
+def main(config: ConfigDict) -> Session:
     session = build_session(config)
     logger.info("run directory         %s", session.folder)
     logger.info(session.plan.describe())
@@ -78,6 +78,7 @@ def main(config: ConfigDict) -> None:
     session.accelerator.wait_for_everyone()
     session.accelerator.end_training()
     logger.info("finished: %s/checkpoints/latest, pictures in samples/", session.folder)
+    return session
 
 
 def train(session: Session) -> None:
