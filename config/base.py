@@ -56,9 +56,10 @@ def get_config() -> ConfigDict:
     # Text encoders and VAE wait in the CPU's memory while they are not used. Moving them takes
     # time; the encoders move once an epoch, and only if it has new prompts.
     config.offload_idle = False
-    # Compile the transformer's blocks and the VAE with torch.compile, on a GPU and where weights
-    # are not shared out (ZeRO-3, FSDP). Sampling then needs the memory of training.
-    config.compile = False
+    # Compile the transformer's blocks and the VAE with torch.compile, and replay the transformer as
+    # CUDA graphs; on a GPU, where weights are not shared out (ZeRO-3, FSDP). It takes about a
+    # minute at the start, and sampling then needs the memory of training.
+    config.compile = True
     # False trains the whole transformer and keeps a frozen copy for the KL: three times the memory.
     config.use_lora = True
 
@@ -108,6 +109,9 @@ def get_config() -> ConfigDict:
     # Divide advantages by the standard deviation of all rewards (True) or of the group's: the
     # group's blows up the differences of prompts on which all samples are alike.
     sample.global_std = True
+    # Sample with LoRA added to the weights. Faster by a tenth, but off-policy: half precision
+    # rounds the sum. train/first_update_ratio_dev says by how much (docs/performance.md).
+    sample.merge_lora = False
     # Samples of a group start from the same noise and differ only by the steps' noise.
     sample.same_latent = False
     # Noise and training on this many consecutive steps only, their start drawn per epoch from

@@ -1,7 +1,9 @@
 """Turn a config into the objects of a run. The library itself never reads a config."""
 
 import json
+import logging
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +16,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType, parse_flag_from_env
 from ml_collections import ConfigDict
 from torch.optim import Optimizer
+from torch.utils._triton import has_triton
 from tqdm import tqdm
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -44,6 +47,8 @@ from flow_grpo.shards import shares_weights
 from flow_grpo.stopping import StopSignals
 from flow_grpo.windows import stochastic_steps
 
+logger = logging.getLogger("flow_grpo")
+
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -72,6 +77,10 @@ class Session:
     def averaged(self) -> AbstractContextManager:
         """The weights to evaluate: their moving average, where there is one."""
         return self.ema.applied() if self.ema is not None else nullcontext()
+
+    def sampling(self) -> AbstractContextManager:
+        """The weights to sample with, as the config wants them."""
+        return self.policy.merged() if self.config.sample.merge_lora else nullcontext()
 
     def how_to_go_on(self) -> str:
         name = self.folder.name
@@ -136,9 +145,11 @@ def build_session(
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
+    if config.sample.merge_lora and shares_weights(accelerator):
+        raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
     optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
-    if config.compile and accelerator.device.type == "cuda" and not shares_weights(accelerator):
-        adapter.compile()
+    if can_compile(config, accelerator):
+        adapter.compile(replay=can_replay(config, accelerator))
     ema = None
     if train.ema:
         ema = Ema(policy.parameters(), train.ema_decay, train.ema_update_interval)
@@ -190,6 +201,24 @@ def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy
             "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
         ) from error
     return AdamW8bit(policy.parameters(), **settings)
+
+
+def can_compile(config: ConfigDict, accelerator: Accelerator) -> bool:
+    if not config.compile or accelerator.device.type != "cuda" or shares_weights(accelerator):
+        return False
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if not has_triton() or not compiler:
+        missing = "a C compiler" if has_triton() else "Triton"
+        logger.warning("nothing is compiled: %s is missing; this run will be slower", missing)
+        return False
+    return True
+
+
+def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
+    """Whether the transformer can be recorded: not what recomputes in the backward pass, nor
+    gradients of all weights, which a recording would hold a second time."""
+    plain = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+    return plain and config.use_lora and not config.train.gradient_checkpointing
 
 
 def load_progress(accelerator: Accelerator, checkpoint: Path | None) -> Progress:
@@ -330,7 +359,6 @@ def lighter_settings(config: ConfigDict) -> list[str]:
     lighter = {
         "train.gradient_checkpointing": (config.train.gradient_checkpointing, True),
         "offload_idle": (config.offload_idle, True),
-        "compile": (config.compile, False),
     }
     return [f"--config.{name}={to}" for name, (now, to) in lighter.items() if now != to]
 

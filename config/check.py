@@ -75,6 +75,8 @@ def check(config: ConfigDict) -> None:
         raise UserError(
             f"sample.noise_level={config.sample.noise_level} must be at most 1 for sde_type='cps'"
         )
+    if config.sample.merge_lora and not config.use_lora:
+        raise UserError("sample.merge_lora=True needs use_lora=True")
     if config.sample.guidance_scale > 1 and not config.train.cfg:
         raise UserError(
             f"train.cfg=False with sample.guidance_scale={config.sample.guidance_scale} would "

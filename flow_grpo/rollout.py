@@ -52,12 +52,13 @@ def policy_step(
     next_latents: Tensor | None = None,
     noise: Tensor | None = None,
     in_one_pass: bool = False,
+    as_trained: bool = False,
 ) -> tuple[Step, Tensor]:
-    """Step i of the schedule and the velocity behind it: with new noise, or to where it went."""
+    """Step i of the schedule and the velocity behind it: with new noise, or to where it went.
+
+    `as_trained` runs the code of training, and drops its gradients.
+    """
     sigmas, timesteps = dynamics.schedule.sigmas, dynamics.schedule.timesteps
-    # Compiled code rounds otherwise where it keeps nothing for a backward pass: what will be
-    # trained is sampled by the code that trains it.
-    as_trained = adapter.compiled and stochastic and next_latents is None
     with torch.set_grad_enabled(torch.is_grad_enabled() or as_trained):
         velocity = adapter.velocity(
             transformer,
@@ -100,6 +101,9 @@ def sample_trajectory(
     """
     latents = latents.to(dtype=latent_dtype(transformer))
     noise = iter(step_noise(generators, len(steps), latents) if steps else ())
+    # Compiled code rounds otherwise where it keeps nothing for a backward pass: what will be
+    # trained is sampled by the code that trains it.
+    as_trained = adapter.compiled and len(steps) > 0
     kept, log_probs = [], []
     for i in range(len(dynamics.schedule)):
         stochastic = i in steps
@@ -114,6 +118,7 @@ def sample_trajectory(
             conditioning,
             stochastic=stochastic,
             noise=next(noise) if stochastic else None,
+            as_trained=as_trained,
         )
         latents = step.next_sample
         if stochastic:

@@ -90,6 +90,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
+    """What the process took of the device, whether or not all of it was in use."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return torch.cuda.max_memory_reserved(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -117,6 +117,7 @@ def measure(session: Session) -> dict[str, Any]:
         "trained_step_s_per_sample": [e["train_s"] / own / plan.trained_steps for e in timed],
         "full_s_per_sample": [(e["sample_s"] + e["train_s"]) / own for e in timed],
     }
+    epoch_s = statistics.median(e["sample_s"] + e["train_s"] for e in timed)
     work = tflop(session)
     rates = {
         "sampling_tflops": work["sampling"] / min(seconds["sampling_s_per_image"]),
@@ -130,10 +131,9 @@ def measure(session: Session) -> dict[str, Any]:
         **bench.hardware(device),
         "settings": settings(session),
         **{name: spread(values) for name, values in seconds.items()},
-        "peak_gib_sampling": round(max(e["sample_gib"] for e in timed), 1),
-        "peak_gib_training": round(max(e["train_gib"] for e in timed), 1),
-        "warm_up_s": round(warm_up["sample_s"] + warm_up["train_s"], 1),
-        "epoch_s": round(statistics.median(e["sample_s"] + e["train_s"] for e in timed), 2),
+        "peak_gib": round(max(e["peak_gib"] for e in epochs), 1),
+        "warm_up_s": round(warm_up["sample_s"] + warm_up["train_s"] - epoch_s, 1),
+        "epoch_s": round(epoch_s, 2),
         "matmul_tflops": rounded(ceiling),
         **{name: rounded(rate) for name, rate in rates.items()},
         **{f"{name}_share": rounded(rate / ceiling) for name, rate in rates.items()},
@@ -147,10 +147,10 @@ def run_epoch(session: Session, epoch: int) -> dict[str, float]:
     device = session.accelerator.device
     tracking.reset_peak_memory(device)
     start = bench.now(device)
-    samples = sample_epoch(session, epoch)
+    with session.sampling():
+        samples = sample_epoch(session, epoch)
     collect_rewards(session, samples)
-    sampled, sample_gib = bench.now(device), tracking.peak_memory_gb(device)
-    tracking.reset_peak_memory(device)
+    sampled = bench.now(device)
     advantages = [np.random.default_rng(0).standard_normal(len(s.trajectory)) for s in samples]
     trained = [s.trajectory for s in samples]
     del samples  # the pictures of the first batch
@@ -159,8 +159,7 @@ def run_epoch(session: Session, epoch: int) -> dict[str, float]:
         **metrics,
         "sample_s": sampled - start,
         "train_s": bench.now(device) - sampled,
-        "sample_gib": sample_gib,
-        "train_gib": tracking.peak_memory_gb(device),
+        "peak_gib": tracking.peak_memory_gb(device),
     }
 
 
@@ -196,7 +195,8 @@ def settings(session: Session) -> dict[str, Any]:
         "beta": config.train.beta,
         "weights": f"LoRA r {config.train.lora_rank}" if config.use_lora else "all",
         "precision": config.mixed_precision,
-        "compile": config.compile,
+        "compile": session.adapter.compiled,
+        "merge_lora": config.sample.merge_lora,
         "gradient_checkpointing": config.train.gradient_checkpointing,
         "memory_gib": MEMORY.value or None,
     }

@@ -65,6 +65,8 @@ def main(config: ConfigDict) -> Session:
     session = build_session(config)
     logger.info("run directory         %s", session.folder)
     logger.info(session.plan.describe())
+    if session.adapter.compiled:
+        logger.info("the model is compiled in the first epoch: about a minute, once")
     try:
         with session.stop, advice_when_short(lighter_training(session.config, session.plan)):
             train(session)
@@ -91,7 +93,7 @@ def train(session: Session) -> None:
 
     for epoch in range(progress.epoch, config.num_epochs):
         done, timer = epoch + 1, tracking.Timer()
-        with timer("sample"):
+        with timer("sample"), session.sampling():
             samples = sample_epoch(session, epoch)
         with timer("reward_wait"):
             rewards, groups, index = collect_rewards(session, samples)

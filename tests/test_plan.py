@@ -110,6 +110,6 @@ def test_running_out_of_memory_is_told_with_a_way_out():
 
 def test_advice_names_nothing_that_is_on_already():
     config = grpo.get_config("tiny_ocr")
-    config.train.gradient_checkpointing = config.offload_idle = config.compile = True
-    config.sample.test_batch_size = 1
-    assert lighter_evaluation(config) == ["--config.compile=False"]
+    config.train.gradient_checkpointing = config.offload_idle = True
+    config.sample.test_batch_size = 2
+    assert lighter_evaluation(config) == ["--config.sample.test_batch_size=1"]

@@ -69,8 +69,11 @@ class ModelAdapter(Protocol):
         otherwise.
         """
 
-    def compile(self) -> None:
-        """Have torch.compile make what runs often faster, from its next call on."""
+    def compile(self, *, replay: bool = False) -> None:
+        """Have torch.compile make what runs often faster, from its next call on.
+
+        With `replay` also record the transformer's forward and backward pass as CUDA graphs.
+        """
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images (B, 3, H, W) in [0, 1], float32."""

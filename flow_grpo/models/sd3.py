@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flow_grpo.errors import UserError
 from flow_grpo.models.base import Conditioning, Schedule
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
+from flow_grpo.replay import Replayed
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
@@ -180,13 +181,13 @@ class SD3Adapter:
             unconditional, conditional = forward(texts, torch.cat([latents, latents])).chunk(2)
         else:
             # Two passes of B, in sampling as in training: the same arithmetic in both is what
-            # makes the on-policy ratio exactly 1.
-            with torch.no_grad():
-                unconditional = forward(conditioning.negative)
+            # makes the on-policy ratio exactly 1. Compiled, both halves share one code.
+            with torch.set_grad_enabled(self.compiled and torch.is_grad_enabled()):
+                unconditional = forward(conditioning.negative).detach()
             conditional = forward(conditioning.positive)
         return unconditional + guidance_scale * (conditional - unconditional)
 
-    def compile(self) -> None:
+    def compile(self, *, replay: bool = False) -> None:
         """Block by block: they are alike, so that few of them take time to compile."""
         # three kinds of blocks; with and without gradients, LoRA and evaluation's batch size
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -194,6 +195,8 @@ class SD3Adapter:
         for block in self.transformer.transformer_blocks:
             block.compile(fullgraph=True, dynamic=False)
         self.pipeline.vae.decoder.compile(dynamic=False)
+        if replay:
+            self.transformer.forward = Replayed(self.transformer)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -1,0 +1,131 @@
+"""Forward and backward passes as CUDA graphs give what the plain ones give.
+
+python -m pytest -q --noconftest tests/gpu        on a machine with a GPU
+"""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from flow_grpo.grpo import GrpoSettings, grpo_step_loss
+from flow_grpo.models import SD3Adapter
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.policy import Policy
+from flow_grpo.replay import Replayed
+from flow_grpo.rollout import (
+    Dynamics,
+    Trajectory,
+    initial_noise,
+    sample_generators,
+    sample_trajectory,
+)
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROMPTS = ["one", "two", "three", "four"]
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+
+class Run:
+    def __init__(self, precision: str = "no", *, compiled: bool = False, replay: bool) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # it keeps its first precision
+        accelerator = Accelerator(mixed_precision=precision)
+        self.adapter = SD3Adapter(
+            build_tiny_sd3(width=64),
+            device="cuda",
+            dtype=DTYPES[precision],
+            max_sequence_length=4,
+        )
+        self.policy = Policy(self.adapter, rank=4, alpha=8)
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in self.adapter.transformer.named_parameters():
+            if "lora_B" in name:
+                parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+        self.policy.prepare(accelerator, torch.optim.AdamW(self.policy.parameters()))
+        if compiled:
+            self.adapter.compile(replay=replay)
+        elif replay:
+            self.adapter.compiled = True  # samples as it trains
+            self.adapter.transformer.forward = Replayed(self.adapter.transformer)
+        self.dynamics = Dynamics(self.adapter.schedule(4, 32, 32), "flow", 0.7, 4.5)
+
+    def sample(self) -> Trajectory:
+        generators = sample_generators(0, 0, list(range(len(PROMPTS))))
+        _, trajectory = sample_trajectory(
+            self.adapter,
+            self.policy.module,
+            self.dynamics,
+            initial_noise(generators, self.adapter.latent_shape(32, 32), "cuda"),
+            self.adapter.encode(PROMPTS, [""] * len(PROMPTS)),
+            steps=range(1, 3),
+            generators=generators,
+        )
+        return trajectory
+
+    def train(self, trajectory: Trajectory, steps: list[int], beta: float = 0.04) -> torch.Tensor:
+        """Gradients of these steps together; on-policy they must be at a ratio of exactly 1."""
+        for parameter in self.policy.parameters():
+            parameter.grad = None
+        for j in steps:
+            loss = grpo_step_loss(
+                self.policy,
+                self.dynamics,
+                trajectory,
+                j,
+                ADVANTAGES.cuda(),
+                GrpoSettings(beta=beta),
+            )
+            self.ratio = loss.policy.ratio.detach()
+            loss.per_sample.mean().backward()
+        return torch.cat([p.grad.flatten() for p in self.policy.parameters()])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_replayed_steps_equal_plain_ones():
+    plain, replayed = Run(replay=False), Run(replay=True)
+    expected = plain.sample()
+    for _ in range(2):  # recorded, then replayed
+        found = replayed.sample()
+        assert relative(found.latents, expected.latents) < 1e-5
+    gradients = [run.train(expected, [0]) for run in (plain, replayed)]
+    assert relative(*gradients) < 1e-4
+    # gradients of several steps add up, and weights changed in place are seen
+    for run in (plain, replayed):
+        for parameter in run.policy.parameters():
+            parameter.data.mul_(1.5)
+    gradients = [run.train(expected, [0, 1, 0]) for run in (plain, replayed)]
+    assert relative(*gradients) < 1e-4
+    assert replayed.policy.parameters()[0].requires_grad
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_the_ratio_is_exactly_1(precision, compiled):
+    run = Run(precision, compiled=compiled, replay=True)
+    trajectory = run.sample()
+    for j in (0, 1):
+        assert run.train(trajectory, [j]).isfinite().all()
+        assert torch.equal(run.ratio, torch.ones_like(run.ratio))
+
+
+def test_a_forward_whose_activations_are_gone_cannot_be_taken_back():
+    run = Run(replay=True)
+    latents = torch.randn(4, *run.adapter.latent_shape(32, 32), device="cuda")
+    texts = run.adapter.encode(PROMPTS, None)
+    first = run.adapter.velocity(run.policy.module, latents, 500.0, texts, 1.0)
+    run.adapter.velocity(run.policy.module, latents, 400.0, texts, 1.0)
+    with pytest.raises(RuntimeError, match="activations are gone"):
+        first.sum().backward()
+
+
+def test_merged_lora_is_sampled_and_taken_away_again():
+    plain, merged = Run(replay=False), Run(compiled=True, replay=True)
+    expected = plain.sample()
+    before = merged.sample()
+    with merged.policy.merged():
+        found = merged.sample()
+    assert relative(found.latents, expected.latents) < 1e-4
+    assert torch.equal(merged.sample().latents, before.latents)
