@@ -15,7 +15,8 @@ from flow_grpo.data import Prompt
 from flow_grpo.distributed import gather_rows, gather_scores
 from flow_grpo.metrics import mean_of_scored
 from flow_grpo.models import ModelAdapter
-from flow_grpo.rewards import TOTAL, WeightedReward, to_pil
+from flow_grpo.rewards import TOTAL, WeightedReward
+from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.rollout import (
     Dynamics,
     encode_ahead,

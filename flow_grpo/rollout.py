@@ -1,5 +1,6 @@
 """Sample trajectories with a model and a step rule, and take single steps of them again."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,9 @@ from flow_grpo.models import Conditioning, ModelAdapter, Schedule
 from flow_grpo.models.base import latent_dtype
 from flow_grpo.sde import Kind, Step, sde_step
 from flow_grpo.seeding import Stream, torch_generator
+from flow_grpo.transfer import send
+
+_DRAWERS = ThreadPoolExecutor(thread_name_prefix="noise")
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,12 @@ def policy_step(
     next_latents: Tensor | None = None,
     noise: Tensor | None = None,
     in_one_pass: bool = False,
-    as_trained: bool = False,
 ) -> tuple[Step, Tensor]:
-    """Step i of the schedule and the velocity behind it: with new noise, or to where it went.
-
-    `as_trained` runs the code of training, and drops its gradients.
-    """
+    """Step i of the schedule and the velocity behind it: with new noise, or to where it went."""
     sigmas, timesteps = dynamics.schedule.sigmas, dynamics.schedule.timesteps
+    # Compiled code rounds otherwise where it keeps nothing for a backward pass: what will be
+    # trained is sampled by the code that trains it.
+    as_trained = adapter.compiled and stochastic and next_latents is None
     with torch.set_grad_enabled(torch.is_grad_enabled() or as_trained):
         velocity = adapter.velocity(
             transformer,
@@ -101,9 +104,6 @@ def sample_trajectory(
     """
     latents = latents.to(dtype=latent_dtype(transformer))
     noise = iter(step_noise(generators, len(steps), latents) if steps else ())
-    # Compiled code rounds otherwise where it keeps nothing for a backward pass: what will be
-    # trained is sampled by the code that trains it.
-    as_trained = adapter.compiled and len(steps) > 0
     kept, log_probs = [], []
     for i in range(len(dynamics.schedule)):
         stochastic = i in steps
@@ -118,7 +118,6 @@ def sample_trajectory(
             conditioning,
             stochastic=stochastic,
             noise=next(noise) if stochastic else None,
-            as_trained=as_trained,
         )
         latents = step.next_sample
         if stochastic:
@@ -164,21 +163,12 @@ def eval_generators(seed: int, rows: list[int]) -> list[torch.Generator]:
 def initial_noise(
     generators: list[torch.Generator], shape: tuple[int, ...], device: torch.device | str
 ) -> Tensor:
-    return _send(torch.stack([torch.randn(shape, generator=g) for g in generators]), device)
+    return send(torch.stack([torch.randn(shape, generator=g) for g in generators]), device)
 
 
 def step_noise(generators: list[torch.Generator], count: int, like: Tensor) -> Tensor:
     """(count, *like.shape), all at once: no step then waits for its noise to be drawn and sent."""
-    shape, dtype = like.shape[1:], like.dtype
-    drawn = [
-        torch.stack([torch.randn(shape, generator=g, dtype=dtype) for _ in range(count)])
-        for g in generators
-    ]
-    return _send(torch.stack(drawn, 1), like.device)
-
-
-def _send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Without waiting for what the device is doing."""
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    shape = (count, *like.shape[1:])
+    # On all cores: the noise of a batch of large pictures takes one of them a tenth of a second.
+    drawn = _DRAWERS.map(lambda g: torch.randn(shape, generator=g, dtype=like.dtype), generators)
+    return send(torch.stack(list(drawn), 1), like.device)

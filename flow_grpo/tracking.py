@@ -84,11 +84,6 @@ class Timer:
         return {f"time/{name}": value for name, value in self.seconds.items()}
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """What the process took of the device, whether or not all of it was in use."""
     if device.type == "cuda":

@@ -131,7 +131,7 @@ def measure(session: Session) -> dict[str, Any]:
         **bench.hardware(device),
         "settings": settings(session),
         **{name: spread(values) for name, values in seconds.items()},
-        "peak_gib": round(max(e["peak_gib"] for e in epochs), 1),
+        "peak_gib": round(tracking.peak_memory_gb(device), 1),
         "warm_up_s": round(warm_up["sample_s"] + warm_up["train_s"] - epoch_s, 1),
         "epoch_s": round(epoch_s, 2),
         "matmul_tflops": rounded(ceiling),
@@ -145,7 +145,6 @@ def measure(session: Session) -> dict[str, Any]:
 
 def run_epoch(session: Session, epoch: int) -> dict[str, float]:
     device = session.accelerator.device
-    tracking.reset_peak_memory(device)
     start = bench.now(device)
     with session.sampling():
         samples = sample_epoch(session, epoch)
@@ -159,7 +158,6 @@ def run_epoch(session: Session, epoch: int) -> dict[str, float]:
         **metrics,
         "sample_s": sampled - start,
         "train_s": bench.now(device) - sampled,
-        "peak_gib": tracking.peak_memory_gb(device),
     }
 
 

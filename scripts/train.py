@@ -37,7 +37,8 @@ from flow_grpo.grpo import grpo_step_loss, with_gradient
 from flow_grpo.memory import advice_when_short
 from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics, score_metrics
 from flow_grpo.outage import describe_outage
-from flow_grpo.rewards import TOTAL, PendingScores, to_pil
+from flow_grpo.rewards import TOTAL, PendingScores
+from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.rollout import (
     Trajectory,
     encode_ahead,

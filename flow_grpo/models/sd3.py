@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from flow_grpo.errors import UserError
 from flow_grpo.models.base import Conditioning, Schedule
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
+from flow_grpo.models.fused import fuse_gelu
 from flow_grpo.replay import Replayed
+from flow_grpo.transfer import send
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
@@ -47,9 +50,10 @@ class SD3Adapter:
         self.max_sequence_length = max_sequence_length
         for module in self._modules():
             place = self.device if module is pipeline.transformer else self.idle_device
-            module.requires_grad_(False).eval().to(place, dtype)
-        pipeline.vae.to(_vae_dtype(dtype, self.device))
-        pipeline.vae.to(memory_format=torch.channels_last)
+            module.requires_grad_(False).eval()
+            nn.Module.to(module, place, dtype)  # diffusers' own warns of what does not apply
+        vae_dtype = _vae_dtype(dtype, self.device)
+        nn.Module.to(pipeline.vae, vae_dtype, memory_format=torch.channels_last)
         self.transformer = pipeline.transformer
         self.prompt_cache = prompt_cache
         self._cache = self._open_cache()
@@ -63,7 +67,7 @@ class SD3Adapter:
         position = {text: i for i, text in enumerate(dict.fromkeys(every))}
         texts = list(position)
         embeds, pooled = self._embed(texts)
-        index = torch.tensor([position[text] for text in every], device=self.device)
+        index = send(torch.tensor([position[text] for text in every]), self.device)
         count = len(prompts)
         negative = None if negative_prompts is None else index[count:]
         return Conditioning(embeds, pooled, positive=index[:count], negative=negative)
@@ -74,7 +78,7 @@ class SD3Adapter:
     def _embed(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         known = self._known(texts)
         embeds, pooled = zip(*(known[text] for text in texts), strict=True)
-        return torch.stack(embeds).to(self.device), torch.stack(pooled).to(self.device)
+        return send(torch.stack(embeds), self.device), send(torch.stack(pooled), self.device)
 
     def _known(self, texts: list[str]) -> dict[str, Embedding]:
         known = self._cache.find(texts)
@@ -181,9 +185,9 @@ class SD3Adapter:
             unconditional, conditional = forward(texts, torch.cat([latents, latents])).chunk(2)
         else:
             # Two passes of B, in sampling as in training: the same arithmetic in both is what
-            # makes the on-policy ratio exactly 1. Compiled, both halves share one code.
-            with torch.set_grad_enabled(self.compiled and torch.is_grad_enabled()):
-                unconditional = forward(conditioning.negative).detach()
+            # makes the on-policy ratio exactly 1.
+            with torch.no_grad():
+                unconditional = forward(conditioning.negative)
             conditional = forward(conditioning.positive)
         return unconditional + guidance_scale * (conditional - unconditional)
 
@@ -191,7 +195,10 @@ class SD3Adapter:
         """Block by block: they are alike, so that few of them take time to compile."""
         # three kinds of blocks; with and without gradients, LoRA and evaluation's batch size
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        for harmless in ("Dynamo detected a call to a `functools.lru_cache`", "TensorFloat32"):
+            warnings.filterwarnings("ignore", message=harmless, category=UserWarning)
         self.compiled = True
+        fuse_gelu(self.transformer)
         for block in self.transformer.transformer_blocks:
             block.compile(fullgraph=True, dynamic=False)
         self.pipeline.vae.decoder.compile(dynamic=False)

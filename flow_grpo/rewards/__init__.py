@@ -21,6 +21,7 @@ from PIL import Image
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rewards.guard import BatchScores, GuardedScorer
+from flow_grpo.rewards.pictures import fetch_pictures
 from flow_grpo.rewards.threads import SerialThread
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class WeightedReward:
                 f"{len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata "
                 "must be of one length"
             )
-        pictures = self._to_pil.submit(lambda: _pictures(images))
+        pictures = self._to_pil.submit(fetch_pictures(images))
         parts = {
             name: guarded.submit(pictures, prompts, metadata)
             for name, guarded in self._guarded.items()
@@ -266,17 +267,3 @@ def _takes(scorer: type, parameter: str) -> bool:
         return parameter in inspect.signature(scorer).parameters
     except ValueError:  # builtins have none
         return False
-
-
-def _pictures(images: "torch.Tensor | list[Image.Image]") -> list[Image.Image | None]:
-    """None where pixels are not numbers: as a black picture it might score well."""
-    if isinstance(images, list):
-        return images
-    is_whole = images.isfinite().flatten(1).all(1).tolist()
-    return [p if ok else None for p, ok in zip(to_pil(images), is_whole, strict=True)]
-
-
-def to_pil(images: "torch.Tensor") -> list[Image.Image]:
-    """(N, 3, H, W) in [0, 1] -> 8-bit images, rounded as diffusers rounds them."""
-    array = (images.detach().float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1)
-    return [Image.fromarray(picture) for picture in array.cpu().numpy()]

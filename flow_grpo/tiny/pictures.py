@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from flow_grpo.rewards import to_pil
+from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.tiny.prompts import COLOURS, MAX_SHAPES, SHAPES, Scene, parse_scene, parse_sign
 
 HEIGHT, WIDTH = 32, 96
