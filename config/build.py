@@ -216,9 +216,10 @@ def can_compile(config: ConfigDict, accelerator: Accelerator) -> bool:
 
 def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
     """Whether the transformer can be recorded: not what recomputes in the backward pass, nor
-    gradients of all weights, which a recording would hold a second time."""
-    plain = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
-    return plain and config.use_lora and not config.train.gradient_checkpointing
+    gradients of all weights, which a recording would hold a second time. With several processes
+    it was never tried."""
+    alone = accelerator.distributed_type == DistributedType.NO
+    return alone and config.use_lora and not config.train.gradient_checkpointing
 
 
 def load_progress(accelerator: Accelerator, checkpoint: Path | None) -> Progress:

@@ -1,5 +1,6 @@
 """Sample trajectories with a model and a step rule, and take single steps of them again."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def policy_step(
     *,
     stochastic: bool,
     next_latents: Tensor | None = None,
-    noise: Tensor | None = None,
+    noise: Iterator[Tensor] | None = None,
     in_one_pass: bool = False,
 ) -> tuple[Step, Tensor]:
     """Step i of the schedule and the velocity behind it: with new noise, or to where it went."""
@@ -82,7 +83,7 @@ def policy_step(
         noise_level=dynamics.noise_level,
         sigma_max=sigmas[1],
         next_sample=next_latents,
-        noise=noise,
+        noise=next(noise) if noise is not None and stochastic else None,
     )
     return step, velocity
 
@@ -103,7 +104,7 @@ def sample_trajectory(
     Returns the final latents and what training needs. With no steps it is the plain ode.
     """
     latents = latents.to(dtype=latent_dtype(transformer))
-    noise = iter(step_noise(generators, len(steps), latents) if steps else ())
+    noise = step_noise(generators, len(steps), latents) if steps else None
     kept, log_probs = [], []
     for i in range(len(dynamics.schedule)):
         stochastic = i in steps
@@ -117,7 +118,7 @@ def sample_trajectory(
             latents,
             conditioning,
             stochastic=stochastic,
-            noise=next(noise) if stochastic else None,
+            noise=noise,
         )
         latents = step.next_sample
         if stochastic:
@@ -166,9 +167,15 @@ def initial_noise(
     return send(torch.stack([torch.randn(shape, generator=g) for g in generators]), device)
 
 
-def step_noise(generators: list[torch.Generator], count: int, like: Tensor) -> Tensor:
-    """(count, *like.shape), all at once: no step then waits for its noise to be drawn and sent."""
+def step_noise(generators: list[torch.Generator], count: int, like: Tensor) -> Iterator[Tensor]:
+    """Of `count` steps, each like `like`; drawn on all cores while the device takes the first.
+
+    For a batch of large pictures one core would need a tenth of a second.
+    """
     shape = (count, *like.shape[1:])
-    # On all cores: the noise of a batch of large pictures takes one of them a tenth of a second.
     drawn = _DRAWERS.map(lambda g: torch.randn(shape, generator=g, dtype=like.dtype), generators)
-    return send(torch.stack(list(drawn), 1), like.device)
+    return _sent(drawn, like.device)
+
+
+def _sent(drawn: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
+    yield from send(torch.stack(list(drawn), 1), device)

@@ -127,7 +127,7 @@ def measure(session: Session) -> dict[str, Any]:
     worst = max(epochs, key=lambda e: e["train/first_update_ratio_dev"])
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         **bench.hardware(device),
         "settings": settings(session),
         **{name: spread(values) for name, values in seconds.items()},
@@ -141,6 +141,12 @@ def measure(session: Session) -> dict[str, Any]:
         # later updates are off-policy by right
         "log_ratio_rms": (2 * worst["train/approx_kl"]) ** 0.5 if plan.updates == 1 else None,
     }
+
+
+def command() -> str:
+    """As it was called, but for the file that the line goes to."""
+    where = [OUT.value, f"--out={OUT.value}", "--out"] if OUT.value else []
+    return shlex.join(["python", *(word for word in sys.argv if word not in where)])
 
 
 def run_epoch(session: Session, epoch: int) -> dict[str, float]:

@@ -1,8 +1,12 @@
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate.utils import DistributedType
 
 from config import base
+from config.build import can_compile, can_replay
 from config.check import check
 from flow_grpo.errors import UserError
 
@@ -18,3 +22,49 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="log_with='wandb' needs: pip install wandb"):
         check(config)
+
+
+def test_merging_needs_a_lora():
+    config = base.get_config()
+    config.sample.merge_lora, config.use_lora = True, False
+    with pytest.raises(UserError, match=r"sample\.merge_lora=True needs use_lora=True"):
+        check(config)
+
+
+def on_gpu(**state) -> SimpleNamespace:
+    """An accelerator, as far as it matters here."""
+    return SimpleNamespace(
+        **{"device": torch.device("cuda"), "distributed_type": DistributedType.NO, **state}
+    )
+
+
+def test_what_is_compiled_and_replayed(monkeypatch, caplog):
+    monkeypatch.setattr("config.build.has_triton", lambda: True)
+    monkeypatch.setenv("CC", "cc")
+    config = base.get_config()
+    several = on_gpu(distributed_type=DistributedType.MULTI_GPU)
+    assert can_compile(config, on_gpu())
+    assert can_replay(config, on_gpu())
+    assert can_compile(config, several)
+    assert not can_replay(config, several)
+    assert not can_compile(config, on_gpu(device=torch.device("cpu")))
+    assert not can_compile(config, on_gpu(distributed_type=DistributedType.FSDP))
+    config.train.gradient_checkpointing = True
+    assert not can_replay(config, on_gpu())
+    monkeypatch.setattr("config.build.has_triton", lambda: False)
+    with caplog.at_level("WARNING"):
+        assert not can_compile(config, on_gpu())
+    assert "Triton is missing" in caplog.text
+    config.compile = False
+    caplog.clear()
+    assert not can_compile(config, on_gpu())
+    assert not caplog.text
+
+
+def test_without_a_c_compiler_nothing_is_compiled(monkeypatch, caplog):
+    monkeypatch.setattr("config.build.has_triton", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with caplog.at_level("WARNING"):
+        assert not can_compile(base.get_config(), on_gpu())
+    assert "a C compiler is missing" in caplog.text

@@ -121,6 +121,23 @@ def test_the_reference_is_the_model_before_training(adapter, use_lora):
     assert not torch.allclose(velocity(policy.module), before, atol=1e-3)
 
 
+def test_a_merged_lora_draws_the_same_and_is_taken_away_again(adapter):
+    policy = Policy(adapter, rank=4, alpha=8)
+    randomise(policy)
+    conditioning = adapter.encode(["a"], None)
+    latents = torch.randn(1, *adapter.latent_shape(32, 32))
+
+    def velocity():
+        with torch.no_grad():
+            return adapter.velocity(policy.module, latents, 500.0, conditioning, 1.0)
+
+    before = velocity()
+    with policy.merged():
+        assert adapter.transformer.transformer_blocks[0].attn.to_q.disable_adapters
+        torch.testing.assert_close(velocity(), before, rtol=1e-4, atol=1e-4)
+    assert torch.equal(velocity(), before)
+
+
 def test_lora_sits_on_the_eight_attention_projections(adapter):
     policy = Policy(adapter, rank=4, alpha=8)
     names = {n for n, p in policy.transformer.named_parameters() if p.requires_grad}

@@ -33,6 +33,8 @@ def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path):
     line = done.stdout.splitlines()[-1]
     assert out.read_text() == line + "\n"
     found = json.loads(line)
+    assert "--epochs=2" in found["command"]
+    assert str(out) not in found["command"]  # that is nobody else's
     assert found["settings"]["model"] == "assets/tiny-sd3"
     assert found["settings"]["trained_steps"] == 2
     assert found["ratio_dev_max"] <= 1e-5
