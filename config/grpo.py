@@ -73,12 +73,12 @@ def pickscore_sd3(gpus: int) -> ConfigDict:
 
 
 def benchmark_sd3(gpus: int) -> ConfigDict:
-    """What docs/performance.md times: a random SD3.5-medium, four batches of 9, one update."""
+    """What docs/performance.md times: a random SD3.5-medium, four batches of 9, two updates."""
     config = _sd3(gpus)
     config.pretrained.model = "sd3.5-medium"  # scripts/benchmark.py makes it up
     config.mixed_precision = "bf16" if torch.cuda.is_available() else "no"
     config.dataset = "dataset/ocr"
-    per_gpu_batches(config, gpus=gpus, groups=4 * gpus, group_size=9, max_batch=9, updates=1)
+    per_gpu_batches(config, gpus=gpus, groups=4 * gpus, group_size=9, max_batch=9)
     return config
 
 

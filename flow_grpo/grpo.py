@@ -1,6 +1,7 @@
 """The Flow-GRPO loss of one denoising step of a micro-batch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,20 @@ def grpo_step_loss(
     j: int,
     advantages: Tensor,
     settings: GrpoSettings,
+    *,
+    on_policy: bool = False,
 ) -> StepLoss:
-    """Loss at the j-th kept step of `trajectory`; `advantages` is (B,)."""
+    """Loss at the j-th kept step of `trajectory`; `advantages` is (B,).
+
+    `on_policy`: the weights are still those that sampled, and so is what they gave.
+    """
     i = trajectory.steps[j]
     state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
+    known = None
+    if on_policy and trajectory.unconditional is not None:
+        known = trajectory.unconditional[:, j].to(state.dtype)
 
-    def retake(transformer: nn.Module, *, in_one_pass: bool = False) -> tuple[Step, Tensor]:
+    def retake(transformer: nn.Module, **how: Any) -> tuple[Step, Tensor]:
         return policy_step(
             policy.adapter,
             transformer,
@@ -50,13 +59,13 @@ def grpo_step_loss(
             trajectory.conditioning,
             stochastic=True,
             next_latents=landed,
-            in_one_pass=in_one_pass,
+            **how,
         )
 
     if settings.beta > 0:  # first, while no activations are kept
         with policy.reference() as transformer:
             reference, reference_velocity = retake(transformer, in_one_pass=True)
-    step, velocity = retake(policy.module)
+    step, velocity = retake(policy.module, unconditional=known)
     old_log_prob = trajectory.log_probs[:, j]
     clipped = clipped_policy_loss(
         step.log_prob,

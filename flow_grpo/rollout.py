@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,20 @@ class Trajectory:
     latents: Tensor  # (B, len(steps) + 1, C, H, W), float32
     log_probs: Tensor  # (B, len(steps))
     conditioning: Conditioning
+    # (B, len(steps), C, H, W) in the model's precision: the half of guidance that has no gradient,
+    # the same in training until the first update
+    unconditional: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.log_probs)
 
     def __getitem__(self, part: slice | Tensor) -> "Trajectory":
-        return Trajectory(
-            self.steps, self.latents[part], self.log_probs[part], self.conditioning[part]
+        return replace(
+            self,
+            latents=self.latents[part],
+            log_probs=self.log_probs[part],
+            conditioning=self.conditioning[part],
+            unconditional=None if self.unconditional is None else self.unconditional[part],
         )
 
 
@@ -56,6 +63,7 @@ def policy_step(
     stochastic: bool,
     next_latents: Tensor | None = None,
     noise: Iterator[Tensor] | None = None,
+    unconditional: Tensor | None = None,
     in_one_pass: bool = False,
 ) -> tuple[Step, Tensor]:
     """Step i of the schedule and the velocity behind it: with new noise, or to where it went."""
@@ -70,6 +78,7 @@ def policy_step(
             timesteps[i],
             conditioning,
             dynamics.guidance_scale,
+            unconditional=unconditional,
             in_one_pass=in_one_pass,
         )
     if as_trained:
@@ -105,11 +114,14 @@ def sample_trajectory(
     """
     latents = latents.to(dtype=latent_dtype(transformer))
     noise = step_noise(generators, len(steps), latents) if steps else None
-    kept, log_probs = [], []
-    for i in range(len(dynamics.schedule)):
+    kept, log_probs, negatives = [], [], []
+    negative = None
+    for i, timestep in enumerate(dynamics.schedule.timesteps):
         stochastic = i in steps
         if stochastic and not kept:
             kept.append(latents)
+        if dynamics.guidance_scale > 1:
+            negative = adapter.unconditional(transformer, latents, timestep, conditioning)
         step, _ = policy_step(
             adapter,
             transformer,
@@ -119,17 +131,21 @@ def sample_trajectory(
             conditioning,
             stochastic=stochastic,
             noise=noise,
+            unconditional=negative,
         )
         latents = step.next_sample
         if stochastic:
             kept.append(latents)
             log_probs.append(step.log_prob)
+            if negative is not None:
+                negatives.append(negative.to(conditioning.embeds.dtype))
     empty = latents.new_zeros(len(latents), 0)
     return latents, Trajectory(
         steps,
         torch.stack(kept, 1) if kept else empty,
         torch.stack(log_probs, 1) if log_probs else empty,
         conditioning,
+        torch.stack(negatives, 1) if negatives else None,
     )
 
 

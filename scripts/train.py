@@ -216,14 +216,13 @@ def train_epoch(
         for m in session.bar(order, f"epoch {epoch + 1} train"):
             trajectory, advantage = micro_batches[m]
             for j in range(len(trajectory.steps)):
+                on_policy = session.progress.step == updates_before
                 with accelerator.accumulate(policy.module):
-                    loss = grpo_step_loss(policy, dynamics, trajectory, j, advantage, settings)
-                    accelerator.backward(loss.per_sample.sum() / size)
-                    stats.add(
-                        loss,
-                        on_policy=session.progress.step == updates_before,
-                        left_out=size - len(advantage),
+                    loss = grpo_step_loss(
+                        policy, dynamics, trajectory, j, advantage, settings, on_policy=on_policy
                     )
+                    accelerator.backward(loss.per_sample.sum() / size)
+                    stats.add(loss, on_policy=on_policy, left_out=size - len(advantage))
                     if accelerator.sync_gradients:
                         stats.add_grad_norm(
                             accelerator.clip_grad_norm_(

@@ -65,3 +65,25 @@ def test_both_halves_in_one_pass_give_the_same_velocity(adapter):
         apart = adapter.velocity(*arguments)
         together = adapter.velocity(*arguments, in_one_pass=True)
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+
+
+def test_what_sampling_knows_of_guidance_is_the_same_in_training(adapter):
+    policy, dynamics, trajectory = sampled(adapter, guidance=4.5)
+    advantages = torch.tensor([0.7, 0.1, -1.2, 0.5])
+    calls = []
+    forward = policy.module.forward
+    policy.module.forward = lambda **inputs: (calls.append(inputs), forward(**inputs))[1]
+    found = []
+    for on_policy in (False, True):
+        calls.clear()
+        loss = grpo_step_loss(
+            policy, dynamics, trajectory, 1, advantages, GrpoSettings(), on_policy=on_policy
+        )
+        assert len(calls) == (2 if on_policy else 3)  # the reference takes both halves in one
+        loss.per_sample.sum().backward()
+        found.append((loss.policy.ratio, [p.grad for p in policy.parameters()]))
+        policy.transformer.zero_grad(set_to_none=True)
+    (ratio, gradients), (other_ratio, other_gradients) = found
+    assert torch.equal(ratio, torch.ones(4))
+    assert torch.equal(other_ratio, ratio)
+    assert all(map(torch.equal, gradients, other_gradients))

@@ -61,13 +61,19 @@ class ModelAdapter(Protocol):
         conditioning: Conditioning,
         guidance_scale: float,
         *,
+        unconditional: Tensor | None = None,
         in_one_pass: bool = False,
     ) -> Tensor:
         """The guided velocity; gradients flow through the conditional half alone.
 
-        `in_one_pass` without gradients: both halves in one batch, which is faster and rounds
-        otherwise.
+        `unconditional` is the other half, where it is known. `in_one_pass` without gradients:
+        both halves in one batch, which is faster and rounds otherwise.
         """
+
+    def unconditional(
+        self, transformer: nn.Module, latents: Tensor, timestep: float, conditioning: Conditioning
+    ) -> Tensor:
+        """The velocity for the negative prompts, without gradients."""
 
     def compile(self, *, replay: bool = False) -> None:
         """Have torch.compile make what runs often faster, from its next call on.

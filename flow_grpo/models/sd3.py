@@ -166,30 +166,48 @@ class SD3Adapter:
         conditioning: Conditioning,
         guidance_scale: float,
         *,
+        unconditional: Tensor | None = None,
         in_one_pass: bool = False,
     ) -> Tensor:
-        def forward(texts: Tensor, latents: Tensor = latents) -> Tensor:
-            out = transformer(
-                hidden_states=latents.to(conditioning.embeds.dtype),
-                timestep=torch.full((len(texts),), timestep, device=latents.device),
-                encoder_hidden_states=conditioning.embeds[texts],
-                pooled_projections=conditioning.pooled[texts],
-                return_dict=False,
-            )[0]
-            return out.to(latents.dtype)
-
+        texts = conditioning.positive
         if guidance_scale <= 1:
-            return forward(conditioning.positive)
+            return self._forward(transformer, latents, timestep, conditioning, texts)
         if in_one_pass:
-            texts = torch.cat([conditioning.negative, conditioning.positive])
-            unconditional, conditional = forward(texts, torch.cat([latents, latents])).chunk(2)
+            texts = torch.cat([conditioning.negative, texts])
+            both = torch.cat([latents, latents])
+            both = self._forward(transformer, both, timestep, conditioning, texts)
+            unconditional, conditional = both.chunk(2)
         else:
             # Two passes of B, in sampling as in training: the same arithmetic in both is what
             # makes the on-policy ratio exactly 1.
-            with torch.no_grad():
-                unconditional = forward(conditioning.negative)
-            conditional = forward(conditioning.positive)
+            if unconditional is None:
+                unconditional = self.unconditional(transformer, latents, timestep, conditioning)
+            conditional = self._forward(transformer, latents, timestep, conditioning, texts)
         return unconditional + guidance_scale * (conditional - unconditional)
+
+    @torch.no_grad()
+    def unconditional(
+        self, transformer: nn.Module, latents: Tensor, timestep: float, conditioning: Conditioning
+    ) -> Tensor:
+        texts = conditioning.negative
+        return self._forward(transformer, latents, timestep, conditioning, texts)
+
+    def _forward(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timestep: float,
+        conditioning: Conditioning,
+        texts: Tensor,
+    ) -> Tensor:
+        out = transformer(
+            hidden_states=latents.to(conditioning.embeds.dtype),
+            timestep=torch.full((len(texts),), timestep, device=latents.device),
+            encoder_hidden_states=conditioning.embeds[texts],
+            pooled_projections=conditioning.pooled[texts],
+            return_dict=False,
+        )[0]
+        return out.to(latents.dtype)
 
     def compile(self, *, replay: bool = False) -> None:
         """Block by block: they are alike, so that few of them take time to compile."""
