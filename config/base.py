@@ -56,10 +56,13 @@ def get_config() -> ConfigDict:
     # Text encoders and VAE wait in the CPU's memory while they are not used. Moving them takes
     # time; the encoders move once an epoch, and only if it has new prompts.
     config.offload_idle = False
-    # Compile the transformer's blocks and the VAE with torch.compile, and replay the transformer as
-    # CUDA graphs; on a GPU, where weights are not shared out (ZeRO-3, FSDP). It takes about a
-    # minute at the start, and sampling then needs the memory of training.
+    # Compile the transformer's blocks and the VAE with torch.compile; on a GPU, where weights are
+    # not shared out (ZeRO-3, FSDP). It takes a minute or two at the start, and sampling then needs
+    # the memory of training.
     config.compile = True
+    # Replay the transformer's forward and backward pass as CUDA graphs, which spares the host their
+    # thousands of launches; for LoRA on one GPU, without gradient checkpointing.
+    config.cuda_graphs = True
     # False trains the whole transformer and keeps a frozen copy for the KL: three times the memory.
     config.use_lora = True
 

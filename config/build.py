@@ -124,6 +124,8 @@ def build_session(
         inner_epochs=config.train.num_inner_epochs,
         trained_steps=len(steps),
     )
+    if config.sample.merge_lora and shares_weights(accelerator):
+        raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
     start = find_start(accelerator, config.logdir, config.run_name, config.resume)
     prompts = load_prompts(config.dataset, "train", config.prompt_fn)
     plan.check_prompts(len(prompts), config.dataset)
@@ -145,11 +147,11 @@ def build_session(
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
-    if config.sample.merge_lora and shares_weights(accelerator):
-        raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
     optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
     if can_compile(config, accelerator):
-        adapter.compile(replay=can_replay(config, accelerator))
+        adapter.compile()
+    if can_replay(config, accelerator):
+        adapter.replay()
     ema = None
     if train.ema:
         ema = Ema(policy.parameters(), train.ema_decay, train.ema_update_interval)
@@ -219,7 +221,8 @@ def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
     gradients of all weights, which a recording would hold a second time. With several processes
     it was never tried."""
     alone = accelerator.distributed_type == DistributedType.NO
-    return alone and config.use_lora and not config.train.gradient_checkpointing
+    wanted = config.cuda_graphs and accelerator.device.type == "cuda"
+    return wanted and alone and config.use_lora and not config.train.gradient_checkpointing
 
 
 def load_progress(accelerator: Accelerator, checkpoint: Path | None) -> Progress:

@@ -124,7 +124,6 @@ def measure(session: Session) -> dict[str, Any]:
         "training_tflops": work["training"] / min(seconds["trained_step_s_per_sample"]),
     }
     ceiling = bench.matmul_tflops(device, DTYPES[config.mixed_precision])
-    worst = max(epochs, key=lambda e: e["train/first_update_ratio_dev"])
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command(),
@@ -137,9 +136,7 @@ def measure(session: Session) -> dict[str, Any]:
         "matmul_tflops": rounded(ceiling),
         **{name: rounded(rate) for name, rate in rates.items()},
         **{f"{name}_share": rounded(rate / ceiling) for name, rate in rates.items()},
-        "ratio_dev_max": worst["train/first_update_ratio_dev"],
-        # later updates are off-policy by right
-        "log_ratio_rms": (2 * worst["train/approx_kl"]) ** 0.5 if plan.updates == 1 else None,
+        "ratio_dev_max": max(e["train/first_update_ratio_dev"] for e in epochs),
     }
 
 
@@ -200,6 +197,7 @@ def settings(session: Session) -> dict[str, Any]:
         "weights": f"LoRA r {config.train.lora_rank}" if config.use_lora else "all",
         "precision": config.mixed_precision,
         "compile": session.adapter.compiled,
+        "cuda_graphs": session.adapter.replayed,
         "merge_lora": config.sample.merge_lora,
         "gradient_checkpointing": config.train.gradient_checkpointing,
         "memory_gib": MEMORY.value or None,

@@ -67,7 +67,7 @@ def main(config: ConfigDict) -> Session:
     logger.info("run directory         %s", session.folder)
     logger.info(session.plan.describe())
     if session.adapter.compiled:
-        logger.info("the model is compiled in the first epoch: about a minute, once")
+        logger.info("the first epoch compiles the model, which takes a minute or two")
     try:
         with session.stop, advice_when_short(lighter_training(session.config, session.plan)):
             train(session)
@@ -207,8 +207,10 @@ def train_epoch(
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
         for i in range(0, len(trajectory), size)
     ]
-    # Not in half precision, where batches of another size round too differently.
-    if settings.beta == 0 and config.mixed_precision == "no" and not session.adapter.compiled:
+    # Not in half precision, where batches of another size round too differently, nor where each
+    # size is compiled or recorded.
+    any_size = not (session.adapter.compiled or session.adapter.replayed)
+    if settings.beta == 0 and config.mixed_precision == "no" and any_size:
         micro_batches = [with_gradient(*micro_batch) for micro_batch in micro_batches]
     stats, updates_before = TrainingStats(), session.progress.step
     for inner in range(session.plan.inner_epochs):

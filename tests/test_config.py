@@ -47,9 +47,13 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
     assert can_replay(config, on_gpu())
     assert can_compile(config, several)
     assert not can_replay(config, several)
-    assert not can_compile(config, on_gpu(device=torch.device("cpu")))
+    on_cpu = on_gpu(device=torch.device("cpu"))
+    assert not can_compile(config, on_cpu)
+    assert not can_replay(config, on_cpu)
     assert not can_compile(config, on_gpu(distributed_type=DistributedType.FSDP))
     config.train.gradient_checkpointing = True
+    assert not can_replay(config, on_gpu())
+    config.train.gradient_checkpointing, config.cuda_graphs = False, False
     assert not can_replay(config, on_gpu())
     monkeypatch.setattr("config.build.has_triton", lambda: False)
     with caplog.at_level("WARNING"):

@@ -40,6 +40,7 @@ class ModelAdapter(Protocol):
     transformer: nn.Module  # as loaded; the methods below take the one to call
     lora_targets: list[str]
     compiled: bool
+    replayed: bool
 
     def encode(self, prompts: list[str], negative_prompts: list[str] | None) -> Conditioning:
         """Embed a batch; `negative_prompts` is None when sampling without guidance."""
@@ -75,11 +76,11 @@ class ModelAdapter(Protocol):
     ) -> Tensor:
         """The velocity for the negative prompts, without gradients."""
 
-    def compile(self, *, replay: bool = False) -> None:
-        """Have torch.compile make what runs often faster, from its next call on.
+    def compile(self) -> None:
+        """Have torch.compile make what runs often faster, from its next call on."""
 
-        With `replay` also record the transformer's forward and backward pass as CUDA graphs.
-        """
+    def replay(self) -> None:
+        """Run the transformer as CUDA graphs from now on, recorded for each new batch size."""
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images (B, 3, H, W) in [0, 1], float32."""

@@ -28,7 +28,7 @@ TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 
 class SD3Adapter:
     pipeline_class = StableDiffusion3Pipeline
-    compiled = False
+    compiled = replayed = False
     lora_targets = [  # noqa: RUF012
         *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
@@ -209,7 +209,7 @@ class SD3Adapter:
         )[0]
         return out.to(latents.dtype)
 
-    def compile(self, *, replay: bool = False) -> None:
+    def compile(self) -> None:
         """Block by block: they are alike, so that few of them take time to compile."""
         # three kinds of blocks; with and without gradients, LoRA and evaluation's batch size
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -220,8 +220,10 @@ class SD3Adapter:
         for block in self.transformer.transformer_blocks:
             block.compile(fullgraph=True, dynamic=False)
         self.pipeline.vae.decoder.compile(dynamic=False)
-        if replay:
-            self.transformer.forward = Replayed(self.transformer)
+
+    def replay(self) -> None:
+        self.replayed = True
+        self.transformer.forward = Replayed(self.transformer)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

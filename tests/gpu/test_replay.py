@@ -12,7 +12,6 @@ from flow_grpo.grpo import GrpoSettings, grpo_step_loss
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.policy import Policy
-from flow_grpo.replay import Replayed
 from flow_grpo.rollout import (
     Dynamics,
     Trajectory,
@@ -43,10 +42,9 @@ class Run:
                 parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
         self.policy.prepare(accelerator, torch.optim.AdamW(self.policy.parameters()))
         if compiled:
-            self.adapter.compile(replay=replay)
-        elif replay:
-            self.adapter.compiled = True  # samples as it trains
-            self.adapter.transformer.forward = Replayed(self.adapter.transformer)
+            self.adapter.compile()
+        if replay:
+            self.adapter.replay()
         self.dynamics = Dynamics(self.adapter.schedule(4, 32, 32), "flow", 0.7, 4.5)
 
     def sample(self) -> Trajectory:
