@@ -123,5 +123,5 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> Ite
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"the model cannot be recorded as a CUDA graph: {reason}; try --config.cuda_graphs=False"
+            f"the model cannot be made a CUDA graph: {reason}; set --config.cuda_graphs=False"
         ) from error
