@@ -3,6 +3,12 @@
 python -m pytest -q --noconftest tests/gpu        on a machine with a GPU
 """
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -26,9 +32,16 @@ ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, 2.0])
 
 
 class Run:
-    def __init__(self, precision: str = "no", *, compiled: bool = False, replay: bool) -> None:
+    def __init__(
+        self,
+        precision: str = "no",
+        *,
+        compiled: bool = False,
+        replay: bool,
+        handlers: list | None = None,
+    ) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # it keeps its first precision
-        accelerator = Accelerator(mixed_precision=precision)
+        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
         self.adapter = SD3Adapter(
             build_tiny_sd3(width=64),
             device="cuda",
@@ -47,8 +60,8 @@ class Run:
             self.adapter.replay()
         self.dynamics = Dynamics(self.adapter.schedule(4, 32, 32), "flow", 0.7, 4.5)
 
-    def sample(self) -> Trajectory:
-        generators = sample_generators(0, 0, list(range(len(PROMPTS))))
+    def sample(self, first: int = 0) -> Trajectory:
+        generators = sample_generators(0, 0, list(range(first, first + len(PROMPTS))))
         _, trajectory = sample_trajectory(
             self.adapter,
             self.policy.module,
@@ -60,10 +73,10 @@ class Run:
         )
         return trajectory
 
-    def train(self, trajectory: Trajectory, steps: list[int], beta: float = 0.04) -> torch.Tensor:
+    def train(self, trajectory: Trajectory, steps: list[int], *, add: bool = False) -> torch.Tensor:
         """Gradients of these steps together; on-policy they must be at a ratio of exactly 1."""
-        for parameter in self.policy.parameters():
-            parameter.grad = None
+        if not add:
+            self.policy.transformer.zero_grad(set_to_none=True)
         for j in steps:
             loss = grpo_step_loss(
                 self.policy,
@@ -71,11 +84,33 @@ class Run:
                 trajectory,
                 j,
                 ADVANTAGES.cuda(),
-                GrpoSettings(beta=beta),
+                GrpoSettings(),
             )
             self.ratio = loss.policy.ratio.detach()
             loss.per_sample.mean().backward()
         return torch.cat([p.grad.flatten() for p in self.policy.parameters()])
+
+
+def test_gradients_are_averaged_over_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = str(Path(__file__).with_name("replay_in_parallel.py"))
+    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**os.environ, **world, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        assert said.splitlines()[-1] == "equal"
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
