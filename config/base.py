@@ -112,7 +112,7 @@ def get_config() -> ConfigDict:
     # Divide advantages by the standard deviation of all rewards (True) or of the group's: the
     # group's blows up the differences of prompts on which all samples are alike.
     sample.global_std = True
-    # Sample with LoRA added to the weights. Faster by a tenth, but off-policy: half precision
+    # Sample with LoRA added to the weights: a little faster, but off-policy, as half precision
     # rounds the sum. train/first_update_ratio_dev says by how much (docs/performance.md).
     sample.merge_lora = False
     # Samples of a group start from the same noise and differ only by the steps' noise.
@@ -125,7 +125,7 @@ def get_config() -> ConfigDict:
     # --- training ----------------------------------------------------------------------------
     config.train = train = ConfigDict()
     # Divides sample.train_batch_size. Equal keeps the batches of sampling, and with them an
-    # on-policy ratio of exactly 1; smaller saves memory.
+    # on-policy ratio of exactly 1; smaller saves memory, if compile=False.
     train.batch_size = 8
     # Micro-batches per update, each over all its time steps.
     train.gradient_accumulation_steps = 4

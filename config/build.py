@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -147,6 +148,8 @@ def build_session(
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
+    if config.sample.merge_lora and not policy.can_merge():
+        raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
     optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
     if can_compile(config, accelerator):
         adapter.compile()
@@ -208,12 +211,20 @@ def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy
 def can_compile(config: ConfigDict, accelerator: Accelerator) -> bool:
     if not config.compile or accelerator.device.type != "cuda" or shares_weights(accelerator):
         return False
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if not has_triton() or not compiler:
-        missing = "a C compiler" if has_triton() else "Triton"
+    if missing := missing_tool():
         logger.warning("nothing is compiled: %s is missing; this run will be slower", missing)
-        return False
-    return True
+    return not missing
+
+
+def missing_tool() -> str:
+    """What torch.compile would need on a GPU and has not got, or nothing."""
+    if not has_triton():
+        return "Triton"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler (gcc or clang)"
+    # Debian's own scheme names another folder
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    return "" if header.is_file() else f"{header} (python3-dev)"
 
 
 def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
@@ -370,7 +381,9 @@ def lighter_settings(config: ConfigDict) -> list[str]:
 def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:
     smaller = plan.in_smaller_batches()
     batches = [f"{plan.options_for(smaller)} (the same epoch, smaller batches)"] if smaller else []
-    return batches + lighter_settings(config)
+    # compiled code samples with the memory of training
+    larger = config.compile and plan.sample_batch_size > plan.train_batch_size
+    return batches + lighter_settings(config) + ["--config.compile=False"] * larger
 
 
 def lighter_evaluation(config: ConfigDict) -> list[str]:

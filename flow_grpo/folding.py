@@ -27,19 +27,23 @@ def fold_lora(model: nn.Module) -> None:
     Half precision cannot hold a sum of a weight and the small steps that training takes.
     """
     for layer in model.modules():
-        if type(layer) is lora.Linear and _is_plain(layer) and _pays(layer):
+        if type(layer) is lora.Linear and is_plain(layer) and _is_exact(layer) and _pays(layer):
             layer.__class__ = FoldedLinear
 
 
-def _is_plain(layer: lora.Linear) -> bool:
-    base = layer.base_layer
+def is_plain(layer: lora.Linear) -> bool:
+    """Whether it is `xW + (xA)B` and nothing else."""
     return (
-        type(base) is nn.Linear
-        and torch.promote_types(base.weight.dtype, torch.float32) == base.weight.dtype
+        type(layer.base_layer) is nn.Linear
         and not layer.lora_variant  # DoRA and others are no sum
         and not any(layer.lora_bias.values())
         and all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
     )
+
+
+def _is_exact(layer: lora.Linear) -> bool:
+    dtype = layer.base_layer.weight.dtype
+    return torch.promote_types(dtype, torch.float32) == dtype
 
 
 def _pays(layer: lora.Linear) -> bool:

@@ -1,7 +1,6 @@
 """The Flow-GRPO loss of one denoising step of a micro-batch."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,9 @@ def grpo_step_loss(
     if on_policy and trajectory.unconditional is not None:
         known = trajectory.unconditional[:, j].to(state.dtype)
 
-    def retake(transformer: nn.Module, **how: Any) -> tuple[Step, Tensor]:
+    def retake(
+        transformer: nn.Module, *, unconditional: Tensor | None = None, in_one_pass: bool = False
+    ) -> tuple[Step, Tensor]:
         return policy_step(
             policy.adapter,
             transformer,
@@ -59,7 +60,8 @@ def grpo_step_loss(
             trajectory.conditioning,
             stochastic=True,
             next_latents=landed,
-            **how,
+            unconditional=unconditional,
+            in_one_pass=in_one_pass,
         )
 
     if settings.beta > 0:  # first, while no activations are kept

@@ -13,20 +13,56 @@ from flow_grpo.errors import UserError
 WARM_UP = 2  # runs before a recording: they compile, and choose kernels
 
 
+class Memory:
+    """Which all recordings share: one may write where another had its activations."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.turn = 0  # counts what was replayed in it
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Libraries set themselves up for each stream anew."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    @contextmanager
+    def record(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        try:
+            # rewards may use the device meanwhile, in threads of their own
+            with torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
+                yield
+        except RuntimeError as error:
+            cause = error.__context__ or error  # a recording that breaks off has an error too
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            reason = str(cause).strip().splitlines()[0]
+            raise UserError(
+                f"the model cannot be made a CUDA graph: {reason}; set --config.cuda_graphs=False"
+            ) from error
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.turn += 1
+        graph.replay()
+
+
 class Replayed:
     """The `forward` of a module, recorded at the first call of its kind and replayed thereafter.
 
     A kind is the shapes of the tensors, with or without gradients, with or without LoRA. Weights
-    must be changed in place. Only the last forward with gradients can be taken back: its
-    activations are where the next one writes its own.
+    must be changed in place. A forward can be taken back as long as nothing else was replayed.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._forward = module.forward
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._recordings: dict[tuple, _Recording] = {}
-        # Forwards without gradients share their memory: none outlives its call.
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = Memory()
 
     def __call__(self, **inputs: Any) -> tuple[Tensor]:
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -35,12 +71,13 @@ class Replayed:
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         kind = (with_gradient, with_lora, shapes)
         if kind not in self._recordings:
-            self._recordings[kind] = _Recording(
-                lambda static: self._forward(**{**inputs, **static}),
-                {name: tensor.clone() for name, tensor in tensors.items()},
-                self._trained if with_gradient else [],
-                None if with_gradient else self._pool,
-            )
+            with torch.set_grad_enabled(with_gradient):
+                self._recordings[kind] = _Recording(
+                    lambda static: self._forward(**{**inputs, **static}),
+                    {name: tensor.clone() for name, tensor in tensors.items()},
+                    self._trained if with_gradient else [],
+                    self._memory,
+                )
         return (self._recordings[kind](tensors),)
 
 
@@ -50,39 +87,38 @@ class _Recording:
         forward: Callable[[dict[str, Tensor]], tuple[Tensor]],
         inputs: dict[str, Tensor],
         trained: list[nn.Parameter],
-        pool: tuple[int, int] | None,
+        memory: Memory,
     ) -> None:
-        self.inputs, self.trained = inputs, trained
+        self.inputs, self.trained, self.memory = inputs, trained, memory
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self.turn = 0
-        with _on_side_stream():
+        with memory.warm_up():
             for _ in range(WARM_UP):
                 (output,) = forward(inputs)
                 if trained:
                     torch.autograd.grad(output, trained, torch.zeros_like(output))
                 del output
-        with _recording(self.forward, pool):
+        with memory.record(self.forward):
             (output,) = forward(inputs)
         self.output = output.detach()
         if trained:
             self.incoming = torch.zeros_like(self.output)
-            with _recording(self.backward, self.forward.pool()):
+            with memory.record(self.backward):
                 gradients = torch.autograd.grad(output, trained, self.incoming)
                 self.gradient = torch.cat([gradient.flatten() for gradient in gradients])
 
     def __call__(self, tensors: dict[str, Tensor]) -> Tensor:
         for name, tensor in tensors.items():
             self.inputs[name].copy_(tensor)
-        self.turn += 1
-        if self.trained:
-            return _Replay.apply(self, *self.trained)
-        self.forward.replay()
+        return _Replay.apply(self, *self.trained) if self.trained else self.run()
+
+    def run(self) -> Tensor:
+        self.memory.replay(self.forward)
         return self.output.clone()
 
     def take_back(self, incoming: Tensor) -> Iterator[Tensor]:
         """The gradient of each trained weight."""
         self.incoming.copy_(incoming)
-        self.backward.replay()
+        self.memory.replay(self.backward)
         parts = self.gradient.clone().split([p.numel() for p in self.trained])
         return (part.view_as(p) for part, p in zip(parts, self.trained, strict=True))
 
@@ -90,38 +126,13 @@ class _Recording:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recording: _Recording, *trained: Tensor) -> Tensor:
-        ctx.recording, ctx.turn = recording, recording.turn
-        recording.forward.replay()
-        return recording.output.clone()
+        output = recording.run()
+        ctx.recording, ctx.turn = recording, recording.memory.turn
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.turn != ctx.recording.turn:
-            raise RuntimeError("another forward was replayed since; its activations are gone")
+        if ctx.turn != ctx.recording.memory.turn:
+            raise RuntimeError("something else was replayed since; the activations are gone")
         return (None, *ctx.recording.take_back(incoming))
-
-
-@contextmanager
-def _on_side_stream() -> Iterator[None]:
-    """As recordings are made: lazy set-up is done per stream."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        yield
-    torch.cuda.current_stream().wait_stream(side)
-
-
-@contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> Iterator[None]:
-    try:
-        # rewards may use the device meanwhile, in threads of their own
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"the model cannot be made a CUDA graph: {reason}; set --config.cuda_graphs=False"
-        ) from error

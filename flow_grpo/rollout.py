@@ -92,7 +92,7 @@ def policy_step(
         noise_level=dynamics.noise_level,
         sigma_max=sigmas[1],
         next_sample=next_latents,
-        noise=next(noise) if noise is not None and stochastic else None,
+        noise=next(noise) if noise is not None else None,
     )
     return step, velocity
 
@@ -130,7 +130,7 @@ def sample_trajectory(
             latents,
             conditioning,
             stochastic=stochastic,
-            noise=noise,
+            noise=noise if stochastic else None,
             unconditional=negative,
         )
         latents = step.next_sample

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A copy on `device`; only from pinned memory does the host not wait for the copy."""
+    """On `device`; only from pinned memory does the host not wait for the copy."""
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

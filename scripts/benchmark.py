@@ -174,9 +174,10 @@ def tflop(session: Session) -> dict[str, float]:
     passes = 2 if dynamics.guidance_scale > 1 else 1
     reference = passes if config.train.beta > 0 else 0
     backward = 1 if config.use_lora else 2  # gradients of the activations, and of the weights
+    known = (passes - 1) / session.plan.updates  # before the first of them, from sampling
     return {
         "sampling": len(dynamics.schedule) * passes * forward,
-        "training": (passes + reference + backward) * forward,
+        "training": (passes - known + reference + backward) * forward,
     }
 
 

@@ -221,7 +221,14 @@ def train_epoch(
                 on_policy = session.progress.step == updates_before
                 with accelerator.accumulate(policy.module):
                     loss = grpo_step_loss(
-                        policy, dynamics, trajectory, j, advantage, settings, on_policy=on_policy
+                        policy,
+                        dynamics,
+                        trajectory,
+                        j,
+                        advantage,
+                        settings,
+                        # merged weights are rounded: other ones
+                        on_policy=on_policy and not config.sample.merge_lora,
                     )
                     accelerator.backward(loss.per_sample.sum() / size)
                     stats.add(loss, on_policy=on_policy, left_out=size - len(advantage))

@@ -6,7 +6,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from config import base
-from config.build import can_compile, can_replay
+from config.build import can_compile, can_replay, missing_tool
 from config.check import check
 from flow_grpo.errors import UserError
 
@@ -39,8 +39,7 @@ def on_gpu(**state) -> SimpleNamespace:
 
 
 def test_what_is_compiled_and_replayed(monkeypatch, caplog):
-    monkeypatch.setattr("config.build.has_triton", lambda: True)
-    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("config.build.missing_tool", lambda: "")
     config = base.get_config()
     several = on_gpu(distributed_type=DistributedType.MULTI_GPU)
     assert can_compile(config, on_gpu())
@@ -55,7 +54,9 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
     assert not can_replay(config, on_gpu())
     config.train.gradient_checkpointing, config.cuda_graphs = False, False
     assert not can_replay(config, on_gpu())
-    monkeypatch.setattr("config.build.has_triton", lambda: False)
+    config.cuda_graphs, config.use_lora = True, False
+    assert not can_replay(config, on_gpu())
+    monkeypatch.setattr("config.build.missing_tool", lambda: "Triton")
     with caplog.at_level("WARNING"):
         assert not can_compile(config, on_gpu())
     assert "Triton is missing" in caplog.text
@@ -65,10 +66,15 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
     assert not caplog.text
 
 
-def test_without_a_c_compiler_nothing_is_compiled(monkeypatch, caplog):
+def test_what_the_compiler_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr("config.build.has_triton", lambda: False)
+    assert missing_tool() == "Triton"
     monkeypatch.setattr("config.build.has_triton", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    with caplog.at_level("WARNING"):
-        assert not can_compile(base.get_config(), on_gpu())
-    assert "a C compiler is missing" in caplog.text
+    assert missing_tool() == "a C compiler (gcc or clang)"
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
+    assert missing_tool() == f"{tmp_path / 'Python.h'} (python3-dev)"
+    (tmp_path / "Python.h").touch()
+    assert missing_tool() == ""

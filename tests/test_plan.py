@@ -108,6 +108,13 @@ def test_running_out_of_memory_is_told_with_a_way_out():
     )
 
 
+def test_compiled_code_samples_with_the_memory_of_training():
+    config = grpo.get_config("tiny_ocr")
+    config.compile = True
+    assert "--config.compile=False" not in lighter_training(config, BatchPlan(1, 4, 6, 4, 4, 3, 1))
+    assert "--config.compile=False" in lighter_training(config, BatchPlan(1, 4, 6, 4, 2, 6, 1))
+
+
 def test_advice_names_nothing_that_is_on_already():
     config = grpo.get_config("tiny_ocr")
     config.train.gradient_checkpointing = config.offload_idle = True

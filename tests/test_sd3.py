@@ -3,6 +3,7 @@
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from peft import LoraConfig
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter
@@ -136,6 +137,17 @@ def test_a_merged_lora_draws_the_same_and_is_taken_away_again(adapter):
         assert adapter.transformer.transformer_blocks[0].attn.to_q.disable_adapters
         torch.testing.assert_close(velocity(), before, rtol=1e-4, atol=1e-4)
     assert torch.equal(velocity(), before)
+    with pytest.raises(KeyError), policy.merged():
+        raise KeyError
+    assert torch.equal(velocity(), before)
+
+
+def test_dora_cannot_be_merged(adapter):
+    policy = Policy(adapter, rank=4, alpha=8)
+    assert policy.can_merge()
+    dora = LoraConfig(r=2, use_dora=True, target_modules=["ff.net.2"])
+    policy.transformer.add_adapter(dora, adapter_name="dora")
+    assert not policy.can_merge()
 
 
 def test_lora_sits_on_the_eight_attention_projections(adapter):

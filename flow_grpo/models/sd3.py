@@ -213,6 +213,8 @@ class SD3Adapter:
         """Block by block: they are alike, so that few of them take time to compile."""
         # three kinds of blocks; with and without gradients, LoRA and evaluation's batch size
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        # it would cut each block in two, to send gradients of half a block sooner
+        torch._dynamo.config.optimize_ddp = False
         for harmless in ("Dynamo detected a call to a `functools.lru_cache`", "TensorFloat32"):
             warnings.filterwarnings("ignore", message=harmless, category=UserWarning)
         self.compiled = True

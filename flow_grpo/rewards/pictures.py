@@ -31,12 +31,12 @@ def fetch_pictures(
     if isinstance(images, list):
         return lambda: images
     if not images.is_cuda:
-        return lambda: _pictures(_bytes(images), _whole(images))
+        return lambda: _pictures(_bytes(images).cpu(), _whole(images))
     import torch
 
     pixels, whole = (t.to("cpu", non_blocking=True) for t in (_bytes(images), _whole(images)))
     arrived = torch.cuda.Event(blocking=True)
-    arrived.record()
+    arrived.record(torch.cuda.current_stream(images.device))
 
     def pictures() -> list[Image.Image | None]:
         arrived.synchronize()

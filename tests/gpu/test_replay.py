@@ -73,7 +73,14 @@ class Run:
         )
         return trajectory
 
-    def train(self, trajectory: Trajectory, steps: list[int], *, add: bool = False) -> torch.Tensor:
+    def train(
+        self,
+        trajectory: Trajectory,
+        steps: list[int],
+        *,
+        add: bool = False,
+        on_policy: bool = False,
+    ) -> torch.Tensor:
         """Gradients of these steps together; on-policy they must be at a ratio of exactly 1."""
         if not add:
             self.policy.transformer.zero_grad(set_to_none=True)
@@ -85,6 +92,7 @@ class Run:
                 j,
                 ADVANTAGES.cuda(),
                 GrpoSettings(),
+                on_policy=on_policy,
             )
             self.ratio = loss.policy.ratio.detach()
             loss.per_sample.mean().backward()
@@ -139,8 +147,8 @@ def test_replayed_steps_equal_plain_ones():
 def test_the_ratio_is_exactly_1(precision, compiled):
     run = Run(precision, compiled=compiled, replay=True)
     trajectory = run.sample()
-    for j in (0, 1):
-        assert run.train(trajectory, [j]).isfinite().all()
+    for j, on_policy in ((0, False), (1, False), (1, True)):
+        assert run.train(trajectory, [j], on_policy=on_policy).isfinite().all()
         assert torch.equal(run.ratio, torch.ones_like(run.ratio))
 
 
@@ -152,6 +160,10 @@ def test_a_forward_whose_activations_are_gone_cannot_be_taken_back():
     run.adapter.velocity(run.policy.module, latents, 400.0, texts, 1.0)
     with pytest.raises(RuntimeError, match="activations are gone"):
         first.sum().backward()
+    second = run.adapter.velocity(run.policy.module, latents, 400.0, texts, 1.0)
+    second.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="activations are gone"):
+        second.sum().backward()
 
 
 def test_merged_lora_is_sampled_and_taken_away_again():
