@@ -1,10 +1,7 @@
 """Turn a config into the objects of a run. The library itself never reads a config."""
 
 import json
-import logging
 import os
-import shutil
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,11 +14,11 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType, parse_flag_from_env
 from ml_collections import ConfigDict
 from torch.optim import Optimizer
-from torch.utils._triton import has_triton
 from tqdm import tqdm
 from transformers.integrations import unset_hf_deepspeed_config
 
 from config.check import check
+from config.gpu import can_compile, can_replay, lighter_settings
 from flow_grpo import tracking
 from flow_grpo.checkpoint import STATE, Progress
 from flow_grpo.data import Prompt, load_prompts
@@ -47,8 +44,6 @@ from flow_grpo.seeding import Stream, numpy_rng
 from flow_grpo.shards import shares_weights
 from flow_grpo.stopping import StopSignals
 from flow_grpo.windows import stochastic_steps
-
-logger = logging.getLogger("flow_grpo")
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -208,34 +203,6 @@ def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy
     return AdamW8bit(policy.parameters(), **settings)
 
 
-def can_compile(config: ConfigDict, accelerator: Accelerator) -> bool:
-    if not config.compile or accelerator.device.type != "cuda" or shares_weights(accelerator):
-        return False
-    if missing := missing_tool():
-        logger.warning("nothing is compiled: %s is missing; this run will be slower", missing)
-    return not missing
-
-
-def missing_tool() -> str:
-    """What torch.compile would need on a GPU and has not got, or nothing."""
-    if not has_triton():
-        return "Triton"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "a C compiler (gcc or clang)"
-    # Debian's own scheme names another folder
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    return "" if header.is_file() else f"{header} (python3-dev)"
-
-
-def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
-    """Whether the transformer can be recorded: not what recomputes in the backward pass, nor
-    gradients of all weights, which a recording would hold a second time. With several processes
-    it was never tried."""
-    alone = accelerator.distributed_type == DistributedType.NO
-    wanted = config.cuda_graphs and accelerator.device.type == "cuda"
-    return wanted and alone and config.use_lora and not config.train.gradient_checkpointing
-
-
 def load_progress(accelerator: Accelerator, checkpoint: Path | None) -> Progress:
     """Bring everything that the accelerator knows back to where it was."""
     if checkpoint is None:
@@ -367,29 +334,6 @@ def draw_steps(config: ConfigDict, epoch: int) -> range:
         timestep_fraction=config.train.timestep_fraction,
         rng=numpy_rng(config.seed, Stream.WINDOW, epoch),
     )
-
-
-def lighter_settings(config: ConfigDict) -> list[str]:
-    """Options that need less memory, of those that the run has not yet."""
-    lighter = {
-        "train.gradient_checkpointing": (config.train.gradient_checkpointing, True),
-        "offload_idle": (config.offload_idle, True),
-    }
-    return [f"--config.{name}={to}" for name, (now, to) in lighter.items() if now != to]
-
-
-def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:
-    smaller = plan.in_smaller_batches()
-    batches = [f"{plan.options_for(smaller)} (the same epoch, smaller batches)"] if smaller else []
-    # compiled code samples with the memory of training
-    larger = config.compile and plan.sample_batch_size > plan.train_batch_size
-    return batches + lighter_settings(config) + ["--config.compile=False"] * larger
-
-
-def lighter_evaluation(config: ConfigDict) -> list[str]:
-    size = config.sample.test_batch_size
-    batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
-    return batches + lighter_settings(config)
 
 
 def grpo_settings(config: ConfigDict) -> GrpoSettings:

@@ -33,8 +33,8 @@ from config.build import (
     build_adapter,
     build_session,
     image_size,
-    lighter_training,
 )
+from config.gpu import lighter_training
 from flow_grpo import benchmarking as bench
 from flow_grpo import cli, tracking
 from flow_grpo.errors import UserError

@@ -23,9 +23,8 @@ from config.build import (
     draw_steps,
     grpo_settings,
     image_size,
-    lighter_evaluation,
-    lighter_training,
 )
+from config.gpu import lighter_evaluation, lighter_training
 from flow_grpo import cli, tracking
 from flow_grpo.advantages import compute_advantages
 from flow_grpo.checkpoint import STATE, save_checkpoint

@@ -6,8 +6,8 @@ import torch
 from accelerate.utils import DistributedType
 
 from config import base
-from config.build import can_compile, can_replay, missing_tool
 from config.check import check
+from config.gpu import can_compile, can_replay, missing_tool
 from flow_grpo.errors import UserError
 
 
@@ -39,7 +39,7 @@ def on_gpu(**state) -> SimpleNamespace:
 
 
 def test_what_is_compiled_and_replayed(monkeypatch, caplog):
-    monkeypatch.setattr("config.build.missing_tool", lambda: "")
+    monkeypatch.setattr("config.gpu.missing_tool", lambda: "")
     config = base.get_config()
     several = on_gpu(distributed_type=DistributedType.MULTI_GPU)
     assert can_compile(config, on_gpu())
@@ -56,7 +56,7 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
     assert not can_replay(config, on_gpu())
     config.cuda_graphs, config.use_lora = True, False
     assert not can_replay(config, on_gpu())
-    monkeypatch.setattr("config.build.missing_tool", lambda: "Triton")
+    monkeypatch.setattr("config.gpu.missing_tool", lambda: "Triton")
     with caplog.at_level("WARNING"):
         assert not can_compile(config, on_gpu())
     assert "Triton is missing" in caplog.text
@@ -67,9 +67,9 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
 
 
 def test_what_the_compiler_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr("config.build.has_triton", lambda: False)
+    monkeypatch.setattr("config.gpu.has_triton", lambda: False)
     assert missing_tool() == "Triton"
-    monkeypatch.setattr("config.build.has_triton", lambda: True)
+    monkeypatch.setattr("config.gpu.has_triton", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert missing_tool() == "a C compiler (gcc or clang)"

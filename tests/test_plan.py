@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from config import grpo
-from config.build import lighter_evaluation, lighter_training
+from config.gpu import lighter_evaluation, lighter_training
 from flow_grpo.errors import OutOfMemory, UserError
 from flow_grpo.memory import advice_when_short
 from flow_grpo.plan import BatchPlan

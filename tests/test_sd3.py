@@ -142,6 +142,7 @@ def test_a_merged_lora_draws_the_same_and_is_taken_away_again(adapter):
     assert torch.equal(velocity(), before)
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_dora_cannot_be_merged(adapter):
     policy = Policy(adapter, rank=4, alpha=8)
     assert policy.can_merge()
