@@ -47,11 +47,11 @@ def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
 
 def lighter_settings(config: ConfigDict) -> list[str]:
     """Options that need less memory, of those that the run has not yet."""
-    lighter = {
-        "train.gradient_checkpointing": (config.train.gradient_checkpointing, True),
-        "offload_idle": (config.offload_idle, True),
+    on = {
+        "train.gradient_checkpointing": config.train.gradient_checkpointing,
+        "offload_idle": config.offload_idle,
     }
-    return [f"--config.{name}={to}" for name, (now, to) in lighter.items() if now != to]
+    return [f"--config.{name}=True" for name, is_on in on.items() if not is_on]
 
 
 def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:

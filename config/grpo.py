@@ -99,7 +99,7 @@ def tiny_ocr(gpus: int) -> ConfigDict:
     config.train.clip_range = 1e-3
     config.train.beta = 0.0
     config.train.ema_update_interval = 1
-    config.compile = False  # it would take longer than the whole training
+    config.compile = False  # it would take about as long as the training itself
     if torch.cuda.is_available():
         # 1e-3 learns in three epochs and then hacks the reward: all signs dark on pale, torn.
         config.train.learning_rate = 3e-4

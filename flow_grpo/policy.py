@@ -126,8 +126,8 @@ class Policy:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """LoRA added to the weights it sits on: fewer products, and in half precision a sum that
-        is rounded, so that other pictures are drawn than training thinks."""
+        """LoRA added to the weights it sits on: fewer products, by other code than trains, and in
+        half precision a sum that is rounded. Other pictures are drawn than training thinks."""
         layers = self._lora_layers()
         weights = [layer.base_layer.weight.data for layer in layers]
         before = [weight.clone() for weight in weights]

@@ -13,7 +13,7 @@ from flow_grpo.errors import UserError
 WARM_UP = 2  # runs before a recording: they compile, and choose kernels
 
 
-class Memory:
+class _Memory:
     """Which all recordings share: one may write where another had its activations."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Replayed:
         self._forward = module.forward
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._recordings: dict[tuple, _Recording] = {}
-        self._memory = Memory()
+        self._memory = _Memory()
 
     def __call__(self, **inputs: Any) -> tuple[Tensor]:
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -87,7 +87,7 @@ class _Recording:
         forward: Callable[[dict[str, Tensor]], tuple[Tensor]],
         inputs: dict[str, Tensor],
         trained: list[nn.Parameter],
-        memory: Memory,
+        memory: _Memory,
     ) -> None:
         self.inputs, self.trained, self.memory = inputs, trained, memory
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

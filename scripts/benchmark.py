@@ -149,8 +149,7 @@ def command() -> str:
 def run_epoch(session: Session, epoch: int) -> dict[str, float]:
     device = session.accelerator.device
     start = bench.now(device)
-    with session.sampling():
-        samples = sample_epoch(session, epoch)
+    samples = sample_epoch(session, epoch)
     collect_rewards(session, samples)
     sampled = bench.now(device)
     advantages = [np.random.default_rng(0).standard_normal(len(s.trajectory)) for s in samples]

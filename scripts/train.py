@@ -93,7 +93,7 @@ def train(session: Session) -> None:
 
     for epoch in range(progress.epoch, config.num_epochs):
         done, timer = epoch + 1, tracking.Timer()
-        with timer("sample"), session.sampling():
+        with timer("sample"):
             samples = sample_epoch(session, epoch)
         with timer("reward_wait"):
             rewards, groups, index = collect_rewards(session, samples)
@@ -152,26 +152,27 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
     )
     encode_ahead(adapter, [session.prompts[row] for b in batches for row in b.row], dynamics)
     samples = []
-    for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
-        session.stop.check()
-        chosen = [session.prompts[row] for row in batch.row]
-        generators = sample_generators(config.seed, epoch, batch.index.tolist())
-        same = config.sample.same_latent
-        first = group_generators(config.seed, epoch, batch.row.tolist()) if same else generators
-        latents, trajectory = sample_trajectory(
-            adapter,
-            session.policy.module,
-            dynamics,
-            initial_noise(first, shape, device),
-            encode_prompts(adapter, chosen, dynamics),
-            steps=steps,
-            generators=generators,
-        )
-        images = adapter.decode(latents)
-        scores = session.reward.submit(
-            images, [p.prompt for p in chosen], [p.metadata for p in chosen]
-        )
-        samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
+    with session.sampling():
+        for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
+            session.stop.check()
+            chosen = [session.prompts[row] for row in batch.row]
+            generators = sample_generators(config.seed, epoch, batch.index.tolist())
+            same = config.sample.same_latent
+            first = group_generators(config.seed, epoch, batch.row.tolist()) if same else generators
+            latents, trajectory = sample_trajectory(
+                adapter,
+                session.policy.module,
+                dynamics,
+                initial_noise(first, shape, device),
+                encode_prompts(adapter, chosen, dynamics),
+                steps=steps,
+                generators=generators,
+            )
+            images = adapter.decode(latents)
+            scores = session.reward.submit(
+                images, [p.prompt for p in chosen], [p.metadata for p in chosen]
+            )
+            samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
     return samples
 
 

@@ -187,3 +187,10 @@ def test_mistakes_are_named(weights, kwargs, message):
 def test_counts_that_differ_are_named():
     with pytest.raises(ValueError, match="2 images, 1 prompts and 1 metadata"):
         build_reward(JPEG)([BLANK, NOISE], ["a"])
+
+
+def test_a_picture_that_is_not_a_number_gets_no_score():
+    images = torch.rand(3, 3, 8, 8)
+    images[1, 2, 4, 4] = torch.nan
+    scores = build_reward({"jpeg_compressibility": 1.0}).submit(images, ["a"] * 3).result()
+    assert np.isnan(scores["avg"]).tolist() == [False, True, False]

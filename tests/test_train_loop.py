@@ -41,3 +41,19 @@ def test_guidance_is_computed_again_only_after_an_update(session):
     assert session.progress.step == 2
     assert steps == [1, 1]  # the two trained steps of the second micro-batch
     assert metrics["train/first_update_ratio_dev"] <= 1e-6
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_lora_is_merged_while_sampling_and_only_then(session, merge):
+    session.config.sample.merge_lora = merge
+    layer = session.adapter.transformer.transformer_blocks[0].attn.to_q
+    off, velocity = [], session.adapter.velocity
+
+    def seen(*args, **kwargs):
+        off.append(layer.disable_adapters)
+        return velocity(*args, **kwargs)
+
+    session.adapter.velocity = seen
+    samples = sample_epoch(session, 0)
+    assert off == [merge] * 3 * len(samples)
+    assert not layer.disable_adapters
