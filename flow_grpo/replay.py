@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 from flow_grpo.errors import UserError
 
@@ -51,6 +52,33 @@ class _Memory:
         graph.replay()
 
 
+class _Model(nn.Module):
+    """A module that computes with copies of what is trained, in the precision of the rest.
+
+    All are cast together: by themselves they would be hundreds of small kernels in every pass.
+    Being its own leaves, nothing that was hung on the weights runs within a recording.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.plain_forward = module.forward
+        frozen = next(p for p in module.parameters() if not p.requires_grad)
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+        self.used = [p.detach().to(frozen.dtype).requires_grad_() for p in self.trained]
+        names = [name for name, p in self.named_parameters() if p.requires_grad]
+        self.by_name = dict(zip(names, self.used, strict=True))
+
+    def forward(self, **inputs: Any) -> tuple[Tensor]:
+        return self.plain_forward(**inputs)
+
+    def run(self, inputs: dict[str, Any], *, with_lora: bool) -> Tensor:
+        if with_lora and self.used[0].dtype != self.trained[0].dtype:
+            with torch.no_grad():
+                torch._foreach_copy_(self.used, self.trained)
+        return functional_call(self, self.by_name if with_lora else {}, kwargs=inputs)[0]
+
+
 class Replayed:
     """The `forward` of a module, recorded at the first call of its kind and replayed thereafter.
 
@@ -59,23 +87,22 @@ class Replayed:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._forward = module.forward
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._model = _Model(module)
         self._recordings: dict[tuple, _Recording] = {}
         self._memory = _Memory()
 
     def __call__(self, **inputs: Any) -> tuple[Tensor]:
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        with_lora = self._trained[0].requires_grad
+        with_lora = self._model.trained[0].requires_grad
         with_gradient = with_lora and torch.is_grad_enabled()
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         kind = (with_gradient, with_lora, shapes)
         if kind not in self._recordings:
             with torch.set_grad_enabled(with_gradient):
                 self._recordings[kind] = _Recording(
-                    lambda static: self._forward(**{**inputs, **static}),
+                    lambda static: self._model.run({**inputs, **static}, with_lora=with_lora),
                     {name: tensor.clone() for name, tensor in tensors.items()},
-                    self._trained if with_gradient else [],
+                    self._model if with_gradient else None,
                     self._memory,
                 )
         return (self._recordings[kind](tensors),)
@@ -84,26 +111,27 @@ class Replayed:
 class _Recording:
     def __init__(
         self,
-        forward: Callable[[dict[str, Tensor]], tuple[Tensor]],
+        forward: Callable[[dict[str, Tensor]], Tensor],
         inputs: dict[str, Tensor],
-        trained: list[nn.Parameter],
+        model: _Model | None,  # where there are gradients
         memory: _Memory,
     ) -> None:
-        self.inputs, self.trained, self.memory = inputs, trained, memory
+        self.inputs, self.memory = inputs, memory
+        self.trained, used = (model.trained, model.used) if model else ([], [])
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with memory.warm_up():
             for _ in range(WARM_UP):
-                (output,) = forward(inputs)
-                if trained:
-                    torch.autograd.grad(output, trained, torch.zeros_like(output))
+                output = forward(inputs)
+                if used:
+                    torch.autograd.grad(output, used, torch.zeros_like(output))
                 del output
         with memory.record(self.forward):
-            (output,) = forward(inputs)
+            output = forward(inputs)
         self.output = output.detach()
-        if trained:
+        if used:
             self.incoming = torch.zeros_like(self.output)
             with memory.record(self.backward):
-                gradients = torch.autograd.grad(output, trained, self.incoming)
+                gradients = torch.autograd.grad(output, used, self.incoming)
                 self.gradient = torch.cat([gradient.flatten() for gradient in gradients])
 
     def __call__(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -119,7 +147,8 @@ class _Recording:
         """The gradient of each trained weight."""
         self.incoming.copy_(incoming)
         self.memory.replay(self.backward)
-        parts = self.gradient.clone().split([p.numel() for p in self.trained])
+        gradient = self.gradient.to(self.trained[0].dtype, copy=True)
+        parts = gradient.split([p.numel() for p in self.trained])
         return (part.view_as(p) for part, p in zip(parts, self.trained, strict=True))
 
 
