@@ -112,8 +112,8 @@ def get_config() -> ConfigDict:
     # Divide advantages by the standard deviation of all rewards (True) or of the group's: the
     # group's blows up the differences of prompts on which all samples are alike.
     sample.global_std = True
-    # Sample with LoRA added to the weights: a little faster, but off-policy, as other code samples
-    # and half precision rounds the sum. train/first_update_ratio_dev says by how much.
+    # Take steps without noise with LoRA added to the weights, in half precision rounded up or down
+    # at random: faster where sde_window_size leaves many of them, for memory of the weights twice.
     sample.merge_lora = False
     # Samples of a group start from the same noise and differ only by the steps' noise.
     sample.same_latent = False

@@ -27,6 +27,7 @@ from flow_grpo.ema import Ema
 from flow_grpo.errors import UserError
 from flow_grpo.grpo import GrpoSettings
 from flow_grpo.memory import advice_when_short
+from flow_grpo.merging import can_merge, merge_lora
 from flow_grpo.models import ModelAdapter, load_adapter
 from flow_grpo.plan import BatchPlan
 from flow_grpo.policy import Policy
@@ -40,7 +41,7 @@ from flow_grpo.rewards import (
 )
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rollout import Dynamics
-from flow_grpo.seeding import Stream, numpy_rng
+from flow_grpo.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.shards import shares_weights
 from flow_grpo.stopping import StopSignals
 from flow_grpo.windows import stochastic_steps
@@ -74,9 +75,13 @@ class Session:
         """The weights to evaluate: their moving average, where there is one."""
         return self.ema.applied() if self.ema is not None else nullcontext()
 
-    def sampling(self) -> AbstractContextManager:
-        """The weights to sample with, as the config wants them."""
-        return self.policy.merged() if self.config.sample.merge_lora else nullcontext()
+    def without_noise(self, epoch: int) -> Callable[[], AbstractContextManager]:
+        """The weights to take steps without noise with, as the config wants them."""
+        if not self.config.sample.merge_lora:
+            return nullcontext
+        seed = torch_generator(self.config.seed, Stream.MERGE, epoch).initial_seed()
+        generator = torch.Generator(self.accelerator.device).manual_seed(seed)
+        return merge_lora(self.policy.transformer, generator)
 
     def how_to_go_on(self) -> str:
         name = self.folder.name
@@ -143,7 +148,7 @@ def build_session(
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
-    if config.sample.merge_lora and not policy.can_merge():
+    if config.sample.merge_lora and not can_merge(policy.transformer):
         raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
     optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
     if can_compile(config, accelerator):

@@ -38,11 +38,11 @@ def missing_tool() -> str:
 
 def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
     """Whether the transformer can be recorded: not what recomputes in the backward pass, nor
-    gradients of all weights, which a recording would hold a second time. With several processes
-    it was never tried."""
-    alone = accelerator.distributed_type == DistributedType.NO
+    gradients of all weights, which a recording would hold a second time, nor what gathers its
+    weights layer by layer."""
     wanted = config.cuda_graphs and accelerator.device.type == "cuda"
-    return wanted and alone and config.use_lora and not config.train.gradient_checkpointing
+    whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+    return wanted and whole and config.use_lora and not config.train.gradient_checkpointing
 
 
 def lighter_settings(config: ConfigDict) -> list[str]:

@@ -9,12 +9,11 @@ import torch
 from accelerate import Accelerator, PartialState
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from peft import LoraConfig
-from peft.tuners import lora
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flow_grpo.errors import UserError
-from flow_grpo.folding import fold_lora, is_plain
+from flow_grpo.folding import fold_lora
 from flow_grpo.models import ModelAdapter
 from flow_grpo.models.base import latent_dtype
 from flow_grpo.shards import shares_weights, whole_state
@@ -123,31 +122,6 @@ class Policy:
                 yield self.module
             finally:
                 self.transformer.enable_adapters()
-
-    @contextmanager
-    def merged(self) -> Iterator[None]:
-        """LoRA added to the weights it sits on: fewer products, by other code than trains, and in
-        half precision a sum that is rounded. Other pictures are drawn than training thinks."""
-        layers = self._lora_layers()
-        weights = [layer.base_layer.weight.data for layer in layers]
-        before = [weight.clone() for weight in weights]
-        try:
-            for layer, weight in zip(layers, weights, strict=True):
-                for name in layer.active_adapters:
-                    weight += layer.get_delta_weight(name).detach()
-            self.transformer.disable_adapters()
-            yield
-        finally:
-            self.transformer.enable_adapters()
-            for weight, old in zip(weights, before, strict=True):
-                weight.copy_(old)
-
-    def can_merge(self) -> bool:
-        """DoRA, and LoRA on what is not linear, are no sum of weights."""
-        return all(isinstance(m, lora.Linear) and is_plain(m) for m in self._lora_layers())
-
-    def _lora_layers(self) -> list[lora.LoraLayer]:
-        return [m for m in self.transformer.modules() if isinstance(m, lora.LoraLayer)]
 
     def save(self, folder: Path, prefix: str = "") -> None:
         """`<prefix>lora/` for LoRA, `<prefix>transformer/` for full fine-tuning.

@@ -1,8 +1,10 @@
 """Sample trajectories with a model and a step rule, and take single steps of them again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -107,38 +109,42 @@ def sample_trajectory(
     *,
     steps: range = range(0),
     generators: list[torch.Generator] | None = None,
+    without_noise: Callable[[], AbstractContextManager] = nullcontext,
 ) -> tuple[Tensor, Trajectory]:
     """Denoise `latents` (B, C, H, W); `steps` add noise, drawn from one generator per sample.
 
-    Returns the final latents and what training needs. With no steps it is the plain ode.
+    Returns the final latents and what training needs. With no steps it is the plain ode. All
+    other steps are taken within `without_noise`.
     """
     latents = latents.to(dtype=latent_dtype(transformer))
     noise = step_noise(generators, len(steps), latents) if steps else None
     kept, log_probs, negatives = [], [], []
     negative = None
-    for i, timestep in enumerate(dynamics.schedule.timesteps):
-        stochastic = i in steps
-        if stochastic and not kept:
-            kept.append(latents)
-        if dynamics.guidance_scale > 1:
-            negative = adapter.unconditional(transformer, latents, timestep, conditioning)
-        step, _ = policy_step(
-            adapter,
-            transformer,
-            dynamics,
-            i,
-            latents,
-            conditioning,
-            stochastic=stochastic,
-            noise=noise if stochastic else None,
-            unconditional=negative,
-        )
-        latents = step.next_sample
+    for stochastic, run in groupby(range(len(dynamics.schedule)), steps.__contains__):
         if stochastic:
             kept.append(latents)
-            log_probs.append(step.log_prob)
-            if negative is not None:
-                negatives.append(negative.to(conditioning.embeds.dtype))
+        with nullcontext() if stochastic else without_noise():
+            for i in run:
+                if dynamics.guidance_scale > 1:
+                    timestep = dynamics.schedule.timesteps[i]
+                    negative = adapter.unconditional(transformer, latents, timestep, conditioning)
+                step, _ = policy_step(
+                    adapter,
+                    transformer,
+                    dynamics,
+                    i,
+                    latents,
+                    conditioning,
+                    stochastic=stochastic,
+                    noise=noise if stochastic else None,
+                    unconditional=negative,
+                )
+                latents = step.next_sample
+                if stochastic:
+                    kept.append(latents)
+                    log_probs.append(step.log_prob)
+                    if negative is not None:
+                        negatives.append(negative.to(conditioning.embeds.dtype))
     empty = latents.new_zeros(len(latents), 0)
     return latents, Trajectory(
         steps,

@@ -17,6 +17,7 @@ class Stream(IntEnum):
     GROUP = 3  # key: epoch, group id; the shared first noise of `same_latent`
     SHUFFLE = 4  # key: epoch, inner epoch
     EVAL = 5  # key: dataset row
+    MERGE = 6  # key: epoch; how `merge_lora` rounds
 
 
 def _entropy(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:

@@ -151,28 +151,28 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
         rng=numpy_rng(config.seed, Stream.PROMPTS, epoch),
     )
     encode_ahead(adapter, [session.prompts[row] for b in batches for row in b.row], dynamics)
-    samples = []
-    with session.sampling():
-        for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
-            session.stop.check()
-            chosen = [session.prompts[row] for row in batch.row]
-            generators = sample_generators(config.seed, epoch, batch.index.tolist())
-            same = config.sample.same_latent
-            first = group_generators(config.seed, epoch, batch.row.tolist()) if same else generators
-            latents, trajectory = sample_trajectory(
-                adapter,
-                session.policy.module,
-                dynamics,
-                initial_noise(first, shape, device),
-                encode_prompts(adapter, chosen, dynamics),
-                steps=steps,
-                generators=generators,
-            )
-            images = adapter.decode(latents)
-            scores = session.reward.submit(
-                images, [p.prompt for p in chosen], [p.metadata for p in chosen]
-            )
-            samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
+    samples, without_noise = [], session.without_noise(epoch)
+    for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
+        session.stop.check()
+        chosen = [session.prompts[row] for row in batch.row]
+        generators = sample_generators(config.seed, epoch, batch.index.tolist())
+        same = config.sample.same_latent
+        first = group_generators(config.seed, epoch, batch.row.tolist()) if same else generators
+        latents, trajectory = sample_trajectory(
+            adapter,
+            session.policy.module,
+            dynamics,
+            initial_noise(first, shape, device),
+            encode_prompts(adapter, chosen, dynamics),
+            steps=steps,
+            generators=generators,
+            without_noise=without_noise,
+        )
+        images = adapter.decode(latents)
+        scores = session.reward.submit(
+            images, [p.prompt for p in chosen], [p.metadata for p in chosen]
+        )
+        samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
     return samples
 
 
@@ -221,14 +221,7 @@ def train_epoch(
                 on_policy = session.progress.step == updates_before
                 with accelerator.accumulate(policy.module):
                     loss = grpo_step_loss(
-                        policy,
-                        dynamics,
-                        trajectory,
-                        j,
-                        advantage,
-                        settings,
-                        # merged weights are rounded: other ones
-                        on_policy=on_policy and not config.sample.merge_lora,
+                        policy, dynamics, trajectory, j, advantage, settings, on_policy=on_policy
                     )
                     accelerator.backward(loss.per_sample.sum() / size)
                     stats.add(loss, on_policy=on_policy, left_out=size - len(advantage))

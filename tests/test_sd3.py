@@ -3,7 +3,6 @@
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
-from peft import LoraConfig
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter
@@ -120,35 +119,6 @@ def test_the_reference_is_the_model_before_training(adapter, use_lora):
     with policy.reference() as module:
         assert torch.equal(velocity(module), before)
     assert not torch.allclose(velocity(policy.module), before, atol=1e-3)
-
-
-def test_a_merged_lora_draws_the_same_and_is_taken_away_again(adapter):
-    policy = Policy(adapter, rank=4, alpha=8)
-    randomise(policy)
-    conditioning = adapter.encode(["a"], None)
-    latents = torch.randn(1, *adapter.latent_shape(32, 32))
-
-    def velocity():
-        with torch.no_grad():
-            return adapter.velocity(policy.module, latents, 500.0, conditioning, 1.0)
-
-    before = velocity()
-    with policy.merged():
-        assert adapter.transformer.transformer_blocks[0].attn.to_q.disable_adapters
-        torch.testing.assert_close(velocity(), before, rtol=1e-4, atol=1e-4)
-    assert torch.equal(velocity(), before)
-    with pytest.raises(KeyError), policy.merged():
-        raise KeyError
-    assert torch.equal(velocity(), before)
-
-
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-def test_dora_cannot_be_merged(adapter):
-    policy = Policy(adapter, rank=4, alpha=8)
-    assert policy.can_merge()
-    dora = LoraConfig(r=2, use_dora=True, target_modules=["ff.net.2"])
-    policy.transformer.add_adapter(dora, adapter_name="dora")
-    assert not policy.can_merge()
 
 
 def test_lora_sits_on_the_eight_attention_projections(adapter):

@@ -18,20 +18,22 @@ from torch import Tensor, nn
 from flow_grpo.errors import UserError
 from flow_grpo.models.base import Conditioning, Schedule
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
-from flow_grpo.models.fused import fuse_gelu
+from flow_grpo.models.faster import channels_last_norms, fuse_gelu, join_siblings
 from flow_grpo.replay import Replayed
 from flow_grpo.transfer import send
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
+OF_IMAGE = ("to_q", "to_k", "to_v")  # projections with one input
+OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
 class SD3Adapter:
     pipeline_class = StableDiffusion3Pipeline
     compiled = replayed = False
     lora_targets = [  # noqa: RUF012
-        *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-        *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+        *(f"attn.{name}" for name in (*OF_IMAGE, "to_out.0")),
+        *(f"attn.{name}" for name in (*OF_TEXT, "to_add_out")),
     ]
 
     def __init__(
@@ -220,7 +222,10 @@ class SD3Adapter:
         self.compiled = True
         fuse_gelu(self.transformer)
         for block in self.transformer.transformer_blocks:
+            join_siblings(block.attn, OF_IMAGE)
+            join_siblings(block.attn, OF_TEXT)
             block.compile(fullgraph=True, dynamic=False)
+        channels_last_norms(self.pipeline.vae.decoder)
         self.pipeline.vae.decoder.compile(dynamic=False)
 
     def replay(self) -> None:

@@ -1,0 +1,82 @@
+"""Layers in fewer kernels: the same function and gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from flow_grpo.models import SD3Adapter
+from flow_grpo.models.faster import (
+    ChannelsLastNorm,
+    SiblingLinear,
+    channels_last_norms,
+    join_siblings,
+)
+from flow_grpo.models.sd3 import OF_IMAGE, OF_TEXT
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.policy import Policy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 64, 12, 16), (2, 64, 48)])
+def test_a_group_norm_is_the_one_of_torch(dtype, shape):
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(8, 64)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = (3 * torch.randn(shape) + 5).to(dtype)
+    expected = norm(x.float())
+    norm.to(dtype)
+    channels_last_norms(norm)
+    assert type(norm) is ChannelsLastNorm
+    if x.ndim == 4:
+        x = x.to(memory_format=torch.channels_last)
+        assert norm(x).is_contiguous(memory_format=torch.channels_last)
+    atol = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(norm(x).float(), expected, atol=atol, rtol=1e-2)
+
+
+def steps(policy: Policy) -> list[torch.Tensor]:
+    """Velocities with and without LoRA, and the gradient."""
+    adapter = policy.adapter
+    latents = torch.randn(
+        2, *adapter.latent_shape(32, 32), generator=torch.Generator().manual_seed(1)
+    )
+    texts = adapter.encode(["a", "b"], None)
+    found = adapter.velocity(policy.module, latents, 500.0, texts, 1.0)
+    gradients = torch.autograd.grad(found.square().mean(), policy.parameters())
+    with policy.reference() as module:
+        reference = adapter.velocity(module, latents, 500.0, texts, 1.0)
+    with torch.no_grad():
+        again = adapter.velocity(policy.module, latents, 500.0, texts, 1.0)
+    assert torch.equal(again, found)
+    return [found, reference, torch.cat([gradient.flatten() for gradient in gradients])]
+
+
+def test_lora_of_layers_with_one_input_is_the_same_together():
+    policy = Policy(SD3Adapter(build_tiny_sd3(layers=2), max_sequence_length=4), rank=4)
+    torch.manual_seed(0)
+    for name, parameter in policy.transformer.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    apart = steps(policy)
+    for block in policy.transformer.transformer_blocks:
+        for names in (OF_IMAGE, OF_TEXT):
+            join_siblings(block.attn, names)
+    layers = [m for m in policy.transformer.modules() if type(m) is SiblingLinear]
+    assert len(layers) == 12
+    for a, b in zip(steps(policy), apart, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert all(layer.siblings.input is None for layer in layers)  # nothing is held
+
+
+def test_lora_of_one_layer_does_not_mind_in_which_order_it_is_called():
+    policy = Policy(SD3Adapter(build_tiny_sd3(layers=1), max_sequence_length=4), rank=4)
+    attention = policy.transformer.transformer_blocks[0].attn
+    for name in OF_IMAGE:
+        nn.init.normal_(getattr(attention, name).lora_B["default"].weight)
+    x, y = torch.randn(2, 3, attention.to_q.in_features)
+    calls = [("to_q", x), ("to_q", x), ("to_k", y), ("to_v", x), ("to_k", x)]
+    apart = [getattr(attention, name)(given) for name, given in calls]
+    join_siblings(attention, OF_IMAGE)
+    for (name, given), expected in zip(calls, apart, strict=True):
+        torch.testing.assert_close(getattr(attention, name)(given), expected)
