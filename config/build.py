@@ -26,8 +26,8 @@ from flow_grpo.distributed import on_all_or_none
 from flow_grpo.ema import Ema
 from flow_grpo.errors import UserError
 from flow_grpo.grpo import GrpoSettings
+from flow_grpo.lora import MergedLora, can_merge
 from flow_grpo.memory import advice_when_short
-from flow_grpo.merging import can_merge, merge_lora
 from flow_grpo.models import ModelAdapter, load_adapter
 from flow_grpo.plan import BatchPlan
 from flow_grpo.policy import Policy
@@ -64,6 +64,7 @@ class Session:
     policy: Policy
     optimizer: Optimizer
     ema: Ema | None
+    merged: MergedLora | None
     folder: Path
     progress: Progress
     stop: StopSignals
@@ -77,11 +78,10 @@ class Session:
 
     def without_noise(self, epoch: int) -> Callable[[], AbstractContextManager]:
         """The weights to take steps without noise with, as the config wants them."""
-        if not self.config.sample.merge_lora:
+        if self.merged is None:
             return nullcontext
-        seed = torch_generator(self.config.seed, Stream.MERGE, epoch).initial_seed()
-        generator = torch.Generator(self.accelerator.device).manual_seed(seed)
-        return merge_lora(self.policy.transformer, generator)
+        self.merged.renew(torch_generator(self.config.seed, Stream.MERGE, epoch).initial_seed())
+        return self.merged.applied
 
     def how_to_go_on(self) -> str:
         name = self.folder.name
@@ -148,9 +148,10 @@ def build_session(
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
-    if config.sample.merge_lora and not can_merge(policy.transformer):
+    if config.sample.merge_lora and not can_merge(policy.lora_layers):
         raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
     optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
+    merged = MergedLora(policy.lora_layers) if config.sample.merge_lora else None
     if can_compile(config, accelerator):
         adapter.compile()
     if can_replay(config, accelerator):
@@ -178,6 +179,7 @@ def build_session(
         policy=policy,
         optimizer=optimizer,
         ema=ema,
+        merged=merged,
         folder=start.folder,
         progress=progress,
         stop=StopSignals(accelerator),

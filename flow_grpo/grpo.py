@@ -1,14 +1,16 @@
 """The Flow-GRPO loss of one denoising step of a micro-batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flow_grpo.objectives import KL, PolicyLoss, clipped_policy_loss, kl_to_reference
 from flow_grpo.policy import Policy
-from flow_grpo.rollout import Dynamics, Trajectory, policy_step
-from flow_grpo.sde import Step
+from flow_grpo.rollout import Dynamics, Trajectory, policy_step, take_step
+from flow_grpo.transfer import send
+
+MAX_PASS = 32  # samples, of SD3.5-medium at 512 px: more are no faster, and take memory
 
 
 @dataclass(frozen=True)
@@ -38,36 +40,27 @@ def grpo_step_loss(
     *,
     on_policy: bool = False,
 ) -> StepLoss:
-    """Loss at the j-th kept step of `trajectory`; `advantages` is (B,).
+    """Loss at the j-th kept step of `trajectory`, for a KL one `with_reference`.
 
-    `on_policy`: the weights are still those that sampled, and so is what they gave.
+    `advantages` is (B,). `on_policy`: the weights are still those that sampled, and so is what
+    they gave.
     """
     i = trajectory.steps[j]
     state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
     known = None
     if on_policy and trajectory.unconditional is not None:
         known = trajectory.unconditional[:, j].to(state.dtype)
-
-    def retake(
-        transformer: nn.Module, *, unconditional: Tensor | None = None, in_one_pass: bool = False
-    ) -> tuple[Step, Tensor]:
-        return policy_step(
-            policy.adapter,
-            transformer,
-            dynamics,
-            i,
-            state,
-            trajectory.conditioning,
-            stochastic=True,
-            next_latents=landed,
-            unconditional=unconditional,
-            in_one_pass=in_one_pass,
-        )
-
-    if settings.beta > 0:  # first, while no activations are kept
-        with policy.reference() as transformer:
-            reference, reference_velocity = retake(transformer, in_one_pass=True)
-    step, velocity = retake(policy.module, unconditional=known)
+    step, velocity = policy_step(
+        policy.adapter,
+        policy.module,
+        dynamics,
+        i,
+        state,
+        trajectory.conditioning,
+        stochastic=True,
+        next_latents=landed,
+        unconditional=known,
+    )
     old_log_prob = trajectory.log_probs[:, j]
     clipped = clipped_policy_loss(
         step.log_prob,
@@ -80,6 +73,10 @@ def grpo_step_loss(
     loss = clipped.loss
     kl = torch.zeros_like(old_log_prob)
     if settings.beta > 0:
+        reference_velocity = trajectory.reference[:, j]
+        reference = take_step(
+            dynamics, i, state, reference_velocity, stochastic=True, next_latents=landed
+        )
         kl = kl_to_reference(
             settings.kl,
             mean=step.mean,
@@ -92,6 +89,30 @@ def grpo_step_loss(
         loss = loss + settings.beta * kl
     log_ratio = (step.log_prob - old_log_prob).detach()
     return StepLoss(loss, clipped, kl.detach(), 0.5 * log_ratio**2)
+
+
+def with_reference(policy: Policy, dynamics: Dynamics, trajectory: Trajectory) -> Trajectory:
+    """And the reference's velocities, of several steps in one pass: it keeps nothing."""
+    batch, count = len(trajectory), len(trajectory.steps)
+    halves = 2 if dynamics.guidance_scale > 1 else 1
+    fitting = (n for n in range(count, 0, -1) if count % n == 0 and n * batch * halves <= MAX_PASS)
+    at_once = next(fitting, 1)
+    timesteps = torch.tensor([dynamics.schedule.timesteps[i] for i in trajectory.steps])
+    rows = torch.arange(batch, device=trajectory.latents.device).repeat_interleave(at_once)
+    velocities = []
+    with policy.reference() as transformer:
+        for first in range(0, count, at_once):
+            part = slice(first, first + at_once)
+            velocity = policy.adapter.velocity(
+                transformer,
+                trajectory.latents[:, part].flatten(0, 1),
+                send(timesteps[part].repeat(batch), trajectory.latents.device),
+                trajectory.conditioning[rows],
+                dynamics.guidance_scale,
+                in_one_pass=True,
+            )
+            velocities.append(velocity.unflatten(0, (batch, at_once)))
+    return replace(trajectory, reference=torch.cat(velocities, 1))
 
 
 def with_gradient(trajectory: Trajectory, advantages: Tensor) -> tuple[Trajectory, Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from flow_grpo.errors import UserError
 from flow_grpo.folding import fold_lora
+from flow_grpo.lora import lora_layers, without_lora
 from flow_grpo.models import ModelAdapter
 from flow_grpo.models.base import latent_dtype
 from flow_grpo.shards import shares_weights, whole_state
@@ -52,6 +53,7 @@ class Policy:
             if with_reference:
                 self._frozen = copy.deepcopy(self.transformer)
             self.transformer.requires_grad_(True)
+        self.lora_layers = lora_layers(self.transformer)
         for parameter in self.parameters():
             # a half-precision weight cannot hold steps of 1e-4
             parameter.data = parameter.data.to(latent_dtype(self.transformer))
@@ -117,11 +119,8 @@ class Policy:
             if self._frozen is not None:
                 yield self._frozen
                 return
-            self.transformer.disable_adapters()
-            try:
+            with without_lora(self.lora_layers):
                 yield self.module
-            finally:
-                self.transformer.enable_adapters()
 
     def save(self, folder: Path, prefix: str = "") -> None:
         """`<prefix>lora/` for LoRA, `<prefix>transformer/` for full fine-tuning.

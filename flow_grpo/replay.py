@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
@@ -143,13 +143,13 @@ class _Recording:
         self.memory.replay(self.forward)
         return self.output.clone()
 
-    def take_back(self, incoming: Tensor) -> Iterator[Tensor]:
+    def take_back(self, incoming: Tensor) -> list[Tensor]:
         """The gradient of each trained weight."""
         self.incoming.copy_(incoming)
         self.memory.replay(self.backward)
         gradient = self.gradient.to(self.trained[0].dtype, copy=True)
         parts = gradient.split([p.numel() for p in self.trained])
-        return (part.view_as(p) for part, p in zip(parts, self.trained, strict=True))
+        return [part.view_as(p) for part, p in zip(parts, self.trained, strict=True)]
 
 
 class _Replay(torch.autograd.Function):
@@ -164,4 +164,9 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.turn != ctx.recording.memory.turn:
             raise RuntimeError("something else was replayed since; the activations are gone")
-        return (None, *ctx.recording.take_back(incoming))
+        trained, gradients = ctx.recording.trained, ctx.recording.take_back(incoming)
+        if distributed.is_initialized() or trained[0].grad is None:
+            return (None, *gradients)
+        # all in one kernel; only DDP has to see each of them
+        torch._foreach_add_([p.grad for p in trained], gradients)
+        return (None, *(None for _ in trained))

@@ -40,6 +40,7 @@ class Trajectory:
     # (B, len(steps), C, H, W) in the model's precision: the half of guidance that has no gradient,
     # the same in training until the first update
     unconditional: Tensor | None = None
+    reference: Tensor | None = None  # (B, len(steps), C, H, W), where there is a KL
 
     def __len__(self) -> int:
         return len(self.log_probs)
@@ -51,6 +52,7 @@ class Trajectory:
             log_probs=self.log_probs[part],
             conditioning=self.conditioning[part],
             unconditional=None if self.unconditional is None else self.unconditional[part],
+            reference=None if self.reference is None else self.reference[part],
         )
 
 
@@ -66,10 +68,8 @@ def policy_step(
     next_latents: Tensor | None = None,
     noise: Iterator[Tensor] | None = None,
     unconditional: Tensor | None = None,
-    in_one_pass: bool = False,
 ) -> tuple[Step, Tensor]:
-    """Step i of the schedule and the velocity behind it: with new noise, or to where it went."""
-    sigmas, timesteps = dynamics.schedule.sigmas, dynamics.schedule.timesteps
+    """Step i of the schedule, as `take_step` takes it, and the velocity behind it."""
     # Compiled code rounds otherwise where it keeps nothing for a backward pass: what will be
     # trained is sampled by the code that trains it.
     as_trained = adapter.compiled and stochastic and next_latents is None
@@ -77,15 +77,38 @@ def policy_step(
         velocity = adapter.velocity(
             transformer,
             latents,
-            timesteps[i],
+            dynamics.schedule.timesteps[i],
             conditioning,
             dynamics.guidance_scale,
             unconditional=unconditional,
-            in_one_pass=in_one_pass,
         )
     if as_trained:
         velocity = velocity.detach()  # and with it go the activations
-    step = sde_step(
+    step = take_step(
+        dynamics,
+        i,
+        latents,
+        velocity,
+        stochastic=stochastic,
+        next_latents=next_latents,
+        noise=next(noise) if noise is not None else None,
+    )
+    return step, velocity
+
+
+def take_step(
+    dynamics: Dynamics,
+    i: int,
+    latents: Tensor,
+    velocity: Tensor,
+    *,
+    stochastic: bool,
+    next_latents: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> Step:
+    """Step i of the schedule along `velocity`: with new noise, or to where it went."""
+    sigmas = dynamics.schedule.sigmas
+    return sde_step(
         velocity,
         latents,
         sigmas[i],
@@ -94,9 +117,8 @@ def policy_step(
         noise_level=dynamics.noise_level,
         sigma_max=sigmas[1],
         next_sample=next_latents,
-        noise=next(noise) if noise is not None else None,
+        noise=noise,
     )
-    return step, velocity
 
 
 @torch.no_grad()

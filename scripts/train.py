@@ -32,7 +32,7 @@ from flow_grpo.data import Batch, epoch_batches
 from flow_grpo.distributed import gather_rows, gather_scores
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.evaluation import evaluate
-from flow_grpo.grpo import grpo_step_loss, with_gradient
+from flow_grpo.grpo import grpo_step_loss, with_gradient, with_reference
 from flow_grpo.memory import advice_when_short
 from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics, score_metrics
 from flow_grpo.outage import describe_outage
@@ -217,6 +217,8 @@ def train_epoch(
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(micro_batches))
         for m in session.bar(order, f"epoch {epoch + 1} train"):
             trajectory, advantage = micro_batches[m]
+            if settings.beta > 0:
+                trajectory = with_reference(policy, dynamics, trajectory)
             for j in range(len(trajectory.steps)):
                 on_policy = session.progress.step == updates_before
                 with accelerator.accumulate(policy.module):

@@ -1,13 +1,15 @@
 """The parts of the loss that are there to save time change nothing else."""
 
+import pytest
 import torch
+from torch import nn
 
-from flow_grpo.grpo import GrpoSettings, grpo_step_loss, with_gradient
+from flow_grpo.grpo import GrpoSettings, grpo_step_loss, with_gradient, with_reference
 from flow_grpo.policy import Policy
 from flow_grpo.rollout import Dynamics, initial_noise, sample_generators, sample_trajectory
 
 
-def sampled(adapter, *, guidance: float = 1.0):
+def sampled(adapter, *, guidance: float = 1.0, steps: int = 2):
     policy = Policy(adapter, rank=4, alpha=8)
     dynamics = Dynamics(adapter.schedule(4, 32, 32), "flow", 0.7, guidance)
     generators = sample_generators(0, 0, range(4))
@@ -17,7 +19,7 @@ def sampled(adapter, *, guidance: float = 1.0):
         dynamics,
         initial_noise(generators, adapter.latent_shape(32, 32), "cpu"),
         adapter.encode(["a", "b", "a", "c"], ["", "x", "", ""] if guidance > 1 else None),
-        steps=range(2),
+        steps=range(steps),
         generators=generators,
     )
     return policy, dynamics, trajectory
@@ -67,8 +69,42 @@ def test_both_halves_in_one_pass_give_the_same_velocity(adapter):
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("guidance", "most", "passes"),
+    [(1.0, 32, [12]), (1.0, 11, [4, 4, 4]), (4.5, 32, [24]), (4.5, 20, [8, 8, 8])],
+)
+def test_the_reference_takes_as_many_steps_at_once_as_may_be(
+    adapter, monkeypatch, guidance, most, passes
+):
+    monkeypatch.setattr("flow_grpo.grpo.MAX_PASS", most)
+    policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=3)
+    for parameter in policy.parameters():
+        nn.init.normal_(parameter)  # which the reference has not
+    calls, forward = [], policy.module.forward
+    policy.module.forward = lambda **inputs: (
+        calls.append(len(inputs["timestep"])),
+        forward(**inputs),
+    )[1]
+    found = with_reference(policy, dynamics, trajectory)
+    assert calls == passes
+    assert found.reference.shape == trajectory.latents[:, :-1].shape
+    part = found[torch.tensor([2, 0])].reference
+    with policy.reference() as reference:
+        for j, i in enumerate(trajectory.steps):
+            expected = adapter.velocity(
+                reference,
+                trajectory.latents[:, j],
+                dynamics.schedule.timesteps[i],
+                trajectory.conditioning,
+                guidance,
+            )
+            torch.testing.assert_close(found.reference[:, j], expected, rtol=1e-4, atol=1e-5)
+            assert torch.equal(part[:, j], found.reference[[2, 0], j])
+
+
 def test_what_sampling_knows_of_guidance_is_the_same_in_training(adapter):
     policy, dynamics, trajectory = sampled(adapter, guidance=4.5)
+    trajectory = with_reference(policy, dynamics, trajectory)
     advantages = torch.tensor([0.7, 0.1, -1.2, 0.5])
     calls = []
     forward = policy.module.forward
@@ -79,7 +115,7 @@ def test_what_sampling_knows_of_guidance_is_the_same_in_training(adapter):
         loss = grpo_step_loss(
             policy, dynamics, trajectory, 1, advantages, GrpoSettings(), on_policy=on_policy
         )
-        assert len(calls) == (2 if on_policy else 3)  # the reference takes both halves in one
+        assert len(calls) == (1 if on_policy else 2)
         loss.per_sample.sum().backward()
         found.append((loss.policy.ratio, [p.grad for p in policy.parameters()]))
         policy.transformer.zero_grad(set_to_none=True)

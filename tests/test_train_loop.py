@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from config import grpo
 from config.build import build_session
+from flow_grpo.lora import MergedLora
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import sample_epoch, train_epoch
@@ -45,7 +46,7 @@ def test_guidance_is_computed_again_only_after_an_update(session):
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_lora_is_merged_for_steps_without_noise_and_only_then(session, merge):
-    session.config.sample.merge_lora = merge
+    session.merged = MergedLora(session.policy.lora_layers) if merge else None
     layer = session.adapter.transformer.transformer_blocks[0].attn.to_q
     off, velocity = [], session.adapter.velocity
 

@@ -58,7 +58,7 @@ class ModelAdapter(Protocol):
         self,
         transformer: nn.Module,
         latents: Tensor,
-        timestep: float,
+        timestep: float | Tensor,
         conditioning: Conditioning,
         guidance_scale: float,
         *,
@@ -67,8 +67,9 @@ class ModelAdapter(Protocol):
     ) -> Tensor:
         """The guided velocity; gradients flow through the conditional half alone.
 
-        `unconditional` is the other half, where it is known. `in_one_pass` without gradients:
-        both halves in one batch, which is faster and rounds otherwise.
+        `timestep` is one for all, or (B,). `unconditional` is the other half, where it is known.
+        `in_one_pass` without gradients: both halves in one batch, which is faster and rounds
+        otherwise.
         """
 
     def unconditional(

@@ -164,7 +164,7 @@ class SD3Adapter:
         self,
         transformer: nn.Module,
         latents: Tensor,
-        timestep: float,
+        timestep: float | Tensor,
         conditioning: Conditioning,
         guidance_scale: float,
         *,
@@ -176,7 +176,9 @@ class SD3Adapter:
             return self._forward(transformer, latents, timestep, conditioning, texts)
         if in_one_pass:
             texts = torch.cat([conditioning.negative, texts])
-            both = torch.cat([latents, latents])
+            if isinstance(timestep, Tensor):
+                timestep = timestep.repeat(2)
+            both = latents.repeat(2, 1, 1, 1)
             both = self._forward(transformer, both, timestep, conditioning, texts)
             unconditional, conditional = both.chunk(2)
         else:
@@ -198,13 +200,15 @@ class SD3Adapter:
         self,
         transformer: nn.Module,
         latents: Tensor,
-        timestep: float,
+        timestep: float | Tensor,
         conditioning: Conditioning,
         texts: Tensor,
     ) -> Tensor:
+        if not isinstance(timestep, Tensor):
+            timestep = torch.full((len(texts),), timestep, device=latents.device)
         out = transformer(
             hidden_states=latents.to(conditioning.embeds.dtype),
-            timestep=torch.full((len(texts),), timestep, device=latents.device),
+            timestep=timestep,
             encoder_hidden_states=conditioning.embeds[texts],
             pooled_projections=conditioning.pooled[texts],
             return_dict=False,

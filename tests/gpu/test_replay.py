@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from flow_grpo.grpo import GrpoSettings, grpo_step_loss
-from flow_grpo.merging import merge_lora
+from flow_grpo.grpo import GrpoSettings, grpo_step_loss, with_reference
+from flow_grpo.lora import MergedLora
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.policy import Policy
@@ -83,6 +83,7 @@ class Run:
         on_policy: bool = False,
     ) -> torch.Tensor:
         """Gradients of these steps together; on-policy they must be at a ratio of exactly 1."""
+        trajectory = with_reference(self.policy, self.dynamics, trajectory)
         if not add:
             self.policy.transformer.zero_grad(set_to_none=True)
         for j in steps:
@@ -171,8 +172,9 @@ def test_merged_lora_is_sampled_and_taken_away_again():
     plain, merged = Run(replay=False), Run(compiled=True, replay=True)
     expected = plain.sample()
     before = merged.sample()
-    context = merge_lora(merged.policy.transformer, torch.Generator("cuda"))
-    with context():
+    sums = MergedLora(merged.policy.lora_layers)
+    sums.renew(seed=0)
+    with sums.applied():
         found = merged.sample()
     assert relative(found.latents, expected.latents) < 1e-4
     assert torch.equal(merged.sample().latents, before.latents)

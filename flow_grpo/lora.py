@@ -1,0 +1,86 @@
+"""LoRA switched off, and LoRA added to the weights it sits on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft.tuners import lora
+from torch import Tensor, nn
+
+from flow_grpo.folding import is_plain
+
+DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32
+
+
+def lora_layers(model: nn.Module) -> list[lora.LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, lora.LoraLayer)]
+
+
+@contextmanager
+def without_lora(layers: list[lora.LoraLayer]) -> Iterator[None]:
+    for layer in layers:
+        layer.enable_adapters(enabled=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(enabled=True)
+
+
+def can_merge(layers: list[lora.LoraLayer]) -> bool:
+    """DoRA, and LoRA on what is not linear, are no sum of weights."""
+    return all(isinstance(layer, lora.Linear) and is_plain(layer) for layer in layers)
+
+
+class MergedLora:
+    """The sums of weights and LoRA, to compute with where nothing is trained.
+
+    Takes the memory of these weights twice.
+    """
+
+    def __init__(self, layers: list[lora.Linear]) -> None:
+        self.layers = layers
+        self.weights = [layer.base_layer.weight.data for layer in layers]
+        self.before = [weight.clone() for weight in self.weights]
+        self.sums = [torch.empty_like(weight) for weight in self.weights]
+
+    @torch.no_grad()
+    def renew(self, seed: int) -> None:
+        """After LoRA has changed."""
+        noise: dict[torch.Size, Tensor] = {}  # one for each shape
+        for layer, weight, out in zip(self.layers, self.before, self.sums, strict=True):
+            total = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            for name in layer.active_adapters:
+                a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+                total = torch.addmm(total, b, a, alpha=layer.scaling[name])
+            if out.dtype in DROPPED_BITS:
+                if out.shape not in noise:
+                    noise[out.shape] = rounding_noise(out, seed)
+                total = rounded_at_random(total, out.dtype, noise[out.shape])
+            out.copy_(total)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        torch._foreach_copy_(self.weights, self.sums)
+        try:
+            with without_lora(self.layers):
+                yield
+        finally:
+            torch._foreach_copy_(self.weights, self.before)
+
+
+def rounding_noise(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    most = 1 << DROPPED_BITS[like.dtype]
+    return torch.randint(
+        most, like.shape, generator=generator, device=like.device, dtype=torch.int32
+    )
+
+
+def rounded_at_random(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+    """`x` up or down to what `dtype` holds, so that the mean over noise is `x`.
+
+    To the nearest, a weight would swallow all of LoRA that is below half its last bit.
+    """
+    kept = (x.view(torch.int32) + noise) & -(1 << DROPPED_BITS[dtype])
+    return kept.view(torch.float32)
