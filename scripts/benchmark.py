@@ -93,8 +93,7 @@ def own_resolution(model: str) -> int:
 def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
     if MEMORY.value:
         total = torch.cuda.get_device_properties(accelerator.device).total_memory / 2**30
-        share = min(1.0, MEMORY.value / total)
-        torch.cuda.set_per_process_memory_fraction(share, accelerator.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, MEMORY.value / total))
     if config.pretrained.model != RANDOM:
         return build_adapter(config, accelerator)
     device, dtype = accelerator.device, DTYPES[config.mixed_precision]
