@@ -14,7 +14,6 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType, parse_flag_from_env
 from ml_collections import ConfigDict
 from torch.optim import Optimizer
-from tqdm import tqdm
 from transformers.integrations import unset_hf_deepspeed_config
 
 from config.check import check
@@ -93,8 +92,8 @@ class Session:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def bar(self, items: Iterable, name: str) -> tqdm:
-        return tqdm(items, desc=name, leave=False, disable=not self.accelerator.is_main_process)
+    def bar(self, items: Iterable, name: str) -> Iterable:
+        return tracking.progress_bar(items, name, self.accelerator)
 
 
 def build_session(

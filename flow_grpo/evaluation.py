@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 from torch import nn
-from tqdm import tqdm
 
 from flow_grpo.data import Prompt
 from flow_grpo.distributed import gather_rows, gather_scores
@@ -25,6 +24,7 @@ from flow_grpo.rollout import (
     initial_noise,
     sample_trajectory,
 )
+from flow_grpo.tracking import progress_bar
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,7 @@ def evaluate(
     batch_size = math.ceil(most / math.ceil(most / batch_size))  # with the fewest rows to spare
     encode_ahead(adapter, [prompts[row] for row in rows], dynamics)
     pending, kept = [], []
-    for start in tqdm(
-        range(0, most, batch_size),
-        desc="evaluate",
-        leave=False,
-        disable=not accelerator.is_main_process,
-    ):
+    for start in progress_bar(range(0, most, batch_size), "evaluate", accelerator):
         between_batches()
         batch = rows[start : start + batch_size]
         # Batches of one size, so that nothing is compiled again for the last, and as many on each

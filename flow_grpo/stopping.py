@@ -1,10 +1,14 @@
 """SIGTERM and SIGINT: finish the step at hand, then leave in good order."""
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
+
+from flow_grpo.transfer import fetch, send
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -20,6 +24,7 @@ class StopSignals:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._received = False
+        self._told: Callable[[], Tensor] | None = None  # what all knew at the last check
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -31,11 +36,16 @@ class StopSignals:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Between two steps, on all processes: raise if any of them was asked to stop."""
+        """Between two steps, on all processes: raise if any of them was asked to stop.
+
+        Of other processes it was so at the check before: to know it now would be to wait for the
+        device.
+        """
         received = self._received
         if self._accelerator.num_processes > 1:
-            flag = torch.tensor(float(received), device=self._accelerator.device)
-            received = self._accelerator.reduce(flag, "sum").item() > 0
+            flag = send(torch.tensor(float(received)), self._accelerator.device)
+            told, self._told = self._told, fetch(self._accelerator.reduce(flag, "sum"))
+            received = told is not None and told().item() > 0
         if received:
             raise StopRequested
 

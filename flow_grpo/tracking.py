@@ -5,7 +5,7 @@ import math
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from PIL import Image
+from tqdm import tqdm
 
 from flow_grpo.errors import UserError
 
@@ -66,6 +67,12 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, int | str):
         return value
     return float(value) if math.isfinite(value) else None
+
+
+def progress_bar(items: Iterable, name: str, accelerator: Accelerator) -> tqdm:
+    """On one process, and where somebody can look at it: not in a file."""
+    away = None if accelerator.is_main_process else True  # None: tqdm asks what it writes to
+    return tqdm(items, desc=name, leave=False, disable=away)
 
 
 class Timer:

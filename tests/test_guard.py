@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import failure
+from flow_grpo.rewards import WeightedReward, close_scorers, failure
 from flow_grpo.rewards.failure import Failed, FailurePolicy
 from flow_grpo.rewards.guard import GuardedScorer
 
@@ -59,6 +59,17 @@ def test_an_outage_that_stays_gives_no_score_and_is_remembered():
     assert {value.reason for value in values} == {"ConnectionError: refused 2"}
     assert guard.last_error == "ConnectionError: refused 2"
     assert script.calls == 3
+
+
+def test_what_was_being_scored_when_the_run_ended_fails_without_a_word(caplog):
+    script = Script(RuntimeError("the worker pool is closed"))
+    reward = WeightedReward({"mine": guarded(script)}, {"mine": 1.0})
+    close_scorers(reward)
+    with caplog.at_level("WARNING"):
+        scores = reward([Image.new("RGB", (8, 8))], ["p"])
+    assert math.isnan(scores["mine"][0])
+    assert script.calls == 1
+    assert not caplog.text
 
 
 def test_while_it_is_down_each_batch_costs_one_attempt():

@@ -131,6 +131,11 @@ class WeightedReward:
         """Between epochs: scorers that were told to give up the GPU's memory do so."""
         self._tell("rest")
 
+    def expect_no_more(self) -> None:
+        """What is still being scored may fail without a word."""
+        for guarded in self._guarded.values():
+            guarded.closed = True
+
     def _tell(self, method: str, *args: Any) -> None:
         for scorer in self.scorers.values():
             if hasattr(scorer, method):
@@ -139,6 +144,8 @@ class WeightedReward:
 
 def close_scorers(*rewards: WeightedReward) -> None:
     """Each scorer once, also where rewards share it."""
+    for reward in rewards:
+        reward.expect_no_more()
     for scorer in {id(s): s for r in rewards for s in r.scorers.values()}.values():
         if hasattr(scorer, "close"):
             scorer.close()

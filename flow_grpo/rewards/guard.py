@@ -57,6 +57,7 @@ class GuardedScorer:
         self.name = name
         self.scorer = scorer
         self.last_error = ""
+        self.closed = False  # then a failure is no news
         self._policy = policy
         self._has_policy = has_policy
         self._thread = SerialThread()
@@ -99,7 +100,7 @@ class GuardedScorer:
                 return scores
             except Exception as error:
                 delay = None if is_mistake(error) else next(delays, None)
-                if delay is None or time.monotonic() + delay >= deadline:
+                if self.closed or delay is None or time.monotonic() + delay >= deadline:
                     raise
                 log.warning(
                     "reward %r failed (%s); trying again in %.1f s",
@@ -120,7 +121,7 @@ class GuardedScorer:
 
     def _remember(self, values: Sequence[float]) -> None:
         missing = [v for v in values if math.isnan(v)]
-        if missing:
+        if missing and not self.closed:
             self.last_error = getattr(missing[-1], "reason", "it gave no score and no reason")
             log.warning(
                 "reward %r: %d of %d images got no score, the last because: %s",

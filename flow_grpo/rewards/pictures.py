@@ -30,19 +30,10 @@ def fetch_pictures(
     """
     if isinstance(images, list):
         return lambda: images
-    if not images.is_cuda:
-        return lambda: _pictures(_bytes(images).cpu(), _whole(images))
-    import torch
+    from flow_grpo.transfer import fetch
 
-    pixels, whole = (t.to("cpu", non_blocking=True) for t in (_bytes(images), _whole(images)))
-    arrived = torch.cuda.Event(blocking=True)
-    arrived.record(torch.cuda.current_stream(images.device))
-
-    def pictures() -> list[Image.Image | None]:
-        arrived.synchronize()
-        return _pictures(pixels, whole)
-
-    return pictures
+    pixels, whole = fetch(_bytes(images)), fetch(_whole(images))
+    return lambda: _pictures(pixels(), whole())
 
 
 def _whole(images: "torch.Tensor") -> "torch.Tensor":
