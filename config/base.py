@@ -61,7 +61,7 @@ def get_config() -> ConfigDict:
     # the memory of training.
     config.compile = True
     # Replay the transformer's forward and backward pass as CUDA graphs, which spares the host their
-    # thousands of launches; for LoRA on one GPU, without gradient checkpointing.
+    # thousands of launches; for LoRA, on one GPU or in DDP, without gradient checkpointing.
     config.cuda_graphs = True
     # False trains the whole transformer and keeps a frozen copy for the KL: three times the memory.
     config.use_lora = True

@@ -76,7 +76,7 @@ class Session:
         return self.ema.applied() if self.ema is not None else nullcontext()
 
     def without_noise(self, epoch: int) -> Callable[[], AbstractContextManager]:
-        """The weights to take steps without noise with, as the config wants them."""
+        """The weights to take steps without noise with, merged with LoRA as it is now if wanted."""
         if self.merged is None:
             return nullcontext
         self.merged.renew(torch_generator(self.config.seed, Stream.MERGE, epoch).initial_seed())

@@ -39,7 +39,7 @@ def missing_tool() -> str:
 def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
     """Whether the transformer can be recorded: not what recomputes in the backward pass, nor
     gradients of all weights, which a recording would hold a second time, nor what gathers its
-    weights layer by layer."""
+    weights layer by layer. DDP was tried with one GPU, see docs/performance.md."""
     wanted = config.cuda_graphs and accelerator.device.type == "cuda"
     whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
     return wanted and whole and config.use_lora and not config.train.gradient_checkpointing
@@ -59,7 +59,12 @@ def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:
     batches = [f"{plan.options_for(smaller)} (the same epoch, smaller batches)"] if smaller else []
     # compiled code samples with the memory of training
     larger = config.compile and plan.sample_batch_size > plan.train_batch_size
-    return batches + lighter_settings(config) + ["--config.compile=False"] * larger
+    return [
+        *batches,
+        *lighter_settings(config),
+        *["--config.compile=False"] * larger,
+        *["--config.sample.merge_lora=False"] * config.sample.merge_lora,
+    ]
 
 
 def lighter_evaluation(config: ConfigDict) -> list[str]:

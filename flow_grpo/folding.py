@@ -5,6 +5,8 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flow_grpo.lora import is_plain
+
 
 class FoldedLinear(lora.Linear):
     """`x (W + BA)` in place of `xW + (xA)B`, in sampling and in training alike.
@@ -29,16 +31,6 @@ def fold_lora(model: nn.Module) -> None:
     for layer in model.modules():
         if type(layer) is lora.Linear and is_plain(layer) and _is_exact(layer) and _pays(layer):
             layer.__class__ = FoldedLinear
-
-
-def is_plain(layer: lora.Linear) -> bool:
-    """Whether it is `xW + (xA)B` and nothing else."""
-    return (
-        type(layer.base_layer) is nn.Linear
-        and not layer.lora_variant  # DoRA and others are no sum
-        and not any(layer.lora_bias.values())
-        and all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
-    )
 
 
 def _is_exact(layer: lora.Linear) -> bool:

@@ -1,6 +1,6 @@
 """The Flow-GRPO loss of one denoising step of a micro-batch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from flow_grpo.policy import Policy
 from flow_grpo.rollout import Dynamics, Trajectory, policy_step, take_step
 from flow_grpo.transfer import send
 
-MAX_PASS = 32  # samples, of SD3.5-medium at 512 px: more are no faster, and take memory
+MAX_PASS = 32 * 16 * 64 * 64  # 32 latents of 512 px: more are no faster, and take memory
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ def grpo_step_loss(
     advantages: Tensor,
     settings: GrpoSettings,
     *,
+    reference: Tensor | None = None,
     on_policy: bool = False,
 ) -> StepLoss:
-    """Loss at the j-th kept step of `trajectory`, for a KL one `with_reference`.
+    """Loss at the j-th kept step of `trajectory`; `advantages` is (B,).
 
-    `advantages` is (B,). `on_policy`: the weights are still those that sampled, and so is what
-    they gave.
+    `reference`: for a KL, what `reference_velocities` gave for that step. `on_policy`: the weights
+    are still those that sampled, and so is what they gave.
     """
     i = trajectory.steps[j]
     state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
@@ -73,30 +74,29 @@ def grpo_step_loss(
     loss = clipped.loss
     kl = torch.zeros_like(old_log_prob)
     if settings.beta > 0:
-        reference_velocity = trajectory.reference[:, j]
-        reference = take_step(
-            dynamics, i, state, reference_velocity, stochastic=True, next_latents=landed
-        )
+        other = take_step(dynamics, i, state, reference, stochastic=True, next_latents=landed)
         kl = kl_to_reference(
             settings.kl,
             mean=step.mean,
-            reference_mean=reference.mean,
+            reference_mean=other.mean,
             std=step.std,
             rate=step.rate,
             velocity=velocity,
-            reference_velocity=reference_velocity,
+            reference_velocity=reference,
         )
         loss = loss + settings.beta * kl
     log_ratio = (step.log_prob - old_log_prob).detach()
     return StepLoss(loss, clipped, kl.detach(), 0.5 * log_ratio**2)
 
 
-def with_reference(policy: Policy, dynamics: Dynamics, trajectory: Trajectory) -> Trajectory:
-    """And the reference's velocities, of several steps in one pass: it keeps nothing."""
+def reference_velocities(policy: Policy, dynamics: Dynamics, trajectory: Trajectory) -> Tensor:
+    """(B, steps, C, H, W), without gradients; several steps in one pass where memory allows."""
     batch, count = len(trajectory), len(trajectory.steps)
     halves = 2 if dynamics.guidance_scale > 1 else 1
-    fitting = (n for n in range(count, 0, -1) if count % n == 0 and n * batch * halves <= MAX_PASS)
-    at_once = next(fitting, 1)
+    fitting = MAX_PASS // (halves * trajectory.latents[:, 0].numel())
+    if policy.transformer.is_gradient_checkpointing:
+        fitting = 1
+    at_once = max(n for n in range(1, count + 1) if count % n == 0 and n <= max(1, fitting))
     timesteps = torch.tensor([dynamics.schedule.timesteps[i] for i in trajectory.steps])
     rows = torch.arange(batch, device=trajectory.latents.device).repeat_interleave(at_once)
     velocities = []
@@ -112,7 +112,7 @@ def with_reference(policy: Policy, dynamics: Dynamics, trajectory: Trajectory) -
                 in_one_pass=True,
             )
             velocities.append(velocity.unflatten(0, (batch, at_once)))
-    return replace(trajectory, reference=torch.cat(velocities, 1))
+    return torch.cat(velocities, 1)
 
 
 def with_gradient(trajectory: Trajectory, advantages: Tensor) -> tuple[Trajectory, Tensor]:

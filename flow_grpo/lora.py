@@ -7,8 +7,6 @@ import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 
-from flow_grpo.folding import is_plain
-
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32
 
 
@@ -25,6 +23,16 @@ def without_lora(layers: list[lora.LoraLayer]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(enabled=True)
+
+
+def is_plain(layer: lora.Linear) -> bool:
+    """Whether it is `xW + (xA)B` and nothing else."""
+    return (
+        type(layer.base_layer) is nn.Linear
+        and not layer.lora_variant  # DoRA and others are no sum
+        and not any(layer.lora_bias.values())
+        and all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
+    )
 
 
 def can_merge(layers: list[lora.LoraLayer]) -> bool:

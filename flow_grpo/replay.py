@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from flow_grpo.errors import UserError
+from flow_grpo.lora import is_plain, lora_layers
 
 WARM_UP = 2  # runs before a recording: they compile, and choose kernels
 
@@ -53,19 +54,21 @@ class _Memory:
 
 
 class _Model(nn.Module):
-    """A module that computes with copies of what is trained, in the precision of the rest.
+    """A module that computes with copies of its LoRA, in the precision of the rest.
 
-    All are cast together: by themselves they would be hundreds of small kernels in every pass.
-    Being its own leaves, nothing that was hung on the weights runs within a recording.
+    All are cast together: by themselves they would be hundreds of small kernels in every pass. The
+    copies are leaves of their own, so that no hook of DDP runs within a recording.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.plain_forward = module.forward
-        frozen = next(p for p in module.parameters() if not p.requires_grad)
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        self.used = [p.detach().to(frozen.dtype).requires_grad_() for p in self.trained]
+        dtype = self.trained[0].dtype
+        if all(is_plain(layer) for layer in lora_layers(module)):  # which autocast would cast
+            dtype = next(p.dtype for p in module.parameters() if not p.requires_grad)
+        self.used = [p.detach().to(dtype).requires_grad_() for p in self.trained]
         names = [name for name, p in self.named_parameters() if p.requires_grad]
         self.by_name = dict(zip(names, self.used, strict=True))
 
@@ -83,7 +86,8 @@ class Replayed:
     """The `forward` of a module, recorded at the first call of its kind and replayed thereafter.
 
     A kind is the shapes of the tensors, with or without gradients, with or without LoRA. Weights
-    must be changed in place. A forward can be taken back as long as nothing else was replayed.
+    must be changed in place. A forward can be taken back as long as nothing else was replayed, and
+    with `backward()` only: without DDP, gradients go to where the weights have theirs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -102,7 +106,8 @@ class Replayed:
                 self._recordings[kind] = _Recording(
                     lambda static: self._model.run({**inputs, **static}, with_lora=with_lora),
                     {name: tensor.clone() for name, tensor in tensors.items()},
-                    self._model if with_gradient else None,
+                    self._model.trained if with_gradient else [],
+                    self._model.used,
                     self._memory,
                 )
         return (self._recordings[kind](tensors),)
@@ -113,22 +118,22 @@ class _Recording:
         self,
         forward: Callable[[dict[str, Tensor]], Tensor],
         inputs: dict[str, Tensor],
-        model: _Model | None,  # where there are gradients
+        trained: list[nn.Parameter],
+        used: list[Tensor],  # what `forward` takes for them
         memory: _Memory,
     ) -> None:
-        self.inputs, self.memory = inputs, memory
-        self.trained, used = (model.trained, model.used) if model else ([], [])
+        self.inputs, self.trained, self.memory = inputs, trained, memory
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with memory.warm_up():
             for _ in range(WARM_UP):
                 output = forward(inputs)
-                if used:
+                if trained:
                     torch.autograd.grad(output, used, torch.zeros_like(output))
                 del output
         with memory.record(self.forward):
             output = forward(inputs)
         self.output = output.detach()
-        if used:
+        if trained:
             self.incoming = torch.zeros_like(self.output)
             with memory.record(self.backward):
                 gradients = torch.autograd.grad(output, used, self.incoming)
@@ -167,6 +172,6 @@ class _Replay(torch.autograd.Function):
         trained, gradients = ctx.recording.trained, ctx.recording.take_back(incoming)
         if distributed.is_initialized() or trained[0].grad is None:
             return (None, *gradients)
-        # all in one kernel; only DDP has to see each of them
+        # together, in a few kernels; only DDP has to see each of them
         torch._foreach_add_([p.grad for p in trained], gradients)
         return (None, *(None for _ in trained))

@@ -40,7 +40,6 @@ class Trajectory:
     # (B, len(steps), C, H, W) in the model's precision: the half of guidance that has no gradient,
     # the same in training until the first update
     unconditional: Tensor | None = None
-    reference: Tensor | None = None  # (B, len(steps), C, H, W), where there is a KL
 
     def __len__(self) -> int:
         return len(self.log_probs)
@@ -52,7 +51,6 @@ class Trajectory:
             log_probs=self.log_probs[part],
             conditioning=self.conditioning[part],
             unconditional=None if self.unconditional is None else self.unconditional[part],
-            reference=None if self.reference is None else self.reference[part],
         )
 
 

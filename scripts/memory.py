@@ -15,7 +15,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 
 from flow_grpo.benchmarking import SD35_MEDIUM
-from flow_grpo.grpo import GrpoSettings, grpo_step_loss, with_reference
+from flow_grpo.grpo import GrpoSettings, grpo_step_loss, reference_velocities
 from flow_grpo.models.base import Conditioning, Schedule
 from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.policy import Policy
@@ -66,8 +66,13 @@ def measure(*, batch: int, checkpointing: bool, full: bool, size: int, beta: flo
         torch.cuda.synchronize()
         start = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16):
-            known = with_reference(policy, dynamics, trajectory) if beta > 0 else trajectory
-            loss = grpo_step_loss(policy, dynamics, known, 0, advantages, GrpoSettings(beta=beta))
+            reference = None
+            if beta > 0:
+                reference = reference_velocities(policy, dynamics, trajectory)[:, 0]
+            settings = GrpoSettings(beta=beta)
+            loss = grpo_step_loss(
+                policy, dynamics, trajectory, 0, advantages, settings, reference=reference
+            )
         loss.per_sample.mean().backward()
         optimizer.step()
         optimizer.zero_grad()

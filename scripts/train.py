@@ -32,7 +32,7 @@ from flow_grpo.data import Batch, epoch_batches
 from flow_grpo.distributed import gather_rows, gather_scores
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.evaluation import evaluate
-from flow_grpo.grpo import grpo_step_loss, with_gradient, with_reference
+from flow_grpo.grpo import grpo_step_loss, reference_velocities, with_gradient
 from flow_grpo.memory import advice_when_short
 from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics, score_metrics
 from flow_grpo.outage import describe_outage
@@ -217,13 +217,21 @@ def train_epoch(
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(micro_batches))
         for m in session.bar(order, f"epoch {epoch + 1} train"):
             trajectory, advantage = micro_batches[m]
+            references = None
             if settings.beta > 0:
-                trajectory = with_reference(policy, dynamics, trajectory)
+                references = reference_velocities(policy, dynamics, trajectory)
             for j in range(len(trajectory.steps)):
                 on_policy = session.progress.step == updates_before
                 with accelerator.accumulate(policy.module):
                     loss = grpo_step_loss(
-                        policy, dynamics, trajectory, j, advantage, settings, on_policy=on_policy
+                        policy,
+                        dynamics,
+                        trajectory,
+                        j,
+                        advantage,
+                        settings,
+                        reference=None if references is None else references[:, j],
+                        on_policy=on_policy,
                     )
                     accelerator.backward(loss.per_sample.sum() / size)
                     stats.add(loss, on_policy=on_policy, left_out=size - len(advantage))

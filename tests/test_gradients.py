@@ -7,7 +7,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from flow_grpo.grpo import GrpoSettings, grpo_step_loss, with_reference
+from flow_grpo.grpo import GrpoSettings, grpo_step_loss, reference_velocities
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.policy import Policy
@@ -52,11 +52,15 @@ def test_the_gradient_of_loss_and_kl_equals_finite_differences(kind, kl, guidanc
     advantages = torch.tensor([1.5, -0.7, 0.3], dtype=torch.float64)
     settings = GrpoSettings(clip_low=0.5, clip_high=0.5, beta=0.3, kl=kl)
 
-    trajectory = with_reference(policy, dynamics, trajectory)
+    references = reference_velocities(policy, dynamics, trajectory)
 
     def objective() -> torch.Tensor:
         steps = [
-            grpo_step_loss(policy, dynamics, trajectory, j, advantages, settings) for j in range(3)
+            grpo_step_loss(
+                *(policy, dynamics, trajectory, j, advantages, settings),
+                reference=references[:, j],
+            )
+            for j in range(3)
         ]
         assert all((s.kl > 0).all() for s in steps)
         return torch.stack([s.per_sample.mean() for s in steps]).mean()

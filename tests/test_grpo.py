@@ -4,12 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from flow_grpo.grpo import GrpoSettings, grpo_step_loss, with_gradient, with_reference
+from flow_grpo.grpo import (
+    GrpoSettings,
+    StepLoss,
+    grpo_step_loss,
+    reference_velocities,
+    with_gradient,
+)
 from flow_grpo.policy import Policy
 from flow_grpo.rollout import Dynamics, initial_noise, sample_generators, sample_trajectory
 
 
-def sampled(adapter, *, guidance: float = 1.0, steps: int = 2):
+def sampled(adapter, *, guidance: float = 1.0, steps: range = range(2)):
     policy = Policy(adapter, rank=4, alpha=8)
     dynamics = Dynamics(adapter.schedule(4, 32, 32), "flow", 0.7, guidance)
     generators = sample_generators(0, 0, range(4))
@@ -19,7 +25,7 @@ def sampled(adapter, *, guidance: float = 1.0, steps: int = 2):
         dynamics,
         initial_noise(generators, adapter.latent_shape(32, 32), "cpu"),
         adapter.encode(["a", "b", "a", "c"], ["", "x", "", ""] if guidance > 1 else None),
-        steps=range(steps),
+        steps=steps,
         generators=generators,
     )
     return policy, dynamics, trajectory
@@ -71,13 +77,13 @@ def test_both_halves_in_one_pass_give_the_same_velocity(adapter):
 
 @pytest.mark.parametrize(
     ("guidance", "most", "passes"),
-    [(1.0, 32, [12]), (1.0, 11, [4, 4, 4]), (4.5, 32, [24]), (4.5, 20, [8, 8, 8])],
+    [(1.0, 32, [12]), (1.0, 11, [4, 4, 4]), (4.5, 32, [24]), (4.5, 1, [8, 8, 8])],
 )
 def test_the_reference_takes_as_many_steps_at_once_as_may_be(
     adapter, monkeypatch, guidance, most, passes
 ):
-    monkeypatch.setattr("flow_grpo.grpo.MAX_PASS", most)
-    policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=3)
+    policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=range(1, 4))
+    monkeypatch.setattr("flow_grpo.grpo.MAX_PASS", most * trajectory.latents[0, 0].numel())
     for parameter in policy.parameters():
         nn.init.normal_(parameter)  # which the reference has not
     calls, forward = [], policy.module.forward
@@ -85,10 +91,9 @@ def test_the_reference_takes_as_many_steps_at_once_as_may_be(
         calls.append(len(inputs["timestep"])),
         forward(**inputs),
     )[1]
-    found = with_reference(policy, dynamics, trajectory)
+    found = reference_velocities(policy, dynamics, trajectory)
     assert calls == passes
-    assert found.reference.shape == trajectory.latents[:, :-1].shape
-    part = found[torch.tensor([2, 0])].reference
+    assert found.shape == trajectory.latents[:, :-1].shape
     with policy.reference() as reference:
         for j, i in enumerate(trajectory.steps):
             expected = adapter.velocity(
@@ -98,13 +103,40 @@ def test_the_reference_takes_as_many_steps_at_once_as_may_be(
                 trajectory.conditioning,
                 guidance,
             )
-            torch.testing.assert_close(found.reference[:, j], expected, rtol=1e-4, atol=1e-5)
-            assert torch.equal(part[:, j], found.reference[[2, 0], j])
+            torch.testing.assert_close(found[:, j], expected, rtol=1e-4, atol=1e-5)
+    calls.clear()
+    policy.transformer.enable_gradient_checkpointing()  # memory is short
+    reference_velocities(policy, dynamics, trajectory)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_the_kl_is_that_of_the_step_and_part_of_the_loss(adapter, guidance):
+    policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=range(1, 4))
+    references = reference_velocities(policy, dynamics, trajectory)
+    advantages = torch.tensor([0.7, 0.1, -1.2, 0.5])
+    settings = GrpoSettings(beta=0.3)
+
+    def losses() -> list[StepLoss]:
+        return [
+            grpo_step_loss(
+                *(policy, dynamics, trajectory, j, advantages, settings),
+                reference=references[:, j],
+            )
+            for j in range(3)
+        ]
+
+    assert all((loss.kl < 1e-9).all() for loss in losses())  # LoRA is still zero
+    for parameter in policy.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    for loss in losses():
+        assert (loss.kl > 1e-6).all()
+        torch.testing.assert_close(loss.per_sample, loss.policy.loss + settings.beta * loss.kl)
 
 
 def test_what_sampling_knows_of_guidance_is_the_same_in_training(adapter):
     policy, dynamics, trajectory = sampled(adapter, guidance=4.5)
-    trajectory = with_reference(policy, dynamics, trajectory)
+    reference = reference_velocities(policy, dynamics, trajectory)[:, 1]
     advantages = torch.tensor([0.7, 0.1, -1.2, 0.5])
     calls = []
     forward = policy.module.forward
@@ -113,7 +145,9 @@ def test_what_sampling_knows_of_guidance_is_the_same_in_training(adapter):
     for on_policy in (False, True):
         calls.clear()
         loss = grpo_step_loss(
-            policy, dynamics, trajectory, 1, advantages, GrpoSettings(), on_policy=on_policy
+            *(policy, dynamics, trajectory, 1, advantages, GrpoSettings()),
+            reference=reference,
+            on_policy=on_policy,
         )
         assert len(calls) == (1 if on_policy else 2)
         loss.per_sample.sum().backward()

@@ -115,6 +115,13 @@ def test_compiled_code_samples_with_the_memory_of_training():
     assert "--config.compile=False" in lighter_training(config, BatchPlan(1, 4, 6, 4, 2, 6, 1))
 
 
+def test_merged_weights_take_memory_too():
+    config, plan = grpo.get_config("tiny_ocr"), BatchPlan(1, 4, 6, 4, 4, 3, 1)
+    assert "--config.sample.merge_lora=False" not in lighter_training(config, plan)
+    config.sample.merge_lora = True
+    assert "--config.sample.merge_lora=False" in lighter_training(config, plan)
+
+
 def test_advice_names_nothing_that_is_on_already():
     config = grpo.get_config("tiny_ocr")
     config.train.gradient_checkpointing = config.offload_idle = True

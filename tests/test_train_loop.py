@@ -5,30 +5,43 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from ml_collections import ConfigDict
+from peft import LoraConfig
+from torch import nn
 
 from config import grpo
-from config.build import build_session
-from flow_grpo.lora import MergedLora
+from config.build import Session, build_session
+from flow_grpo.errors import UserError
+from flow_grpo.models import load_adapter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import sample_epoch, train_epoch
 
 
 @pytest.fixture
-def session(tmp_path):
-    config = grpo.get_config("tiny_ocr_1gpu")
-    config.device, config.logdir, config.log_with = "cpu", str(tmp_path), ""
-    config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
-    config.sample.guidance_scale = 2.0
-    config.sample.num_steps, config.sample.sde_window_size = 3, 0
-    grpo.per_gpu_batches(config, gpus=1, groups=2, group_size=2, max_batch=2, updates=2)
-    session = build_session(config)
-    yield session
-    session.close()
+def make_session(tmp_path):
+    sessions = []
+
+    def make(**fields) -> Session:
+        config = grpo.get_config("tiny_ocr_1gpu")
+        config.device, config.logdir, config.log_with = "cpu", str(tmp_path), ""
+        config.run_name = f"run-{len(sessions)}"
+        config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
+        config.sample.guidance_scale = 2.0
+        config.sample.num_steps, config.sample.sde_window_size = 3, 0
+        grpo.per_gpu_batches(config, gpus=1, groups=2, group_size=2, max_batch=2, updates=2)
+        config.update_from_flattened_dict(fields)
+        sessions.append(build_session(config))
+        return sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
 
 
-def test_guidance_is_computed_again_only_after_an_update(session):
+def test_guidance_is_computed_again_only_after_an_update(make_session):
+    session = make_session()
     samples = sample_epoch(session, 0)
     steps, unconditional = [], session.adapter.unconditional
 
@@ -44,17 +57,42 @@ def test_guidance_is_computed_again_only_after_an_update(session):
     assert metrics["train/first_update_ratio_dev"] <= 1e-6
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_lora_is_merged_for_steps_without_noise_and_only_then(session, merge):
-    session.merged = MergedLora(session.policy.lora_layers) if merge else None
-    layer = session.adapter.transformer.transformer_blocks[0].attn.to_q
-    off, velocity = [], session.adapter.velocity
+def test_the_kl_to_a_policy_that_has_not_moved_is_zero(make_session):
+    session = make_session(**{"train.beta": 0.04, "train.learning_rate": 1e-12})
+    samples = sample_epoch(session, 0)
+    advantages = [np.array([1.0, -1.0]) for _ in samples]
+    metrics = train_epoch(session, 0, [s.trajectory for s in samples], advantages)
+    assert 0 <= metrics["train/kl"] < 1e-9
+
+
+def test_steps_without_noise_are_taken_with_lora_merged_as_it_is(make_session):
+    plain, merged = make_session(), make_session(**{"sample.merge_lora": True})
+    layer = merged.adapter.transformer.transformer_blocks[0].attn.to_q
+    off, velocity = [], merged.adapter.velocity
 
     def seen(*args, **kwargs):
         off.append(layer.disable_adapters)
         return velocity(*args, **kwargs)
 
-    session.adapter.velocity = seen
-    samples = sample_epoch(session, 0)
-    assert off == [False, False, merge] * len(samples)
-    assert not layer.disable_adapters
+    merged.adapter.velocity = seen
+    for epoch in range(2):
+        off.clear()
+        for session in (plain, merged):
+            torch.manual_seed(epoch)
+            for parameter in session.policy.parameters():
+                nn.init.normal_(parameter, std=0.1)
+        expected, found = (sample_epoch(session, epoch) for session in (plain, merged))
+        assert off == [False, False, True] * len(found)
+        for a, b in zip(expected, found, strict=True):
+            if a.images is not None:
+                torch.testing.assert_close(b.images, a.images, rtol=0, atol=1e-3)
+        assert not layer.disable_adapters
+
+
+def test_a_lora_that_is_no_sum_cannot_be_merged(make_session, tmp_path):
+    adapter = load_adapter("assets/tiny-sd3", max_sequence_length=8)
+    transformer = adapter.transformer
+    transformer.add_adapter(LoraConfig(r=2, use_dora=True, target_modules=adapter.lora_targets))
+    adapter.save_lora(tmp_path / "dora", transformer, transformer.state_dict())
+    with pytest.raises(UserError, match="dora has more than plain LoRA"):
+        make_session(**{"sample.merge_lora": True, "train.lora_path": str(tmp_path / "dora")})

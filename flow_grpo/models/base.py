@@ -73,7 +73,11 @@ class ModelAdapter(Protocol):
         """
 
     def unconditional(
-        self, transformer: nn.Module, latents: Tensor, timestep: float, conditioning: Conditioning
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timestep: float | Tensor,
+        conditioning: Conditioning,
     ) -> Tensor:
         """The velocity for the negative prompts, without gradients."""
 

@@ -6,7 +6,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flow_grpo.folding import is_plain
+from flow_grpo.lora import is_plain
 
 
 class FusedGELU(GELU):
@@ -82,14 +82,18 @@ class ChannelsLastNorm(nn.GroupNorm):
     what torch makes of the plain layer reads with gaps."""
 
     def forward(self, x: Tensor) -> Tensor:
+        size = self.num_channels // self.num_groups
         flat = x.flatten(2).float()
+        # counted from some value of the group: far from zero, squares would cancel each other
+        zero = flat[:, ::size, 0]
+        away = flat - zero.repeat_interleave(size, 1)[:, :, None]
         mean, square = (
-            moment.unflatten(1, (self.num_groups, -1)).mean(2, keepdim=True)
-            for moment in (flat.mean(2), flat.square().mean(2))
+            moment.unflatten(1, (self.num_groups, size)).mean(2, keepdim=True)
+            for moment in (away.mean(2), away.square().mean(2))
         )
-        weight, bias = (p.float().view(self.num_groups, -1) for p in (self.weight, self.bias))
+        weight, bias = (p.float().view(self.num_groups, size) for p in (self.weight, self.bias))
         scale = weight * torch.rsqrt((square - mean**2).clamp(min=0) + self.eps)
-        shift = bias - mean * scale
+        shift = bias - (mean + zero[:, :, None]) * scale
         shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
         return (x.float() * scale.view(shape) + shift.view(shape)).to(x.dtype)
 

@@ -178,7 +178,7 @@ class SD3Adapter:
             texts = torch.cat([conditioning.negative, texts])
             if isinstance(timestep, Tensor):
                 timestep = timestep.repeat(2)
-            both = latents.repeat(2, 1, 1, 1)
+            both = torch.cat([latents, latents])
             both = self._forward(transformer, both, timestep, conditioning, texts)
             unconditional, conditional = both.chunk(2)
         else:
@@ -191,7 +191,11 @@ class SD3Adapter:
 
     @torch.no_grad()
     def unconditional(
-        self, transformer: nn.Module, latents: Tensor, timestep: float, conditioning: Conditioning
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timestep: float | Tensor,
+        conditioning: Conditioning,
     ) -> Tensor:
         texts = conditioning.negative
         return self._forward(transformer, latents, timestep, conditioning, texts)

@@ -1,0 +1,57 @@
+"""What CUDA graphs record, without recording it: the model on copies of its LoRA."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from flow_grpo.models import SD3Adapter
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.replay import _Model
+
+
+def build(dtype: torch.dtype, **lora) -> tuple[SD3Adapter, dict]:
+    """In half precision as accelerate has it: LoRA in float32, called under autocast."""
+    adapter = SD3Adapter(build_tiny_sd3(layers=2), dtype=dtype, max_sequence_length=4)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=adapter.lora_targets, **lora)
+    adapter.transformer.add_adapter(config)
+    torch.manual_seed(0)
+    for name, parameter in adapter.transformer.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    if dtype != torch.float32:
+        forward = adapter.transformer.forward
+        adapter.transformer.forward = torch.autocast("cpu", dtype)(forward)
+    texts = adapter.encode(["a", "b"], None)
+    return adapter, {
+        "hidden_states": torch.randn(2, *adapter.latent_shape(32, 32)).to(dtype),
+        "timestep": torch.tensor([900.0, 300.0]),
+        "encoder_hidden_states": texts.embeds[texts.positive],
+        "pooled_projections": texts.pooled[texts.positive],
+        "return_dict": False,
+    }
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_lora_compute_the_same_also_after_an_update(dtype, use_dora):
+    adapter, inputs = build(dtype, use_dora=use_dora)
+    transformer, model = adapter.transformer, _Model(adapter.transformer)
+    outputs = []
+    for _ in range(2):
+        expected = transformer(**inputs)[0]
+        found = model.run(inputs, with_lora=True)
+        assert torch.equal(found, expected)
+        gradients = torch.autograd.grad(expected.float().square().sum(), model.trained)
+        others = torch.autograd.grad(found.float().square().sum(), model.used)
+        assert all(torch.equal(a, b.float()) for a, b in zip(gradients, others, strict=True))
+        outputs.append(found)
+        with torch.no_grad():
+            for parameter in model.trained:
+                parameter.mul_(1.001)  # in bfloat16 no step at all, most of the time
+    assert not torch.equal(*outputs)
+    transformer.disable_adapters()
+    with torch.no_grad():
+        assert torch.equal(model.run(inputs, with_lora=False), transformer(**inputs)[0])
