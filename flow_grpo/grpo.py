@@ -93,10 +93,10 @@ def reference_velocities(policy: Policy, dynamics: Dynamics, trajectory: Traject
     """(B, steps, C, H, W), without gradients; several steps in one pass where memory allows."""
     batch, count = len(trajectory), len(trajectory.steps)
     halves = 2 if dynamics.guidance_scale > 1 else 1
-    fitting = MAX_PASS // (halves * trajectory.latents[:, 0].numel())
+    most = MAX_PASS // (halves * trajectory.latents[:, 0].numel())
     if policy.transformer.is_gradient_checkpointing:
-        fitting = 1
-    at_once = max(n for n in range(1, count + 1) if count % n == 0 and n <= max(1, fitting))
+        most = 1
+    at_once = max(n for n in range(1, count + 1) if n == 1 or (n <= most and count % n == 0))
     timesteps = torch.tensor([dynamics.schedule.timesteps[i] for i in trajectory.steps])
     rows = torch.arange(batch, device=trajectory.latents.device).repeat_interleave(at_once)
     velocities = []

@@ -38,8 +38,8 @@ class StopSignals:
     def check(self) -> None:
         """Between two steps, on all processes: raise if any of them was asked to stop.
 
-        Of other processes it was so at the check before: to know it now would be to wait for the
-        device.
+        Of several processes counts what they knew at the check before: to hear of now would be to
+        wait for the device.
         """
         received = self._received
         if self._accelerator.num_processes > 1:
