@@ -97,9 +97,10 @@ def get_config() -> ConfigDict:
     sample.eval_num_steps = 40
     # 1.0 samples without guidance, at half the cost.
     sample.guidance_scale = 4.5
-    # Images per process that are sampled together, in training and in evaluation.
+    # Images per process that are sampled together, in training and in evaluation; as many in both
+    # are compiled once.
     sample.train_batch_size = 8
-    sample.test_batch_size = 16
+    sample.test_batch_size = 8
     # Group size. An advantage compares a sample with its group, so small groups are noisy.
     sample.num_image_per_prompt = 16
     # With the two above and the number of processes: how many groups an epoch has. Few groups

@@ -43,6 +43,7 @@ def _sd3(gpus: int) -> ConfigDict:
     config.num_epochs = 1000
     config.eval_freq = config.save_freq = 30
     per_gpu_batches(config, gpus=gpus, groups=48, group_size=24, max_batch=9)
+    config.sample.test_batch_size = config.sample.train_batch_size
     return config
 
 

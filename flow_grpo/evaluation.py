@@ -65,7 +65,8 @@ def evaluate(
     shape = adapter.latent_shape(*size)
     rows = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
     most = math.ceil(len(prompts) / accelerator.num_processes)
-    batch_size = math.ceil(most / math.ceil(most / batch_size))  # with the fewest rows to spare
+    if not adapter.compiled:  # another size than was asked for would be compiled anew
+        batch_size = math.ceil(most / math.ceil(most / batch_size))  # with the fewest to spare
     encode_ahead(adapter, [prompts[row] for row in rows], dynamics)
     pending, kept = [], []
     for start in progress_bar(range(0, most, batch_size), "evaluate", accelerator):

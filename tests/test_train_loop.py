@@ -16,7 +16,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from train import sample_epoch, train_epoch
+from train import run_evaluation, sample_epoch, train_epoch
 
 
 @pytest.fixture
@@ -96,3 +96,14 @@ def test_a_lora_that_is_no_sum_cannot_be_merged(make_session, tmp_path):
     adapter.save_lora(tmp_path / "dora", transformer, transformer.state_dict())
     with pytest.raises(UserError, match="dora has more than plain LoRA"):
         make_session(**{"sample.merge_lora": True, "train.lora_path": str(tmp_path / "dora")})
+
+
+@pytest.mark.parametrize(("compiled", "sizes"), [(False, [3, 3]), (True, [4, 4])])
+def test_evaluation_takes_the_size_that_is_compiled(make_session, compiled, sizes):
+    session = make_session(**{"eval_prompts": 5, "sample.test_batch_size": 4})
+    session.adapter.compiled = compiled
+    decode, seen = session.adapter.decode, []
+    session.adapter.decode = lambda latents: (seen.append(len(latents)), decode(latents))[1]
+    metrics = run_evaluation(session, epoch=0)
+    assert seen == sizes
+    assert metrics["eval/failed"] == 0
