@@ -25,7 +25,7 @@ from flow_grpo.distributed import on_all_or_none
 from flow_grpo.ema import Ema
 from flow_grpo.errors import UserError
 from flow_grpo.grpo import GrpoSettings
-from flow_grpo.lora import MergedLora, can_merge
+from flow_grpo.lora import MergedLora, is_plain
 from flow_grpo.memory import advice_when_short
 from flow_grpo.models import ModelAdapter, load_adapter
 from flow_grpo.plan import BatchPlan
@@ -147,7 +147,7 @@ def build_session(
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
-    if config.sample.merge_lora and not can_merge(policy.lora_layers):
+    if config.sample.merge_lora and not all(map(is_plain, policy.lora_layers)):
         raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
     optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
     merged = MergedLora(policy.lora_layers) if config.sample.merge_lora else None

@@ -25,19 +25,14 @@ def without_lora(layers: list[lora.LoraLayer]) -> Iterator[None]:
             layer.enable_adapters(enabled=True)
 
 
-def is_plain(layer: lora.Linear) -> bool:
-    """Whether it is `xW + (xA)B` and nothing else."""
+def is_plain(layer: lora.LoraLayer) -> bool:
+    """Whether it is `xW + (xA)B` and nothing else, and so a sum of weights."""
     return (
         type(layer.base_layer) is nn.Linear
         and not layer.lora_variant  # DoRA and others are no sum
         and not any(layer.lora_bias.values())
         and all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
     )
-
-
-def can_merge(layers: list[lora.LoraLayer]) -> bool:
-    """DoRA, and LoRA on what is not linear, are no sum of weights."""
-    return all(isinstance(layer, lora.Linear) and is_plain(layer) for layer in layers)
 
 
 class MergedLora:

@@ -66,7 +66,7 @@ class _Model(nn.Module):
         self.plain_forward = module.forward
         self.trained = [p for p in module.parameters() if p.requires_grad]
         dtype = self.trained[0].dtype
-        if all(is_plain(layer) for layer in lora_layers(module)):  # which autocast would cast
+        if all(map(is_plain, lora_layers(module))):  # which autocast would cast
             dtype = next(p.dtype for p in module.parameters() if not p.requires_grad)
         self.used = [p.detach().to(dtype).requires_grad_() for p in self.trained]
         names = [name for name, p in self.named_parameters() if p.requires_grad]

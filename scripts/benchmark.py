@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py                              # SD3.5-medium's shape, random weights
     python scripts/benchmark.py --model assets/tiny-sd3      # any pipeline folder, also on the CPU
-    python scripts/benchmark.py --config.compile=True --config.sample.guidance_scale=1
+    python scripts/benchmark.py --config.compile=False --config.sample.guidance_scale=1
     python scripts/benchmark.py --config config/grpo.py:tiny_ocr
 
 Epochs are sampled and trained as `scripts/train.py` does it, with a reward that takes no time; the

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from peft import LoraConfig
 
-from flow_grpo.lora import MergedLora, can_merge, lora_layers, rounded_at_random, rounding_noise
+from flow_grpo.lora import MergedLora, rounded_at_random, rounding_noise
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.policy import Policy
@@ -76,12 +75,3 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype):
     torch.testing.assert_close(found.mean(0), x.double(), atol=step / 10, rtol=0)
     exact = x.to(dtype)
     assert torch.equal(rounded_at_random(exact.float(), dtype, noises[0]), exact.float())
-
-
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-def test_dora_cannot_be_merged():
-    policy = build(torch.float32, std=0.1)
-    assert can_merge(policy.lora_layers)
-    dora = LoraConfig(r=2, use_dora=True, target_modules=["ff.net.2"])
-    policy.transformer.add_adapter(dora, adapter_name="dora")
-    assert not can_merge(lora_layers(policy.transformer))
