@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flow_grpo.memory import largest_divisor
 from flow_grpo.objectives import KL, PolicyLoss, clipped_policy_loss, kl_to_reference
 from flow_grpo.policy import Policy
 from flow_grpo.rollout import Dynamics, Trajectory, policy_step, take_step
@@ -97,7 +98,7 @@ def reference_velocities(policy: Policy, dynamics: Dynamics, trajectory: Traject
     most = MAX_PASS // (halves * trajectory.latents[:, 0].numel())
     if policy.transformer.is_gradient_checkpointing:
         most = 1
-    at_once = max(n for n in range(1, count + 1) if n == 1 or (n <= most and count % n == 0))
+    at_once = largest_divisor(count, most)
     timesteps = torch.tensor([dynamics.schedule.timesteps[i] for i in trajectory.steps])
     rows = torch.arange(batch, device=trajectory.latents.device).repeat_interleave(at_once)
     velocities = []

@@ -3,6 +3,7 @@
 from dataclasses import Field, dataclass, field, fields, replace
 
 from flow_grpo.errors import UserError
+from flow_grpo.memory import largest_divisor
 
 
 def _field(config_name: str) -> Field:
@@ -65,8 +66,10 @@ class BatchPlan:
     def in_smaller_batches(self) -> "BatchPlan | None":
         """The same epoch and updates in less memory; None if batches are of one sample."""
         whole = self.train_batch_size
-        size = next((s for s in range(whole - 1, 0, -1) if whole % s == 0), None)
-        return size and replace(
+        if whole == 1:
+            return None
+        size = largest_divisor(whole, whole - 1)
+        return replace(
             self,
             sample_batch_size=size,
             batches_per_epoch=self.sample_batch_size * self.batches_per_epoch // size,

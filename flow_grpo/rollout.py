@@ -206,17 +206,19 @@ def eval_generators(seed: int, rows: list[int]) -> list[torch.Generator]:
 def initial_noise(
     generators: list[torch.Generator], shape: tuple[int, ...], device: torch.device | str
 ) -> Tensor:
-    return send(torch.stack([torch.randn(shape, generator=g) for g in generators]), device)
+    return send(torch.stack(list(_drawn(generators, shape, torch.float32))), device)
 
 
 def step_noise(generators: list[torch.Generator], count: int, like: Tensor) -> Iterator[Tensor]:
-    """Of `count` steps, each like `like`; drawn on all cores while the device takes the first.
+    """Of `count` steps, each like `like`; drawn while the device takes the first."""
+    return _sent(_drawn(generators, (count, *like.shape[1:]), like.dtype), like.device)
 
-    For a batch of large pictures one core would need a tenth of a second.
-    """
-    shape = (count, *like.shape[1:])
-    drawn = _DRAWERS.map(lambda g: torch.randn(shape, generator=g, dtype=like.dtype), generators)
-    return _sent(drawn, like.device)
+
+def _drawn(
+    generators: list[torch.Generator], shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """On all cores: for a batch of large pictures one would need a tenth of a second."""
+    return _DRAWERS.map(lambda g: torch.randn(shape, generator=g, dtype=dtype), generators)
 
 
 def _sent(drawn: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:

@@ -39,6 +39,7 @@ from flow_grpo.outage import describe_outage
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.rollout import (
+    Dynamics,
     Trajectory,
     encode_ahead,
     encode_prompts,
@@ -135,22 +136,11 @@ def is_due(epoch: int, every: int, last: int) -> bool:
 
 def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
     """Draw this process's trajectories; each batch is scored while the next one is sampled."""
-    config, plan, adapter = session.config, session.plan, session.adapter
-    device = session.accelerator.device
+    config, adapter, device = session.config, session.adapter, session.accelerator.device
     dynamics = session.dynamics(config.sample.num_steps)
     shape = adapter.latent_shape(*image_size(config))
     steps = draw_steps(config, epoch)
-    batches = epoch_batches(
-        rows=len(session.prompts),
-        groups=plan.groups,
-        group_size=plan.group_size,
-        batch_size=plan.sample_batch_size,
-        micro_batch_size=plan.train_batch_size,
-        process=session.accelerator.process_index,
-        num_processes=session.accelerator.num_processes,
-        rng=numpy_rng(config.seed, Stream.PROMPTS, epoch),
-    )
-    encode_ahead(adapter, [session.prompts[row] for b in batches for row in b.row], dynamics)
+    batches = draw_batches(session, epoch, dynamics)
     samples, without_noise = [], session.without_noise(epoch)
     for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
         session.stop.check()
@@ -173,7 +163,27 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
             images, [p.prompt for p in chosen], [p.metadata for p in chosen]
         )
         samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
+    if epoch + 1 < config.num_epochs:
+        draw_batches(session, epoch + 1, dynamics)  # while a GPU is still at the last batch
     return samples
+
+
+def draw_batches(session: Session, epoch: int, dynamics: Dynamics) -> list[Batch]:
+    """What this process samples in an epoch; its texts are encoded."""
+    plan, accelerator = session.plan, session.accelerator
+    batches = epoch_batches(
+        rows=len(session.prompts),
+        groups=plan.groups,
+        group_size=plan.group_size,
+        batch_size=plan.sample_batch_size,
+        micro_batch_size=plan.train_batch_size,
+        process=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        rng=numpy_rng(session.config.seed, Stream.PROMPTS, epoch),
+    )
+    prompts = [session.prompts[row] for batch in batches for row in batch.row]
+    encode_ahead(session.adapter, prompts, dynamics)
+    return batches
 
 
 def collect_rewards(

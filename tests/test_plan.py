@@ -1,10 +1,12 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from config import grpo
 from config.gpu import lighter_evaluation, lighter_training
 from flow_grpo.errors import OutOfMemory, UserError
-from flow_grpo.memory import advice_when_short
+from flow_grpo.memory import advice_when_short, largest_divisor
 from flow_grpo.plan import BatchPlan
 
 
@@ -127,3 +129,11 @@ def test_advice_names_nothing_that_is_on_already():
     config.train.gradient_checkpointing = config.offload_idle = True
     config.sample.test_batch_size = 2
     assert lighter_evaluation(config) == ["--config.sample.test_batch_size=1"]
+
+
+@given(st.integers(1, 200), st.integers(-3, 300))
+def test_the_largest_divisor_is_one_and_no_larger_fits(number, most):
+    found = largest_divisor(number, most)
+    assert number % found == 0
+    assert found <= max(1, most)
+    assert all(number % n or n > most for n in range(found + 1, number + 1))

@@ -5,7 +5,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from flow_grpo.errors import UserError
-from flow_grpo.models import load_adapter
+from flow_grpo.models import load_adapter, sd3
 from flow_grpo.policy import Policy
 from flow_grpo.rollout import Dynamics, initial_noise, sample_trajectory
 
@@ -169,3 +169,20 @@ def test_sizes_the_model_cannot_draw_are_refused(adapter, size, ok):
     else:
         with pytest.raises(UserError, match=f"height={size} must be a multiple of 8"):
             adapter.latent_shape(size, 96)
+
+
+@pytest.mark.parametrize(("most", "parts"), [(6, [6]), (5, [3, 3]), (1, [1] * 6), (0, [1] * 6)])
+def test_more_pictures_than_kernels_can_count_are_decoded_in_parts(
+    adapter, monkeypatch, most, parts
+):
+    latents = torch.randn(6, *adapter.latent_shape(32, 96))
+    expected, decode, seen = adapter.decode(latents), adapter.pipeline.vae.decode, []
+    widest = 32 * 96 * adapter.pipeline.vae.config.block_out_channels[1]
+    monkeypatch.setattr(sd3, "MAX_NUMBERS", most * widest)
+    monkeypatch.setattr(
+        adapter.pipeline.vae,
+        "decode",
+        lambda part, **options: (seen.append(len(part)), decode(part, **options))[1],
+    )
+    torch.testing.assert_close(adapter.decode(latents), expected, rtol=0, atol=1e-5)
+    assert seen == parts

@@ -57,6 +57,19 @@ def test_guidance_is_computed_again_only_after_an_update(make_session):
     assert metrics["train/first_update_ratio_dev"] <= 1e-6
 
 
+def test_the_texts_of_the_next_epoch_are_encoded_ahead(make_session):
+    session = make_session(num_epochs=2)
+    encoded, call = [], session.adapter._call_encoders
+    session.adapter._call_encoders = lambda texts: (encoded.extend(texts), call(texts))[1]
+    sample_epoch(session, 0)
+    known, rows = set(encoded), set()
+    for sampled in sample_epoch(session, 1):  # the last one: there is nothing to look ahead to
+        rows |= set(sampled.batch.row.tolist())
+    assert known == set(encoded)
+    assert {session.prompts[row].prompt for row in rows} < known
+    assert len(encoded) == len(known)
+
+
 def test_the_kl_to_a_policy_that_has_not_moved_is_zero(make_session):
     session = make_session(**{"train.beta": 0.04, "train.learning_rate": 1e-12})
     samples = sample_epoch(session, 0)

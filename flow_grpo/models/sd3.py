@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
 from flow_grpo.errors import UserError
+from flow_grpo.memory import largest_divisor
 from flow_grpo.models.base import Conditioning, Schedule
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
 from flow_grpo.models.faster import channels_last_norms, fuse_gelu, join_siblings
@@ -26,6 +27,7 @@ ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 OF_IMAGE = ("to_q", "to_k", "to_v")  # projections with one input
 OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
+MAX_NUMBERS = 2**31 - 1  # in a tensor, for kernels that count in 32 bits
 
 
 class SD3Adapter:
@@ -86,7 +88,7 @@ class SD3Adapter:
         known = self._cache.find(texts)
         missing = [text for text in texts if text not in known]
         if missing:
-            with self._on_device(*self._parts(ENCODERS).values()):
+            with self._beside(), self._on_device(*self._parts(ENCODERS).values()):
                 # One at a time: the last bits of an embedding depend on the size of its batch,
                 # and must not on where a prompt was met first.
                 for text in missing:
@@ -104,7 +106,17 @@ class SD3Adapter:
         )
         return embeds, pooled
 
+    def _beside(self) -> AbstractContextManager:
+        """On a GPU, texts do not wait for the pictures that it is at, nor these for them."""
+        if self.device.type != "cuda" or self.idle_device != self.device:
+            return nullcontext()  # what moves with `offload_idle` would keep its memory from others
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # for the weights
+        return torch.cuda.stream(self._stream)
+
     def _open_cache(self) -> PromptCache:
+        self._stream = None
         if self.prompt_cache is None:
             return PromptCache()
         model = identity(
@@ -243,10 +255,13 @@ class SD3Adapter:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
-        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
+        latents = (latents / vae.config.scaling_factor + vae.config.shift_factor).to(vae.dtype)
+        pixels = latents[0, 0].numel() * self.pipeline.vae_scale_factor**2
+        widest = pixels * max(vae.config.block_out_channels[:2])  # of each picture, at full size
+        size = largest_divisor(len(latents), MAX_NUMBERS // widest)
         with self._on_device(vae):
-            images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-        return (images.float() / 2 + 0.5).clamp(0, 1)
+            images = [vae.decode(part, return_dict=False)[0] for part in latents.split(size)]
+        return (torch.cat(images).float() / 2 + 0.5).clamp(0, 1)
 
     def save_lora(self, folder: Path, transformer: nn.Module, weights: dict[str, Tensor]) -> None:
         self.pipeline_class.save_lora_weights(

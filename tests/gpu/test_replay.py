@@ -181,3 +181,16 @@ def test_merged_lora_is_sampled_and_taken_away_again():
         found = merged.sample()
     assert relative(found.latents, expected.latents) < 1e-4
     assert torch.equal(merged.sample().latents, before.latents)
+
+
+def test_texts_do_not_wait_for_pictures():
+    adapter = Run(replay=False).adapter
+    adapter.encode(["one"], None)
+    torch.cuda._sleep(2**32)  # cycles, about two seconds
+    pictures = torch.cuda.Event()
+    pictures.record()
+    found = adapter._known(["two"])["two"]
+    assert not pictures.query()
+    expected = Run(replay=False).adapter._known(["two"])["two"]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
