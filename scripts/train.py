@@ -217,10 +217,9 @@ def train_epoch(
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
         for i in range(0, len(trajectory), size)
     ]
-    # Not in half precision, where batches of another size round too differently, nor where each
-    # size is compiled or recorded.
-    any_size = not (session.adapter.compiled or session.adapter.replayed)
-    if settings.beta == 0 and config.mixed_precision == "no" and any_size:
+    # Not in half precision or on a GPU, where batches of another size round too differently.
+    on_cpu = accelerator.device.type == "cpu"
+    if settings.beta == 0 and config.mixed_precision == "no" and on_cpu:
         micro_batches = [with_gradient(*micro_batch) for micro_batch in micro_batches]
     stats, updates_before = TrainingStats(), session.progress.step
     for inner in range(session.plan.inner_epochs):
