@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flow_grpo.memory import largest_divisor
 from flow_grpo.objectives import KL, PolicyLoss, clipped_policy_loss, kl_to_reference
+from flow_grpo.plan import largest_divisor
 from flow_grpo.policy import Policy
 from flow_grpo.rollout import Dynamics, Trajectory, policy_step, take_step
 from flow_grpo.transfer import send

@@ -1,4 +1,4 @@
-"""How much to do at once, and what to say when the GPU's memory is short."""
+"""What to say when the GPU's memory is short."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,11 +6,6 @@ from contextlib import contextmanager
 import torch
 
 from flow_grpo.errors import OutOfMemory
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """Of `number`, and no larger than `most`; at least 1."""
-    return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
 
 
 @contextmanager

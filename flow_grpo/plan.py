@@ -3,7 +3,11 @@
 from dataclasses import Field, dataclass, field, fields, replace
 
 from flow_grpo.errors import UserError
-from flow_grpo.memory import largest_divisor
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Of `number`, and no larger than `most`; at least 1."""
+    return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
 
 
 def _field(config_name: str) -> Field:

@@ -28,7 +28,7 @@ from config.gpu import lighter_evaluation, lighter_training
 from flow_grpo import cli, tracking
 from flow_grpo.advantages import compute_advantages
 from flow_grpo.checkpoint import STATE, save_checkpoint
-from flow_grpo.data import Batch, epoch_batches
+from flow_grpo.data import Batch, Prompt, epoch_batches
 from flow_grpo.distributed import gather_rows, gather_scores
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.evaluation import evaluate
@@ -39,7 +39,6 @@ from flow_grpo.outage import describe_outage
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.rollout import (
-    Dynamics,
     Trajectory,
     encode_ahead,
     encode_prompts,
@@ -140,7 +139,8 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
     dynamics = session.dynamics(config.sample.num_steps)
     shape = adapter.latent_shape(*image_size(config))
     steps = draw_steps(config, epoch)
-    batches = draw_batches(session, epoch, dynamics)
+    batches = draw_batches(session, epoch)
+    encode_ahead(adapter, prompts_of(session, batches), dynamics)
     samples, without_noise = [], session.without_noise(epoch)
     for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
         session.stop.check()
@@ -163,15 +163,16 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
             images, [p.prompt for p in chosen], [p.metadata for p in chosen]
         )
         samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
-    if epoch + 1 < config.num_epochs:
-        draw_batches(session, epoch + 1, dynamics)  # while a GPU is still at the last batch
+    # while a GPU is still at the last batch, unless the encoders would have to join it there
+    if epoch + 1 < config.num_epochs and not config.offload_idle:
+        encode_ahead(adapter, prompts_of(session, draw_batches(session, epoch + 1)), dynamics)
     return samples
 
 
-def draw_batches(session: Session, epoch: int, dynamics: Dynamics) -> list[Batch]:
-    """What this process samples in an epoch; its texts are encoded."""
+def draw_batches(session: Session, epoch: int) -> list[Batch]:
+    """What this process samples in an epoch."""
     plan, accelerator = session.plan, session.accelerator
-    batches = epoch_batches(
+    return epoch_batches(
         rows=len(session.prompts),
         groups=plan.groups,
         group_size=plan.group_size,
@@ -181,9 +182,10 @@ def draw_batches(session: Session, epoch: int, dynamics: Dynamics) -> list[Batch
         num_processes=accelerator.num_processes,
         rng=numpy_rng(session.config.seed, Stream.PROMPTS, epoch),
     )
-    prompts = [session.prompts[row] for batch in batches for row in batch.row]
-    encode_ahead(session.adapter, prompts, dynamics)
-    return batches
+
+
+def prompts_of(session: Session, batches: list[Batch]) -> list[Prompt]:
+    return [session.prompts[row] for batch in batches for row in batch.row]
 
 
 def collect_rewards(

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from config import grpo
 from config.gpu import lighter_evaluation, lighter_training
 from flow_grpo.errors import OutOfMemory, UserError
-from flow_grpo.memory import advice_when_short, largest_divisor
-from flow_grpo.plan import BatchPlan
+from flow_grpo.memory import advice_when_short
+from flow_grpo.plan import BatchPlan, largest_divisor
 
 
 def plan(**changes) -> BatchPlan:

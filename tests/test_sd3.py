@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 
+from flow_grpo.benchmarking import SD3_VAE
 from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter, sd3
 from flow_grpo.policy import Policy
@@ -171,14 +172,14 @@ def test_sizes_the_model_cannot_draw_are_refused(adapter, size, ok):
             adapter.latent_shape(size, 96)
 
 
-@pytest.mark.parametrize(("most", "parts"), [(6, [6]), (5, [3, 3]), (1, [1] * 6), (0, [1] * 6)])
-def test_more_pictures_than_kernels_can_count_are_decoded_in_parts(
-    adapter, monkeypatch, most, parts
-):
-    latents = torch.randn(6, *adapter.latent_shape(32, 96))
+@pytest.mark.parametrize(
+    ("most", "parts"), [(7, [7]), (6.9, [4, 3]), (3.9, [3, 3, 1]), (0.5, [1] * 7)]
+)
+def test_pictures_in_parts_are_the_same_pictures(adapter, monkeypatch, most, parts):
+    latents = torch.randn(7, *adapter.latent_shape(32, 96))
     expected, decode, seen = adapter.decode(latents), adapter.pipeline.vae.decode, []
     widest = 32 * 96 * adapter.pipeline.vae.config.block_out_channels[1]
-    monkeypatch.setattr(sd3, "MAX_NUMBERS", most * widest)
+    monkeypatch.setattr(sd3, "MAX_NUMBERS", int(most * widest))
     monkeypatch.setattr(
         adapter.pipeline.vae,
         "decode",
@@ -186,3 +187,20 @@ def test_more_pictures_than_kernels_can_count_are_decoded_in_parts(
     )
     torch.testing.assert_close(adapter.decode(latents), expected, rtol=0, atol=1e-5)
     assert seen == parts
+
+
+@pytest.mark.parametrize(("count", "largest"), [(31, 31), (32, 16)])
+def test_no_tensor_of_the_vae_has_more_numbers_than_32_bits_count(
+    adapter, monkeypatch, count, largest
+):
+    with torch.device("meta"):
+        vae, latents = AutoencoderKL(**SD3_VAE), torch.empty(count, 16, 64, 64)
+    seen = []
+    for module in vae.modules():
+        module.register_forward_hook(lambda _, __, out: seen.append(out))
+    monkeypatch.setattr(adapter.pipeline, "vae", vae)
+    monkeypatch.setattr(adapter.pipeline, "vae_scale_factor", 8)
+    assert adapter.decode(latents).shape == (count, 3, 512, 512)
+    tensors = [out for out in seen if isinstance(out, torch.Tensor)]
+    assert max(tensor.numel() for tensor in tensors) < 2**31
+    assert max(len(tensor) for tensor in tensors) == largest

@@ -59,15 +59,42 @@ def test_guidance_is_computed_again_only_after_an_update(make_session):
 
 def test_the_texts_of_the_next_epoch_are_encoded_ahead(make_session):
     session = make_session(num_epochs=2)
-    encoded, call = [], session.adapter._call_encoders
-    session.adapter._call_encoders = lambda texts: (encoded.extend(texts), call(texts))[1]
+    events, encode, submit = [], session.adapter._call_encoders, session.reward.submit
+    session.adapter._call_encoders = lambda texts: (events.extend(texts), encode(texts))[1]
+    session.reward.submit = lambda *args: (events.append(submit), submit(*args))[1]
+
+    def texts(sampled) -> set[str]:
+        return {session.prompts[row].prompt for s in sampled for row in s.batch.row}
+
+    first = texts(sample_epoch(session, 0))
+    last = max(i for i, event in enumerate(events) if event is submit)
+    ahead, events[:] = set(events[last + 1 :]), []
+    second = texts(sample_epoch(session, 1))  # there is nothing to look ahead to
+    assert ahead == second - first != set()
+    assert set(events) == {submit}
+
+
+def test_encoders_that_wait_on_the_cpu_do_not_join_the_last_batch(make_session):
+    session = make_session(num_epochs=2, offload_idle=True)
+    events, encode, submit = [], session.adapter._call_encoders, session.reward.submit
+    session.adapter._call_encoders = lambda texts: (events.append(encode), encode(texts))[1]
+    session.reward.submit = lambda *args: (events.append(submit), submit(*args))[1]
     sample_epoch(session, 0)
-    known, rows = set(encoded), set()
-    for sampled in sample_epoch(session, 1):  # the last one: there is nothing to look ahead to
-        rows |= set(sampled.batch.row.tolist())
-    assert known == set(encoded)
-    assert {session.prompts[row].prompt for row in rows} < known
-    assert len(encoded) == len(known)
+    assert events[0] is encode
+    assert events[-1] is submit
+
+
+def test_samples_without_a_gradient_are_not_trained(make_session):
+    session = make_session(**{"train.beta": 0.0})
+    samples = sample_epoch(session, 0)
+    velocity, sizes = session.adapter.velocity, []
+    session.adapter.velocity = lambda module, latents, *args, **options: (
+        sizes.append(len(latents)),
+        velocity(module, latents, *args, **options),
+    )[1]
+    advantages = [np.array([1.0, 0.0]), np.array([1.0, -1.0])]
+    train_epoch(session, 0, [s.trajectory for s in samples], advantages)
+    assert sorted(sizes) == [1, 1, 2, 2]  # two trained steps of each
 
 
 def test_the_kl_to_a_policy_that_has_not_moved_is_zero(make_session):

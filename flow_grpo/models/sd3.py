@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5."""
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,6 @@ from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
 from flow_grpo.errors import UserError
-from flow_grpo.memory import largest_divisor
 from flow_grpo.models.base import Conditioning, Schedule
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
 from flow_grpo.models.faster import channels_last_norms, fuse_gelu, join_siblings
@@ -61,6 +61,7 @@ class SD3Adapter:
         self.transformer = pipeline.transformer
         self.prompt_cache = prompt_cache
         self._cache = self._open_cache()
+        self._stream: torch.cuda.Stream | None = None
 
     def _modules(self) -> list[nn.Module]:
         return [m for m in self.pipeline.components.values() if isinstance(m, nn.Module)]
@@ -116,7 +117,6 @@ class SD3Adapter:
         return torch.cuda.stream(self._stream)
 
     def _open_cache(self) -> PromptCache:
-        self._stream = None
         if self.prompt_cache is None:
             return PromptCache()
         model = identity(
@@ -256,11 +256,12 @@ class SD3Adapter:
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
         latents = (latents / vae.config.scaling_factor + vae.config.shift_factor).to(vae.dtype)
-        pixels = latents[0, 0].numel() * self.pipeline.vae_scale_factor**2
+        pixels = latents.shape[-2:].numel() * self.pipeline.vae_scale_factor**2
         widest = pixels * max(vae.config.block_out_channels[:2])  # of each picture, at full size
-        size = largest_divisor(len(latents), MAX_NUMBERS // widest)
+        most = max(1, MAX_NUMBERS // widest)
+        parts = latents.chunk(math.ceil(len(latents) / most))
         with self._on_device(vae):
-            images = [vae.decode(part, return_dict=False)[0] for part in latents.split(size)]
+            images = [vae.decode(part, return_dict=False)[0] for part in parts]
         return (torch.cat(images).float() / 2 + 0.5).clamp(0, 1)
 
     def save_lora(self, folder: Path, transformer: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -277,7 +278,7 @@ class SD3Adapter:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"cannot load a LoRA for this model from {folder}: {reason}") from error
-        self._cache = self._open_cache()  # a LoRA may be on the text encoders too
+        self._cache, self._stream = self._open_cache(), None  # it may be on the text encoders too
 
     def load_weights(self, folder: Path) -> None:
         if not (folder / "config.json").is_file():
