@@ -1,6 +1,7 @@
 """Turn a config into the objects of a run. The library itself never reads a config."""
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -44,6 +45,8 @@ from flow_grpo.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.shards import shares_weights
 from flow_grpo.stopping import StopSignals
 from flow_grpo.windows import stochastic_steps
+
+logger = logging.getLogger("flow_grpo")
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -263,6 +266,12 @@ def build_accelerator(config: ConfigDict, *, accumulation_steps: int = 1, **kwar
         )
         # under ZeRO-3 transformers would share out the text encoders, which nothing gathers again
         unset_hf_deepspeed_config()
+    if on_cpu and config.mixed_precision != "no" and accelerator.is_main_process:
+        logger.warning(
+            "mixed_precision=%s is slow on a CPU, on some hundreds of times; use "
+            "--config.mixed_precision=no",
+            config.mixed_precision,
+        )
     return accelerator
 
 

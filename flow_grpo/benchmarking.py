@@ -11,6 +11,7 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipe
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from flow_grpo.errors import UserError
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 
 SD35_MEDIUM = {
@@ -61,6 +62,16 @@ def random_sd35_medium(device: torch.device, dtype: torch.dtype) -> StableDiffus
     finally:
         torch.set_default_dtype(before)
     return StableDiffusion3Pipeline(**{**small.components, "transformer": transformer, "vae": vae})
+
+
+def own_resolution(model: str) -> int:
+    """Of the pictures that the model was made for."""
+    try:
+        transformer = SD3Transformer2DModel.load_config(model, subfolder="transformer")
+        vae = AutoencoderKL.load_config(model, subfolder="vae")
+    except OSError as error:
+        raise UserError(f"--model={model}: {str(error).strip().splitlines()[0]}") from error
+    return transformer["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def no_reward(images: list, prompts: list[str], metadata: list[dict]) -> list[float]:

@@ -1,13 +1,13 @@
 """Time and memory of sampling and of training, taken on the trainer's own loop.
 
     python scripts/benchmark.py                              # SD3.5-medium's shape, random weights
-    python scripts/benchmark.py --model assets/tiny-sd3      # any pipeline folder, also on the CPU
+    python scripts/benchmark.py --model assets/tiny-sd3 --config.height=32 --config.width=96
     python scripts/benchmark.py --config.compile=False --config.sample.guidance_scale=1
     python scripts/benchmark.py --config config/grpo.py:tiny_ocr
 
 Epochs are sampled and trained as `scripts/train.py` does it, with a reward that takes no time; the
 first one, in which all warms up, is not counted. Prints one JSON line: medians over the epochs,
-with the least and the most beside them.
+with the least and the most beside them. Any pipeline folder will do, the small one also on the CPU.
 """
 
 import json
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from absl import flags
 from accelerate import Accelerator
-from diffusers import AutoencoderKL, SD3Transformer2DModel
 from ml_collections import ConfigDict
 from train import collect_rewards, sample_epoch, train_epoch
 
@@ -39,7 +38,7 @@ from flow_grpo import benchmarking as bench
 from flow_grpo import cli, tracking
 from flow_grpo.errors import UserError
 from flow_grpo.memory import advice_when_short
-from flow_grpo.models import ModelAdapter, SD3Adapter
+from flow_grpo.models import ModelAdapter, SD3Adapter, find_adapter
 from flow_grpo.rollout import encode_prompts
 
 RANDOM = "sd3.5-medium"
@@ -54,12 +53,15 @@ OUT = flags.DEFINE_string("out", "", "Append the line to this file too.")
 def main(config: ConfigDict) -> Session:
     if MODEL.value:
         config.pretrained.model = MODEL.value
-        config.resolution = min(config.resolution, own_resolution(MODEL.value))
+        find_adapter(MODEL.value)
+        config.resolution = min(config.resolution, bench.own_resolution(MODEL.value))
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
+    if MEMORY.value and not on_gpu:
+        raise UserError(f"--memory_gib={MEMORY.value} needs a GPU; leave it out")
     if config.pretrained.model == RANDOM and not on_gpu:
         raise UserError(f"{RANDOM} needs a GPU; name a small model: --model assets/tiny-sd3")
-    if MEMORY.value and not on_gpu:
-        raise UserError(f"--memory_gib={MEMORY.value} needs a GPU")
+    if OUT.value:
+        open_line_file(Path(OUT.value))
     config.custom_rewards = ConfigDict({"none": "flow_grpo.benchmarking:no_reward"})
     config.reward_fn = ConfigDict({"none": 1.0})
     config.eval_reward_fn = ConfigDict({"none": 1.0})
@@ -80,14 +82,13 @@ def main(config: ConfigDict) -> Session:
     return session
 
 
-def own_resolution(model: str) -> int:
-    """Of the pictures that the model was made for."""
+def open_line_file(path: Path) -> None:
+    """Make it, so that a name that cannot work is refused before anything is measured."""
     try:
-        transformer = SD3Transformer2DModel.load_config(model, subfolder="transformer")
-        vae = AutoencoderKL.load_config(model, subfolder="vae")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
     except OSError as error:
-        raise UserError(f"--model={model}: {str(error).strip().splitlines()[0]}") from error
-    return transformer["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+        raise UserError(f"--out={path} cannot be written: {error}") from error
 
 
 def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
@@ -130,7 +131,7 @@ def measure(session: Session) -> dict[str, Any]:
         "settings": settings(session),
         **{name: spread(values) for name, values in seconds.items()},
         "peak_gib": round(tracking.peak_memory_gb(device), 1),
-        "warm_up_s": round(warm_up["sample_s"] + warm_up["train_s"] - epoch_s, 1),
+        "warm_up_s": round(max(0.0, warm_up["sample_s"] + warm_up["train_s"] - epoch_s), 1),
         "epoch_s": round(epoch_s, 2),
         "matmul_tflops": rounded(ceiling),
         **{name: rounded(rate) for name, rate in rates.items()},
@@ -155,11 +156,11 @@ def run_epoch(session: Session, epoch: int) -> dict[str, float]:
     trained = [s.trajectory for s in samples]
     del samples  # the pictures of the first batch
     metrics = train_epoch(session, epoch, trained, advantages)
-    return {
-        **metrics,
-        "sample_s": sampled - start,
-        "train_s": bench.now(device) - sampled,
-    }
+    done = bench.now(device)
+    if session.accelerator.is_main_process:
+        what = f"epoch {epoch} of {EPOCHS.value}" if epoch else "warm-up"
+        print(f"{what}: {done - start:.1f} s", file=sys.stderr)
+    return {**metrics, "sample_s": sampled - start, "train_s": done - sampled}
 
 
 def tflop(session: Session) -> dict[str, float]:

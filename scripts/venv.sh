@@ -1,5 +1,5 @@
 # Sourced by quickstart.sh and test.sh: makes .venv (or $VENV) and installs the package with the
-# extras in $EXTRAS. An environment that is there already is used, and brought up to date.
+# extras in $EXTRAS, if any. An environment that is there already is used, and brought up to date.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV="${VENV:-.venv}"
 PYTHON="${PYTHON:-python3}"
@@ -9,4 +9,4 @@ if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
 fi
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 echo "installing into $VENV (the first time takes a few minutes)"
-"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$EXTRAS]"
+"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e ".${EXTRAS:+[$EXTRAS]}"

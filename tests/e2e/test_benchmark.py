@@ -26,10 +26,13 @@ def benchmark(run):
 
 @pytest.mark.slow
 def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path):
-    out = tmp_path / "benchmark.jsonl"
+    out = tmp_path / "new" / "benchmark.jsonl"
     arguments = ("--model=assets/tiny-sd3", "--epochs=2", f"--out={out}")
     done = benchmark(*arguments, device="cpu", **SHORT)
     assert done.returncode == 0, done.stderr
+    assert "[transformers]" not in done.stderr
+    assert "warm-up: " in done.stderr
+    assert "epoch 2 of 2: " in done.stderr
     line = done.stdout.splitlines()[-1]
     assert out.read_text() == line + "\n"
     found = json.loads(line)
@@ -48,9 +51,19 @@ def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path):
     assert 1e-4 < found["sampling_tflops"] * sampling["min"] < 1e-3
 
 
-def test_the_large_model_needs_a_gpu(benchmark):
-    done = benchmark(device="cpu")
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "sd3.5-medium needs a GPU; name a small model: --model assets/tiny-sd3"),
+        (("--memory_gib=24",), "--memory_gib=24.0 needs a GPU; leave it out"),
+        (("--model=assets/nothere",), "no model at pretrained.model='assets/nothere': there is no"),
+        (("--model=docs",), "docs is not a diffusers pipeline folder: it has no model_index.json"),
+        (("--model=assets/tiny-sd3", "--out=setup.py/b.jsonl"), "--out=setup.py/b.jsonl cannot be"),
+    ],
+    ids=["gpu", "memory", "no-model", "no-pipeline", "no-folder"],
+)
+def test_what_cannot_be_measured_is_told_at_once(benchmark, arguments, told):
+    done = benchmark(*arguments, device="cpu")
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1] == (
-        "error: sd3.5-medium needs a GPU; name a small model: --model assets/tiny-sd3"
-    )
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"error: {told}")

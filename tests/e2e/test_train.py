@@ -127,6 +127,8 @@ def test_the_other_settings_run(train, overrides):
     else:
         assert names == {"lora", "ema_lora", "state"}
     assert last["train/first_update_ratio_dev"] <= 1e-5
+    half = "mixed_precision" in overrides
+    assert ("mixed_precision=bf16 is slow on a CPU" in done.stdout) == half
 
 
 def test_failed_rewards_are_counted_and_left_out(train, tmp_path, monkeypatch):
