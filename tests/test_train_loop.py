@@ -18,6 +18,8 @@ from flow_grpo.models import load_adapter
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import run_evaluation, sample_epoch, train_epoch
 
+SUBMITTED = object()
+
 
 @pytest.fixture
 def make_session(tmp_path):
@@ -59,29 +61,33 @@ def test_guidance_is_computed_again_only_after_an_update(make_session):
 
 def test_the_texts_of_the_next_epoch_are_encoded_ahead(make_session):
     session = make_session(num_epochs=2)
-    events, encode, submit = [], session.adapter._call_encoders, session.reward.submit
-    session.adapter._call_encoders = lambda texts: (events.extend(texts), encode(texts))[1]
-    session.reward.submit = lambda *args: (events.append(submit), submit(*args))[1]
+    events = encoded_and_submitted(session)
 
     def texts(sampled) -> set[str]:
         return {session.prompts[row].prompt for s in sampled for row in s.batch.row}
 
     first = texts(sample_epoch(session, 0))
-    last = max(i for i, event in enumerate(events) if event is submit)
+    last = max(i for i, event in enumerate(events) if event is SUBMITTED)
     ahead, events[:] = set(events[last + 1 :]), []
     second = texts(sample_epoch(session, 1))  # there is nothing to look ahead to
     assert ahead == second - first != set()
-    assert set(events) == {submit}
+    assert set(events) == {SUBMITTED}
 
 
 def test_encoders_that_wait_on_the_cpu_do_not_join_the_last_batch(make_session):
     session = make_session(num_epochs=2, offload_idle=True)
-    events, encode, submit = [], session.adapter._call_encoders, session.reward.submit
-    session.adapter._call_encoders = lambda texts: (events.append(encode), encode(texts))[1]
-    session.reward.submit = lambda *args: (events.append(submit), submit(*args))[1]
+    events = encoded_and_submitted(session)
     sample_epoch(session, 0)
-    assert events[0] is encode
-    assert events[-1] is submit
+    assert events[0] is not SUBMITTED
+    assert events[-1] is SUBMITTED
+
+
+def encoded_and_submitted(session: Session) -> list:
+    """Texts as they are encoded, and where pictures go to be scored."""
+    events, encode, submit = [], session.adapter._call_encoders, session.reward.submit
+    session.adapter._call_encoders = lambda texts: (events.extend(texts), encode(texts))[1]
+    session.reward.submit = lambda *args: (events.append(SUBMITTED), submit(*args))[1]
+    return events
 
 
 def test_samples_without_a_gradient_are_not_trained(make_session):
