@@ -159,6 +159,9 @@ def get_config() -> ConfigDict:
     train.kl_type = "flow_grpo"
     # Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only.
     train.cfg = True
+    # "both" halves of guidance have a gradient, as the policy that sampled has it. "conditional"
+    # takes the unconditional half as a constant: biased, for less time and memory.
+    train.guidance_gradient = "both"
     # Without a window: train the first of the steps, up to this share.
     train.timestep_fraction = 1.0
     # Evaluate and save a moving average of the weights beside the weights themselves.

@@ -333,6 +333,7 @@ def build_dynamics(config: ConfigDict, adapter: ModelAdapter, num_steps: int) ->
         kind=config.sample.sde_type,
         noise_level=config.sample.noise_level,
         guidance_scale=config.sample.guidance_scale,
+        guidance_gradient=config.train.guidance_gradient,
     )
 
 

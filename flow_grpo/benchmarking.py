@@ -1,6 +1,7 @@
 """What `scripts/benchmark.py` holds its times against, and the random model it takes them on."""
 
 import platform
+import statistics
 import time
 from importlib.metadata import version
 from typing import Any
@@ -112,6 +113,15 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: rounded(value) for name, value in found.items()}
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -69,16 +69,17 @@ def epoch_batches(
     groups: int,
     group_size: int,
     batch_size: int,
-    micro_batch_size: int,
+    updates: int,
     process: int,
     num_processes: int,
     rng: np.random.Generator,
 ) -> list[Batch]:
     """Draw `groups` distinct rows, `group_size` samples each, and deal them out in batches.
 
-    Samples of a group lie side by side, so a batch holds few distinct prompts. Training micro-batch
-    m of all processes together covers the same samples for any number of processes.
+    Each of the `updates` of an epoch takes the next samples by index, of which every process has an
+    equal share: what makes up an update follows from the seed alone. Samples of a group lie side by
+    side, so a batch holds few distinct prompts.
     """
     chosen = rng.choice(rows, size=groups, replace=False)
-    index = np.arange(groups * group_size).reshape(-1, num_processes, micro_batch_size)[:, process]
+    index = np.arange(groups * group_size).reshape(updates, num_processes, -1)[:, process]
     return [Batch(index=i, row=chosen[i // group_size]) for i in index.reshape(-1, batch_size)]

@@ -64,8 +64,13 @@ class BatchPlan:
         return self.sample_batch_size // self.train_batch_size * self.batches_per_epoch
 
     @property
+    def updates_per_pass(self) -> int:
+        """Of the samples of an epoch; there are `inner_epochs` passes."""
+        return self.micro_batches // self.accumulation_steps
+
+    @property
     def updates(self) -> int:
-        return self.micro_batches // self.accumulation_steps * self.inner_epochs
+        return self.updates_per_pass * self.inner_epochs
 
     def in_smaller_batches(self) -> "BatchPlan | None":
         """The same epoch and updates in less memory; None if batches are of one sample."""

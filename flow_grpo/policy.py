@@ -53,6 +53,7 @@ class Policy:
             if with_reference:
                 self._frozen = copy.deepcopy(self.transformer)
             self.transformer.requires_grad_(True)
+            self._keep_precision()
         self.lora_layers = lora_layers(self.transformer)
         for parameter in self.parameters():
             # a half-precision weight cannot hold steps of 1e-4
@@ -60,6 +61,14 @@ class Policy:
         if gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         self.module: nn.Module = self.transformer
+
+    def _keep_precision(self) -> None:
+        """Compute in half precision still, when the weights below become float32: not every way to
+        distribute has an autocast of its own."""
+        dtype = self.transformer.dtype
+        if dtype != latent_dtype(self.transformer):
+            cast = torch.autocast(self.transformer.device.type, dtype)
+            self.transformer.forward = cast(self.transformer.forward)
 
     def _add_lora(self, rank: int, alpha: int, lora_path: str, seed: int) -> None:
         if lora_path:

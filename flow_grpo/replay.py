@@ -85,8 +85,8 @@ class _Model(nn.Module):
 class Replayed:
     """The `forward` of a module, recorded at the first call of its kind and replayed thereafter.
 
-    A kind is the shapes of the tensors, with or without gradients, with or without LoRA. Weights
-    must be changed in place. A forward can be taken back as long as nothing else was replayed, and
+    A kind is the shapes of the tensors, the other inputs, with or without gradients, with or without
+    LoRA. Weights must be changed in place. A forward can be taken back as long as nothing else was replayed, and
     with `backward()` only: without DDP, gradients go to where the weights have theirs.
     """
 
@@ -99,8 +99,7 @@ class Replayed:
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         with_lora = self._model.trained[0].requires_grad
         with_gradient = with_lora and torch.is_grad_enabled()
-        shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
-        kind = (with_gradient, with_lora, shapes)
+        kind = (with_gradient, with_lora, _kind(inputs))
         if kind not in self._recordings:
             with torch.set_grad_enabled(with_gradient):
                 self._recordings[kind] = _Recording(
@@ -111,6 +110,22 @@ class Replayed:
                     self._memory,
                 )
         return (self._recordings[kind](tensors),)
+
+
+def _kind(inputs: dict[str, Any]) -> tuple:
+    """What a recording is made for: it would take any other value for the one it was made with."""
+    kind = []
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            kind.append((name, value.shape, value.dtype))
+        elif value is None or isinstance(value, bool | int | float | str):
+            kind.append((name, type(value), value))
+        else:
+            raise UserError(
+                f"the model takes {name}, a {type(value).__name__}, which a CUDA graph would never "
+                "see change; set --config.cuda_graphs=False"
+            )
+    return tuple(kind)
 
 
 class _Recording:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flow_grpo.data import Prompt
 from flow_grpo.models import Conditioning, ModelAdapter, Schedule
-from flow_grpo.models.base import latent_dtype
+from flow_grpo.models.base import GuidanceGradient, latent_dtype
 from flow_grpo.sde import Kind, Step, sde_step
 from flow_grpo.seeding import Stream, torch_generator
 from flow_grpo.transfer import send
@@ -27,6 +27,7 @@ class Dynamics:
     kind: Kind = "ode"  # of the stochastic steps; all others are ode
     noise_level: float = 0.7
     guidance_scale: float = 1.0
+    guidance_gradient: GuidanceGradient = "both"
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,6 @@ class Trajectory:
     latents: Tensor  # (B, len(steps) + 1, C, H, W), float32
     log_probs: Tensor  # (B, len(steps))
     conditioning: Conditioning
-    # (B, len(steps), C, H, W) in the model's precision: the half of guidance that has no gradient,
-    # the same in training until the first update
-    unconditional: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.log_probs)
@@ -50,7 +48,6 @@ class Trajectory:
             latents=self.latents[part],
             log_probs=self.log_probs[part],
             conditioning=self.conditioning[part],
-            unconditional=None if self.unconditional is None else self.unconditional[part],
         )
 
 
@@ -65,10 +62,9 @@ def policy_step(
     stochastic: bool,
     next_latents: Tensor | None = None,
     noise: Iterator[Tensor] | None = None,
-    unconditional: Tensor | None = None,
 ) -> tuple[Step, Tensor]:
     """Step i of the schedule, as `take_step` takes it, and the velocity behind it."""
-    # Compiled code rounds otherwise where it keeps nothing for a backward pass: what will be
+    # Compiled code rounds differently where it keeps nothing for a backward pass: what will be
     # trained is sampled by the code that trains it.
     as_trained = adapter.compiled and stochastic and next_latents is None
     with torch.set_grad_enabled(torch.is_grad_enabled() or as_trained):
@@ -78,7 +74,7 @@ def policy_step(
             dynamics.schedule.timesteps[i],
             conditioning,
             dynamics.guidance_scale,
-            unconditional=unconditional,
+            gradient=dynamics.guidance_gradient,
         )
     if as_trained:
         velocity = velocity.detach()  # and with it go the activations
@@ -138,16 +134,12 @@ def sample_trajectory(
     """
     latents = latents.to(dtype=latent_dtype(transformer))
     noise = step_noise(generators, len(steps), latents) if steps else None
-    kept, log_probs, negatives = [], [], []
-    negative = None
+    kept, log_probs = [], []
     for stochastic, run in groupby(range(len(dynamics.schedule)), steps.__contains__):
         if stochastic:
             kept.append(latents)
         with nullcontext() if stochastic else without_noise():
             for i in run:
-                if dynamics.guidance_scale > 1:
-                    timestep = dynamics.schedule.timesteps[i]
-                    negative = adapter.unconditional(transformer, latents, timestep, conditioning)
                 step, _ = policy_step(
                     adapter,
                     transformer,
@@ -157,21 +149,17 @@ def sample_trajectory(
                     conditioning,
                     stochastic=stochastic,
                     noise=noise if stochastic else None,
-                    unconditional=negative,
                 )
                 latents = step.next_sample
                 if stochastic:
                     kept.append(latents)
                     log_probs.append(step.log_prob)
-                    if negative is not None:
-                        negatives.append(negative.to(conditioning.embeds.dtype))
     empty = latents.new_zeros(len(latents), 0)
     return latents, Trajectory(
         steps,
         torch.stack(kept, 1) if kept else empty,
         torch.stack(log_probs, 1) if log_probs else empty,
         conditioning,
-        torch.stack(negatives, 1) if negatives else None,
     )
 
 

@@ -4,6 +4,7 @@
     python scripts/benchmark.py --model assets/tiny-sd3 --config.height=32 --config.width=96
     python scripts/benchmark.py --config.compile=False --config.sample.guidance_scale=1
     python scripts/benchmark.py --config config/grpo.py:tiny_ocr
+    python scripts/benchmark.py --against PATH      # beside Flow-GRPO's own functions, of a clone
 
 Epochs are sampled and trained as `scripts/train.py` does it, with a reward that takes no time; the
 first one, in which all warms up, is not counted. Prints one JSON line: medians over the epochs,
@@ -11,8 +12,10 @@ with the least and the most beside them. Any pipeline folder will do, the small 
 """
 
 import json
+import os
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
@@ -24,6 +27,7 @@ import torch
 from absl import flags
 from accelerate import Accelerator
 from ml_collections import ConfigDict
+from reference_loops import find_functions
 from train import collect_rewards, sample_epoch, train_epoch
 
 from config.build import (
@@ -31,6 +35,7 @@ from config.build import (
     Session,
     build_adapter,
     build_session,
+    draw_steps,
     image_size,
 )
 from config.gpu import lighter_training
@@ -47,6 +52,7 @@ MODEL = flags.DEFINE_string(
 )
 EPOCHS = flags.DEFINE_integer("epochs", 3, "How many to time.", lower_bound=1)
 MEMORY = flags.DEFINE_float("memory_gib", 0, "Use no more of the GPU's memory; 0: all of it.")
+AGAINST = flags.DEFINE_string("against", "", "A clone of Flow-GRPO, to time on the same GPU.")
 OUT = flags.DEFINE_string("out", "", "Append the line to this file too.")
 
 
@@ -62,18 +68,25 @@ def main(config: ConfigDict) -> Session:
         raise UserError(f"{RANDOM} needs a GPU; name a small model: --model assets/tiny-sd3")
     if OUT.value:
         open_line_file(Path(OUT.value))
+    if AGAINST.value:
+        check_clone(Path(AGAINST.value), config)
     config.custom_rewards = ConfigDict({"none": "flow_grpo.benchmarking:no_reward"})
     config.reward_fn = ConfigDict({"none": 1.0})
     config.eval_reward_fn = ConfigDict({"none": 1.0})
     with tempfile.TemporaryDirectory() as logdir:
         config.logdir, config.run_name, config.resume, config.log_with = logdir, "run", "none", ""
+        reference = time_clone(config) if AGAINST.value else {}
         session = build_session(config, load=load)
         try:
             with advice_when_short(lighter_training(config, session.plan)):
-                line = json.dumps(measure(session))
+                result = measure(session)
         finally:
             session.close()
+    if reference:
+        full = (r["full_s_per_sample"]["median"] for r in (reference, result))
+        result |= {"flow_grpo": reference, "times_as_fast": round(next(full) / next(full), 2)}
     if session.accelerator.is_main_process:
+        line = json.dumps(result)
         print(line)
         if OUT.value:
             with Path(OUT.value).open("a", encoding="utf-8") as file:
@@ -89,6 +102,45 @@ def open_line_file(path: Path) -> None:
         path.open("a").close()
     except OSError as error:
         raise UserError(f"--out={path} cannot be written: {error}") from error
+
+
+def check_clone(clone: Path, config: ConfigDict) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("--against times one process; start it without a launcher")
+    if not config.use_lora or config.train.batch_size != config.sample.train_batch_size:
+        raise UserError(
+            "--against needs use_lora=True and train.batch_size=sample.train_batch_size"
+        )
+    try:
+        find_functions(clone)
+    except (OSError, ImportError, KeyError, SyntaxError) as error:
+        raise UserError(
+            f"--against={clone} is no clone of Flow-GRPO with SD3: {error!r}"
+        ) from error
+
+
+def time_clone(config: ConfigDict) -> dict[str, Any]:
+    """In a process of its own, which leaves the GPU as it was."""
+    plain = json.loads(config.to_json_best_effort())
+    plain |= {
+        "trained_steps": len(draw_steps(config, epoch=0)),
+        "timed_epochs": EPOCHS.value,
+        "random_model": config.pretrained.model == RANDOM,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        script = str(Path(__file__).with_name("reference_loops.py"))
+        print("timing Flow-GRPO's functions", file=sys.stderr)
+        done = subprocess.run(
+            [sys.executable, script, AGAINST.value, str(result)],
+            input=json.dumps(plain),
+            stdout=subprocess.DEVNULL,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise UserError(f"Flow-GRPO's functions of {AGAINST.value} failed, see above")
+        return json.loads(result.read_text("utf-8"))
 
 
 def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
@@ -129,21 +181,24 @@ def measure(session: Session) -> dict[str, Any]:
         "command": command(),
         **bench.hardware(device),
         "settings": settings(session),
-        **{name: spread(values) for name, values in seconds.items()},
+        **{name: bench.spread(values) for name, values in seconds.items()},
         "peak_gib": round(tracking.peak_memory_gb(device), 1),
         "warm_up_s": round(max(0.0, warm_up["sample_s"] + warm_up["train_s"] - epoch_s), 1),
         "epoch_s": round(epoch_s, 2),
-        "matmul_tflops": rounded(ceiling),
-        **{name: rounded(rate) for name, rate in rates.items()},
-        **{f"{name}_share": rounded(rate / ceiling) for name, rate in rates.items()},
+        "matmul_tflops": bench.rounded(ceiling),
+        **{name: bench.rounded(rate) for name, rate in rates.items()},
+        **{f"{name}_share": bench.rounded(rate / ceiling) for name, rate in rates.items()},
         "ratio_dev_max": max(e["train/first_update_ratio_dev"] for e in epochs),
     }
 
 
 def command() -> str:
-    """As it was called, but for the file that the line goes to."""
+    """As it was called, but for what is where on this machine."""
     where = [OUT.value, f"--out={OUT.value}", "--out"] if OUT.value else []
-    return shlex.join(["python", *(word for word in sys.argv if word not in where)])
+    words = [word for word in sys.argv if word not in where]
+    if AGAINST.value:
+        words = [word.replace(AGAINST.value, "CLONE") for word in words]
+    return shlex.join(["python", *words])
 
 
 def run_epoch(session: Session, epoch: int) -> dict[str, float]:
@@ -173,10 +228,11 @@ def tflop(session: Session) -> dict[str, float]:
     passes = 2 if dynamics.guidance_scale > 1 else 1
     reference = passes if config.train.beta > 0 else 0
     backward = 1 if config.use_lora else 2  # gradients of the activations, and of the weights
-    known = (passes - 1) / session.plan.updates  # before the first of them, from sampling
+    if dynamics.guidance_gradient == "both":
+        backward *= passes
     return {
         "sampling": len(dynamics.schedule) * passes * forward,
-        "training": (passes - known + reference + backward) * forward,
+        "training": (passes + reference + backward) * forward,
     }
 
 
@@ -193,6 +249,7 @@ def settings(session: Session) -> dict[str, Any]:
         "steps": config.sample.num_steps,
         "trained_steps": plan.trained_steps,
         "guidance": config.sample.guidance_scale,
+        "guidance_gradient": config.train.guidance_gradient,
         "beta": config.train.beta,
         "weights": f"LoRA r {config.train.lora_rank}" if config.use_lora else "all",
         "precision": config.mixed_precision,
@@ -202,15 +259,6 @@ def settings(session: Session) -> dict[str, Any]:
         "gradient_checkpointing": config.train.gradient_checkpointing,
         "memory_gib": MEMORY.value or None,
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {name: rounded(value) for name, value in found.items()}
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def draw_batches(session: Session, epoch: int) -> list[Batch]:
         groups=plan.groups,
         group_size=plan.group_size,
         batch_size=plan.sample_batch_size,
-        micro_batch_size=plan.train_batch_size,
+        updates=plan.updates_per_pass,
         process=accelerator.process_index,
         num_processes=accelerator.num_processes,
         rng=numpy_rng(session.config.seed, Stream.PROMPTS, epoch),
@@ -207,13 +207,14 @@ def train_epoch(
 ) -> dict[str, float]:
     """Update the weights on the epoch's trajectories.
 
-    Whole micro-batches are shuffled, never their members: with the batches of sampling, the
-    ratio before the first update is exactly 1, but for rounding where samples are left out.
+    Micro-batches are slices of the sampling batches, in their order: with equal batches the ratio
+    before the first update is exactly 1, but for rounding where samples are left out. Each pass
+    takes the updates in an order of its own, their samples stay the same.
     """
     config, accelerator, policy = session.config, session.accelerator, session.policy
     dynamics = session.dynamics(config.sample.num_steps)
     settings = grpo_settings(config)
-    size = session.plan.train_batch_size
+    size, per_update = session.plan.train_batch_size, session.plan.accumulation_steps
     micro_batches = [
         (trajectory[i : i + size], torch.from_numpy(advantage[i : i + size]).to(trajectory.latents))
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
@@ -225,8 +226,9 @@ def train_epoch(
         micro_batches = [with_gradient(*micro_batch) for micro_batch in micro_batches]
     stats, updates_before = TrainingStats(), session.progress.step
     for inner in range(session.plan.inner_epochs):
-        order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(micro_batches))
-        for m in session.bar(order, f"epoch {epoch + 1} train"):
+        updates = np.arange(len(micro_batches)).reshape(-1, per_update)
+        order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(updates)
+        for m in session.bar(order.flatten(), f"epoch {epoch + 1} train"):
             trajectory, advantage = micro_batches[m]
             references = None
             if settings.beta > 0:
@@ -242,7 +244,6 @@ def train_epoch(
                         advantage,
                         settings,
                         reference=None if references is None else references[:, j],
-                        on_policy=on_policy,
                     )
                     accelerator.backward(loss.per_sample.sum() / size)
                     stats.add(loss, on_policy=on_policy, left_out=size - len(advantage))

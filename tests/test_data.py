@@ -59,50 +59,50 @@ def test_an_unknown_prompt_fn_is_named(tmp_path):
 
 
 plans = st.tuples(
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 3),  # samples per micro-batch
-    st.integers(1, 3),  # micro-batches per batch
-    st.integers(1, 3),  # batches
+    st.sampled_from([1, 2, 4]),  # processes
+    st.integers(1, 3),  # samples per batch
+    st.integers(1, 3),  # batches per update
+    st.integers(1, 3),  # updates
     st.integers(1, 6),  # images per prompt
 )
 
 
 @given(plans, st.integers(0, 1000))
-def test_an_epoch_is_the_same_for_any_number_of_processes(plan, seed):
-    processes, micro, per_batch, batches, group_size = plan
-    total = processes * micro * per_batch * batches * group_size
+def test_an_update_has_the_same_samples_for_any_number_of_processes_and_batch_size(plan, seed):
+    processes, size, batches, updates, group_size = plan
+    total = processes * size * batches * updates * group_size
     groups = total // group_size
 
-    def draw(world, micro_batch_size):
+    def draw(world, batch_size):
+        """Pairs of sample and row, update by update, of all processes together."""
         parts = [
             epoch_batches(
                 rows=groups + 3,
                 groups=groups,
                 group_size=group_size,
-                batch_size=micro_batch_size * per_batch,
-                micro_batch_size=micro_batch_size,
+                batch_size=batch_size,
+                updates=updates,
                 process=p,
                 num_processes=world,
                 rng=np.random.default_rng(seed),
             )
             for p in range(world)
         ]
-        # micro-batch m of all processes together
+        assert all(len(b.index) == batch_size for part in parts for b in part)
+        pairs = [
+            [(int(k), int(r)) for b in part for k, r in zip(b.index, b.row, strict=True)]
+            for part in parts
+        ]
+        share = total // (updates * world)
         return [
-            {
-                (int(k), int(r))
-                for b in together
-                for k, r in zip(
-                    b.index[i : i + micro_batch_size], b.row[i : i + micro_batch_size], strict=True
-                )
-            }
-            for together in zip(*parts, strict=True)
-            for i in range(0, micro_batch_size * per_batch, micro_batch_size)
+            {pair for part in pairs for pair in part[u * share : (u + 1) * share]}
+            for u in range(updates)
         ]
 
-    many, one = draw(processes, micro), draw(1, micro * processes)
-    assert many == one
-    everything = set().union(*one)
+    many = draw(processes, size)
+    assert many == draw(1, size)
+    assert many == draw(1, total)  # one batch for all updates
+    everything = set().union(*many)
     rows = [row for _, row in everything]
     assert sorted(k for k, _ in everything) == list(range(total))
     assert len(set(rows)) == groups

@@ -82,19 +82,27 @@ def test_each_distinct_text_is_encoded_once(adapter, monkeypatch):
     assert texts == (["a", "b", "a", "a"], ["", "", "b", ""])
 
 
-def test_the_unconditional_half_has_no_gradient(adapter):
-    """Alone, the guided velocity's gradient is the conditional one's, times the guidance."""
+def test_the_shortcut_takes_the_unconditional_half_as_a_constant(adapter):
+    """Its gradient is the conditional velocity's times g; the whole one has -(g - 1) times the
+    unconditional's besides."""
     policy = Policy(adapter, rank=4, alpha=8)
     randomise(policy)
-    conditioning = adapter.encode(["a", "b"], ["", ""])
     latents = torch.randn(2, *adapter.latent_shape(32, 32))
 
-    def gradients(guidance):
-        velocity = adapter.velocity(policy.module, latents, 500.0, conditioning, guidance)
-        return torch.autograd.grad(velocity.sum(), policy.parameters())
+    def gradient(prompts, guidance=1.0, kind="both"):
+        conditioning = adapter.encode(prompts, ["x", ""] if guidance > 1 else None)
+        velocity = adapter.velocity(
+            policy.module, latents, 500.0, conditioning, guidance, gradient=kind
+        )
+        found = torch.autograd.grad(velocity.sum(), policy.parameters())
+        return torch.cat([g.flatten() for g in found])
 
-    for plain, guided in zip(gradients(1.0), gradients(4.5), strict=True):
-        torch.testing.assert_close(guided, 4.5 * plain, rtol=1e-3, atol=1e-4)
+    conditional, unconditional = gradient(["a", "b"]), gradient(["x", ""])
+    shortcut = gradient(["a", "b"], 4.5, "conditional")
+    torch.testing.assert_close(shortcut, 4.5 * conditional, rtol=1e-3, atol=1e-4)
+    whole = gradient(["a", "b"], 4.5)
+    torch.testing.assert_close(whole, shortcut - 3.5 * unconditional, rtol=1e-3, atol=1e-3)
+    assert (whole - shortcut).norm() > 0.1 * whole.norm()
 
 
 def randomise(policy: Policy) -> None:

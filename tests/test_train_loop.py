@@ -42,20 +42,22 @@ def make_session(tmp_path):
         session.close()
 
 
-def test_guidance_is_computed_again_only_after_an_update(make_session):
-    session = make_session()
+@pytest.mark.parametrize(("gradient", "passes"), [("both", [4]), ("conditional", [2, 2])])
+def test_both_halves_of_guidance_are_trained_in_the_batch_that_was_sampled(
+    make_session, gradient, passes
+):
+    session = make_session(**{"train.guidance_gradient": gradient})
+    sizes, forward = [], session.policy.module.forward
+    session.policy.module.forward = lambda **inputs: (
+        sizes.append(len(inputs["timestep"])),
+        forward(**inputs),
+    )[1]
     samples = sample_epoch(session, 0)
-    steps, unconditional = [], session.adapter.unconditional
-
-    def counted(*args):
-        steps.append(session.progress.step)
-        return unconditional(*args)
-
-    session.adapter.unconditional = counted
+    assert sizes == passes * 3 * 2  # steps, batches
+    sizes.clear()
     advantages = [np.array([1.0, -1.0]) for _ in samples]
     metrics = train_epoch(session, 0, [s.trajectory for s in samples], advantages)
-    assert session.progress.step == 2
-    assert steps == [1, 1]  # the two trained steps of the second micro-batch
+    assert sizes == passes * 2 * 2  # trained steps, micro-batches
     assert metrics["train/first_update_ratio_dev"] <= 1e-6
 
 

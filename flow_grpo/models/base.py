@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+
+GuidanceGradient = Literal["both", "conditional"]
 
 
 @dataclass(frozen=True)
@@ -62,24 +64,13 @@ class ModelAdapter(Protocol):
         conditioning: Conditioning,
         guidance_scale: float,
         *,
-        unconditional: Tensor | None = None,
-        in_one_pass: bool = False,
+        gradient: GuidanceGradient = "both",
     ) -> Tensor:
-        """The guided velocity; gradients flow through the conditional half alone.
+        """The guided velocity; `timestep` is one for all, or (B,).
 
-        `timestep` is one for all, or (B,). `unconditional` is the other half, where it is known.
-        `in_one_pass` without gradients: both halves in one batch, which is faster and rounds
-        otherwise.
+        `gradient`: through both halves of guidance, which go through the transformer as one batch,
+        or through the conditional half alone, each half in a pass of its own.
         """
-
-    def unconditional(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        timestep: float | Tensor,
-        conditioning: Conditioning,
-    ) -> Tensor:
-        """The velocity for the negative prompts, without gradients."""
 
     def compile(self) -> None:
         """Have torch.compile make what runs often faster, from its next call on."""

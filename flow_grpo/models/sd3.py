@@ -15,9 +15,10 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
 )
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 
 from flow_grpo.errors import UserError
-from flow_grpo.models.base import Conditioning, Schedule
+from flow_grpo.models.base import Conditioning, GuidanceGradient, Schedule
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
 from flow_grpo.models.faster import channels_last_norms, fuse_gelu, join_siblings
 from flow_grpo.replay import Replayed
@@ -27,7 +28,12 @@ ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 OF_IMAGE = ("to_q", "to_k", "to_v")  # projections with one input
 OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
-MAX_NUMBERS = 2**31 - 1  # in a tensor, for kernels that count in 32 bits
+# Numbers in the VAE's largest tensor: 4 pictures of 512 px. More at once are no faster, and past
+# 2**31 many kernels miscount.
+MAX_NUMBERS = 2**28
+# Share of the activations that a compiled block keeps for its backward pass. Torch computes the
+# cheapest of them again; on an H200 this takes DDD % of the time for DDD of the memory.
+ACTIVATIONS_KEPT = 0.9
 
 
 class SD3Adapter:
@@ -180,37 +186,27 @@ class SD3Adapter:
         conditioning: Conditioning,
         guidance_scale: float,
         *,
-        unconditional: Tensor | None = None,
-        in_one_pass: bool = False,
+        gradient: GuidanceGradient = "both",
     ) -> Tensor:
         texts = conditioning.positive
         if guidance_scale <= 1:
             return self._forward(transformer, latents, timestep, conditioning, texts)
-        if in_one_pass:
+        if gradient == "both":
             texts = torch.cat([conditioning.negative, texts])
             if isinstance(timestep, Tensor):
                 timestep = timestep.repeat(2)
-            both = torch.cat([latents, latents])
-            both = self._forward(transformer, both, timestep, conditioning, texts)
+            twice = torch.cat([latents, latents])
+            both = self._forward(transformer, twice, timestep, conditioning, texts)
             unconditional, conditional = both.chunk(2)
         else:
-            # Two passes of B, in sampling as in training: the same arithmetic in both is what
-            # makes the on-policy ratio exactly 1.
-            if unconditional is None:
-                unconditional = self.unconditional(transformer, latents, timestep, conditioning)
+            # Two passes, in sampling as in training: the same arithmetic in both is what makes the
+            # on-policy ratio exactly 1.
+            with torch.no_grad():
+                unconditional = self._forward(
+                    transformer, latents, timestep, conditioning, conditioning.negative
+                )
             conditional = self._forward(transformer, latents, timestep, conditioning, texts)
         return unconditional + guidance_scale * (conditional - unconditional)
-
-    @torch.no_grad()
-    def unconditional(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        timestep: float | Tensor,
-        conditioning: Conditioning,
-    ) -> Tensor:
-        texts = conditioning.negative
-        return self._forward(transformer, latents, timestep, conditioning, texts)
 
     def _forward(
         self,
@@ -237,6 +233,7 @@ class SD3Adapter:
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         # it would cut each block in two, to send gradients of half a block sooner
         torch._dynamo.config.optimize_ddp = False
+        functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
         for harmless in ("Dynamo detected a call to a `functools.lru_cache`", "TensorFloat32"):
             warnings.filterwarnings("ignore", message=harmless, category=UserWarning)
         self.compiled = True

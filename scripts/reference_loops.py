@@ -1,0 +1,180 @@
+"""Flow-GRPO's own sampling and training functions, timed as `benchmark.py --against CLONE` asks.
+
+benchmark.py runs this as a process of its own, so that neither holds memory of the other:
+
+    python scripts/reference_loops.py CLONE RESULT.json < CONFIG.json
+
+The sampler and `compute_log_prob` come from the clone. What stands between them is written here
+after its training loop: fp16 autocast over float32 weights, LoRA by peft, AdamW, a float32 VAE.
+Texts are encoded once, before anything is timed.
+"""
+
+import ast
+import importlib
+import inspect
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from diffusers import StableDiffusion3Pipeline
+from ml_collections import ConfigDict
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from flow_grpo import benchmarking as bench
+from flow_grpo import tracking
+from flow_grpo.models import SD3Adapter
+
+PATCH, SCRIPT = "flow_grpo/diffusers_patch", "scripts/train_sd3.py"
+
+
+def find_functions(clone: Path) -> tuple[Callable, Callable]:
+    """`pipeline_with_logprob` and `compute_log_prob`; raises OSError, ImportError or KeyError."""
+    package = types.ModuleType("reference")  # its own name is ours too
+    package.__path__ = [str(clone / PATCH)]
+    sys.modules[package.__name__] = package
+    sampler = importlib.import_module("reference.sd3_pipeline_with_logprob")
+    step = importlib.import_module("reference.sd3_sde_with_logprob")
+    # the function alone: the script around it wants wandb and all rewards
+    module = ast.parse((clone / SCRIPT).read_text("utf-8"))
+    module.body = [n for n in module.body if getattr(n, "name", "") == "compute_log_prob"]
+    names = {"torch": torch, "sde_step_with_logprob": step.sde_step_with_logprob}
+    exec(compile(module, SCRIPT, "exec"), names)
+    return sampler.pipeline_with_logprob, names["compute_log_prob"]
+
+
+class Loops:
+    def __init__(self, clone: Path, config: ConfigDict) -> None:
+        self.config = config
+        self.sample_batch, self.log_prob = find_functions(clone)
+        on_gpu = torch.cuda.is_available() and config.device != "cpu"
+        steps = config.trained_steps
+        self.accelerator = Accelerator(
+            cpu=not on_gpu,
+            mixed_precision="fp16" if on_gpu else "no",
+            gradient_accumulation_steps=config.train.gradient_accumulation_steps * steps,
+        )
+        self.pipeline = pipeline = load_pipeline(config, self.accelerator.device)
+        pipeline.set_progress_bar_config(disable=True)
+        half = torch.float16 if on_gpu else torch.float32
+        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
+            encoder.to(self.accelerator.device, half)
+        lora = LoraConfig(
+            r=config.train.lora_rank,
+            lora_alpha=config.train.lora_alpha,
+            init_lora_weights="gaussian",
+            target_modules=SD3Adapter.lora_targets,
+        )
+        pipeline.transformer = get_peft_model(pipeline.transformer, lora)
+        self.trained = [p for p in pipeline.transformer.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(self.trained, lr=config.train.learning_rate)
+        self.transformer, self.optimizer = self.accelerator.prepare(pipeline.transformer, optimizer)
+        self.positive = self.encode("a sign")
+        self.negative = self.encode("")
+
+    def encode(self, text: str) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            embeds, _, pooled, _ = self.pipeline.encode_prompt(
+                *[text] * 3,
+                device=self.accelerator.device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.config.max_sequence_length,
+            )
+        return tuple(x.repeat_interleave(self.config.train.batch_size, 0) for x in (embeds, pooled))
+
+    def sample(self) -> dict[str, Tensor]:
+        sample = self.config.sample
+        height = self.config.height or self.config.resolution
+        width = self.config.width or self.config.resolution
+        wanted = {
+            "prompt_embeds": self.positive[0],
+            "pooled_prompt_embeds": self.positive[1],
+            "negative_prompt_embeds": self.negative[0],
+            "negative_pooled_prompt_embeds": self.negative[1],
+            "num_inference_steps": sample.num_steps,
+            "guidance_scale": sample.guidance_scale,
+            "output_type": "pt",
+            "height": height,
+            "width": width,
+            "noise_level": sample.noise_level,
+        }
+        known = inspect.signature(self.sample_batch).parameters  # it differs between versions
+        options = {name: value for name, value in wanted.items() if name in known}
+        with torch.no_grad():
+            _, latents, log_probs, *_ = self.sample_batch(self.pipeline, **options)
+        latents = torch.stack(latents, 1)
+        count = len(latents)
+        return {
+            "latents": latents[:, :-1],
+            "next_latents": latents[:, 1:],
+            "log_probs": torch.stack(log_probs, 1),
+            "timesteps": self.pipeline.scheduler.timesteps.repeat(count, 1),
+            "advantages": torch.randn(count, device=latents.device),
+        }
+
+    def train(self, samples: dict[str, Tensor]) -> None:
+        train = self.config.train
+        embeds, pooled = self.positive
+        if train.cfg and self.config.sample.guidance_scale > 1:
+            embeds = torch.cat([self.negative[0], embeds])
+            pooled = torch.cat([self.negative[1], pooled])
+        for j in range(self.config.trained_steps):
+            with self.accelerator.accumulate(self.transformer):
+                arguments = (self.transformer, self.pipeline, samples, j, embeds, pooled)
+                _, log_prob, mean, rate = self.log_prob(*arguments, self.config)
+                ratio = torch.exp(log_prob - samples["log_probs"][:, j])
+                advantages = samples["advantages"].clamp(-train.adv_clip_max, train.adv_clip_max)
+                held = ratio.clamp(1 - train.clip_range, 1 + train.clip_range)
+                loss = torch.maximum(-advantages * ratio, -advantages * held).mean()
+                if train.beta > 0:
+                    bare = self.accelerator.unwrap_model(self.transformer)
+                    with torch.no_grad(), bare.disable_adapter():
+                        _, _, reference, _ = self.log_prob(*arguments, self.config)
+                    square = ((mean - reference) ** 2).mean(dim=(1, 2, 3), keepdim=True)
+                    loss = loss + train.beta * (square / (2 * rate**2)).mean()
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.trained, train.max_grad_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+def load_pipeline(config: ConfigDict, device: torch.device) -> StableDiffusion3Pipeline:
+    if config.random_model:
+        pipeline = bench.random_sd35_medium(device, torch.float32)
+    else:
+        pipeline = StableDiffusion3Pipeline.from_pretrained(config.pretrained.model)
+    for module in (pipeline.transformer, pipeline.vae):
+        module.requires_grad_(False).to(device, torch.float32)
+    return pipeline
+
+
+def measure(loops: Loops) -> dict[str, Any]:
+    config, device = loops.config, loops.accelerator.device
+    count = config.train.batch_size * config.sample.num_batches_per_epoch
+    epochs = []
+    for _ in range(1 + config.timed_epochs):  # the first warms up
+        start = bench.now(device)
+        batches = [loops.sample() for _ in range(config.sample.num_batches_per_epoch)]
+        sampled = bench.now(device)
+        for batch in batches:
+            loops.train(batch)
+        done = bench.now(device)
+        epochs.append(((sampled - start) / count, (done - sampled) / count / config.trained_steps))
+    full = [sample + step * config.trained_steps for sample, step in epochs[1:]]
+    return {
+        "sampling_s_per_image": bench.spread([sample for sample, _ in epochs[1:]]),
+        "trained_step_s_per_sample": bench.spread([step for _, step in epochs[1:]]),
+        "full_s_per_sample": bench.spread(full),
+        "peak_gib": round(tracking.peak_memory_gb(device), 1),
+    }
+
+
+if __name__ == "__main__":
+    loops = Loops(Path(sys.argv[1]), ConfigDict(json.load(sys.stdin)))
+    Path(sys.argv[2]).write_text(json.dumps(measure(loops)), encoding="utf-8")
