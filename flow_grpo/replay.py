@@ -85,9 +85,9 @@ class _Model(nn.Module):
 class Replayed:
     """The `forward` of a module, recorded at the first call of its kind and replayed thereafter.
 
-    A kind is the shapes of the tensors, the other inputs, with or without gradients, with or without
-    LoRA. Weights must be changed in place. A forward can be taken back as long as nothing else was replayed, and
-    with `backward()` only: without DDP, gradients go to where the weights have theirs.
+    A kind is the shapes of the tensors, the other inputs, with or without gradients, with or
+    without LoRA. Weights must be changed in place. `backward()` works as long as nothing else was
+    replayed, `autograd.grad` does not: without DDP, gradients go to where the weights have theirs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -163,7 +163,7 @@ class _Recording:
         self.memory.replay(self.forward)
         return self.output.clone()
 
-    def take_back(self, incoming: Tensor) -> list[Tensor]:
+    def gradients_of(self, incoming: Tensor) -> list[Tensor]:
         """The gradient of each trained weight."""
         self.incoming.copy_(incoming)
         self.memory.replay(self.backward)
@@ -184,7 +184,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.turn != ctx.recording.memory.turn:
             raise RuntimeError("something else was replayed since; the activations are gone")
-        trained, gradients = ctx.recording.trained, ctx.recording.take_back(incoming)
+        trained, gradients = ctx.recording.trained, ctx.recording.gradients_of(incoming)
         if distributed.is_initialized() or trained[0].grad is None:
             return (None, *gradients)
         # together, in a few kernels; only DDP has to see each of them

@@ -158,13 +158,15 @@ def measure(loops: Loops) -> dict[str, Any]:
     config, device = loops.config, loops.accelerator.device
     count = config.train.batch_size * config.sample.num_batches_per_epoch
     epochs = []
-    for _ in range(1 + config.timed_epochs):  # the first warms up
+    for epoch in range(1 + config.timed_epochs):  # the first warms up
         start = bench.now(device)
         batches = [loops.sample() for _ in range(config.sample.num_batches_per_epoch)]
         sampled = bench.now(device)
         for batch in batches:
             loops.train(batch)
         done = bench.now(device)
+        what = f"epoch {epoch} of {config.timed_epochs}" if epoch else "warm-up"
+        print(f"Flow-GRPO, {what}: {done - start:.1f} s", file=sys.stderr)
         epochs.append(((sampled - start) / count, (done - sampled) / count / config.trained_steps))
     full = [sample + step * config.trained_steps for sample, step in epochs[1:]]
     return {

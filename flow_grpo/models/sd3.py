@@ -31,9 +31,9 @@ OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 # Numbers in the VAE's largest tensor: 4 pictures of 512 px. More at once are no faster, and past
 # 2**31 many kernels miscount.
 MAX_NUMBERS = 2**28
-# Share of the activations that a compiled block keeps for its backward pass. Torch computes the
-# cheapest of them again; on an H200 this takes DDD % of the time for DDD of the memory.
-ACTIVATIONS_KEPT = 0.9
+# Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
+# norms and the like again, from .9 on also attention, which costs time.
+ACTIVATIONS_KEPT = 0.95
 
 
 class SD3Adapter:
