@@ -4,6 +4,9 @@ import json
 import shutil
 
 import pytest
+from peft import LoraConfig, get_peft_model
+
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 
 
 def dataset(folder, train_text=None, jsonl=None):
@@ -115,6 +118,20 @@ def test_a_model_without_its_weights(train, tiny_sd3, tmp_path):
     shutil.copytree(tiny_sd3, folder)
     shutil.rmtree(folder / "transformer")
     assert_told(train, train(pretrained__model=folder), "cannot load pretrained.model=")
+
+
+def test_a_lora_of_another_model(train, tmp_path):
+    """As PEFT saves it: diffusers would warn and go on without it."""
+    wrapped = get_peft_model(
+        build_tiny_sd3(layers=3).transformer, LoraConfig(target_modules=["attn.to_q"])
+    )
+    folder = tmp_path / "checkpoint-4/lora"
+    wrapped.save_pretrained(folder)
+    message = "adapter_model.safetensors is of another model: 2 of its 6 tensors fit no layer"
+    assert_told(train, train(train__lora_path=folder), message)
+    out = f"--out={tmp_path / 'out'}"
+    done = train(out, f"--checkpoint={folder.parent}", script="scripts/evaluate.py")
+    assert_told(train, done, message)
 
 
 def test_a_config_that_cannot_be_loaded(train):
