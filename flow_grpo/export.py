@@ -11,8 +11,8 @@ from diffusers import DiffusionPipeline, ModelMixin
 from safetensors import SafetensorError
 
 from flow_grpo.checkpoint import PREFIX, weights_in
-from flow_grpo.errors import UserError
-from flow_grpo.lora_files import Misfit, attach_lora, first_line, replace_weights
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.lora_files import Misfit, attach_lora, replace_weights
 
 TRAINED = "transformer"  # the part of a pipeline that runs train
 NAMES = ("lora", "transformer")  # what weights are called in a checkpoint, if not averaged

@@ -4,6 +4,7 @@ diffusers and PEFT only warn of tensors that fit no layer, and go on with the mo
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
 from diffusers.utils import convert_unet_state_dict_to_peft
-from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, first_line
 from flow_grpo.lora import lora_layers
 
 TRANSFORMER = "transformer"
@@ -64,7 +64,7 @@ def attach_lora(
     """
     file = read_lora(path)
     try:
-        with _quiet():
+        with errors_told_once():
             left = len(file.tensors) - _attach(transformer, file)
             for name in ("text_encoder", "text_encoder_2") if pipeline is not None else ():
                 left -= _attach_to_encoder(pipeline, name, file)
@@ -117,10 +117,6 @@ def replace_weights(transformer: ModelMixin, folder: Path) -> None:
         raise Misfit(f"{folder} is of another model: its tensors have other shapes") from error
     if missing:
         raise Misfit(f"{folder} is of another model: it has no {min(missing)}")
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _find(path: str | Path) -> Path:
@@ -236,11 +232,17 @@ def _attach_to_encoder(pipeline: DiffusionPipeline, name: str, file: LoraFile) -
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """diffusers logs an error that it also raises."""
-    before = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity(diffusers_logging.CRITICAL)
+def errors_told_once() -> Iterator[None]:
+    """diffusers logs errors that it also raises."""
+    handlers = logging.getLogger("diffusers").handlers
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    for handler in handlers:
+        handler.addFilter(is_no_error)
     try:
         yield
     finally:
-        diffusers_logging.set_verbosity(before)
+        for handler in handlers:
+            handler.removeFilter(is_no_error)
