@@ -131,8 +131,11 @@ def _load(path: str) -> ConfigDict:
 
 def _reason(error: Exception, path: str) -> str:
     """The line of the config file, where it is known, and what is wrong there."""
-    # the message of what the parser itself raises is a whole traceback
-    first = error.__cause__ or error.__context__ or error
+    first = error
+    if str(error).startswith("Error whilst parsing"):  # the parser's own, with a traceback in it
+        first = error.__context__
+    elif isinstance(error, OSError):  # raised at the first use of a config that was not found
+        first = error.__cause__ or error
     file = Path(path.partition(":")[0]).resolve()
     frames = traceback.extract_tb(first.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file]

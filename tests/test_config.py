@@ -9,6 +9,7 @@ from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 
 from config import base
+from config.build import build_session
 from config.check import check, unusual
 from config.gpu import can_compile, can_replay, missing_tool
 from flow_grpo.cli import OPEN_FIELDS
@@ -211,3 +212,11 @@ def test_a_wide_clip_range_for_cps_is_warned_of():
     assert line.startswith("train.clip_range_high=0.001 is wide")
     sides["train__clip_range_high"] = 1e-5
     assert unusual(with_fields(sample__sde_type="cps", **sides)) == []
+
+
+def test_the_warning_is_given_once_before_anything_is_loaded(tmp_path, caplog):
+    config = with_fields(device="cpu", dataset="no/such/folder", sample__sde_type="cps")
+    config.logdir = str(tmp_path)
+    with caplog.at_level("WARNING"), pytest.raises(UserError, match="no dataset at"):
+        build_session(config)
+    assert [r.message for r in caplog.records if r.name == "flow_grpo"] == unusual(config)
