@@ -25,6 +25,7 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.lora import lora_layers
 
 TRANSFORMER = "transformer"
+ENCODERS = ("text_encoder", "text_encoder_2")  # that diffusers puts LoRA on
 OF_PEFT = "base_model.model."  # in front of each name that PEFT saves
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # The fields of a LoraConfig that say how the tensors of a plain LoRA or DoRA are used.
@@ -51,8 +52,7 @@ class LoraFile:
 
     def of(self, model: str) -> dict[str, Tensor]:
         """The tensors for one model of the pipeline, named as in there."""
-        prefix = f"{model}."
-        return {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
+        return _with_prefix(self.tensors, model)
 
 
 def attach_lora(
@@ -66,8 +66,10 @@ def attach_lora(
     try:
         with errors_told_once():
             left = len(file.tensors) - _attach(transformer, file)
-            for name in ("text_encoder", "text_encoder_2") if pipeline is not None else ():
+            for name in ENCODERS if pipeline is not None else ():
                 left -= _attach_to_encoder(pipeline, name, file)
+    except torch.OutOfMemoryError:
+        raise
     except WRONG as error:
         raise Misfit(f"{file.path} is of another model: {first_line(error)}") from error
     if left:
@@ -87,13 +89,14 @@ def read_lora(path: str | Path) -> LoraFile:
             names = {k: f"{TRANSFORMER}.{k.removeprefix(OF_PEFT)}" for k in tensors}
             return LoraFile(file, {names[k]: v for k, v in tensors.items()}, settings)
         metadata = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "null"))
-        prefix = f"{TRANSFORMER}."
-        items = (metadata or {}).items()
-        settings = {k.removeprefix(prefix): v for k, v in items if k.startswith(prefix)}
+        settings = {
+            model: _with_prefix(metadata or {}, model) for model in (TRANSFORMER, *ENCODERS)
+        }
     except (OSError, ValueError, AttributeError, SafetensorError) as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
-    _check_settings(file, settings)
-    return LoraFile(file, tensors, settings or None, metadata)
+    for each in settings.values():
+        _check_settings(file, each)
+    return LoraFile(file, tensors, settings[TRANSFORMER] or None, metadata)
 
 
 def refuse_pickles(folder: Path) -> None:
@@ -117,6 +120,11 @@ def replace_weights(transformer: ModelMixin, folder: Path) -> None:
         raise Misfit(f"{folder} is of another model: its tensors have other shapes") from error
     if missing:
         raise Misfit(f"{folder} is of another model: it has no {min(missing)}")
+
+
+def _with_prefix(items: dict, model: str) -> dict:
+    prefix = f"{model}."
+    return {k.removeprefix(prefix): v for k, v in items.items() if k.startswith(prefix)}
 
 
 def _find(path: str | Path) -> Path:

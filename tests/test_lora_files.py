@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
@@ -292,6 +293,13 @@ def test_a_lora_on_the_text_encoders_too(tiny_sd3, diffusers_folder, tmp_path):
     assert not torch.equal(adapter.encode(["a"], None).embeds, before)
     with pytest.raises(UserError, match=r"has \d+ tensors for other models than the transformer"):
         export(Source.find(diffusers_folder), str(tiny_sd3), tmp_path / "out")
+    imports = {
+        "text_encoder.megatron_config": {"a": 1},
+        "text_encoder.megatron_core": "antigravity",
+    }
+    save_file(both, file, {LORA_ADAPTER_METADATA_KEY: json.dumps(imports)})
+    with pytest.raises(UserError, match="is no plain LoRA"):
+        fresh(tiny_sd3).load_lora(diffusers_folder)
     save_file(rename("q_proj", "x_proj")(both), file)
     with pytest.raises(UserError, match="is of another model"):
         fresh(tiny_sd3).load_lora(diffusers_folder)
