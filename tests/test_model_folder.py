@@ -1,11 +1,11 @@
 """A model folder that is damaged or not whole ends in one line that names the file."""
 
-import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from planted import pickle_that_touches
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
@@ -71,14 +71,6 @@ def test_weights_that_are_not_all_there(folder, capsys, part, kind):
     assert f"{kind} has no {name}" in refused(folder, capsys)
 
 
-class Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
-
-
 def test_pickled_weights_are_not_loaded(folder, capsys, tmp_path):
     for part, name in [
         ("text_encoder", "pytorch_model.bin"),
@@ -87,7 +79,7 @@ def test_pickled_weights_are_not_loaded(folder, capsys, tmp_path):
         [weights] = (folder / part).glob("*.safetensors")
         kept = weights.read_bytes()
         weights.unlink()
-        (folder / part / name).write_bytes(pickle.dumps(Evil(tmp_path / "executed")))
+        (folder / part / name).write_bytes(pickle_that_touches(tmp_path / "executed"))
         assert "safetensors" in refused(folder, capsys)
         torch.save({}, folder / part / name)
         assert "safetensors" in refused(folder, capsys)
