@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
-from config.check import check
+from config.check import check, unusual
 from config.gpu import can_compile, can_replay, lighter_settings
 from flow_grpo import tracking
 from flow_grpo.checkpoint import STATE, Progress
@@ -117,6 +117,9 @@ def build_session(
         log_with=config.log_with or None,
         project_dir=config.logdir,
     )
+    if accelerator.is_main_process:
+        for line in unusual(config):
+            logger.warning(line)
     plan = BatchPlan(
         num_processes=accelerator.num_processes,
         sample_batch_size=config.sample.train_batch_size,

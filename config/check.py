@@ -1,10 +1,17 @@
-"""Hold a config against the rules that no single field can state, before anything is loaded."""
+"""Hold a config against config/base.py and against rules that no single field can state, before
+anything is loaded."""
 
 import importlib.util
+import math
+from collections.abc import Iterator
+from numbers import Integral, Real
+from typing import Any
 
 from ml_collections import ConfigDict
 
+from config.base import get_config
 from flow_grpo.advantages import ESTIMATORS
+from flow_grpo.cli import OPEN_FIELDS, suggestion
 from flow_grpo.errors import UserError
 from flow_grpo.objectives import KLS
 from flow_grpo.sde import KINDS
@@ -45,10 +52,28 @@ ABOVE_ZERO = [
     *(f"train.{name}" for name in ("clip_range", "clip_range_low", "clip_range_high")),
     *(f"train.{name}" for name in ("adam_epsilon", "lora_alpha")),
 ]
+AT_MOST = {
+    "seed": 2**64 - 1,  # torch takes no more
+    # seconds: what waits counts nanoseconds in 64 bits
+    "distributed_timeout": 10**8,
+    "reward_timeout": 10**8,
+}
 BELOW_ONE = ["train.ema_decay", "train.adam_beta1", "train.adam_beta2"]
+TYPES = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a string"),
+    tuple: ((tuple, list), "a tuple"),
+    ConfigDict: (ConfigDict, "a ConfigDict"),
+}
+NAMED = 5  # of many wrong fields, as many are named
+CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
+WIDE_FOR_CPS = 1e-4
 
 
 def check(config: ConfigDict) -> None:
+    check_fields(config)
     values = config.to_dict()
 
     def field(name: str):
@@ -62,6 +87,9 @@ def check(config: ConfigDict) -> None:
     for name, least in AT_LEAST.items():
         if field(name) < least:
             raise UserError(f"{name}={field(name)} must be at least {least}")
+    for name, most in AT_MOST.items():
+        if field(name) > most:
+            raise UserError(f"{name}={field(name)} must be at most {most}")
     for name in ABOVE_ZERO:
         if field(name) is not None and field(name) <= 0:
             raise UserError(f"{name}={field(name)} must be above 0")
@@ -82,3 +110,70 @@ def check(config: ConfigDict) -> None:
             f"train.cfg=False with sample.guidance_scale={config.sample.guidance_scale} would "
             "train another velocity than was sampled; set guidance_scale=1 or train.cfg=True"
         )
+
+
+def check_fields(config: ConfigDict) -> None:
+    """Refuse other fields than those of config/base.py, and values of other types."""
+    default = get_config()
+    known, given = dict(_fields(default)), dict(_fields(config))
+    for name in known.keys() & given.keys():
+        if isinstance(known[name], ConfigDict):
+            _check_type(name, given[name], ConfigDict)
+    problems = []
+    if unknown := [name for name in given if name not in known]:
+        hints = [suggestion(name, known, cutoff=0.75) for name in unknown]
+        shown = [f"{n} ({h})" if h else n for n, h in zip(unknown, hints, strict=True)]
+        problems.append(f"it has unknown fields: {_some(shown)}")
+    if missing := [name for name in known if name not in given]:
+        problems.append(f"it lacks {_some(missing)}")
+    if problems:
+        way_out = "start from config.base.get_config() and change what differs"
+        raise UserError(f"the config does not fit: {'; '.join([*problems, way_out])}")
+    for name, value in given.items():
+        section, _, key = name.rpartition(".")
+        kind = (default[section] if section else default).get_type(key)
+        _check_value(name, value, known[name], kind)
+
+
+def unusual(config: ConfigDict) -> list[str]:
+    """What is allowed but hardly ever meant, one line each."""
+    train, lines = config.train, []
+    for side in ("clip_range_low", "clip_range_high"):
+        name = "clip_range" if train[side] is None else side
+        if config.sample.sde_type == "cps" and train[name] >= WIDE_FOR_CPS:
+            lines.append(
+                f"train.{name}={train[name]} is wide for sample.sde_type='cps': all published "
+                f"settings have {CPS_CLIP}; set --config.train.{name}={CPS_CLIP}"
+            )
+    return list(dict.fromkeys(lines))
+
+
+def _fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        yield prefix + key, value
+        if isinstance(value, ConfigDict) and key not in OPEN_FIELDS:
+            yield from _fields(value, f"{prefix}{key}.")
+
+
+def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
+    if value is None and default is None:
+        return
+    _check_type(name, value, kind)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name}={value} must be a finite number")
+    if kind is tuple:
+        if len(value) != len(default):
+            raise UserError(f"{name}={value} must have {len(default)} values")
+        for one, one_default in zip(value, default, strict=True):
+            _check_value(name, one, one_default, type(one_default))
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    allowed, words = TYPES[kind]
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise UserError(f"{name}={value!r} must be {words}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from flow_grpo.errors import UserError
+from flow_grpo.lora_files import refuse_pickles
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ def weights_in(folder: Path) -> Path:
     names = ("ema_lora", "lora", "ema_transformer", "transformer")
     found = next((folder / name for name in names if (folder / name).is_dir()), folder)
     if not list(found.glob("*.safetensors")):
+        refuse_pickles(found)
         raise UserError(f"no checkpoint at {folder}: name a run, a checkpoint or a folder in one")
     return found
 

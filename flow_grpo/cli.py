@@ -5,7 +5,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,14 @@ from torch.distributed import DistError
 
 from flow_grpo.errors import LostPeer, Stopped, UserError
 
-OPEN_FIELDS = (
+OPEN_FIELDS = (  # dicts with names of the user's
     *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
 )
+RENAMED = {  # Flow-GRPO's name: ours
+    "save_dir": "logdir",
+    "sample.batch_size": "sample.train_batch_size",
+    "activation_checkpointing": "train.gradient_checkpointing",
+}
 
 
 def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> None:
@@ -94,12 +100,7 @@ def _check_names(argv: list[str]) -> None:
     if not paths:
         return
     sys.path.append(str(Path(paths[-1].partition(":")[0]).resolve().parent))  # modules beside it
-    config = ConfigFileFlagParser("config").parse(paths[-1])
-    try:
-        known = set(_dotted(config))
-    except OSError as error:  # raised at the first use of a config that could not be loaded
-        lines = str(error.__cause__).strip().splitlines() or ["no reason given"]
-        raise UserError(f"cannot load --config {paths[-1]}: {lines[-1].strip()}") from error
+    known = set(_dotted(_load(paths[-1])))
     for arg in argv:
         name = arg.removeprefix("--config.").split("=")[0]
         if arg.startswith("--config.") and name not in known:
@@ -107,9 +108,48 @@ def _check_names(argv: list[str]) -> None:
             if field in OPEN_FIELDS:  # absl cannot add a name to a dict
                 example = f"--config.{field}=\"{{'{name.partition('.')[2]}': ...}}\""
                 raise UserError(f"{name!r} is not in the config; give the whole dict: {example}")
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else "config/base.py lists them all"
+            hint = suggestion(name, known, cutoff=0.5) or "config/base.py lists them all"
             raise UserError(f"unknown config key {name!r}; {hint}")
+
+
+def _load(path: str) -> ConfigDict:
+    """What `get_config` of this file returns; whatever it raises is a mistake in that file."""
+    try:
+        config = ConfigFileFlagParser("config").parse(path)
+        if config is not None:
+            config.items  # noqa: B018  raises where the file could not be opened
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"cannot load --config {path}{_reason(error, path)}") from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"get_config() of --config {path} must return a ConfigDict, not {type(config).__name__}"
+        )
+    return config
+
+
+def _reason(error: Exception, path: str) -> str:
+    """The line of the config file, where it is known, and what is wrong there."""
+    first = error
+    if str(error).startswith("Error whilst parsing"):  # the parser's own, with a traceback in it
+        first = error.__context__
+    elif isinstance(error, OSError):  # raised at the first use of a config that was not found
+        first = error.__cause__ or error
+    file = Path(path.partition(":")[0]).resolve()
+    frames = traceback.extract_tb(first.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file]
+    message = (str(first).strip().splitlines() or [""])[-1].strip()
+    kind = type(first).__name__
+    return f" (line {lines[-1]}): {kind}: {message}" if lines else f": {kind}: {message}"
+
+
+def suggestion(name: str, known: Iterable[str], *, cutoff: float) -> str:
+    """What a field may have been meant to be called; nothing where nothing is near."""
+    if name in RENAMED:
+        return f"it is {RENAMED[name]} here"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:

@@ -48,6 +48,11 @@ def _read_json(line: str, where: str) -> Prompt:
         raise UserError(f"{where}: not JSON ({error}); each line is one JSON object") from error
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
         raise UserError(f'{where}: needs an object with a "prompt" string, got {line.strip()[:80]}')
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a pair, which no tokenizer or file takes
+        broken = ascii(error.object[error.start])
+        raise UserError(f"{where}: {broken} is half a character; write it whole") from error
     negative = row.get("negative_prompt") or ""
     if not isinstance(negative, str):
         raise UserError(f'{where}: "negative_prompt" must be a string, got {negative!r}')

@@ -27,3 +27,8 @@ class RewardOutage(UserError):
     """So many scores are missing that the run stopped, after it saved a checkpoint."""
 
     exit_code = 3
+
+
+def first_line(error: BaseException) -> str:
+    """Of a message of other libraries', which may have many."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

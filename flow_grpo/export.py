@@ -2,20 +2,17 @@
 
 import json
 import shutil
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import diffusers
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
-from peft import get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 
 from flow_grpo.checkpoint import PREFIX, weights_in
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.lora_files import Misfit, attach_lora, replace_weights
 
 TRAINED = "transformer"  # the part of a pipeline that runs train
 NAMES = ("lora", "transformer")  # what weights are called in a checkpoint, if not averaged
@@ -105,7 +102,7 @@ def export(source: Source, model: str, out: Path, dtype: torch.dtype = torch.flo
         (partial / "README.md").write_text(card, encoding="utf-8")
         partial.rename(out)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {out}: {_first_line(error)}") from error
+        raise UserError(f"cannot write {out}: {first_line(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -119,7 +116,7 @@ def _pipeline_folder(model: str) -> Path:
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot load --model {model}: no such folder, and not on the hub "
-            f"({_first_line(error.__cause__ or error)})"
+            f"({first_line(error.__cause__ or error)})"
         ) from error
 
 
@@ -130,7 +127,7 @@ def _read_index(folder: Path) -> dict:
     try:
         index = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {_first_line(error)}") from error
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error
     library, name = index.get(TRAINED) or (None, None)
     if library != "diffusers" or not hasattr(diffusers, name):
         raise UserError(f"{folder} has no {TRAINED} of diffusers' in its {path.name}")
@@ -145,59 +142,20 @@ def _merged(source: Source, folder: Path, kind: type[ModelMixin]) -> ModelMixin:
             part, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"cannot load {part} as {kind.__name__}: {_first_line(error)}") from error
-    made_up = _parameters(transformer) & set(report["missing_keys"])
+        raise UserError(f"cannot load {part} as {kind.__name__}: {first_line(error)}") from error
+    made_up = {name for name, _ in transformer.named_parameters()} & set(report["missing_keys"])
     if made_up:
         raise UserError(f"{part} is not complete: it has no {min(made_up)}")
-    merge = _merge_lora if source.is_lora else _replace_weights
     try:
-        fits = merge(transformer, source.weights)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {source.weights}: {_first_line(error)}") from error
-    except (ValueError, KeyError, AttributeError, RuntimeError, RuntimeWarning) as error:
-        raise _misfit(source.weights, folder) from error
-    if not fits:
-        raise _misfit(source.weights, folder)
+        if source.is_lora:
+            attach_lora(transformer, source.weights)
+            transformer.fuse_lora()
+            transformer.unload_lora()
+        else:
+            replace_weights(transformer, source.weights)
+    except Misfit as error:
+        raise UserError(f"{error}; name the model it was trained from with --model") from error
     return transformer
-
-
-def _merge_lora(transformer: ModelMixin, weights: Path) -> bool:
-    """Whether it fits; errors too say that it does not."""
-    path = weights / LORA_WEIGHT_NAME_SAFE
-    if not path.is_file():
-        raise UserError(f"{weights} has neither a LoRA ({path.name}) nor a config.json")
-    with safe_open(path, "pt") as file:
-        names = set(file.keys())
-    with warnings.catch_warnings():
-        # peft only warns of layers that the LoRA should have and has not
-        warnings.filterwarnings("error", "While injecting", RuntimeWarning)
-        transformer.load_lora_adapter(weights, weight_name=path.name, adapter_name="default")
-    loaded = {f"{TRAINED}.{name}" for name in get_peft_model_state_dict(transformer)}
-    transformer.fuse_lora()
-    transformer.unload_lora()
-    return names == loaded  # diffusers only warns of layers that the model has not
-
-
-def _replace_weights(transformer: ModelMixin, weights: Path) -> bool:
-    """Like `_merge_lora`. Buffers that were not saved stay the model's own."""
-    missing = _parameters(transformer)
-    for path in weights.glob("*.safetensors"):
-        saved = load_file(path)
-        if transformer.load_state_dict(saved, strict=False).unexpected_keys:
-            return False
-        missing -= saved.keys()
-    return not missing
-
-
-def _parameters(module: ModelMixin) -> set[str]:
-    return {name for name, _ in module.named_parameters()}
-
-
-def _misfit(weights: Path, model: Path) -> UserError:
-    return UserError(
-        f"{weights} is of another model: it does not fit the {TRAINED} of {model}; "
-        "name the one it was trained from with --model"
-    )
 
 
 def _copy_parts(folder: Path, index: dict, out: Path) -> None:
@@ -244,7 +202,3 @@ pipeline = DiffusionPipeline.from_pretrained("{name}")
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

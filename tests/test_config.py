@@ -1,14 +1,21 @@
 import importlib.util
+import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from ml_collections import ConfigDict
 
 from config import base
-from config.check import check
+from config.build import build_session
+from config.check import check, unusual
 from config.gpu import can_compile, can_replay, missing_tool
+from flow_grpo.cli import OPEN_FIELDS
 from flow_grpo.errors import UserError
+from flow_grpo.policy import Policy
+from flow_grpo.seeding import Stream, torch_generator
 
 
 def test_the_defaults_are_allowed():
@@ -80,3 +87,136 @@ def test_what_the_compiler_needs(monkeypatch, tmp_path):
     assert missing_tool() == f"{tmp_path / 'Python.h'} (python3-dev)"
     (tmp_path / "Python.h").touch()
     assert missing_tool() == ""
+
+
+def with_fields(**fields) -> ConfigDict:
+    config = base.get_config()
+    config.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
+    return config
+
+
+FLOATS = [
+    *("max_failed_fraction", "reward_timeout", "sample.noise_level", "sample.guidance_scale"),
+    *("train.learning_rate", "train.adam_beta1", "train.beta", "train.timestep_fraction"),
+    *("train.clip_range_low", "train.ema_decay", "train.adam_weight_decay"),
+]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", FLOATS)
+def test_every_number_is_finite(name, value):
+    with pytest.raises(UserError, match=f"{name}={value} must be a finite number"):
+        check(with_fields(**{name: value}))
+
+
+def test_a_seed_is_what_torch_takes(adapter):
+    most = 2**64 - 1
+    check(with_fields(seed=most))
+    Policy(adapter, rank=2, seed=most)
+    torch_generator(most, Stream.EVAL, 0)
+    with pytest.raises(UserError, match=f"seed={most + 1} must be at most {most}"):
+        check(with_fields(seed=most + 1))
+    with pytest.raises(ValueError, match="Overflow"):
+        torch.manual_seed(most + 1)
+
+
+@pytest.mark.parametrize("name", ["distributed_timeout", "reward_timeout"])
+def test_clocks_end_somewhere(name):
+    with pytest.raises(UserError, match=f"{name}=.* must be at most 100000000"):
+        check(with_fields(**{name: 10**30}))
+
+
+def test_unknown_fields_are_named_with_a_suggestion():
+    config = base.get_config()
+    config.train.learning_rat = 1e-4
+    config.save_dir = "logs/ocr"
+    with pytest.raises(UserError) as error:
+        check(config)
+    assert str(error.value) == (
+        "the config does not fit: it has unknown fields: save_dir (it is logdir here), "
+        "train.learning_rat (did you mean train.learning_rate?); start from "
+        "config.base.get_config() and change what differs"
+    )
+
+
+def test_missing_fields_are_named_and_counted():
+    config = base.get_config()
+    del config.train.beta
+    with pytest.raises(UserError, match=r"it lacks train\.beta; start from config\.base\.get_con"):
+        check(config)
+    del config.sample
+    with pytest.raises(UserError, match=r"it lacks sample, sample\.\w+, .* and \d+ more; start"):
+        check(config)
+
+
+def test_open_dicts_take_any_name_and_nothing_but_dicts():
+    for name in OPEN_FIELDS:
+        config = base.get_config()
+        config[name] = ConfigDict({"mine": {"any": "thing"}})
+        check(config)
+        config = base.get_config()
+        with config.ignore_type():
+            config[name] = "ocr"
+        with pytest.raises(UserError, match=f"{name}='ocr' must be a ConfigDict"):
+            check(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("train.learning_rate", "3e-4", "a number"),
+        ("train.learning_rate", None, "a number"),
+        ("train.learning_rate", True, "a number"),
+        ("num_epochs", 1.5, "a whole number"),
+        ("train.ema", 1, "True or False"),
+        ("train.lora_path", None, "a string"),
+        ("sample.sde_window_range", 5, "a tuple"),
+        ("sample.sde_window_range", ("a", 5), "a whole number"),
+        ("sample.sde_window_range", (1, 2, 3), "must have 2 values"),
+        ("train", 3, "a ConfigDict"),
+        ("train.clip_range_high", "wide", "a number"),
+    ],
+)
+def test_values_have_the_type_of_the_default(name, value, rule):
+    config = base.get_config()
+    section, _, key = name.rpartition(".")
+    part = config[section] if section else config
+    del part[key]
+    part[key] = value  # as in a config that was not made from config/base.py
+    with pytest.raises(UserError, match=rf"^{name}=.* {rule}$"):
+        check(config)
+
+
+def test_numbers_of_other_kinds_are_numbers():
+    config = base.get_config()
+    for section, key, value in [
+        (config.train, "beta", 0),
+        (config, "num_epochs", np.int64(3)),
+        (config.sample, "sde_window_range", [0, 2]),
+    ]:
+        del section[key]
+        section[key] = value
+    check(config)
+
+
+def test_a_wide_clip_range_for_cps_is_warned_of():
+    assert unusual(base.get_config()) == []
+    assert unusual(with_fields(sample__sde_type="cps", train__clip_range=1e-5)) == []
+    [line] = unusual(with_fields(sample__sde_type="cps"))
+    assert line == (
+        "train.clip_range=0.0001 is wide for sample.sde_type='cps': all published settings have "
+        "1e-05; set --config.train.clip_range=1e-05"
+    )
+    sides = {"train__clip_range_low": 1e-5, "train__clip_range_high": 1e-3}
+    [line] = unusual(with_fields(sample__sde_type="cps", **sides))
+    assert line.startswith("train.clip_range_high=0.001 is wide")
+    sides["train__clip_range_high"] = 1e-5
+    assert unusual(with_fields(sample__sde_type="cps", **sides)) == []
+
+
+def test_the_warning_is_given_once_before_anything_is_loaded(tmp_path, caplog):
+    config = with_fields(device="cpu", dataset="no/such/folder", sample__sde_type="cps")
+    config.logdir = str(tmp_path)
+    with caplog.at_level("WARNING"), pytest.raises(UserError, match="no dataset at"):
+        build_session(config)
+    assert [r.message for r in caplog.records if r.name == "flow_grpo"] == unusual(config)

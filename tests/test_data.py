@@ -43,6 +43,9 @@ def test_metadata_goes_to_the_rewards(tmp_path):
         ("train_metadata.jsonl", '{"text": "a"}\n', 'jsonl:1: needs an object with a "prompt"'),
         ("train_metadata.jsonl", '{"prompt": "a", "negative_prompt": 3}', "must be a string"),
         ("train.txt", b"\xff\xfe", "not UTF-8"),
+        ("train_metadata.jsonl", r'{"prompt": "a \ud800"}', r"jsonl:1: '\\ud800' is half a char"),
+        ("train_metadata.jsonl", r'{"prompt": "a", "negative_prompt": "\udfff"}', "is half a char"),
+        ("train_metadata.jsonl", r'{"prompt": "a", "tags": [{"b": "\ud83d"}]}', "is half a char"),
     ],
 )
 def test_a_bad_dataset_is_named_with_its_line(tmp_path, name, content, message):
@@ -51,6 +54,11 @@ def test_a_bad_dataset_is_named_with_its_line(tmp_path, name, content, message):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message):
         load_prompts(tmp_path, "train")
+
+
+def test_a_character_of_two_halves_is_whole(tmp_path):
+    (tmp_path / "train_metadata.jsonl").write_text(r'{"prompt": "a \ud83d\ude00"}')
+    assert load_prompts(tmp_path, "train") == [Prompt("a \U0001f600")]
 
 
 def test_an_unknown_prompt_fn_is_named(tmp_path):

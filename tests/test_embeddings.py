@@ -177,10 +177,10 @@ def test_a_lora_on_the_text_encoders_has_keys_of_its_own(cached, monkeypatch):
     adapter = cached()
     before = adapter._cache.key("a")
 
-    def load(folder, adapter_name):
-        adapter.pipeline.text_encoder.text_projection.weight.data += 1
+    def load(transformer, folder, pipeline):
+        pipeline.text_encoder.text_projection.weight.data += 1
 
-    monkeypatch.setattr(adapter.pipeline, "load_lora_weights", load)
+    monkeypatch.setattr("flow_grpo.models.sd3.attach_lora", load)
     adapter.load_lora("anything")
     assert adapter._cache.key("a") != before
 

@@ -1,10 +1,12 @@
-"""LoRA added to the weights: the same function, and gone again."""
+"""LoRA added to the weights: the same function, and gone again; and weights that replace them."""
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from flow_grpo.errors import UserError
 from flow_grpo.lora import MergedLora, rounded_at_random, rounding_noise
-from flow_grpo.models import SD3Adapter
+from flow_grpo.models import SD3Adapter, load_adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.policy import Policy
 
@@ -75,3 +77,21 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype):
     torch.testing.assert_close(found.mean(0), x.double(), atol=step / 10, rtol=0)
     exact = x.to(dtype)
     assert torch.equal(rounded_at_random(exact.float(), dtype, noises[0]), exact.float())
+
+
+def test_a_whole_transformer_must_fit(tiny_sd3, tmp_path):
+    policy = Policy(load_adapter(str(tiny_sd3)), use_lora=False, with_reference=False)
+    policy.save(tmp_path)
+    folder = tmp_path / "transformer"
+    [file] = folder.glob("*.safetensors")
+    good = load_file(file)
+    load_adapter(str(tiny_sd3)).load_weights(folder)
+    some = next(iter(good))
+    for changed, message in [
+        ({**good, "other": torch.zeros(1)}, "it has other"),
+        ({name: t for name, t in good.items() if name != "proj_out.weight"}, "it has no proj_out"),
+        ({**good, some: torch.zeros(1, 2)}, "its tensors have other shapes"),
+    ]:
+        save_file(changed, file)
+        with pytest.raises(UserError, match=f"is of another model: {message}"):
+            load_adapter(str(tiny_sd3)).load_weights(folder)

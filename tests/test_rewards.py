@@ -1,3 +1,5 @@
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -20,13 +22,16 @@ def reward_of(tmp_path, monkeypatch, body: str):
     return build_reward({"mine": 2.0, **JPEG}, custom={"mine": f"{module}:score"})
 
 
-def test_jpeg_rewards_are_opposite_and_rank_noise_above_blank():
+def test_jpeg_rewards_are_kilobytes_and_minus_a_500th_of_them():
     reward = build_reward({"jpeg_compressibility": 1.0, "jpeg_incompressibility": 1.0})
     scores = reward([NOISE, BLANK], ["a", "b"])
     small, large = scores["jpeg_compressibility"], scores["jpeg_incompressibility"]
     assert small[1] > small[0]
-    np.testing.assert_array_equal(small, -large)
-    np.testing.assert_array_equal(scores["avg"], [0, 0])
+    file = io.BytesIO()
+    NOISE.save(file, "JPEG", quality=95)
+    assert large[0] == len(file.getvalue()) / 1000
+    np.testing.assert_allclose(small, -large / 500)  # so that Flow-GRPO's weights carry over
+    np.testing.assert_allclose(scores["avg"], small + large)
 
 
 def test_tensors_and_pictures_score_alike():

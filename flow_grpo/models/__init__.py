@@ -1,11 +1,16 @@
 """Model adapters, found by the class that a pipeline folder names."""
 
+import json
 from pathlib import Path
 
 import torch
+import transformers
 from diffusers import DiffusionPipeline
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.lora_files import errors_told_once
 from flow_grpo.models.base import Conditioning, ModelAdapter, Schedule
 from flow_grpo.models.embeddings import cache_folder
 from flow_grpo.models.sd3 import SD3Adapter
@@ -13,6 +18,11 @@ from flow_grpo.models.sd3 import SD3Adapter
 __all__ = ["Conditioning", "ModelAdapter", "SD3Adapter", "Schedule", "find_adapter", "load_adapter"]
 
 ADAPTERS = {"StableDiffusion3Pipeline": SD3Adapter}
+# What diffusers, transformers and safetensors raise when files of a model are missing or damaged.
+LOADING = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
+)
 
 
 def load_adapter(
@@ -27,11 +37,23 @@ def load_adapter(
     """Load a pipeline folder or hub id. What it is is checked before any weights are read."""
     adapter = find_adapter(model)
     cache = cache_folder(prompt_cache) if prompt_cache else None
+    _check_parts(Path(model))
     try:
-        pipeline = adapter.pipeline_class.from_pretrained(model, dtype=dtype)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        with errors_told_once():
+            pipeline = adapter.pipeline_class.from_pretrained(
+                model,
+                dtype=dtype,
+                use_safetensors=True,  # a pickle could run code
+            )
+    except LOADING as error:
+        why = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        reason = _damaged_file(Path(model)) or first_line(why or error)
         raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
+    for part in (p for p in pipeline.components.values() if isinstance(p, torch.nn.Module)):
+        for name, parameter in part.named_parameters():
+            if parameter.is_meta:  # it was in no file
+                kind = type(part).__name__
+                raise UserError(f"cannot load pretrained.model={model!r}: {kind} has no {name}")
     return adapter(
         pipeline,
         device=device,
@@ -51,13 +73,49 @@ def find_adapter(model: str) -> type[SD3Adapter]:
         raise UserError(f"no model at pretrained.model={model!r}: there is no such folder")
     try:
         name = DiffusionPipeline.load_config(model)["_class_name"]
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"cannot load pretrained.model={model!r}: no such folder, and not on the hub ({reason})"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = first_line(error)
+        if not Path(model).is_dir():
+            reason = f"no such folder, and not on the hub ({reason})"
+        raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
     if name not in ADAPTERS:
         raise UserError(
             f"{model} is a {name}; pretrained.model must be one of {', '.join(ADAPTERS)}"
         )
     return ADAPTERS[name]
+
+
+def _check_parts(folder: Path) -> None:
+    """Without these files transformers would go on, with an empty vocabulary or another size."""
+    if not folder.is_dir():
+        return
+    for name, part in DiffusionPipeline.load_config(folder).items():
+        if not isinstance(part, list) or part[0] != "transformers":
+            continue
+        kind, choices = getattr(transformers, str(part[1]), object), []
+        if issubclass(kind, transformers.PreTrainedModel):
+            choices = [["config.json"]]
+        elif issubclass(kind, transformers.PreTrainedTokenizerBase):
+            vocabulary = dict(kind.vocab_files_names)
+            whole = vocabulary.pop("tokenizer_file", None)
+            choices = [["tokenizer_config.json", *vocabulary.values()]]
+            if whole:
+                choices.append(["tokenizer_config.json", whole])
+        lacking = [[f for f in files if not (folder / name / f).is_file()] for files in choices]
+        if lacking and all(lacking):
+            files = " or ".join(map(", ".join, lacking))
+            raise UserError(f"cannot load pretrained.model='{folder}': {name} has no {files}")
+
+
+def _damaged_file(folder: Path) -> str:
+    """A file that cannot be read: the libraries may not name it."""
+    for path in sorted(folder.glob("*/*")):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            elif path.suffix == ".json":
+                json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"{path} is damaged ({first_line(error)})"
+    return ""

@@ -84,7 +84,7 @@ class ModelAdapter(Protocol):
     def save_lora(self, folder: Path, transformer: nn.Module, weights: dict[str, Tensor]) -> None:
         """Write the adapter's weights so that `pipe.load_lora_weights(folder)` takes them."""
 
-    def load_lora(self, folder: str) -> None:
+    def load_lora(self, folder: str | Path) -> None:
         """Put the LoRA in `folder` on the transformer, as the adapter "default"."""
 
     def load_weights(self, folder: Path) -> None:

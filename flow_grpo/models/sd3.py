@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from flow_grpo.errors import UserError
+from flow_grpo.lora_files import attach_lora, replace_weights
 from flow_grpo.models.base import Conditioning, GuidanceGradient, Schedule
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
 from flow_grpo.models.faster import channels_last_norms, fuse_gelu, join_siblings
@@ -269,20 +270,15 @@ class SD3Adapter:
             transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
         )
 
-    def load_lora(self, folder: str) -> None:
-        try:
-            self.pipeline.load_lora_weights(folder, adapter_name="default")
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"cannot load a LoRA for this model from {folder}: {reason}") from error
+    def load_lora(self, folder: str | Path) -> None:
+        attach_lora(self.transformer, folder, self.pipeline)
         self._cache, self._stream = self._open_cache(), None  # it may be on the text encoders too
 
     def load_weights(self, folder: Path) -> None:
-        if not (folder / "config.json").is_file():
-            self.load_lora(str(folder))
-            return
-        trained = type(self.transformer).from_pretrained(folder)
-        self.transformer.load_state_dict(trained.state_dict())
+        if (folder / "config.json").is_file():
+            replace_weights(self.transformer, folder)
+        else:
+            self.load_lora(folder)
 
 
 def _vae_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -21,4 +21,5 @@ def jpeg_incompressibility(
 def jpeg_compressibility(
     images: list[Image.Image], prompts: list[str], metadata: list[dict]
 ) -> list[float]:
-    return [-_jpeg_kilobytes(image) for image in images]
+    """Minus the kilobytes / 500, as in Flow-GRPO."""
+    return [-_jpeg_kilobytes(image) / 500 for image in images]

@@ -4,6 +4,9 @@ import json
 import shutil
 
 import pytest
+from peft import LoraConfig, get_peft_model
+
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 
 
 def dataset(folder, train_text=None, jsonl=None):
@@ -46,6 +49,8 @@ def assert_told(train, done, message):
         ({"pretrained__model": "assets/tiny"}, "no model at pretrained.model='assets/tiny'"),
         ({"sample__sde_window_size": 9}, "sde_window_range=(0, 5) must lie within (0, 2)"),
         ({"train__ema_decay": 7.0}, "train.ema_decay=7.0 must be at least 0 and below 1"),
+        ({"train__learning_rate": "nan"}, "train.learning_rate=nan must be a finite number"),
+        ({"seed": 2**64}, "seed=18446744073709551616 must be at most 18446744073709551615"),
         ({"max_failed_fraction": -0.1}, "max_failed_fraction=-0.1 must be at least 0"),
         (
             {"reward_servers__jpeg_compressibility": "host:18085"},
@@ -113,8 +118,41 @@ def test_a_reward_server_that_is_not_there(train):
 def test_a_model_without_its_weights(train, tiny_sd3, tmp_path):
     folder = tmp_path / "half"
     shutil.copytree(tiny_sd3, folder)
+    cut = folder / "text_encoder/model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-9])
+    assert_told(train, train(pretrained__model=folder), f"{cut} is damaged")
     shutil.rmtree(folder / "transformer")
     assert_told(train, train(pretrained__model=folder), "cannot load pretrained.model=")
+
+
+def test_a_lora_of_another_model(train, tmp_path):
+    """As PEFT saves it: diffusers would warn and go on without it."""
+    wrapped = get_peft_model(
+        build_tiny_sd3(layers=3).transformer, LoraConfig(target_modules=["attn.to_q"])
+    )
+    folder = tmp_path / "checkpoint-4/lora"
+    wrapped.save_pretrained(folder)
+    message = "adapter_model.safetensors is of another model: 2 of its 6 tensors fit no layer"
+    assert_told(train, train(train__lora_path=folder), message)
+    out = f"--out={tmp_path / 'out'}"
+    done = train(out, f"--checkpoint={folder.parent}", script="scripts/evaluate.py")
+    assert_told(train, done, message)
+
+
+def test_a_config_that_was_written_for_another_trainer(run, tmp_path):
+    config = tmp_path / "theirs.py"
+    config.write_text(
+        "from ml_collections import ConfigDict\n"
+        "def get_config(name):\n"
+        "    train = {'batch_size': 4, 'beta': 0.04, 'learning_rate': 3e-4, 'lora_path': None}\n"
+        "    sample = {'num_steps': 10, 'batch_size': 8}\n"
+        "    return ConfigDict({'logdir': 'logs', 'run_name': '', 'save_dir': 'logs/ocr',\n"
+        "        'seed': 42, 'allow_tf32': True, 'train': train, 'sample': sample})\n"
+    )
+    done = run(config=f"{config}:general_ocr_sd3")
+    assert_told(run, done, "it has unknown fields: allow_tf32, sample.batch_size (it is sample.t")
+    assert "save_dir (it is logdir here); it lacks compile, cuda_graphs, " in done.stderr
+    assert "more; start from config.base.get_config()" in done.stderr
 
 
 def test_a_config_that_cannot_be_loaded(train):

@@ -1,0 +1,67 @@
+"""A config file that is not right: one line that says where."""
+
+import sys
+
+import pytest
+
+from flow_grpo import cli
+from flow_grpo.errors import UserError
+
+BODIES = {
+    "return None": "must return a ConfigDict, not NoneType",
+    "return {'seed': 1}": "must return a ConfigDict, not dict",
+    "return nothing": r"\(line 4\): NameError: name 'nothing' is not defined",
+    "return base()['sample']['num_stepz']": r"\(line 4\): KeyError: .*num_stepz",
+    "config = base(); config.train.learning_rate = 'fast'; return config": (
+        r"\(line 4\): TypeError: Could not override field 'learning_rate'"
+    ),
+    "raise ValueError": r"\(line 4\): ValueError: $",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "config_config", None)
+    del sys.modules["config_config"]
+
+
+def write(path, body: str) -> str:
+    path.write_text(
+        f"from config.base import get_config as base\n\ndef get_config():\n    {body}\n"
+    )
+    return f"--config={path}"
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_is_wrong_in_a_config_file_is_told_with_its_line(tmp_path, body):
+    with pytest.raises(UserError, match=BODIES[body]) as error:
+        cli._check_names(["train.py", write(tmp_path / "mine.py", body)])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", "has no attribute 'get_config'"),
+        ("def get_config(:\n", "SyntaxError: "),
+        ("import no_such_module\n", r"\(line 1\): ModuleNotFoundError: No module named 'no_such"),
+    ],
+)
+def test_a_file_without_a_config(tmp_path, text, message):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"cannot load --config .*{message}") as error:
+        cli._check_names(["train.py", f"--config={path}"])
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"cannot load --config .*none\.py: .*No such file"):
+        cli._check_names(["train.py", f"--config={tmp_path / 'none.py'}"])
+
+
+def test_flow_grpos_names_are_translated_on_the_command_line(tmp_path):
+    config = write(tmp_path / "mine.py", "return base()")
+    cli._check_names(["train.py", config, "--config.logdir=logs/ocr"])
+    for name, ours in cli.RENAMED.items():
+        cli._check_names(["train.py", config, f"--config.{ours}=1"])
+        with pytest.raises(UserError, match=f"unknown config key '{name}'; it is {ours} here"):
+            cli._check_names(["train.py", config, f"--config.{name}=1"])

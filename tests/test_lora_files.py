@@ -1,0 +1,297 @@
+"""LoRA in PEFT's and in diffusers' format: all of it is loaded, or it is an error."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from planted import pickle_that_touches
+from safetensors.torch import load_file, save_file
+
+from flow_grpo.checkpoint import weights_in
+from flow_grpo.errors import UserError
+from flow_grpo.export import Source, export
+from flow_grpo.lora_files import attach_lora
+from flow_grpo.models import SD3Adapter, load_adapter
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.policy import Policy
+
+TARGETS = SD3Adapter.lora_targets
+PLAIN = {"r": 4, "lora_alpha": 12, "init_lora_weights": "gaussian"}
+
+
+def trained_by_peft(model: Path, **settings) -> tuple[SD3Adapter, PeftModel]:
+    """What Flow-GRPO trains: a PeftModel around the transformer."""
+    adapter = load_adapter(str(model), max_sequence_length=8)
+    wrapped = get_peft_model(adapter.transformer, LoraConfig(target_modules=TARGETS, **settings))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return adapter, wrapped.eval()
+
+
+def velocity(adapter, module=None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(2, *adapter.latent_shape(32, 32), generator=generator)
+    with torch.no_grad():
+        texts = adapter.encode(["a", "b"], ["", ""])
+        return adapter.velocity(module or adapter.transformer, noise, 500.0, texts, 2.0)
+
+
+def fresh(model: Path, **kwargs) -> SD3Adapter:
+    return load_adapter(str(model), max_sequence_length=8, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def theirs(tiny_sd3, tmp_path_factory) -> Path:
+    """A run folder of Flow-GRPO's with one checkpoint, and the velocity of its policy."""
+    run = tmp_path_factory.mktemp("flow-grpo")
+    adapter, wrapped = trained_by_peft(tiny_sd3, **PLAIN)
+    wrapped.save_pretrained(run / "checkpoints/checkpoint-60/lora")
+    torch.save(velocity(adapter, wrapped), run / "velocity.pt")
+    return run
+
+
+@pytest.fixture
+def peft_folder(theirs, tmp_path) -> Path:
+    """A copy to change."""
+    return shutil.copytree(weights_in(theirs), tmp_path / "peft")
+
+
+@pytest.fixture
+def diffusers_folder(theirs, tiny_sd3, tmp_path) -> Path:
+    policy = Policy(fresh(tiny_sd3), lora_path=str(weights_in(theirs)))
+    policy.save(tmp_path / "diffusers")
+    return tmp_path / "diffusers/lora"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PLAIN,
+        {**PLAIN, "rank_pattern": {"attn.to_q": 2}, "alpha_pattern": {"attn.to_k": 3}},
+        {**PLAIN, "use_rslora": True, "lora_dropout": 0.5},
+        {**PLAIN, "use_dora": True, "init_lora_weights": True},
+        {**PLAIN, "layers_to_transform": [1], "layers_pattern": "transformer_blocks"},
+    ],
+    ids=["plain", "patterns", "rslora-dropout", "dora", "some-layers"],
+)
+def test_a_lora_of_pefts_computes_what_it_did_there(tiny_sd3, tmp_path, settings):
+    adapter, wrapped = trained_by_peft(tiny_sd3, **settings)
+    wrapped.save_pretrained(tmp_path / "lora")
+    expected = velocity(adapter, wrapped)
+    loaded = fresh(tiny_sd3)
+    base = velocity(loaded)
+    loaded.load_weights(tmp_path / "lora")
+    assert torch.equal(velocity(loaded), expected)
+    assert (expected - base).abs().max() > 0.05
+
+    policy = Policy(fresh(tiny_sd3), rank=7, alpha=7, lora_path=str(tmp_path / "lora"))
+    assert torch.equal(velocity(policy.adapter, policy.module), expected)
+    with policy.reference() as reference:
+        assert torch.equal(velocity(policy.adapter, reference), base)
+    names = {f"base_model.model.{n}" for n in get_peft_model_state_dict(policy.transformer)}
+    assert names == set(load_file(tmp_path / "lora/adapter_model.safetensors"))
+    assert len(policy.parameters()) == len(names)
+
+    policy.save(tmp_path / "saved")  # what it saves, diffusers loads
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
+    pipeline.load_lora_weights(tmp_path / "saved/lora")
+    saved = SD3Adapter(pipeline, max_sequence_length=8)
+    assert torch.equal(velocity(saved), expected)
+
+
+def test_a_run_of_flow_grpos_can_be_evaluated_and_exported(theirs, tiny_sd3, tmp_path):
+    expected = torch.load(theirs / "velocity.pt", weights_only=True)
+    adapter = fresh(tiny_sd3)
+    adapter.load_weights(weights_in(theirs))
+    assert torch.equal(velocity(adapter), expected)
+    export(Source.find(theirs), str(tiny_sd3), tmp_path / "out")
+    torch.testing.assert_close(velocity(fresh(tmp_path / "out")), expected, rtol=0, atol=1e-4)
+
+
+def test_a_lora_keeps_its_precision_on_a_half_precision_model(theirs, diffusers_folder, tiny_sd3):
+    saved = load_file(weights_in(theirs) / "adapter_model.safetensors")
+    for folder in (weights_in(theirs), diffusers_folder):
+        adapter = fresh(tiny_sd3, dtype=torch.bfloat16)
+        adapter.load_weights(folder)
+        for name, tensor in get_peft_model_state_dict(adapter.transformer).items():
+            assert torch.equal(tensor, saved[f"base_model.model.{name}"])
+
+
+def test_an_older_file_of_diffusers_without_settings_has_alpha_equal_to_rank(
+    diffusers_folder, tiny_sd3
+):
+    [file] = diffusers_folder.iterdir()
+    weights = load_file(file)
+    save_file(weights, file)
+    new, old = fresh(tiny_sd3), fresh(tiny_sd3)
+    new.load_weights(diffusers_folder)
+    layer = new.transformer.transformer_blocks[0].attn.to_q
+    assert layer.scaling == {"default": 1.0}
+    down_and_up = {"lora_A": "lora.down", "lora_B": "lora.up"}
+    renamed = {
+        name.replace(new_name, old_name): tensor
+        for name, tensor in weights.items()
+        for new_name, old_name in down_and_up.items()
+        if new_name in name
+    }
+    save_file(renamed, file)
+    old.load_weights(diffusers_folder)
+    assert torch.equal(velocity(new), velocity(old))
+
+
+def rename(old: str, new: str):
+    return lambda weights: {name.replace(old, new): t for name, t in weights.items()}
+
+
+def without_one(weights: dict) -> dict:
+    return dict(list(weights.items())[1:])
+
+
+def with_one_more(weights: dict) -> dict:
+    name = next(iter(weights))
+    return {**weights, name.replace("blocks.0", "blocks.9"): weights[name].clone()}
+
+
+def wider(weights: dict) -> dict:
+    name = next(n for n in weights if "lora_A" in n)
+    return {**weights, name: torch.zeros(4, 99)}
+
+
+@pytest.mark.parametrize("kind", ["peft_folder", "diffusers_folder"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_one_more, r"1 of its \d+ tensors fit no layer, like transformer_blocks\.9"),
+        (without_one, "it has no transformer_blocks"),
+        (wider, r"has shape \(4, 99\) where this model needs"),
+        (rename("transformer_blocks", "blocks"), r"\d+ of its \d+ tensors fit no layer"),
+        (rename("transformer_blocks", "_orig_mod.transformer_blocks"), "fit no layer"),
+    ],
+    ids=["more", "fewer", "wider", "renamed", "compiled"],
+)
+def test_a_lora_that_does_not_fit_is_refused_wherever_it_is_loaded(
+    request, tiny_sd3, tmp_path, kind, change, message
+):
+    folder = request.getfixturevalue(kind)
+    [file] = folder.glob("*.safetensors")
+    settings = {} if kind == "peft_folder" else {"metadata": header_of(file)}
+    save_file(change(load_file(file)), file, **settings)
+    with pytest.raises(UserError, match=f"is of another model: .*{message}"):
+        fresh(tiny_sd3).load_weights(folder)
+    with pytest.raises(UserError, match=f"is of another model: .*{message}"):
+        Policy(fresh(tiny_sd3), lora_path=str(folder))
+    with pytest.raises(UserError, match=f"is of another model: .*{message}.*--model"):
+        export(Source.find(folder), str(tiny_sd3), tmp_path / "out")
+
+
+def header_of(file: Path) -> dict:
+    raw = file.read_bytes()
+    return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+
+
+def test_tensors_of_a_file_without_settings_must_fit_too(diffusers_folder, tiny_sd3):
+    [file] = diffusers_folder.iterdir()
+    for change in (with_one_more, rename("transformer.", ""), rename("blocks.0", "blocks.7")):
+        changed = diffusers_folder.with_name("changed.safetensors")
+        save_file(change(load_file(file)), changed)
+        with pytest.raises(UserError, match="is of another model"):
+            fresh(tiny_sd3).load_lora(changed)
+
+
+@pytest.mark.parametrize("other", [{"width": 64}, {"layers": 1}, {"layers": 3}])
+def test_a_lora_of_another_model_is_refused(theirs, other):
+    with pytest.raises(UserError, match="is of another model"):
+        attach_lora(build_tiny_sd3(**other).transformer, weights_in(theirs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"modules_to_save": ["proj_out"]}, r"modules_to_save=\['proj_out'\]"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"megatron_config": {"a": 1}}, "megatron_config="),
+        ({"use_something_new": True}, "use_something_new=True"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_more_than_lora_is_refused(peft_folder, tiny_sd3, settings, message):
+    path = peft_folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with pytest.raises(UserError, match=f"is no plain LoRA.*{message}"):
+        fresh(tiny_sd3).load_lora(peft_folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_lora_weights.bin", "lora.pt"])
+def test_a_pickle_is_never_opened(tiny_sd3, peft_folder, tmp_path, name):
+    (peft_folder / "adapter_model.safetensors").unlink()
+    (peft_folder / name).write_bytes(pickle_that_touches(tmp_path / "executed"))
+    for load in (
+        fresh(tiny_sd3).load_lora,
+        weights_in,
+        lambda folder: Policy(fresh(tiny_sd3), lora_path=str(folder)),
+    ):
+        with pytest.raises(UserError, match=f"{name} is a pickle.*save it as .safetensors"):
+            load(peft_folder)
+    with pytest.raises(UserError, match=r"must be a \.safetensors file"):
+        fresh(tiny_sd3).load_lora(peft_folder / name)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_cannot_be_read_is_named(peft_folder, tiny_sd3, tmp_path):
+    file, config = peft_folder / "adapter_model.safetensors", peft_folder / "adapter_config.json"
+    weights, settings = file.read_bytes(), config.read_text()
+
+    def refused(message: str, path: Path = peft_folder) -> None:
+        with pytest.raises(UserError, match=message) as found:
+            fresh(tiny_sd3).load_lora(path)
+        assert "\n" not in str(found.value)
+
+    file.write_bytes(weights[:-9])
+    refused("cannot read .*adapter_model.safetensors")
+    file.write_bytes(weights)
+    for broken in (settings[:40], "[]", '{"r": "many"}', "{}"):
+        config.write_text(broken)
+        refused("cannot read|is of another model")
+    config.unlink()
+    refused("needs the adapter_config.json")
+    shutil.copy(file, peft_folder / "a.safetensors")
+    file.rename(peft_folder / "b.safetensors")
+    refused(r"more than one LoRA \(a.safetensors, b.safetensors\)")
+    (tmp_path / "empty").mkdir()
+    refused("has neither a LoRA", tmp_path / "empty")
+    refused("there is no such folder", tmp_path / "nothing")
+
+
+def test_a_lora_on_the_text_encoders_too(tiny_sd3, diffusers_folder, tmp_path):
+    [file] = diffusers_folder.iterdir()
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
+    encoder = pipeline.text_encoder
+    encoder.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    layers = get_peft_model_state_dict(encoder)
+    both = {**load_file(file), **{f"text_encoder.{k}": v for k, v in layers.items()}}
+    save_file(both, file)
+    adapter = fresh(tiny_sd3)
+    before = adapter.encode(["a"], None).embeds
+    adapter.load_lora(diffusers_folder)
+    assert not torch.equal(adapter.encode(["a"], None).embeds, before)
+    with pytest.raises(UserError, match=r"has \d+ tensors for other models than the transformer"):
+        export(Source.find(diffusers_folder), str(tiny_sd3), tmp_path / "out")
+    imports = {
+        "text_encoder.megatron_config": {"a": 1},
+        "text_encoder.megatron_core": "antigravity",
+    }
+    save_file(both, file, {LORA_ADAPTER_METADATA_KEY: json.dumps(imports)})
+    with pytest.raises(UserError, match="is no plain LoRA"):
+        fresh(tiny_sd3).load_lora(diffusers_folder)
+    save_file(rename("q_proj", "x_proj")(both), file)
+    with pytest.raises(UserError, match="is of another model"):
+        fresh(tiny_sd3).load_lora(diffusers_folder)

@@ -1,0 +1,87 @@
+"""A model folder that is damaged or not whole ends in one line that names the file."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from planted import pickle_that_touches
+from safetensors.torch import load_file, save_file
+
+from flow_grpo.errors import UserError
+from flow_grpo.models import load_adapter
+
+WEIGHTS = ["text_encoder/model.safetensors", "transformer/diffusion_pytorch_model.safetensors"]
+CONFIGS = ["transformer/config.json", "text_encoder_3/config.json", "model_index.json"]
+TOKENIZERS = ["tokenizer/tokenizer.json", "tokenizer_2/tokenizer_config.json"]
+
+
+@pytest.fixture
+def folder(tiny_sd3, tmp_path) -> Path:
+    return shutil.copytree(tiny_sd3, tmp_path / "model")
+
+
+def refused(folder: Path, capsys) -> str:
+    with pytest.raises(UserError) as error:
+        load_adapter(str(folder))
+    assert "\n" not in str(error.value)
+    assert "An error occurred" not in capsys.readouterr().err  # of diffusers' own
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, *CONFIGS, *TOKENIZERS])
+def test_a_damaged_file_is_named(folder, capsys, name):
+    path = folder / name
+    good = path.read_bytes()
+    for content in (good[: len(good) // 2], bytes(len(good)), b""):
+        path.write_bytes(content)
+        assert str(path) in refused(folder, capsys)
+    path.unlink()
+    message = refused(folder, capsys)
+    assert path.name in message
+    assert path.parent.name in message
+
+
+def test_a_tokenizer_needs_all_files_of_its_vocabulary(folder, capsys):
+    """transformers would make up an empty one."""
+    (folder / "tokenizer/tokenizer.json").rename(folder / "tokenizer/merges.txt")
+    assert "tokenizer has no vocab.json or tokenizer.json" in refused(folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"), [("text_encoder", "not a multiple of"), ("transformer", "")]
+)
+def test_a_config_that_does_not_fit_the_weights(folder, capsys, part, message):
+    path = folder / part / "config.json"
+    path.write_text(path.read_text().replace('"num_attention_heads": ', '"num_attention_heads": 1'))
+    told = refused(folder, capsys)
+    assert "cannot load pretrained.model=" in told
+    assert message in told
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [("transformer", "SD3Transformer2DModel"), ("vae", "AutoencoderKL")]
+)
+def test_weights_that_are_not_all_there(folder, capsys, part, kind):
+    [file] = (folder / part).glob("*.safetensors")
+    weights = load_file(file)
+    name = next(n for n in weights if n.endswith("weight"))
+    del weights[name]
+    save_file(weights, file, {"format": "pt"})
+    assert f"{kind} has no {name}" in refused(folder, capsys)
+
+
+def test_pickled_weights_are_not_loaded(folder, capsys, tmp_path):
+    for part, name in [
+        ("text_encoder", "pytorch_model.bin"),
+        ("transformer", "diffusion_pytorch_model.bin"),
+    ]:
+        [weights] = (folder / part).glob("*.safetensors")
+        kept = weights.read_bytes()
+        weights.unlink()
+        (folder / part / name).write_bytes(pickle_that_touches(tmp_path / "executed"))
+        assert "safetensors" in refused(folder, capsys)
+        torch.save({}, folder / part / name)
+        assert "safetensors" in refused(folder, capsys)
+        weights.write_bytes(kept)
+    assert not (tmp_path / "executed").exists()
