@@ -1,0 +1,181 @@
+"""One writer for a run folder, also where several machines share the disk.
+
+The lock is a file beside the folder that says who holds it. It is made with O_EXCL, which is
+atomic on NFS too, where flock may be local to a machine. A killed run leaves it behind: on the
+same machine the process is looked for; of another one only a sign of life can tell, the file's
+time, which the holder renews.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from flow_grpo.errors import UserError
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT = 15.0  # seconds between two signs of life
+PATIENCE = 90.0  # seconds without one after which a holder that cannot be seen counts as dead
+
+
+@dataclass(frozen=True)
+class Holder:
+    host: str
+    pid: int
+    started: float  # when the process did, in seconds since 1970: numbers of processes come again
+    namespace: str  # numbers of processes mean something within one only, a container's say
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        process = psutil.Process()
+        return cls(socket.gethostname(), process.pid, process.create_time(), _namespace())
+
+    def can_be_seen(self) -> bool:
+        return (self.host, self.namespace) == (socket.gethostname(), _namespace())
+
+    def is_alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:  # killed, its parent has yet to notice
+                return False
+            return abs(process.create_time() - self.started) < 2  # clocks are set now and then
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.AccessDenied:  # somebody else's
+            return True
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class RunLock:
+    """Holds the run in `folder`, which need not exist yet, until `release`."""
+
+    def __init__(self, folder: Path, *, heartbeat: float = HEARTBEAT, patience: float = PATIENCE):
+        folder = folder.resolve()
+        self.folder = folder
+        self.path = folder.with_name(f".{folder.name}.lock")
+        self.patience = patience
+        self.holder = Holder.this_process()
+        self._made = _make_folders(folder.parent)
+        self._released = threading.Event()
+        try:
+            while not self._create():
+                self._clear_away()
+        except BaseException:
+            self._remove_made()
+            raise
+        threading.Thread(target=self._show_life, args=(heartbeat,), daemon=True).start()
+
+    def check(self) -> None:
+        """Before something is written: a process that hung may have been taken for dead."""
+        holder = _read(self.path)
+        if holder != self.holder:
+            raise UserError(f"{self.folder} was taken over by {holder or 'nobody'}")
+
+    def release(self) -> None:
+        """Also of a folder that was never made: what the lock itself needed goes too."""
+        if not self._released.is_set():
+            self._released.set()
+            if _read(self.path) == self.holder:
+                self.path.unlink(missing_ok=True)
+            self._remove_made()
+
+    def _create(self) -> bool:
+        try:
+            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(self.holder), file)
+        except OSError:  # the disk is full
+            self.path.unlink()
+            raise
+        return True
+
+    def _clear_away(self) -> None:
+        """Move the lock of a dead holder out of the way, or say who is alive."""
+        holder = _read(self.path)
+        if holder is not None and holder.can_be_seen():
+            alive = holder.is_alive()
+        else:  # on another machine, or about to be written
+            alive = self._sign_of_life(holder)
+        if alive:
+            raise UserError(
+                f"{self.folder} is in use by {holder or 'another process'}; wait for its end, "
+                f"choose another run_name, or remove {self.path} if you are sure it is gone"
+            )
+        if _read(self.path) != holder:  # it changed hands while we looked
+            return
+        aside = self.path.with_name(f"{self.path.name}.{self.holder.token}")
+        with contextlib.suppress(FileNotFoundError):  # somebody was faster
+            self.path.rename(aside)
+            if _read(aside) == holder:
+                log.warning("took over from %s, which is gone", holder or "an unknown process")
+            else:  # the lock of somebody who was faster: put it back
+                with contextlib.suppress(OSError):
+                    os.link(aside, self.path)
+            aside.unlink()
+
+    def _sign_of_life(self, holder: Holder | None) -> bool:
+        """Whether the file changes while we look at it; clocks of machines need not agree."""
+        first, until = _last_sign(self.path), time.monotonic() + self.patience
+        if holder is not None:
+            log.warning("%s is locked by %s; waiting for a sign of life", self.folder, holder)
+        while _read(self.path) == holder and time.monotonic() < until:
+            if _last_sign(self.path) not in (first, None):
+                return True
+            time.sleep(min(1.0, self.patience / 10))
+        return False
+
+    def _show_life(self, every: float) -> None:
+        while not self._released.wait(every):
+            with contextlib.suppress(OSError):
+                if _read(self.path) == self.holder:
+                    os.utime(self.path)
+
+    def _remove_made(self) -> None:
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):  # it is in use
+                folder.rmdir()
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Those that were not there, the outermost first."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _read(path: Path) -> Holder | None:
+    """None: there is none, or it is being written."""
+    try:
+        return Holder(**json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _last_sign(path: Path) -> int | None:
+    try:
+        with path.open("rb") as file:  # opened, NFS asks the server
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
