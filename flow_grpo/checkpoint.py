@@ -59,7 +59,7 @@ def save_checkpoint(
     """
     final, partial = checkpoint_folder(root, step), root / f".partial-{PREFIX}{step}"
     main = accelerator.is_main_process
-    if gather_object([main and find_damage(final) is None])[0]:
+    if gather_object([main and is_intact(final)])[0]:
         return final
     if main:
         shutil.rmtree(partial, ignore_errors=True)
@@ -105,6 +105,10 @@ def newest_intact(root: Path) -> Path | None:
             return folder
         log.warning("%s is incomplete or damaged (%s); trying the one before", folder, damage)
     return None
+
+
+def is_intact(checkpoint: Path) -> bool:
+    return find_damage(checkpoint) is None
 
 
 def find_damage(checkpoint: Path) -> str | None:

@@ -1,12 +1,13 @@
 """One writer for a run folder, also where several machines share the disk.
 
 The lock is a file beside the folder that says who holds it. It is made with O_EXCL, which is
-atomic on NFS too, where flock may be local to a machine. A killed run leaves it behind: on the
-same machine the process is looked for; of another one only a sign of life can tell, the file's
-time, which the holder renews.
+atomic on NFS too, where flock may be missing or local to a machine. A killed run leaves it behind.
+On the same machine its process is looked for. Of another machine only a sign of life can tell: the
+file's time, which the holder renews.
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -54,6 +55,9 @@ class Holder:
         except psutil.AccessDenied:  # somebody else's
             return True
 
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
@@ -70,8 +74,8 @@ class RunLock:
         self._made = _make_folders(folder.parent)
         self._released = threading.Event()
         try:
-            while not self._create():
-                self._clear_away()
+            while not (self._create() or self._take_over()):
+                pass  # it changed hands while we looked
         except BaseException:
             self._remove_made()
             raise
@@ -93,42 +97,44 @@ class RunLock:
 
     def _create(self) -> bool:
         try:
-            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            with self.path.open("x", encoding="utf-8") as file:  # O_EXCL
+                file.write(self.holder.dumps())
         except FileExistsError:
             return False
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(asdict(self.holder), file)
         except OSError:  # the disk is full
-            self.path.unlink()
+            self.path.unlink(missing_ok=True)
             raise
         return True
 
-    def _clear_away(self) -> None:
-        """Move the lock of a dead holder out of the way, or say who is alive."""
+    def _take_over(self) -> bool:
+        """From a holder that is dead; one that lives is named."""
         holder = _read(self.path)
         if holder is not None and holder.can_be_seen():
             alive = holder.is_alive()
         else:  # on another machine, or about to be written
-            alive = self._sign_of_life(holder)
+            alive = self._shows_life(holder)
         if alive:
             raise UserError(
                 f"{self.folder} is in use by {holder or 'another process'}; wait for its end, "
                 f"choose another run_name, or remove {self.path} if you are sure it is gone"
             )
-        if _read(self.path) != holder:  # it changed hands while we looked
-            return
-        aside = self.path.with_name(f"{self.path.name}.{self.holder.token}")
-        with contextlib.suppress(FileNotFoundError):  # somebody was faster
-            self.path.rename(aside)
-            if _read(aside) == holder:
-                log.warning("took over from %s, which is gone", holder or "an unknown process")
-            else:  # the lock of somebody who was faster: put it back
+        try:
+            with self.path.open("r+", encoding="utf-8") as file:
+                # of several who find it dead, one; on NFS without locks almost surely
                 with contextlib.suppress(OSError):
-                    os.link(aside, self.path)
-            aside.unlink()
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                if _read(self.path) != holder or not os.path.samestat(
+                    os.fstat(file.fileno()), self.path.stat()
+                ):
+                    return False
+                file.truncate()
+                file.write(self.holder.dumps())
+        except FileNotFoundError:
+            return False
+        log.warning("took over from %s, which is gone", holder or "an unknown process")
+        return True
 
-    def _sign_of_life(self, holder: Holder | None) -> bool:
+    def _shows_life(self, holder: Holder | None) -> bool:
         """Whether the file changes while we look at it; clocks of machines need not agree."""
         first, until = _last_sign(self.path), time.monotonic() + self.patience
         if holder is not None:
