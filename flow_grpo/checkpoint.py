@@ -114,13 +114,14 @@ def is_intact(checkpoint: Path) -> bool:
 def find_damage(checkpoint: Path) -> str | None:
     """What is not as it was written; None if every file is. Reads all of them."""
     try:
-        damage = _compare(checkpoint, _read_manifest(checkpoint))
+        if damage := _compare(checkpoint, _read_manifest(checkpoint)):
+            return damage
         Progress.read(checkpoint)
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, TypeError, AttributeError) as error:
         return f"{STATE} cannot be read: {error}"
-    return damage
+    return None
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:

@@ -169,18 +169,17 @@ def _lines_until(path: Path, progress: Progress) -> tuple[list[str], str]:
     numbers of those that cannot be read."""
     content = path.read_bytes() if path.exists() else b""
     lines, damaged, last = [], [], -1
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
         try:
             text = line.decode("utf-8")
             epoch = int(json.loads(text)["epoch"])
         except (ValueError, KeyError, TypeError):
-            damaged.append(number)
+            was_cut = line.startswith(b"{") and not line.endswith(b"\n")  # the run was killed
+            damaged += [] if was_cut else [number]
             continue
         if epoch <= progress.epoch:
             last = epoch
-            lines.append(text + "\n")
-    if damaged and damaged[-1] == len(content.splitlines()) and not content.endswith(b"\n"):
-        damaged.pop()  # cut off when the run was killed
+            lines.append(text.rstrip() + "\n")
     if last < progress.epoch and progress.record:
         lines.append(json.dumps(progress.record) + "\n")
     return lines, ", ".join(map(str, damaged))
