@@ -1,9 +1,7 @@
 """What a run does with the state it finds: damaged, dangerous, in use, or of other settings."""
 
-import hashlib
 import json
 import os
-import pickle
 import resource
 import shutil
 import sys
@@ -16,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from ml_collections import ConfigDict
 from PIL import Image
+from planted import plant, renew_manifest
 from safetensors.torch import load_file
 
 from config.base import get_config
@@ -37,34 +36,6 @@ STATE_FILES = {
     *("progress.json", "lora.json", "files.json"),
 }
 NEWEST = "checkpoints/checkpoint-4"
-
-
-class Code:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
-
-
-def plant(path: Path, trace: Path, *, zipped: bool) -> None:
-    if zipped:
-        torch.save({"state": Code(trace)}, path)
-    else:
-        path.write_bytes(pickle.dumps(Code(trace)))
-
-
-def renew_manifest(checkpoint: Path) -> None:
-    """As an attacker would."""
-    path = checkpoint / STATE / "files.json"
-    manifest = {
-        name: [len(content), hashlib.sha256(content).hexdigest()]
-        for name in json.loads(path.read_text())
-        for content in [(checkpoint / name).read_bytes()]
-    }
-    path.write_text(json.dumps(manifest))
 
 
 def snapshot(folder: Path) -> dict[Path, bytes]:
