@@ -75,6 +75,8 @@ def load_progress(
         progress = Progress.read(checkpoint)
     except LOADING_ERRORS as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch would advise to run it
+            reason = "it holds more than data, which is never run"
         raise UserError(
             f"cannot resume from {checkpoint}: {reason}; was it another model, LoRA rank or way "
             "to distribute?"
