@@ -125,6 +125,15 @@ def test_nothing_goes_that_was_not_superseded(save, tmp_path):
     assert names(tmp_path) == ["checkpoint-7", "checkpoint-8"]
 
 
+def test_what_is_ahead_of_a_run_that_fell_back_stays_until_it_is_passed(save, tmp_path):
+    save(4)
+    (save(6, kept=False) / "weights").write_text("damaged")
+    save(5, keep=1)
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
+    save(7, keep=1)
+    assert names(tmp_path) == ["checkpoint-7"]
+
+
 def test_of_a_checkpoint_that_was_moved_only_the_link_goes(save, tmp_path):
     moved = save(1).rename(tmp_path / "elsewhere")
     (tmp_path / "checkpoint-1").symlink_to(moved)
