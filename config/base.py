@@ -167,7 +167,7 @@ def get_config() -> ConfigDict:
     # Evaluate and save a moving average of the weights beside the weights themselves.
     train.ema = True
     train.ema_decay = 0.9
-    # Updates between two steps of the average.
+    # Updates between two steps of the average. At update n its decay is at most (1 + n) / (10 + n).
     train.ema_update_interval = 8
     train.lora_rank = 32
     train.lora_alpha = 64

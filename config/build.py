@@ -5,10 +5,11 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -20,17 +21,19 @@ from transformers.integrations import unset_hf_deepspeed_config
 from config.check import check, unusual
 from config.gpu import can_compile, can_replay, lighter_settings
 from flow_grpo import tracking
-from flow_grpo.checkpoint import STATE, Progress
+from flow_grpo.checkpoint import Progress
 from flow_grpo.data import Prompt, load_prompts
 from flow_grpo.distributed import on_all_or_none
 from flow_grpo.ema import Ema
 from flow_grpo.errors import UserError
 from flow_grpo.grpo import GrpoSettings
+from flow_grpo.lock import RunLock
 from flow_grpo.lora import MergedLora, is_plain
 from flow_grpo.memory import advice_when_short
 from flow_grpo.models import ModelAdapter, load_adapter
 from flow_grpo.plan import BatchPlan
 from flow_grpo.policy import Policy
+from flow_grpo.restore import load_progress
 from flow_grpo.resume import find_start, prepare_folder
 from flow_grpo.rewards import (
     WeightedReward,
@@ -70,6 +73,7 @@ class Session:
     folder: Path
     progress: Progress
     stop: StopSignals
+    lock: RunLock | None  # on the main process
 
     def dynamics(self, num_steps: int) -> Dynamics:
         return build_dynamics(self.config, self.adapter, num_steps)
@@ -94,6 +98,8 @@ class Session:
         close_scorers(self.reward, self.eval_reward)
         for tracker in self.accelerator.trackers:
             tracker.finish()
+        if self.lock is not None:
+            self.lock.release()
 
     def bar(self, items: Iterable, name: str) -> Iterable:
         return tracking.progress_bar(items, name, self.accelerator)
@@ -106,6 +112,17 @@ def build_session(
 
     `load` stands in for `build_adapter`, where the model is none that was saved.
     """
+    with ExitStack() as until_built:
+        session = _build_session(config, load or build_adapter, until_built)
+        until_built.pop_all()  # the session holds its folder until it is closed
+    return session
+
+
+def _build_session(
+    config: ConfigDict,
+    load: Callable[[ConfigDict, Accelerator], ModelAdapter],
+    until_built: ExitStack,
+) -> Session:
     check(config)
     try:
         steps = draw_steps(config, epoch=0)
@@ -132,7 +149,8 @@ def build_session(
     )
     if config.sample.merge_lora and shares_weights(accelerator):
         raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
-    start = find_start(accelerator, config.logdir, config.run_name, config.resume)
+    as_json = json.loads(config.to_json_best_effort())
+    start, lock = find_start(accelerator, as_json, until_built)
     prompts = load_prompts(config.dataset, "train", config.prompt_fn)
     plan.check_prompts(len(prompts), config.dataset)
     test_prompts = build_test_prompts(config)
@@ -141,7 +159,7 @@ def build_session(
     )
 
     with advice_when_short(lighter_settings(config)):
-        adapter = (load or build_adapter)(config, accelerator)
+        adapter = load(config, accelerator)
     train = config.train
     policy = Policy(
         adapter,
@@ -163,13 +181,10 @@ def build_session(
         adapter.replay()
     ema = None
     if train.ema:
-        ema = Ema(policy.parameters(), train.ema_decay, train.ema_update_interval)
-        accelerator.register_for_checkpointing(ema)
-    progress = load_progress(accelerator, start.checkpoint)
-    as_json = json.loads(config.to_json_best_effort())
-    if accelerator.is_main_process:
-        prepare_folder(start, as_json)
-    accelerator.wait_for_everyone()
+        ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
+        ema.prepare(accelerator)
+    progress = load_progress(accelerator, start.checkpoint, optimizer, adam_settings(config))
+    on_all_or_none(accelerator, lambda: lock and prepare_folder(start, as_json))
     if config.log_with:
         tracking.start_trackers(accelerator, config.project_name, start.folder, as_json)
     return Session(
@@ -188,17 +203,23 @@ def build_session(
         folder=start.folder,
         progress=progress,
         stop=StopSignals(accelerator),
+        lock=lock,
     )
 
 
-def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy) -> Optimizer:
+def adam_settings(config: ConfigDict) -> dict[str, Any]:
     train = config.train
-    settings = {
+    return {
         "lr": train.learning_rate,
         "betas": (train.adam_beta1, train.adam_beta2),
         "weight_decay": train.adam_weight_decay,
         "eps": train.adam_epsilon,
     }
+
+
+def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy) -> Optimizer:
+    train = config.train
+    settings = adam_settings(config)
     on_gpu = accelerator.device.type == "cuda"
     if not train.use_8bit_adam:
         # in fp16 a fused step hides from the moving average which updates were skipped
@@ -213,22 +234,6 @@ def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy
             "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
         ) from error
     return AdamW8bit(policy.parameters(), **settings)
-
-
-def load_progress(accelerator: Accelerator, checkpoint: Path | None) -> Progress:
-    """Bring everything that the accelerator knows back to where it was."""
-    if checkpoint is None:
-        return Progress()
-    try:
-        # DeepSpeed's own files have no frozen weights (the others have no use for the argument)
-        accelerator.load_state(str(checkpoint / STATE), load_module_strict=False)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"cannot resume from {checkpoint}: {reason}; was it another model, LoRA rank, EMA "
-            "setting or way to distribute?"
-        ) from error
-    return Progress.read(checkpoint)
 
 
 def build_accelerator(config: ConfigDict, *, accumulation_steps: int = 1, **kwargs) -> Accelerator:

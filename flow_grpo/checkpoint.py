@@ -1,5 +1,6 @@
 """Checkpoints that are whole or not there, which of them stay, and which one to go on from."""
 
+import hashlib
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
 STATE = "state"  # what only a resumed run needs
-MANIFEST = "files.json"  # written last: every file of a checkpoint and its size
+MANIFEST = "files.json"  # written last: every file of a checkpoint, its size and its SHA-256
 LATEST, BEST = "latest", "best"
 
 
@@ -72,11 +73,13 @@ def save_checkpoint(
         problem = _attempt(lambda: _finish(partial, final, best))
     problem = gather_object([problem])[0]
     if problem is not None:
+        left = ""
         if main:
             shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"cannot save {final}: {problem}; {_what_is_left(root)}")
+            left = _what_is_left(root)
+        raise UserError(f"cannot save {final}: {problem}; {gather_object([left])[0]}")
     if main:
-        _prune(root, keep)
+        _prune(root, step, keep)
     accelerator.wait_for_everyone()
     return final
 
@@ -88,37 +91,91 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 def list_checkpoints(root: Path) -> list[Path]:
     """Oldest first."""
     found = [p for p in root.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix(PREFIX)))
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def newest_intact(root: Path) -> Path | None:
     """The checkpoint to go on from; those that were damaged are passed over with a warning."""
     for folder in reversed(list_checkpoints(root)):
-        if is_intact(folder):
+        damage = find_damage(folder)
+        if damage is None:
             return folder
-        log.warning("%s is incomplete or damaged; trying the one before", folder)
+        log.warning("%s is incomplete or damaged (%s); trying the one before", folder, damage)
     return None
 
 
 def is_intact(checkpoint: Path) -> bool:
-    """Whether every file is there with the size it was written with."""
+    return find_damage(checkpoint) is None
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What is not as it was written; None if every file is. Reads all of them."""
     try:
-        sizes = json.loads((checkpoint / STATE / MANIFEST).read_text("utf-8"))
-        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
-        return False
+        if damage := _compare(checkpoint, _read_manifest(checkpoint)):
+            return damage
+        Progress.read(checkpoint)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, TypeError, AttributeError) as error:
+        return f"{STATE} cannot be read: {error}"
+    return None
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / STATE / MANIFEST).read_text("utf-8"))
+
+
+def _compare(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
+    for name, entry in manifest.items():
+        # manifests once had the size only
+        size, checksum = (entry, None) if isinstance(entry, int) else entry
+        path = checkpoint / name
+        if path.stat().st_size != size:
+            return f"{name} has not the {size} bytes it was written with"
+        if checksum is not None and _checksum(path) != checksum:
+            return f"{name} has another checksum than when it was written"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def weights_in(folder: Path) -> Path:
-    """The weights to load: of a run its newest checkpoint, of a checkpoint its moving average."""
-    if checkpoints := list_checkpoints(folder / "checkpoints"):
-        folder = checkpoints[-1]
-    names = ("ema_lora", "lora", "ema_transformer", "transformer")
-    found = next((folder / name for name in names if (folder / name).is_dir()), folder)
-    if not list(found.glob("*.safetensors")):
-        refuse_pickles(found)
-        raise UserError(f"no checkpoint at {folder}: name a run, a checkpoint or a folder in one")
-    return found
+    """The weights to load: of a run its newest that are whole, of a checkpoint its average."""
+    damage = None
+    for place in [*reversed(list_checkpoints(folder / "checkpoints"))] or [folder]:
+        names = ("ema_lora", "lora", "ema_transformer", "transformer")
+        found = next((place / name for name in names if (place / name).is_dir()), place)
+        if not list(found.glob("*.safetensors")):
+            refuse_pickles(found)
+            raise UserError(
+                f"no checkpoint at {place}: name a run, a checkpoint or a folder in one"
+            )
+        damage = _damage_of(found)
+        if damage is None:
+            return found
+        log.warning("%s is damaged (%s)", found, damage)
+    raise UserError(f"{folder} is damaged: {damage}; take another checkpoint")
+
+
+def _damage_of(weights: Path) -> str | None:
+    """Of the weights alone, if they still lie in their checkpoint, whose manifest knows them."""
+    checkpoint = weights.resolve().parent
+    try:
+        manifest = _read_manifest(checkpoint).items()
+        own = {name: entry for name, entry in manifest if Path(name).parts[0] == weights.name}
+        return _compare(checkpoint, own)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def _attempt(call: Callable[[], None]) -> str | None:
@@ -135,16 +192,31 @@ def _finish(partial: Path, final: Path, best: bool) -> None:
     files = sorted(p for p in partial.rglob("*") if p.is_file())
     _write_json(
         partial / STATE / MANIFEST,
-        {str(p.relative_to(partial)): p.stat().st_size for p in files},
+        {str(p.relative_to(partial)): [p.stat().st_size, _checksum(p)] for p in files},
     )
     for path in files:  # on the disk before the name says so
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    shutil.rmtree(final, ignore_errors=True)  # a damaged one
+    damaged = final.with_name(f".damaged-{final.name}")
+    if final.exists() or final.is_symlink():
+        _remove(damaged)
+        final.rename(damaged)
     partial.rename(final)
     for marker in (LATEST, BEST) if best else (LATEST,):
         _point(final.parent / marker, final.name)
+    _remove(damaged)  # only now that there is another
+
+
+def _remove(path: Path) -> None:
+    """A folder, or a link to one that somebody moved elsewhere, which stays there."""
+    try:
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+    except OSError as error:
+        log.warning("cannot remove %s: %s", path, error.strerror or error)
 
 
 def _point(marker: Path, name: str) -> None:
@@ -155,21 +227,23 @@ def _point(marker: Path, name: str) -> None:
     new.replace(marker)
 
 
-def _prune(root: Path, keep: int) -> None:
-    checkpoints = list_checkpoints(root)
+def _prune(root: Path, step: int, keep: int) -> None:
+    """Remove what the checkpoint of `step` has superseded: nothing that is ahead of it, where a
+    run fell back from a damaged one."""
+    checkpoints = [p for p in list_checkpoints(root) if _step(p) <= step]
     pointed = {(root / marker).resolve() for marker in (LATEST, BEST)}
     kept = [p for p in checkpoints if _is_kept(p)]
     stay = {p.resolve() for p in (kept[-keep:] if keep else kept)} | pointed
     for folder in checkpoints:
         if folder.resolve() not in stay:
-            shutil.rmtree(folder)
+            _remove(folder)
 
 
 def _is_kept(checkpoint: Path) -> bool:
     try:
         return Progress.read(checkpoint).kept
     except (OSError, ValueError, TypeError):
-        return False
+        return True  # damaged, but its weights may be good
 
 
 def _what_is_left(root: Path) -> str:

@@ -1,6 +1,7 @@
 """What is trained: LoRA on the transformer, or all of it; and the reference it is held to."""
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from flow_grpo.models import ModelAdapter
 from flow_grpo.models.base import latent_dtype
 from flow_grpo.shards import shares_weights, whole_state
 
-TRAINED = "trained.safetensors"
+TRAINED, LORA_SHAPE = "trained.safetensors", "lora.json"
 
 
 class Policy:
@@ -102,23 +103,44 @@ class Policy:
 
     def _save_trained(self, models: list, weights: list[dict], folder: str) -> None:
         """In place of the whole model, whose frozen part every run can load again."""
+        if PartialState().is_main_process:
+            shape = json.dumps(self._lora_shape())
+            (Path(folder) / LORA_SHAPE).write_text(shape + "\n", encoding="utf-8")
         if weights:  # none where DeepSpeed or FSDP have written their own
             weights.clear()
             if PartialState().is_main_process:
-                save_file(whole_state(self._trained()), Path(folder) / TRAINED)
+                save_file(whole_state(self.trained()), Path(folder) / TRAINED)
 
     def _load_trained(self, models: list, folder: str) -> None:
+        path = Path(folder) / LORA_SHAPE
+        shape = json.loads(path.read_text("utf-8")) if path.exists() else self._lora_shape()
+        if shape != self._lora_shape():
+            raise ValueError(f"LoRA has rank and alpha {shape} there and {self._lora_shape()} here")
         if models:
             models.clear()
             saved = load_file(Path(folder) / TRAINED)
-            for name, parameter in self._trained().items():
-                parameter.data.copy_(saved.pop(name))
-            if saved:
-                raise ValueError(
-                    f"it has weights that this model has not, like {next(iter(saved))}"
-                )
+            trained = self.trained()
+            if odd := saved.keys() ^ trained.keys():
+                where = "the checkpoint" if min(odd) in saved else "this model"
+                raise ValueError(f"only {where} has weights named {min(odd)}")
+            for name, parameter in trained.items():
+                if saved[name].shape != parameter.shape:  # copy_ would repeat a LoRA of rank 1
+                    raise ValueError(
+                        f"{name} has the shape {list(saved[name].shape)} there and "
+                        f"{list(parameter.shape)} here"
+                    )
+                parameter.data.copy_(saved[name])
 
-    def _trained(self) -> dict[str, nn.Parameter]:
+    def _lora_shape(self) -> list[list[float]]:
+        """Rank and alpha, all there are: weights do not tell alpha, by which they are scaled."""
+        shapes = {
+            (layer.r[name], layer.lora_alpha[name])
+            for layer in self.lora_layers
+            for name in layer.active_adapters
+        }
+        return [list(shape) for shape in sorted(shapes)]
+
+    def trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
 
     @contextmanager
@@ -137,7 +159,7 @@ class Policy:
         Call it on all processes; one of them writes.
         """
         # with the buffers, where it is the whole model
-        named = self._trained() if self.use_lora else self.transformer.state_dict(keep_vars=True)
+        named = self.trained() if self.use_lora else self.transformer.state_dict(keep_vars=True)
         weights = whole_state(named)
         if not PartialState().is_main_process:
             return

@@ -23,15 +23,16 @@ def start_trackers(
 ) -> None:
     """wandb or tensorboard, as the accelerator was told; their files go into the run folder."""
     accelerator.project_configuration.logging_dir = str(folder)
-    flat = {k: v if isinstance(v, int | float | str) else str(v) for k, v in _dotted(config)}
+    flat = {k: v if isinstance(v, int | float | str) else str(v) for k, v in dotted(config)}
     wandb = {"dir": str(folder), "name": folder.name}
     accelerator.init_trackers(project, config=flat, init_kwargs={"wandb": wandb})
 
 
-def _dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields by their full names."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
+            yield from dotted(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
@@ -55,12 +56,15 @@ def append_metrics(path: Path, record: dict[str, float | None]) -> None:
 
 def save_samples(folder: Path, images: list[Image.Image], **columns: Sequence) -> None:
     """PNG files, and a samples.jsonl that says what each is; columns may be longer than images."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
-        for i, image in enumerate(images):
-            record = {name: _jsonable(values[i]) for name, values in columns.items()}
-            image.save(folder / f"{i:04d}.png")
-            file.write(json.dumps({"file": f"{i:04d}.png", **record}) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
+            for i, image in enumerate(images):
+                record = {name: _jsonable(values[i]) for name, values in columns.items()}
+                image.save(folder / f"{i:04d}.png")
+                file.write(json.dumps({"file": f"{i:04d}.png", **record}) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
 def _jsonable(value: Any) -> Any:

@@ -348,6 +348,8 @@ def save(session: Session, *, best: bool = False) -> Path:
     accelerator, policy = session.accelerator, session.policy
 
     def write(folder: Path) -> None:
+        if session.lock is not None:
+            session.lock.check()
         accelerator.save_state(str(folder / STATE), exclude_frozen_parameters=True)
         policy.save(folder)
         if session.ema is not None:

@@ -1,7 +1,7 @@
+import hashlib
 import json
 
 import pytest
-import torch
 from accelerate import Accelerator
 
 from flow_grpo.checkpoint import (
@@ -13,7 +13,6 @@ from flow_grpo.checkpoint import (
     save_checkpoint,
     weights_in,
 )
-from flow_grpo.ema import Ema
 from flow_grpo.errors import UserError
 
 
@@ -77,7 +76,9 @@ def test_a_failed_save_leaves_no_checkpoint_and_no_loss(save, tmp_path):
     assert names(tmp_path) == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "broken manifest"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "missing", "changed", "no manifest", "broken manifest", "no progress"]
+)
 def test_a_damaged_checkpoint_is_passed_over_and_replaced(save, tmp_path, caplog, damage):
     save(1)
     newest = save(2)
@@ -85,6 +86,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(save, tmp_path, caplog
         (newest / "weights").write_text("of")
     elif damage == "missing":
         (newest / "weights").unlink()
+    elif damage == "changed":
+        (newest / "weights").write_text("of 3")
+    elif damage == "no progress":
+        (newest / STATE / "files.json").write_text("{}")
+        (newest / STATE / "progress.json").write_bytes(bytes(10))
     elif damage == "no manifest":
         (newest / STATE / "files.json").unlink()
     else:
@@ -93,31 +99,66 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(save, tmp_path, caplog
     assert "checkpoint-2 is incomplete or damaged" in caplog.text
     save(2)
     assert newest_intact(tmp_path) == newest
+    assert not list(tmp_path.glob(".damaged*"))
+
+
+def test_a_damaged_checkpoint_stays_until_another_is_in_its_place(save, tmp_path):
+    folder = save(1)
+    (folder / "weights").write_text("precious?")
+    with pytest.raises(UserError):
+        save(1, fails=True)
+    assert (folder / "weights").read_text() == "precious?"
+    save(1)
+    assert (folder / "weights").read_text() == "of 1"
+
+
+def test_nothing_goes_that_was_not_superseded(save, tmp_path):
+    """The run fell back from 6, of which LoRA is good, to 4; then it saves 5 and passes 6."""
+    for step in (4, 6):
+        save(step, keep=1)
+    (tmp_path / "checkpoint-6" / STATE / "progress.json").write_bytes(bytes(10))
+    save(5, keep=1)
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
+    save(7, keep=2)
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-7"]
+    save(8, keep=2)
+    assert names(tmp_path) == ["checkpoint-7", "checkpoint-8"]
+
+
+def test_what_is_ahead_of_a_run_that_fell_back_stays_until_it_is_passed(save, tmp_path):
+    save(4)
+    (save(6, kept=False) / "weights").write_text("damaged")
+    save(5, keep=1)
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
+    save(7, keep=1)
+    assert names(tmp_path) == ["checkpoint-7"]
+
+
+def test_of_a_checkpoint_that_was_moved_only_the_link_goes(save, tmp_path):
+    moved = save(1).rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoint-1").symlink_to(moved)
+    save(2, keep=1)
+    assert names(tmp_path) == ["checkpoint-2"]
+    assert is_intact(moved)
+
+
+def test_a_manifest_of_sizes_is_still_good(save):
+    folder = save(1)
+    manifest = folder / STATE / "files.json"
+    sizes = {name: size for name, (size, _) in json.loads(manifest.read_text()).items()}
+    manifest.write_text(json.dumps(sizes))
+    assert is_intact(folder)
+    (folder / "weights").write_text("of")
+    assert not is_intact(folder)
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(save):
     folder = save(3)
     assert save(3, fails=True) == folder
     assert is_intact(folder)
-    assert json.loads((folder / STATE / "files.json").read_text())["weights"] == 4
-
-
-def test_the_average_follows_and_steps_aside():
-    """Decay min(.9, (1 + n)/(10 + n)) at the n-th update, after a first one that copies."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    ema = Ema([weight], decay=0.9, every=2)
-    expected, n = 0.0, -1
-    for step in range(1, 41):
-        weight.data.fill_(float(step))
-        ema.update(step)
-        if step % 2 == 0:
-            n += 1
-            decay = min(0.9, (1 + n) / (10 + n)) if n > 0 else 0.0
-            expected = decay * expected + (1 - decay) * step
-    with ema.applied():
-        inside = weight.item()
-    assert inside == pytest.approx(expected, rel=1e-5)
-    assert weight.item() == 40
+    size, checksum = json.loads((folder / STATE / "files.json").read_text())["weights"]
+    assert size == 4
+    assert checksum == hashlib.sha256(b"of 3").hexdigest()
 
 
 def test_weights_are_found_in_runs_checkpoints_and_folders(tmp_path):
@@ -131,3 +172,18 @@ def test_weights_are_found_in_runs_checkpoints_and_folders(tmp_path):
     assert weights_in(newest / "lora") == newest / "lora"
     with pytest.raises(UserError, match="no checkpoint at"):
         weights_in(tmp_path / "checkpoints")
+
+
+def test_damaged_weights_are_not_taken(save, tmp_path):
+    """Of a run the newest that are whole; those that are named are refused."""
+    for step in (1, 2):
+        folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
+        (folder / "lora").mkdir(parents=True)
+        (folder / "lora" / "w.safetensors").write_text("good")
+        (folder / STATE).mkdir()
+        good = [4, hashlib.sha256(b"good").hexdigest()]
+        (folder / STATE / "files.json").write_text(json.dumps({"lora/w.safetensors": good}))
+    (folder / "lora" / "w.safetensors").write_text("baad")
+    assert weights_in(tmp_path).parent.name == "checkpoint-1"
+    with pytest.raises(UserError, match=r"2/lora is damaged: lora/w\.safetensors has"):
+        weights_in(folder / "lora")

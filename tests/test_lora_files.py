@@ -9,7 +9,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from planted import pickle_that_touches
+from planted import plant
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.checkpoint import weights_in
@@ -233,7 +233,7 @@ def test_what_is_more_than_lora_is_refused(peft_folder, tiny_sd3, settings, mess
 @pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_lora_weights.bin", "lora.pt"])
 def test_a_pickle_is_never_opened(tiny_sd3, peft_folder, tmp_path, name):
     (peft_folder / "adapter_model.safetensors").unlink()
-    (peft_folder / name).write_bytes(pickle_that_touches(tmp_path / "executed"))
+    plant(peft_folder / name, tmp_path / "executed", zipped=False)
     for load in (
         fresh(tiny_sd3).load_lora,
         weights_in,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import pickle_that_touches
+from planted import plant
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
@@ -79,7 +79,7 @@ def test_pickled_weights_are_not_loaded(folder, capsys, tmp_path):
         [weights] = (folder / part).glob("*.safetensors")
         kept = weights.read_bytes()
         weights.unlink()
-        (folder / part / name).write_bytes(pickle_that_touches(tmp_path / "executed"))
+        plant(folder / part / name, tmp_path / "executed", zipped=False)
         assert "safetensors" in refused(folder, capsys)
         torch.save({}, folder / part / name)
         assert "safetensors" in refused(folder, capsys)

@@ -1,31 +1,35 @@
 """A run that is stopped, killed or starved, and goes on."""
 
 import json
+import os
 import random
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from light import LIGHT
+from planted import plant, renew_manifest
 from runner import Runner
 from safetensors.torch import load_file
 from test_distributed import TORCHRUN
 
-SHORT = {"eval_freq": 2, "save_freq": 2, "num_checkpoint_limit": 0}
+# the average has to come back too
+SHORT = {"eval_freq": 2, "save_freq": 2, "num_checkpoint_limit": 0, "train__ema_update_interval": 1}
 
 
 def state_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Weights, moving average and optimizer, by name."""
     optimizer = torch.load(checkpoint / "state/optimizer.bin")["state"]
-    average = torch.load(checkpoint / "state/custom_checkpoint_0.pkl")
+    average = load_file(checkpoint / "state/ema.safetensors")
     return {
         **load_file(checkpoint / "state/trained.safetensors"),
         **{f"{i}.{k}": v for i, moments in optimizer.items() for k, v in moments.items()},
-        **{f"ema.{i}": v for i, v in enumerate(average["shadow_params"])},
-        "ema.updates": torch.tensor(average["optimization_step"]),
+        **{f"ema.{name}": v for name, v in average.items()},
         **load_file(checkpoint / "lora/pytorch_lora_weights.safetensors"),
     }
 
@@ -69,17 +73,20 @@ def test_two_epochs_and_two_more_are_four_bit_for_bit(train, whole):
     assert_same_metrics(whole.metrics(), train.metrics())
 
     # a path: a new run that goes on from a checkpoint of another
+    shutil.rmtree(latest(train))  # of epoch 4
+    (train.logdir / "run/checkpoints/latest").unlink()
+    (train.logdir / "run/checkpoints/latest").symlink_to("checkpoint-4")
     branch = train(
         run_name="branch",
         num_epochs=4,
-        resume=train.logdir / "run/checkpoints/checkpoint-4",
+        resume=train.logdir / "run/checkpoints/latest",
         **SHORT,
     )
     assert branch.returncode == 0, branch.stderr
     assert_same_state(latest(whole), latest(train, "branch"))
     assert_same_metrics(whole.metrics(), train.metrics("branch"))
 
-    finished = train(num_epochs=4, resume="auto", **SHORT)
+    finished = train(run_name="branch", num_epochs=4, resume="auto", **SHORT)
     assert finished.returncode == 0, finished.stderr
     assert len(train.metrics()) == 5
 
@@ -118,13 +125,47 @@ def test_a_damaged_checkpoint_is_passed_over(train, whole):
     done = train(num_epochs=3, **SHORT)
     assert done.returncode == 0, done.stderr
     newest = train.logdir / "run/checkpoints/checkpoint-6"
-    weights = newest / "state/trained.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    optimizer = newest / "state/optimizer.bin"
+    optimizer.write_bytes(bytes(optimizer.stat().st_size))
     (newest.parent / ".partial-checkpoint-8").mkdir()
     rest = train(num_epochs=4, resume="auto", **SHORT)
     assert rest.returncode == 0, rest.stderr
-    assert "checkpoint-6 is incomplete or damaged; trying the one before" in rest.stdout
+    assert "checkpoint-6 is incomplete or damaged (state/optimizer.bin has another" in rest.stdout
     assert_same_state(latest(whole), latest(train))
+
+
+def test_of_two_that_go_on_at_once_one_writes(train, tmp_path, monkeypatch):
+    """They race for what a third, which was killed, has left locked. The one that gets it has no
+    rewards before the other has ended."""
+    (tmp_path / "gate.py").write_text(
+        "import pathlib, time\n"
+        "def score(images, prompts, metadata):\n"
+        f"    while not pathlib.Path({str(tmp_path / 'open')!r}).exists():\n"
+        "        time.sleep(.1)\n"
+        "    return [1.0] * len(images)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    gate = {"reward_fn": "{'gate': 1.0}", "custom_rewards": "{'gate': 'gate:score'}"}
+    killed = train.start(num_epochs=10_000, eval_freq=0)
+    for line in killed.stdout:
+        if line.startswith("epoch 0/"):
+            break
+    killed.kill()
+    killed.communicate()
+    assert [p.name for p in sorted(train.logdir.iterdir())] == [".run.lock", "run"]
+    both = [train.start(num_epochs=1, resume="auto", eval_freq=0, **gate) for _ in range(2)]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.1)
+    (tmp_path / "open").touch()
+    ended = [(process.communicate(timeout=300), process.returncode) for process in both]
+    assert sorted(code for _, code in ended) == [0, 2], ended
+    [(_, told)] = [output for output, code in ended if code == 2]
+    assert told.startswith(f"error: {train.logdir}/run is in use by process "), told
+    assert len(told.splitlines()) == 1, told
+    [(went_on, _)] = [output for output, code in ended if code == 0]
+    assert f"took over from process {killed.pid} on" in went_on
+    assert [line["epoch"] for line in train.metrics()] == [0, 1]
+    assert [p.name for p in train.logdir.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +181,7 @@ def test_a_signal_ends_the_run_in_good_order(
         "    time.sleep(1)\n"
         "    return [float(i) for i, _ in enumerate(images)]\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     process = train.start(
         num_epochs=10_000,
         eval_freq=0,
@@ -188,6 +229,36 @@ def test_a_full_disk_is_told_and_harms_nothing(train, tmp_path):
         subprocess.run(["umount", str(train.logdir)], check=True)
 
 
+@pytest.mark.slow
+def test_deepspeed_uses_what_has_changed_and_runs_no_code(train, tmp_path, monkeypatch):
+    """Its own loader would unpickle anything."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    launcher = (
+        *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1"),
+        *("--main_process_port", str(30000 + os.getpid() % 1000)),
+        "--config_file=scripts/accelerate_configs/deepspeed_zero2.yaml",
+    )
+    first = train(launcher=launcher, eval_freq=0)
+    assert first.returncode == 0, first.stderr
+    changed = {"num_epochs": 2, "train__learning_rate": 1e-5, "eval_freq": 0, "resume": "auto"}
+    second = train(launcher=launcher, **changed)
+    assert second.returncode == 0, second.stderr
+    assert "resumed with another train.learning_rate: 1e-05, it was 0.0003" in second.stdout
+    assert [line.get("train/lr") for line in train.metrics()] == [None, 3e-4, 1e-5]
+
+    [path] = latest(train).glob("state/pytorch_model/*optim_states.pt")
+    trace = tmp_path / "trace"
+    plant(path, trace, zipped=True)
+    renew_manifest(latest(train))
+    third = train(launcher=launcher, **changed)
+    assert third.returncode != 0
+    assert (
+        f"pytorch_model/{path.name} is damaged or holds more than data, which is never run"
+        in third.stderr
+    )
+    assert not trace.exists()
+
+
 def test_what_cannot_be_resumed_is_named(train):
     nameless = train(run_name="", resume="auto")
     assert nameless.returncode == 2
@@ -198,6 +269,6 @@ def test_what_cannot_be_resumed_is_named(train):
     assert train().returncode == 0
     other = train(resume="auto", num_epochs=2, train__lora_rank=4)
     assert other.returncode == 2
-    assert "cannot resume from" in other.stderr
+    assert "train.lora_rank=4 but" in other.stderr
     assert len(other.stderr.strip().splitlines()) == 1, other.stderr
     assert len(train.metrics()) == 2  # the run itself is as it was

@@ -1,0 +1,187 @@
+"""One writer for a run folder, also where several machines share the disk.
+
+The lock is a file beside the folder that says who holds it. It is made with O_EXCL, which is
+atomic on NFS too, where flock may be missing or local to a machine. A killed run leaves it behind.
+On the same machine its process is looked for. Of another machine only a sign of life can tell: the
+file's time, which the holder renews.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from flow_grpo.errors import UserError
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT = 15.0  # seconds between two signs of life
+PATIENCE = 90.0  # seconds without one after which a holder that cannot be seen counts as dead
+
+
+@dataclass(frozen=True)
+class Holder:
+    host: str
+    pid: int
+    started: float  # when the process did, in seconds since 1970: numbers of processes come again
+    namespace: str  # numbers of processes mean something within one only, a container's say
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        process = psutil.Process()
+        return cls(socket.gethostname(), process.pid, process.create_time(), _namespace())
+
+    def can_be_seen(self) -> bool:
+        return (self.host, self.namespace) == (socket.gethostname(), _namespace())
+
+    def is_alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:  # killed, its parent has yet to notice
+                return False
+            return abs(process.create_time() - self.started) < 2  # clocks are set now and then
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.AccessDenied:  # somebody else's
+            return True
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class RunLock:
+    """Holds the run in `folder`, which need not exist yet, until `release`."""
+
+    def __init__(self, folder: Path, *, heartbeat: float = HEARTBEAT, patience: float = PATIENCE):
+        folder = folder.resolve()
+        self.folder = folder
+        self.path = folder.with_name(f".{folder.name}.lock")
+        self.patience = patience
+        self.holder = Holder.this_process()
+        self._made = _make_folders(folder.parent)
+        self._released = threading.Event()
+        try:
+            while not (self._create() or self._take_over()):
+                pass  # it changed hands while we looked
+        except BaseException:
+            self._remove_made()
+            raise
+        threading.Thread(target=self._show_life, args=(heartbeat,), daemon=True).start()
+
+    def check(self) -> None:
+        """Before something is written: a process that hung may have been taken for dead."""
+        holder = _read(self.path)
+        if holder != self.holder:
+            raise UserError(f"{self.folder} was taken over by {holder or 'nobody'}")
+
+    def release(self) -> None:
+        """Also of a folder that was never made: what the lock itself needed goes too."""
+        if not self._released.is_set():
+            self._released.set()
+            if _read(self.path) == self.holder:
+                self.path.unlink(missing_ok=True)
+            self._remove_made()
+
+    def _create(self) -> bool:
+        try:
+            with self.path.open("x", encoding="utf-8") as file:  # O_EXCL
+                file.write(self.holder.dumps())
+        except FileExistsError:
+            return False
+        except OSError:  # the disk is full
+            self.path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _take_over(self) -> bool:
+        """From a holder that is dead; one that lives is named."""
+        holder = _read(self.path)
+        if holder is not None and holder.can_be_seen():
+            alive = holder.is_alive()
+        else:  # on another machine, or about to be written
+            alive = self._shows_life(holder)
+        if alive:
+            raise UserError(
+                f"{self.folder} is in use by {holder or 'another process'}; wait for its end, "
+                f"choose another run_name, or remove {self.path} if you are sure it is gone"
+            )
+        try:
+            with self.path.open("r+", encoding="utf-8") as file:
+                # of several who find it dead, one; on NFS without locks almost surely
+                with contextlib.suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                if _read(self.path) != holder or not os.path.samestat(
+                    os.fstat(file.fileno()), self.path.stat()
+                ):
+                    return False
+                file.truncate()
+                file.write(self.holder.dumps())
+        except FileNotFoundError:
+            return False
+        log.warning("took over from %s, which is gone", holder or "an unknown process")
+        return True
+
+    def _shows_life(self, holder: Holder | None) -> bool:
+        """Whether the file changes while we look at it; clocks of machines need not agree."""
+        first, until = _last_sign(self.path), time.monotonic() + self.patience
+        if holder is not None:
+            log.warning("%s is locked by %s; waiting for a sign of life", self.folder, holder)
+        while _read(self.path) == holder and time.monotonic() < until:
+            if _last_sign(self.path) not in (first, None):
+                return True
+            time.sleep(min(1.0, self.patience / 10))
+        return False
+
+    def _show_life(self, every: float) -> None:
+        while not self._released.wait(every):
+            with contextlib.suppress(OSError):
+                if _read(self.path) == self.holder:
+                    os.utime(self.path)
+
+    def _remove_made(self) -> None:
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):  # it is in use
+                folder.rmdir()
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Those that were not there, the outermost first."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _read(path: Path) -> Holder | None:
+    """None: there is none, or it is being written."""
+    try:
+        return Holder(**json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _last_sign(path: Path) -> int | None:
+    try:
+        with path.open("rb") as file:  # opened, NFS asks the server
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
