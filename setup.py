@@ -19,6 +19,7 @@ setup(
         "numpy>=1.26",
         "peft>=0.17",
         "pillow>=10",
+        "psutil>=5.9",
         "requests>=2.31",
         # An open upper bound makes pip fetch the newest CUDA build, untested here.
         "torch>=2.6,<2.14",
