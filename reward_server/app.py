@@ -23,8 +23,8 @@ SCORE_ERRORS = (
     *("body_too_large", "image_too_large", "too_many_images", "too_many_pixels"),
     *("unsupported_format", "broken_image", "counts_differ", "invalid_base64"),
     *("invalid_request", "no_images", "not_an_image"),
-    *("queue_full", "internal_error", "scorer_broken", "scorer_failed", "scorer_timeout"),
-    *("reward_down", "shutting_down", "starting"),
+    *("queue_full", "internal_error", "scorer_broken", "scorer_down", "scorer_failed"),
+    *("scorer_timeout", "shutting_down", "starting"),
     *("client_too_slow", "headers_too_large", "too_many_connections"),
 )
 

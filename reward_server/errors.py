@@ -30,6 +30,7 @@ STATUS = {
     "headers_too_large": 431,
     "internal_error": 500,
     "scorer_broken": 500,
+    "scorer_down": 500,  # not 503: for all we know it stays so, and clients wait for those
     "scorer_failed": 500,
     "reward_down": 503,
     "shutting_down": 503,

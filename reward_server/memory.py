@@ -7,8 +7,8 @@ from reward_server.errors import ApiError, Busy
 
 PATIENCE = 1.0  # seconds that a request waits for others to free their part
 RETRY_AFTER = 1  # seconds
-MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
-LARGE = 2**20
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # M_... of glibc's malloc.h
+LARGE = 8 * 2**20
 
 
 class Memory:
@@ -73,10 +73,11 @@ class Lease:
 
 
 def return_large_blocks() -> None:
-    """Make malloc give the memory of a picture back to the system as soon as it is freed.
+    """Make malloc give the memory of a large picture back to the system as soon as it is freed.
 
     By itself glibc keeps blocks of up to 32 MiB for later, in every thread that decodes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc and some others
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, LARGE)
+        mallopt(TRIM_THRESHOLD, 2 * LARGE)  # glibc's own rule, which ends with the line above

@@ -122,22 +122,24 @@ class Service:
         """Raise what a client is told while not all rewards can be had."""
         if self.stopping:
             raise Busy("shutting_down", "the server is shutting down", STOP_RETRY_AFTER)
-        for name in self.desks:
-            self._check_reward(name)
+        for name, desk in self.desks.items():
+            self._check_warm(name)
+            if trouble := desk.trouble:
+                message = f"the reward {name!r} is down: {trouble}"
+                raise Busy("reward_down", message, DOWN_RETRY_AFTER)
 
-    def _check_reward(self, name: str) -> None:
-        desk = self.desks[name]
-        if not desk.warm:
+    def _check_warm(self, name: str) -> None:
+        if not self.desks[name].warm:
             raise Busy(
                 "starting", f"the reward {name!r} is still starting; come back", START_RETRY_AFTER
             )
-        if trouble := desk.trouble:
-            raise Busy("reward_down", f"the reward {name!r} is down: {trouble}", DOWN_RETRY_AFTER)
 
     def _open_desk(self, name: str) -> Desk:
         if self.stopping:
             self.check_ready()
-        self._check_reward(name)
+        self._check_warm(name)
+        if trouble := self.desks[name].trouble:
+            raise ApiError("scorer_down", f"the reward {name!r} is down: {trouble}")
         return self.desks[name]
 
     def _check(self, request: ScoreRequest) -> None:

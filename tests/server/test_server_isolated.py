@@ -100,8 +100,10 @@ def test_a_reward_that_cannot_be_started_again_is_reported_until_it_can(
     full.touch()
     assert error(server.score(body("mine", "crash"))) == (500, "scorer_failed")
     wait_until(lambda: server.get("/readyz").status_code == 503)
-    for response in (server.get("/readyz"), server.score(body("mine", "a"))):
-        assert error(response) == (503, "reward_down")
+    ready, refused = server.get("/readyz"), server.score(body("mine", "a"))
+    assert error(ready) == (503, "reward_down")
+    assert error(refused) == (500, "scorer_down")
+    for response in (ready, refused):
         message = response.json()["error"]["message"]
         assert "'mine' is down: it cannot be started again" in message
         assert "OSError: no space left on the card" in message
@@ -134,4 +136,15 @@ def test_one_signal_ends_it_with_its_processes(
         assert request.exception() or request.result().status_code >= 500
     assert code == 1
     assert "it ends now" in stderr
+    wait_until(lambda: not any(map(is_running, children)))
+
+
+def test_a_killed_server_leaves_no_process(start: Callable[..., Server], tmp_path: Path) -> None:
+    server = start("obey", "--isolate")
+    children = server.children()
+    with ThreadPoolExecutor(1) as threads:
+        request = threads.submit(server.score, body("obey", f"spin {tmp_path / 'never'}"))
+        wait_until((tmp_path / "never.started").exists)
+        server.process.kill()
+        assert isinstance(request.exception(), requests.ConnectionError)
     wait_until(lambda: not any(map(is_running, children)))
