@@ -39,8 +39,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self._max_connections and not self._make_room():
-            self.app = OnlyHealth(self.app, self._max_connections)
+        while len(self.connections) > self._max_connections:
+            if not self._make_room():
+                self.app = OnlyHealth(self.app, self._max_connections)
+                break
 
     def data_received(self, data: bytes) -> None:
         # Small parts, because headers that are not wanted are not worth parsing.

@@ -131,5 +131,6 @@ class Server:
     def kill(self) -> None:
         self.session.close()
         self.process.kill()
-        with contextlib.suppress(ValueError):  # its pipes are closed if it has ended before
-            self.process.communicate()
+        # its pipes are closed if it has ended before, and held open by children that outlive it
+        with contextlib.suppress(ValueError, subprocess.TimeoutExpired):
+            self.process.communicate(timeout=TIMEOUT)
