@@ -8,32 +8,21 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS, Scorer, build_scorers
 from flow_grpo.rewards.failure import describe
-from reward_server.limits import Limits
+from reward_server.options import limits, parse
 
 USAGE_ERROR = 2  # exit code of every UserError, as in flow_grpo
 INTERRUPTED = 130
-HELP = {
-    "max_images": "images in one request",
-    "max_pixels": "pixels of one image",
-    "max_queue": "images of one reward that wait or are being scored",
-    "max_queue_pixels": "the pixels of those images",
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help lists all options")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
-        _run(_parse(argv))
+        _run(parse(argv))
     except UserError as error:
         if "--debug" in argv:
             raise
@@ -42,40 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while the scorers were built, or requests unanswered
         return INTERRUPTED
     return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="python -m reward_server",
-        description="Scores images over HTTP.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--rewards", type=_names, default=[], help="names with commas between")
-    add("--host", default="127.0.0.1", help="others than this machine's own need --token-env")
-    add("--port", type=_port, default=18085, help="0: any that is free")
-    add("--token-env", metavar="NAME", help="environment variable with the token to ask for")
-    add("--workers", type=_positive, help="processes of each reward that has some, like ocr")
-    add("--options", type=_options, default={}, help='JSON, {"reward": {"option": value}}')
-    add(
-        "--custom",
-        type=_custom,
-        action="append",
-        default=[],
-        metavar="NAME=PACKAGE.MODULE:ATTR",
-        help="a reward of your own, served under this name",
-    )
-    add("--device", default="cpu", help="for rewards with a model")
-    add("--max-batch", type=_positive, default=64, help="images in one call of a scorer")
-    add("--max-wait-ms", type=_milliseconds, default=5.0, help="how long a call waits for more")
-    for name, default in vars(Limits()).items():
-        if name != "max_body_bytes":
-            add(f"--{name.replace('_', '-')}", type=_positive, default=default, help=HELP[name])
-    add("--max-body-mb", type=_positive, default=64, help="size of a request, in units of 2^20")
-    add("--print-openapi", action="store_true", help="write the schema and end")
-    add("--debug", action="store_true", help="show the traceback of a mistake")
-    return parser.parse_args(argv)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -96,18 +51,22 @@ def _run(args: argparse.Namespace) -> None:
     _check_names(args.rewards, custom, args.options)
     with bind(args.host, args.port, public=token is not None) as listener:
         scorers = {name: _build(name, args, custom) for name in args.rewards}
-        limits = Limits(
-            max_images=args.max_images,
-            max_pixels=args.max_pixels,
-            max_body_bytes=args.max_body_mb * 2**20,
-            max_queue=args.max_queue,
-            max_queue_pixels=args.max_queue_pixels,
-        )
         service = Service(
-            scorers, limits=limits, max_batch=args.max_batch, max_wait=args.max_wait_ms / 1000
+            scorers,
+            limits=limits(args),
+            max_batch=args.max_batch,
+            max_wait=args.max_wait_ms / 1000,
+            score_timeout=args.score_timeout,
         )
         try:
-            serve(service, listener, token=token, workers=args.workers)
+            serve(
+                service,
+                listener,
+                token=token,
+                workers=args.workers,
+                grace=args.grace,
+                client_timeout=args.client_timeout,
+            )
         finally:
             service.close()
 
@@ -131,10 +90,13 @@ def _build(name: str, args: argparse.Namespace, custom: dict[str, str]) -> Score
     options = dict(args.options.get(name, {}))
     if args.workers and _takes_workers({**REWARDS, **custom}[name]):
         options.setdefault("workers", args.workers)
+    settings = {"device": args.device, "custom": custom, "options": {name: options}}
     try:
-        return build_scorers([name], device=args.device, custom=custom, options={name: options})[
-            name
-        ]
+        if args.isolate:
+            from reward_server.isolated import IsolatedScorer
+
+            return IsolatedScorer(name, timeout=args.score_timeout, **settings)
+        return build_scorers([name], **settings)[name]
     except UserError:
         raise
     except Exception as error:
@@ -162,49 +124,6 @@ def _token(variable: str | None) -> str | None:
             "token there"
         )
     return token
-
-
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def _custom(text: str) -> tuple[str, str]:
-    name, _, path = text.partition("=")
-    if not name or ":" not in path:
-        raise argparse.ArgumentTypeError(f"{text!r} must read name=package.module:attribute")
-    return name, path
-
-
-def _options(text: str) -> dict[str, dict[str, Any]]:
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
-    if not isinstance(options, dict) or not all(isinstance(o, dict) for o in options.values()):
-        raise argparse.ArgumentTypeError(f'{text!r} must read {{"reward": {{"option": value}}}}')
-    return options
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a port, 0 to 65535")
-    return int(text)
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 60_000:
-        raise argparse.ArgumentTypeError(f"{text!r} must be milliseconds, 0 to 60000")
-    return value
 
 
 if __name__ == "__main__":

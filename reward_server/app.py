@@ -17,13 +17,15 @@ from reward_server.limits import Limits
 from reward_server.service import Service
 
 BEARER: dict[str, Any] = {"security": [{}, {"bearer": []}]}  # only where the server has a token
+BODY_SHARE = 8  # of the memory for pictures, that bodies may take besides; parsed they take two
 SCORE_ERRORS = (
     *("malformed_json", "unauthorized", "unknown_reward"),
     *("body_too_large", "image_too_large", "too_many_images", "too_many_pixels"),
     *("unsupported_format", "broken_image", "counts_differ", "invalid_base64"),
     *("invalid_request", "no_images", "not_an_image"),
-    *("queue_full", "internal_error", "scorer_broken", "scorer_failed"),
-    *("shutting_down", "starting"),
+    *("queue_full", "internal_error", "scorer_broken", "scorer_down", "scorer_failed"),
+    *("scorer_timeout", "shutting_down", "starting"),
+    *("client_too_slow", "headers_too_large", "too_many_connections"),
 )
 
 
@@ -40,7 +42,8 @@ def create_app(service: Service, *, token: str | None = None) -> FastAPI:
     _document_token(app)
     limit = service.limits.max_body_bytes
     # The last one added is the first one passed.
-    app.add_middleware(LimitBody, max_bytes=limit)
+    held = service.limits.max_memory_bytes // BODY_SHARE
+    app.add_middleware(LimitBody, max_bytes=limit, max_held=held)
     if token:
         app.add_middleware(RequireToken, token=token, max_body_bytes=limit)
     app.add_middleware(CountRequests, metrics=service.metrics)
@@ -86,7 +89,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get(
         "/readyz",
         response_model=schemas.Status,
-        responses=schemas.error_docs("shutting_down", "starting"),
+        responses=schemas.error_docs("reward_down", "shutting_down", "starting"),
     )
     async def readyz() -> Response:
         """Whether all rewards can be had now."""

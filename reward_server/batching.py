@@ -1,10 +1,12 @@
 """One call of the scorer for several requests."""
 
+import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,11 +24,19 @@ CLOSE_TIMEOUT = 2.0  # seconds; after that a scorer that hangs is left behind
 
 
 class ScorerFailed(Exception):
-    """The scorer raised, or broke its contract, on these images alone."""
+    """These images got no scores; `code` is what the client is told."""
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(describe(error))
-        self.is_broken = is_mistake(error)  # asking again is of no use
+    def __init__(self, reason: str, code: str = "scorer_failed") -> None:
+        super().__init__(reason)
+        self.code = code
+
+    @classmethod
+    def because(cls, error: BaseException) -> "ScorerFailed":
+        """The scorer raised, or broke its contract, on these images alone."""
+        if isinstance(error, ScorerFailed):
+            return error.with_traceback(None)  # whose frames hold pictures
+        # After a mistake in the code, asking again is of no use.
+        return cls(describe(error), "scorer_broken" if is_mistake(error) else "scorer_failed")
 
 
 @dataclass(eq=False)
@@ -39,25 +49,49 @@ class Job:
     arrived: float = field(default_factory=time.monotonic)
     result: "Future[BatchScores]" = field(default_factory=Future)
 
+    def __post_init__(self) -> None:
+        self.count = len(self.images)
+        # Also of one that is given up while it waits for its turn.
+        self.result.add_done_callback(lambda _: self.images.clear())
+
     def __len__(self) -> int:
-        return len(self.images)
+        return self.count
+
+
+@dataclass(eq=False)
+class Running:
+    """A call of the scorer."""
+
+    jobs: Sequence[Job]
+    started: float = field(default_factory=time.monotonic)
+    overdue: bool = False
 
 
 class Batcher:
     """Threads that call one scorer with what is waiting.
 
     A call gets up to `max_batch` images: those that came within `max_wait` seconds of the first.
-    A request is cut only if it is larger than that.
+    A request is cut only if it is larger than that. A thread cannot be stopped: after a call that
+    takes longer than `timeout` seconds it takes no other until that one has come back.
     """
 
     def __init__(
-        self, name: str, scorer: Scorer, *, max_batch: int, max_wait: float, metrics: Metrics
+        self,
+        name: str,
+        scorer: Scorer,
+        *,
+        max_batch: int,
+        max_wait: float,
+        metrics: Metrics,
+        timeout: float = math.inf,
     ) -> None:
         self.name = name
         self._scorer = scorer
         self._max_batch = max_batch
         self._max_wait = max_wait
         self._metrics = metrics
+        self._timeout = timeout
+        self._calls: list[Running] = []
         self._waiting: deque[Job] = deque()
         self._images_waiting = 0
         self._changed = threading.Condition()
@@ -83,6 +117,26 @@ class Batcher:
             self._images_waiting += len(images)
             self._changed.notify_all()
         return [job.result for job in jobs]
+
+    @property
+    def hangs(self) -> bool:
+        """Whether no thread is left to take a call."""
+        return sum(running.overdue for running in list(self._calls)) == len(self._threads)
+
+    def fail_overdue(self) -> None:
+        """Answer what has waited too long for the scorer; to be called now and then."""
+        with self._changed:
+            started_before = time.monotonic() - self._timeout
+            late = [c for c in self._calls if not c.overdue and c.started < started_before]
+            for running in late:
+                running.overdue = True
+            jobs = [job for running in late for job in running.jobs]
+            if self.hangs:
+                jobs += [job for job in self._waiting if job.result.set_running_or_notify_cancel()]
+                self._waiting.clear()
+                self._images_waiting = 0
+        for job in jobs:
+            self._fail(job, ScorerFailed(f"no answer within {self._timeout:g} s", "scorer_timeout"))
 
     def close(self) -> None:
         """Work off what is waiting, then end the threads."""
@@ -123,6 +177,8 @@ class Batcher:
     def _score(self, jobs: Sequence[Job]) -> None:
         try:
             scores = self._call(jobs)
+        except _CameBackLate:
+            return  # all were answered
         except BaseException as error:  # the thread must live: nothing else serves this reward
             if len(jobs) > 1:
                 log.warning("reward %r: %s; scoring each request alone", self.name, describe(error))
@@ -143,8 +199,22 @@ class Batcher:
         prompts = [prompt for job in jobs for prompt in job.prompts]
         metadata = [entry for job in jobs for entry in job.metadata]
         self._metrics.batch_images.labels(self.name).observe(len(images))
-        with self._metrics.scorer_seconds.labels(self.name).time():
+        with self._metrics.scorer_seconds.labels(self.name).time(), self._watched(Running(jobs)):
             return parse_scores(call(self._scorer, images, prompts, metadata), len(images))
+
+    @contextlib.contextmanager
+    def _watched(self, running: Running) -> Iterator[None]:
+        with self._changed:
+            self._calls.append(running)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._calls.remove(running)
+            if running.overdue:
+                took = time.monotonic() - running.started
+                log.warning("reward %r came back after %.0f s; it goes on", self.name, took)
+                raise _CameBackLate
 
     def _resolve(self, job: Job, scores: BatchScores) -> None:
         failed = sum(isinstance(value, Failed) for value in scores.values)
@@ -153,6 +223,15 @@ class Batcher:
         job.result.set_result(scores)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        log.warning("reward %r failed on %d images", self.name, len(job), exc_info=error)
+        known = isinstance(error, ScorerFailed)  # whose traceback would be ours
+        log.warning(
+            "reward %r failed on %d images%s",
+            *(self.name, len(job), f": {error}" if known else ""),
+            exc_info=None if known else error,
+        )
         self._metrics.images_failed.labels(self.name).inc(len(job))
-        job.result.set_exception(ScorerFailed(error))
+        job.result.set_exception(ScorerFailed.because(error))
+
+
+class _CameBackLate(Exception):
+    """A call whose images were given up meanwhile."""

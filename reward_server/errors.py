@@ -14,6 +14,7 @@ STATUS = {
     "not_found": 404,
     "unknown_reward": 404,
     "method_not_allowed": 405,
+    "client_too_slow": 408,
     "body_too_large": 413,
     "image_too_large": 413,
     "too_many_images": 413,
@@ -26,11 +27,16 @@ STATUS = {
     "no_images": 422,
     "not_an_image": 422,
     "queue_full": 429,
+    "headers_too_large": 431,
     "internal_error": 500,
     "scorer_broken": 500,
+    "scorer_down": 500,  # not 503: for all we know it stays so, and clients wait for those
     "scorer_failed": 500,
+    "reward_down": 503,
     "shutting_down": 503,
     "starting": 503,
+    "too_many_connections": 503,
+    "scorer_timeout": 504,
 }
 HTTP_CODES = {400: "malformed_json", 404: "not_found", 405: "method_not_allowed"}
 UNKNOWN_FIELD = "unknown_field"  # pydantic's type of a problem that we look for ourselves

@@ -6,14 +6,37 @@ from collections.abc import AsyncIterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reward_server.errors import ApiError, error_response
+from reward_server.errors import ApiError, Busy, error_response
 from reward_server.metrics import UNKNOWN, Metrics
 
 SCORE_PATH = "/v1/score"
+HEALTH_PATHS = ("/healthz", "/readyz")
+SMALL = 2**20  # bytes of a body that are read although there is no time for it
 DRAINED = 4  # times the largest body that is read to its end only to be refused
+RETRY_AFTER = 1  # seconds
 GONE = 499  # the client went away before its answer
 
 Chunks = AsyncIterator[bytes | None]
+
+
+class OnlyHealth:
+    """For one connection too many: whether the server lives is told all the same."""
+
+    def __init__(self, app: ASGIApp, max_connections: int) -> None:
+        self._app = app
+        self._max_connections = max_connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in HEALTH_PATHS:
+            return await self._app(scope, receive, send)
+        error = Busy(
+            "too_many_connections",
+            f"{self._max_connections} clients wait for their answers, which is all that "
+            "--max-connections allows; try again later",
+            RETRY_AFTER,
+        )
+        error.headers["Connection"] = "close"
+        await _refuse(error, scope, _chunks(receive), send, SMALL)
 
 
 class CountRequests:
@@ -69,33 +92,57 @@ class RequireToken:
 class LimitBody:
     """Reads the body of /v1/score up to the limit; the route gets it in one piece."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_held: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_held = max(max_bytes, max_held)
+        self._held = 0  # bytes of all bodies whose requests are not answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != SCORE_PATH:
             return await self._app(scope, receive, send)
         length, chunks = _content_length(scope), _chunks(receive)
         if length > self._max_bytes:
-            return await self._too_large(f"{length} bytes", scope, chunks, send)
+            return await self._refuse(self._too_large(f"{length} bytes"), scope, chunks, send)
         body, size = [], 0
-        async for chunk in chunks:
-            if chunk is None:
-                return None  # the client went away
-            body.append(chunk)
-            size += len(chunk)
-            if size > self._max_bytes:
-                body.clear()
-                return await self._too_large("larger", scope, chunks, send)
-        await self._app(scope, _replay(b"".join(body), receive), send)
+        try:
+            async for chunk in chunks:
+                if chunk is None:
+                    return None  # the client went away
+                body.append(chunk)
+                size += len(chunk)
+                self._held += len(chunk)
+                if problem := self._problem(size):
+                    body.clear()
+                    self._held -= size
+                    size = 0
+                    return await self._refuse(problem, scope, chunks, send)
+            replay = _replay(b"".join(body), receive)
+            body.clear()
+            await self._app(scope, replay, send)
+        finally:
+            self._held -= size
 
-    async def _too_large(self, what: str, scope: Scope, chunks: Chunks, send: Send) -> None:
-        error = ApiError(
+    def _problem(self, size: int) -> ApiError | None:
+        if size > self._max_bytes:
+            return self._too_large("larger")
+        if self._held > self._max_held:
+            return Busy(
+                "queue_full",
+                f"requests of {self._held} bytes are waiting, which is more than the "
+                f"{self._max_held} that there is memory for; try again later",
+                RETRY_AFTER,
+            )
+        return None
+
+    def _too_large(self, what: str) -> ApiError:
+        return ApiError(
             "body_too_large",
             f"the body is {what}, at most {self._max_bytes} bytes are allowed; send fewer images "
             "in one request",
         )
+
+    async def _refuse(self, error: ApiError, scope: Scope, chunks: Chunks, send: Send) -> None:
         await _refuse(error, scope, chunks, send, DRAINED * self._max_bytes)
 
 

@@ -3,9 +3,9 @@
 import base64
 import io
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
-import numpy as np
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from reward_server.errors import ApiError
 
@@ -24,18 +24,41 @@ OTHER_FORMATS = {
     b"<?xml": "XML",
 }
 
+# Bytes per pixel, measured. Pillow stores three channels in four bytes. Besides the RGB copy there
+# are: the picture as it is in the file; of a progressive JPEG its coefficients; of a WebP two
+# canvases, their copy and what the decoder works on.
+RGB_BYTES = 4
+DECODER_BYTES = {"PNG": 4, "JPEG": 8, "WEBP": 16}
+
 # This process has a limit of its own, far below the size at which Pillow warns.
 Image.MAX_IMAGE_PIXELS = None
+# Texts inside a PNG may be compressed a thousandfold; nobody reads them here.
+PngImagePlugin.MAX_TEXT_MEMORY = 2**20
+
+Claim = Callable[[int, int], AbstractContextManager[Callable[[], None]]]
 
 
-def decode(
-    texts: Sequence[str], *, max_pixels: int, claim: Callable[[int], None]
-) -> list[Image.Image]:
-    """All pictures of a request. `claim` is told their pixels, and may refuse, before any is
-    decoded; messages name a picture by its JSON path."""
-    opened = [_open(f"images[{i}]", text, max_pixels) for i, text in enumerate(texts)]
-    claim(sum(picture.width * picture.height for picture in opened))
-    return [_rgb(f"images[{i}]", picture) for i, picture in enumerate(opened)]
+def decode(texts: Sequence[str], *, max_pixels: int, claim: Claim) -> list[Image.Image]:
+    """All pictures of a request, one after the other: only one decoder is at work at a time.
+
+    `claim` is told their pixels and the bytes that decoding takes besides the result. It may
+    wait or refuse before any is decoded, and gives a function to call before each, which raises
+    when nobody wants them any more. Messages name a picture by its JSON path.
+    """
+    paths = [f"images[{i}]" for i in range(len(texts))]
+    pixels, at_work = 0, 0
+    for path, text in zip(paths, texts, strict=True):
+        with _open(path, text, max_pixels) as picture:
+            size = picture.width * picture.height
+            pixels += size
+            at_work = max(at_work, size * DECODER_BYTES[picture.format])
+    with claim(pixels, at_work) as check_wanted:
+        pictures = []
+        for path, text in zip(paths, texts, strict=True):
+            check_wanted()
+            with _open(path, text, max_pixels) as picture:
+                pictures.append(_rgb(path, picture))
+        return pictures
 
 
 def _open(path: str, text: str, max_pixels: int) -> Image.Image:
@@ -83,11 +106,12 @@ def _rgb(path: str, picture: Image.Image) -> Image.Image:
     try:
         if picture.mode.startswith("I"):
             # 16-bit grey: Pillow's own conversion turns all above 255 white.
-            high = (np.asarray(picture) >> 8).astype(np.uint8)
-            return Image.fromarray(high).convert("RGB")
-        return picture.convert("RGB")  # a copy that does not hold on to the file
+            picture = picture.point(lambda value: value / 256).convert("L")
+        rgb = picture.convert("RGB")  # a copy that does not hold on to the file
     except Exception as error:
         raise _broken(path, error) from error
+    rgb.info.clear()  # colour profiles and the like, of any size
+    return rgb
 
 
 def _broken(path: str, error: Exception) -> ApiError:

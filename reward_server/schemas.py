@@ -69,6 +69,8 @@ class LimitValues(BaseModel):
     max_body_bytes: int
     max_queue: int = Field(description="images of one reward that wait or are being scored")
     max_queue_pixels: int = Field(description="the pixels of those images")
+    max_memory_bytes: int = Field(description="for the decoded images of all rewards")
+    max_connections: int
 
 
 class RewardList(BaseModel):

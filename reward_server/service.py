@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from PIL import Image
 
@@ -14,18 +14,22 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards import Scorer
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.guard import BatchScores, call, joined, parse_scores
+from flow_grpo.rewards.threads import in_background
 from reward_server.batching import Batcher, ScorerFailed
 from reward_server.errors import ApiError, Busy, shown
+from reward_server.isolated import SCORING_BYTES, IsolatedScorer
 from reward_server.limits import Limits
+from reward_server.memory import Memory
 from reward_server.metrics import Metrics
-from reward_server.pictures import decode
-from reward_server.room import Room
+from reward_server.pictures import RGB_BYTES, decode
+from reward_server.room import Place, Room
 from reward_server.schemas import ScoreRequest
 
 log = logging.getLogger(__name__)
 
 START_RETRY_AFTER = 2  # seconds
 STOP_RETRY_AFTER = 1  # another server may take it at once
+DOWN_RETRY_AFTER = 5
 DECODERS = min(4, os.cpu_count() or 1)  # threads
 WORKERS_TO_WARM = 8  # at least, of a scorer with workers of its own
 
@@ -37,7 +41,21 @@ class Desk:
         self.scorer = scorer
         self.batcher = batcher
         self.room = room
-        self.ready = False
+        self.warm = False
+
+    @property
+    def ready(self) -> bool:
+        return self.warm and not self.trouble
+
+    @property
+    def trouble(self) -> str:
+        """Why it cannot score now; empty if it can."""
+        if self.batcher.hangs:
+            return (
+                "a call of its scorer does not come back; restart the server, with --isolate "
+                "to have such a scorer restarted alone"
+            )
+        return getattr(self.scorer, "trouble", "")
 
 
 class Service:
@@ -48,18 +66,27 @@ class Service:
         limits: Limits,
         max_batch: int = 64,
         max_wait: float = 0.005,
+        score_timeout: float = math.inf,
     ) -> None:
         self.limits = limits
         self.metrics = Metrics()
         self.stopping = False
         self._accepted = 0  # requests that will be answered whatever happens
         self._decoders = ThreadPoolExecutor(DECODERS, "decode")
+        memory = Memory(limits.max_memory_bytes)
         self.desks: dict[str, Desk] = {}
         for name, scorer in scorers.items():
+            isolated = isinstance(scorer, IsolatedScorer)
             batcher = Batcher(
-                name, scorer, max_batch=max_batch, max_wait=max_wait, metrics=self.metrics
+                name,
+                scorer,
+                max_batch=max_batch,
+                max_wait=max_wait,
+                metrics=self.metrics,
+                timeout=math.inf if isolated else score_timeout,  # that one keeps time itself
             )
-            self.desks[name] = desk = Desk(scorer, batcher, Room(limits))
+            room = Room(limits, memory, RGB_BYTES + (SCORING_BYTES if isolated else 0))
+            self.desks[name] = desk = Desk(scorer, batcher, room)
             queue_length = self.metrics.queue_images.labels(name)
             queue_length.set_function(lambda room=desk.room: room.images)
 
@@ -75,24 +102,34 @@ class Service:
         try:
             with desk.room.hold(len(request.images)) as place:
                 images = await asyncio.get_running_loop().run_in_executor(
-                    self._decoders, self._decode, request.images, place.claim_pixels
+                    self._decoders, self._decode, request.images, place
                 )
-                return await _scores(desk.batcher, images, request.prompts, metadata)
+                parts = desk.batcher.submit(images, request.prompts, metadata)
+                place.used_by(parts)
+                del images  # what the scorer is done with, nobody else holds
+                return await _scores(desk.batcher.name, parts)
         finally:
             self._accepted -= 1
 
-    def _decode(self, images: list[str], claim: Callable[[int], None]) -> list[Image.Image]:
-        return decode(images, max_pixels=self.limits.max_pixels, claim=claim)
+    def _decode(self, images: list[str], place: Place) -> list[Image.Image]:
+        return decode(images, max_pixels=self.limits.max_pixels, claim=place.claim)
+
+    def fail_overdue(self) -> None:
+        for desk in self.desks.values():
+            desk.batcher.fail_overdue()
 
     def check_ready(self) -> None:
         """Raise what a client is told while not all rewards can be had."""
         if self.stopping:
             raise Busy("shutting_down", "the server is shutting down", STOP_RETRY_AFTER)
-        for name in self.desks:
+        for name, desk in self.desks.items():
             self._check_warm(name)
+            if trouble := desk.trouble:
+                message = f"the reward {name!r} is down: {trouble}"
+                raise Busy("reward_down", message, DOWN_RETRY_AFTER)
 
     def _check_warm(self, name: str) -> None:
-        if not self.desks[name].ready:
+        if not self.desks[name].warm:
             raise Busy(
                 "starting", f"the reward {name!r} is still starting; come back", START_RETRY_AFTER
             )
@@ -101,6 +138,8 @@ class Service:
         if self.stopping:
             self.check_ready()
         self._check_warm(name)
+        if trouble := self.desks[name].trouble:
+            raise ApiError("scorer_down", f"the reward {name!r} is down: {trouble}")
         return self.desks[name]
 
     def _check(self, request: ScoreRequest) -> None:
@@ -149,7 +188,7 @@ class Service:
             if isinstance(score, Failed):
                 # Perhaps it needs metadata of its own: only real requests can tell.
                 log.warning("reward %r gave no score for a grey picture: %s", name, score.reason)
-            desk.ready = True
+            desk.warm = True
             log.info("reward %r is ready after %.1f s", name, time.monotonic() - start)
 
     def stop(self) -> None:
@@ -163,16 +202,21 @@ class Service:
                 desk.scorer.close()
         self._decoders.shutdown(wait=False)
 
+    def kill(self, seconds: float) -> None:
+        """End the processes of all scorers, whatever hangs."""
+        closing = [
+            in_background(desk.scorer.close)
+            for desk in self.desks.values()
+            if hasattr(desk.scorer, "close")
+        ]
+        wait(closing, seconds)
 
-async def _scores(
-    batcher: Batcher, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]
-) -> BatchScores:
-    parts = batcher.submit(images, prompts, metadata)
+
+async def _scores(name: str, parts: "list[Future[BatchScores]]") -> BatchScores:
     try:
         return joined(await asyncio.gather(*map(asyncio.wrap_future, parts)))
     except ScorerFailed as error:
-        code = "scorer_broken" if error.is_broken else "scorer_failed"
-        raise ApiError(code, f"reward {batcher.name!r} failed: {error}") from error
+        raise ApiError(error.code, f"reward {name!r} failed: {error}") from error
     finally:
         for part in parts:
             part.cancel()  # of a client that went away, or whose other part failed

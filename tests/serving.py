@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> str:
@@ -101,6 +110,10 @@ class Server:
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         return [int(pid) for task in tasks for pid in task.read_text().split()]
 
+    def connect(self) -> socket.socket:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=TIMEOUT)
+
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
@@ -118,5 +131,6 @@ class Server:
     def kill(self) -> None:
         self.session.close()
         self.process.kill()
-        with contextlib.suppress(ValueError):  # its pipes are closed if it has ended before
-            self.process.communicate()
+        # its pipes are closed if it has ended before, and held open by children that outlive it
+        with contextlib.suppress(ValueError, subprocess.TimeoutExpired):
+            self.process.communicate(timeout=TIMEOUT)

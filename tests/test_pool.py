@@ -6,30 +6,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from serving import is_running, wait_until
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.pool import PoolClosed, WorkerPool
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_workers_run_without_torch(stub_path: None) -> None:

@@ -48,8 +48,15 @@ def _short_delays(monkeypatch):
 
 @pytest.mark.parametrize(
     "trouble",
-    [error(500, "out of memory"), Respond(200, b"<html>"), Respond(502, b"bad gateway"), HangUp()],
-    ids=["500", "not JSON", "502", "hangs up"],
+    [
+        error(500, "out of memory"),
+        Respond(200, b"<html>"),
+        Respond(502, b"bad gateway"),
+        error(504, "no answer within 300 s"),
+        error(408, "the body did not come"),
+        HangUp(),
+    ],
+    ids=["500", "not JSON", "502", "504", "408", "hangs up"],
 )
 def test_trouble_that_passes_is_waited_out(trouble):
     with OpenAiServer(lambda q: "here", script=[trouble] * 3) as server:

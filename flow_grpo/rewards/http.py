@@ -23,6 +23,7 @@ PROBE_TIMEOUT = 5.0
 DOWN_SHARE = 0.1  # of the deadline, for a request to servers that just used up a whole one
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BUSY_STATUSES = (429, 503)  # alive, and asks to come back later
+TOO_SLOW = 408  # the way there was, not what was asked
 DEFAULT_WAIT = 1.0  # seconds, where a busy server does not say how long
 SHORTEST_WAIT = 0.1  # seconds, where it says 0
 
@@ -151,7 +152,8 @@ class ServerGroup:
         message = f"answered {response.status_code} {_message(response)}".rstrip()
         if response.status_code in BUSY_STATUSES:
             raise _Busy(message, response.headers.get("Retry-After", ""))
-        if response.status_code >= 500 and _code(response) != "scorer_broken":
+        in_trouble = response.status_code >= 500 and _code(response) != "scorer_broken"
+        if in_trouble or response.status_code == TOO_SLOW:
             raise _ServerError(message)
         raise Refused(f"{response.url.split('?')[0]} {message}")
 

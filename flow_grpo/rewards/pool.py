@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,24 @@ log = logging.getLogger(__name__)
 MAX_CHUNK = 16
 MAX_DEATHS = 2
 START_ATTEMPTS = 3
+
+
+# For engines that share the machine with a trainer: one core each, and the card's memory is not
+# for them.
+BESIDE_A_TRAINER = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+class TimedOut(Failed):
+    """The worker took too long over it, and was killed."""
+
+
+class Died(Failed):
+    """The worker process ended on it."""
 
 
 class PoolClosed(RuntimeError):
@@ -47,7 +65,7 @@ _Chunk = deque[_Job]
 
 
 class _Worker:
-    def __init__(self, factory: str, options: dict[str, Any]) -> None:
+    def __init__(self, factory: str, options: dict[str, Any], environment: dict[str, str]) -> None:
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             descriptor = theirs.fileno()
@@ -56,7 +74,7 @@ class _Worker:
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=_worker_environment(),
+                env={**_worker_environment(), **environment},
             )
         self.pid = self._process.pid
         # Far smaller than the pipe's buffer: this neither blocks nor needs the child to be there.
@@ -95,10 +113,10 @@ class WorkerPool:
     """Runs `engine(payload)` for many payloads in child processes, each with its own engine.
 
     `factory` is "module:function"; a worker calls it once, with `options`, to get its engine.
-    A worker that dies is replaced and what it had left is tried again; the payload that two
-    workers died on has failed. A worker that takes longer than `timeout` seconds over a payload
-    is killed and replaced, and that payload has failed. Several threads may use one pool. It
-    starts nothing before its first use.
+    A worker that dies is replaced and what it had left is tried again; the payload that
+    `max_deaths` workers died on has failed. A worker that takes longer than `timeout` seconds
+    over a payload is killed and replaced, and that payload has failed. Several threads may use
+    one pool. It starts nothing before its first use.
     """
 
     def __init__(
@@ -109,12 +127,16 @@ class WorkerPool:
         workers: int,
         timeout: float,
         start_timeout: float = 300.0,
+        max_deaths: int = MAX_DEATHS,
+        environment: Mapping[str, str] = BESIDE_A_TRAINER,
     ) -> None:
         self._factory = factory
         self._options = options
         self._size = workers
         self._timeout = timeout
         self._start_timeout = start_timeout
+        self._max_deaths = max_deaths
+        self._environment = dict(environment)
         self._lock = threading.Lock()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -199,7 +221,7 @@ class WorkerPool:
             self._retire(worker)
             reason = f"no answer within {self._timeout:g} s"
             log.warning("worker %d: %s; it is replaced", worker.pid, reason)
-            chunk.popleft().result.set_result(Failed(reason))
+            chunk.popleft().result.set_result(TimedOut(reason))
             self._put(chunk)
         except (EOFError, OSError):
             code = self._retire(worker)
@@ -210,10 +232,11 @@ class WorkerPool:
     def _blame(self, job: _Job) -> None:
         """Answers come in order, so the first one missing belongs to the job it died on."""
         job.deaths += 1
-        if job.deaths < MAX_DEATHS:
+        if job.deaths < self._max_deaths:
             self._put(deque([job]))
         else:
-            job.result.set_result(Failed(f"{job.deaths} worker processes died on it"))
+            processes = "process" if job.deaths == 1 else "processes"
+            job.result.set_result(Died(f"{job.deaths} worker {processes} died on it"))
 
     def _living(self, worker: _Worker | None) -> _Worker:
         """`worker` if it is still there, else a new one."""
@@ -233,7 +256,7 @@ class WorkerPool:
             with self._lock:
                 if self._closed:
                     raise PoolClosed
-                worker = _Worker(self._factory, self._options)
+                worker = _Worker(self._factory, self._options, self._environment)
                 self._live.add(worker)
             try:
                 status, reason = worker.receive(self._start_timeout)
@@ -271,8 +294,4 @@ def _worker_environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root]),
         # `python -m` would put the current directory, and what lies in it, first on the path.
         "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # the card's memory belongs to the trainer
     }

@@ -3,6 +3,7 @@
 Run as `python -m flow_grpo.rewards.worker <file descriptor of the pipe>`.
 """
 
+import ctypes
 import importlib
 import os
 import queue
@@ -15,8 +16,11 @@ from typing import Any
 
 from flow_grpo.rewards.failure import describe
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
 
 def main() -> None:
+    _die_with_parent()
     os.nice(10)  # rewards are waited for last; the model's threads wait for one another
     # Ctrl-C and a launcher's SIGTERM reach the whole process group; the trainer decides when its
     # workers go.
@@ -34,6 +38,16 @@ def main() -> None:
     connection.send(("ready", ""))
     while True:
         connection.send(_answer(engine, jobs.get()))
+
+
+def _die_with_parent() -> None:
+    """Also when the engine never lets go of the interpreter, so that `_receive` cannot run.
+
+    The kernel means the thread that started this process, which is the one that feeds it.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _receive(connection: Connection, jobs: "queue.SimpleQueue[Any]") -> None:

@@ -1,6 +1,7 @@
 """Training against a real reward server, also one that dies."""
 
 import json
+import os
 import re
 import time
 
@@ -52,7 +53,7 @@ def test_ocr_over_http_scores_every_image_as_in_process(run, tmp_path):
 def slow_jpeg(tmp_path, monkeypatch) -> dict:
     """A reward of 0.1 s per image; 32 images per epoch."""
     (tmp_path / "slow_jpeg.py").write_text(SLOW_JPEG)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return {
         "reward_fn": "{'slow': 1.0}",
         "custom_rewards": "{'slow': 'slow_jpeg:score'}",

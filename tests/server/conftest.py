@@ -8,7 +8,7 @@ import pytest
 from serving import Server
 
 OBEDIENT = """
-    import asyncio, time
+    import asyncio, ctypes, os, re, threading, time
     from pathlib import Path
     from flow_grpo.errors import UserError
 
@@ -24,6 +24,13 @@ OBEDIENT = """
                 raise ValueError(argument)
             if order == "exit":
                 raise SystemExit(3)
+            if order == "crash":
+                os._exit(7)
+            if order == "segfault":
+                ctypes.string_at(0)
+            if order == "spin":  # in C, without ever letting go of the interpreter
+                Path(argument + ".started").touch()
+                re.match("(a|a)*$", "a" * 1000 + "b")
         for entry in metadata:
             if "raise" in entry:
                 raise ValueError(entry["raise"])
@@ -57,6 +64,23 @@ OBEDIENT = """
             while not self.until.exists():
                 time.sleep(0.01)
             return [1.0] * len(images)
+
+    class Clinging:
+        '''Neither its thread nor its close() ever ends.'''
+        def __init__(self):
+            threading.Thread(target=threading.Event().wait).start()
+        def __call__(self, images, prompts, metadata):
+            return [1.0] * len(images)
+        def close(self):
+            threading.Event().wait()
+
+    class Fragile:
+        '''Cannot be built while there is a file.'''
+        def __init__(self, unless):
+            if Path(unless).exists():
+                raise OSError("no space left on the card")
+        def __call__(self, images, prompts, metadata):
+            return obey(images, prompts, metadata)
 
     class Crowd:
         def __init__(self, workers=1):

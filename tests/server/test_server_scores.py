@@ -8,6 +8,7 @@ from PIL import Image
 from serving import Server, body, encoded
 
 from flow_grpo.rewards.jpeg import jpeg_compressibility
+from reward_server.limits import available_memory
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,8 @@ def test_it_lists_what_it_has_and_how_much_it_takes(server: Server) -> None:
         "max_body_bytes": 67_108_864,
         "max_queue": 1024,
         "max_queue_pixels": 1_073_741_824,
+        "max_memory_bytes": available_memory() // 2,
+        "max_connections": 512,
     }
 
 

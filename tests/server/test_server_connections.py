@@ -1,0 +1,180 @@
+"""Clients that send too much, too slowly or nothing at all do not keep others from being served.
+
+None of them shows a token.
+"""
+
+import json
+import select
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+from serving import TIMEOUT, Server, body, wait_until
+
+from reward_server.connection import MAX_HEADER_BYTES, PROGRESS
+
+JPEG = "jpeg_compressibility"
+START = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def answer(client: socket.socket) -> tuple[int, str]:
+    """The status and the error's code, once the server has closed the connection."""
+    data = b""
+    while part := client.recv(65536):
+        data += part
+    head, _, content = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(content)["error"]["code"]
+
+
+def is_closed(client: socket.socket) -> bool:
+    readable, _, _ = select.select([client], [], [], 0)
+    try:
+        return bool(readable) and client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def still_serves(server: Server) -> None:
+    assert requests.get(f"{server.url}/healthz", timeout=TIMEOUT).status_code == 200
+    headers = {"Authorization": "Bearer abc"}
+    assert server.score(body(JPEG, "a"), headers=headers).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    return start(JPEG, "--token-env", "SECRET", "--client-timeout", "1", SECRET="abc")
+
+
+@pytest.fixture(scope="module")
+def patient(start: Callable[..., Server]) -> Server:
+    """Nothing is closed there because of the time."""
+    limit = ("--max-connections", "16", "--client-timeout", "3600")
+    return start(JPEG, "--token-env", "SECRET", *limit, SECRET="abc")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"GET /%s", b"GET /healthz HTTP/1.1\r\nX-One: %s", b"GET /healthz HTTP/1.1\r\n%s"],
+    ids=["a long path", "one long header", "many headers"],
+)
+def test_headers_without_end_are_refused(patient: Server, header: bytes) -> None:
+    filling = b"a:b\r\n" * MAX_HEADER_BYTES if header.endswith(b"\n%s") else b"a" * 2**20
+    with patient.connect() as client:
+        # No more than it has to read to know: what is left unread would break the connection.
+        client.sendall((header % filling)[: MAX_HEADER_BYTES + 1])
+        assert answer(client) == (431, "headers_too_large")
+    still_serves(patient)
+
+
+def test_many_megabytes_of_headers_do_not_stop_the_health_checks(patient: Server) -> None:
+    """Four such connections made /healthz take 13 s."""
+    clients = [patient.connect() for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        sent = list(threads.map(send_until_closed, clients))
+    assert max(sent) < 16 * 2**20  # what the system keeps for both sides, at most
+    still_serves(patient)
+
+
+def send_until_closed(client: socket.socket) -> int:
+    sent, part = len(START), b"x" * 2**16
+    with client:
+        try:
+            client.sendall(START + b"X-Long: ")
+            while sent < 64 * 2**20:
+                client.sendall(part)
+                sent += len(part)
+        except ConnectionError:
+            pass
+    return sent
+
+
+HALVES = {
+    "nothing": b"",
+    "half a line": b"GET /hea",
+    "half the headers": START,
+    "no body": START + b"Content-Length: 100\r\n\r\n",
+    "half a body": START + b'Content-Length: 100\r\n\r\n{"rew',
+    "half a chunk": START + b"Transfer-Encoding: chunked\r\n\r\nff\r\nabc",
+    "half a body for nobody": b"POST /nothing HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc",
+    "half a second request": b"GET /healthz HTTP/1.1\r\n\r\n" + START,
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_a_request_is_not_waited_for(server: Server, half: str) -> None:
+    with server.connect() as client:
+        client.sendall(HALVES[half])
+        if "second" in half:
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+            client.sendall(b"X: y\r\n")  # until then it counts as kept open
+        if "nobody" in half:
+            assert client.recv(65536).startswith(b"HTTP/1.1 404")
+            while client.recv(65536):
+                pass
+        else:
+            assert answer(client) == (408, "client_too_slow")
+    still_serves(server)
+
+
+@pytest.mark.parametrize("start_", [b"GET /", START + b"Content-Length: 100000\r\n\r\n"])
+def test_a_byte_now_and_then_is_not_enough(server: Server, start_: bytes) -> None:
+    with server.connect() as client:
+        client.sendall(start_)
+
+        def closed_after_another_byte() -> bool:
+            time.sleep(0.05)
+            try:
+                client.sendall(b"a")
+            except ConnectionError:
+                return True
+            return bool(select.select([client], [], [], 0)[0])
+
+        wait_until(closed_after_another_byte, TIMEOUT)
+    still_serves(server)
+
+
+def test_a_large_body_may_take_its_time(start: Callable[..., Server]) -> None:
+    server = start(JPEG, "--client-timeout", "4")
+    part, parts = b" " * PROGRESS, 12
+    with server.connect() as client:
+        client.sendall(START + b"Content-Length: %d\r\n\r\n" % (parts * PROGRESS))
+        for _ in range(parts):
+            time.sleep(0.4)  # 4.8 s in all
+            client.sendall(part)
+        assert client.recv(65536).startswith(b"HTTP/1.1 400")  # blanks are no JSON
+
+
+def test_half_sent_requests_make_room_for_others(patient: Server) -> None:
+    """500 of them stayed open."""
+    halves = list(HALVES.values())
+    clients = [patient.connect() for _ in range(40)]
+    for number, client in enumerate(clients):
+        client.sendall(halves[number % len(halves)])
+    still_serves(patient)
+    wait_until(lambda: sum(map(is_closed, clients)) >= 40 - 16)
+    still_serves(patient)
+    for client in clients:
+        client.close()
+
+
+def test_a_full_server_still_tells_that_it_lives(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start("obey", "--max-connections", "1")
+    go = tmp_path / "go"
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(server.score, body("obey", f"wait {go}"))
+        wait_until((tmp_path / "go.started").exists)
+        refused = server.score(body("obey", "a"))
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        assert int(refused.headers["Retry-After"]) >= 1
+        for path in ("/healthz", "/readyz"):
+            assert requests.get(server.url + path, timeout=TIMEOUT).status_code == 200
+        go.touch()
+        assert first.result().status_code == 200
+    assert server.score(body("obey", "abc")).json()["scores"] == [3.0]

@@ -1,0 +1,118 @@
+"""A scorer that hangs is told of and does not take others along; the server ends when it should."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+from PIL import Image
+from serving import Server, body, wait_until
+
+from flow_grpo.rewards import build_reward
+from flow_grpo.rewards.failure import FailurePolicy
+
+JPEG = "jpeg_compressibility"
+
+
+def error(response: requests.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    return start(f"{JPEG},obey", "--score-timeout", "1", "--max-batch", "2")
+
+
+@pytest.fixture
+def hanging(server: Server, tmp_path: Path) -> Iterator[Path]:
+    """The file that a hanging call of `obey` waits for."""
+    file = tmp_path / "go"
+    response = server.score(body("obey", f"wait {file}"))
+    assert error(response) == (504, "scorer_timeout")
+    assert "'obey' failed: no answer within 1 s" in response.json()["error"]["message"]
+    yield file
+    file.touch()
+    server.wait_until_ready()
+
+
+def test_a_reward_that_hangs_is_reported_and_the_others_go_on(
+    server: Server, hanging: Path
+) -> None:
+    ready, refused = server.get("/readyz"), server.score(body("obey", "a"))
+    assert error(ready) == (503, "reward_down")
+    assert int(ready.headers["Retry-After"]) >= 1
+    assert error(refused) == (500, "scorer_down")  # at once; clients ask again
+    for response in (ready, refused):
+        assert "'obey' is down: " in response.json()["error"]["message"]
+        assert "--isolate" in response.json()["error"]["message"]
+    states = server.get("/v1/rewards").json()["rewards"]
+    assert states == [{"name": JPEG, "ready": True}, {"name": "obey", "ready": False}]
+    assert server.get("/healthz").status_code == 200
+    assert server.score(body(JPEG, "a", "b")).json()["errors"] == [None, None]
+
+
+def test_it_goes_on_when_the_call_comes_back(server: Server, hanging: Path) -> None:
+    hanging.touch()
+    server.wait_until_ready()
+    assert server.score(body("obey", "abc")).json()["scores"] == [3.0]
+    assert all(reward["ready"] for reward in server.get("/v1/rewards").json()["rewards"])
+
+
+def test_what_waits_behind_a_call_that_hangs_is_answered(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "go"
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(server.score, body("obey", f"wait {file}"))
+        wait_until((tmp_path / "go.started").exists)
+        second = threads.submit(server.score, body("obey", "a", "b"))
+        assert error(first.result()) == (504, "scorer_timeout")
+        # a moment later it would have been refused at the door
+        assert error(second.result()) in [(504, "scorer_timeout"), (500, "scorer_down")]
+    file.touch()
+    server.wait_until_ready()
+
+
+def test_training_waits_for_a_reward_that_is_down(server: Server, hanging: Path) -> None:
+    custom = {"obey": "obedient:obey"}
+    policy = FailurePolicy(retries=8, timeout=60)
+    reward = build_reward({"obey": 1.0}, servers={"obey": server.url}, custom=custom, policy=policy)
+    before = server.metric("requests_total", reward="obey", status="500")
+    scores = reward.submit([Image.new("RGB", (8, 8))] * 2, ["abc", "de"])
+    # refused at least once, and asked again later
+    wait_until(lambda: server.metric("requests_total", reward="obey", status="500") > before)
+    hanging.touch()
+    np.testing.assert_array_equal(scores.result()["obey"], [3.0, 2.0])
+
+
+def in_vain(server: Server, content: dict[str, Any]) -> None:
+    """A request that is never answered."""
+
+    def send() -> None:
+        with pytest.raises(requests.RequestException):
+            server.score(content)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_one_signal_ends_it_though_a_scorer_hangs(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start("obey", "--grace", "1")
+    in_vain(server, body("obey", f"wait {tmp_path / 'never'}"))
+    wait_until((tmp_path / "never.started").exists)
+    server.signal()
+    code, stderr = server.end()
+    assert code == 1  # not 0: it did not answer all
+    assert "not done 1 s after the signal (--grace); it ends now" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_one_signal_ends_it_though_threads_and_close_hang(start: Callable[..., Server]) -> None:
+    server = start("mine", "--custom", "mine=obedient:Clinging", "--grace", "1")
+    server.signal()
+    code, stderr = server.end()
+    assert code == 1
+    assert "it ends now" in stderr
