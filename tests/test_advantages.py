@@ -121,6 +121,16 @@ def test_gdpo_normalises_each_reward_before_it_adds_them():
     np.testing.assert_allclose(out, total / total.std(), atol=1e-12)
 
 
+def test_gdpo_weighs_what_it_has_normalised():
+    """Rewards 0, 0, 3 have mean 1 and spread sqrt(2), so z = -1/sqrt(2), -1/sqrt(2), sqrt(2)."""
+    rewards = {"a": np.array([0.0, 0.0, 3.0]), "b": np.array([3.0, 0.0, 0.0])}
+    out = compute_advantages(
+        rewards, np.zeros(3, int), estimator="gdpo", weights={"a": 3.0, "b": 1.0}, eps=0
+    )
+    total = np.array([-1.0, -4.0, 5.0])  # times 1/sqrt(2): 3 (-1, -1, 2) + (2, -1, -1)
+    np.testing.assert_allclose(out, total / np.sqrt(14), atol=1e-12)
+
+
 def test_weights_add_rewards_up():
     rewards = {"a": np.array([1.0, 2.0]), "b": np.array([5.0, 1.0])}
     out = compute_advantages(
