@@ -55,12 +55,17 @@ import pytest
 if not hasattr(pytest.Item, "_nodeid"):  # pytest 9.2 has no such attribute, mutmut 3.8 reads it
     pytest.Item._nodeid = property(lambda item: item.nodeid)
 
-# the same examples for every mutant, and no time spent on making a failing one smaller
+# the same few examples for every mutant, and no time spent on making a failing one smaller
 phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 hypothesis.settings.register_profile(
-    "mutants", phases=phases, derandomize=True, database=None, deadline=None
+    "mutants", phases=phases, max_examples=20, derandomize=True, database=None, deadline=None
 )
 hypothesis.settings.load_profile("mutants")
+
+
+# the quick ones first: most mutants need no other
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: ("tiny_sd3" in item.fixturenames, hasattr(item.obj, "hypothesis")))
 """
 
 
@@ -126,7 +131,8 @@ def mutmut(folder: Path, *arguments: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "mutmut", *arguments],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # a mutant for each core
+        # a mutant for each core, and no plugins to load for each
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

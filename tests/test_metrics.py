@@ -10,6 +10,7 @@ from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics
 from flow_grpo.objectives import PolicyLoss
 
 
+@pytest.mark.filterwarnings("error")
 def test_spread_is_within_groups_and_over_what_was_scored():
     total = np.array([1.0, 3.0, 5.0, 5.0, np.nan, 2.0, 8.0])
     rewards = {"a": total, "a/colour": 2 * total, "b": np.full(7, np.nan), "avg": total}
@@ -29,6 +30,7 @@ def test_spread_is_within_groups_and_over_what_was_scored():
     assert math.isnan(metrics["reward/b/std"])
 
 
+@pytest.mark.filterwarnings("error")
 def test_with_nothing_scored_there_is_no_mean():
     metrics = reward_metrics({"avg": np.full(2, np.nan)}, np.zeros(2, int))
     assert math.isnan(metrics["reward/avg"])
