@@ -37,14 +37,15 @@ TESTS: dict[str, list[str]] = {
     "checkpoint": [],
 }
 # torch does not survive a fork once it has started its threads, so a process that has only
-# imported it forks the others
+# imported it forks the others. Most of the time of a short run is pytest's collecting garbage, to
+# warn of exceptions in it.
 SETTINGS = """
 [tool.mutmut]
 source_paths = ["flow_grpo"]
 only_mutate = ["flow_grpo/{name}.py"]
 also_copy = ["config", "conftest.py"]
 pytest_add_cli_args_test_selection = {tests}
-pytest_add_cli_args = ["-p", "no:cacheprovider"]
+pytest_add_cli_args = ["-p", "no:cacheprovider", "-p", "no:unraisableexception"]
 process_isolation = "forkserver"
 use_git_change_detection = false
 """

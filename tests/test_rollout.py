@@ -21,6 +21,7 @@ from flow_grpo.rollout import (
     sample_trajectory,
 )
 from flow_grpo.sde import sde_step
+from flow_grpo.seeding import Stream
 
 
 def draw(adapter, index, *, steps=range(1, 3), kind="flow", guidance=4.5):
@@ -229,3 +230,22 @@ def test_negative_prompts_are_read_only_where_there_is_guidance(guidance, negati
     assert encode_prompts(adapter, prompts, dynamics) == (["a", "b"], negative)
     encode_ahead(adapter, prompts, dynamics)
     assert ahead == ["a", "b", *(negative or [])]
+
+
+def test_without_noisy_steps_nothing_is_drawn_and_nothing_kept():
+    final, trajectory = sample_trajectory(KnownField(), Scale(), KNOWN, START, NUMBERS)
+    x = START.double()
+    for i in range(3):
+        x = x + (0.6 * x + TIMESTEPS[i] / 1000 * NUMBERS) * (SIGMAS[i + 1] - SIGMAS[i])
+    torch.testing.assert_close(final, x, rtol=1e-12, atol=0)
+    assert trajectory.latents.shape == trajectory.log_probs.shape == (2, 0)
+
+
+def test_another_seed_epoch_or_purpose_is_another_noise():
+    keys = [(0, 0), (1, 0), (0, 1), (0, int(Stream.EVAL))]
+    generators = [
+        *(g for seed, epoch in keys for g in group_generators(seed, epoch, [0, 1])),
+        *(g for seed, epoch in keys for g in sample_generators(seed, epoch, [0, 1])),
+        *(g for seed in (0, 1) for g in eval_generators(seed, [0, 1])),
+    ]
+    assert len({g.initial_seed() for g in generators}) == len(generators)
