@@ -43,6 +43,7 @@ setup(
             "deepspeed>=0.16",
             "hypothesis>=6.100",
             "matplotlib>=3.9",
+            "mutmut>=3.8,<4",
             "openai>=1.99",  # `transformers serve`, which the judges are tested with
             "pytest>=8",
             "pytest-xdist>=3.5",

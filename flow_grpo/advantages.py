@@ -44,7 +44,7 @@ def compute_advantages(
     per_reward = np.stack(list(table.values()))  # (R, N)
     groups = _as_groups(group_ids, per_reward.shape[1])
     if baseline is not None:
-        baseline = np.asarray(baseline, dtype=np.float64)
+        baseline = np.asarray(baseline)
         if baseline.shape != groups.shape:
             raise ValueError(f"baseline has shape {baseline.shape}, rewards {groups.shape}")
 
@@ -122,7 +122,7 @@ def _group_z(r: np.ndarray, groups: np.ndarray, scale: Scale, eps: float) -> np.
 
 
 def _z(r: np.ndarray, eps: float) -> np.ndarray:
-    return _divided(_centred(r, np.zeros(r.shape, dtype=int)), r.std() + eps)
+    return _divided(_centred(r, np.zeros_like(r)), r.std() + eps)
 
 
 def _divided(centred: np.ndarray, by: float) -> np.ndarray:

@@ -25,7 +25,7 @@ def clipped_policy_loss(
     *,
     clip_low: float,
     clip_high: float,
-    adv_clip_max: float = 5.0,
+    adv_clip_max: float,
 ) -> PolicyLoss:
     """PPO's pessimistic surrogate; the trust region is [1 - clip_low, 1 + clip_high]."""
     advantages = advantages.clamp(-adv_clip_max, adv_clip_max)

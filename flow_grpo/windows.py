@@ -38,7 +38,7 @@ def stochastic_steps(
             f"sde_window_range=({first}, {last}) must lie within (0, {num_steps - 1}): "
             f"num_steps={num_steps} and the last step adds no noise"
         )
-    if not 0 < window_size <= last - first:
+    if not 1 <= window_size <= last - first:
         raise ValueError(
             f"sde_window_size={window_size} does not fit into sde_window_range=({first}, {last})"
         )

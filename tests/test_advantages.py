@@ -121,12 +121,37 @@ def test_gdpo_normalises_each_reward_before_it_adds_them():
     np.testing.assert_allclose(out, total / total.std(), atol=1e-12)
 
 
+def test_gdpo_weighs_what_it_has_normalised():
+    """0, 1, 5 have mean 2 and variance 14/3; 3, 0, 0 have mean 1 and variance 2."""
+    rewards = {"a": np.array([0, 1, 5]), "b": np.array([3, 0, 0])}
+    out = compute_advantages(
+        rewards, np.zeros(3, int), estimator="gdpo", weights={"a": 3.0, "b": 1.0}, eps=0
+    )
+    total = 3 * np.array([-2, -1, 3]) / np.sqrt(14 / 3) + np.array([2, -1, -1]) / np.sqrt(2)
+    np.testing.assert_allclose(out, total / total.std(), atol=1e-12)
+
+
+def test_in_a_pair_rloo_compares_each_with_the_other():
+    out = compute_advantages(np.array([1.0, 5.0]), np.zeros(2, int), estimator="rloo")
+    assert out.tolist() == [-4, 4]
+
+
+def test_a_missing_baseline_is_a_missing_score():
+    r, baseline = np.array([1.0, np.nan, 3.0, 4.0]), np.array([0.5, 0.5, np.nan, 1.0])
+    out = compute_advantages(r, np.zeros(4, int), estimator="remax", baseline=baseline)
+    assert out.tolist() == [0.5, 0, 0, 3]
+
+
 def test_weights_add_rewards_up():
     rewards = {"a": np.array([1.0, 2.0]), "b": np.array([5.0, 1.0])}
     out = compute_advantages(
         rewards, np.zeros(2, int), estimator="dr_grpo", weights={"a": 1.0, "b": 0.5}
     )
     np.testing.assert_allclose(out, [0.5, -0.5])
+    alone = compute_advantages(
+        rewards["a"], np.zeros(2, int), estimator="dr_grpo", weights={"reward": 4.0}
+    )
+    np.testing.assert_allclose(alone, [-2, 2])
 
 
 def test_integer_rewards_do_not_truncate():
@@ -143,12 +168,22 @@ def test_inputs_are_not_changed():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"estimator": "ppo"}, "unknown estimator 'ppo'"),
-        ({"scale": "all"}, "unknown scale 'all'"),
+        (
+            {"estimator": "ppo"},
+            "unknown estimator 'ppo'; choose one of "
+            "grpo, dr_grpo, rloo, reinforce_pp, remax, gdpo$",
+        ),
+        ({"scale": "all"}, "unknown scale 'all'; choose one of group, batch, none$"),
         ({"estimator": "remax"}, "baseline goes with"),
+        (
+            {"estimator": "remax", "baseline": np.zeros(1)},
+            r"baseline has shape \(1,\), rewards \(2,\)",
+        ),
         ({"group_ids": np.array(["a", "b"])}, "must be integers"),
         ({"group_ids": np.array([0])}, "group_ids has shape"),
-        ({"rewards": {}}, "rewards is empty"),
+        ({"rewards": {}}, "^rewards is empty; give at least one$"),
+        ({"rewards": np.zeros((2, 1))}, "must be one-dimensional and of one length"),
+        ({"rewards": {"a": np.zeros(2), "b": np.zeros(3)}}, "one-dimensional and of one length"),
     ],
 )
 def test_bad_arguments_are_named(kwargs, message):

@@ -115,3 +115,48 @@ def test_an_update_has_the_same_samples_for_any_number_of_processes_and_batch_si
     assert sorted(k for k, _ in everything) == list(range(total))
     assert len(set(rows)) == groups
     assert all(rows.count(row) == group_size for row in set(rows))
+
+
+@pytest.mark.parametrize(
+    ("prompt_fn", "wanted"),
+    [
+        ("auto", "test_metadata.jsonl or test.txt"),
+        ("text", "test.txt"),
+        ("metadata", "test_metadata.jsonl"),
+    ],
+)
+def test_a_missing_dataset_is_told_with_the_files_it_may_be(tmp_path, prompt_fn, wanted):
+    with pytest.raises(UserError) as told:
+        load_prompts(tmp_path, "test", prompt_fn)
+    assert str(told.value) == (
+        f"no dataset at {tmp_path}: it must hold {wanted} (prompt_fn={prompt_fn!r})"
+    )
+
+
+def test_prompts_can_be_asked_for_with_their_metadata(tmp_path):
+    (tmp_path / "train.txt").write_text("other\n")
+    (tmp_path / "train_metadata.jsonl").write_text(
+        '{"prompt": "a", "negative_prompt": null, "n": 1}\n'
+    )
+    assert load_prompts(tmp_path, "train", "metadata") == [Prompt("a", "", {"n": 1})]
+
+
+@pytest.mark.parametrize("row", [["prompt"], {"prompt": 3}, {"prompt": ""}, {"prompt": None}])
+def test_a_row_without_a_prompt_is_shown(tmp_path, row):
+    (tmp_path / "train_metadata.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError) as told:
+        load_prompts(tmp_path, "train")
+    where = f"{tmp_path}/train_metadata.jsonl:1"
+    needs = f'{where}: needs an object with a "prompt" string, got {json.dumps(row)}'
+    assert str(told.value) == needs
+
+
+def test_of_a_long_row_the_beginning_is_shown(tmp_path):
+    (tmp_path / "train_metadata.jsonl").write_text(json.dumps({"text": "a" * 99}))
+    with pytest.raises(UserError, match=r'got \{"text": "a{70}$'):  # 80 characters
+        load_prompts(tmp_path, "train")
+
+
+def test_what_can_be_chosen_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"choose one of auto, text, metadata$"):
+        load_prompts(tmp_path, "train", "all")

@@ -1,5 +1,7 @@
 """The parts of the loss that are there to save time change nothing else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -132,3 +134,50 @@ def test_the_kl_is_that_of_the_step_and_part_of_the_loss(adapter, guidance):
     for loss in losses():
         assert (loss.kl > 1e-6).all()
         torch.testing.assert_close(loss.per_sample, loss.policy.loss + settings.beta * loss.kl)
+
+
+@pytest.mark.parametrize(
+    ("guidance", "most", "passes"),
+    [
+        (1.0, 16, [16]),
+        (1.0, 15, [8, 8]),
+        (1.0, 7, [4, 4, 4, 4]),
+        (4.5, 16, [16, 16]),
+        (4.5, 15, [8, 8, 8, 8]),
+    ],
+)
+def test_a_pass_of_the_reference_holds_no_more_than_the_most(
+    adapter, monkeypatch, guidance, most, passes
+):
+    """Four samples of four steps; guidance takes two places for each."""
+    policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=range(4))
+    monkeypatch.setattr("flow_grpo.grpo.MAX_PASS", most * trajectory.latents[0, 0].numel())
+    calls, forward = [], policy.module.forward
+    policy.module.forward = lambda **inputs: (
+        calls.append(len(inputs["timestep"])),
+        forward(**inputs),
+    )[1]
+    reference_velocities(policy, dynamics, trajectory)
+    assert calls == passes
+    calls.clear()
+    policy.transformer.enable_gradient_checkpointing()  # memory is short
+    reference_velocities(policy, dynamics, trajectory)
+    assert calls == [8 if guidance > 1 else 4] * 4
+
+
+def test_the_approximate_kl_is_half_the_squared_log_ratio(adapter):
+    policy, dynamics, trajectory = sampled(adapter)
+    once = torch.tensor([[0.0, 0.5], [0.0, -0.25], [0.0, 1.0], [0.0, 2.0]])
+    moved = replace(trajectory, log_probs=trajectory.log_probs + once)
+    settings = GrpoSettings(beta=0.0)
+    loss = grpo_step_loss(policy, dynamics, moved, 1, torch.ones(4), settings)
+    torch.testing.assert_close(loss.policy.ratio, (-once[:, 1]).exp())
+    torch.testing.assert_close(loss.approx_kl, torch.tensor([0.125, 0.03125, 0.5, 2.0]))
+    assert loss.kl.tolist() == [0, 0, 0, 0]
+
+
+def test_one_sample_with_an_advantage_is_left_alone(adapter):
+    _, _, trajectory = sampled(adapter)
+    part, kept = with_gradient(trajectory, torch.tensor([0.0, 0.0, 3.0, 0.0]))
+    assert kept.tolist() == [3.0]
+    assert torch.equal(part.latents, trajectory.latents[2:3])

@@ -5,11 +5,12 @@ from flow_grpo.objectives import clipped_policy_loss, kl_to_reference
 
 
 def policy_loss(log_ratio, advantage, **kwargs):
-    log_prob = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
-    settings = {"clip_low": 0.1, "clip_high": 0.3, **kwargs}
+    old_log_prob = torch.tensor([-2.0], dtype=torch.float64)
+    log_prob = (old_log_prob + log_ratio).requires_grad_()
+    settings = {"clip_low": 0.1, "clip_high": 0.3, "adv_clip_max": 5.0, **kwargs}
     out = clipped_policy_loss(
         log_prob,
-        torch.zeros(1, dtype=torch.float64),
+        old_log_prob,
         torch.tensor([advantage], dtype=torch.float64),
         **settings,
     )
@@ -29,7 +30,7 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient():
         (1.4, 1.0, True),  # already more likely than the region allows
         (1.4, -1.0, False),  # too likely and bad: must come back
         (0.8, -1.0, True),
-        (0.8, 1.0, False),
+        (0.8, 0.5, False),
         (1.2, 1.0, False),  # within the wider upper side
         (0.95, -1.0, False),
     ],
@@ -41,9 +42,18 @@ def test_the_clip_holds_only_what_moves_further_out(ratio, advantage, held):
     assert out.clipped_high.item() == (held and ratio > 1)
 
 
+def test_what_pulls_nowhere_or_is_at_the_edge_is_not_counted_as_clipped():
+    at_the_edge = [(0.0, advantage, {"clip_low": 0, "clip_high": 0}) for advantage in (1.0, -1.0)]
+    no_advantage = [(log_ratio, 0.0, {}) for log_ratio in (1.0, -1.0)]
+    for log_ratio, advantage, settings in at_the_edge + no_advantage:
+        out, _ = policy_loss(log_ratio, advantage, **settings)
+        assert not out.clipped_low
+        assert not out.clipped_high
+
+
 def test_advantages_are_clamped():
-    assert policy_loss(0.0, 50.0, adv_clip_max=5.0)[0].loss.item() == -5
-    assert policy_loss(0.0, -50.0, adv_clip_max=5.0)[0].loss.item() == 5
+    assert policy_loss(0.0, 50.0)[0].loss.item() == -5
+    assert policy_loss(0.0, -50.0)[0].loss.item() == 5
 
 
 def kl(kind, **kwargs):
@@ -70,7 +80,14 @@ def test_flow_grpo_kl_leaves_dt_out():
 
 
 def test_velocity_kl_is_the_mean_squared_difference():
-    torch.testing.assert_close(kl("velocity"), torch.ones(2))
+    velocity = torch.tensor([[2.0, -1.0, 1.0], [1.0, 1.0, 4.0]])
+    torch.testing.assert_close(kl("velocity", velocity=velocity), torch.tensor([5.0, 9.0]) / 3)
+
+
+def test_the_square_of_half_precision_velocities_does_not_overflow():
+    far = torch.full((2, 3), 301.0, dtype=torch.float16)
+    found = kl("velocity", velocity=far, reference_velocity=torch.ones_like(far))
+    assert found.tolist() == [90000.0, 90000.0]
 
 
 @pytest.mark.parametrize("kind", ["flow_grpo", "gaussian", "velocity"])
@@ -86,5 +103,6 @@ def test_kl_is_zero_at_the_reference_and_pulls_towards_it(kind):
 
 
 def test_an_unknown_kl_is_named():
-    with pytest.raises(ValueError, match="unknown KL 'k3'"):
+    message = r"unknown KL 'k3'; choose one of flow_grpo, gaussian, velocity$"
+    with pytest.raises(ValueError, match=message):
         kl("k3")

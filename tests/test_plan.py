@@ -137,3 +137,50 @@ def test_the_largest_divisor_is_one_and_no_larger_fits(number, most):
     assert number % found == 0
     assert found <= max(1, most)
     assert all(number % n or n > most for n in range(found + 1, number + 1))
+
+
+def test_an_epoch_is_described_in_full():
+    assert plan(inner_epochs=3).describe().splitlines() == [
+        "samples per epoch     48 = 6 per batch x 4 batches x 2 processes",
+        "groups per epoch      6 prompts x 8 images",
+        "samples per update    24 = 3 per micro-batch x 4 accumulated x 2 processes,"
+        " each over 9 steps",
+        "updates per epoch     6 (train.num_inner_epochs=3)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_processes": 0}, "num_processes=0 must be at least 1"),
+        (
+            {"group_size": 7},
+            "48 samples per epoch = sample.train_batch_size=6 x sample.num_batches_per_epoch=4 "
+            "x 2 processes do not divide into groups of sample.num_image_per_prompt=7; "
+            "change one of these numbers",
+        ),
+        (
+            {"train_batch_size": 4},
+            "train.batch_size=4 does not divide sample.train_batch_size=6; training works on "
+            "whole slices of the sampling batches, so make it a divisor (equal is best)",
+        ),
+        (
+            {"accumulation_steps": 3},
+            "train.gradient_accumulation_steps=3 does not divide the 8 micro-batches of an epoch "
+            "per process; some gradients would be left over, so make it a divisor",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_its_numbers_the_rule_and_the_way_out(changes, message):
+    with pytest.raises(UserError) as told:
+        plan(**changes)
+    assert str(told.value) == message
+
+
+def test_too_few_prompts_are_told_with_the_way_out():
+    with pytest.raises(UserError) as told:
+        plan().check_prompts(5, "dataset/ocr")
+    assert str(told.value) == (
+        "dataset/ocr has 5 prompts but an epoch needs 6 distinct ones (48 samples in groups of 8); "
+        "add prompts or lower sample.num_batches_per_epoch"
+    )

@@ -1,9 +1,18 @@
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
+from flow_grpo.data import Prompt
+from flow_grpo.models import Schedule
 from flow_grpo.policy import Policy
 from flow_grpo.rollout import (
     Dynamics,
+    encode_ahead,
+    encode_prompts,
     eval_generators,
     group_generators,
     initial_noise,
@@ -11,6 +20,8 @@ from flow_grpo.rollout import (
     sample_generators,
     sample_trajectory,
 )
+from flow_grpo.sde import sde_step
+from flow_grpo.seeding import Stream
 
 
 def draw(adapter, index, *, steps=range(1, 3), kind="flow", guidance=4.5):
@@ -112,3 +123,129 @@ def test_a_slice_of_a_trajectory_is_the_trajectory_of_a_slice(adapter):
     assert len(part) == len(part.conditioning) == 2
     assert torch.equal(part.latents, trajectory.latents[1:3])
     assert torch.equal(part.conditioning.negative, trajectory.conditioning.negative[1:3])
+
+
+class Scale(nn.Module):
+    """A model of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def forward(self, latents):
+        return self.weight * latents
+
+
+class KnownField:
+    """An adapter whose velocity is a formula; the conditioning is a number for each sample."""
+
+    compiled = False
+
+    def __init__(self) -> None:
+        self.with_gradient, self.through = [], set()  # of each call
+
+    def velocity(self, model, latents, timestep, conditioning, guidance_scale, *, gradient):
+        self.with_gradient.append(torch.is_grad_enabled())
+        self.through.add(gradient)
+        return guidance_scale * model(latents) + timestep / 1000 * conditioning
+
+
+START = torch.tensor([[1.0, 0.5], [-2.0, 0.25]])
+NUMBERS = torch.tensor([[0.1], [0.7]], dtype=torch.float64)
+SIGMAS, TIMESTEPS = (1.0, 0.8, 0.5, 0.0), (1000.0, 800.0, 500.0)
+KNOWN = Dynamics(Schedule(SIGMAS, TIMESTEPS), "flow", 0.4, 2.0, "conditional")
+
+
+def seeded(*seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def test_a_path_through_a_known_field_is_the_one_its_formula_gives():
+    """In the precision of the model, with noise from one generator per sample."""
+    final, trajectory = sample_trajectory(
+        *(KnownField(), Scale(), KNOWN, START, NUMBERS), steps=range(2), generators=seeded(1, 2)
+    )
+    drawn = [torch.randn(2, 2, generator=g, dtype=torch.float64) for g in seeded(1, 2)]
+    x = START.double()
+    for i in range(3):
+        v = 2 * 0.3 * x + TIMESTEPS[i] / 1000 * NUMBERS
+        if i == 2:
+            torch.testing.assert_close(trajectory.latents[:, 2], x, rtol=1e-12, atol=0)
+            torch.testing.assert_close(final, x - 0.5 * v, rtol=1e-12, atol=0)
+            break
+        noise = torch.stack([of_sample[i] for of_sample in drawn])
+        step = sde_step(
+            *(v, x, SIGMAS[i], SIGMAS[i + 1]), noise_level=0.4, sigma_max=0.8, noise=noise
+        )
+        torch.testing.assert_close(trajectory.latents[:, i], x, rtol=1e-12, atol=0)
+        torch.testing.assert_close(trajectory.log_probs[:, i], step.log_prob, rtol=1e-9, atol=0)
+        x = step.next_sample
+    assert trajectory.steps == range(2)
+    assert torch.equal(trajectory.conditioning, NUMBERS)
+    assert not final.requires_grad
+
+
+def test_steps_without_noise_are_taken_within_their_context():
+    events, field = [], KnownField()
+
+    @contextmanager
+    def without_noise():
+        events.append(("in", len(field.with_gradient)))
+        yield
+        events.append(("out", len(field.with_gradient)))
+
+    sample_trajectory(
+        *(field, Scale(), KNOWN, START, NUMBERS),
+        steps=range(1, 2),
+        generators=seeded(1, 2),
+        without_noise=without_noise,
+    )
+    assert events == [("in", 0), ("out", 1), ("in", 2), ("out", 3)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_code_samples_what_will_be_trained_as_it_will_be_trained(compiled):
+    """With gradients on, though none is kept: without them it rounds differently."""
+    field, noise = KnownField(), torch.zeros(2, 2)
+    field.compiled = compiled
+    arguments = (field, Scale(), KNOWN, 0, START, NUMBERS)
+    with torch.no_grad():
+        _, velocity = policy_step(*arguments, stochastic=True, noise=iter([noise]))
+        policy_step(*arguments, stochastic=True, next_latents=START)
+        policy_step(*arguments, stochastic=False)
+    assert field.with_gradient == [compiled, False, False]
+    assert field.through == {"conditional"}
+    assert not velocity.requires_grad
+    step, velocity = policy_step(*arguments, stochastic=True, next_latents=START)
+    assert velocity.requires_grad
+    assert step.log_prob.requires_grad
+
+
+@pytest.mark.parametrize(("guidance", "negative"), [(1.0, None), (1.5, ["blurry", ""])])
+def test_negative_prompts_are_read_only_where_there_is_guidance(guidance, negative):
+    ahead = []
+    adapter = SimpleNamespace(encode=lambda *texts: texts, encode_ahead=ahead.extend)
+    prompts = [Prompt("a", "blurry"), Prompt("b")]
+    dynamics = replace(KNOWN, guidance_scale=guidance)
+    assert encode_prompts(adapter, prompts, dynamics) == (["a", "b"], negative)
+    encode_ahead(adapter, prompts, dynamics)
+    assert ahead == ["a", "b", *(negative or [])]
+
+
+def test_without_noisy_steps_nothing_is_drawn_and_nothing_kept():
+    final, trajectory = sample_trajectory(KnownField(), Scale(), KNOWN, START, NUMBERS)
+    x = START.double()
+    for i in range(3):
+        x = x + (0.6 * x + TIMESTEPS[i] / 1000 * NUMBERS) * (SIGMAS[i + 1] - SIGMAS[i])
+    torch.testing.assert_close(final, x, rtol=1e-12, atol=0)
+    assert trajectory.latents.shape == trajectory.log_probs.shape == (2, 0)
+
+
+def test_another_seed_epoch_or_purpose_is_another_noise():
+    keys = [(0, 0), (1, 0), (0, 1), (0, int(Stream.EVAL))]
+    generators = [
+        *(g for seed, epoch in keys for g in group_generators(seed, epoch, [0, 1])),
+        *(g for seed, epoch in keys for g in sample_generators(seed, epoch, [0, 1])),
+        *(g for seed in (0, 1) for g in eval_generators(seed, [0, 1])),
+    ]
+    assert len({g.initial_seed() for g in generators}) == len(generators)

@@ -114,14 +114,58 @@ def test_a_batch_of_mixed_sigmas_equals_its_rows(kind):
 def test_one_generator_per_sample_makes_noise_independent_of_the_batch():
     def step(rows, seeds):
         generators = [torch.Generator().manual_seed(s) for s in seeds]
-        return sde_step(V[rows], X[rows], 0.9, 0.8, generator=generators).next_sample
+        return sde_step(V[rows], X[rows], 0.9, 0.8, generator=tuple(generators)).next_sample
 
     assert torch.equal(step([0, 1], [5, 6])[1:], step([1], [6]))
 
 
+def test_drawn_noise_is_added_in_the_precision_of_the_sample():
+    x, v = X.double(), V.double()
+    out = sde_step(v, x, 0.9, 0.8, generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(X.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert torch.equal(out.next_sample, out.mean + out.std * noise)
+
+
 def test_half_precision_inputs_are_computed_in_float32():
-    out = sde_step(V.half(), X.half(), 0.9, 0.8, next_sample=X.half())
-    assert out.mean.dtype == out.log_prob.dtype == torch.float32
+    v, x = V.half(), X.half()
+    out = sde_step(v, x, 0.9, 0.8, next_sample=x)
+    exact = sde_step(v.float(), x.float(), 0.9, 0.8, next_sample=x.float())
+    assert torch.equal(out.mean, exact.mean)
+    assert torch.equal(out.log_prob, exact.log_prob)
+    assert out.next_sample.dtype == torch.float32
+
+
+def test_the_sample_alone_decides_on_precision_and_device():
+    per_sample = (torch.tensor([s, s], dtype=torch.float64) for s in (0.9, 0.7))
+    for sigma, sigma_next in [(0.9, 0.7), tuple(per_sample)]:
+        in_doubles = sde_step(V.double(), X, sigma, sigma_next, kind="ode")
+        assert in_doubles.next_sample.dtype == torch.float32
+        double = sde_step(V, X.double(), sigma, sigma_next, kind="ode").next_sample
+        assert double.dtype == torch.float64
+    torch.testing.assert_close(
+        sde_step(V, X.double(), 0.9, 0.7, kind="ode").next_sample,
+        X.double() + V.double() * (0.7 - 0.9),
+        rtol=1e-12,
+        atol=1e-12,
+    )
+    elsewhere = sde_step(V.to("meta"), X.to("meta"), 0.9, 0.7, sigma_max=0.9)
+    assert elsewhere.next_sample.is_meta
+    assert elsewhere.rate.is_meta
+    assert sde_step(
+        *(V.to("meta"), X.to("meta"), torch.tensor([0.9] * 2), torch.tensor([0.7] * 2)), kind="cps"
+    ).std.is_meta
+
+
+def test_all_noise_of_cps_may_be_new():
+    """At noise level 1 nothing of the old noise is left: x0 in its proportion, and new noise."""
+    out = sde_step(V, X, 0.9, 0.8, kind="cps", noise_level=1, next_sample=X)
+    torch.testing.assert_close(out.mean, (X - 0.9 * V) * 0.2)
+    assert out.std.item() == pytest.approx(0.8)
+
+
+def test_ode_has_no_noise_whatever_its_level():
+    out = sde_step(V, X, 0.9, 0.8, kind="ode", noise_level=0)
+    assert out.std.item() == out.rate.item() == 0
 
 
 def test_std_includes_the_square_root_of_dt():
@@ -133,10 +177,10 @@ def test_std_includes_the_square_root_of_dt():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "sde"}, "unknown kind 'sde'"),
+        ({"kind": "sde"}, "unknown kind 'sde'; choose one of flow, dance, cps, ode$"),
         ({"noise_level": 0.0}, "must be above 0"),
         ({"kind": "cps", "noise_level": 1.2}, "at most 1"),
-        ({"kind": "flow"}, "needs sigma_max"),
+        ({"kind": "flow"}, "^kind='flow' needs sigma_max .* at sigma=1$"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

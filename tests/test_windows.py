@@ -11,9 +11,18 @@ def test_without_a_window_every_step_but_the_last():
     assert stochastic_steps(10) == range(9)
 
 
-@pytest.mark.parametrize(("fraction", "count"), [(0.99, 9), (0.5, 5), (0.3, 3), (0.1, 1)])
+@pytest.mark.parametrize(("fraction", "count"), [(1, 9), (0.99, 9), (0.5, 5), (0.1, 1)])
 def test_a_fraction_cuts_the_late_steps(fraction, count):
     assert stochastic_steps(10, timestep_fraction=fraction) == range(count)
+
+
+def test_a_fraction_is_not_cut_by_rounding():
+    """0.29 * 100 is 28.999999999999996."""
+    assert stochastic_steps(100, timestep_fraction=0.29) == range(29)
+
+
+def test_two_steps_are_enough_for_one_that_adds_noise():
+    assert stochastic_steps(2) == range(1)
 
 
 @given(st.integers(2, 40), st.data())
@@ -38,14 +47,25 @@ def test_every_start_comes_up():
     assert starts == {1, 2, 3}
 
 
+def test_without_a_range_a_window_lies_anywhere_but_on_the_last_step():
+    rng = np.random.default_rng(0)
+    assert {stochastic_steps(5, window_size=2, rng=rng).start for _ in range(60)} == {0, 1, 2}
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"num_steps": 1}, "num_steps=1 must be at least 2"),
         ({"window_size": 4, "window_range": (0, 3)}, "sde_window_size=4 does not fit"),
-        ({"window_size": 2, "window_range": (0, 10)}, "must lie within"),
+        ({"window_size": 3, "window_range": (1, 3)}, "sde_window_size=3 does not fit"),
+        ({"window_size": 2, "window_range": (0, 10)}, r"must lie within \(0, 9\)"),
         ({"timestep_fraction": 0.01}, "leaves none to train"),
         ({"timestep_fraction": 1.5}, "must be above 0, at most 1"),
+        ({"timestep_fraction": 0.0}, "must be above 0, at most 1"),
+        ({"window_size": -1}, "sde_window_size=-1 does not fit"),
+        ({"window_size": 1, "window_range": (3, 3)}, "must lie within"),
+        ({"window_size": 1, "window_range": (-1, 3)}, "must lie within"),
+        ({"window_size": 1, "rng": None}, "^a window needs an rng to draw its start$"),
     ],
 )
 def test_an_impossible_window_is_named(kwargs, message):
