@@ -38,7 +38,7 @@ class Runner:
         return subprocess.Popen(
             [*launcher, script, f"--config={config}", *arguments, *extra],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -49,9 +49,10 @@ class Runner:
         return [json.loads(line) for line in lines]
 
 
-def _python_path() -> str:
-    """With the rewards of the tests."""
-    return os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+def python_path() -> str:
+    """With this tree, whatever is installed, and the rewards of the tests."""
+    own = [str(ROOT / "tests"), str(ROOT)]
+    return os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH")]))
 
 
 def _dotted(fields: dict) -> dict:

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from light import FLAT_FOR_SOME, LIGHT
 from PIL import Image
 from safetensors.torch import load_file
@@ -12,10 +13,20 @@ from safetensors.torch import load_file
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 
 
+def share_off(lora: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """How far apart two are, as a share of the way from LoRA's start, where B is zero."""
+    assert lora.keys() == other.keys()
+    moved = torch.stack([lora[k].norm() for k in lora if "lora_B" in k]).norm()
+    return float(torch.stack([(lora[k] - other[k]).norm() for k in lora]).norm() / moved)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("slices", "reward"), [(1, LIGHT), (2, LIGHT), (1, FLAT_FOR_SOME)])
+@pytest.mark.parametrize(("slices", "reward"), [(2, LIGHT), (1, FLAT_FOR_SOME)])
 def test_two_processes_of_four_equal_one_of_eight(train, slices, reward):
-    """Also when training works on slices of the sampling batches, or leaves out some samples."""
+    """Also when training works on slices of the sampling batches, or leaves out some samples.
+
+    In float32, so to a share of what was learned; tests/e2e/test_exact.py has the rest.
+    """
     settings = {
         **reward,
         "num_epochs": 2,
@@ -37,17 +48,15 @@ def test_two_processes_of_four_equal_one_of_eight(train, slices, reward):
     for a, b in zip(train.metrics("one"), train.metrics("two"), strict=True):
         for name in a:
             if name.startswith(("reward/", "eval/", "epoch", "step")):
-                assert a[name] == pytest.approx(b[name], abs=1e-6), name
+                assert a[name] == pytest.approx(b[name], abs=1e-4), name
             if name in ("train/loss", "train/kl", "train/grad_norm"):
-                assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-7), name
+                assert a[name] == pytest.approx(b[name], rel=1e-2, abs=1e-6), name
     name = "checkpoints/checkpoint-4/{}/pytorch_lora_weights.safetensors"
     for weights in ("lora", "ema_lora"):
         first, second = (
             load_file(train.logdir / run / name.format(weights)) for run in ("one", "two")
         )
-        assert first.keys() == second.keys()
-        off = [np.abs(first[k].numpy() - second[k].numpy()).max() for k in first]
-        assert max(off) <= 1e-6
+        assert share_off(first, second) < 1e-2
     # of training, each process shows its own first samples; these are the same on both
     folders = [train.logdir / run / "samples/eval-00002" for run in ("one", "two")]
     tables = [[json.loads(line) for line in (f / "samples.jsonl").open()] for f in folders]

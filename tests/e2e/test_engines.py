@@ -9,7 +9,7 @@ from diffusers import StableDiffusion3Pipeline
 from light import LIGHT
 from runner import Runner
 from safetensors.torch import load_file
-from test_distributed import TORCHRUN
+from test_distributed import TORCHRUN, share_off
 
 SETTINGS = {
     **LIGHT,
@@ -63,10 +63,7 @@ def assert_same_run(one: Runner, other: Runner, rel: float) -> None:
             assert b["train/first_update_ratio_dev"] <= 1e-5
     for weights in ("lora", "ema_lora"):
         first, second = (load_file(r.logdir / "run" / LORA.format(weights)) for r in (one, other))
-        assert first.keys() == second.keys()
-        moved = torch.stack([first[k].norm() for k in first if "lora_B" in k]).norm()
-        off = torch.stack([(first[k] - second[k]).norm() for k in first]).norm()
-        assert off < rel * moved
+        assert share_off(first, second) < rel
 
 
 @pytest.mark.slow
@@ -77,19 +74,37 @@ def test_zero_trains_as_data_parallelism_does(deepspeed, data_parallel, tiny_sd3
         runner = deepspeed(stage, resume="auto")
     else:
         runner = deepspeed(stage)
-    assert_same_run(data_parallel, runner, rel=1e-3)
+    assert_same_run(data_parallel, runner, rel=1e-2)
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
     pipeline.load_lora_weights(runner.logdir / "run/checkpoints/latest/ema_lora")
     assert pipeline.get_active_adapters()
 
 
+FULL = {"use_lora": False, "num_epochs": 1, "mixed_precision": "bf16"}
+
+
 @pytest.mark.slow
-def test_all_weights_can_be_trained_with_zero(deepspeed):
-    """Full fine-tuning, its weights and moving average shared out over the processes."""
-    runner = deepspeed(3, use_lora=False, num_epochs=1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_all_weights_can_be_trained_with_zero(deepspeed, stage):
+    """Full fine-tuning in bf16, as docs/scaling.md has it; with ZeRO-3 weights and moving average
+    are sharded over the processes."""
+    assert_all_weights_trained(deepspeed(stage, **FULL))
+
+
+@pytest.mark.slow
+def test_all_weights_can_be_trained_with_data_parallelism(short_runs, tmp_path):
+    runner = Runner(tmp_path, **{**short_runs, **SETTINGS, **FULL})
+    done = runner(launcher=TORCHRUN, device="cpu")
+    assert done.returncode == 0, done.stderr
+    assert_all_weights_trained(runner)
+
+
+def assert_all_weights_trained(runner: Runner) -> None:
     folder = runner.logdir / "run/checkpoints/latest"
     name = "diffusion_pytorch_model.safetensors"
     trained, average = (load_file(folder / f / name) for f in ("transformer", "ema_transformer"))
     assert trained.keys() == average.keys()
     assert all(v.numel() > 0 for v in trained.values())
+    del trained["pos_embed.pos_embed"]  # a buffer
+    assert {v.dtype for v in trained.values()} == {torch.float32}
     assert runner.metrics()[-1]["train/grad_norm"] > 0

@@ -1,0 +1,90 @@
+"""What is promised of any split of an epoch, and of resuming with another, where it is exact."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import exact_run
+import pytest
+import torch
+from runner import ROOT, python_path
+from safetensors.torch import load_file
+
+# 48 samples in two updates: processes, batch, micro-batch, micro-batches per update
+LAYOUTS = {
+    "1 x 48": (1, 48, 24, 1),
+    "1 x 6": (1, 6, 6, 4),
+    "1 x 2": (1, 2, 2, 12),
+    "2 x 12": (2, 12, 12, 1),
+    "4 x 6": (4, 6, 6, 1),
+    "8 x 6": (8, 6, 3, 1),
+}
+
+
+class Runs:
+    def __init__(self, logdir: Path, dataset: Path) -> None:
+        self.logdir, self.dataset = logdir, dataset
+
+    def __call__(self, layout: str, *, name: str = "run", epochs: int, **fields) -> None:
+        processes, batch, micro, accumulated = LAYOUTS[layout]
+        fields |= {
+            "logdir": str(self.logdir),
+            "run_name": name,
+            "dataset": str(self.dataset),
+            "num_epochs": epochs,
+            "sample.train_batch_size": batch,
+            "sample.num_batches_per_epoch": 48 // (batch * processes),
+            "train.batch_size": micro,
+            "train.gradient_accumulation_steps": accumulated,
+        }
+        if processes == 1:
+            exact_run.run(**fields)
+            return
+        launcher = ("-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone")
+        done = subprocess.run(
+            [sys.executable, *launcher, exact_run.__file__, json.dumps(fields)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+    def state(self, name: str = "run") -> dict[str, torch.Tensor]:
+        """Weights and their moving average."""
+        folder = self.logdir / name / "checkpoints/latest/state"
+        files = ("trained.safetensors", "ema.safetensors")
+        return {f"{f}: {k}": v for f in files for k, v in load_file(folder / f).items()}
+
+
+@pytest.fixture(scope="module")
+def runs(prompt_folder, tmp_path_factory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("exact"), prompt_folder)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert expected[name].dtype == torch.float64
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_any_split_of_an_epoch_trains_the_same_weights(runs):
+    """Other samples in an update would move them by some hundredths of their norm."""
+    runs("1 x 6", name="whole", epochs=2)
+    for layout in ("1 x 48", "2 x 12", "4 x 6"):
+        runs(layout, name=layout, epochs=2)
+        assert_equal(runs.state(layout), runs.state("whole"))
+
+
+@pytest.mark.slow
+def test_a_run_can_go_on_in_any_split(runs):
+    """Four processes to one, batches of 6 to 2, one to four, and eight to two after odd epochs."""
+    layouts = ("4 x 6", "1 x 6", "1 x 2", "4 x 6", "8 x 6", "2 x 12")
+    runs("1 x 6", name="undisturbed", epochs=len(layouts))
+    for epoch, layout in enumerate(layouts, start=1):
+        runs(layout, name="moving", epochs=epoch, resume="auto")
+    assert_equal(runs.state("moving"), runs.state("undisturbed"))
