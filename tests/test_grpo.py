@@ -52,9 +52,8 @@ def test_samples_without_advantage_have_no_gradient_and_can_be_left_out(adapter)
     assert len(part.conditioning) == len(part) == 2
     whole = gradient(policy, dynamics, trajectory, advantages, 4)
     assert whole.norm() > 0
-    torch.testing.assert_close(
-        gradient(policy, dynamics, part, kept, 4), whole, rtol=1e-4, atol=1e-9
-    )
+    found = gradient(policy, dynamics, part, kept, 4)
+    assert (found - whole).norm() < 1e-4 * whole.norm()
 
 
 def test_where_all_or_none_have_a_gradient(adapter):

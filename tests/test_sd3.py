@@ -99,9 +99,9 @@ def test_the_shortcut_takes_the_unconditional_half_as_a_constant(adapter):
 
     conditional, unconditional = gradient(["a", "b"]), gradient(["x", ""])
     shortcut = gradient(["a", "b"], 4.5, "conditional")
-    torch.testing.assert_close(shortcut, 4.5 * conditional, rtol=1e-3, atol=1e-4)
+    assert (shortcut - 4.5 * conditional).norm() < 1e-3 * shortcut.norm()
     whole = gradient(["a", "b"], 4.5)
-    torch.testing.assert_close(whole, shortcut - 3.5 * unconditional, rtol=1e-3, atol=1e-3)
+    assert (whole - (shortcut - 3.5 * unconditional)).norm() < 1e-3 * whole.norm()
     assert (whole - shortcut).norm() > 0.1 * whole.norm()
 
 

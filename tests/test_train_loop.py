@@ -58,7 +58,7 @@ def test_both_halves_of_guidance_are_trained_in_the_batch_that_was_sampled(
     advantages = [np.array([1.0, -1.0]) for _ in samples]
     metrics = train_epoch(session, 0, [s.trajectory for s in samples], advantages)
     assert sizes == passes * 2 * 2  # trained steps, micro-batches
-    assert metrics["train/first_update_ratio_dev"] <= 1e-6
+    assert metrics["train/first_update_ratio_dev"] <= 1e-5
 
 
 def test_the_texts_of_the_next_epoch_are_encoded_ahead(make_session):

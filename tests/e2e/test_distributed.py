@@ -34,6 +34,7 @@ def test_two_processes_of_four_equal_one_of_eight(train, slices, reward):
         "log_images": 3,
         "sample__test_batch_size": 3,
         "train__gradient_accumulation_steps": slices,
+        "train__ema_update_interval": 1,
     }
     one = train(
         run_name="one", sample__train_batch_size=8, train__batch_size=8 // slices, **settings

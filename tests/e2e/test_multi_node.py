@@ -95,9 +95,9 @@ def test_two_nodes_equal_one_process_of_the_double_batch(nodes, train):
     for a, b in zip(train.metrics("one"), train.metrics("nodes"), strict=True):
         for name in a:
             if name.startswith(("reward/", "eval/", "epoch", "step")):
-                assert a[name] == pytest.approx(b[name], abs=1e-6), name
+                assert a[name] == pytest.approx(b[name], abs=1e-4), name
             if name in ("train/loss", "train/kl", "train/grad_norm"):
-                assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-7), name
+                assert a[name] == pytest.approx(b[name], rel=1e-2, abs=1e-6), name
 
 
 @pytest.mark.slow
