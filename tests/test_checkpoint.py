@@ -187,3 +187,111 @@ def test_damaged_weights_are_not_taken(save, tmp_path):
     assert weights_in(tmp_path).parent.name == "checkpoint-1"
     with pytest.raises(UserError, match=r"2/lora is damaged: lora/w\.safetensors has"):
         weights_in(folder / "lora")
+
+
+def test_the_remains_of_a_killed_save_are_not_part_of_the_next(save, tmp_path):
+    (tmp_path / ".partial-checkpoint-1").mkdir()
+    (tmp_path / ".partial-checkpoint-1" / "old").touch()
+    (tmp_path / ".latest").touch()
+    folder = save(1)
+    assert sorted(p.name for p in folder.iterdir()) == [STATE, "weights"]
+    assert (tmp_path / "latest").resolve() == folder
+
+
+def test_what_tells_the_state_of_a_checkpoint_can_be_read_by_a_person(save):
+    folder = save(1)
+    assert (folder / STATE / "progress.json").read_text() == (
+        '{\n "epoch": 1,\n "step": 1,\n "best": null,\n "record": {},\n "kept": true\n}\n'
+    )
+
+
+def test_no_checkpoint_is_the_best_unless_it_is_said(accelerator, tmp_path):
+    save_checkpoint(accelerator, tmp_path, 1, Progress().write, keep=0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "latest"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RuntimeError("\ndisk quota\nexceeded"), "disk quota"), (RuntimeError(), "RuntimeError")],
+)
+def test_a_first_save_that_fails_is_told_and_its_traceback_is_kept_for_debugging(
+    accelerator, tmp_path, caplog, error, reason
+):
+    def write(folder):
+        raise error
+
+    caplog.set_level("DEBUG", "flow_grpo")
+    with pytest.raises(UserError) as told:
+        save_checkpoint(accelerator, tmp_path, 1, write, keep=0)
+    assert str(told.value) == (
+        f"cannot save {tmp_path}/checkpoint-1: {reason}; there is no earlier checkpoint"
+    )
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("DEBUG", "saving failed")
+    assert record.exc_info[0] is RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "damage"),
+    [
+        ("weights", "of", "weights has not the 4 bytes it was written with"),
+        ("weights", "of 3", "weights has another checksum than when it was written"),
+        ("weights", None, "{folder}/weights: No such file or directory"),
+        ("state/files.json", "[]", "state cannot be read: 'list' object has no attribute 'items'"),
+    ],
+)
+def test_damage_is_told_with_the_file(save, tmp_path, caplog, name, content, damage):
+    folder = save(1)
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    assert newest_intact(tmp_path) is None
+    damage = damage.format(folder=folder)
+    assert caplog.messages == [
+        f"{folder} is incomplete or damaged ({damage}); trying the one before"
+    ]
+
+
+def test_what_cannot_be_removed_is_told_and_stays(save, tmp_path, caplog, monkeypatch):
+    folder = save(1)
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr("shutil.rmtree", busy)
+    save(2, keep=1)
+    assert caplog.messages == [f"cannot remove {folder}: Device or resource busy"]
+    assert is_intact(folder)
+    with pytest.raises(UserError, match="No space left on device"):
+        save(3, fails=True)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "ema_transformer", "lora", "ema_lora"])
+def test_each_kind_of_weights_is_preferred_to_those_before(tmp_path, kind):
+    kinds = ["transformer", "ema_transformer", "lora", "ema_lora"]
+    for name in kinds[: kinds.index(kind) + 1]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    assert weights_in(tmp_path) == tmp_path / kind
+
+
+def test_damaged_weights_that_are_passed_over_are_told(tmp_path, caplog):
+    for step in (1, 2):
+        lora = tmp_path / "checkpoints" / f"checkpoint-{step}" / "lora"
+        lora.mkdir(parents=True)
+        (lora / "w.safetensors").write_text("good")
+    (lora.parent / STATE).mkdir()
+    (lora.parent / STATE / "files.json").write_text('{"lora/w.safetensors": 5}')
+    assert weights_in(tmp_path).parent.name == "checkpoint-1"
+    reason = "lora/w.safetensors has not the 5 bytes it was written with"
+    assert caplog.messages == [f"{lora} is damaged ({reason})"]
+
+
+def test_a_folder_without_weights_is_told_with_what_may_be_named(tmp_path):
+    with pytest.raises(UserError) as told:
+        weights_in(tmp_path)
+    assert str(told.value) == (
+        f"no checkpoint at {tmp_path}: name a run, a checkpoint or a folder in one"
+    )
