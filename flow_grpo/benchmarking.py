@@ -1,9 +1,15 @@
 """What `scripts/benchmark.py` holds its times against, and the random model it takes them on."""
 
+import ast
+import importlib
 import platform
 import statistics
+import sys
 import time
+import types
+from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +48,7 @@ SD3_VAE = {
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
+PATCH, SCRIPT = "flow_grpo/diffusers_patch", "scripts/train_sd3.py"  # of Flow-GRPO
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 
@@ -63,6 +70,21 @@ def random_sd35_medium(device: torch.device, dtype: torch.dtype) -> StableDiffus
     finally:
         torch.set_default_dtype(before)
     return StableDiffusion3Pipeline(**{**small.components, "transformer": transformer, "vae": vae})
+
+
+def find_functions(clone: Path) -> tuple[Callable, Callable]:
+    """Flow-GRPO's `pipeline_with_logprob` and `compute_log_prob`."""
+    package = types.ModuleType("reference")  # its own name is ours too
+    package.__path__ = [str(clone / PATCH)]
+    sys.modules[package.__name__] = package
+    sampler = importlib.import_module("reference.sd3_pipeline_with_logprob")
+    step = importlib.import_module("reference.sd3_sde_with_logprob")
+    # the function alone: the script around it wants wandb and all rewards
+    module = ast.parse((clone / SCRIPT).read_text("utf-8"))
+    module.body = [n for n in module.body if getattr(n, "name", "") == "compute_log_prob"]
+    names = {"torch": torch, "sde_step_with_logprob": step.sde_step_with_logprob}
+    exec(compile(module, SCRIPT, "exec"), names)
+    return sampler.pipeline_with_logprob, names["compute_log_prob"]
 
 
 def own_resolution(model: str) -> int:

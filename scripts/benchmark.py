@@ -27,7 +27,6 @@ import torch
 from absl import flags
 from accelerate import Accelerator
 from ml_collections import ConfigDict
-from reference_loops import find_functions
 from train import collect_rewards, sample_epoch, train_epoch
 
 from config.build import (
@@ -112,7 +111,7 @@ def check_clone(clone: Path, config: ConfigDict) -> None:
             "--against needs use_lora=True and train.batch_size=sample.train_batch_size"
         )
     try:
-        find_functions(clone)
+        bench.find_functions(clone)
     except (OSError, ImportError, KeyError, SyntaxError) as error:
         raise UserError(
             f"--against={clone} is no clone of Flow-GRPO with SD3: {error!r}"

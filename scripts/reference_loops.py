@@ -9,17 +9,15 @@ after its training loop: fp16 autocast over float32 weights, LoRA by peft, AdamW
 Texts are encoded once, before anything is timed.
 """
 
-import ast
-import importlib
 import inspect
 import json
 import sys
-import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from accelerate import Accelerator
 from diffusers import StableDiffusion3Pipeline
 from ml_collections import ConfigDict
@@ -30,28 +28,11 @@ from flow_grpo import benchmarking as bench
 from flow_grpo import tracking
 from flow_grpo.models import SD3Adapter
 
-PATCH, SCRIPT = "flow_grpo/diffusers_patch", "scripts/train_sd3.py"
-
-
-def find_functions(clone: Path) -> tuple[Callable, Callable]:
-    """`pipeline_with_logprob` and `compute_log_prob`; raises OSError, ImportError or KeyError."""
-    package = types.ModuleType("reference")  # its own name is ours too
-    package.__path__ = [str(clone / PATCH)]
-    sys.modules[package.__name__] = package
-    sampler = importlib.import_module("reference.sd3_pipeline_with_logprob")
-    step = importlib.import_module("reference.sd3_sde_with_logprob")
-    # the function alone: the script around it wants wandb and all rewards
-    module = ast.parse((clone / SCRIPT).read_text("utf-8"))
-    module.body = [n for n in module.body if getattr(n, "name", "") == "compute_log_prob"]
-    names = {"torch": torch, "sde_step_with_logprob": step.sde_step_with_logprob}
-    exec(compile(module, SCRIPT, "exec"), names)
-    return sampler.pipeline_with_logprob, names["compute_log_prob"]
-
 
 class Loops:
     def __init__(self, clone: Path, config: ConfigDict) -> None:
         self.config = config
-        self.sample_batch, self.log_prob = find_functions(clone)
+        self.sample_batch, self.log_prob = bench.find_functions(clone)
         on_gpu = torch.cuda.is_available() and config.device != "cpu"
         steps = config.trained_steps
         self.accelerator = Accelerator(
@@ -178,5 +159,7 @@ def measure(loops: Loops) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
     loops = Loops(Path(sys.argv[1]), ConfigDict(json.load(sys.stdin)))
     Path(sys.argv[2]).write_text(json.dumps(measure(loops)), encoding="utf-8")

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from runner import Runner
@@ -8,6 +9,10 @@ from flow_grpo.models import load_adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 
 torch.set_num_threads(2)
+# no time limit: a busy machine is not a mistake
+hypothesis.settings.register_profile("patient", deadline=None)
+if hypothesis.settings.get_current_profile_name() == "default":  # scripts/mutants.py has its own
+    hypothesis.settings.load_profile("patient")
 # needs an environment of its own, which .ci/run makes; needs a GPU, see docs/scaling.md
 collect_ignore = ["paddleocr", "gpu"]
 

@@ -45,11 +45,11 @@ def test_folded_lora_is_the_same_function_with_the_same_gradients():
     plain, other = build(), build()
     fold_lora(other.transformer)
     assert len(folded(other)) == 15  # eight in each of two blocks, but for the last text output
-    torch.testing.assert_close(velocity(other), velocity(plain), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(velocity(other), velocity(plain), rtol=1e-4, atol=1e-5)
     expected, found = gradients(plain), gradients(other)
     assert expected.keys() == found.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-8)
+        assert (found[name] - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
 
 
 def test_without_its_adapters_it_is_the_model_below():
@@ -57,7 +57,7 @@ def test_without_its_adapters_it_is_the_model_below():
     base = SD3Adapter(build_tiny_sd3(), max_sequence_length=4)
     fold_lora(adapter.transformer)
     adapter.transformer.disable_adapters()
-    torch.testing.assert_close(velocity(adapter), velocity(base), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(velocity(adapter), velocity(base), rtol=1e-4, atol=1e-5)
     adapter.transformer.enable_adapters()
     assert (velocity(adapter) - velocity(base)).abs().max() > 1e-2
 

@@ -5,9 +5,10 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
+from flow_grpo.errors import UserError
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.replay import _Model
+from flow_grpo.replay import _kind, _Model
 
 
 def build(dtype: torch.dtype, **lora) -> tuple[SD3Adapter, dict]:
@@ -55,3 +56,21 @@ def test_copies_of_lora_compute_the_same_also_after_an_update(dtype, use_dora):
     transformer.disable_adapters()
     with torch.no_grad():
         assert torch.equal(model.run(inputs, with_lora=False), transformer(**inputs)[0])
+
+
+def test_a_recording_is_for_all_its_inputs_not_for_tensors_alone():
+    """Another value would be replayed as the one that was recorded."""
+    tensor = torch.zeros(2, 3)
+    same = _kind({"x": tensor, "scale": 1.0, "name": None})
+    assert _kind({"x": torch.ones(2, 3), "scale": 1.0, "name": None}) == same
+    others = [
+        {"x": tensor, "scale": 2.0, "name": None},
+        {"x": tensor, "scale": 1.0, "name": "a"},
+        {"x": tensor, "scale": True, "name": None},
+        {"x": tensor.half(), "scale": 1.0, "name": None},
+        {"x": tensor[:1], "scale": 1.0, "name": None},
+        {"x": tensor, "scale": 1.0},
+    ]
+    assert all(_kind(inputs) != same for inputs in others)
+    with pytest.raises(UserError, match=r"takes shapes, a list, .* set --config.cuda_graphs=False"):
+        _kind({"x": tensor, "shapes": [(1, 2)]})

@@ -197,8 +197,8 @@ def test_pictures_in_parts_are_the_same_pictures(adapter, monkeypatch, most, par
     assert seen == parts
 
 
-@pytest.mark.parametrize(("count", "largest"), [(31, 31), (32, 16)])
-def test_no_tensor_of_the_vae_has_more_numbers_than_32_bits_count(
+@pytest.mark.parametrize(("count", "largest"), [(4, 4), (9, 3)])
+def test_the_vae_decodes_four_pictures_of_512_pixels_at_a_time(
     adapter, monkeypatch, count, largest
 ):
     with torch.device("meta"):
@@ -210,5 +210,5 @@ def test_no_tensor_of_the_vae_has_more_numbers_than_32_bits_count(
     monkeypatch.setattr(adapter.pipeline, "vae_scale_factor", 8)
     assert adapter.decode(latents).shape == (count, 3, 512, 512)
     tensors = [out for out in seen if isinstance(out, torch.Tensor)]
-    assert max(tensor.numel() for tensor in tensors) < 2**31
+    assert max(tensor.numel() for tensor in tensors) <= 2**28
     assert max(len(tensor) for tensor in tensors) == largest

@@ -24,10 +24,81 @@ def benchmark(run):
     )
 
 
+# The functions that a clone of Flow-GRPO has, as short as they can be.
+STAND_IN = {
+    "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py": """
+import torch
+
+
+def sde_step_with_logprob(scheduler, velocity, timestep, x, noise_level=0.7, prev_sample=None):
+    rate = torch.full((len(x), 1, 1, 1), noise_level)
+    mean = x - 0.1 * velocity
+    if prev_sample is None:
+        prev_sample = mean + rate * torch.randn_like(mean)
+    log_prob = -((prev_sample - mean) ** 2).mean(dim=(1, 2, 3)) / (2 * noise_level**2)
+    return prev_sample, log_prob, mean, rate
+""",
+    "flow_grpo/diffusers_patch/sd3_pipeline_with_logprob.py": """
+import torch
+
+from .sd3_sde_with_logprob import sde_step_with_logprob
+
+
+def pipeline_with_logprob(
+    pipeline, prompt_embeds, pooled_prompt_embeds, num_inference_steps, height, width
+):
+    pipeline.scheduler.set_timesteps(num_inference_steps)
+    scale, channels = pipeline.vae_scale_factor, pipeline.transformer.config.in_channels
+    shape = (len(prompt_embeds), channels, height // scale, width // scale)
+    latents, log_probs = [torch.randn(shape)], []
+    for t in pipeline.scheduler.timesteps:
+        velocity = pipeline.transformer(
+            hidden_states=latents[-1],
+            timestep=t.expand(len(prompt_embeds)),
+            encoder_hidden_states=prompt_embeds,
+            pooled_projections=pooled_prompt_embeds,
+            return_dict=False,
+        )[0]
+        after, log_prob, _, _ = sde_step_with_logprob(pipeline.scheduler, velocity, t, latents[-1])
+        latents.append(after)
+        log_probs.append(log_prob)
+    return None, latents, log_probs
+""",
+    "scripts/train_sd3.py": """
+import no_such_package
+
+
+def compute_log_prob(transformer, pipeline, sample, j, embeds, pooled_embeds, config):
+    x = torch.cat([sample["latents"][:, j]] * 2)
+    velocity = transformer(
+        hidden_states=x,
+        timestep=torch.cat([sample["timesteps"][:, j]] * 2),
+        encoder_hidden_states=embeds,
+        pooled_projections=pooled_embeds,
+        return_dict=False,
+    )[0]
+    u, c = velocity.chunk(2)
+    velocity = u + config.sample.guidance_scale * (c - u)
+    return sde_step_with_logprob(
+        pipeline.scheduler, velocity, None, x.chunk(2)[0], prev_sample=sample["next_latents"][:, j]
+    )
+""",
+}
+
+
+@pytest.fixture
+def clone(tmp_path):
+    for name, text in STAND_IN.items():
+        path = tmp_path / "clone" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "clone"
+
+
 @pytest.mark.slow
-def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path):
+def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path, clone):
     out = tmp_path / "new" / "benchmark.jsonl"
-    arguments = ("--model=assets/tiny-sd3", "--epochs=2", f"--out={out}")
+    arguments = ("--model=assets/tiny-sd3", "--epochs=2", f"--out={out}", f"--against={clone}")
     done = benchmark(*arguments, device="cpu", **SHORT)
     assert done.returncode == 0, done.stderr
     assert "[transformers]" not in done.stderr
@@ -37,7 +108,11 @@ def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path):
     assert out.read_text() == line + "\n"
     found = json.loads(line)
     assert "--epochs=2" in found["command"]
-    assert str(out) not in found["command"]  # that is nobody else's
+    assert str(tmp_path) not in found["command"]  # that is nobody else's
+    other = found["flow_grpo"]
+    ratio = other["full_s_per_sample"]["median"] / found["full_s_per_sample"]["median"]
+    assert found["times_as_fast"] == pytest.approx(ratio, abs=0.01)
+    assert other["peak_gib"] > 0
     assert found["settings"]["model"] == "assets/tiny-sd3"
     assert found["settings"]["trained_steps"] == 2
     assert found["ratio_dev_max"] <= 1e-5
@@ -59,8 +134,9 @@ def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path):
         (("--model=assets/nothere",), "no model at pretrained.model='assets/nothere': there is no"),
         (("--model=docs",), "docs is not a diffusers pipeline folder: it has no model_index.json"),
         (("--model=assets/tiny-sd3", "--out=setup.py/b.jsonl"), "--out=setup.py/b.jsonl cannot be"),
+        (("--model=assets/tiny-sd3", "--against=docs"), "--against=docs is no clone of Flow-GRPO"),
     ],
-    ids=["gpu", "memory", "no-model", "no-pipeline", "no-folder"],
+    ids=["gpu", "memory", "no-model", "no-pipeline", "no-folder", "no-clone"],
 )
 def test_what_cannot_be_measured_is_told_at_once(benchmark, arguments, told):
     done = benchmark(*arguments, device="cpu")
