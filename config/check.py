@@ -5,7 +5,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 from ml_collections import ConfigDict
 
@@ -13,12 +13,14 @@ from config.base import get_config
 from flow_grpo.advantages import ESTIMATORS
 from flow_grpo.cli import OPEN_FIELDS, suggestion
 from flow_grpo.errors import UserError
+from flow_grpo.models.base import GuidanceGradient
 from flow_grpo.objectives import KLS
 from flow_grpo.sde import KINDS
 
 CHOICES = {
     "sample.sde_type": [kind for kind in KINDS if kind != "ode"],
     "train.kl_type": list(KLS),
+    "train.guidance_gradient": list(get_args(GuidanceGradient)),
     # remax needs a deterministic sample per prompt, which the loop does not draw
     "train.advantage": [estimator for estimator in ESTIMATORS if estimator != "remax"],
     "mixed_precision": ["no", "bf16", "fp16"],
