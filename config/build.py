@@ -95,11 +95,17 @@ class Session:
 
     def close(self) -> None:
         """Also of a run that was stopped: what the trackers hold is written."""
-        close_scorers(self.reward, self.eval_reward)
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
-        if self.lock is not None:
-            self.lock.release()
+        try:
+            close_scorers(self.reward, self.eval_reward)
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def check_lock(self) -> None:
+        """Before anything is written, on all processes: the folder is still this run's."""
+        on_all_or_none(self.accelerator, lambda: self.lock and self.lock.check())
 
     def bar(self, items: Iterable, name: str) -> Iterable:
         return tracking.progress_bar(items, name, self.accelerator)

@@ -155,27 +155,30 @@ def weights_in(folder: Path) -> Path:
     for place in [*reversed(list_checkpoints(folder / "checkpoints"))] or [folder]:
         names = ("ema_lora", "lora", "ema_transformer", "transformer")
         found = next((place / name for name in names if (place / name).is_dir()), place)
-        if not list(found.glob("*.safetensors")):
+        damage = damage_of_weights(found)
+        if damage is None and list(found.glob("*.safetensors")):
+            return found
+        if damage is None:
             refuse_pickles(found)
             raise UserError(
                 f"no checkpoint at {place}: name a run, a checkpoint or a folder in one"
             )
-        damage = _damage_of(found)
-        if damage is None:
-            return found
         log.warning("%s is damaged (%s)", found, damage)
     raise UserError(f"{folder} is damaged: {damage}; take another checkpoint")
 
 
-def _damage_of(weights: Path) -> str | None:
+def damage_of_weights(weights: Path) -> str | None:
     """Of the weights alone, if they still lie in their checkpoint, whose manifest knows them."""
     checkpoint = weights.resolve().parent
     try:
         manifest = _read_manifest(checkpoint).items()
         own = {name: entry for name, entry in manifest if Path(name).parts[0] == weights.name}
-        return _compare(checkpoint, own)
     except (OSError, ValueError, TypeError, AttributeError):
         return None
+    try:
+        return _compare(checkpoint, own)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
 
 
 def _attempt(call: Callable[[], None]) -> str | None:

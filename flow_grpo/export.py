@@ -10,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from safetensors import SafetensorError
 
-from flow_grpo.checkpoint import PREFIX, weights_in
+from flow_grpo.checkpoint import PREFIX, damage_of_weights, weights_in
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.lora_files import Misfit, attach_lora, replace_weights
 
@@ -35,6 +35,8 @@ class Source:
             weights = plain
         if raw and not weights.is_dir():
             raise UserError(f"no {plain.name} in {weights.parent}; leave out --raw for the average")
+        if damage := damage_of_weights(weights):
+            raise UserError(f"{weights} is damaged: {damage}; take another checkpoint")
         return cls(weights)
 
     @property

@@ -42,6 +42,11 @@ LOADING_ERRORS = (
 def refuse_code(accelerator: Accelerator, checkpoint: Path) -> None:
     """Tell of a file that is not plain data before anything expensive starts."""
     state = checkpoint / STATE
+    if next(state.glob("custom_checkpoint_*.pkl"), None):
+        raise UserError(
+            f"cannot resume from {checkpoint}: an older version wrote it, with the moving average "
+            "as a pickle; start a new run from its lora folder with --config.train.lora_path"
+        )
     files = {path: _read_data for name in TORCH_FILES for path in state.rglob(name)}
     files |= {path: _read_index for path in state.rglob(".metadata")}
     for path, read in files.items():
@@ -51,8 +56,8 @@ def refuse_code(accelerator: Accelerator, checkpoint: Path) -> None:
         except LOADING_ERRORS as error:
             log.debug("%s was refused", path, exc_info=True)
             raise UserError(
-                f"cannot resume from {checkpoint}: {path.relative_to(checkpoint)} is damaged or "
-                "holds more than data, which is never run; take another checkpoint"
+                f"cannot resume from {checkpoint}: {path.relative_to(checkpoint)} is damaged, "
+                "of another way to distribute, or holds more than data, which is never run"
             ) from error
 
 

@@ -1,5 +1,6 @@
 """Where a run begins: a new folder, its own last checkpoint, or that of another run."""
 
+import errno
 import json
 import logging
 import os
@@ -54,6 +55,8 @@ def find_start(
             decision = [start]
         except UserError as error:
             decision = [error]
+        except OSError as error:
+            decision = [UserError(f"cannot read {error.filename}: {error.strerror}")]
     broadcast_object_list(decision)
     if isinstance(decision[0], UserError):
         raise decision[0]
@@ -74,7 +77,7 @@ def _run_folder(logdir: str, run_name: str, resume: str) -> Path:
 def _take_lock(folder: Path) -> RunLock:
     try:
         if folder.exists() and not os.access(folder, os.W_OK):
-            raise PermissionError(13, os.strerror(13))
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return RunLock(folder)
     except OSError as error:
         raise UserError(

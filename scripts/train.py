@@ -324,6 +324,7 @@ def finish_epoch(
 ) -> None:
     """Write down what the epoch did, so that a run that is killed goes on from here."""
     config, progress = session.config, session.progress
+    session.check_lock()
     score = metrics.get(f"eval/{TOTAL}", math.nan)
     is_best = score > (-math.inf if progress.best is None else progress.best)  # NaN never is
     progress.epoch = epoch
@@ -346,10 +347,9 @@ def can_save(session: Session) -> bool:
 def save(session: Session, *, best: bool = False) -> Path:
     """Write a checkpoint of everything as it is now; returns its folder."""
     accelerator, policy = session.accelerator, session.policy
+    session.check_lock()
 
     def write(folder: Path) -> None:
-        if session.lock is not None:
-            session.lock.check()
         accelerator.save_state(str(folder / STATE), exclude_frozen_parameters=True)
         policy.save(folder)
         if session.ema is not None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,12 @@ class Runner:
     def metrics(self, run_name: str = "run") -> list[dict]:
         lines = (self.logdir / run_name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def python_path() -> str:

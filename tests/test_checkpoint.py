@@ -14,6 +14,7 @@ from flow_grpo.checkpoint import (
     weights_in,
 )
 from flow_grpo.errors import UserError
+from flow_grpo.export import Source
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +188,15 @@ def test_damaged_weights_are_not_taken(save, tmp_path):
     assert weights_in(tmp_path).parent.name == "checkpoint-1"
     with pytest.raises(UserError, match=r"2/lora is damaged: lora/w\.safetensors has"):
         weights_in(folder / "lora")
+    with pytest.raises(UserError, match=r"2/lora is damaged: lora/w\.safetensors has"):
+        Source.find(folder / "lora", raw=True)
+    (folder / "lora" / "w.safetensors").unlink()
+    assert weights_in(tmp_path).parent.name == "checkpoint-1"
+    (folder / "ema_lora").mkdir()
+    (folder / "ema_lora" / "w.safetensors").touch()  # whole, unlike what `raw` asks for
+    assert Source.find(folder).weights.name == "ema_lora"
+    with pytest.raises(UserError, match=r"2/lora is damaged: .*No such file"):
+        Source.find(folder, raw=True)
 
 
 def test_the_remains_of_a_killed_save_are_not_part_of_the_next(save, tmp_path):

@@ -145,7 +145,7 @@ def test_the_index_of_sharded_files_can_run_no_code(tmp_path):
     dcp.save(tensors, checkpoint_id=state / "model_0", no_dist=True)
     refuse_code(Accelerator(cpu=True), tmp_path / "checkpoint-2")
     plant(state / "model_0" / ".metadata", trace, zipped=False)
-    with pytest.raises(UserError, match=r"state/model_0/\.metadata is damaged or holds more than"):
+    with pytest.raises(UserError, match=r"state/model_0/\.metadata is damaged, of another"):
         refuse_code(Accelerator(cpu=True), tmp_path / "checkpoint-2")
     assert not trace.exists()
 
@@ -343,6 +343,12 @@ def test_a_run_that_was_taken_over_writes_no_checkpoint(run, resume):
     session.progress.step += 1
     with pytest.raises(UserError, match=r"cannot save .*: .*run was taken over by nobody"):
         save(session)
+
+
+def test_a_state_with_a_pickled_average_is_refused_with_a_way_out(run, find):
+    (run / NEWEST / STATE / "custom_checkpoint_0.pkl").touch()
+    with pytest.raises(UserError, match=r"an older version wrote it.*--config.train.lora_path"):
+        find()
 
 
 @pytest.mark.parametrize("place", ["file", "/proc/no"])

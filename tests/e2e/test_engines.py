@@ -1,13 +1,12 @@
 """DeepSpeed, two CPU processes: the same run as plain data parallelism, in other hands."""
 
-import os
 import sys
 
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from light import LIGHT
-from runner import Runner
+from runner import Runner, free_port
 from safetensors.torch import load_file
 from test_distributed import TORCHRUN, share_off
 
@@ -43,7 +42,7 @@ def deepspeed(monkeypatch, short_runs, tmp_path):
     def run(stage: int, **overrides) -> Runner:
         launcher = (
             *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2"),
-            *("--main_process_port", str(29000 + os.getpid() % 1000)),
+            *("--main_process_port", free_port()),
             f"--config_file=scripts/accelerate_configs/deepspeed_zero{stage}.yaml",
         )
         done = runner(launcher=launcher, **overrides)
@@ -86,8 +85,7 @@ FULL = {"use_lora": False, "num_epochs": 1, "mixed_precision": "bf16"}
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_all_weights_can_be_trained_with_zero(deepspeed, stage):
-    """Full fine-tuning in bf16, as docs/scaling.md has it; with ZeRO-3 weights and moving average
-    are sharded over the processes."""
+    """Full fine-tuning in bf16, as docs/scaling.md has it; with ZeRO-3 the weights are sharded."""
     assert_all_weights_trained(deepspeed(stage, **FULL))
 
 
