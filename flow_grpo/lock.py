@@ -2,8 +2,8 @@
 
 The lock is a file beside the folder that says who holds it. It is made with O_EXCL, which is
 atomic on NFS too, where flock may be missing or local to a machine. A killed run leaves it behind.
-On the same machine its process is looked for. Of another machine only a sign of life can tell: the
-file's time, which the holder renews.
+On the same machine, since it was booted, its process is looked for. Of any other only a sign of
+life can tell: the file's time, which the holder renews.
 """
 
 import contextlib
@@ -26,30 +26,34 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT = 15.0  # seconds between two signs of life
 PATIENCE = 90.0  # seconds without one after which a holder that cannot be seen counts as dead
+RETRY = 5.0  # seconds for which a lock of ours that cannot be read is read again
+PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
 class Holder:
     host: str
     pid: int
-    started: float  # when the process did, in seconds since 1970: numbers of processes come again
+    started: float  # when the process did, see `_started`: numbers of processes come again
     namespace: str  # numbers of processes mean something within one only, a container's say
+    boot: str = ""  # tells machines of one name apart; older locks lack it
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @classmethod
     def this_process(cls) -> "Holder":
-        process = psutil.Process()
-        return cls(socket.gethostname(), process.pid, process.create_time(), _namespace())
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _started(pid), _namespace(), _boot())
 
     def can_be_seen(self) -> bool:
-        return (self.host, self.namespace) == (socket.gethostname(), _namespace())
+        here = (socket.gethostname(), _namespace(), _boot())
+        return (self.host, self.namespace, self.boot) == here
 
-    def is_alive(self) -> bool:
+    def is_alive(self) -> bool | None:
+        """None: a process has its number, but another start, so it may not be the same one."""
         try:
-            process = psutil.Process(self.pid)
-            if process.status() == psutil.STATUS_ZOMBIE:  # killed, its parent has yet to notice
-                return False
-            return abs(process.create_time() - self.started) < 2  # clocks are set now and then
+            if psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE:
+                return False  # killed, its parent has yet to notice
+            return True if _started(self.pid) == self.started else None
         except psutil.NoSuchProcess:
             return False
         except psutil.AccessDenied:  # somebody else's
@@ -83,9 +87,16 @@ class RunLock:
 
     def check(self) -> None:
         """Before something is written: a process that hung may have been taken for dead."""
-        holder = _read(self.path)
+        until = time.monotonic() + min(RETRY, self.patience)
+        while (holder := _read(self.path)) is None and time.monotonic() < until:
+            time.sleep(0.1)  # the disk may be away for a moment
+        if holder is None and self._create():
+            log.warning("%s was removed; made it again", self.path)
+            return
+        holder = holder or _read(self.path)  # somebody may have been quicker
         if holder != self.holder:
-            raise UserError(f"{self.folder} was taken over by {holder or 'nobody'}")
+            name = holder or f"a process that {self.path} does not name"
+            raise UserError(f"{self.folder} was taken over by {name}")
 
     def release(self) -> None:
         """Also of a folder that was never made: what the lock itself needed goes too."""
@@ -97,10 +108,12 @@ class RunLock:
 
     def _create(self) -> bool:
         try:
-            with self.path.open("x", encoding="utf-8") as file:  # O_EXCL
-                file.write(self.holder.dumps())
+            file = self.path.open("x", encoding="utf-8")  # O_EXCL
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(self.holder.dumps())
         except OSError:  # the disk is full
             self.path.unlink(missing_ok=True)
             raise
@@ -109,9 +122,8 @@ class RunLock:
     def _take_over(self) -> bool:
         """From a holder that is dead; one that lives is named."""
         holder = _read(self.path)
-        if holder is not None and holder.can_be_seen():
-            alive = holder.is_alive()
-        else:  # on another machine, or about to be written
+        alive = holder.is_alive() if holder is not None and holder.can_be_seen() else None
+        if alive is None:  # on another machine, about to be written, or perhaps another process
             alive = self._shows_life(holder)
         if alive:
             raise UserError(
@@ -185,3 +197,20 @@ def _namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+def _boot() -> str:
+    """Another on each machine and after each start of it."""
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> float:
+    """In clock ticks since the boot; setting the clock moves the time that psutil gives."""
+    try:
+        stat = (PROC / str(pid) / "stat").read_bytes()
+    except OSError:  # no Linux
+        return psutil.Process(pid).create_time()
+    return int(stat.rpartition(b")")[2].split()[19])  # the name before it may hold anything

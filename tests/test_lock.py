@@ -3,15 +3,19 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
+import psutil
 import pytest
 
+from flow_grpo import lock as lock_module
 from flow_grpo.errors import UserError
 from flow_grpo.lock import Holder, RunLock
 
@@ -78,24 +82,43 @@ def test_this_process_too_can_hold_it_once_only(folder):
     RunLock(folder).release()
 
 
-def test_a_number_that_another_process_has_now_does_not_count(folder, lock_file, caplog):
-    mine = Holder.this_process()
-    lock_file.write_text(replace(mine, started=mine.started - 1000).dumps())
-    RunLock(folder).release()
-    assert "took over" in caplog.text
+def test_setting_the_clock_does_not_make_a_holder_look_dead(folder, monkeypatch):
+    lock = RunLock(folder, heartbeat=600)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: 1e9)
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+        RunLock(folder, patience=0.2)
+    lock.release()
 
 
-@pytest.mark.parametrize("content", ["elsewhere", "container", ""])
+def test_without_proc_too_it_is_held_and_a_set_clock_costs_it_nothing(
+    folder, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(lock_module, "PROC", tmp_path / "no")
+    lock = RunLock(folder, heartbeat=0.01)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+            RunLock(folder)
+        monkeypatch.setattr(psutil.Process, "create_time", lambda _: 1e9)
+    lock.release()
+
+
+@pytest.mark.parametrize("content", ["elsewhere", "container", "same name", "number", "old", ""])
 def test_a_holder_that_cannot_be_seen_needs_to_show_signs_of_life(folder, lock_file, content):
     mine = Holder.this_process()
     holder = {
         "elsewhere": replace(mine, host="node-b"),
         "container": replace(mine, namespace="pid:[1]"),
+        "same name": replace(mine, boot="that of another machine"),
+        "number": replace(mine, started=mine.started - 1000),  # another process may have it now
+        "old": mine,
     }.get(content)
-    lock_file.write_text(holder.dumps() if holder else "")
+    text = holder.dumps() if holder else ""
+    if content == "old":
+        text = json.dumps({k: v for k, v in json.loads(text).items() if k != "boot"})
+    lock_file.write_text(text)
     RunLock(folder, patience=0.2).release()  # it shows none
 
-    lock_file.write_text(holder.dumps() if holder else "")
+    lock_file.write_text(text)
     stop = threading.Event()
 
     def live() -> None:
@@ -138,10 +161,66 @@ def test_a_holder_that_was_taken_for_dead_stops_writing(folder, lock_file):
     assert lock_file.exists()  # the other's
 
 
-def take(folder, barrier, results) -> None:
+def test_a_lock_that_was_removed_is_made_again(folder, caplog):
+    lock = RunLock(folder, patience=0.2)
+    lock.path.unlink()
+    lock.check()
+    assert "was removed; made it again" in caplog.text
+    assert json.loads(lock.path.read_text())["token"] == lock.holder.token
+    lock.release()
+
+
+def test_a_disk_that_is_away_for_a_moment_does_not_end_the_run(folder, monkeypatch):
+    monkeypatch.setattr(lock_module, "RETRY", 60.0)
+    lock = RunLock(folder)
+    away = lock.path.with_name("away")
+    lock.path.rename(away)
+    lock.path.mkdir()  # reading it is an error of the system, and it is not made again
+
+    def back() -> None:
+        lock.path.rmdir()
+        away.rename(lock.path)
+
+    timer = threading.Timer(0.2, back)
+    timer.start()
+    lock.check()
+    timer.join()
+    lock.release()
+
+
+def test_a_lock_that_names_nobody_is_not_ours(folder):
+    lock = RunLock(folder, patience=0.2)
+    lock.path.write_text("")
+    with pytest.raises(UserError, match=f"taken over by a process that {lock.path} does not name"):
+        lock.check()
+    lock.release()
+
+
+@contextmanager
+def limit(what: int, value: int):
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+
+
+def test_a_lock_that_cannot_be_opened_stays_and_one_half_written_does_not(folder):
+    lock = RunLock(folder)
+    with limit(resource.RLIMIT_NOFILE, 0), pytest.raises(OSError, match="Too many open files"):
+        lock._create()
+    assert lock.path.exists()  # it could be somebody else's
+    lock.release()
+    with limit(resource.RLIMIT_FSIZE, 10), pytest.raises(OSError, match="File too large"):
+        RunLock(folder)
+    assert not folder.parent.exists()
+
+
+def take(folder, patience, barrier, results) -> None:
     barrier.wait()
     try:
-        lock = RunLock(folder)
+        lock = RunLock(folder, patience=patience)
         results.put(True)
         barrier.wait()
         lock.release()
@@ -150,14 +229,18 @@ def take(folder, barrier, results) -> None:
         barrier.wait()
 
 
-@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("stale", ["", "killed", "silent"])
 def test_of_many_at_once_one_gets_it(folder, lock_file, stale):
-    if stale:
-        mine = Holder.this_process()
-        lock_file.write_text(replace(mine, started=0.0).dumps())
+    if stale == "killed":
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        process.wait()
+        lock_file.write_text(replace(Holder.this_process(), pid=process.pid).dumps())
+    elif stale == "silent":
+        lock_file.write_text(replace(Holder.this_process(), host="node-b").dumps())
     many = multiprocessing.get_context("spawn")
     barrier, results = many.Barrier(8), many.Queue()
-    processes = [many.Process(target=take, args=(folder, barrier, results)) for _ in range(8)]
+    args = (folder, 1.0 if stale == "silent" else 90.0, barrier, results)
+    processes = [many.Process(target=take, args=args) for _ in range(8)]
     for process in processes:
         process.start()
     taken = [results.get(timeout=60) for _ in processes]

@@ -6,6 +6,7 @@ import resource
 import shutil
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -339,9 +340,9 @@ def test_a_run_has_one_writer(run, resume, config, tmp_path):
 
 def test_a_run_that_was_taken_over_writes_no_checkpoint(run, resume):
     session = resume()
-    session.lock.path.unlink()
+    session.lock.path.write_text(replace(session.lock.holder, host="node-b").dumps())
     session.progress.step += 1
-    with pytest.raises(UserError, match=r"cannot save .*: .*run was taken over by nobody"):
+    with pytest.raises(UserError, match=r"run was taken over by .* on node-b"):
         save(session)
 
 
