@@ -90,9 +90,14 @@ class RunLock:
         until = time.monotonic() + min(RETRY, self.patience)
         while (holder := _read(self.path)) is None and time.monotonic() < until:
             time.sleep(0.1)  # the disk may be away for a moment
-        if holder is None and self._create():
-            log.warning("%s was removed; made it again", self.path)
-            return
+        if holder is None:
+            try:
+                made = self._create()
+            except OSError as error:
+                raise UserError(f"cannot write {self.path}: {error.strerror}") from error
+            if made:
+                log.warning("%s was removed; made it again", self.path)
+                return
         holder = holder or _read(self.path)  # somebody may have been quicker
         if holder != self.holder:
             name = holder or f"a process that {self.path} does not name"
