@@ -34,7 +34,7 @@ class ScorerFailed(Exception):
     def because(cls, error: BaseException) -> "ScorerFailed":
         """The scorer raised, or broke its contract, on these images alone."""
         if isinstance(error, ScorerFailed):
-            return error.with_traceback(None)  # whose frames hold pictures
+            return cls(str(error), error.code)  # without its frames, which hold pictures
         # After a mistake in the code, asking again is of no use.
         return cls(describe(error), "scorer_broken" if is_mistake(error) else "scorer_failed")
 
@@ -62,7 +62,7 @@ class Job:
 class Running:
     """A call of the scorer."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[Job]  # that get no answer before it comes back
     started: float = field(default_factory=time.monotonic)
     overdue: bool = False
 
@@ -151,7 +151,8 @@ class Batcher:
             # False for one that was cancelled: its client is gone.
             jobs = [job for job in jobs if job.result.set_running_or_notify_cancel()]
             if jobs:
-                self._score(jobs)
+                with contextlib.suppress(_CameBackLate):  # all were answered
+                    self._score(jobs)
 
     def _next_batch(self) -> list[Job]:
         """Empty once all is done and closed."""
@@ -174,18 +175,21 @@ class Batcher:
         self._images_waiting -= size
         return jobs
 
-    def _score(self, jobs: Sequence[Job]) -> None:
+    def _score(self, jobs: Sequence[Job], behind: Sequence[Job] = ()) -> None:
+        """`behind` come next on this thread: they are given up with `jobs` if the call hangs."""
         try:
-            scores = self._call(jobs)
+            scores = self._call(jobs, behind)
         except _CameBackLate:
-            return  # all were answered
+            raise
         except BaseException as error:  # the thread must live: nothing else serves this reward
-            if len(jobs) > 1:
-                log.warning("reward %r: %s; scoring each request alone", self.name, describe(error))
+            # After a time-out each of them might take as long again.
+            if len(jobs) == 1 or _is_timeout(error):
                 for job in jobs:
-                    self._score([job])
-            else:
-                self._fail(jobs[0], error)
+                    self._fail(job, error)
+                return
+            log.warning("reward %r: %s; scoring each request alone", self.name, describe(error))
+            for number, job in enumerate(jobs, start=1):
+                self._score([job], behind=jobs[number:])
             return
         start = 0
         for job in jobs:
@@ -194,12 +198,13 @@ class Batcher:
             self._resolve(job, BatchScores(scores.values[part], extras))
             start += len(job)
 
-    def _call(self, jobs: Sequence[Job]) -> BatchScores:
+    def _call(self, jobs: Sequence[Job], behind: Sequence[Job]) -> BatchScores:
         images = [image for job in jobs for image in job.images]
         prompts = [prompt for job in jobs for prompt in job.prompts]
         metadata = [entry for job in jobs for entry in job.metadata]
         self._metrics.batch_images.labels(self.name).observe(len(images))
-        with self._metrics.scorer_seconds.labels(self.name).time(), self._watched(Running(jobs)):
+        running = Running([*jobs, *behind])
+        with self._metrics.scorer_seconds.labels(self.name).time(), self._watched(running):
             return parse_scores(call(self._scorer, images, prompts, metadata), len(images))
 
     @contextlib.contextmanager
@@ -231,6 +236,10 @@ class Batcher:
         )
         self._metrics.images_failed.labels(self.name).inc(len(job))
         job.result.set_exception(ScorerFailed.because(error))
+
+
+def _is_timeout(error: BaseException) -> bool:
+    return isinstance(error, ScorerFailed) and error.code == "scorer_timeout"
 
 
 class _CameBackLate(Exception):

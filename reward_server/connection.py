@@ -16,6 +16,8 @@ from reward_server.gate import OnlyHealth
 MAX_HEADER_BYTES = 32 * 2**10
 PART = 4 * 2**10  # of headers, that are parsed before they are counted
 PROGRESS = 64 * 2**10  # bytes of a body that have to come within the time-out
+STALLED = 2.0  # seconds without progress after which a client makes room for another
+SPARE = 64  # connections above the limit that live long enough to be told so
 
 # What a connection does, the first to go first when there are too many: it is kept open for a
 # next request, sends headers, sends a body, or waits for our answer.
@@ -36,12 +38,14 @@ class Connection(HttpToolsProtocol):
         self._phase = HEADERS
         self._since = time.monotonic()
         self._unread_since = math.inf
+        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         while len(self.connections) > self._max_connections:
             if not self._make_room():
                 self.app = OnlyHealth(self.app, self._max_connections)
+                self._refused = True
                 break
 
     def data_received(self, data: bytes) -> None:
@@ -115,10 +119,17 @@ class Connection(HttpToolsProtocol):
 
     def _make_room(self) -> bool:
         """Close the connection that has waited for its client for the longest time."""
-        others = [c for c in self.connections if c is not self and c.phase() != ANSWER]
+        flood = len(self.connections) > self._max_connections + SPARE
+        others = [c for c in self.connections if c is not self and c._may_go(flood)]
         if not others:
             return False
         victim = min(others, key=lambda c: (c.phase(), c._since))
         victim.transport.abort()
         self.connections.discard(victim)  # at once: more may come before it is told
         return True
+
+    def _may_go(self, flood: bool) -> bool:
+        phase = self.phase()
+        if phase in (IDLE, ANSWER):
+            return phase == IDLE
+        return (flood and self._refused) or time.monotonic() - self._since > STALLED

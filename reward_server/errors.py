@@ -40,6 +40,7 @@ STATUS = {
 }
 HTTP_CODES = {400: "malformed_json", 404: "not_found", 405: "method_not_allowed"}
 UNKNOWN_FIELD = "unknown_field"  # pydantic's type of a problem that we look for ourselves
+RETRY_AFTER = 1  # seconds: queues move on all the time
 SHOWN = 80  # characters of a client's own value in a message
 
 

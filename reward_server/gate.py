@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reward_server.errors import ApiError, Busy, error_response
+from reward_server.errors import RETRY_AFTER, ApiError, Busy, error_response
 from reward_server.metrics import UNKNOWN, Metrics
 
 SCORE_PATH = "/v1/score"
 HEALTH_PATHS = ("/healthz", "/readyz")
 SMALL = 2**20  # bytes of a body that are read although there is no time for it
 DRAINED = 4  # times the largest body that is read to its end only to be refused
-RETRY_AFTER = 1  # seconds
 GONE = 499  # the client went away before its answer
 
 Chunks = AsyncIterator[bytes | None]
@@ -31,7 +30,7 @@ class OnlyHealth:
             return await self._app(scope, receive, send)
         error = Busy(
             "too_many_connections",
-            f"{self._max_connections} clients wait for their answers, which is all that "
+            f"{self._max_connections} clients are being served, which is all that "
             "--max-connections allows; try again later",
             RETRY_AFTER,
         )

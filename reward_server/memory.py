@@ -3,10 +3,9 @@
 import ctypes
 import threading
 
-from reward_server.errors import ApiError, Busy
+from reward_server.errors import RETRY_AFTER, ApiError, Busy
 
 PATIENCE = 1.0  # seconds that a request waits for others to free their part
-RETRY_AFTER = 1  # seconds
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # M_... of glibc's malloc.h
 LARGE = 8 * 2**20
 

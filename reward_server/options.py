@@ -14,7 +14,7 @@ HELP = {
     "max_pixels": "pixels of one image",
     "max_queue": "images of one reward that wait or are being scored",
     "max_queue_pixels": "the pixels of those images",
-    "max_connections": "open connections; those that only wait make room for new ones",
+    "max_connections": "open connections; idle and stalled ones make room for new ones",
 }
 
 

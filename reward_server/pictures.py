@@ -29,6 +29,7 @@ OTHER_FORMATS = {
 # canvases, their copy and what the decoder works on.
 RGB_BYTES = 4
 DECODER_BYTES = {"PNG": 4, "JPEG": 8, "WEBP": 16}
+MOST_DECODER_BYTES = max(DECODER_BYTES.values())  # for what else Pillow makes of a JPEG, as MPO
 
 # This process has a limit of its own, far below the size at which Pillow warns.
 Image.MAX_IMAGE_PIXELS = None
@@ -51,7 +52,7 @@ def decode(texts: Sequence[str], *, max_pixels: int, claim: Claim) -> list[Image
         with _open(path, text, max_pixels) as picture:
             size = picture.width * picture.height
             pixels += size
-            at_work = max(at_work, size * DECODER_BYTES[picture.format])
+            at_work = max(at_work, size * DECODER_BYTES.get(picture.format, MOST_DECODER_BYTES))
     with claim(pixels, at_work) as check_wanted:
         pictures = []
         for path, text in zip(paths, texts, strict=True):

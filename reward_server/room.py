@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 
-from reward_server.errors import ApiError, Busy
+from reward_server.errors import RETRY_AFTER, ApiError, Busy
 from reward_server.limits import Limits
 from reward_server.memory import Lease, Memory
-
-RETRY_AFTER = 1  # seconds: the queue moves on all the time
 
 
 class ClientGone(Exception):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 from PIL import Image
 
@@ -30,10 +31,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def is_running(pid: int) -> bool:
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def error(response: requests.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> str:
@@ -107,8 +111,7 @@ class Server:
         return int(re.search(rf"{field}:\s+(\d+)", status).group(1)) / 1024
 
     def children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for task in tasks for pid in task.read_text().split()]
+        return [child.pid for child in psutil.Process(self.process.pid).children()]
 
     def connect(self) -> socket.socket:
         host, _, port = self.url.removeprefix("http://").rpartition(":")

@@ -45,10 +45,6 @@ class TimedOut(Failed):
     """The worker took too long over it, and was killed."""
 
 
-class Died(Failed):
-    """The worker process ended on it."""
-
-
 class PoolClosed(RuntimeError):
     def __init__(self) -> None:
         super().__init__("the worker pool is closed")
@@ -236,7 +232,7 @@ class WorkerPool:
             self._put(deque([job]))
         else:
             processes = "process" if job.deaths == 1 else "processes"
-            job.result.set_result(Died(f"{job.deaths} worker {processes} died on it"))
+            job.result.set_result(Failed(f"{job.deaths} worker {processes} died on it"))
 
     def _living(self, worker: _Worker | None) -> _Worker:
         """`worker` if it is still there, else a new one."""

@@ -12,7 +12,7 @@ import requests
 from PIL import Image
 from serving import Server, body, encoded, wait_until
 
-from reward_server.batching import Batcher
+from reward_server.batching import Batcher, ScorerFailed
 from reward_server.metrics import Metrics
 
 
@@ -159,3 +159,48 @@ def test_a_scorer_may_take_several_calls_at_a_time() -> None:
     futures = batcher.submit([image] * 2, ["", ""], [{}, {}])
     assert [future.result(timeout=10).values for future in futures] == [[1.0], [1.0]]
     batcher.close()
+
+
+def two_requests(batcher: Batcher) -> "list[Future]":
+    """That are scored in one call, if `max_batch` is two."""
+    image = Image.new("RGB", (1, 1))
+    return [future for _ in range(2) for future in batcher.submit([image], [""], [{}])]
+
+
+def codes(futures: "list[Future]") -> list[str]:
+    return [future.exception(timeout=10).code for future in futures]
+
+
+def test_who_waits_behind_a_request_that_hangs_alone_is_answered() -> None:
+    sizes, alone, go = [], threading.Event(), threading.Event()
+
+    def scorer(images: list, prompts: list, metadata: list) -> list[float]:
+        sizes.append(len(images))
+        if len(images) > 1:
+            raise ValueError("one at a time")
+        alone.set()
+        go.wait()
+        return [1.0]
+
+    settings = {"max_batch": 2, "max_wait": 60.0, "metrics": Metrics(), "timeout": 0.0}
+    batcher = Batcher("alone", scorer, **settings)
+    futures = two_requests(batcher)
+    assert alone.wait(10)
+    batcher.fail_overdue()
+    assert codes(futures) == ["scorer_timeout"] * 2
+    go.set()
+    batcher.close()
+    assert sizes == [2, 1]  # nobody wants the other's scores any more
+
+
+def test_a_call_that_timed_out_is_not_made_again_for_each_request() -> None:
+    sizes = []
+
+    def scorer(images: list, prompts: list, metadata: list) -> list[float]:
+        sizes.append(len(images))
+        raise ScorerFailed("no answer within 300 s", "scorer_timeout")
+
+    batcher = Batcher("slow", scorer, max_batch=2, max_wait=60.0, metrics=Metrics())
+    assert codes(two_requests(batcher)) == ["scorer_timeout"] * 2
+    batcher.close()
+    assert sizes == [2]

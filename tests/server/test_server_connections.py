@@ -3,6 +3,7 @@
 None of them shows a token.
 """
 
+import asyncio
 import json
 import select
 import socket
@@ -13,9 +14,15 @@ from pathlib import Path
 
 import pytest
 import requests
+import uvicorn
 from serving import TIMEOUT, Server, body, wait_until
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
-from reward_server.connection import MAX_HEADER_BYTES, PROGRESS
+from reward_server import connection
+from reward_server.connection import MAX_HEADER_BYTES, PROGRESS, Connection
 
 JPEG = "jpeg_compressibility"
 START = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -46,7 +53,7 @@ def still_serves(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Server]) -> Server:
-    return start(JPEG, "--token-env", "SECRET", "--client-timeout", "1", SECRET="abc")
+    return start(JPEG, "--token-env", "SECRET", "--client-timeout", "3", SECRET="abc")
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +161,10 @@ def test_half_sent_requests_make_room_for_others(patient: Server) -> None:
     clients = [patient.connect() for _ in range(40)]
     for number, client in enumerate(clients):
         client.sendall(halves[number % len(halves)])
-    still_serves(patient)
+    assert requests.get(f"{patient.url}/healthz", timeout=TIMEOUT).status_code == 200
+    headers = {"Authorization": "Bearer abc"}
+    score = body(JPEG, "a")
+    wait_until(lambda: patient.score(score, headers=headers).status_code == 200)
     wait_until(lambda: sum(map(is_closed, clients)) >= 40 - 16)
     still_serves(patient)
     for client in clients:
@@ -178,3 +188,48 @@ def test_a_full_server_still_tells_that_it_lives(
         go.touch()
         assert first.result().status_code == 200
     assert server.score(body("obey", "abc")).json()["scores"] == [3.0]
+
+
+@pytest.mark.parametrize(
+    "half",
+    [b"GET / HTTP/1.1\r\n", START + b"Content-Length: 4\r\n\r\n"],
+    ids=["half the headers", "no body"],
+)
+def test_a_request_that_makes_progress_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch, half: bytes
+) -> None:
+    monkeypatch.setattr(connection, "STALLED", 3600.0)  # however slow this machine is
+    monkeypatch.setattr(connection, "SPARE", 2)
+    rest = b"1234" if half.startswith(START) else b"\r\n"
+    asyncio.run(served_beside_newcomers(half, rest))
+
+
+async def served_beside_newcomers(half: bytes, rest: bytes) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    config, state = uvicorn.Config(app), ServerState()
+
+    def connected() -> Connection:
+        return Connection(config, state, {}, max_connections=1, timeout=3600)
+
+    async def status(reader: asyncio.StreamReader) -> int:
+        return int((await reader.readline()).split()[1])
+
+    server = await asyncio.get_running_loop().create_server(connected, "127.0.0.1", 0)
+    address = server.sockets[0].getsockname()
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(half)
+    silent = [await asyncio.open_connection(*address) for _ in range(8)]
+    for _ in range(3):
+        newcomer, sender = await asyncio.open_connection(*address)
+        sender.write(b"GET /v1/rewards HTTP/1.1\r\n\r\n")
+        assert await status(newcomer) == 503
+        assert len(state.connections) <= 1 + 2  # silent ones went
+        sender.close()
+    writer.write(rest)
+    assert await status(reader) == 200
+    for _, open_writer in [(reader, writer), *silent]:
+        open_writer.close()
+    server.close()

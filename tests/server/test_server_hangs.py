@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import requests
 from PIL import Image
-from serving import Server, body, wait_until
+from serving import Server, body, error, wait_until
 
 from flow_grpo.rewards import build_reward
 from flow_grpo.rewards.failure import FailurePolicy
@@ -18,13 +18,9 @@ from flow_grpo.rewards.failure import FailurePolicy
 JPEG = "jpeg_compressibility"
 
 
-def error(response: requests.Response) -> tuple[int, str]:
-    return response.status_code, response.json()["error"]["code"]
-
-
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Server]) -> Server:
-    return start(f"{JPEG},obey", "--score-timeout", "1", "--max-batch", "2")
+    return start(f"{JPEG},obey", "--score-timeout", "3", "--max-batch", "2")
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def hanging(server: Server, tmp_path: Path) -> Iterator[Path]:
     file = tmp_path / "go"
     response = server.score(body("obey", f"wait {file}"))
     assert error(response) == (504, "scorer_timeout")
-    assert "'obey' failed: no answer within 1 s" in response.json()["error"]["message"]
+    assert "'obey' failed: no answer within 3 s" in response.json()["error"]["message"]
     yield file
     file.touch()
     server.wait_until_ready()

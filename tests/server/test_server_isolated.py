@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 import requests
 from PIL import Image
-from serving import Server, body, is_running, wait_until
+from serving import Server, body, error, is_running, wait_until
 
 from flow_grpo.rewards import build_reward
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rewards.jpeg import jpeg_compressibility
 
 JPEG = "jpeg_compressibility"
-
-
-def error(response: requests.Response) -> tuple[int, str]:
-    return response.status_code, response.json()["error"]["code"]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +61,10 @@ def test_a_reward_that_hangs_is_replaced(server: Server, tmp_path: Path, order: 
     assert server.get("/readyz").status_code == 200
 
 
-def test_others_in_the_same_call_get_their_scores(server: Server, tmp_path: Path) -> None:
+def test_others_in_the_same_call_get_their_scores(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start("obey", "--isolate", "--score-timeout", "60", "--max-batch", "4")
     go = tmp_path / "go"
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(server.score, body("obey", f"wait {go}"))

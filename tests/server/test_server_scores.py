@@ -86,12 +86,14 @@ def palette() -> Image.Image:
         (Image.new("1", (4, 4), 1), "PNG", (255, 255, 255)),
         (grey_16_bit(256 * 40 + 3), "PNG", (40, 40, 40)),
         (Image.new("CMYK", (8, 8), (0, 0, 0, 255)), "JPEG", (0, 0, 0)),
+        (Image.new("L", (4, 4), 77), "MPO", (77, 77, 77)),  # two pictures, as cameras write them
     ],
 )
 def test_every_mode_becomes_rgb(
     server: Server, image: Image.Image, kind: str, first: tuple[int, int, int]
 ) -> None:
-    options = {"lossless": True} if kind == "WEBP" else {}
+    two = {"save_all": True, "append_images": [image]}
+    options = {"WEBP": {"lossless": True}, "MPO": two}.get(kind, {})
     answer = server.score(body("pixels", "x", image=encoded(image, kind, **options))).json()
     assert answer["scores"] == [1.0]
     assert tuple(answer["extras"][name][0] for name in "rgb") == first
