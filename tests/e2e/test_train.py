@@ -134,9 +134,9 @@ def test_the_other_settings_run(train, overrides):
 def test_failed_rewards_are_counted_and_left_out(train, tmp_path, monkeypatch):
     """Half of the images fail: the others' advantages are those of a run without the failed."""
     (tmp_path / "half_fails.py").write_text(
-        "from flow_grpo.rewards.jpeg import jpeg_compressibility\n"
+        "from flow_grpo.rewards.jpeg import jpeg_incompressibility\n"
         "def score(images, prompts, metadata):\n"
-        "    sizes = jpeg_compressibility(images, prompts, metadata)\n"
+        "    sizes = jpeg_incompressibility(images, prompts, metadata)\n"
         "    return [None if i % 2 else s for i, s in enumerate(sizes)], {'size': sizes}\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
