@@ -1,10 +1,11 @@
-"""FSDP2, which accelerate does not offer on CPUs: one process, its weights shared out to itself.
+"""FSDP2, which accelerate does not offer on CPUs: one process, its weights sharded over itself.
 
 python -m pytest -q --noconftest tests/gpu        on a machine with a GPU
 """
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,14 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
-FSDP2 = (
-    *LAUNCH,
-    *("--config_file", "scripts/accelerate_configs/fsdp2.yaml", "--num_processes", "1"),
-)
+
+KINDS = {
+    "lora": {"use_lora": True, "train__beta": 0.04},
+    "transformer": {"use_lora": False, "train__beta": 0.04, "mixed_precision": "bf16"},
+}
 
 
-def train(logdir: Path, run_name: str, launcher: tuple[str, ...], **fields) -> list[dict]:
+def start(logdir: Path, run_name: str, *launcher: str, **fields) -> subprocess.Popen:
     settings = {
         "logdir": logdir,
         "run_name": run_name,
@@ -32,46 +33,73 @@ def train(logdir: Path, run_name: str, launcher: tuple[str, ...], **fields) -> l
         "sample.train_batch_size": 32,
         "train.batch_size": 32,
         "train.gradient_accumulation_steps": 1,
-        "reward_fn": "{'jpeg_compressibility': 1.0}",
+        "reward_fn": "{'jpeg_incompressibility': 1.0}",
         **{name.replace("__", "."): value for name, value in fields.items()},
     }
     arguments = [f"--config.{name}={value}" for name, value in settings.items()]
     command = [*launcher, "scripts/train.py", "--config=config/grpo.py:tiny_ocr", *arguments]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = (logdir / run_name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
 
 
-@pytest.mark.parametrize("use_lora", [True, False])
-def test_fsdp2_trains_as_one_process_does_and_can_be_resumed(tmp_path, use_lora):
-    fields = {"use_lora": use_lora, "train__beta": 0.04}
-    alone = train(tmp_path, "alone", (sys.executable,), **fields)
-    train(tmp_path, "shared", FSDP2, **{**fields, "num_epochs": 2})
-    shared = train(tmp_path, "shared", FSDP2, resume="auto", **fields)
-    for a, b in zip(alone, shared, strict=True):
+def fsdp2() -> tuple[str, ...]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1")
+    return (
+        *launcher,
+        *("--main_process_port", port),
+        "--config_file=scripts/accelerate_configs/fsdp2.yaml",
+    )
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory) -> Path:
+    """Of runs side by side, since most of their time is that of imports: alone, and sharded."""
+    folder = tmp_path_factory.mktemp("logs")
+
+    def finish(*processes: subprocess.Popen) -> None:
+        for process in processes:
+            _, said = process.communicate(timeout=200)
+            assert process.returncode == 0, said.decode()
+
+    finish(
+        *(start(folder, f"{k}-alone", sys.executable, **KINDS[k]) for k in KINDS),
+        *(start(folder, f"{k}-sharded", *fsdp2(), **KINDS[k], num_epochs=2) for k in KINDS),
+    )
+    finish(*(start(folder, f"{k}-sharded", *fsdp2(), **KINDS[k], resume="auto") for k in KINDS))
+    return folder
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_fsdp2_trains_as_one_process_does_and_can_be_resumed(logdir, kind):
+    """LoRA in float32, all weights in bf16, which rounds differently when it is sharded."""
+    alone, sharded = (
+        [json.loads(line) for line in (logdir / f"{kind}-{how}/metrics.jsonl").open()]
+        for how in ("alone", "sharded")
+    )
+    rel = 5e-2 if kind == "lora" else 0.3
+    for a, b in zip(alone, sharded, strict=True):
         for name in a:
             if name.startswith(("reward/", "eval/", "epoch", "step")):
-                assert a[name] == pytest.approx(b[name], abs=1e-2), name
+                assert a[name] == pytest.approx(b[name], rel=rel, abs=1e-2), name
             if name in ("train/grad_norm", "train/kl"):
-                assert a[name] == pytest.approx(b[name], rel=5e-2, abs=1e-6), name
-    kind, file = (
-        ("lora", "pytorch_lora_weights.safetensors")
-        if use_lora
-        else ("transformer", "diffusion_pytorch_model.safetensors")
-    )
+                assert a[name] == pytest.approx(b[name], rel=rel, abs=1e-6), name
+    file = {"lora": "pytorch_lora_weights", "transformer": "diffusion_pytorch_model"}[kind]
     for prefix in ("", "ema_"):
         first, second = (
-            load_file(tmp_path / run / "checkpoints/latest" / f"{prefix}{kind}" / file)
-            for run in ("alone", "shared")
+            load_file(logdir / f"{kind}-{how}/checkpoints/latest/{prefix}{kind}/{file}.safetensors")
+            for how in ("alone", "sharded")
         )
         assert first.keys() == second.keys()
-        off = max((first[k] - second[k]).abs().max().item() for k in first)
+        off = max((first[k].float() - second[k].float()).abs().max().item() for k in first)
         assert off < 1e-3, off
-    if use_lora:
+    if kind == "lora":
         pipeline = StableDiffusion3Pipeline.from_pretrained(
             ROOT / "assets/tiny-sd3", torch_dtype=torch.float32
         )
-        pipeline.load_lora_weights(tmp_path / "shared/checkpoints/latest/lora")
+        pipeline.load_lora_weights(logdir / "lora-sharded/checkpoints/latest/lora")
         assert pipeline.get_active_adapters()

@@ -39,12 +39,13 @@ class Run:
         *,
         compiled: bool = False,
         replay: bool,
+        layers: int = 2,
         handlers: list | None = None,
     ) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # it keeps its first precision
         accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
         self.adapter = SD3Adapter(
-            build_tiny_sd3(width=64),
+            build_tiny_sd3(width=64, layers=layers),
             device="cuda",
             dtype=DTYPES[precision],
             max_sequence_length=4,
@@ -142,7 +143,7 @@ def test_replayed_steps_equal_plain_ones(precision, off):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_the_ratio_is_exactly_1(precision, compiled):
-    run = Run(precision, compiled=compiled, replay=True)
+    run = Run(precision, compiled=compiled, replay=True, layers=1)  # one kind of block to compile
     trajectory = run.sample()
     for j in (0, 1):
         assert run.train(trajectory, [j]).isfinite().all()
@@ -164,7 +165,8 @@ def test_a_forward_whose_activations_are_gone_cannot_be_taken_back():
 
 
 def test_merged_lora_is_sampled_and_taken_away_again():
-    plain, merged = Run(replay=False), Run(compiled=True, replay=True)
+    plain = Run(replay=False, layers=1)
+    merged = Run(compiled=True, replay=True, layers=1)
     expected = plain.sample()
     before = merged.sample()
     sums = MergedLora(merged.policy.lora_layers)
