@@ -33,7 +33,7 @@ OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 # 2**31 many kernels miscount.
 MAX_NUMBERS = 2**28
 # Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
-# norms and the like again, from .9 on also attention, which costs time.
+# norms and the like again, at .75 also attention, which costs time.
 ACTIVATIONS_KEPT = 0.95
 
 
