@@ -44,7 +44,7 @@ def compute_advantages(
     per_reward = np.stack(list(table.values()))  # (R, N)
     groups = _as_groups(group_ids, per_reward.shape[1])
     if baseline is not None:
-        baseline = np.asarray(baseline)
+        baseline = np.asarray(baseline, dtype=np.float64)
         if baseline.shape != groups.shape:
             raise ValueError(f"baseline has shape {baseline.shape}, rewards {groups.shape}")
 
