@@ -137,7 +137,7 @@ def test_in_a_pair_rloo_compares_each_with_the_other():
 
 
 def test_a_missing_baseline_is_a_missing_score():
-    r, baseline = np.array([1.0, np.nan, 3.0, 4.0]), np.array([0.5, 0.5, np.nan, 1.0])
+    r, baseline = np.array([1.0, np.nan, 3.0, 4.0]), [0.5, 0.5, None, 1.0]
     out = compute_advantages(r, np.zeros(4, int), estimator="remax", baseline=baseline)
     assert out.tolist() == [0.5, 0, 0, 3]
 

@@ -1,6 +1,7 @@
 """Each mistake: one line that names it, exit code 2, nothing written."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_reward_that_returns_the_wrong_length(train, tmp_path, monkeypatch):
     (tmp_path / "short_reward.py").write_text(
         "def score(images, prompts, metadata): return [1.0] * (len(images) - 1)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = train(reward_fn="{'short': 1.0}", custom_rewards="{'short': 'short_reward:score'}")
     assert done.returncode == 3
     assert "error: evaluation before training: reward 'short' gave no score" in done.stderr

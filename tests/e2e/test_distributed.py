@@ -1,6 +1,7 @@
 """Two real processes."""
 
 import json
+import os
 import sys
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_a_reward_that_fails_on_one_process_stops_all(train, tmp_path, monkeypat
         "def score(images, prompts, metadata):\n"
         "    return [1.0] * (len(images) - int(os.environ['RANK']))\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     custom = "{'second': 'second_fails:score'}"
     done = train(launcher=TORCHRUN, reward_fn="{'second': 1.0}", custom_rewards=custom)
     assert done.returncode != 0

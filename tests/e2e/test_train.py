@@ -1,6 +1,7 @@
 """scripts/train.py as a user runs it, on a random SD3."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -139,7 +140,7 @@ def test_failed_rewards_are_counted_and_left_out(train, tmp_path, monkeypatch):
         "    sizes = jpeg_incompressibility(images, prompts, metadata)\n"
         "    return [None if i % 2 else s for i, s in enumerate(sizes)], {'size': sizes}\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = train(
         reward_fn="{'half': 1.0}",
         custom_rewards="{'half': 'half_fails:score'}",
