@@ -9,7 +9,7 @@ setup(
     description="Online reinforcement learning for flow-matching image models",
     license="MIT",
     python_requires=">=3.10",
-    packages=find_packages(include=["flow_grpo", "flow_grpo.*", "config", "reward_server"]),
+    packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
     package_data={"reward_server": ["openapi.json"]},
     install_requires=[
         "absl-py>=2.1",

@@ -29,7 +29,13 @@ from accelerate import Accelerator
 from ml_collections import ConfigDict
 from train import collect_rewards, sample_epoch, train_epoch
 
-from config.build import (
+from flow_grpo.errors import UserError
+from flow_grpo.models import ModelAdapter, SD3Adapter, find_adapter
+from flow_grpo.run import benchmarking as bench
+from flow_grpo.run import cli, tracking
+from flow_grpo.run.gpu import lighter_training
+from flow_grpo.run.memory import advice_when_short
+from flow_grpo.run.session import (
     DTYPES,
     Session,
     build_adapter,
@@ -37,13 +43,7 @@ from config.build import (
     draw_steps,
     image_size,
 )
-from config.gpu import lighter_training
-from flow_grpo import benchmarking as bench
-from flow_grpo import cli, tracking
-from flow_grpo.errors import UserError
-from flow_grpo.memory import advice_when_short
-from flow_grpo.models import ModelAdapter, SD3Adapter, find_adapter
-from flow_grpo.rollout import encode_prompts
+from flow_grpo.sampling.rollout import encode_prompts
 
 RANDOM = "sd3.5-medium"
 MODEL = flags.DEFINE_string(
@@ -69,7 +69,7 @@ def main(config: ConfigDict) -> Session:
         open_line_file(Path(OUT.value))
     if AGAINST.value:
         check_clone(Path(AGAINST.value), config)
-    config.custom_rewards = ConfigDict({"none": "flow_grpo.benchmarking:no_reward"})
+    config.custom_rewards = ConfigDict({"none": "flow_grpo.run.benchmarking:no_reward"})
     config.reward_fn = ConfigDict({"none": 1.0})
     config.eval_reward_fn = ConfigDict({"none": 1.0})
     with tempfile.TemporaryDirectory() as logdir:

@@ -16,7 +16,14 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict
 
-from config.build import (
+from flow_grpo.errors import RewardOutage, UserError
+from flow_grpo.rewards import close_scorers
+from flow_grpo.run import cli
+from flow_grpo.run.check import check
+from flow_grpo.run.checkpoint import weights_in
+from flow_grpo.run.grid import picture_grid
+from flow_grpo.run.outage import describe_outage
+from flow_grpo.run.session import (
     build_accelerator,
     build_adapter,
     build_dynamics,
@@ -25,14 +32,7 @@ from config.build import (
     eval_weights,
     image_size,
 )
-from config.check import check
-from flow_grpo import cli
-from flow_grpo.checkpoint import weights_in
-from flow_grpo.errors import RewardOutage, UserError
-from flow_grpo.evaluation import evaluate
-from flow_grpo.grid import picture_grid
-from flow_grpo.outage import describe_outage
-from flow_grpo.rewards import close_scorers
+from flow_grpo.training.evaluation import evaluate
 
 logger = logging.getLogger("flow_grpo")
 CHECKPOINT = flags.DEFINE_string(

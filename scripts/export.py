@@ -16,7 +16,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 
 from flow_grpo.errors import UserError
-from flow_grpo.export import Source, export
+from flow_grpo.run.export import Source, export
 
 
 def main() -> None:

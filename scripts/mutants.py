@@ -27,14 +27,14 @@ KILLED = ("killed", "timeout", "segfault")
 TESTS: dict[str, list[str]] = {
     "sde": [],
     "advantages": [],
-    "objectives": [],
-    "grpo": ["tests/test_gradients.py"],
-    "rollout": [],
+    "losses": [],
     "windows": [],
-    "data": [],
-    "metrics": [],
-    "plan": [],
-    "checkpoint": [],
+    "algorithms/grpo": ["tests/test_gradients.py"],
+    "sampling/data": [],
+    "sampling/rollout": [],
+    "training/metrics": [],
+    "training/plan": [],
+    "run/checkpoint": [],
 }
 # torch does not survive a fork once it has started its threads, so a process that has only
 # imported it forks the others. Most of the time of a short run is pytest's collecting garbage, to
@@ -43,7 +43,7 @@ SETTINGS = """
 [tool.mutmut]
 source_paths = ["flow_grpo"]
 only_mutate = ["flow_grpo/{name}.py"]
-also_copy = ["config", "conftest.py"]
+also_copy = ["scripts", "conftest.py"]
 pytest_add_cli_args_test_selection = {tests}
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-p", "no:unraisableexception"]
 process_isolation = "forkserver"
@@ -82,7 +82,7 @@ class Mutant(NamedTuple):
 
 
 def main(files: list[str]) -> int:
-    names = [Path(file).stem for file in files] or list(TESTS)
+    names = [file.removeprefix("flow_grpo/").removesuffix(".py") for file in files] or list(TESTS)
     if unknown := [name for name in names if name not in TESTS]:
         print(f"error: {', '.join(unknown)} is none of {', '.join(TESTS)}", file=sys.stderr)
         return 2
@@ -91,7 +91,7 @@ def main(files: list[str]) -> int:
     for name in names:
         print(f"{name}: running", flush=True)
         total, alive = survivors(name)
-        equivalent = {mutant for mutant in listed if mutant.function.startswith(f"{name}.")}
+        equivalent = {mutant for mutant in listed if mutant.function.startswith(f"{dotted(name)}.")}
         left = [mutant for mutant in alive if mutant not in equivalent]
         gone = sorted(equivalent.difference(alive))
         for title, mutants in (("alive", left), ("listed, but killed or not there", gone)):
@@ -101,8 +101,12 @@ def main(files: list[str]) -> int:
         share = killed / (total - same)
         good = good and share >= ENOUGH and not gone
         rows.append((f"{name}.py", total, killed, same, len(left), f"{share:.1%}"))
-    print(*("{:<14}{:>9}{:>9}{:>12}{:>6}{:>20}".format(*row) for row in rows), sep="\n")
+    print(*("{:<20}{:>9}{:>9}{:>12}{:>6}{:>20}".format(*row) for row in rows), sep="\n")
     return 0 if good else 1
+
+
+def dotted(name: str) -> str:
+    return name.replace("/", ".")
 
 
 def read_equivalent() -> set[Mutant]:
@@ -114,11 +118,12 @@ def survivors(name: str) -> tuple[int, list[Mutant]]:
     """How many mutants flow_grpo/<name>.py has, and those that pass its unit tests."""
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
-    for part in ("flow_grpo", "config", "tests"):
+    for part in ("flow_grpo", "scripts", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     source = folder / "flow_grpo" / f"{name}.py"
     source.write_text(without_decorators(source.read_text("utf-8")), "utf-8")
-    settings = SETTINGS.format(name=name, tests=json.dumps([f"tests/test_{name}.py", *TESTS[name]]))
+    tests = [f"tests/test_{source.stem}.py", *TESTS[name]]
+    settings = SETTINGS.format(name=name, tests=json.dumps(tests))
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     (folder / "pyproject.toml").write_text(project + settings, "utf-8")
     (folder / "conftest.py").write_text(CONFTEST, "utf-8")

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.grid import picture_grid
+from flow_grpo.run.grid import picture_grid
 
 
 def read_curve(run: Path, metric: str) -> tuple[list[int], list[float]]:

@@ -24,9 +24,9 @@ from ml_collections import ConfigDict
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from flow_grpo import benchmarking as bench
-from flow_grpo import tracking
 from flow_grpo.models import SD3Adapter
+from flow_grpo.run import benchmarking as bench
+from flow_grpo.run import tracking
 
 
 class Loops:

@@ -17,28 +17,26 @@ import torch
 from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 
-from config.build import (
+from flow_grpo.advantages import compute_advantages
+from flow_grpo.algorithms.grpo import grpo_step_loss, reference_velocities, with_gradient
+from flow_grpo.errors import RewardOutage, Stopped, UserError
+from flow_grpo.rewards import TOTAL, PendingScores
+from flow_grpo.rewards.pictures import to_pil
+from flow_grpo.run import cli, tracking
+from flow_grpo.run.checkpoint import STATE, save_checkpoint
+from flow_grpo.run.gpu import lighter_evaluation, lighter_training
+from flow_grpo.run.memory import advice_when_short
+from flow_grpo.run.outage import describe_outage
+from flow_grpo.run.session import (
     Session,
     build_session,
     draw_steps,
     grpo_settings,
     image_size,
 )
-from config.gpu import lighter_evaluation, lighter_training
-from flow_grpo import cli, tracking
-from flow_grpo.advantages import compute_advantages
-from flow_grpo.checkpoint import STATE, save_checkpoint
-from flow_grpo.data import Batch, Prompt, epoch_batches
-from flow_grpo.distributed import gather_rows, gather_scores
-from flow_grpo.errors import RewardOutage, Stopped, UserError
-from flow_grpo.evaluation import evaluate
-from flow_grpo.grpo import grpo_step_loss, reference_velocities, with_gradient
-from flow_grpo.memory import advice_when_short
-from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics, score_metrics
-from flow_grpo.outage import describe_outage
-from flow_grpo.rewards import TOTAL, PendingScores
-from flow_grpo.rewards.pictures import to_pil
-from flow_grpo.rollout import (
+from flow_grpo.run.stopping import StopRequested
+from flow_grpo.sampling.data import Batch, Prompt, epoch_batches
+from flow_grpo.sampling.rollout import (
     Trajectory,
     encode_ahead,
     encode_prompts,
@@ -47,8 +45,15 @@ from flow_grpo.rollout import (
     sample_generators,
     sample_trajectory,
 )
-from flow_grpo.seeding import Stream, numpy_rng
-from flow_grpo.stopping import StopRequested
+from flow_grpo.sampling.seeding import Stream, numpy_rng
+from flow_grpo.training.distributed import gather_rows, gather_scores
+from flow_grpo.training.evaluation import evaluate
+from flow_grpo.training.metrics import (
+    TrainingStats,
+    off_policy_warning,
+    reward_metrics,
+    score_metrics,
+)
 
 logger = logging.getLogger("flow_grpo")
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from ml_collections import ConfigDict
 
-from config.base import get_config
-from config.build import build_session
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.run.fields import get_config
+from flow_grpo.run.session import build_session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import train

@@ -4,7 +4,8 @@ import json
 import pytest
 from accelerate import Accelerator
 
-from flow_grpo.checkpoint import (
+from flow_grpo.errors import UserError
+from flow_grpo.run.checkpoint import (
     STATE,
     Progress,
     is_intact,
@@ -13,8 +14,7 @@ from flow_grpo.checkpoint import (
     save_checkpoint,
     weights_in,
 )
-from flow_grpo.errors import UserError
-from flow_grpo.export import Source
+from flow_grpo.run.export import Source
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from flow_grpo import cli
 from flow_grpo.errors import UserError
+from flow_grpo.run import cli
 
 BODIES = {
     "return None": "must return a ConfigDict, not NoneType",
@@ -28,7 +28,7 @@ def as_in_a_new_process(monkeypatch):
 
 def write(path, body: str) -> str:
     path.write_text(
-        f"from config.base import get_config as base\n\ndef get_config():\n    {body}\n"
+        f"from flow_grpo.run.fields import get_config as base\n\ndef get_config():\n    {body}\n"
     )
     return f"--config={path}"
 

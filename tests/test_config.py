@@ -8,14 +8,14 @@ import torch
 from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 
-from config import base
-from config.build import build_session
-from config.check import check, unusual
-from config.gpu import can_compile, can_replay, missing_tool
-from flow_grpo.cli import OPEN_FIELDS
 from flow_grpo.errors import UserError
-from flow_grpo.policy import Policy
-from flow_grpo.seeding import Stream, torch_generator
+from flow_grpo.run import fields as base
+from flow_grpo.run.check import check, unusual
+from flow_grpo.run.cli import OPEN_FIELDS
+from flow_grpo.run.gpu import can_compile, can_replay, missing_tool
+from flow_grpo.run.session import build_session
+from flow_grpo.sampling.seeding import Stream, torch_generator
+from flow_grpo.training.policy import Policy
 
 
 def test_the_defaults_are_allowed():
@@ -46,7 +46,7 @@ def on_gpu(**state) -> SimpleNamespace:
 
 
 def test_what_is_compiled_and_replayed(monkeypatch, caplog):
-    monkeypatch.setattr("config.gpu.missing_tool", lambda: "")
+    monkeypatch.setattr("flow_grpo.run.gpu.missing_tool", lambda: "")
     config = base.get_config()
     several = on_gpu(distributed_type=DistributedType.MULTI_GPU)
     assert can_compile(config, on_gpu())
@@ -65,7 +65,7 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
     assert not can_replay(config, on_gpu())
     config.cuda_graphs, config.use_lora = True, False
     assert not can_replay(config, on_gpu())
-    monkeypatch.setattr("config.gpu.missing_tool", lambda: "Triton")
+    monkeypatch.setattr("flow_grpo.run.gpu.missing_tool", lambda: "Triton")
     with caplog.at_level("WARNING"):
         assert not can_compile(config, on_gpu())
     assert "Triton is missing" in caplog.text
@@ -76,9 +76,9 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
 
 
 def test_what_the_compiler_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr("config.gpu.has_triton", lambda: False)
+    monkeypatch.setattr("flow_grpo.run.gpu.has_triton", lambda: False)
     assert missing_tool() == "Triton"
-    monkeypatch.setattr("config.gpu.has_triton", lambda: True)
+    monkeypatch.setattr("flow_grpo.run.gpu.has_triton", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert missing_tool() == "a C compiler (gcc or clang)"
@@ -135,14 +135,14 @@ def test_unknown_fields_are_named_with_a_suggestion():
     assert str(error.value) == (
         "the config does not fit: it has unknown fields: save_dir (it is logdir here), "
         "train.learning_rat (did you mean train.learning_rate?); start from "
-        "config.base.get_config() and change what differs"
+        "flow_grpo.run.fields.get_config() and change what differs"
     )
 
 
 def test_missing_fields_are_named_and_counted():
     config = base.get_config()
     del config.train.beta
-    with pytest.raises(UserError, match=r"it lacks train\.beta; start from config\.base\.get_con"):
+    with pytest.raises(UserError, match=r"it lacks train\.beta; start from flow_grpo\.run\.fields"):
         check(config)
     del config.sample
     with pytest.raises(UserError, match=r"it lacks sample, sample\.\w+, .* and \d+ more; start"):

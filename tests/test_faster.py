@@ -5,15 +5,15 @@ import torch
 from torch import nn
 
 from flow_grpo.models import SD3Adapter
-from flow_grpo.models.faster import (
+from flow_grpo.models.sd3 import OF_IMAGE, OF_TEXT
+from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.speed.faster import (
     ChannelsLastNorm,
     SiblingLinear,
     channels_last_norms,
     join_siblings,
 )
-from flow_grpo.models.sd3 import OF_IMAGE, OF_TEXT
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.policy import Policy
+from flow_grpo.training.policy import Policy
 
 
 @pytest.mark.parametrize("mean", [5, 300])

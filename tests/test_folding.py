@@ -6,10 +6,10 @@ from accelerate import Accelerator
 from peft import LoraConfig
 from torch import nn
 
-from flow_grpo.folding import FoldedLinear, fold_lora
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.policy import Policy
+from flow_grpo.speed.folding import FoldedLinear, fold_lora
+from flow_grpo.training.policy import Policy
 
 
 def build(dtype: torch.dtype = torch.float32, **lora) -> SD3Adapter:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from flow_grpo.grpo import GrpoSettings, grpo_step_loss, reference_velocities
+from flow_grpo.algorithms.grpo import GrpoSettings, grpo_step_loss, reference_velocities
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.policy import Policy
-from flow_grpo.rollout import Dynamics, initial_noise, sample_trajectory
+from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_trajectory
+from flow_grpo.training.policy import Policy
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from flow_grpo.grpo import (
+from flow_grpo.algorithms.grpo import (
     GrpoSettings,
     StepLoss,
     grpo_step_loss,
     reference_velocities,
     with_gradient,
 )
-from flow_grpo.policy import Policy
-from flow_grpo.rollout import Dynamics, initial_noise, sample_generators, sample_trajectory
+from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators, sample_trajectory
+from flow_grpo.training.policy import Policy
 
 
 def sampled(adapter, *, guidance: float = 1.0, steps: range = range(2)):
@@ -84,7 +84,9 @@ def test_the_reference_takes_as_many_steps_at_once_as_may_be(
     adapter, monkeypatch, guidance, most, passes
 ):
     policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=range(1, 4))
-    monkeypatch.setattr("flow_grpo.grpo.MAX_PASS", most * trajectory.latents[0, 0].numel())
+    monkeypatch.setattr(
+        "flow_grpo.algorithms.grpo.MAX_PASS", most * trajectory.latents[0, 0].numel()
+    )
     for parameter in policy.parameters():
         nn.init.normal_(parameter)  # which the reference has not
     calls, forward = [], policy.module.forward
@@ -150,7 +152,9 @@ def test_a_pass_of_the_reference_holds_no_more_than_the_most(
 ):
     """Four samples of four steps; guidance takes two places for each."""
     policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=range(4))
-    monkeypatch.setattr("flow_grpo.grpo.MAX_PASS", most * trajectory.latents[0, 0].numel())
+    monkeypatch.setattr(
+        "flow_grpo.algorithms.grpo.MAX_PASS", most * trajectory.latents[0, 0].numel()
+    )
     calls, forward = [], policy.module.forward
     policy.module.forward = lambda **inputs: (
         calls.append(len(inputs["timestep"])),

@@ -15,14 +15,14 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from flow_grpo import lock as lock_module
 from flow_grpo.errors import UserError
-from flow_grpo.lock import Holder, RunLock
+from flow_grpo.run import lock as lock_module
+from flow_grpo.run.lock import Holder, RunLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from flow_grpo.lock import RunLock
+from flow_grpo.run.lock import RunLock
 RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

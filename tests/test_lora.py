@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
-from flow_grpo.lora import MergedLora, rounded_at_random, rounding_noise
 from flow_grpo.models import SD3Adapter, load_adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.policy import Policy
+from flow_grpo.speed.lora import MergedLora, rounded_at_random, rounding_noise
+from flow_grpo.training.policy import Policy
 
 
 def build(dtype: torch.dtype, std: float) -> Policy:

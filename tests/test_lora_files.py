@@ -12,13 +12,13 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from planted import plant
 from safetensors.torch import load_file, save_file
 
-from flow_grpo.checkpoint import weights_in
 from flow_grpo.errors import UserError
-from flow_grpo.export import Source, export
-from flow_grpo.lora_files import attach_lora
 from flow_grpo.models import SD3Adapter, load_adapter
+from flow_grpo.models.lora_files import attach_lora
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.policy import Policy
+from flow_grpo.run.checkpoint import weights_in
+from flow_grpo.run.export import Source, export
+from flow_grpo.training.policy import Policy
 
 TARGETS = SD3Adapter.lora_targets
 PLAIN = {"r": 4, "lora_alpha": 12, "init_lora_weights": "gaussian"}

@@ -5,9 +5,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from flow_grpo.grpo import StepLoss
-from flow_grpo.metrics import TrainingStats, off_policy_warning, reward_metrics
-from flow_grpo.objectives import PolicyLoss
+from flow_grpo.algorithms.grpo import StepLoss
+from flow_grpo.losses import PolicyLoss
+from flow_grpo.training.metrics import TrainingStats, off_policy_warning, reward_metrics
 
 
 @pytest.mark.filterwarnings("error")

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer
-
-from flow_grpo.models.tiny_sd3 import clip_tokenizer
-from flow_grpo.rewards.ocr import OcrScorer
-from flow_grpo.tiny.pictures import (
+from tiny.pictures import (
     _RGB,
     CLEAN,
     HEIGHT,
@@ -22,8 +18,8 @@ from flow_grpo.tiny.pictures import (
     encode_word,
     to_pil,
 )
-from flow_grpo.tiny.pool import PromptPool, byt5_ids, sign_words
-from flow_grpo.tiny.prompts import (
+from tiny.pool import PromptPool, byt5_ids, sign_words
+from tiny.prompts import (
     COLOURS,
     KEYWORDS,
     Scene,
@@ -32,7 +28,11 @@ from flow_grpo.tiny.prompts import (
     scenes_by_kind,
     sign_prompt,
 )
-from flow_grpo.tiny.words import all_words, split_words
+from tiny.words import all_words, split_words
+from transformers import ByT5Tokenizer
+
+from flow_grpo.models.tiny_sd3 import clip_tokenizer
+from flow_grpo.rewards.ocr import OcrScorer
 
 ROOT = Path(__file__).parents[1]
 SPOILED = Degradation(blur_share=0.3, low_contrast_share=0.2, wrong_share=0.4)
@@ -67,7 +67,7 @@ def colours_asked(scene: Scene) -> list[str]:
 
 
 def load_make_ocr():
-    spec = importlib.util.spec_from_file_location("make_ocr", ROOT / "dataset" / "make_ocr.py")
+    spec = importlib.util.spec_from_file_location("make_ocr", ROOT / "scripts" / "make_ocr.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -3,11 +3,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import grpo
-from config.gpu import lighter_evaluation, lighter_training
 from flow_grpo.errors import OutOfMemory, UserError
-from flow_grpo.memory import advice_when_short
-from flow_grpo.plan import BatchPlan, largest_divisor
+from flow_grpo.run import presets
+from flow_grpo.run.gpu import lighter_evaluation, lighter_training
+from flow_grpo.run.memory import advice_when_short
+from flow_grpo.training.plan import BatchPlan, largest_divisor
 
 
 def plan(**changes) -> BatchPlan:
@@ -54,7 +54,7 @@ def test_too_few_prompts_are_counted():
 @pytest.mark.parametrize("preset", ["general_ocr_sd3", "geneval_sd3", "pickscore_sd3"])
 @pytest.mark.parametrize("gpus", [1, 4, 8, 32])
 def test_a_preset_is_the_same_epoch_on_any_number_of_gpus(preset, gpus):
-    config = grpo.get_config(f"{preset}_{gpus}gpu")
+    config = presets.get_config(f"{preset}_{gpus}gpu")
     p = plan(
         num_processes=gpus,
         sample_batch_size=config.sample.train_batch_size,
@@ -68,23 +68,23 @@ def test_a_preset_is_the_same_epoch_on_any_number_of_gpus(preset, gpus):
 
 def test_gpus_that_do_not_divide_are_named():
     with pytest.raises(UserError, match="1152 samples do not divide over 7 GPUs"):
-        grpo.get_config("general_ocr_sd3_7gpu")
+        presets.get_config("general_ocr_sd3_7gpu")
 
 
 def test_without_a_number_the_launcher_says_how_many_gpus(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert grpo.get_config("pickscore_sd3") == grpo.get_config("pickscore_sd3_4gpu")
+    assert presets.get_config("pickscore_sd3") == presets.get_config("pickscore_sd3_4gpu")
 
 
 def test_a_preset_for_another_number_of_gpus_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="is for 8 GPUs but 4 processes were started"):
-        grpo.get_config("pickscore_sd3_8gpu")
+        presets.get_config("pickscore_sd3_8gpu")
 
 
 def test_an_unknown_preset_is_named():
     with pytest.raises(UserError, match=r"unknown preset 'ocr-flux'; .* general_ocr_sd3"):
-        grpo.get_config("ocr-flux")
+        presets.get_config("ocr-flux")
 
 
 def test_smaller_batches_make_the_same_epoch():
@@ -96,7 +96,7 @@ def test_smaller_batches_make_the_same_epoch():
 
 
 def test_running_out_of_memory_is_told_with_a_way_out():
-    config = grpo.get_config("tiny_ocr")
+    config = presets.get_config("tiny_ocr")
     advice = lighter_training(config, BatchPlan(1, 4, 6, 4, 4, 3, 1))
     with pytest.raises(OutOfMemory) as told, advice_when_short(advice):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
@@ -111,21 +111,21 @@ def test_running_out_of_memory_is_told_with_a_way_out():
 
 
 def test_compiled_code_samples_with_the_memory_of_training():
-    config = grpo.get_config("tiny_ocr")
+    config = presets.get_config("tiny_ocr")
     config.compile = True
     assert "--config.compile=False" not in lighter_training(config, BatchPlan(1, 4, 6, 4, 4, 3, 1))
     assert "--config.compile=False" in lighter_training(config, BatchPlan(1, 4, 6, 4, 2, 6, 1))
 
 
 def test_merged_weights_take_memory_too():
-    config, plan = grpo.get_config("tiny_ocr"), BatchPlan(1, 4, 6, 4, 4, 3, 1)
+    config, plan = presets.get_config("tiny_ocr"), BatchPlan(1, 4, 6, 4, 4, 3, 1)
     assert "--config.sample.merge_lora=False" not in lighter_training(config, plan)
     config.sample.merge_lora = True
     assert "--config.sample.merge_lora=False" in lighter_training(config, plan)
 
 
 def test_advice_names_nothing_that_is_on_already():
-    config = grpo.get_config("tiny_ocr")
+    config = presets.get_config("tiny_ocr")
     config.train.gradient_checkpointing = config.offload_idle = True
     config.sample.test_batch_size = 2
     assert lighter_evaluation(config) == ["--config.sample.test_batch_size=1"]

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from tiny.flow import encode
+from tiny.graphs import graphed
+from tiny.loop import Learner, fit, learning_rate
+from tiny.pool import byt5_ids
+from tiny.pretrain import parse_args
+from tiny.prompts import KEYWORDS
 
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.tiny.flow import encode
-from flow_grpo.tiny.graphs import graphed
-from flow_grpo.tiny.loop import Learner, fit, learning_rate
-from flow_grpo.tiny.pool import byt5_ids
-from flow_grpo.tiny.pretrain import parse_args
-from flow_grpo.tiny.prompts import KEYWORDS
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_tiny.py"
 

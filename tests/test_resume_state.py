@@ -18,15 +18,15 @@ from PIL import Image
 from planted import plant, renew_manifest
 from safetensors.torch import load_file
 
-from config.base import get_config
-from config.build import Session, build_session
-from flow_grpo.checkpoint import STATE, weights_in
 from flow_grpo.errors import UserError
-from flow_grpo.export import Source, export
 from flow_grpo.models import load_adapter
-from flow_grpo.restore import refuse_code
-from flow_grpo.resume import Start, find_start
-from flow_grpo.tracking import save_samples
+from flow_grpo.run.checkpoint import STATE, weights_in
+from flow_grpo.run.export import Source, export
+from flow_grpo.run.fields import get_config
+from flow_grpo.run.restore import refuse_code
+from flow_grpo.run.resume import Start, find_start
+from flow_grpo.run.session import Session, build_session
+from flow_grpo.run.tracking import save_samples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import main, save

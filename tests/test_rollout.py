@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from flow_grpo.data import Prompt
 from flow_grpo.models import Schedule
-from flow_grpo.policy import Policy
-from flow_grpo.rollout import (
+from flow_grpo.sampling.data import Prompt
+from flow_grpo.sampling.rollout import (
     Dynamics,
     encode_ahead,
     encode_prompts,
@@ -20,8 +19,9 @@ from flow_grpo.rollout import (
     sample_generators,
     sample_trajectory,
 )
+from flow_grpo.sampling.seeding import Stream
 from flow_grpo.sde import sde_step
-from flow_grpo.seeding import Stream
+from flow_grpo.training.policy import Policy
 
 
 def draw(adapter, index, *, steps=range(1, 3), kind="flow", guidance=4.5):

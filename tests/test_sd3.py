@@ -4,11 +4,11 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 
-from flow_grpo.benchmarking import SD3_VAE
 from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter, sd3
-from flow_grpo.policy import Policy
-from flow_grpo.rollout import Dynamics, initial_noise, sample_trajectory
+from flow_grpo.run.benchmarking import SD3_VAE
+from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_trajectory
+from flow_grpo.training.policy import Policy
 
 PROMPTS = ["a red sign", 'it says "HELLO"', "a red sign"]
 NEGATIVE = ["blurry", "", "dark"]

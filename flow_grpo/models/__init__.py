@@ -10,9 +10,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.lora_files import errors_told_once
 from flow_grpo.models.base import Conditioning, ModelAdapter, Schedule
 from flow_grpo.models.embeddings import cache_folder
+from flow_grpo.models.lora_files import errors_told_once
 from flow_grpo.models.sd3 import SD3Adapter
 
 __all__ = ["Conditioning", "ModelAdapter", "SD3Adapter", "Schedule", "find_adapter", "load_adapter"]

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from flow_grpo.errors import UserError
-from flow_grpo.lora_files import attach_lora, replace_weights
 from flow_grpo.models.base import Conditioning, GuidanceGradient, Schedule
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
-from flow_grpo.models.faster import channels_last_norms, fuse_gelu, join_siblings
-from flow_grpo.replay import Replayed
-from flow_grpo.transfer import send
+from flow_grpo.models.lora_files import attach_lora, replace_weights
+from flow_grpo.speed.faster import channels_last_norms, fuse_gelu, join_siblings
+from flow_grpo.speed.replay import Replayed
+from flow_grpo.speed.transfer import send
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")

@@ -30,7 +30,7 @@ def fetch_pictures(
     """
     if isinstance(images, list):
         return lambda: images
-    from flow_grpo.transfer import fetch
+    from flow_grpo.speed.transfer import fetch
 
     pixels, whole = fetch(_bytes(images)), fetch(_whole(images))
     return lambda: _pictures(pixels(), whole())

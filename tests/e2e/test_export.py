@@ -12,10 +12,10 @@ from runner import ROOT, Runner
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
-from flow_grpo.export import Source, export
 from flow_grpo.models import load_adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.policy import Policy
+from flow_grpo.run.export import Source, export
+from flow_grpo.training.policy import Policy
 
 
 def run_export(*args) -> subprocess.CompletedProcess:

@@ -11,7 +11,7 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 from flow_grpo.advantages import compute_advantages
-from flow_grpo.rollout import eval_generators, initial_noise
+from flow_grpo.sampling.rollout import eval_generators, initial_noise
 
 
 def pictures(folder) -> list[np.ndarray]:

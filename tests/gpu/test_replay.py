@@ -14,18 +14,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from flow_grpo.grpo import GrpoSettings, grpo_step_loss, reference_velocities
-from flow_grpo.lora import MergedLora
+from flow_grpo.algorithms.grpo import GrpoSettings, grpo_step_loss, reference_velocities
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.policy import Policy
-from flow_grpo.rollout import (
+from flow_grpo.sampling.rollout import (
     Dynamics,
     Trajectory,
     initial_noise,
     sample_generators,
     sample_trajectory,
 )
+from flow_grpo.speed.lora import MergedLora
+from flow_grpo.training.policy import Policy
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPTS = ["one", "two", "three", "four"]

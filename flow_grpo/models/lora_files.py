@@ -1,0 +1,256 @@
+"""LoRA from a file onto a model: diffusers' format or PEFT's, all of it or an error.
+
+diffusers and PEFT only warn of tensors that fit no layer, and go on with the model as it was.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline, ModelMixin
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
+from diffusers.utils import convert_unet_state_dict_to_peft
+from huggingface_hub import snapshot_download
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.speed.lora import lora_layers
+
+TRANSFORMER = "transformer"
+ENCODERS = ("text_encoder", "text_encoder_2")  # that diffusers puts LoRA on
+OF_PEFT = "base_model.model."  # in front of each name that PEFT saves
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# The fields of a LoraConfig that say how the tensors of a plain LoRA or DoRA are used.
+SETTINGS = (
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "lora_bias", "fan_in_fan_out", "init_lora_weights"),
+)
+NOTES = ("auto_mapping", "inference_mode")  # nothing that changes what is computed
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's weights
+WRONG = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
+
+
+class Misfit(UserError):
+    """Weights that are of another model."""
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    path: Path
+    tensors: dict[str, Tensor]  # named like "transformer.<layer>.lora_A.weight"
+    settings: dict | None  # of the LoraConfig; diffusers' older files have none
+    metadata: dict | None = None  # diffusers' own: settings with the name of the model in front
+
+    def of(self, model: str) -> dict[str, Tensor]:
+        """The tensors for one model of the pipeline, named as in there."""
+        return _with_prefix(self.tensors, model)
+
+
+def attach_lora(
+    transformer: ModelMixin, path: str | Path, pipeline: DiffusionPipeline | None = None
+) -> None:
+    """Put the LoRA at `path` on the transformer as the adapter "default".
+
+    With the `pipeline` also what the file holds for its text encoders.
+    """
+    file = read_lora(path)
+    try:
+        with errors_told_once():
+            left = len(file.tensors) - _attach(transformer, file)
+            for name in ENCODERS if pipeline is not None else ():
+                left -= _attach_to_encoder(pipeline, name, file)
+    except torch.OutOfMemoryError:
+        raise
+    except WRONG as error:
+        raise Misfit(f"{file.path} is of another model: {first_line(error)}") from error
+    if left:
+        raise Misfit(f"{file.path} has {left} tensors for other models than the {TRANSFORMER}")
+
+
+def read_lora(path: str | Path) -> LoraFile:
+    """A folder as diffusers or PEFT write it, one .safetensors file, or a hub id."""
+    file = _find(path)
+    try:
+        with safe_open(file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            header = opened.metadata() or {}
+        if file.name == SAFETENSORS_WEIGHTS_NAME:
+            settings = json.loads(file.with_name(CONFIG_NAME).read_text("utf-8"))
+            _check_settings(file.with_name(CONFIG_NAME), settings)
+            names = {k: f"{TRANSFORMER}.{k.removeprefix(OF_PEFT)}" for k in tensors}
+            return LoraFile(file, {names[k]: v for k, v in tensors.items()}, settings)
+        metadata = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "null"))
+        settings = {
+            model: _with_prefix(metadata or {}, model) for model in (TRANSFORMER, *ENCODERS)
+        }
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+        raise UserError(f"cannot read {file}: {first_line(error)}") from error
+    for each in settings.values():
+        _check_settings(file, each)
+    return LoraFile(file, tensors, settings[TRANSFORMER] or None, metadata)
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Say so where all there is would run code when it is loaded."""
+    for path in (path for pattern in PICKLES for path in sorted(folder.glob(pattern))):
+        raise UserError(f"{path} is a pickle, which can run code; save it as .safetensors")
+
+
+def replace_weights(transformer: ModelMixin, folder: Path) -> None:
+    """All parameters from the .safetensors files in `folder`. Buffers may be left out there."""
+    missing = {name for name, _ in transformer.named_parameters()}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            saved = load_file(path)
+            if unknown := transformer.load_state_dict(saved, strict=False).unexpected_keys:
+                raise Misfit(f"{folder} is of another model: it has {unknown[0]}")
+            missing -= saved.keys()
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {folder}: {first_line(error)}") from error
+    except RuntimeError as error:
+        raise Misfit(f"{folder} is of another model: its tensors have other shapes") from error
+    if missing:
+        raise Misfit(f"{folder} is of another model: it has no {min(missing)}")
+
+
+def _with_prefix(items: dict, model: str) -> dict:
+    prefix = f"{model}."
+    return {k.removeprefix(prefix): v for k, v in items.items() if k.startswith(prefix)}
+
+
+def _find(path: str | Path) -> Path:
+    folder = _downloaded(path)
+    if folder.is_file():
+        if folder.suffix != ".safetensors":
+            raise UserError(f"{folder} must be a .safetensors file: a pickle can run code")
+        if folder.name == SAFETENSORS_WEIGHTS_NAME:
+            folder = folder.parent
+        else:
+            return folder
+    theirs, ours = folder / SAFETENSORS_WEIGHTS_NAME, folder / LORA_WEIGHT_NAME_SAFE
+    if theirs.is_file() and not (folder / CONFIG_NAME).is_file():
+        raise UserError(f"{theirs} needs the {CONFIG_NAME} that PEFT saves with it")
+    found = [p for p in (theirs, ours) if p.is_file()] or sorted(folder.glob("*.safetensors"))
+    if not found:
+        refuse_pickles(folder)
+        raise UserError(f"{folder} has neither a LoRA ({ours.name}, {theirs.name}) nor a model")
+    if len(found) > 1:
+        names = ", ".join(p.name for p in found[:3])
+        raise UserError(f"{folder} has more than one LoRA ({names}); name one file")
+    return found[0]
+
+
+def _downloaded(path: str | Path) -> Path:
+    local = Path(path)
+    if local.exists():
+        return local
+    start = f"cannot load a LoRA for this model from {path}"
+    if local.is_absolute() or len(local.parts) != 2 or local.parent.is_dir():
+        # the hub would be asked for it, again and again
+        raise UserError(f"{start}: there is no such folder")
+    try:
+        return Path(snapshot_download(str(path), ignore_patterns=["*/*", *PICKLES]))
+    except (OSError, ValueError) as error:
+        reason = f"no such folder, and not on the hub ({first_line(error)})"
+        raise UserError(f"{start}: {reason}") from error
+
+
+def _check_settings(where: Path, settings: dict) -> None:
+    """Refuse what is more than LoRA: loaded as one, it would compute something else."""
+    kind, start = settings.get("peft_type", "LORA"), settings.get("init_lora_weights")
+    more = [
+        f"{name}={value!r}"
+        for name, value in settings.items()
+        if name not in (*SETTINGS, *NOTES) and (value is True or isinstance(value, dict | list))
+        if value
+    ]
+    if kind != "LORA":
+        more = [f"peft_type={kind!r}", *more]
+    if settings.get("bias", "none") != "none":
+        more.append(f"bias={settings['bias']!r}")
+    if start not in STARTS:
+        more.append(f"init_lora_weights={start!r}")
+    if more:
+        raise UserError(f"{where} is no plain LoRA ({more[0]}), and only that can be loaded")
+
+
+def _attach(transformer: ModelMixin, file: LoraFile) -> int:
+    """The number of tensors that found their layer; all that are for the transformer, or none."""
+    tensors = file.of(TRANSFORMER)
+    if not tensors:
+        first = next(iter(file.tensors), "nothing")
+        raise ValueError(f"none of its tensors is for a {TRANSFORMER}; it has {first}")
+    if file.settings is None:
+        if not any(".lora_A." in name for name in tensors):
+            tensors = convert_unet_state_dict_to_peft(tensors)
+        named = {f"{TRANSFORMER}.{name}": tensor for name, tensor in tensors.items()}
+        transformer.load_lora_adapter(named, adapter_name="default")
+    else:
+        known = {k: v for k, v in file.settings.items() if k in SETTINGS}
+        with torch.random.fork_rng():  # it draws weights, which are replaced below
+            transformer.add_adapter(LoraConfig(**known))
+    _compare(tensors, get_peft_model_state_dict(transformer))
+    for layer in lora_layers(transformer):  # peft would round them to the dtype of the model
+        for name in layer.adapter_layer_names:
+            getattr(layer, name).to(torch.promote_types(transformer.dtype, torch.float32))
+    set_peft_model_state_dict(transformer, tensors)
+    transformer.eval()  # new layers may have dropout
+    return len(tensors)
+
+
+def _compare(saved: dict[str, Tensor], layers: dict[str, Tensor]) -> None:
+    if unknown := sorted(saved.keys() - layers.keys()):
+        raise ValueError(
+            f"{len(unknown)} of its {len(saved)} tensors fit no layer, like {unknown[0]}"
+        )
+    if missing := sorted(layers.keys() - saved.keys()):
+        raise ValueError(f"it has no {missing[0]}")
+    for name, tensor in saved.items():
+        here, there = tuple(layers[name].shape), tuple(tensor.shape)
+        if here != there:
+            raise ValueError(f"{name} has shape {there} where this model needs {here}")
+
+
+def _attach_to_encoder(pipeline: DiffusionPipeline, name: str, file: LoraFile) -> int:
+    tensors, encoder = file.of(name), getattr(pipeline, name, None)
+    if not tensors or encoder is None:
+        return 0
+    pipeline.load_lora_into_text_encoder(
+        file.tensors,
+        network_alphas=None,
+        text_encoder=encoder,
+        prefix=name,
+        adapter_name="default",
+        metadata=file.metadata,
+    )
+    found = len(get_peft_model_state_dict(encoder))
+    if found != len(tensors):
+        raise ValueError(f"it has {len(tensors)} tensors for {name}, which takes {found}")
+    encoder.requires_grad_(False).eval()
+    return found
+
+
+@contextmanager
+def errors_told_once() -> Iterator[None]:
+    """diffusers logs errors that it also raises."""
+    handlers = logging.getLogger("diffusers").handlers
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    for handler in handlers:
+        handler.addFilter(is_no_error)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_no_error)

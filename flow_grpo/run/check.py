@@ -1,0 +1,181 @@
+"""Hold a config against flow_grpo/run/fields.py and against rules that no single field can state, before
+anything is loaded."""
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from numbers import Integral, Real
+from typing import Any, get_args
+
+from ml_collections import ConfigDict
+
+from flow_grpo.advantages import ESTIMATORS
+from flow_grpo.errors import UserError
+from flow_grpo.losses import KLS
+from flow_grpo.models.base import GuidanceGradient
+from flow_grpo.run.cli import OPEN_FIELDS, suggestion
+from flow_grpo.run.fields import get_config
+from flow_grpo.sde import KINDS
+
+CHOICES = {
+    "sample.sde_type": [kind for kind in KINDS if kind != "ode"],
+    "train.kl_type": list(KLS),
+    "train.guidance_gradient": list(get_args(GuidanceGradient)),
+    # remax needs a deterministic sample per prompt, which the loop does not draw
+    "train.advantage": [estimator for estimator in ESTIMATORS if estimator != "remax"],
+    "mixed_precision": ["no", "bf16", "fp16"],
+    "device": ["auto", "cpu"],
+    "log_with": ["", "wandb", "tensorboard"],
+}
+AT_LEAST = {
+    "seed": 0,
+    "num_epochs": 1,
+    "eval_freq": 0,
+    "save_freq": 0,
+    "state_freq": 1,
+    "distributed_timeout": 1,
+    "num_checkpoint_limit": 0,
+    "log_images": 0,
+    "eval_prompts": 0,
+    "reward_retries": 0,
+    "max_failed_fraction": 0,
+    "max_sequence_length": 1,
+    "sample.eval_num_steps": 1,
+    "sample.test_batch_size": 1,
+    "sample.guidance_scale": 0,
+    "train.beta": 0,
+    "train.ema_update_interval": 1,
+    "train.lora_rank": 1,
+}
+ABOVE_ZERO = [
+    "reward_timeout",
+    "sample.noise_level",
+    *(f"train.{name}" for name in ("learning_rate", "adv_clip_max", "max_grad_norm")),
+    *(f"train.{name}" for name in ("clip_range", "clip_range_low", "clip_range_high")),
+    *(f"train.{name}" for name in ("adam_epsilon", "lora_alpha")),
+]
+AT_MOST = {
+    "seed": 2**64 - 1,  # torch takes no more
+    # seconds: what waits counts nanoseconds in 64 bits
+    "distributed_timeout": 10**8,
+    "reward_timeout": 10**8,
+}
+BELOW_ONE = ["train.ema_decay", "train.adam_beta1", "train.adam_beta2"]
+TYPES = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a string"),
+    tuple: ((tuple, list), "a tuple"),
+    ConfigDict: (ConfigDict, "a ConfigDict"),
+}
+NAMED = 5  # of many wrong fields, as many are named
+CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
+WIDE_FOR_CPS = 1e-4
+
+
+def check(config: ConfigDict) -> None:
+    check_fields(config)
+    values = config.to_dict()
+
+    def field(name: str):
+        section, _, key = name.rpartition(".")
+        return values[section][key] if section else values[key]
+
+    for name, allowed in CHOICES.items():
+        if field(name) not in allowed:
+            known = ", ".join(map(repr, allowed))
+            raise UserError(f"{name}={field(name)!r} must be one of {known}")
+    for name, least in AT_LEAST.items():
+        if field(name) < least:
+            raise UserError(f"{name}={field(name)} must be at least {least}")
+    for name, most in AT_MOST.items():
+        if field(name) > most:
+            raise UserError(f"{name}={field(name)} must be at most {most}")
+    for name in ABOVE_ZERO:
+        if field(name) is not None and field(name) <= 0:
+            raise UserError(f"{name}={field(name)} must be above 0")
+    for name in BELOW_ONE:
+        if not 0 <= field(name) < 1:
+            raise UserError(f"{name}={field(name)} must be at least 0 and below 1")
+    if config.log_with and importlib.util.find_spec(config.log_with) is None:
+        # accelerate would go on without a word
+        raise UserError(f"log_with={config.log_with!r} needs: pip install {config.log_with}")
+    if config.sample.sde_type == "cps" and config.sample.noise_level > 1:
+        raise UserError(
+            f"sample.noise_level={config.sample.noise_level} must be at most 1 for sde_type='cps'"
+        )
+    if config.sample.merge_lora and not config.use_lora:
+        raise UserError("sample.merge_lora=True needs use_lora=True")
+    if config.sample.guidance_scale > 1 and not config.train.cfg:
+        raise UserError(
+            f"train.cfg=False with sample.guidance_scale={config.sample.guidance_scale} would "
+            "train another velocity than was sampled; set guidance_scale=1 or train.cfg=True"
+        )
+
+
+def check_fields(config: ConfigDict) -> None:
+    """Refuse other fields than those of fields.py, and values of other types."""
+    default = get_config()
+    known, given = dict(_fields(default)), dict(_fields(config))
+    for name in known.keys() & given.keys():
+        if isinstance(known[name], ConfigDict):
+            _check_type(name, given[name], ConfigDict)
+    problems = []
+    if unknown := [name for name in given if name not in known]:
+        hints = [suggestion(name, known, cutoff=0.75) for name in unknown]
+        shown = [f"{n} ({h})" if h else n for n, h in zip(unknown, hints, strict=True)]
+        problems.append(f"it has unknown fields: {_some(shown)}")
+    if missing := [name for name in known if name not in given]:
+        problems.append(f"it lacks {_some(missing)}")
+    if problems:
+        way_out = "start from flow_grpo.run.fields.get_config() and change what differs"
+        raise UserError(f"the config does not fit: {'; '.join([*problems, way_out])}")
+    for name, value in given.items():
+        section, _, key = name.rpartition(".")
+        kind = (default[section] if section else default).get_type(key)
+        _check_value(name, value, known[name], kind)
+
+
+def unusual(config: ConfigDict) -> list[str]:
+    """What is allowed but hardly ever meant, one line each."""
+    train, lines = config.train, []
+    for side in ("clip_range_low", "clip_range_high"):
+        name = "clip_range" if train[side] is None else side
+        if config.sample.sde_type == "cps" and train[name] >= WIDE_FOR_CPS:
+            lines.append(
+                f"train.{name}={train[name]} is wide for sample.sde_type='cps': all published "
+                f"settings have {CPS_CLIP}; set --config.train.{name}={CPS_CLIP}"
+            )
+    return list(dict.fromkeys(lines))
+
+
+def _fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        yield prefix + key, value
+        if isinstance(value, ConfigDict) and key not in OPEN_FIELDS:
+            yield from _fields(value, f"{prefix}{key}.")
+
+
+def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
+    if value is None and default is None:
+        return
+    _check_type(name, value, kind)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name}={value} must be a finite number")
+    if kind is tuple:
+        if len(value) != len(default):
+            raise UserError(f"{name}={value} must have {len(default)} values")
+        for one, one_default in zip(value, default, strict=True):
+            _check_value(name, one, one_default, type(one_default))
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    allowed, words = TYPES[kind]
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise UserError(f"{name}={value!r} must be {words}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

@@ -1,0 +1,258 @@
+"""Checkpoints that are whole or not there, which of them stay, and which one to go on from."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from flow_grpo.errors import UserError
+from flow_grpo.models.lora_files import refuse_pickles
+
+log = logging.getLogger(__name__)
+
+PREFIX = "checkpoint-"
+STATE = "state"  # what only a resumed run needs
+MANIFEST = "files.json"  # written last: every file of a checkpoint, its size and its SHA-256
+LATEST, BEST = "latest", "best"
+
+
+@dataclass
+class Progress:
+    """How far a run is; a checkpoint has it as state/progress.json."""
+
+    epoch: int = -1  # the last one done; 0 is the evaluation before training
+    step: int = 0  # optimizer updates done
+    best: float | None = None  # highest eval/avg so far
+    # the line of metrics.jsonl that belongs to this state, in case it was not written any more
+    record: dict[str, Any] = field(default_factory=dict)
+    # False: made to resume from, and removed as soon as there is a newer one
+    kept: bool = True
+
+    def write(self, checkpoint: Path) -> None:
+        _write_json(checkpoint / STATE / "progress.json", asdict(self))
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Progress":
+        return cls(**json.loads((checkpoint / STATE / "progress.json").read_text("utf-8")))
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    root: Path,
+    step: int,
+    write: Callable[[Path], None],
+    *,
+    keep: int,
+    best: bool = False,
+) -> Path:
+    """Let `write`, called on all processes, fill a temporary folder; then rename it.
+
+    `latest` points to it afterwards, and `best` if it is the best. The newest `keep` checkpoints
+    to be kept stay (0 keeps all), and these two always.
+    """
+    final, partial = checkpoint_folder(root, step), root / f".partial-{PREFIX}{step}"
+    main = accelerator.is_main_process
+    if gather_object([main and is_intact(final)])[0]:
+        return final
+    if main:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / STATE).mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    problem = _attempt(lambda: write(partial))
+    # another process may have found the disk full
+    problem = next(filter(None, gather_object([problem])), None)
+    if main and problem is None:
+        problem = _attempt(lambda: _finish(partial, final, best))
+    problem = gather_object([problem])[0]
+    if problem is not None:
+        left = ""
+        if main:
+            shutil.rmtree(partial, ignore_errors=True)
+            left = _what_is_left(root)
+        raise UserError(f"cannot save {final}: {problem}; {gather_object([left])[0]}")
+    if main:
+        _prune(root, step, keep)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    return root / f"{PREFIX}{step}"
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Oldest first."""
+    found = [p for p in root.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()]
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
+def newest_intact(root: Path) -> Path | None:
+    """The checkpoint to go on from; those that were damaged are passed over with a warning."""
+    for folder in reversed(list_checkpoints(root)):
+        damage = find_damage(folder)
+        if damage is None:
+            return folder
+        log.warning("%s is incomplete or damaged (%s); trying the one before", folder, damage)
+    return None
+
+
+def is_intact(checkpoint: Path) -> bool:
+    return find_damage(checkpoint) is None
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What is not as it was written; None if every file is. Reads all of them."""
+    try:
+        if damage := _compare(checkpoint, _read_manifest(checkpoint)):
+            return damage
+        Progress.read(checkpoint)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, TypeError, AttributeError) as error:
+        return f"{STATE} cannot be read: {error}"
+    return None
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / STATE / MANIFEST).read_text("utf-8"))
+
+
+def _compare(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
+    for name, entry in manifest.items():
+        # manifests once had the size only
+        size, checksum = (entry, None) if isinstance(entry, int) else entry
+        path = checkpoint / name
+        if path.stat().st_size != size:
+            return f"{name} has not the {size} bytes it was written with"
+        if checksum is not None and _checksum(path) != checksum:
+            return f"{name} has another checksum than when it was written"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def weights_in(folder: Path) -> Path:
+    """The weights to load: of a run its newest that are whole, of a checkpoint its average."""
+    damage = None
+    for place in [*reversed(list_checkpoints(folder / "checkpoints"))] or [folder]:
+        names = ("ema_lora", "lora", "ema_transformer", "transformer")
+        found = next((place / name for name in names if (place / name).is_dir()), place)
+        damage = damage_of_weights(found)
+        if damage is None and list(found.glob("*.safetensors")):
+            return found
+        if damage is None:
+            refuse_pickles(found)
+            raise UserError(
+                f"no checkpoint at {place}: name a run, a checkpoint or a folder in one"
+            )
+        log.warning("%s is damaged (%s)", found, damage)
+    raise UserError(f"{folder} is damaged: {damage}; take another checkpoint")
+
+
+def damage_of_weights(weights: Path) -> str | None:
+    """Of the weights alone, if they still lie in their checkpoint, whose manifest knows them."""
+    checkpoint = weights.resolve().parent
+    try:
+        manifest = _read_manifest(checkpoint).items()
+        own = {name: entry for name, entry in manifest if Path(name).parts[0] == weights.name}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    try:
+        return _compare(checkpoint, own)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+
+
+def _attempt(call: Callable[[], None]) -> str | None:
+    """Why `call` failed, None if it did not. Libraries wrap a full disk in errors of their own."""
+    try:
+        call()
+    except Exception as error:
+        log.debug("saving failed", exc_info=True)
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return None
+
+
+def _finish(partial: Path, final: Path, best: bool) -> None:
+    files = sorted(p for p in partial.rglob("*") if p.is_file())
+    _write_json(
+        partial / STATE / MANIFEST,
+        {str(p.relative_to(partial)): [p.stat().st_size, _checksum(p)] for p in files},
+    )
+    for path in files:  # on the disk before the name says so
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    damaged = final.with_name(f".damaged-{final.name}")
+    if final.exists() or final.is_symlink():
+        _remove(damaged)
+        final.rename(damaged)
+    partial.rename(final)
+    for marker in (LATEST, BEST) if best else (LATEST,):
+        _point(final.parent / marker, final.name)
+    _remove(damaged)  # only now that there is another
+
+
+def _remove(path: Path) -> None:
+    """A folder, or a link to one that somebody moved elsewhere, which stays there."""
+    try:
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+    except OSError as error:
+        log.warning("cannot remove %s: %s", path, error.strerror or error)
+
+
+def _point(marker: Path, name: str) -> None:
+    """A symbolic link, so that `checkpoints/best/lora` can be loaded as it is."""
+    new = marker.with_name(f".{marker.name}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(name)
+    new.replace(marker)
+
+
+def _prune(root: Path, step: int, keep: int) -> None:
+    """Remove what the checkpoint of `step` has superseded: nothing that is ahead of it, where a
+    run fell back from a damaged one."""
+    checkpoints = [p for p in list_checkpoints(root) if _step(p) <= step]
+    pointed = {(root / marker).resolve() for marker in (LATEST, BEST)}
+    kept = [p for p in checkpoints if _is_kept(p)]
+    stay = {p.resolve() for p in (kept[-keep:] if keep else kept)} | pointed
+    for folder in checkpoints:
+        if folder.resolve() not in stay:
+            _remove(folder)
+
+
+def _is_kept(checkpoint: Path) -> bool:
+    try:
+        return Progress.read(checkpoint).kept
+    except (OSError, ValueError, TypeError):
+        return True  # damaged, but its weights may be good
+
+
+def _what_is_left(root: Path) -> str:
+    last = newest_intact(root)
+    return f"{last} is intact" if last else "there is no earlier checkpoint"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

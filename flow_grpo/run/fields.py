@@ -1,0 +1,176 @@
+"""Every field of a run, its default and why it is there. Presets change these; see grpo.py."""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from flow_grpo.rewards import REWARDS
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+
+    # --- the run -----------------------------------------------------------------------------
+    # Folder under `logdir`; empty takes the date and time.
+    config.run_name = ""
+    config.logdir = "logs"
+    # "auto" goes on with the run of this name where it was stopped, if there is one; a path
+    # (of a run or a checkpoint) starts a new run from that state; "none" starts a new run.
+    config.resume = "none"
+    # All prompts, noise, windows and LoRA weights follow from it, for any number of processes.
+    config.seed = 42
+    config.num_epochs = 100
+    # Epochs between evaluations on the test prompts; 0 evaluates before and after the run only.
+    config.eval_freq = 10
+    # Epochs between checkpoints; the last epoch is always saved.
+    config.save_freq = 10
+    # Newest checkpoints to keep, besides the best; 0 keeps all.
+    config.num_checkpoint_limit = 5
+    # Epochs between states to resume from, of which the newest is kept: a run that is killed
+    # loses at most this many. Larger for full fine-tuning, whose state is three models.
+    config.state_freq = 1
+    # Seconds after which processes give up on one that does not answer any more.
+    config.distributed_timeout = 600
+    # Pictures written with each evaluation, of the test prompts and of the training samples.
+    config.log_images = 16
+    # "", "wandb" or "tensorboard". metrics.jsonl is always written.
+    config.log_with = ""
+    config.project_name = "flow_grpo"
+    # "no", "bf16" or "fp16": the dtype of the frozen weights. LoRA weights stay in float32.
+    # Half precision moves the on-policy ratio off 1; train/first_update_ratio_dev shows it.
+    config.mixed_precision = "no"
+    # "auto" takes a CUDA GPU where there is one; "cpu" never does.
+    config.device = "auto"
+
+    # --- the model ---------------------------------------------------------------------------
+    config.pretrained = ConfigDict()
+    # A diffusers pipeline folder or a hub id.
+    config.pretrained.model = "stabilityai/stable-diffusion-3.5-medium"
+    # Pixels. height and width, where set, come before resolution, which means a square.
+    config.resolution = 512
+    config.height = 0
+    config.width = 0
+    # Tokens of the T5 encoder. Long prompts need more, attention pays for each.
+    config.max_sequence_length = 128
+    # Folder for text embeddings, which runs can share. Empty: they are kept in memory only.
+    config.prompt_cache = ""
+    # Text encoders and VAE wait in the CPU's memory while they are not used. Moving them takes
+    # time; the encoders move once an epoch, and only if it has new prompts.
+    config.offload_idle = False
+    # Compile the transformer's blocks and the VAE with torch.compile; on a GPU, where weights are
+    # not shared out (ZeRO-3, FSDP). It takes a minute or two at the start, and sampling then needs
+    # the memory of training.
+    config.compile = True
+    # Replay the transformer's forward and backward pass as CUDA graphs, which spares the host their
+    # thousands of launches; for LoRA, on one GPU or in DDP, without gradient checkpointing.
+    config.cuda_graphs = True
+    # False trains the whole transformer and keeps a frozen copy for the KL: three times the memory.
+    config.use_lora = True
+
+    # --- prompts and rewards -----------------------------------------------------------------
+    # Holds train.txt and test.txt, or train_metadata.jsonl and test_metadata.jsonl.
+    config.dataset = "dataset/ocr"
+    # "text" or "metadata" says which; "auto" takes the jsonl file where there is one.
+    config.prompt_fn = "auto"
+    # Test prompts to evaluate on, from the start of the file; 0 means all.
+    config.eval_prompts = 0
+    # Rewards and their weights. On the command line: --config.reward_fn="{'ocr': 1.0}"
+    config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
+    # Those of the evaluation; empty means the same.
+    config.eval_reward_fn = ConfigDict()
+    # Names for rewards of your own: {"mine": "my_pkg.my_module:my_reward"}
+    config.custom_rewards = ConfigDict()
+    # Keyword arguments of rewards that are classes: {"ocr": {"engine": "rapidocr"}}
+    config.reward_options = ConfigDict()
+    # Reward servers, "http://a:18085,http://b:18085", that score a reward instead of this process.
+    config.reward_servers = ConfigDict({name: "" for name in REWARDS})
+    # What to do when a batch cannot be scored: try again this often, within so many seconds for
+    # all attempts together; then its scores are missing.
+    config.reward_retries = 8
+    config.reward_timeout = 300.0
+    # The run saves and stops when more than this share of an epoch's scores are missing.
+    config.max_failed_fraction = 0.2
+
+    # --- sampling ----------------------------------------------------------------------------
+    config.sample = sample = ConfigDict()
+    # Few steps are enough to learn from; evaluation uses more.
+    sample.num_steps = 10
+    sample.eval_num_steps = 40
+    # 1.0 samples without guidance, at half the cost.
+    sample.guidance_scale = 4.5
+    # Images per process that are sampled together, in training and in evaluation; as many in both
+    # are compiled once.
+    sample.train_batch_size = 8
+    sample.test_batch_size = 8
+    # Group size. An advantage compares a sample with its group, so small groups are noisy.
+    sample.num_image_per_prompt = 16
+    # With the two above and the number of processes: how many groups an epoch has. Few groups
+    # are the usual reason why a reward does not rise.
+    sample.num_batches_per_epoch = 8
+    # "flow", "dance" or "cps": how noise is added, see docs/algorithm.md.
+    sample.sde_type = "flow"
+    # Too little explores nothing, too much draws noise.
+    sample.noise_level = 0.7
+    # Divide advantages by the standard deviation of all rewards (True) or of the group's: the
+    # group's blows up the differences of prompts on which all samples are alike.
+    sample.global_std = True
+    # Take steps without noise with LoRA added to the weights, in half precision rounded up or down
+    # at random: faster where sde_window_size leaves many of them, for memory of the weights twice.
+    sample.merge_lora = False
+    # Samples of a group start from the same noise and differ only by the steps' noise.
+    sample.same_latent = False
+    # Noise and training on this many consecutive steps only, their start drawn per epoch from
+    # the range [first, last); 0 means all steps but the last. Fewer steps train faster.
+    sample.sde_window_size = 0
+    sample.sde_window_range = (0, 5)
+
+    # --- training ----------------------------------------------------------------------------
+    config.train = train = ConfigDict()
+    # Divides sample.train_batch_size. Equal keeps the batches of sampling, and with them an
+    # on-policy ratio of exactly 1; smaller saves memory, if compile=False.
+    train.batch_size = 8
+    # Micro-batches per update, each over all its time steps.
+    train.gradient_accumulation_steps = 4
+    # Passes over an epoch's samples. More reuse, less on-policy.
+    train.num_inner_epochs = 1
+    # Recompute activations in the backward pass: more time, far less memory.
+    train.gradient_checkpointing = False
+    # Adam's two moments in 8 bits (bitsandbytes, GPU only): worth it for full fine-tuning.
+    train.use_8bit_adam = False
+    train.learning_rate = 3e-4
+    train.adam_beta1 = 0.9
+    train.adam_beta2 = 0.999
+    train.adam_weight_decay = 1e-4
+    # Gradients here can be as small as 1e-8: a larger epsilon would swallow them.
+    train.adam_epsilon = 1e-8
+    train.max_grad_norm = 1.0
+    # "grpo", "dr_grpo" (no division), "rloo", "reinforce_pp" or "gdpo".
+    train.advantage = "grpo"
+    # Advantages beyond +-this are cut: one lucky sample should not decide an update.
+    train.adv_clip_max = 5.0
+    # The ratio stays near 1 because log-probabilities are means over pixels, hence so small.
+    train.clip_range = 1e-4
+    # Where set, the two sides of the clip on their own.
+    train.clip_range_low = placeholder(float)
+    train.clip_range_high = placeholder(float)
+    # Weight of the KL to the model with LoRA off. 0 saves its forward pass; rewards that can be
+    # hacked need some.
+    train.beta = 0.04
+    # "flow_grpo" (leaves dt out), "gaussian" (exact) or "velocity" (mean squared difference).
+    train.kl_type = "flow_grpo"
+    # Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only.
+    train.cfg = True
+    # "both" halves of guidance have a gradient, as the policy that sampled has it. "conditional"
+    # takes the unconditional half as a constant: biased, for less time and memory.
+    train.guidance_gradient = "both"
+    # Without a window: train the first of the steps, up to this share.
+    train.timestep_fraction = 1.0
+    # Evaluate and save a moving average of the weights beside the weights themselves.
+    train.ema = True
+    train.ema_decay = 0.9
+    # Updates between two steps of the average. At update n its decay is at most (1 + n) / (10 + n).
+    train.ema_update_interval = 8
+    train.lora_rank = 32
+    train.lora_alpha = 64
+    # Start from this LoRA; it brings its own rank and alpha.
+    train.lora_path = ""
+    return config

@@ -1,0 +1,202 @@
+"""Where a run begins: a new folder, its own last checkpoint, or that of another run."""
+
+import errno
+import json
+import logging
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from flow_grpo.errors import UserError
+from flow_grpo.run.checkpoint import PREFIX, Progress, find_damage, list_checkpoints, newest_intact
+from flow_grpo.run.lock import RunLock
+from flow_grpo.run.restore import refuse_code
+from flow_grpo.run.tracking import dotted
+
+log = logging.getLogger(__name__)
+
+PLACES = ("resume", "run_name", "logdir")  # what a run is called, not what it does
+# What the weights and the optimizer's state were made for. A LoRA that was loaded brings its own
+# rank and alpha, which are compared when the state is.
+FIXED = ("use_lora", "train.use_8bit_adam", "train.lora_rank", "train.lora_alpha")
+
+
+@dataclass(frozen=True)
+class Start:
+    folder: Path  # of the run
+    checkpoint: Path | None  # to go on from
+    is_new: bool  # the folder is still to be made
+
+
+def find_start(
+    accelerator: Accelerator, config: dict[str, Any], until: ExitStack
+) -> tuple[Start, RunLock | None]:
+    """What `resume` ("none", "auto" or a path) means here; one process decides for all.
+
+    That one locks the folder, and holds it until `until` is closed.
+    """
+    decision: list[Any] = [None]
+    lock = None
+    if accelerator.is_main_process:
+        try:
+            folder = _run_folder(config["logdir"], config["run_name"], config["resume"])
+            lock = _take_lock(folder)
+            until.callback(lock.release)
+            start = _find_start(folder, config["resume"])
+            if start.checkpoint is not None:
+                compare_configs(start.checkpoint, config)
+                refuse_code(accelerator, start.checkpoint)
+            decision = [start]
+        except UserError as error:
+            decision = [error]
+        except OSError as error:
+            decision = [UserError(f"cannot read {error.filename}: {error.strerror}")]
+    broadcast_object_list(decision)
+    if isinstance(decision[0], UserError):
+        raise decision[0]
+    return decision[0], lock
+
+
+def was_restarted() -> bool:
+    """torchrun and accelerate start a run again whose processes died (--max_restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _run_folder(logdir: str, run_name: str, resume: str) -> Path:
+    if resume == "auto" and not run_name:
+        raise UserError("resume=auto needs a run_name, the folder under logdir to go on with")
+    return Path(logdir) / (run_name or datetime.now().strftime("%Y.%m.%d_%H.%M.%S"))
+
+
+def _take_lock(folder: Path) -> RunLock:
+    try:
+        if folder.exists() and not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return RunLock(folder)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}; name another folder with --config.logdir"
+        ) from error
+
+
+def _find_start(folder: Path, resume: str) -> Start:
+    if not folder.exists():
+        checkpoint = None if resume in ("none", "auto") else _checkpoint_at(Path(resume))
+        return Start(folder, checkpoint, is_new=True)
+    if resume != "auto" and not was_restarted():
+        raise UserError(
+            f"{folder} already exists; go on with it (--config.resume=auto), choose another "
+            "run_name or remove it"
+        )
+    root = folder / "checkpoints"
+    checkpoint = newest_intact(root)
+    if checkpoint is None and (damaged := list_checkpoints(root)):
+        raise UserError(
+            f"cannot go on: none of the {len(damaged)} checkpoints in {root} is whole; bring one "
+            "back from a copy, or choose another run_name to start anew, from a LoRA in there that "
+            "is good with --config.train.lora_path"
+        )
+    return Start(folder, checkpoint, is_new=False)
+
+
+def _checkpoint_at(path: Path) -> Path:
+    named = path.resolve()  # latest and best are links
+    found = named if named.name.startswith(PREFIX) else newest_intact(named / "checkpoints")
+    damage = "" if found is None else find_damage(found)
+    if damage is not None:
+        reason = f" ({damage})" if damage else ""
+        raise UserError(f"resume={str(path)!r} is neither a run nor a whole checkpoint{reason}")
+    return found
+
+
+def compare_configs(checkpoint: Path, config: dict[str, Any]) -> None:
+    """Tell what is not as it was in the run of the checkpoint; refuse what cannot be used."""
+    path = checkpoint.parents[1] / "config.json"
+    try:
+        before = dict(dotted(json.loads(path.read_text("utf-8"))))
+    except FileNotFoundError:
+        log.warning("there is no %s, so what has changed since is not told", path)
+        return
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"cannot read {path}: {error}; bring it back, or remove it and what has changed since "
+            "is not told"
+        ) from error
+    now = dict(dotted(config))
+    loaded = before.get("train.lora_path") or now.get("train.lora_path")
+    for name in FIXED[:2] if loaded or not now["use_lora"] else FIXED:
+        if name in before and before[name] != now[name]:
+            raise UserError(
+                f"{name}={now[name]} but {checkpoint} was trained with {before[name]}; set it "
+                "back, or start a new run"
+            )
+    for name in sorted({*before, *now} - {*PLACES}):
+        if before.get(name) != now.get(name):
+            log.warning(
+                "resumed with another %s: %r, it was %r", name, now.get(name), before.get(name)
+            )
+
+
+def prepare_folder(start: Start, config: dict[str, Any]) -> None:
+    """Make the folder, or bring it back to where its checkpoint was; on one process."""
+    try:
+        start.folder.mkdir(parents=True, exist_ok=True)
+        _replace(start.folder / "config.json", json.dumps(config, indent=2) + "\n")
+        _prepare_metrics(start, start.folder / "metrics.jsonl")
+    except OSError as error:
+        raise UserError(f"cannot write to {start.folder}: {error.strerror}") from error
+
+
+def _prepare_metrics(start: Start, metrics: Path) -> None:
+    if start.checkpoint is None:
+        if metrics.exists() and metrics.stat().st_size:
+            aside = _set_aside(metrics)
+            log.warning("%s has no checkpoint; its metrics so far are %s", start.folder, aside)
+        return
+    source = start.checkpoint.parents[1] / metrics.name if start.is_new else metrics
+    lines, damaged = _lines_until(source, Progress.read(start.checkpoint))
+    if damaged:
+        kept = source if start.is_new else _set_aside(metrics)
+        log.warning("left out what is no JSON with an epoch: line %s of %s", damaged, kept)
+    _replace(metrics, "".join(lines))
+
+
+def _lines_until(path: Path, progress: Progress) -> tuple[list[str], str]:
+    """The lines of the epochs that the checkpoint has; later ones will be written again. Also the
+    numbers of those that cannot be read."""
+    content = path.read_bytes() if path.exists() else b""
+    lines, damaged, last = [], [], -1
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        try:
+            text = line.decode("utf-8")
+            epoch = int(json.loads(text)["epoch"])
+        except (ValueError, KeyError, TypeError):
+            was_cut = line.startswith(b"{") and not line.endswith(b"\n")  # the run was killed
+            damaged += [] if was_cut else [number]
+            continue
+        if epoch <= progress.epoch:
+            last = epoch
+            lines.append(text.rstrip() + "\n")
+    if last < progress.epoch and progress.record:
+        lines.append(json.dumps(progress.record) + "\n")
+    return lines, ", ".join(map(str, damaged))
+
+
+def _set_aside(path: Path) -> Path:
+    """Under a name that is free; nothing that was written is lost."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return path.rename(aside)
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

@@ -1,0 +1,378 @@
+"""Turn a config into the objects of a run. The library itself never reads a config."""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, parse_flag_from_env
+from ml_collections import ConfigDict
+from torch.optim import Optimizer
+from transformers.integrations import unset_hf_deepspeed_config
+
+from flow_grpo.algorithms.grpo import GrpoSettings
+from flow_grpo.errors import UserError
+from flow_grpo.models import ModelAdapter, load_adapter
+from flow_grpo.rewards import (
+    WeightedReward,
+    build_scorers,
+    check_weights,
+    close_scorers,
+    guard_scorers,
+)
+from flow_grpo.rewards.failure import FailurePolicy
+from flow_grpo.run import tracking
+from flow_grpo.run.check import check, unusual
+from flow_grpo.run.checkpoint import Progress
+from flow_grpo.run.gpu import can_compile, can_replay, lighter_settings
+from flow_grpo.run.lock import RunLock
+from flow_grpo.run.memory import advice_when_short
+from flow_grpo.run.restore import load_progress
+from flow_grpo.run.resume import find_start, prepare_folder
+from flow_grpo.run.stopping import StopSignals
+from flow_grpo.sampling.data import Prompt, load_prompts
+from flow_grpo.sampling.rollout import Dynamics
+from flow_grpo.sampling.seeding import Stream, numpy_rng, torch_generator
+from flow_grpo.speed.lora import MergedLora, is_plain
+from flow_grpo.training.distributed import on_all_or_none
+from flow_grpo.training.ema import Ema
+from flow_grpo.training.plan import BatchPlan
+from flow_grpo.training.policy import Policy
+from flow_grpo.training.shards import is_sharded
+from flow_grpo.windows import stochastic_steps
+
+logger = logging.getLogger("flow_grpo")
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Session:
+    """What lives as long as the run."""
+
+    config: ConfigDict
+    accelerator: Accelerator
+    plan: BatchPlan
+    prompts: list[Prompt]
+    test_prompts: list[Prompt]
+    reward: WeightedReward
+    eval_reward: WeightedReward
+    adapter: ModelAdapter
+    policy: Policy
+    optimizer: Optimizer
+    ema: Ema | None
+    merged: MergedLora | None
+    folder: Path
+    progress: Progress
+    stop: StopSignals
+    lock: RunLock | None  # on the main process
+
+    def dynamics(self, num_steps: int) -> Dynamics:
+        return build_dynamics(self.config, self.adapter, num_steps)
+
+    def averaged(self) -> AbstractContextManager:
+        """The weights to evaluate: their moving average, where there is one."""
+        return self.ema.applied() if self.ema is not None else nullcontext()
+
+    def without_noise(self, epoch: int) -> Callable[[], AbstractContextManager]:
+        """The weights to take steps without noise with, merged with LoRA as it is now if wanted."""
+        if self.merged is None:
+            return nullcontext
+        self.merged.renew(torch_generator(self.config.seed, Stream.MERGE, epoch).initial_seed())
+        return self.merged.applied
+
+    def how_to_go_on(self) -> str:
+        name = self.folder.name
+        return f"go on with the same command and --config.run_name={name} --config.resume=auto"
+
+    def close(self) -> None:
+        """Also of a run that was stopped: what the trackers hold is written."""
+        try:
+            close_scorers(self.reward, self.eval_reward)
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def check_lock(self) -> None:
+        """Before anything is written, on all processes: the folder is still this run's."""
+        on_all_or_none(self.accelerator, lambda: self.lock and self.lock.check())
+
+    def bar(self, items: Iterable, name: str) -> Iterable:
+        return tracking.progress_bar(items, name, self.accelerator)
+
+
+def build_session(
+    config: ConfigDict, load: Callable[[ConfigDict, Accelerator], ModelAdapter] | None = None
+) -> Session:
+    """Everything the run needs; whatever is cheap to check is checked before weights load.
+
+    `load` stands in for `build_adapter`, where the model is none that was saved.
+    """
+    with ExitStack() as until_built:
+        session = _build_session(config, load or build_adapter, until_built)
+        until_built.pop_all()  # the session holds its folder until it is closed
+    return session
+
+
+def _build_session(
+    config: ConfigDict,
+    load: Callable[[ConfigDict, Accelerator], ModelAdapter],
+    until_built: ExitStack,
+) -> Session:
+    check(config)
+    try:
+        steps = draw_steps(config, epoch=0)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    accelerator = build_accelerator(
+        config,
+        accumulation_steps=config.train.gradient_accumulation_steps * len(steps),
+        log_with=config.log_with or None,
+        project_dir=config.logdir,
+    )
+    if accelerator.is_main_process:
+        for line in unusual(config):
+            logger.warning(line)
+    plan = BatchPlan(
+        num_processes=accelerator.num_processes,
+        sample_batch_size=config.sample.train_batch_size,
+        batches_per_epoch=config.sample.num_batches_per_epoch,
+        group_size=config.sample.num_image_per_prompt,
+        train_batch_size=config.train.batch_size,
+        accumulation_steps=config.train.gradient_accumulation_steps,
+        inner_epochs=config.train.num_inner_epochs,
+        trained_steps=len(steps),
+    )
+    if config.sample.merge_lora and is_sharded(accelerator):
+        raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
+    as_json = json.loads(config.to_json_best_effort())
+    start, lock = find_start(accelerator, as_json, until_built)
+    prompts = load_prompts(config.dataset, "train", config.prompt_fn)
+    plan.check_prompts(len(prompts), config.dataset)
+    test_prompts = build_test_prompts(config)
+    reward, eval_reward = on_all_or_none(
+        accelerator, lambda: build_both_rewards(config, accelerator, prompts, test_prompts)
+    )
+
+    with advice_when_short(lighter_settings(config)):
+        adapter = load(config, accelerator)
+    train = config.train
+    policy = Policy(
+        adapter,
+        use_lora=config.use_lora,
+        rank=train.lora_rank,
+        alpha=train.lora_alpha,
+        lora_path=train.lora_path,
+        with_reference=train.beta > 0,
+        gradient_checkpointing=train.gradient_checkpointing,
+        seed=config.seed,
+    )
+    if config.sample.merge_lora and not all(map(is_plain, policy.lora_layers)):
+        raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
+    optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
+    merged = MergedLora(policy.lora_layers) if config.sample.merge_lora else None
+    if can_compile(config, accelerator):
+        adapter.compile()
+    if can_replay(config, accelerator):
+        adapter.replay()
+    ema = None
+    if train.ema:
+        ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
+        ema.prepare(accelerator)
+    progress = load_progress(accelerator, start.checkpoint, optimizer, adam_settings(config))
+    on_all_or_none(accelerator, lambda: lock and prepare_folder(start, as_json))
+    if config.log_with:
+        tracking.start_trackers(accelerator, config.project_name, start.folder, as_json)
+    return Session(
+        config=config,
+        accelerator=accelerator,
+        plan=plan,
+        prompts=prompts,
+        test_prompts=test_prompts,
+        reward=reward,
+        eval_reward=eval_reward,
+        adapter=adapter,
+        policy=policy,
+        optimizer=optimizer,
+        ema=ema,
+        merged=merged,
+        folder=start.folder,
+        progress=progress,
+        stop=StopSignals(accelerator),
+        lock=lock,
+    )
+
+
+def adam_settings(config: ConfigDict) -> dict[str, Any]:
+    train = config.train
+    return {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "weight_decay": train.adam_weight_decay,
+        "eps": train.adam_epsilon,
+    }
+
+
+def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy) -> Optimizer:
+    train = config.train
+    settings = adam_settings(config)
+    on_gpu = accelerator.device.type == "cuda"
+    if not train.use_8bit_adam:
+        # in fp16 a fused step hides from the moving average which updates were skipped
+        fused = on_gpu and config.mixed_precision != "fp16"
+        return torch.optim.AdamW(policy.parameters(), fused=fused, **settings)
+    if not on_gpu:
+        raise UserError("train.use_8bit_adam=True needs a GPU; this run is on the CPU")
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
+        ) from error
+    return AdamW8bit(policy.parameters(), **settings)
+
+
+def build_accelerator(config: ConfigDict, *, accumulation_steps: int = 1, **kwargs) -> Accelerator:
+    # accelerate knows the option below by its old name only
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    deepspeed, fsdp = (parse_flag_from_env(f"ACCELERATE_USE_{e}") for e in ("DEEPSPEED", "FSDP"))
+    if deepspeed and config.mixed_precision == "fp16":
+        raise UserError("mixed_precision=fp16 does not go with DeepSpeed here; use bf16")
+    if fsdp and on_cpu:
+        raise UserError("FSDP needs GPUs: accelerate shares nothing out on CPUs; use DeepSpeed")
+    # buffers never change, and processes may run different numbers of forwards
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if config.reward_timeout >= config.distributed_timeout:
+            raise UserError(
+                f"reward_timeout={config.reward_timeout} must be below distributed_timeout="
+                f"{config.distributed_timeout}: processes wait for the scores of one another"
+            )
+        timeout = timedelta(seconds=config.distributed_timeout)
+        backend = "gloo" if on_cpu else "nccl"
+        handlers.append(InitProcessGroupKwargs(backend=backend, timeout=timeout))
+    # `accelerate launch` sets it from its own options, and DeepSpeed takes it from nowhere else
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(accumulation_steps)
+    accelerator = Accelerator(
+        # with cpu=True accelerate would turn DeepSpeed and FSDP into plain data parallelism
+        cpu=on_cpu and not (deepspeed or fsdp),
+        # DeepSpeed would cast LoRA to half precision, which cannot hold steps of 1e-4
+        mixed_precision="no" if deepspeed else config.mixed_precision,
+        kwargs_handlers=handlers,
+        **kwargs,
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # it steps and clips by itself, and asks for the batch size though no batch passes it
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=config.train.batch_size,
+            gradient_clipping=config.train.max_grad_norm,
+        )
+        # under ZeRO-3 transformers would share out the text encoders, which nothing gathers again
+        unset_hf_deepspeed_config()
+    if on_cpu and config.mixed_precision != "no" and accelerator.is_main_process:
+        logger.warning(
+            "mixed_precision=%s is slow on a CPU, on some hundreds of times; use "
+            "--config.mixed_precision=no",
+            config.mixed_precision,
+        )
+    return accelerator
+
+
+def build_test_prompts(config: ConfigDict) -> list[Prompt]:
+    prompts = load_prompts(config.dataset, "test", config.prompt_fn)
+    return prompts[: config.eval_prompts or None]
+
+
+def build_both_rewards(
+    config: ConfigDict, accelerator: Accelerator, prompts: list[Prompt], test_prompts: list[Prompt]
+) -> list[WeightedReward]:
+    """Of training and of evaluation."""
+    weights = config.reward_fn.to_dict()
+    reward, eval_reward = build_rewards(config, accelerator, weights, eval_weights(config))
+    reward.check([p.prompt for p in prompts])
+    eval_reward.check([p.prompt for p in test_prompts])
+    return [reward, eval_reward]
+
+
+def eval_weights(config: ConfigDict) -> dict[str, float]:
+    return (config.eval_reward_fn or config.reward_fn).to_dict()
+
+
+def build_rewards(
+    config: ConfigDict, accelerator: Accelerator, *weights: dict[str, float]
+) -> list[WeightedReward]:
+    """One reward per dict of weights; those that name the same scorer share it."""
+    for each in weights:
+        check_weights(each, "reward_fn" if each == config.reward_fn.to_dict() else "eval_reward_fn")
+    policy = FailurePolicy(config.reward_retries, config.reward_timeout)
+    scorers = build_scorers(
+        dict.fromkeys(name for each in weights for name in each),
+        device=str(accelerator.device),
+        custom=config.custom_rewards.to_dict(),
+        servers=config.reward_servers.to_dict(),
+        options=config.reward_options.to_dict(),
+        policy=policy,
+    )
+    guarded = guard_scorers(scorers, policy)
+    return [WeightedReward(guarded, each) for each in weights]
+
+
+def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
+    adapter = load_adapter(
+        config.pretrained.model,
+        device=accelerator.device,
+        dtype=DTYPES[config.mixed_precision],
+        max_sequence_length=config.max_sequence_length,
+        prompt_cache=config.prompt_cache,
+        offload_idle=config.offload_idle,
+    )
+    adapter.latent_shape(*image_size(config))  # refuses sizes the model cannot draw
+    return adapter
+
+
+def build_dynamics(config: ConfigDict, adapter: ModelAdapter, num_steps: int) -> Dynamics:
+    return Dynamics(
+        adapter.schedule(num_steps, *image_size(config)),
+        kind=config.sample.sde_type,
+        noise_level=config.sample.noise_level,
+        guidance_scale=config.sample.guidance_scale,
+        guidance_gradient=config.train.guidance_gradient,
+    )
+
+
+def image_size(config: ConfigDict) -> tuple[int, int]:
+    """Height, width."""
+    return config.height or config.resolution, config.width or config.resolution
+
+
+def draw_steps(config: ConfigDict, epoch: int) -> range:
+    return stochastic_steps(
+        config.sample.num_steps,
+        window_size=config.sample.sde_window_size,
+        window_range=tuple(config.sample.sde_window_range),
+        timestep_fraction=config.train.timestep_fraction,
+        rng=numpy_rng(config.seed, Stream.WINDOW, epoch),
+    )
+
+
+def grpo_settings(config: ConfigDict) -> GrpoSettings:
+    train = config.train
+    low, high = train.clip_range_low, train.clip_range_high
+    return GrpoSettings(
+        clip_low=train.clip_range if low is None else low,
+        clip_high=train.clip_range if high is None else high,
+        adv_clip_max=train.adv_clip_max,
+        beta=train.beta,
+        kl=train.kl_type,
+    )

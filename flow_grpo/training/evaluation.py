@@ -1,0 +1,101 @@
+"""Score a model on a prompt set: one fixed noise per prompt, deterministic sampling."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from torch import nn
+
+from flow_grpo.models import ModelAdapter
+from flow_grpo.rewards import TOTAL, WeightedReward
+from flow_grpo.rewards.pictures import to_pil
+from flow_grpo.run.tracking import progress_bar
+from flow_grpo.sampling.data import Prompt
+from flow_grpo.sampling.rollout import (
+    Dynamics,
+    encode_ahead,
+    encode_prompts,
+    eval_generators,
+    initial_noise,
+    sample_trajectory,
+)
+from flow_grpo.training.distributed import gather_rows, gather_scores
+from flow_grpo.training.metrics import mean_of_scored
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    scores: dict[str, np.ndarray]  # (prompts,) by reward name, NaN where it failed
+    images: list[Image.Image]  # of the first prompts, as many as were asked for
+
+    def means(self) -> dict[str, float]:
+        return {name: mean_of_scored(values) for name, values in self.scores.items()}
+
+    def failed(self) -> int:
+        return int(np.isnan(self.scores[TOTAL]).sum())
+
+    def score(self, name: str, row: int) -> float | None:
+        value = float(self.scores[name][row])
+        return None if np.isnan(value) else value
+
+
+def evaluate(
+    adapter: ModelAdapter,
+    transformer: nn.Module,
+    reward: WeightedReward,
+    prompts: list[Prompt],
+    dynamics: Dynamics,
+    *,
+    accelerator: Accelerator,
+    size: tuple[int, int],  # height, width
+    batch_size: int,
+    seed: int,
+    keep_images: int = 0,
+    between_batches: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Every prompt once, shared out over the processes without repeats.
+
+    `between_batches` is called equally often on all processes.
+    """
+    device = accelerator.device
+    shape = adapter.latent_shape(*size)
+    rows = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
+    most = math.ceil(len(prompts) / accelerator.num_processes)
+    if not adapter.compiled:  # another size than was asked for would be compiled anew
+        batch_size = math.ceil(most / math.ceil(most / batch_size))  # with the fewest to spare
+    encode_ahead(adapter, [prompts[row] for row in rows], dynamics)
+    pending, kept = [], []
+    for start in progress_bar(range(0, most, batch_size), "evaluate", accelerator):
+        between_batches()
+        batch = rows[start : start + batch_size]
+        # Batches of one size, so that nothing is compiled again for the last, and as many on each
+        # process, so that all take part in the forwards of weights that are shared out.
+        full = batch + [0] * (batch_size - len(batch))
+        latents, _ = sample_trajectory(
+            adapter,
+            transformer,
+            dynamics,
+            initial_noise(eval_generators(seed, full), shape, device),
+            encode_prompts(adapter, [prompts[row] for row in full], dynamics),
+        )
+        if not batch:
+            continue
+        images = adapter.decode(latents)[: len(batch)]
+        chosen = [prompts[row] for row in batch]
+        kept += [images[i] for i, row in enumerate(batch) if row < keep_images]
+        pending.append(
+            reward.submit(images, [p.prompt for p in chosen], [p.metadata for p in chosen])
+        )
+    index = np.array(rows, dtype=np.int64)
+    scores = gather_scores(accelerator, index, [scores.result() for scores in pending])
+    empty = torch.zeros(0, 3, *size)
+    _, gathered = gather_rows(
+        accelerator,
+        torch.tensor([row for row in rows if row < keep_images], dtype=torch.long),
+        {"images": torch.stack(kept).cpu() if kept else empty},
+    )
+    return Evaluation(scores, to_pil(gathered["images"]))

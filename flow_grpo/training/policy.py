@@ -1,0 +1,170 @@
+"""What is trained: LoRA on the transformer, or all of it; and the reference it is held to."""
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, PartialState
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from flow_grpo.errors import UserError
+from flow_grpo.models import ModelAdapter
+from flow_grpo.models.base import latent_dtype
+from flow_grpo.speed.folding import fold_lora
+from flow_grpo.speed.lora import lora_layers, without_lora
+from flow_grpo.training.shards import is_sharded, whole_state
+
+TRAINED, LORA_SHAPE = "trained.safetensors", "lora.json"
+
+
+class Policy:
+    """The transformer being trained, as every process calls it.
+
+    `module` is the wrapped module after `prepare`; call that one, always, so that distribution
+    sees every forward. The reference is the same module with LoRA off, or a frozen copy.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        *,
+        use_lora: bool = True,
+        rank: int = 32,
+        alpha: int = 64,
+        lora_path: str = "",
+        with_reference: bool = True,
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.adapter = adapter
+        self.transformer = adapter.transformer
+        self.use_lora = use_lora
+        self._frozen = None
+        if use_lora:
+            self._add_lora(rank, alpha, lora_path, seed)
+        else:
+            if lora_path:
+                raise UserError(f"train.lora_path={lora_path} needs use_lora=True")
+            if with_reference:
+                self._frozen = copy.deepcopy(self.transformer)
+            self.transformer.requires_grad_(True)
+            self._keep_precision()
+        self.lora_layers = lora_layers(self.transformer)
+        for parameter in self.parameters():
+            # a half-precision weight cannot hold steps of 1e-4
+            parameter.data = parameter.data.to(latent_dtype(self.transformer))
+        if gradient_checkpointing:
+            self.transformer.enable_gradient_checkpointing()
+        self.module: nn.Module = self.transformer
+
+    def _keep_precision(self) -> None:
+        """Compute in half precision still, when the weights below become float32: not every way to
+        distribute has an autocast of its own."""
+        dtype = self.transformer.dtype
+        if dtype != latent_dtype(self.transformer):
+            cast = torch.autocast(self.transformer.device.type, dtype)
+            self.transformer.forward = cast(self.transformer.forward)
+
+    def _add_lora(self, rank: int, alpha: int, lora_path: str, seed: int) -> None:
+        if lora_path:
+            self.adapter.load_lora(lora_path)
+            for name, parameter in self.transformer.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.transformer.add_adapter(
+                LoraConfig(
+                    r=rank,
+                    lora_alpha=alpha,
+                    init_lora_weights="gaussian",
+                    target_modules=self.adapter.lora_targets,
+                )
+            )
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.transformer.parameters() if p.requires_grad]
+
+    def prepare(
+        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.Optimizer:
+        if not is_sharded(accelerator):  # engines that do gather them layer by layer
+            fold_lora(self.transformer)
+        self.module, optimizer = accelerator.prepare(self.transformer, optimizer)
+        accelerator.register_save_state_pre_hook(self._save_trained)
+        accelerator.register_load_state_pre_hook(self._load_trained)
+        return optimizer
+
+    def _save_trained(self, models: list, weights: list[dict], folder: str) -> None:
+        """In place of the whole model, whose frozen part every run can load again."""
+        if PartialState().is_main_process:
+            shape = json.dumps(self._lora_shape())
+            (Path(folder) / LORA_SHAPE).write_text(shape + "\n", encoding="utf-8")
+        if weights:  # none where DeepSpeed or FSDP have written their own
+            weights.clear()
+            if PartialState().is_main_process:
+                save_file(whole_state(self.trained()), Path(folder) / TRAINED)
+
+    def _load_trained(self, models: list, folder: str) -> None:
+        path = Path(folder) / LORA_SHAPE
+        shape = json.loads(path.read_text("utf-8")) if path.exists() else self._lora_shape()
+        if shape != self._lora_shape():
+            raise ValueError(f"LoRA has rank and alpha {shape} there and {self._lora_shape()} here")
+        if models:
+            models.clear()
+            saved = load_file(Path(folder) / TRAINED)
+            trained = self.trained()
+            if odd := saved.keys() ^ trained.keys():
+                where = "the checkpoint" if min(odd) in saved else "this model"
+                raise ValueError(f"only {where} has weights named {min(odd)}")
+            for name, parameter in trained.items():
+                if saved[name].shape != parameter.shape:  # copy_ would repeat a LoRA of rank 1
+                    raise ValueError(
+                        f"{name} has the shape {list(saved[name].shape)} there and "
+                        f"{list(parameter.shape)} here"
+                    )
+                parameter.data.copy_(saved[name])
+
+    def _lora_shape(self) -> list[list[float]]:
+        """Rank and alpha, all there are: weights do not tell alpha, by which they are scaled."""
+        shapes = {
+            (layer.r[name], layer.lora_alpha[name])
+            for layer in self.lora_layers
+            for name in layer.active_adapters
+        }
+        return [list(shape) for shape in sorted(shapes)]
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """The module to call for the reference velocity, without gradients."""
+        with torch.no_grad():
+            if self._frozen is not None:
+                yield self._frozen
+                return
+            with without_lora(self.lora_layers):
+                yield self.module
+
+    def save(self, folder: Path, prefix: str = "") -> None:
+        """`<prefix>lora/` for LoRA, `<prefix>transformer/` for full fine-tuning.
+
+        Call it on all processes; one of them writes.
+        """
+        # with the buffers, where it is the whole model
+        named = self.trained() if self.use_lora else self.transformer.state_dict(keep_vars=True)
+        weights = whole_state(named)
+        if not PartialState().is_main_process:
+            return
+        if self.use_lora:
+            self.adapter.save_lora(folder / f"{prefix}lora", self.transformer, weights)
+        else:
+            self.transformer.save_config(folder / f"{prefix}transformer")
+            save_file(weights, folder / f"{prefix}transformer" / SAFETENSORS_WEIGHTS_NAME)

@@ -1,0 +1,100 @@
+"""Trains text encoders and transformer of the small model together, by flow matching."""
+
+import torch
+import torch.nn.functional as F
+from diffusers import StableDiffusion3Pipeline
+from torch import Tensor
+
+from tiny.graphs import graphed
+from tiny.loop import Learner, fit
+from tiny.pool import PromptPool
+
+SCENE_SHARE = 0.3
+# The pipeline appends T5 tokens to the prompt, 256 of them unless told otherwise. Training sees
+# both that many, now and then and in smaller batches, and few, which is what a fast caller asks.
+SHORT_T5, LONG_T5 = 8, 256
+LONG_EVERY, LONG_BATCH_DIVISOR = 8, 4
+EMBEDDING_STD = 0.5
+
+
+def encode(
+    pipeline: StableDiffusion3Pipeline, clip_ids: Tensor, t5_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(prompt embeddings, pooled) as `encode_prompt` of the pipeline, but with gradients."""
+    first = pipeline.text_encoder(clip_ids, output_hidden_states=True)
+    second = pipeline.text_encoder_2(clip_ids, output_hidden_states=True)
+    t5 = pipeline.text_encoder_3(t5_ids)[0]
+    clip = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
+    clip = F.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
+    embeddings = torch.cat([clip, t5.to(clip.dtype)], dim=-2)
+    return embeddings, torch.cat([first.text_embeds, second.text_embeds], dim=-1)
+
+
+def train_flow(
+    pipeline: StableDiffusion3Pipeline,
+    pool: PromptPool,
+    *,
+    batch_size: int,
+    steps: int,
+    seconds: float,
+    peak_lr: float,
+    generator: torch.Generator,
+) -> list[dict]:
+    """Trains in place; the VAE stays as it is."""
+    _enlarge_embeddings(pipeline)
+    trained = (
+        pipeline.transformer,
+        pipeline.text_encoder,
+        pipeline.text_encoder_2,
+        pipeline.text_encoder_3,
+    )
+    learner = Learner(parameter for module in trained for parameter in module.parameters())
+    vae, scheduler = pipeline.vae.requires_grad_(False), pipeline.scheduler.config
+    is_cuda = pool.device.type == "cuda"
+
+    def step(generator: torch.Generator, size: int, t5_length: int) -> Tensor:
+        learner.begin()
+        batch = pool.batch(size, SCENE_SHARE, t5_length, generator)
+        with torch.autocast(pool.device.type, torch.bfloat16, enabled=is_cuda):
+            with torch.no_grad():
+                latents = vae.encode(2 * batch.images - 1).latent_dist.mean.float()
+            latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+            noise = torch.randn(latents.shape, generator=generator, device=pool.device)
+            # Uniform, then shifted as the sampler does: training is dense where sampling is.
+            sigma = torch.rand(size, generator=generator, device=pool.device)
+            sigma = scheduler.shift * sigma / (1 + (scheduler.shift - 1) * sigma)
+            noisy = torch.lerp(latents, noise, sigma[:, None, None, None])
+            embeddings, pooled = encode(pipeline, batch.clip_ids, batch.t5_ids)
+            velocity = pipeline.transformer(
+                hidden_states=noisy,
+                timestep=sigma * scheduler.num_train_timesteps,
+                encoder_hidden_states=embeddings,
+                pooled_projections=pooled,
+                return_dict=False,
+            )[0]
+        loss = F.mse_loss(velocity.float(), noise - latents)
+        learner.update(loss)
+        return loss.detach()
+
+    long_size = max(1, batch_size // LONG_BATCH_DIVISOR)
+    short = graphed(lambda generator: step(generator, batch_size, SHORT_T5), generator)
+    long = graphed(lambda generator: step(generator, long_size, LONG_T5), generator)
+    log = fit(
+        learner,
+        lambda i: long if i % LONG_EVERY == LONG_EVERY - 1 else short,
+        steps=steps,
+        seconds=seconds,
+        peak_lr=peak_lr,
+        name="flow",
+    )
+    learner.use_average()
+    return log
+
+
+@torch.no_grad()
+def _enlarge_embeddings(pipeline: StableDiffusion3Pipeline) -> None:
+    """Larger random embeddings than CLIP's .02, which the projection's bias would drown."""
+    for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
+        embeddings = encoder.text_model.embeddings
+        for table in (embeddings.token_embedding, embeddings.position_embedding):
+            table.weight.mul_(EMBEDDING_STD / table.weight.std())

@@ -1,0 +1,108 @@
+import pytest
+import torch
+
+from flow_grpo.losses import clipped_policy_loss, kl_to_reference
+
+
+def policy_loss(log_ratio, advantage, **kwargs):
+    old_log_prob = torch.tensor([-2.0], dtype=torch.float64)
+    log_prob = (old_log_prob + log_ratio).requires_grad_()
+    settings = {"clip_low": 0.1, "clip_high": 0.3, "adv_clip_max": 5.0, **kwargs}
+    out = clipped_policy_loss(
+        log_prob,
+        old_log_prob,
+        torch.tensor([advantage], dtype=torch.float64),
+        **settings,
+    )
+    out.loss.sum().backward()
+    return out, log_prob.grad.item()
+
+
+def test_at_ratio_one_the_gradient_is_the_policy_gradient():
+    out, gradient = policy_loss(0.0, 2.0)
+    assert out.ratio.item() == 1
+    assert out.loss.item() == gradient == -2.0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "held"),
+    [
+        (1.4, 1.0, True),  # already more likely than the region allows
+        (1.4, -1.0, False),  # too likely and bad: must come back
+        (0.8, -1.0, True),
+        (0.8, 0.5, False),
+        (1.2, 1.0, False),  # within the wider upper side
+        (0.95, -1.0, False),
+    ],
+)
+def test_the_clip_holds_only_what_moves_further_out(ratio, advantage, held):
+    out, gradient = policy_loss(torch.tensor(ratio).double().log().item(), advantage)
+    assert (gradient == 0) == held
+    assert (out.clipped_low | out.clipped_high).item() == held
+    assert out.clipped_high.item() == (held and ratio > 1)
+
+
+def test_what_pulls_nowhere_or_is_at_the_edge_is_not_counted_as_clipped():
+    at_the_edge = [(0.0, advantage, {"clip_low": 0, "clip_high": 0}) for advantage in (1.0, -1.0)]
+    no_advantage = [(log_ratio, 0.0, {}) for log_ratio in (1.0, -1.0)]
+    for log_ratio, advantage, settings in at_the_edge + no_advantage:
+        out, _ = policy_loss(log_ratio, advantage, **settings)
+        assert not out.clipped_low
+        assert not out.clipped_high
+
+
+def test_advantages_are_clamped():
+    assert policy_loss(0.0, 50.0)[0].loss.item() == -5
+    assert policy_loss(0.0, -50.0)[0].loss.item() == 5
+
+
+def kl(kind, **kwargs):
+    arguments = {
+        "mean": torch.full((2, 3), 0.5),
+        "reference_mean": torch.full((2, 3), 0.2),
+        "std": torch.full((2, 1), 0.1),
+        "rate": torch.full((2, 1), 0.4),
+        "velocity": torch.full((2, 3), 2.0),
+        "reference_velocity": torch.full((2, 3), 1.0),
+        **kwargs,
+    }
+    return kl_to_reference(kind, **arguments)
+
+
+def test_gaussian_kl_equals_torch_distributions():
+    normal = torch.distributions.Normal
+    expected = torch.distributions.kl_divergence(normal(0.5, 0.1), normal(0.2, 0.1))
+    torch.testing.assert_close(kl("gaussian"), expected.expand(2))
+
+
+def test_flow_grpo_kl_leaves_dt_out():
+    torch.testing.assert_close(kl("flow_grpo"), torch.full((2,), 0.3**2 / (2 * 0.4**2)))
+
+
+def test_velocity_kl_is_the_mean_squared_difference():
+    velocity = torch.tensor([[2.0, -1.0, 1.0], [1.0, 1.0, 4.0]])
+    torch.testing.assert_close(kl("velocity", velocity=velocity), torch.tensor([5.0, 9.0]) / 3)
+
+
+def test_the_square_of_half_precision_velocities_does_not_overflow():
+    far = torch.full((2, 3), 301.0, dtype=torch.float16)
+    found = kl("velocity", velocity=far, reference_velocity=torch.ones_like(far))
+    assert found.tolist() == [90000.0, 90000.0]
+
+
+@pytest.mark.parametrize("kind", ["flow_grpo", "gaussian", "velocity"])
+def test_kl_is_zero_at_the_reference_and_pulls_towards_it(kind):
+    moved = torch.full((2, 3), 1.5, requires_grad=True)
+    value = kl(kind, mean=moved, velocity=moved)
+    value.sum().backward()
+    assert (value > 0).all()
+    assert (moved.grad > 0).all()
+    same = torch.ones(2, 3)
+    at_reference = kl(kind, mean=same, reference_mean=same, velocity=same, reference_velocity=same)
+    assert at_reference.tolist() == [0, 0]
+
+
+def test_an_unknown_kl_is_named():
+    message = r"unknown KL 'k3'; choose one of flow_grpo, gaussian, velocity$"
+    with pytest.raises(ValueError, match=message):
+        kl("k3")
