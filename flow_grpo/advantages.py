@@ -127,3 +127,26 @@ def _z(r: np.ndarray, eps: float) -> np.ndarray:
 
 def _divided(centred: np.ndarray, by: float) -> np.ndarray:
     return centred / by if centred.any() else centred  # eps=0 and a constant group: 0, not NaN
+
+
+def best_and_worst(total: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """1 for the first best of each group, -1 for its first worst, else 0; all 0 where the scored
+    samples of a group are alike."""
+    out = np.zeros(len(total))
+    for group in np.unique(groups):
+        rows = np.flatnonzero((groups == group) & ~np.isnan(total))
+        if len(rows) and total[rows].min() < total[rows].max():
+            out[rows[total[rows].argmax()]] = 1.0
+            out[rows[total[rows].argmin()]] = -1.0
+    return out
+
+
+def group_softmax(total: np.ndarray, groups: np.ndarray, temperature: float) -> np.ndarray:
+    """softmax(total / temperature) within each group, times the number of its scored samples."""
+    out = np.zeros(len(total))
+    for group in np.unique(groups):
+        rows = np.flatnonzero((groups == group) & ~np.isnan(total))
+        if len(rows):
+            weight = np.exp((total[rows] - total[rows].max()) / temperature)
+            out[rows] = weight / weight.sum() * len(rows)
+    return out

@@ -1,4 +1,4 @@
-"""Advantages and log-probabilities -> losses. All take and return tensors of shape (B,)."""
+"""What the losses of several algorithms are made of. All return tensors of shape (B,)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,17 +19,9 @@ class PolicyLoss:
 
 
 def clipped_policy_loss(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    adv_clip_max: float,
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> PolicyLoss:
     """PPO's pessimistic surrogate; the trust region is [1 - clip_low, 1 + clip_high]."""
-    advantages = advantages.clamp(-adv_clip_max, adv_clip_max)
-    ratio = torch.exp(log_prob - old_log_prob)
     held = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * held)
     ratio = ratio.detach()
@@ -39,6 +31,16 @@ def clipped_policy_loss(
         clipped_low=(ratio < 1 - clip_low) & (advantages < 0),
         clipped_high=(ratio > 1 + clip_high) & (advantages > 0),
     )
+
+
+def drift(mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
+    """KL of two Gaussian steps of one scale: how far the mean has moved, in units of noise."""
+    return ((mean - old_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)
+
+
+def mean_square(difference: Tensor) -> Tensor:
+    """Per sample, (B,)."""
+    return (difference**2).flatten(1).mean(1)
 
 
 def kl_to_reference(

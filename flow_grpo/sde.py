@@ -20,6 +20,8 @@ from torch import Tensor
 
 Kind = Literal["flow", "dance", "cps", "ode"]
 KINDS: tuple[Kind, ...] = ("flow", "dance", "cps", "ode")
+Solver = Literal["euler", "dpm2"]
+SOLVERS: tuple[Solver, ...] = ("euler", "dpm2")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,30 @@ def sde_step(
     else:
         log_prob = -square / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
     return Step(x_next, log_prob.flatten(1).mean(1), mean, std, rate)
+
+
+def dpm2_step(
+    velocity: Tensor,
+    sample: Tensor,
+    sigma: float,
+    sigma_next: float,
+    before: tuple[Tensor, float] | None = None,
+) -> tuple[Tensor, tuple[Tensor, float]]:
+    """A step without noise, of second order from what the step `before` returned beside it:
+    DPM-Solver++(2M), the noise schedule's own x = (1 - sigma) x0 + sigma e.
+
+    Euler's where there is none, and at sigma 1 and 0, where log((1 - sigma)/sigma) has no value.
+    """
+    dtype = torch.promote_types(sample.dtype, torch.float32)
+    x, v = sample.to(dtype), velocity.to(dtype)
+    x0 = x - sigma * v
+    guess = x0
+    if before is not None and before[1] < 1 and sigma_next > 0:
+        x0_before, sigma_before = before
+        last, here, there = (math.log((1 - s) / s) for s in (sigma_before, sigma, sigma_next))
+        guess = x0 + (there - here) / (2 * (here - last)) * (x0 - x0_before)
+    scale = sigma_next / sigma
+    return scale * x + (1 - scale) * guess, (x0, sigma)
 
 
 def _per_sample(sigma: float | Tensor, like: Tensor) -> Tensor:

@@ -46,3 +46,16 @@ def stochastic_steps(
         raise ValueError("a window needs an rng to draw its start")
     start = int(rng.integers(first, last - window_size + 1))
     return range(start, start + window_size)
+
+
+def moving_window(num_steps: int, *, size: int, shift: int, every: int, epoch: int) -> range:
+    """MixGRPO's: `size` steps from the first on, moved by `shift` every `every` epochs. Past the
+    last step that may add noise it begins again."""
+    places = num_steps - size  # the last step adds no noise
+    if places < 1:
+        raise ValueError(
+            f"a window of {size} steps does not fit into num_steps={num_steps}: the last step adds "
+            "no noise"
+        )
+    start = epoch // every * shift % places
+    return range(start, start + size)

@@ -39,11 +39,10 @@ from flow_grpo.run.session import (
     DTYPES,
     Session,
     build_adapter,
+    build_algorithm,
     build_session,
-    draw_steps,
     image_size,
 )
-from flow_grpo.sampling.rollout import encode_prompts
 
 RANDOM = "sd3.5-medium"
 MODEL = flags.DEFINE_string(
@@ -122,7 +121,7 @@ def time_clone(config: ConfigDict) -> dict[str, Any]:
     """In a process of its own, which leaves the GPU as it was."""
     plain = json.loads(config.to_json_best_effort())
     plain |= {
-        "trained_steps": len(draw_steps(config, epoch=0)),
+        "trained_steps": build_algorithm(config).losses_per_sample,
         "timed_epochs": EPOCHS.value,
         "random_model": config.pretrained.model == RANDOM,
     }
@@ -187,7 +186,7 @@ def measure(session: Session) -> dict[str, Any]:
         "matmul_tflops": bench.rounded(ceiling),
         **{name: bench.rounded(rate) for name, rate in rates.items()},
         **{f"{name}_share": bench.rounded(rate / ceiling) for name, rate in rates.items()},
-        "ratio_dev_max": max(e["train/first_update_ratio_dev"] for e in epochs),
+        "ratio_dev_max": max(e.get("train/first_update_ratio_dev", 0.0) for e in epochs),
     }
 
 
@@ -204,12 +203,11 @@ def run_epoch(session: Session, epoch: int) -> dict[str, float]:
     device = session.accelerator.device
     start = bench.now(device)
     samples = sample_epoch(session, epoch)
-    collect_rewards(session, samples)
+    collect_rewards(session, epoch, samples)
     sampled = bench.now(device)
-    advantages = [np.random.default_rng(0).standard_normal(len(s.trajectory)) for s in samples]
-    trained = [s.trajectory for s in samples]
-    del samples  # the pictures of the first batch
-    metrics = train_epoch(session, epoch, trained, advantages)
+    samples[0].images = None  # their memory
+    credit = np.random.default_rng(0).standard_normal(session.plan.samples)
+    metrics = train_epoch(session, epoch, samples, credit)
     done = bench.now(device)
     if session.accelerator.is_main_process:
         what = f"epoch {epoch} of {EPOCHS.value}" if epoch else "warm-up"
@@ -220,12 +218,13 @@ def run_epoch(session: Session, epoch: int) -> dict[str, float]:
 def tflop(session: Session) -> dict[str, float]:
     """What an image and a trained step have to compute, however it is done."""
     config, adapter = session.config, session.adapter
-    dynamics = session.dynamics(config.sample.num_steps)
-    text = encode_prompts(adapter, session.prompts[:1], dynamics).embeds
+    denoiser = session.policy.denoiser
+    dynamics = denoiser.dynamics
+    text = denoiser.encode(session.prompts[:1]).embeds
     shape = adapter.latent_shape(*image_size(config))
     forward = bench.forward_tflop(adapter.transformer, shape, text.shape[1])
-    passes = 2 if dynamics.guidance_scale > 1 else 1
-    reference = passes if config.train.beta > 0 else 0
+    passes = denoiser.passes
+    reference = passes if session.algorithm.needs_reference else 0
     backward = 1 if config.use_lora else 2  # gradients of the activations, and of the weights
     if dynamics.guidance_gradient == "both":
         backward *= passes
@@ -249,6 +248,7 @@ def settings(session: Session) -> dict[str, Any]:
         "trained_steps": plan.trained_steps,
         "guidance": config.sample.guidance_scale,
         "guidance_gradient": config.train.guidance_gradient,
+        "algorithm": config.algorithm,
         "beta": config.train.beta,
         "weights": f"LoRA r {config.train.lora_rank}" if config.use_lora else "all",
         "precision": config.mixed_precision,

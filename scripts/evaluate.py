@@ -32,6 +32,7 @@ from flow_grpo.run.session import (
     eval_weights,
     image_size,
 )
+from flow_grpo.sampling.rollout import Denoiser
 from flow_grpo.training.evaluation import evaluate
 
 logger = logging.getLogger("flow_grpo")
@@ -54,12 +55,12 @@ def main(config: ConfigDict) -> None:
     adapter = build_adapter(config, accelerator)
     if weights is not None:
         adapter.load_weights(weights)
+    module = accelerator.prepare_model(adapter.transformer, evaluation_mode=True)
+    dynamics = build_dynamics(config, adapter, config.sample.eval_num_steps)
     result = evaluate(
-        adapter,
-        accelerator.prepare_model(adapter.transformer, evaluation_mode=True),
+        Denoiser(adapter, module, dynamics),
         reward,
         prompts,
-        build_dynamics(config, adapter, config.sample.eval_num_steps),
         accelerator=accelerator,
         size=image_size(config),
         batch_size=config.sample.test_batch_size,

@@ -1,69 +1,64 @@
-"""Train a flow-matching model with Flow-GRPO.
+"""Train a flow-matching model with online reinforcement learning.
 
     python scripts/train.py --config config/grpo.py:PRESET [--config.sample.num_steps=8 ...]
     accelerate launch scripts/train.py --config ...
 
-One epoch: sample a group of images per prompt along stochastic trajectories, score them, turn
-scores into per-prompt advantages, and update the weights with the clipped policy objective.
+One epoch: sample a group of images per prompt, score them, turn scores into credit for each sample,
+and update the weights. What differs between algorithms is in flow_grpo/algorithms.
 """
 
 import logging
 import math
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 
-from flow_grpo.advantages import compute_advantages
-from flow_grpo.algorithms.grpo import grpo_step_loss, reference_velocities, with_gradient
+from flow_grpo.algorithms import Batch
+from flow_grpo.algorithms.base import Scored, with_gradient
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.run import cli, tracking
-from flow_grpo.run.checkpoint import STATE, save_checkpoint
 from flow_grpo.run.gpu import lighter_evaluation, lighter_training
 from flow_grpo.run.memory import advice_when_short
 from flow_grpo.run.outage import describe_outage
-from flow_grpo.run.session import (
-    Session,
-    build_session,
-    draw_steps,
-    grpo_settings,
-    image_size,
-)
+from flow_grpo.run.session import Session, build_dynamics, build_session, image_size
 from flow_grpo.run.stopping import StopRequested
-from flow_grpo.sampling.data import Batch, Prompt, epoch_batches
+from flow_grpo.run.writing import finish_epoch, is_due, save
+from flow_grpo.sampling.data import Draw, Prompt, epoch_draws
 from flow_grpo.sampling.rollout import (
+    Denoiser,
     Trajectory,
-    encode_ahead,
-    encode_prompts,
     group_generators,
     initial_noise,
     sample_generators,
-    sample_trajectory,
 )
 from flow_grpo.sampling.seeding import Stream, numpy_rng
-from flow_grpo.training.distributed import gather_rows, gather_scores
+from flow_grpo.speed.transfer import send
+from flow_grpo.training.distributed import gather_scores
 from flow_grpo.training.evaluation import evaluate
 from flow_grpo.training.metrics import (
     TrainingStats,
+    group_distance,
     off_policy_warning,
     reward_metrics,
     score_metrics,
 )
 
 logger = logging.getLogger("flow_grpo")
+BASELINE = "baseline"
 
 
 @dataclass
 class SampledBatch:
-    batch: Batch
+    draw: Draw
     trajectory: Trajectory
     images: torch.Tensor | None  # (B, 3, H, W), of the first batch, to show
     scores: PendingScores  # {reward name: (B,)}, computed in the background
+    distance: torch.Tensor  # (2,), of pictures within a group: see group_distance
+    step: int  # optimizer updates of the weights that sampled it
 
 
 def main(config: ConfigDict) -> Session:
@@ -96,88 +91,110 @@ def train(session: Session) -> None:
             metrics = run_evaluation(session, epoch=0)
         finish_epoch(session, 0, metrics, timer)
 
+    ahead = None
     for epoch in range(progress.epoch, config.num_epochs):
         done, timer = epoch + 1, tracking.Timer()
         with timer("sample"):
-            samples = sample_epoch(session, epoch)
+            samples = ahead or sample_behind(session, epoch)
+            ahead = sample_ahead(session, done)
         with timer("reward_wait"):
-            rewards, groups, index = collect_rewards(session, samples)
+            scored = collect_rewards(session, epoch, samples)
         session.stop.check()
         if outage := describe_outage(
-            session.accelerator, session.reward, rewards, config.max_failed_fraction
+            session.accelerator, session.reward, scored.rewards, config.max_failed_fraction
         ):
             raise RewardOutage(
                 f"epoch {done}: {outage}; saved {save(session)}; {session.how_to_go_on()}"
             )
         session.reward.rest()
-        advantages = compute_advantages(
-            {name: rewards[name] for name in session.reward.weights},
-            groups,
-            estimator=config.train.advantage,
-            scale="batch" if config.sample.global_std else "group",
-            weights=session.reward.weights,
-        )
-        own = [advantages[np.searchsorted(index, s.batch.index)] for s in samples]
+        credit = session.algorithm.credit(scored)
         with timer("train"):
-            training = train_epoch(session, epoch, [s.trajectory for s in samples], own)
+            training = train_epoch(session, epoch, samples, credit)
+            session.algorithm.after_epoch(session.policy, done)
 
         metrics = {
-            **reward_metrics(rewards, groups),
+            **reward_metrics(scored.rewards, scored.groups),
             **training,
+            "reward/diversity": mean_distance(session, samples),
             "perf/images_per_s": session.plan.samples / sum(timer.seconds.values()),
             "perf/peak_mem_gb": tracking.peak_memory_gb(session.accelerator.device),
+            "perf/passes": count_passes(session),
         }
         if is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
-                save_training_samples(session, done, samples[0], own[0])
+                save_training_samples(session, done, samples[0], credit)
                 metrics |= run_evaluation(session, done)
         finish_epoch(session, done, metrics, timer)
 
 
-def is_due(epoch: int, every: int, last: int) -> bool:
-    return epoch == last or (every > 0 and epoch % every == 0)
+def sample_behind(session: Session, epoch: int) -> list[SampledBatch]:
+    """An epoch that was not sampled ahead: the first, or the first of a resumed run, whose stale
+    weights sample it again as they did."""
+    if session.stale is None or epoch == 0:
+        with session.behaviour():
+            return sample_epoch(session, epoch)
+    with session.stale.applied():
+        return sample_epoch(session, epoch)
+
+
+def sample_ahead(session: Session, epoch: int) -> list[SampledBatch] | None:
+    """With `sample.async_depth`: the next epoch, while rewards of this one are computed."""
+    if session.stale is None or epoch >= session.config.num_epochs:
+        return None
+    with session.behaviour():
+        session.stale.blend(0)
+        return sample_epoch(session, epoch)
 
 
 def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
-    """Draw this process's trajectories; each batch is scored while the next one is sampled."""
-    config, adapter, device = session.config, session.adapter, session.accelerator.device
-    dynamics = session.dynamics(config.sample.num_steps)
-    shape = adapter.latent_shape(*image_size(config))
-    steps = draw_steps(config, epoch)
-    batches = draw_batches(session, epoch)
-    encode_ahead(adapter, prompts_of(session, batches), dynamics)
-    samples, without_noise = [], session.without_noise(epoch)
-    for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
+    """Draw this process's samples; each batch is scored while the next one is sampled."""
+    config, policy, algorithm = session.config, session.policy, session.algorithm
+    draws, samples, without_noise = draw_epoch(session, epoch), [], session.without_noise(epoch)
+    policy.denoiser.encode_ahead(prompts_of(session, draws))
+    for draw in session.bar(draws, f"epoch {epoch + 1} sample"):
         session.stop.check()
-        chosen = [session.prompts[row] for row in batch.row]
-        generators = sample_generators(config.seed, epoch, batch.index.tolist())
+        chosen = prompts_of(session, [draw])
+        generators = sample_generators(config.seed, epoch, draw.index.tolist())
         same = config.sample.same_latent
-        first = group_generators(config.seed, epoch, batch.row.tolist()) if same else generators
-        latents, trajectory = sample_trajectory(
-            adapter,
-            session.policy.module,
-            dynamics,
-            initial_noise(first, shape, device),
-            encode_prompts(adapter, chosen, dynamics),
-            steps=steps,
+        first = group_generators(config.seed, epoch, draw.row.tolist()) if same else generators
+        trajectory = policy.denoiser.sample(
+            first_noise(session, first),
+            policy.denoiser.encode(chosen),
+            steps=session.noisy_steps(epoch, int(draw.index[0])),
             generators=generators,
             without_noise=without_noise,
+            keep_means=algorithm.keeps_means,
         )
-        images = adapter.decode(latents)
-        scores = session.reward.submit(
-            images, [p.prompt for p in chosen], [p.metadata for p in chosen]
-        )
-        samples.append(SampledBatch(batch, trajectory, None if samples else images, scores))
+        policy.count(len(trajectory) * config.sample.num_steps)
+        images, scores = decode_and_score(session, trajectory, chosen)
+        distance = group_distance(images, draw.row)
+        shown = None if samples else images
+        step = session.progress.step
+        samples.append(SampledBatch(draw, trajectory, shown, scores, distance, step))
     # while a GPU is still at the last batch, unless the encoders would have to join it there
     if epoch + 1 < config.num_epochs and not config.offload_idle:
-        encode_ahead(adapter, prompts_of(session, draw_batches(session, epoch + 1)), dynamics)
+        policy.denoiser.encode_ahead(prompts_of(session, draw_epoch(session, epoch + 1)))
     return samples
 
 
-def draw_batches(session: Session, epoch: int) -> list[Batch]:
+def first_noise(session: Session, generators: list[torch.Generator]) -> torch.Tensor:
+    shape = session.adapter.latent_shape(*image_size(session.config))
+    return initial_noise(generators, shape, session.accelerator.device)
+
+
+def decode_and_score(
+    session: Session, trajectory: Trajectory, chosen: list[Prompt]
+) -> tuple[torch.Tensor, PendingScores]:
+    images = session.adapter.decode(trajectory.final)
+    return images, session.reward.submit(
+        images, [p.prompt for p in chosen], [p.metadata for p in chosen]
+    )
+
+
+def draw_epoch(session: Session, epoch: int) -> list[Draw]:
     """What this process samples in an epoch."""
     plan, accelerator = session.plan, session.accelerator
-    return epoch_batches(
+    return epoch_draws(
         rows=len(session.prompts),
         groups=plan.groups,
         group_size=plan.group_size,
@@ -189,104 +206,144 @@ def draw_batches(session: Session, epoch: int) -> list[Batch]:
     )
 
 
-def prompts_of(session: Session, batches: list[Batch]) -> list[Prompt]:
-    return [session.prompts[row] for batch in batches for row in batch.row]
+def prompts_of(session: Session, draws: list[Draw]) -> list[Prompt]:
+    return [session.prompts[row] for draw in draws for row in draw.row]
 
 
-def collect_rewards(
-    session: Session, samples: list[SampledBatch]
-) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Rewards of all processes, their group ids and sample indices, in the samples' order."""
+def collect_rewards(session: Session, epoch: int, samples: list[SampledBatch]) -> Scored:
+    """Of all processes, in the samples' order."""
     scores = [s.scores.result() for s in session.bar(samples, "wait for rewards")]
-    groups = np.concatenate([s.batch.row for s in samples])
-    index = np.concatenate([s.batch.index for s in samples])
+    if session.config.train.advantage == "remax":
+        for column, score in zip(baselines(session, epoch, samples), scores, strict=True):
+            score[BASELINE] = column
+    index = np.concatenate([s.draw.index for s in samples])
     rewards = gather_scores(session.accelerator, index, scores)
-    all_index, columns = gather_rows(
-        session.accelerator, torch.from_numpy(index), {"group": torch.from_numpy(groups)}
-    )
-    return rewards, columns["group"].numpy(), all_index.numpy()
+    groups = np.arange(len(rewards[TOTAL])) // session.plan.group_size
+    baseline = rewards.pop(BASELINE, None)
+    return Scored(rewards, groups, session.reward.weights, baseline)
+
+
+def baselines(session: Session, epoch: int, samples: list[SampledBatch]) -> list[np.ndarray]:
+    """For each sample the reward of one without noise of the same prompt, which starts from a noise
+    that its group shares."""
+    config, denoiser, size = session.config, session.policy.denoiser, len(samples[0].draw.row)
+    rows = list(dict.fromkeys(row for s in samples for row in s.draw.row.tolist()))
+    pending = []
+    for start in range(0, len(rows), size):
+        part = (rows[start : start + size] + rows[:1] * size)[:size]  # batches of one size
+        chosen = [session.prompts[row] for row in part]
+        noise = first_noise(session, group_generators(config.seed, epoch, part))
+        trajectory = denoiser.sample(noise, denoiser.encode(chosen))
+        session.policy.count(len(trajectory) * config.sample.num_steps)
+        pending.append(decode_and_score(session, trajectory, chosen)[1])
+    totals = np.concatenate([scores.result()[TOTAL] for scores in pending])
+    by_row = dict(zip(rows, totals, strict=False))
+    return [np.array([by_row[row] for row in s.draw.row.tolist()]) for s in samples]
 
 
 def train_epoch(
-    session: Session, epoch: int, trajectories: list[Trajectory], advantages: list[np.ndarray]
+    session: Session, epoch: int, samples: list[SampledBatch], credit: np.ndarray
 ) -> dict[str, float]:
-    """Update the weights on the epoch's trajectories.
+    """Update the weights on the epoch's samples.
 
     Micro-batches are slices of the sampling batches, in their order: with equal batches the ratio
     before the first update is exactly 1, but for rounding where samples are left out. Each pass
     takes the updates in an order of its own, their samples stay the same.
     """
     config, accelerator, policy = session.config, session.accelerator, session.policy
-    dynamics = session.dynamics(config.sample.num_steps)
-    settings = grpo_settings(config)
-    size, per_update = session.plan.train_batch_size, session.plan.accumulation_steps
-    micro_batches = [
-        (trajectory[i : i + size], torch.from_numpy(advantage[i : i + size]).to(trajectory.latents))
-        for trajectory, advantage in zip(trajectories, advantages, strict=True)
-        for i in range(0, len(trajectory), size)
-    ]
-    # Not in half precision or on a GPU, where batches of another size round too differently.
-    on_cpu = accelerator.device.type == "cpu"
-    if settings.beta == 0 and config.mixed_precision == "no" and on_cpu:
-        micro_batches = [with_gradient(*micro_batch) for micro_batch in micro_batches]
-    stats, updates_before = TrainingStats(), session.progress.step
-    for inner in range(session.plan.inner_epochs):
-        updates = np.arange(len(micro_batches)).reshape(-1, per_update)
-        order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(updates)
-        for m in session.bar(order.flatten(), f"epoch {epoch + 1} train"):
-            trajectory, advantage = micro_batches[m]
-            references = None
-            if settings.beta > 0:
-                references = reference_velocities(policy, dynamics, trajectory)
-            for j in range(len(trajectory.steps)):
-                on_policy = session.progress.step == updates_before
-                with accelerator.accumulate(policy.module):
-                    loss = grpo_step_loss(
-                        policy,
-                        dynamics,
-                        trajectory,
-                        j,
-                        advantage,
-                        settings,
-                        reference=None if references is None else references[:, j],
-                    )
-                    accelerator.backward(loss.per_sample.sum() / size)
-                    stats.add(loss, on_policy=on_policy, left_out=size - len(advantage))
-                    if accelerator.sync_gradients:
-                        stats.add_grad_norm(
-                            accelerator.clip_grad_norm_(
-                                policy.parameters(), config.train.max_grad_norm
-                            )
-                        )
-                    session.optimizer.step()
-                    session.optimizer.zero_grad()
-                if accelerator.sync_gradients:
-                    session.progress.step += 1
-                    if session.ema is not None and not accelerator.optimizer_step_was_skipped:
-                        session.ema.update(session.progress.step)
-                    session.stop.check()
+    algorithm, plan, stats = session.algorithm, session.plan, TrainingStats()
+    sampled_at, losses = samples[0].step, algorithm.losses_per_sample
+    staleness = session.progress.step - sampled_at
+    updates = in_updates(session, samples, credit)
+    for inner in range(plan.inner_epochs):
+        order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(updates))
+        for n, u in enumerate(order, 1):
+            batches = algorithm.batches(updates[u], plan.train_batch_size)
+            kept = with_gradient(algorithm, batches, **session.may_leave_out())
+            left_out = algorithm.trained_samples - sum(map(len, kept))
+            stats.leave_out(left_out * losses)
+            # it counts towards the update: these micro-steps are as good as done
+            accelerator.step += (len(batches) - len(kept)) * losses
+            seed, device = (config.seed, epoch, inner), accelerator.device
+            kept = [replace(b, credit=send(b.credit, device), seed=seed) for b in kept]
+            name = f"epoch {epoch + 1} train {n}/{len(order)}"
+            prepared = algorithm.prepared(policy, kept)
+            for batch, fixed in session.bar(prepared, name, len(kept)):
+                for j in range(losses):
+                    with accelerator.accumulate(policy.module):
+                        loss = algorithm.loss(policy, batch, fixed, j)
+                        share = len(batches) / algorithm.trained_samples
+                        accelerator.backward(loss.per_sample.sum() * share)
+                        stats.add(loss, on_policy=session.progress.step == sampled_at)
+                        take_update(session, stats)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
+    if session.stale is not None:
+        metrics["train/staleness"] = staleness
     if not math.isfinite(metrics["train/loss"]):
         raise UserError(
             f"the loss is not finite after step {session.progress.step}; lower "
             "train.learning_rate or use mixed_precision=no; the last checkpoint is intact"
         )
-    clip = min(settings.clip_low, settings.clip_high)
-    if warning := off_policy_warning(metrics["train/first_update_ratio_dev"], clip):
+    deviation = metrics.get("train/first_update_ratio_dev", 0.0)
+    if algorithm.trust and (warning := off_policy_warning(deviation, algorithm.trust)):
         logger.warning(warning)
     return metrics
+
+
+def in_updates(
+    session: Session, samples: list[SampledBatch], credit: np.ndarray
+) -> list[list[Batch]]:
+    """The micro-batches of each update, on this process."""
+    plan = session.plan
+    size, per_update = plan.train_batch_size, plan.accumulation_steps
+    micro_batches = [
+        Batch(s.trajectory[part], own.to(s.trajectory.final.dtype), index, index // plan.group_size)
+        for s in samples
+        for part in (slice(i, i + size) for i in range(0, len(s.trajectory), size))
+        for index in (s.draw.index[part],)
+        for own in (torch.from_numpy(credit[index]),)
+    ]
+    return [micro_batches[i : i + per_update] for i in range(0, len(micro_batches), per_update)]
+
+
+def take_update(session: Session, stats: TrainingStats) -> None:
+    """Once the gradients of an update are there."""
+    accelerator, progress = session.accelerator, session.progress
+    if accelerator.sync_gradients:
+        norm = session.config.train.max_grad_norm
+        stats.add_grad_norm(accelerator.clip_grad_norm_(session.policy.parameters(), norm))
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    if accelerator.sync_gradients:
+        progress.step += 1
+        if session.ema is not None and not accelerator.optimizer_step_was_skipped:
+            session.ema.update(progress.step)
+        session.stop.check()
+
+
+def mean_distance(session: Session, samples: list[SampledBatch]) -> float:
+    total, count = session.accelerator.reduce(torch.stack([s.distance for s in samples]).sum(0))
+    return float(total / count) if count else math.nan
+
+
+def count_passes(session: Session) -> int:
+    """Of the transformer over samples since the run began: 1 forward, 3 forward and backward."""
+    policy, progress = session.policy, session.progress
+    passes = torch.tensor(float(policy.passes), device=session.accelerator.device)
+    policy.passes = 0
+    progress.passes += round(float(session.accelerator.reduce(passes)))
+    return progress.passes
 
 
 def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
     """Rewards on the test prompts: moving-average weights, no noise, a fixed seed per prompt."""
     config = session.config
     with session.averaged(), advice_when_short(lighter_evaluation(config)):
+        dynamics = build_dynamics(config, session.adapter, config.sample.eval_num_steps)
         result = evaluate(
-            session.adapter,
-            session.policy.module,
+            Denoiser(session.adapter, session.policy.module, dynamics),
             session.eval_reward,
             session.test_prompts,
-            session.dynamics(config.sample.eval_num_steps),
             accelerator=session.accelerator,
             size=image_size(config),
             batch_size=config.sample.test_batch_size,
@@ -312,78 +369,16 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
 
 
 def save_training_samples(
-    session: Session, epoch: int, sampled: SampledBatch, advantages: np.ndarray
+    session: Session, epoch: int, sampled: SampledBatch, credit: np.ndarray
 ) -> None:
     if session.accelerator.is_main_process:
         tracking.save_samples(
             session.folder / "samples" / f"train-{epoch:05d}",
             to_pil(sampled.images[: session.config.log_images]),
-            prompt=[session.prompts[row].prompt for row in sampled.batch.row],
+            prompt=[session.prompts[row].prompt for row in sampled.draw.row],
             **sampled.scores.result(),
-            advantage=advantages,
+            advantage=credit[sampled.draw.index],
         )
-
-
-def finish_epoch(
-    session: Session, epoch: int, metrics: dict[str, float], timer: tracking.Timer
-) -> None:
-    """Write down what the epoch did, so that a run that is killed goes on from here."""
-    config, progress = session.config, session.progress
-    session.check_lock()
-    score = metrics.get(f"eval/{TOTAL}", math.nan)
-    is_best = score > (-math.inf if progress.best is None else progress.best)  # NaN never is
-    progress.epoch = epoch
-    progress.best = score if is_best else progress.best
-    progress.kept = epoch > 0 and (is_best or is_due(epoch, config.save_freq, config.num_epochs))
-    progress.record = tracking.record(epoch, progress.step, metrics, timer)
-    if progress.kept or (epoch % config.state_freq == 0 and can_save(session)):
-        with timer("save"):
-            save(session, best=is_best)
-    log(session, tracking.record(epoch, progress.step, metrics, timer))
-
-
-def can_save(session: Session) -> bool:
-    """Torch takes an empty step of Adam to collect the state of an FSDP optimizer that has taken
-    none, which changes its first real one."""
-    fsdp = session.accelerator.distributed_type == DistributedType.FSDP
-    return session.progress.step > 0 or not fsdp
-
-
-def save(session: Session, *, best: bool = False) -> Path:
-    """Write a checkpoint of everything as it is now; returns its folder."""
-    accelerator, policy = session.accelerator, session.policy
-    session.check_lock()
-
-    def write(folder: Path) -> None:
-        accelerator.save_state(str(folder / STATE), exclude_frozen_parameters=True)
-        policy.save(folder)
-        if session.ema is not None:
-            with session.ema.applied():
-                policy.save(folder, prefix="ema_")
-        if accelerator.is_main_process:
-            session.progress.write(folder)
-
-    return save_checkpoint(
-        accelerator,
-        session.folder / "checkpoints",
-        session.progress.step,
-        write,
-        keep=session.config.num_checkpoint_limit,
-        best=best,
-    )
-
-
-def log(session: Session, record: dict[str, float | None]) -> None:
-    if session.accelerator.is_main_process:
-        tracking.append_metrics(session.folder / "metrics.jsonl", record)
-    session.accelerator.log(record, step=record["step"])
-    shown = {k: v for k, v in record.items() if k == "reward/avg" or is_eval_mean(k)}
-    line = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if value is not None)
-    logger.info("epoch %d/%d  %s", record["epoch"], session.config.num_epochs, line)
-
-
-def is_eval_mean(name: str) -> bool:
-    return name.startswith("eval/") and name.count("/") == 1 and name != "eval/failed"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flow_grpo.errors import UserError
-from flow_grpo.sampling.data import Prompt, epoch_batches, load_prompts
+from flow_grpo.sampling.data import Prompt, epoch_draws, load_prompts
 
 
 def test_text_prompts_are_lines(tmp_path):
@@ -84,7 +84,7 @@ def test_an_update_has_the_same_samples_for_any_number_of_processes_and_batch_si
     def draw(world, batch_size):
         """Pairs of sample and row, update by update, of all processes together."""
         parts = [
-            epoch_batches(
+            epoch_draws(
                 rows=groups + 3,
                 groups=groups,
                 group_size=group_size,

@@ -1,6 +1,8 @@
 """What the trainer needs to know of a model family. An adapter is the only place that knows it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -36,6 +38,18 @@ class Conditioning:
     def __getitem__(self, part: slice | Tensor) -> "Conditioning":
         negative = None if self.negative is None else self.negative[part]
         return replace(self, positive=self.positive[part], negative=negative)
+
+    @staticmethod
+    def join(parts: "Sequence[Conditioning]") -> "Conditioning":
+        starts = list(accumulate((len(p.embeds) for p in parts), initial=0))
+        moved = [(p, start) for p, start in zip(parts, starts, strict=False)]
+        guided = parts[0].negative is not None
+        return Conditioning(
+            torch.cat([p.embeds for p in parts]),
+            torch.cat([p.pooled for p in parts]),
+            positive=torch.cat([p.positive + start for p, start in moved]),
+            negative=torch.cat([p.negative + start for p, start in moved]) if guided else None,
+        )
 
 
 class ModelAdapter(Protocol):

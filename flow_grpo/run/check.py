@@ -1,4 +1,4 @@
-"""Hold a config against flow_grpo/run/fields.py and against rules that no single field can state, before
+"""Hold a config against its fields, and against rules that no single field can state, before
 anything is loaded."""
 
 import importlib.util
@@ -10,19 +10,20 @@ from typing import Any, get_args
 from ml_collections import ConfigDict
 
 from flow_grpo.advantages import ESTIMATORS
+from flow_grpo.algorithms import ALGORITHMS, check_settings
 from flow_grpo.errors import UserError
-from flow_grpo.losses import KLS
 from flow_grpo.models.base import GuidanceGradient
 from flow_grpo.run.cli import OPEN_FIELDS, suggestion
 from flow_grpo.run.fields import get_config
-from flow_grpo.sde import KINDS
+from flow_grpo.sde import KINDS, SOLVERS
 
 CHOICES = {
     "sample.sde_type": [kind for kind in KINDS if kind != "ode"],
-    "train.kl_type": list(KLS),
     "train.guidance_gradient": list(get_args(GuidanceGradient)),
-    # remax needs a deterministic sample per prompt, which the loop does not draw
-    "train.advantage": [estimator for estimator in ESTIMATORS if estimator != "remax"],
+    "algorithm": list(ALGORITHMS),
+    "sample.solver": list(SOLVERS),
+    "sample.sde_window_per": ["epoch", "batch"],
+    "train.advantage": list(ESTIMATORS),
     "mixed_precision": ["no", "bf16", "fp16"],
     "device": ["auto", "cpu"],
     "log_with": ["", "wandb", "tensorboard"],
@@ -43,18 +44,18 @@ AT_LEAST = {
     "sample.eval_num_steps": 1,
     "sample.test_batch_size": 1,
     "sample.guidance_scale": 0,
-    "train.beta": 0,
+    "sample.async_depth": 0,
     "train.ema_update_interval": 1,
     "train.lora_rank": 1,
 }
 ABOVE_ZERO = [
     "reward_timeout",
     "sample.noise_level",
-    *(f"train.{name}" for name in ("learning_rate", "adv_clip_max", "max_grad_norm")),
-    *(f"train.{name}" for name in ("clip_range", "clip_range_low", "clip_range_high")),
+    *(f"train.{name}" for name in ("learning_rate", "max_grad_norm")),
     *(f"train.{name}" for name in ("adam_epsilon", "lora_alpha")),
 ]
 AT_MOST = {
+    "sample.async_depth": 1,
     "seed": 2**64 - 1,  # torch takes no more
     # seconds: what waits counts nanoseconds in 64 bits
     "distributed_timeout": 10**8,
@@ -105,6 +106,8 @@ def check(config: ConfigDict) -> None:
         raise UserError(
             f"sample.noise_level={config.sample.noise_level} must be at most 1 for sde_type='cps'"
         )
+    for name, algorithm in ALGORITHMS.items():
+        check_settings(name, algorithm.Settings(**values[name]))
     if config.sample.merge_lora and not config.use_lora:
         raise UserError("sample.merge_lora=True needs use_lora=True")
     if config.sample.guidance_scale > 1 and not config.train.cfg:
@@ -139,14 +142,22 @@ def check_fields(config: ConfigDict) -> None:
 
 def unusual(config: ConfigDict) -> list[str]:
     """What is allowed but hardly ever meant, one line each."""
-    train, lines = config.train, []
-    for side in ("clip_range_low", "clip_range_high"):
-        name = "clip_range" if train[side] is None else side
-        if config.sample.sde_type == "cps" and train[name] >= WIDE_FOR_CPS:
+    lines, own = [], config[config.algorithm]
+    for side in ("clip_range_low", "clip_range_high") if "clip_range_low" in own else ():
+        name = "clip_range" if own[side] is None else side
+        if config.sample.sde_type == "cps" and own[name] >= WIDE_FOR_CPS:
+            field = f"{config.algorithm}.{name}"
             lines.append(
-                f"train.{name}={train[name]} is wide for sample.sde_type='cps': all published "
-                f"settings have {CPS_CLIP}; set --config.train.{name}={CPS_CLIP}"
+                f"{field}={own[name]} is wide for sample.sde_type='cps': all published "
+                f"settings have {CPS_CLIP}; set --config.{field}={CPS_CLIP}"
             )
+    default = get_config()
+    for other in ALGORITHMS.keys() - {config.algorithm}:
+        changed = [name for name in default[other] if config[other][name] != default[other][name]]
+        lines += [
+            f"{other}.{name}={config[other][name]} has no effect: algorithm={config.algorithm!r}"
+            for name in changed
+        ]
     return list(dict.fromkeys(lines))
 
 

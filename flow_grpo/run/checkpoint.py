@@ -30,6 +30,7 @@ class Progress:
 
     epoch: int = -1  # the last one done; 0 is the evaluation before training
     step: int = 0  # optimizer updates done
+    passes: int = 0  # of the transformer over samples, on all processes
     best: float | None = None  # highest eval/avg so far
     # the line of metrics.jsonl that belongs to this state, in case it was not written any more
     record: dict[str, Any] = field(default_factory=dict)

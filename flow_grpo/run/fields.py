@@ -1,9 +1,18 @@
 """Every field of a run, its default and why it is there. Presets change these; see grpo.py."""
 
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from flow_grpo.algorithms import ALGORITHMS
 from flow_grpo.rewards import REWARDS
+
+FLOW_GRPO_NAMES = (
+    *("beta", "kl_type", "adv_clip_max"),
+    *("clip_range", "clip_range_low", "clip_range_high"),
+)
 
 
 def get_config() -> ConfigDict:
@@ -118,10 +127,18 @@ def get_config() -> ConfigDict:
     sample.merge_lora = False
     # Samples of a group start from the same noise and differ only by the steps' noise.
     sample.same_latent = False
-    # Noise and training on this many consecutive steps only, their start drawn per epoch from
-    # the range [first, last); 0 means all steps but the last. Fewer steps train faster.
+    # Noise and training on this many consecutive steps only, their start drawn from the range
+    # [first, last); 0 means all steps but the last. Fewer steps train faster.
     sample.sde_window_size = 0
     sample.sde_window_range = (0, 5)
+    # Draw it per "epoch", or per "batch" that is sampled: more steps are trained in an epoch, and
+    # which ones depends on the batch size.
+    sample.sde_window_per = "epoch"
+    # "euler", or "dpm2" of second order: better pictures in few steps, where steps add no noise.
+    sample.solver = "euler"
+    # 1: an epoch is sampled while the rewards of the one before are computed, by weights that are
+    # an epoch old. For rewards that take as long as sampling.
+    sample.async_depth = 0
 
     # --- training ----------------------------------------------------------------------------
     config.train = train = ConfigDict()
@@ -143,20 +160,9 @@ def get_config() -> ConfigDict:
     # Gradients here can be as small as 1e-8: a larger epsilon would swallow them.
     train.adam_epsilon = 1e-8
     train.max_grad_norm = 1.0
-    # "grpo", "dr_grpo" (no division), "rloo", "reinforce_pp" or "gdpo".
+    # "grpo", "dr_grpo" (no division), "rloo", "reinforce_pp", "remax" (less the reward of a sample
+    # without noise) or "gdpo".
     train.advantage = "grpo"
-    # Advantages beyond +-this are cut: one lucky sample should not decide an update.
-    train.adv_clip_max = 5.0
-    # The ratio stays near 1 because log-probabilities are means over pixels, hence so small.
-    train.clip_range = 1e-4
-    # Where set, the two sides of the clip on their own.
-    train.clip_range_low = placeholder(float)
-    train.clip_range_high = placeholder(float)
-    # Weight of the KL to the model with LoRA off. 0 saves its forward pass; rewards that can be
-    # hacked need some.
-    train.beta = 0.04
-    # "flow_grpo" (leaves dt out), "gaussian" (exact) or "velocity" (mean squared difference).
-    train.kl_type = "flow_grpo"
     # Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only.
     train.cfg = True
     # "both" halves of guidance have a gradient, as the policy that sampled has it. "conditional"
@@ -173,4 +179,26 @@ def get_config() -> ConfigDict:
     train.lora_alpha = 64
     # Start from this LoRA; it brings its own rank and alpha.
     train.lora_path = ""
+
+    # --- the algorithm -----------------------------------------------------------------------
+    # What turns rewards into a loss; docs/algorithms.md compares them. Each has a section of its
+    # own name, whose fields and reasons are in flow_grpo/algorithms/NAME.py.
+    config.algorithm = "grpo"
+    for name, algorithm in ALGORITHMS.items():
+        config[name] = section(algorithm.Settings)
+    # Flow-GRPO's names for fields of grpo: one value, two names.
+    for name in FLOW_GRPO_NAMES:
+        train[name] = config.grpo.get_ref(name)
     return config
+
+
+def section(settings: type) -> ConfigDict:
+    """The fields of an algorithm's settings, at their defaults."""
+    kinds = get_type_hints(settings)
+    section = ConfigDict()
+    for each in fields(settings):
+        optional = each.default is None
+        section[each.name] = (
+            placeholder(get_args(kinds[each.name])[0]) if optional else each.default
+        )
+    return section

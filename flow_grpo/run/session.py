@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
-from flow_grpo.algorithms.grpo import GrpoSettings
+from flow_grpo.algorithms import ALGORITHMS, Algorithm, Setup
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, load_adapter
 from flow_grpo.rewards import (
@@ -41,13 +41,14 @@ from flow_grpo.run.stopping import StopSignals
 from flow_grpo.sampling.data import Prompt, load_prompts
 from flow_grpo.sampling.rollout import Dynamics
 from flow_grpo.sampling.seeding import Stream, numpy_rng, torch_generator
+from flow_grpo.sde import Solver
 from flow_grpo.speed.lora import MergedLora, is_plain
 from flow_grpo.training.distributed import on_all_or_none
 from flow_grpo.training.ema import Ema
 from flow_grpo.training.plan import BatchPlan
 from flow_grpo.training.policy import Policy
 from flow_grpo.training.shards import is_sharded
-from flow_grpo.windows import stochastic_steps
+from flow_grpo.training.snapshot import Snapshot
 
 logger = logging.getLogger("flow_grpo")
 
@@ -66,17 +67,26 @@ class Session:
     reward: WeightedReward
     eval_reward: WeightedReward
     adapter: ModelAdapter
+    algorithm: Algorithm
     policy: Policy
     optimizer: Optimizer
     ema: Ema | None
     merged: MergedLora | None
+    stale: Snapshot | None  # the weights that sampled the epoch to be trained next
     folder: Path
     progress: Progress
     stop: StopSignals
     lock: RunLock | None  # on the main process
 
-    def dynamics(self, num_steps: int) -> Dynamics:
-        return build_dynamics(self.config, self.adapter, num_steps)
+    def noisy_steps(self, epoch: int, first: int) -> range:
+        """Of the batch whose first sample is `first`."""
+        per_batch = [first] if self.config.sample.sde_window_per == "batch" else []
+        rng = numpy_rng(self.config.seed, Stream.WINDOW, epoch, *per_batch)
+        return self.algorithm.noisy_steps(rng, epoch)
+
+    def behaviour(self) -> AbstractContextManager:
+        """The weights to sample with."""
+        return self.policy.old.applied() if self.algorithm.samples_with_old else nullcontext()
 
     def averaged(self) -> AbstractContextManager:
         """The weights to evaluate: their moving average, where there is one."""
@@ -88,6 +98,16 @@ class Session:
             return nullcontext
         self.merged.renew(torch_generator(self.config.seed, Stream.MERGE, epoch).initial_seed())
         return self.merged.applied
+
+    def may_leave_out(self) -> dict[str, bool]:
+        """Of what has no gradient: whole batches where processes need not run equally many
+        forwards, single samples not in half precision or on a GPU, where batches of another size
+        round too differently."""
+        plain = self.accelerator.distributed_type in (
+            *(DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU),
+        )
+        exact = self.config.mixed_precision == "no" and self.accelerator.device.type == "cpu"
+        return {"batch": plain, "sample": exact}
 
     def how_to_go_on(self) -> str:
         name = self.folder.name
@@ -107,8 +127,8 @@ class Session:
         """Before anything is written, on all processes: the folder is still this run's."""
         on_all_or_none(self.accelerator, lambda: self.lock and self.lock.check())
 
-    def bar(self, items: Iterable, name: str) -> Iterable:
-        return tracking.progress_bar(items, name, self.accelerator)
+    def bar(self, items: Iterable, name: str, total: int | None = None) -> Iterable:
+        return tracking.progress_bar(items, name, self.accelerator, total)
 
 
 def build_session(
@@ -130,13 +150,11 @@ def _build_session(
     until_built: ExitStack,
 ) -> Session:
     check(config)
-    try:
-        steps = draw_steps(config, epoch=0)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    algorithm = build_algorithm(config)
+    batches = algorithm.batch_count(config.train.batch_size)
     accelerator = build_accelerator(
         config,
-        accumulation_steps=config.train.gradient_accumulation_steps * len(steps),
+        accumulation_steps=batches * algorithm.losses_per_sample,
         log_with=config.log_with or None,
         project_dir=config.logdir,
     )
@@ -151,8 +169,10 @@ def _build_session(
         train_batch_size=config.train.batch_size,
         accumulation_steps=config.train.gradient_accumulation_steps,
         inner_epochs=config.train.num_inner_epochs,
-        trained_steps=len(steps),
+        trained_steps=algorithm.losses_per_sample,
     )
+    if algorithm.whole_groups:
+        plan.check_whole_groups(algorithm.name)
     if config.sample.merge_lora and is_sharded(accelerator):
         raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
     as_json = json.loads(config.to_json_best_effort())
@@ -169,11 +189,12 @@ def _build_session(
     train = config.train
     policy = Policy(
         adapter,
+        build_dynamics(config, adapter, config.sample.num_steps, solver=config.sample.solver),
         use_lora=config.use_lora,
         rank=train.lora_rank,
         alpha=train.lora_alpha,
         lora_path=train.lora_path,
-        with_reference=train.beta > 0,
+        with_reference=algorithm.needs_reference,
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
@@ -185,6 +206,13 @@ def _build_session(
         adapter.compile()
     if can_replay(config, accelerator):
         adapter.replay()
+    if algorithm.keeps_old:
+        policy.old = Snapshot(policy.trained(), "old")
+        policy.old.prepare(accelerator)
+    stale = None
+    if config.sample.async_depth:
+        stale = Snapshot(policy.trained(), "stale")
+        stale.prepare(accelerator)
     ema = None
     if train.ema:
         ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
@@ -202,10 +230,12 @@ def _build_session(
         reward=reward,
         eval_reward=eval_reward,
         adapter=adapter,
+        algorithm=algorithm,
         policy=policy,
         optimizer=optimizer,
         ema=ema,
         merged=merged,
+        stale=stale,
         folder=start.folder,
         progress=progress,
         stop=StopSignals(accelerator),
@@ -341,13 +371,16 @@ def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
     return adapter
 
 
-def build_dynamics(config: ConfigDict, adapter: ModelAdapter, num_steps: int) -> Dynamics:
+def build_dynamics(
+    config: ConfigDict, adapter: ModelAdapter, num_steps: int, *, solver: Solver = "euler"
+) -> Dynamics:
     return Dynamics(
         adapter.schedule(num_steps, *image_size(config)),
         kind=config.sample.sde_type,
         noise_level=config.sample.noise_level,
         guidance_scale=config.sample.guidance_scale,
         guidance_gradient=config.train.guidance_gradient,
+        solver=solver,
     )
 
 
@@ -356,23 +389,25 @@ def image_size(config: ConfigDict) -> tuple[int, int]:
     return config.height or config.resolution, config.width or config.resolution
 
 
-def draw_steps(config: ConfigDict, epoch: int) -> range:
-    return stochastic_steps(
-        config.sample.num_steps,
-        window_size=config.sample.sde_window_size,
-        window_range=tuple(config.sample.sde_window_range),
-        timestep_fraction=config.train.timestep_fraction,
-        rng=numpy_rng(config.seed, Stream.WINDOW, epoch),
+def build_algorithm(config: ConfigDict) -> Algorithm:
+    """With all that can be wrong with its settings told."""
+    sample, train = config.sample, config.train
+    chosen = ALGORITHMS[config.algorithm]
+    setup = Setup(
+        seed=config.seed,
+        num_steps=sample.num_steps,
+        sde_type=sample.sde_type,
+        window_size=sample.sde_window_size,
+        window_range=tuple(sample.sde_window_range),
+        timestep_fraction=train.timestep_fraction,
+        estimator=train.advantage,
+        scale="batch" if sample.global_std else "group",
+        group_size=sample.num_image_per_prompt,
+        update_samples=train.batch_size * train.gradient_accumulation_steps,
     )
-
-
-def grpo_settings(config: ConfigDict) -> GrpoSettings:
-    train = config.train
-    low, high = train.clip_range_low, train.clip_range_high
-    return GrpoSettings(
-        clip_low=train.clip_range if low is None else low,
-        clip_high=train.clip_range if high is None else high,
-        adv_clip_max=train.adv_clip_max,
-        beta=train.beta,
-        kl=train.kl_type,
-    )
+    try:
+        algorithm = chosen(chosen.Settings(**config[config.algorithm].to_dict()), setup)
+        algorithm.check()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return algorithm

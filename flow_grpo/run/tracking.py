@@ -73,10 +73,12 @@ def _jsonable(value: Any) -> Any:
     return float(value) if math.isfinite(value) else None
 
 
-def progress_bar(items: Iterable, name: str, accelerator: Accelerator) -> tqdm:
+def progress_bar(
+    items: Iterable, name: str, accelerator: Accelerator, total: int | None = None
+) -> tqdm:
     """On one process, and where somebody can look at it: not in a file."""
-    away = None if accelerator.is_main_process else True  # None: tqdm asks what it writes to
-    return tqdm(items, desc=name, leave=False, disable=away)
+    hidden = None if accelerator.is_main_process else True  # None: tqdm asks what it writes to
+    return tqdm(items, desc=name, leave=False, disable=hidden, total=total)
 
 
 class Timer:

@@ -61,14 +61,14 @@ def _read_json(line: str, where: str) -> Prompt:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Draw:
     """The samples one process draws together. Both arrays are (batch_size,)."""
 
     index: np.ndarray  # of the sample within the epoch, over all processes
     row: np.ndarray  # of the dataset; also the group id
 
 
-def epoch_batches(
+def epoch_draws(
     *,
     rows: int,
     groups: int,
@@ -78,7 +78,7 @@ def epoch_batches(
     process: int,
     num_processes: int,
     rng: np.random.Generator,
-) -> list[Batch]:
+) -> list[Draw]:
     """Draw `groups` distinct rows, `group_size` samples each, and deal them out in batches.
 
     Each of the `updates` of an epoch takes the next samples by index, of which every process has an
@@ -87,4 +87,4 @@ def epoch_batches(
     """
     chosen = rng.choice(rows, size=groups, replace=False)
     index = np.arange(groups * group_size).reshape(updates, num_processes, -1)[:, process]
-    return [Batch(index=i, row=chosen[i // group_size]) for i in index.reshape(-1, batch_size)]
+    return [Draw(index=i, row=chosen[i // group_size]) for i in index.reshape(-1, batch_size)]

@@ -1,6 +1,6 @@
 """Sample trajectories with a model and a step rule, and take single steps of them again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from flow_grpo.models import Conditioning, ModelAdapter, Schedule
 from flow_grpo.models.base import GuidanceGradient, latent_dtype
 from flow_grpo.sampling.data import Prompt
 from flow_grpo.sampling.seeding import Stream, torch_generator
-from flow_grpo.sde import Kind, Step, sde_step
+from flow_grpo.sde import Kind, Solver, Step, dpm2_step, sde_step
 from flow_grpo.speed.transfer import send
 
 _DRAWERS = ThreadPoolExecutor(thread_name_prefix="noise")
@@ -28,66 +28,164 @@ class Dynamics:
     noise_level: float = 0.7
     guidance_scale: float = 1.0
     guidance_gradient: GuidanceGradient = "both"
+    solver: Solver = "euler"  # of the ode steps
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What training needs of a batch of sampled trajectories: the stochastic steps alone."""
+    """What training needs of a batch of samples: where they ended, and their stochastic steps."""
 
+    final: Tensor  # (B, C, H, W), float32
     steps: range  # of the schedule
-    latents: Tensor  # (B, len(steps) + 1, C, H, W), float32
+    latents: Tensor  # (B, len(steps) + 1, C, H, W), float32; (B, 0) without steps
     log_probs: Tensor  # (B, len(steps))
     conditioning: Conditioning
+    means: Tensor | None = None  # (B, len(steps), C, H, W), of the steps, where asked for
 
     def __len__(self) -> int:
-        return len(self.log_probs)
+        return len(self.final)
 
     def __getitem__(self, part: slice | Tensor) -> "Trajectory":
         return replace(
             self,
+            final=self.final[part],
             latents=self.latents[part],
             log_probs=self.log_probs[part],
             conditioning=self.conditioning[part],
+            means=None if self.means is None else self.means[part],
+        )
+
+    @staticmethod
+    def join(parts: "Sequence[Trajectory]") -> "Trajectory":
+        """Of the same steps."""
+        return replace(
+            parts[0],
+            final=torch.cat([p.final for p in parts]),
+            latents=torch.cat([p.latents for p in parts]),
+            log_probs=torch.cat([p.log_probs for p in parts]),
+            conditioning=Conditioning.join([p.conditioning for p in parts]),
+            means=None if parts[0].means is None else torch.cat([p.means for p in parts]),
         )
 
 
-def policy_step(
-    adapter: ModelAdapter,
-    transformer: nn.Module,
-    dynamics: Dynamics,
-    i: int,
-    latents: Tensor,
-    conditioning: Conditioning,
-    *,
-    stochastic: bool,
-    next_latents: Tensor | None = None,
-    noise: Iterator[Tensor] | None = None,
-) -> tuple[Step, Tensor]:
-    """Step i of the schedule, as `take_step` takes it, and the velocity behind it."""
-    # Compiled code rounds differently where it keeps nothing for a backward pass: what will be
-    # trained is sampled by the code that trains it.
-    as_trained = adapter.compiled and stochastic and next_latents is None
-    with torch.set_grad_enabled(torch.is_grad_enabled() or as_trained):
-        velocity = adapter.velocity(
-            transformer,
+@dataclass(frozen=True)
+class Denoiser:
+    """A model and how it is walked."""
+
+    adapter: ModelAdapter
+    transformer: nn.Module
+    dynamics: Dynamics
+
+    def velocity(
+        self, latents: Tensor, timestep: float | Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """The guided velocity; `timestep` is one for all, or (B,)."""
+        return self.adapter.velocity(
+            self.transformer,
             latents,
-            dynamics.schedule.timesteps[i],
+            timestep,
             conditioning,
-            dynamics.guidance_scale,
-            gradient=dynamics.guidance_gradient,
+            self.dynamics.guidance_scale,
+            gradient=self.dynamics.guidance_gradient,
         )
-    if as_trained:
-        velocity = velocity.detach()  # and with it go the activations
-    step = take_step(
-        dynamics,
-        i,
-        latents,
-        velocity,
-        stochastic=stochastic,
-        next_latents=next_latents,
-        noise=next(noise) if noise is not None else None,
-    )
-    return step, velocity
+
+    def step(
+        self,
+        i: int,
+        latents: Tensor,
+        conditioning: Conditioning,
+        *,
+        stochastic: bool,
+        next_latents: Tensor | None = None,
+        noise: Iterator[Tensor] | None = None,
+    ) -> tuple[Step, Tensor]:
+        """Step i of the schedule, as `take_step` takes it, and the velocity behind it."""
+        # Compiled code rounds differently where it keeps nothing for a backward pass: what will be
+        # trained is sampled by the code that trains it.
+        as_trained = self.adapter.compiled and stochastic and next_latents is None
+        with torch.set_grad_enabled(torch.is_grad_enabled() or as_trained):
+            velocity = self.velocity(latents, self.dynamics.schedule.timesteps[i], conditioning)
+        if as_trained:
+            velocity = velocity.detach()  # and with it go the activations
+        step = take_step(
+            self.dynamics,
+            i,
+            latents,
+            velocity,
+            stochastic=stochastic,
+            next_latents=next_latents,
+            noise=next(noise) if noise is not None else None,
+        )
+        return step, velocity
+
+    @torch.no_grad()
+    def sample(
+        self,
+        latents: Tensor,
+        conditioning: Conditioning,
+        *,
+        steps: range = range(0),
+        generators: list[torch.Generator] | None = None,
+        without_noise: Callable[[], AbstractContextManager] = nullcontext,
+        keep_means: bool = False,
+    ) -> Trajectory:
+        """Denoise `latents` (B, C, H, W); `steps` add noise, drawn from one generator per sample.
+
+        With no steps it is the plain ode. All other steps are taken within `without_noise`.
+        """
+        latents = latents.to(dtype=latent_dtype(self.transformer))
+        noise = step_noise(generators, len(steps), latents) if steps else None
+        kept, log_probs, means = [], [], []
+        for stochastic, run in groupby(range(len(self.dynamics.schedule)), steps.__contains__):
+            if stochastic:
+                kept.append(latents)
+                for i in run:
+                    step, _ = self.step(i, latents, conditioning, stochastic=True, noise=noise)
+                    latents = step.next_sample
+                    kept.append(latents)
+                    log_probs.append(step.log_prob)
+                    means += [step.mean] if keep_means else []
+            else:
+                with without_noise():
+                    latents = self._ode(list(run), latents, conditioning)
+        empty = latents.new_zeros(len(latents), 0)
+        return Trajectory(
+            latents,
+            steps,
+            torch.stack(kept, 1) if kept else empty,
+            torch.stack(log_probs, 1) if log_probs else empty,
+            conditioning,
+            torch.stack(means, 1) if means else None,
+        )
+
+    def _ode(self, run: list[int], latents: Tensor, conditioning: Conditioning) -> Tensor:
+        """Consecutive steps without noise."""
+        sigmas, before = self.dynamics.schedule.sigmas, None
+        for i in run:
+            step, velocity = self.step(i, latents, conditioning, stochastic=False)
+            if self.dynamics.solver == "dpm2":
+                latents, before = dpm2_step(velocity, latents, sigmas[i], sigmas[i + 1], before)
+            else:
+                latents = step.next_sample
+        return latents
+
+    def encode(self, prompts: list[Prompt]) -> Conditioning:
+        negative = [p.negative_prompt for p in prompts] if self._guided else None
+        return self.adapter.encode([p.prompt for p in prompts], negative)
+
+    def encode_ahead(self, prompts: list[Prompt]) -> None:
+        """Have the texts of `prompts` at hand."""
+        negative = [p.negative_prompt for p in prompts] if self._guided else []
+        self.adapter.encode_ahead([*(p.prompt for p in prompts), *negative])
+
+    @property
+    def _guided(self) -> bool:
+        return self.dynamics.guidance_scale > 1
+
+    @property
+    def passes(self) -> int:
+        """Of the transformer, for the velocity of one sample."""
+        return 2 if self._guided else 1
 
 
 def take_step(
@@ -115,67 +213,6 @@ def take_step(
     )
 
 
-@torch.no_grad()
-def sample_trajectory(
-    adapter: ModelAdapter,
-    transformer: nn.Module,
-    dynamics: Dynamics,
-    latents: Tensor,
-    conditioning: Conditioning,
-    *,
-    steps: range = range(0),
-    generators: list[torch.Generator] | None = None,
-    without_noise: Callable[[], AbstractContextManager] = nullcontext,
-) -> tuple[Tensor, Trajectory]:
-    """Denoise `latents` (B, C, H, W); `steps` add noise, drawn from one generator per sample.
-
-    Returns the final latents and what training needs. With no steps it is the plain ode. All
-    other steps are taken within `without_noise`.
-    """
-    latents = latents.to(dtype=latent_dtype(transformer))
-    noise = step_noise(generators, len(steps), latents) if steps else None
-    kept, log_probs = [], []
-    for stochastic, run in groupby(range(len(dynamics.schedule)), steps.__contains__):
-        if stochastic:
-            kept.append(latents)
-        with nullcontext() if stochastic else without_noise():
-            for i in run:
-                step, _ = policy_step(
-                    adapter,
-                    transformer,
-                    dynamics,
-                    i,
-                    latents,
-                    conditioning,
-                    stochastic=stochastic,
-                    noise=noise if stochastic else None,
-                )
-                latents = step.next_sample
-                if stochastic:
-                    kept.append(latents)
-                    log_probs.append(step.log_prob)
-    empty = latents.new_zeros(len(latents), 0)
-    return latents, Trajectory(
-        steps,
-        torch.stack(kept, 1) if kept else empty,
-        torch.stack(log_probs, 1) if log_probs else empty,
-        conditioning,
-    )
-
-
-def encode_prompts(
-    adapter: ModelAdapter, prompts: list[Prompt], dynamics: Dynamics
-) -> Conditioning:
-    negative = [p.negative_prompt for p in prompts] if dynamics.guidance_scale > 1 else None
-    return adapter.encode([p.prompt for p in prompts], negative)
-
-
-def encode_ahead(adapter: ModelAdapter, prompts: list[Prompt], dynamics: Dynamics) -> None:
-    """Have the texts of `prompts` at hand."""
-    negative = [p.negative_prompt for p in prompts] if dynamics.guidance_scale > 1 else []
-    adapter.encode_ahead([*(p.prompt for p in prompts), *negative])
-
-
 def sample_generators(seed: int, epoch: int, index: list[int]) -> list[torch.Generator]:
     """One per sample, so that its noise does not depend on the batch or process it lands in."""
     return [torch_generator(seed, Stream.SAMPLE, epoch, i) for i in index]
@@ -200,6 +237,12 @@ def initial_noise(
 def step_noise(generators: list[torch.Generator], count: int, like: Tensor) -> Iterator[Tensor]:
     """Of `count` steps, each like `like`; drawn while the device takes the first."""
     return _sent(_drawn(generators, (count, *like.shape[1:]), like.dtype), like.device)
+
+
+def draw_noise(generators: list[torch.Generator], count: int, like: Tensor) -> Tensor:
+    """(B, count, ...), each like a sample of `like`."""
+    drawn = _drawn(generators, (count, *like.shape[1:]), like.dtype)
+    return send(torch.stack(list(drawn)), like.device)
 
 
 def _drawn(

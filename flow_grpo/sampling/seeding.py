@@ -18,6 +18,8 @@ class Stream(IntEnum):
     SHUFFLE = 4  # key: epoch, inner epoch
     EVAL = 5  # key: dataset row
     MERGE = 6  # key: epoch; how `merge_lora` rounds
+    NOISE = 7  # key: epoch, inner epoch, sample index or group id; noise that is added in training
+    TIMES = 8  # as NOISE: how much of it
 
 
 def _entropy(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:

@@ -8,21 +8,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from torch import nn
 
-from flow_grpo.models import ModelAdapter
 from flow_grpo.rewards import TOTAL, WeightedReward
 from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.run.tracking import progress_bar
 from flow_grpo.sampling.data import Prompt
-from flow_grpo.sampling.rollout import (
-    Dynamics,
-    encode_ahead,
-    encode_prompts,
-    eval_generators,
-    initial_noise,
-    sample_trajectory,
-)
+from flow_grpo.sampling.rollout import Denoiser, eval_generators, initial_noise
 from flow_grpo.training.distributed import gather_rows, gather_scores
 from flow_grpo.training.metrics import mean_of_scored
 
@@ -44,11 +35,9 @@ class Evaluation:
 
 
 def evaluate(
-    adapter: ModelAdapter,
-    transformer: nn.Module,
+    denoiser: Denoiser,
     reward: WeightedReward,
     prompts: list[Prompt],
-    dynamics: Dynamics,
     *,
     accelerator: Accelerator,
     size: tuple[int, int],  # height, width
@@ -61,13 +50,13 @@ def evaluate(
 
     `between_batches` is called equally often on all processes.
     """
-    device = accelerator.device
+    device, adapter = accelerator.device, denoiser.adapter
     shape = adapter.latent_shape(*size)
     rows = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
     most = math.ceil(len(prompts) / accelerator.num_processes)
     if not adapter.compiled:  # another size than was asked for would be compiled anew
         batch_size = math.ceil(most / math.ceil(most / batch_size))  # with the fewest to spare
-    encode_ahead(adapter, [prompts[row] for row in rows], dynamics)
+    denoiser.encode_ahead([prompts[row] for row in rows])
     pending, kept = [], []
     for start in progress_bar(range(0, most, batch_size), "evaluate", accelerator):
         between_batches()
@@ -75,13 +64,8 @@ def evaluate(
         # Batches of one size, so that nothing is compiled again for the last, and as many on each
         # process, so that all take part in the forwards of weights that are shared out.
         full = batch + [0] * (batch_size - len(batch))
-        latents, _ = sample_trajectory(
-            adapter,
-            transformer,
-            dynamics,
-            initial_noise(eval_generators(seed, full), shape, device),
-            encode_prompts(adapter, [prompts[row] for row in full], dynamics),
-        )
+        noise = initial_noise(eval_generators(seed, full), shape, device)
+        latents = denoiser.sample(noise, denoiser.encode([prompts[row] for row in full])).final
         if not batch:
             continue
         images = adapter.decode(latents)[: len(batch)]

@@ -8,11 +8,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flow_grpo.algorithms.grpo import StepLoss
+from flow_grpo.algorithms.base import Loss
 from flow_grpo.rewards import TOTAL
 from flow_grpo.training.shards import whole
 
-LOSSES = ("loss", "policy_loss", "kl")
+LOSSES = ("loss", "policy_loss", "kl")  # 0 for samples that were left out
+NAMES = {"ratio": "ratio_mean"}
 
 
 def mean_of_scored(values: np.ndarray) -> float:
@@ -62,23 +63,16 @@ class TrainingStats:
         self._grad_norms: list[Tensor] = []
         self._left_out = 0
 
-    def add(self, loss: StepLoss, *, on_policy: bool, left_out: int = 0) -> None:
-        """`on_policy`: the weights are still those that sampled. `left_out`: samples of the batch
-        that were not computed, because their loss is 0."""
-        columns = {
-            "loss": loss.per_sample,
-            "policy_loss": loss.policy.loss,
-            "kl": loss.kl,
-            "approx_kl": loss.approx_kl,
-            "clip_low": loss.policy.clipped_low,
-            "clip_high": loss.policy.clipped_high,
-            "ratio_mean": loss.policy.ratio,
-        }
-        for name, values in columns.items():
+    def leave_out(self, count: int) -> None:
+        """Losses that were not computed, because they are 0."""
+        self._left_out += count
+
+    def add(self, loss: Loss, *, on_policy: bool) -> None:
+        """`on_policy`: the weights are still those that sampled."""
+        for name, values in {"loss": loss.per_sample, **loss.columns}.items():
             self._columns[name].append(values.detach())
-        self._left_out += left_out
-        if on_policy:
-            self._deviation.append((loss.policy.ratio - 1).abs())
+        if on_policy and "ratio" in loss.columns:
+            self._deviation.append((loss.columns["ratio"] - 1).abs())
 
     def add_grad_norm(self, norm: Tensor | float) -> None:
         norm = whole(torch.as_tensor(norm))
@@ -88,20 +82,33 @@ class TrainingStats:
         """Over all processes, which may have computed different numbers of samples; call it on
         all of them."""
         columns = {name: torch.cat(parts).double() for name, parts in self._columns.items()}
-        ratio, deviation = columns["ratio_mean"], torch.cat(self._deviation)
         sums = torch.stack([values.sum() for values in columns.values()])
         left_out = [self._left_out if name in LOSSES else 0 for name in columns]
-        counts = torch.full_like(sums, len(ratio)) + sums.new_tensor(left_out)
+        counts = torch.full_like(sums, len(columns["loss"])) + sums.new_tensor(left_out)
         sums, counts = accelerator.reduce(torch.stack([sums, counts]))
-        # of all processes, the most of each
-        most = torch.stack([-ratio.min(), ratio.max(), deviation.max()])
-        most = accelerator.gather(most[None]).amax(0)
         means = zip(columns, (sums / counts).tolist(), strict=True)
-        return {
-            **{f"train/{name}": mean for name, mean in means},
-            "train/ratio_min": -float(most[0]),
-            "train/ratio_max": float(most[1]),
-            "train/first_update_ratio_dev": float(most[2]),
-            # fp16 loss scaling starts with updates that overflow and are skipped
-            "train/grad_norm": mean_of_scored(torch.stack(self._grad_norms).cpu().numpy()),
-        }
+        metrics = {f"train/{NAMES.get(name, name)}": mean for name, mean in means}
+        if "ratio" in columns:
+            ratio = columns["ratio"]
+            most = {"ratio_min": -ratio.min(), "ratio_max": ratio.max()}
+            if self._deviation:
+                most["first_update_ratio_dev"] = torch.cat(self._deviation).max().double()
+            # of all processes, the most of each
+            values = accelerator.gather(torch.stack(list(most.values()))[None]).amax(0).tolist()
+            metrics |= {f"train/{n}": v for n, v in zip(most, values, strict=True)}
+            metrics["train/ratio_min"] *= -1
+        # fp16 loss scaling starts with updates that overflow and are skipped
+        norm = mean_of_scored(torch.stack(self._grad_norms).cpu().numpy())
+        return {**metrics, "train/grad_norm": norm}
+
+
+def group_distance(images: Tensor, groups: np.ndarray) -> Tensor:
+    """How far apart two pictures of a group are, root mean square over pixels in [0, 1]: the sum
+    over groups of which there are two or more here, and their number, (2,)."""
+    distances = [
+        (2 * part.float().var(0).mean()).sqrt()
+        for group in dict.fromkeys(groups.tolist())
+        if len(part := images[torch.from_numpy(np.flatnonzero(groups == group))]) > 1
+    ]
+    total = torch.stack(distances).sum() if distances else images.new_zeros(())
+    return torch.stack([total.float(), total.new_tensor(float(len(distances)))])

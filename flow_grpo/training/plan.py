@@ -93,6 +93,16 @@ class BatchPlan:
             f"--config.{f.metadata['config']}={getattr(other, f.name)}" for f in changed
         )
 
+    def check_whole_groups(self, algorithm: str) -> None:
+        share = self.train_batch_size * self.accumulation_steps
+        if share % self.group_size:
+            raise UserError(
+                f"algorithm={algorithm!r} compares within groups of sample.num_image_per_prompt="
+                f"{self.group_size}, but an update has {share} samples per process = "
+                f"train.batch_size={self.train_batch_size} x train.gradient_accumulation_steps="
+                f"{self.accumulation_steps}; make that a multiple"
+            )
+
     def check_prompts(self, rows: int, source: str) -> None:
         if rows < self.groups:
             raise UserError(

@@ -1,0 +1,64 @@
+"""Advantage weighted matching: the policy gradient with the flow-matching error for a
+log-probability (Xue et al. 2025, arXiv 2509.25050)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithms.base import Batch
+from flow_grpo.algorithms.forward import ForwardProcess, ForwardSettings, Noised, decay_at
+from flow_grpo.algorithms.settings import setting
+from flow_grpo.losses import mean_square
+
+if TYPE_CHECKING:
+    from flow_grpo.training.policy import Policy
+
+TINY = 1e-10
+
+
+@dataclass(frozen=True)
+class AwmSettings(ForwardSettings):
+    power: float = setting(
+        0.25, "Of the error: below 1 samples that are far off count less.", above=0, at_most=1
+    )
+    adv_scale: float = setting(5.0, "Advantages are divided by it.", above=0)
+    kl_beta: float = setting(0.001, "The model with LoRA off.", at_least=0)
+    old_beta: float = setting(
+        1.0,
+        "Weight of the mean squared difference to the velocity of the old weights. Without it the "
+        "model collapses.",
+        at_least=0,
+    )
+    old_rate: float = setting(
+        0.001,
+        "The old weights are a moving average, which keeps min(old_rate * epoch, old_most).",
+        at_least=0,
+    )
+    old_most: float = setting(
+        0.3, "0: the old weights are those of the last epoch.", at_least=0, below=1
+    )
+
+
+class Awm(ForwardProcess):
+    name = "awm"
+    Settings = AwmSettings
+    keeps_old = True
+    fixed = ("old",)
+
+    def objective(
+        self, velocity: Tensor, at: Noised, batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        p = self.settings.power
+        error = mean_square(velocity - at.target)
+        log_prob = -at.t.flatten() / p * ((error + TINY) ** p - TINY**p)
+        # The ratio to the policy of this update is 1, where PPO's clip has no effect.
+        ratio = torch.exp(log_prob - log_prob.detach())
+        moved = mean_square(velocity - at.old)
+        loss = -batch.credit / self.settings.adv_scale * ratio + self.settings.old_beta * moved
+        return loss, {"matching_error": error, "old_distance": moved}
+
+    def after_epoch(self, policy: "Policy", epoch: int) -> None:
+        s = self.settings
+        policy.old.blend(decay_at(epoch, rate=s.old_rate, start=0, most=s.old_most))

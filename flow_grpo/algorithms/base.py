@@ -1,0 +1,206 @@
+"""What the loop asks of an algorithm. A new one is a new file in this folder; see
+docs/algorithms.md, "How to add a method"."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flow_grpo.advantages import Estimator, Scale, compute_advantages
+from flow_grpo.sampling.rollout import Trajectory
+from flow_grpo.windows import stochastic_steps
+
+if TYPE_CHECKING:
+    from flow_grpo.training.policy import Policy
+
+ALGORITHMS: dict[str, type["Algorithm"]] = {}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an algorithm may know of the rest of the config."""
+
+    seed: int = 0
+    num_steps: int = 10
+    sde_type: str = "flow"
+    window_size: int = 0
+    window_range: tuple[int, int] = (0, 5)
+    timestep_fraction: float = 1.0
+    estimator: Estimator = "grpo"
+    scale: Scale = "batch"
+    group_size: int = 16
+    # of one update, on one process
+    update_samples: int = 16
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of all samples of an epoch, on all processes."""
+
+    rewards: Mapping[str, np.ndarray]  # (N,) each, NaN where there is no score; some have no weight
+    groups: np.ndarray  # (N,)
+    weights: Mapping[str, float]
+    baseline: np.ndarray | None = None  # (N,), of a sample without noise of the same prompt
+
+    @property
+    def total(self) -> np.ndarray:
+        return sum(weight * self.rewards[name] for name, weight in self.weights.items())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are trained together."""
+
+    trajectory: Trajectory
+    credit: Tensor  # (B,), on the host until it is trained
+    index: np.ndarray  # (B,) of each sample within the epoch
+    group: np.ndarray  # (B,)
+    seed: tuple[int, ...] = (0,)  # of the run, epoch and pass: new noise follows from it
+
+    def __len__(self) -> int:
+        return len(self.credit)
+
+    def __getitem__(self, part: slice | np.ndarray) -> "Batch":
+        rows = part
+        if isinstance(part, np.ndarray):
+            rows = torch.from_numpy(part)
+        return replace(
+            self,
+            trajectory=self.trajectory[rows],
+            credit=self.credit[rows],
+            index=self.index[part],
+            group=self.group[part],
+        )
+
+    def by_group(self) -> list[np.ndarray]:
+        """The rows of each group."""
+        return [np.flatnonzero(self.group == g) for g in dict.fromkeys(self.group.tolist())]
+
+    @staticmethod
+    def join(parts: "Sequence[Batch]") -> "Batch":
+        return replace(
+            parts[0],
+            trajectory=Trajectory.join([p.trajectory for p in parts]),
+            credit=torch.cat([p.credit for p in parts]),
+            index=np.concatenate([p.index for p in parts]),
+            group=np.concatenate([p.group for p in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`columns` are logged as train/NAME, averaged over samples; "ratio" also with its extremes."""
+
+    per_sample: Tensor  # (B,), with gradient; its mean over the samples of an update is the loss
+    columns: Mapping[str, Tensor]  # (B,) each
+
+
+class Algorithm:
+    """Defaults: sample by ode, take advantages for credit, train every sample."""
+
+    name: ClassVar[str] = ""  # of the config section, and what --config.algorithm takes
+    Settings: ClassVar[type]
+    # A copy of the weights is kept, saved and resumed: `policy.old`.
+    keeps_old: ClassVar[bool] = False
+    samples_with_old: ClassVar[bool] = False
+    # An update's samples on each process are whole groups.
+    whole_groups: ClassVar[bool] = False
+    keeps_means: ClassVar[bool] = False  # of the steps that were sampled
+    losses_per_sample: int = 1
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.name:
+            ALGORITHMS[cls.name] = cls
+
+    def __init__(self, settings: Any, setup: Setup) -> None:
+        self.settings, self.setup = settings, setup
+
+    def check(self) -> None:
+        """Raise a ValueError of one line for settings that do not go together."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
+    def noisy_steps(self, rng: np.random.Generator, epoch: int) -> range:
+        """Of the schedule, in this epoch; the others are ode."""
+        return range(0)
+
+    def credit(self, scored: Scored) -> np.ndarray:
+        """(N,); 0 where there is no score."""
+        return compute_advantages(
+            {name: scored.rewards[name] for name in scored.weights},
+            scored.groups,
+            estimator=self.setup.estimator,
+            scale=self.setup.scale,
+            weights=scored.weights,
+            baseline=scored.baseline,
+        )
+
+    @property
+    def trained_samples(self) -> int:
+        """Of one update, on one process."""
+        return self.setup.update_samples
+
+    def batches(self, update: list[Batch], size: int) -> list[Batch]:
+        """What to train of an update: `trained_samples` in `batch_count(size)` batches."""
+        return update
+
+    def batch_count(self, size: int) -> int:
+        return math.ceil(self.trained_samples / size)
+
+    @property
+    def trust(self) -> float | None:
+        """How far a ratio may be from 1 until a clip acts, where there is one."""
+        return None
+
+    def has_gradient(self, credit: Tensor) -> Tensor:
+        """(B,) bool: False where the loss of a sample is 0 whatever the weights are."""
+        return torch.ones_like(credit, dtype=torch.bool)
+
+    def prepared(self, policy: "Policy", batches: list[Batch]) -> Iterator[tuple[Batch, Any]]:
+        """Each batch of an update, with what its losses need that has no gradient."""
+        for batch in batches:
+            yield batch, self.prepare(policy, batch)
+
+    def prepare(self, policy: "Policy", batch: Batch) -> Any:
+        return None
+
+    def loss(self, policy: "Policy", batch: Batch, prepared: Any, j: int) -> Loss:
+        """The j-th of `losses_per_sample`."""
+        raise NotImplementedError
+
+    def after_epoch(self, policy: "Policy", epoch: int) -> None:
+        """`epoch` counts from 1."""
+
+
+def with_gradient(
+    algorithm: Algorithm, batches: list[Batch], *, batch: bool, sample: bool
+) -> list[Batch]:
+    """Without whole batches that have no gradient, and without single samples, where these may be
+    left out. One batch is always kept, so that every process has its part in every update."""
+    trained = [b for b in batches if algorithm.has_gradient(b.credit).any()] or batches[-1:]
+    kept = trained if batch else batches
+    return [_with_gradient(algorithm, b) for b in kept] if sample else kept
+
+
+def _with_gradient(algorithm: Algorithm, batch: Batch) -> Batch:
+    rows = algorithm.has_gradient(batch.credit).nonzero().squeeze(1).numpy()
+    if len(rows) == len(batch):
+        return batch
+    return batch[rows] if len(rows) else batch[:2]  # a pair, for algorithms that compare two
+
+
+def trajectory_steps(setup: Setup, rng: np.random.Generator) -> range:
+    return stochastic_steps(
+        setup.num_steps,
+        window_size=setup.window_size,
+        window_range=setup.window_range,
+        timestep_fraction=setup.timestep_fraction,
+        rng=rng,
+    )

@@ -1,0 +1,78 @@
+"""Direct group preference optimization: the good half of a group against the bad half, with one
+noise for all (Luo et al. 2025, arXiv 2510.08425)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithms.base import Batch
+from flow_grpo.algorithms.forward import ForwardProcess, ForwardSettings, Noised
+from flow_grpo.algorithms.settings import setting
+from flow_grpo.losses import mean_square
+
+if TYPE_CHECKING:
+    from flow_grpo.training.policy import Policy
+
+
+@dataclass(frozen=True)
+class DgpoSettings(ForwardSettings):
+    kl_beta: float = setting(0.02, "For OCR.", at_least=0)
+    beta: float = setting(100.0, "How soon a group that is told apart counts less.", above=0)
+    clip_range: float = setting(
+        1e-2, "A sample has no gradient once its error has moved further than this.", above=0
+    )
+
+
+@dataclass(frozen=True)
+class Weighted(Noised):
+    weight: Tensor | None = None  # (B, T): of the group, sigmoid of how well it is told apart
+
+
+class Dgpo(ForwardProcess):
+    name = "dgpo"
+    Settings = DgpoSettings
+    keeps_old = whole_groups = shares_noise = True
+    fixed = ("old", "reference")
+
+    @property
+    def trust(self) -> float:
+        return self.settings.clip_range
+
+    def prepared(self, policy: "Policy", batches: list[Batch]) -> Iterator[tuple[Batch, Noised]]:
+        """A group may lie in several batches, so its weight is found before any is trained."""
+        noised = [self.prepare(policy, batch) for batch in batches]
+        sums: dict[int, Tensor] = {}  # of each group, (T,)
+        for batch, at in zip(batches, noised, strict=True):
+            gain = self._gain(policy, batch, at)
+            for row, group in enumerate(batch.group.tolist()):
+                sums[group] = sums.get(group, 0) + gain[row]
+        for batch, at in zip(batches, noised, strict=True):
+            weight = torch.sigmoid(torch.stack([sums[g] for g in batch.group.tolist()]))
+            yield batch, Weighted(**{**vars(at), "weight": weight})
+
+    def _gain(self, policy: "Policy", batch: Batch, at: Noised) -> Tensor:
+        """(B, T): what each sample adds to its group's sum."""
+        velocity = policy.fixed_velocities(
+            "current", at.x_t, at.steps, batch.trajectory.conditioning
+        )
+        d, d_reference = (
+            ((at.target - v) ** 2).flatten(2).mean(2) for v in (velocity, at.reference)
+        )
+        scale = self.settings.beta / self.setup.group_size
+        return batch.credit[:, None] * scale * (d - d_reference)
+
+    def objective(
+        self, velocity: Tensor, at: Weighted, batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        c, credit = self.settings.clip_range, batch.credit
+        d = mean_square(at.target - velocity)
+        ratio = torch.exp(mean_square(at.target - at.old) - d).detach()
+        far = ((credit > 0) & (ratio > 1 + c)) | ((credit <= 0) & (ratio < 1 - c))
+        loss = at.weight * credit * torch.where(far, d.detach(), d)
+        return loss, {"ratio": ratio, "masked": far, "group_weight": at.weight}
+
+    def after_epoch(self, policy: "Policy", epoch: int) -> None:
+        policy.old.blend(0)  # the weights that sample the next epoch

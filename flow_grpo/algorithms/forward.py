@@ -1,0 +1,127 @@
+"""What algorithms share that need only the final latents x0 of samples, however they were drawn:
+x0 is noised again, x_t = (1 - t) x0 + t e, and the velocity at x_t is trained."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithms.base import Algorithm, Batch, Loss, Setup
+from flow_grpo.algorithms.settings import setting
+from flow_grpo.losses import mean_square
+from flow_grpo.sampling.rollout import draw_noise
+from flow_grpo.sampling.seeding import Stream, numpy_rng, torch_generator
+from flow_grpo.speed.transfer import send
+
+if TYPE_CHECKING:
+    from flow_grpo.training.policy import Fixed, Policy
+
+
+@dataclass(frozen=True)
+class ForwardSettings:
+    times: int = setting(
+        6, "Noise levels trained per sample, spread evenly over those of the rollout.", at_least=1
+    )
+    kl_beta: float = setting(
+        0.0,
+        "Weight of the mean squared difference to the velocity of the model with LoRA off. 0 saves "
+        "its forward pass.",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Samples at T noise levels each. (B, T, C, H, W) where nothing else is said."""
+
+    steps: np.ndarray  # (B, T), of the schedule
+    t: Tensor  # (B, T, 1, 1, 1)
+    timesteps: Tensor  # (B, T), in the model's units
+    x_t: Tensor
+    target: Tensor  # e - x0, the velocity that leads from x0 to the noise
+    old: Tensor | None = None  # velocities of the old weights
+    reference: Tensor | None = None
+
+    def __getitem__(self, j: int) -> "Noised":
+        """All at the j-th level: (B, C, H, W)."""
+        at = {k: None if v is None else v[:, j] for k, v in vars(self).items()}
+        return type(self)(**at)
+
+
+class ForwardProcess(Algorithm):
+    shares_noise = False  # samples of a group have the same noise and times
+    fixed: tuple["Fixed", ...] = ()  # weights whose velocities the objective needs
+
+    def __init__(self, settings: ForwardSettings, setup: Setup) -> None:
+        super().__init__(settings, setup)
+        self.losses_per_sample = settings.times
+
+    def check(self) -> None:
+        if self.setup.window_size:
+            raise ValueError(
+                f"sample.sde_window_size={self.setup.window_size} does not go with algorithm="
+                f"{self.name!r}, which samples without noise; set it to 0"
+            )
+        if self.setup.estimator == "remax":
+            raise ValueError(
+                f"train.advantage='remax' does not go with algorithm={self.name!r}: it compares "
+                "with a sample drawn without noise, and here all are; use 'rloo'"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.settings.kl_beta > 0 or "reference" in self.fixed
+
+    def objective(
+        self, velocity: Tensor, at: Noised, batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss (B,) without KL, and what to log of it."""
+        raise NotImplementedError
+
+    def prepare(self, policy: "Policy", batch: Batch) -> Noised:
+        schedule, x0 = policy.dynamics.schedule, batch.trajectory.final
+        keys = (batch.group if self.shares_noise else batch.index).tolist()
+        seed, *rest = batch.seed
+        count = self.settings.times
+        rngs = [numpy_rng(seed, Stream.TIMES, *rest, key) for key in keys]
+        steps = np.stack([stratified(rng, len(schedule), count) for rng in rngs])
+        generators = [torch_generator(seed, Stream.NOISE, *rest, key) for key in keys]
+        e = draw_noise(generators, count, x0)
+        sigmas, timesteps = (
+            send(torch.tensor(values)[torch.from_numpy(steps)], x0.device)
+            for values in (schedule.sigmas, schedule.timesteps)
+        )
+        t = sigmas.to(x0.dtype).reshape(len(batch), count, *[1] * (x0.ndim - 1))
+        x0 = x0[:, None]
+        noised = Noised(steps, t, timesteps, (1 - t) * x0 + t * e, e - x0)
+        needed = set(self.fixed) | ({"reference"} if self.needs_reference else set())
+        velocities = {
+            which: policy.fixed_velocities(which, noised.x_t, steps, batch.trajectory.conditioning)
+            for which in sorted(needed)
+        }
+        return replace(noised, **velocities)
+
+    def loss(self, policy: "Policy", batch: Batch, prepared: Noised, j: int) -> Loss:
+        at = prepared[j]
+        velocity = policy.velocity(at.x_t, at.timesteps, batch.trajectory.conditioning)
+        policy_loss, columns = self.objective(velocity, at, batch)
+        kl = torch.zeros_like(policy_loss)
+        if at.reference is not None:
+            kl = mean_square(velocity - at.reference)
+        loss = policy_loss + self.settings.kl_beta * kl
+        return Loss(loss, {"policy_loss": policy_loss, "kl": kl, **columns})
+
+
+def stratified(rng: np.random.Generator, steps: int, count: int) -> np.ndarray:
+    """`count` of `steps`, one from each of as many equal parts: all are equally likely."""
+    if count > steps:
+        raise ValueError(f"times={count} is more than the {steps} steps of the rollout")
+    return np.floor((np.arange(count) + rng.random(count)) * steps / count).astype(np.int64)
+
+
+def decay_at(epoch: int, *, rate: float, start: int, most: float) -> float:
+    """How much of the old weights stays after an epoch: 0 until `start`, then growing by `rate`
+    per epoch up to `most`."""
+    return float(np.clip(rate * (epoch - start), 0.0, most))

@@ -1,0 +1,130 @@
+"""What algorithms share that train the noisy steps of sampled trajectories by their
+log-probabilities."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithms.base import Algorithm, Batch, Loss, Setup, trajectory_steps
+from flow_grpo.algorithms.settings import setting
+from flow_grpo.losses import KL, KLS, kl_to_reference
+from flow_grpo.sampling.rollout import take_step
+from flow_grpo.sde import Step
+
+if TYPE_CHECKING:
+    from flow_grpo.training.policy import Policy
+
+StepWeight = Literal["none", "guard", "tempflow"]
+TEMPFLOW = 2.25  # TempFlow-GRPO's constant for SD3
+
+
+@dataclass(frozen=True)
+class TrajectorySettings:
+    beta: float = setting(
+        0.04,
+        "Weight of the KL to the model with LoRA off. 0 saves its forward pass; rewards that can "
+        "be hacked need some.",
+        at_least=0,
+    )
+    kl_type: KL = setting(
+        "flow_grpo",
+        "How the KL is measured: flow_grpo leaves dt out, gaussian is exact, velocity is the mean "
+        "squared difference of velocities.",
+        choices=KLS,
+    )
+    adv_clip_max: float = setting(
+        5.0,
+        "Advantages beyond +-this are cut: one lucky sample should not decide an update.",
+        above=0,
+    )
+    step_weight: StepWeight = setting(
+        "none",
+        "What the loss of a step is multiplied by: guard 1/(-dt), tempflow 2.25 times the scale "
+        "of its noise.",
+        choices=("none", "guard", "tempflow"),
+    )
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A noisy step, taken again with the weights as they are."""
+
+    step: Step
+    log_ratio: Tensor  # (B,) to the policy that sampled
+    old_mean: Tensor | None  # like step.mean, where the algorithm keeps them
+    credit: Tensor  # (B,), cut at adv_clip_max
+    dt: float
+
+
+class TrajectoryAlgorithm(Algorithm):
+    def __init__(self, settings: TrajectorySettings, setup: Setup) -> None:
+        super().__init__(settings, setup)
+        self.losses_per_sample = len(self.noisy_steps(np.random.default_rng(0), 0))
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.settings.beta > 0
+
+    def noisy_steps(self, rng: np.random.Generator, epoch: int) -> range:
+        return trajectory_steps(self.setup, rng)
+
+    def has_gradient(self, credit: Tensor) -> Tensor:
+        return credit != 0 if self.settings.beta == 0 else super().has_gradient(credit)
+
+    def surrogate(self, taken: Taken) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss (B,) of a step before its weight, and what to log of it."""
+        raise NotImplementedError
+
+    def prepare(self, policy: "Policy", batch: Batch) -> Tensor | None:
+        """The reference's velocities (B, steps, C, H, W)."""
+        if not self.needs_reference:
+            return None
+        trajectory = batch.trajectory
+        steps = np.tile(trajectory.steps, (len(batch), 1))
+        states = trajectory.latents[:, :-1]
+        return policy.fixed_velocities("reference", states, steps, trajectory.conditioning)
+
+    def loss(self, policy: "Policy", batch: Batch, prepared: Any, j: int) -> Loss:
+        trajectory, settings = batch.trajectory, self.settings
+        i = trajectory.steps[j]
+        state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
+        step, velocity = policy.step(i, state, landed, trajectory.conditioning)
+        sigmas = policy.dynamics.schedule.sigmas
+        taken = Taken(
+            step,
+            log_ratio=step.log_prob - trajectory.log_probs[:, j],
+            old_mean=None if trajectory.means is None else trajectory.means[:, j],
+            credit=batch.credit.clamp(-settings.adv_clip_max, settings.adv_clip_max),
+            dt=sigmas[i + 1] - sigmas[i],
+        )
+        policy_loss, columns = self.surrogate(taken)
+        policy_loss = policy_loss * self._weight(taken)
+        loss, kl = policy_loss, torch.zeros_like(policy_loss)
+        if settings.beta > 0:
+            other = take_step(
+                policy.dynamics, i, state, prepared[:, j], stochastic=True, next_latents=landed
+            )
+            kl = kl_to_reference(
+                settings.kl_type,
+                mean=step.mean,
+                reference_mean=other.mean,
+                std=step.std,
+                rate=step.rate,
+                velocity=velocity,
+                reference_velocity=prepared[:, j],
+            )
+            loss = loss + settings.beta * kl
+        half_square = 0.5 * taken.log_ratio.detach() ** 2
+        return Loss(
+            loss, {"policy_loss": policy_loss, "kl": kl, "approx_kl": half_square, **columns}
+        )
+
+    def _weight(self, taken: Taken) -> float | Tensor:
+        if self.settings.step_weight == "guard":
+            return -1 / taken.dt
+        if self.settings.step_weight == "tempflow":
+            return TEMPFLOW * taken.step.std.flatten()
+        return 1.0

@@ -1,0 +1,83 @@
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from flow_grpo.training.shards import gathered, sharded_like, whole
+
+log = logging.getLogger(__name__)
+
+
+class Snapshot:
+    """A copy of the trained weights that can stand in for them.
+
+    It is saved and loaded with the accelerator's state, as `<name>.safetensors`.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], name: str) -> None:
+        self.name = name
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        with gathered(self.parameters):
+            self.copy = [p.detach().clone() for p in self.parameters]
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Not by accelerate's own way, which would pickle."""
+        accelerator.register_save_state_pre_hook(
+            lambda models, weights, folder: self.save(Path(folder), accelerator.is_main_process)
+        )
+        accelerator.register_load_state_pre_hook(lambda models, folder: self.load(Path(folder)))
+
+    @torch.no_grad()
+    def blend(self, keep: float) -> None:
+        """copy <- keep * copy + (1 - keep) * weights"""
+        with gathered(self.parameters):
+            weights = [p.detach() for p in self.parameters]
+            if keep == 0:
+                torch._foreach_copy_(self.copy, weights)
+            else:
+                torch._foreach_lerp_(self.copy, weights, 1 - keep)
+
+    def save(self, folder: Path, writes: bool = True) -> None:
+        """With whole weights, so that any number of processes can load it. Call it on all."""
+        weights = {n: whole(c).cpu() for n, c in zip(self.names, self.copy, strict=True)}
+        if writes:
+            save_file(weights, folder / f"{self.name}.safetensors")
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Where there is none, the run had none so far: it begins with the weights."""
+        path = folder / f"{self.name}.safetensors"
+        if not path.exists():
+            log.warning("%s has no %s weights; they begin with those trained", folder, self.name)
+            self.blend(0)
+            return
+        saved = load_file(path)
+        if saved.keys() != set(self.names):
+            raise ValueError(f"{path.name} is of other weights than those trained")
+        for name, copy in zip(self.names, self.copy, strict=True):
+            if saved[name].shape != copy.shape:
+                raise ValueError(f"{path.name} is of weights of another shape than those trained")
+            copy.copy_(sharded_like(saved[name], copy))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The copy in place of the weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """One by one, so that it takes the memory of one weight only."""
+        with gathered(self.parameters):
+            for copy, parameter in zip(self.copy, self.parameters, strict=True):
+                weight = parameter.detach().clone()
+                parameter.copy_(copy)
+                copy.copy_(weight)
