@@ -102,7 +102,10 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def with_range(rewards: list[float]) -> str:
-    middle, low, high = (f"{v:.2f}" for v in (mean(rewards), min(rewards), max(rewards)))
+    """Two decimals, more where a reward's scale is small."""
+    largest = max(map(abs, rewards))
+    decimals = 1 - math.floor(math.log10(largest)) if 0 < largest < 0.1 else 2
+    middle, low, high = (f"{v:.{decimals}f}" for v in (mean(rewards), min(rewards), max(rewards)))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
@@ -140,7 +143,7 @@ def draw(runs: dict[str, list[list[Epoch]]], end: int, threshold: float, out: Pa
             [line] = axes.plot(passes, rewards.mean(0), drawstyle="steps-post", label=name)
             low, high = rewards.min(0), rewards.max(0)
             axes.fill_between(
-                passes, low, high, step="post", color=line.get_color(), alpha=0.2, linewidth=0
+                passes, low, high, step="post", color=line.get_color(), alpha=0.15, linewidth=0
             )
         axes.axhline(threshold, color="grey", linestyle=":", linewidth=1)
 

@@ -57,7 +57,8 @@ def figure(out: Path, *, x: str, y: str) -> Iterator[Any]:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    axes.legend()
+    many = len(axes.get_legend_handles_labels()[1]) > 5
+    axes.legend(ncols=2 if many else 1, fontsize="small" if many else None)
     drawn.tight_layout()
     drawn.savefig(out, dpi=120)
     plt.close(drawn)

@@ -8,7 +8,17 @@ from pathlib import Path
 import compare
 import numpy as np
 import pytest
-from compare import Epoch, band, carried_forward, cut, first_crossing, read_run, short, table_row
+from compare import (
+    Epoch,
+    band,
+    carried_forward,
+    cut,
+    first_crossing,
+    read_run,
+    short,
+    table_row,
+    with_range,
+)
 from PIL import Image
 from runs import is_done, resolve, train_all
 
@@ -132,6 +142,20 @@ def test_a_row_says_how_many_seeds_got_there_and_what_was_not_logged(slow, fast,
 )
 def test_numbers_have_two_digits(value, text):
     assert short(value) == text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    [
+        ([0.9, 1.0], "0.95 (0.90 to 1.00)"),
+        ([22.314], "22.31"),
+        ([-0.0031, -0.0049], "-0.0040 (-0.0049 to -0.0031)"),
+        ([0.0, 0.0], "0.00"),
+        ([0.981, 0.982], "0.98"),  # no range where it cannot be told apart
+    ],
+)
+def test_rewards_have_decimals_for_their_scale(rewards, text):
+    assert with_range(rewards) == text
 
 
 def test_the_command_writes_the_table_and_the_figure(tmp_path, monkeypatch, capsys):
