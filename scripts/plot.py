@@ -8,43 +8,68 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from PIL import Image
 
 from flow_grpo.errors import UserError
 from flow_grpo.run.grid import picture_grid
 
 
-def read_curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
-    """Epochs and values; `run` is a run folder or a metrics.jsonl file."""
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """A row per epoch; `run` is a run folder or a metrics.jsonl file."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise UserError(f"no metrics at {path}: name a run folder or a metrics file")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows, lines = [], path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):  # the last one is cut where a run was killed
+                raise UserError(f"line {number} of {path} is no JSON; mend or remove it") from error
+    return rows
+
+
+def read_curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
+    """Epochs and values."""
+    rows = read_metrics(run)
     points = [(row["epoch"], row[metric]) for row in rows if row.get(metric) is not None]
     if not points:
         names = ", ".join(sorted({name for row in rows for name in row if "/" in name}))
-        raise UserError(f"{path} has no {metric!r}; it has {names}")
+        raise UserError(f"{run} has no {metric!r}; it has {names}")
     return [p[0] for p in points], [p[1] for p in points]
 
 
-def plot_curve(runs: list[Path], metrics: list[str], out: Path) -> None:
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    for run in runs:
-        for metric in metrics:
-            name = run.name if len(metrics) == 1 else f"{run.name} {metric}"
-            axes.plot(*read_curve(run, metric), marker="o", markersize=3, label=name)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel(metrics[0] if len(metrics) == 1 else "")
+@contextmanager
+def figure(out: Path, *, x: str, y: str) -> Iterator[Any]:
+    """Axes to draw labelled lines on, which are saved as a picture afterwards."""
+    import matplotlib  # an extra: only figures need it
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(figsize=(6, 3.5))
+    yield axes
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(out, dpi=120)
+    many = len(axes.get_legend_handles_labels()[1]) > 5
+    axes.legend(ncols=2 if many else 1, fontsize="small" if many else None)
+    drawn.tight_layout()
+    drawn.savefig(out, dpi=120)
+    plt.close(drawn)
+
+
+def plot_curve(runs: list[Path], metrics: list[str], out: Path) -> None:
+    with figure(out, x="epoch", y=metrics[0] if len(metrics) == 1 else "") as axes:
+        for run in runs:
+            for metric in metrics:
+                name = run.name if len(metrics) == 1 else f"{run.name} {metric}"
+                axes.plot(*read_curve(run, metric), marker="o", markersize=3, label=name)
 
 
 def plot_pictures(folders: list[Path], count: int, out: Path) -> None:

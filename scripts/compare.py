@@ -1,0 +1,213 @@
+"""Compare training methods at equal numbers of model evaluations: presets x seeds, one figure with
+bands over the seeds (OUT.png) and one table (OUT.md).
+
+    python scripts/compare.py tiny_ocr tiny_awm tiny_nft --seeds 1 2 3 --passes 100000 \
+        --out docs/results/compare [--config.FIELD=VALUE ...]
+
+Each run is a folder under --logdir. The same command goes on where it was stopped.
+"""
+
+import argparse
+import importlib.util
+import math
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from plot import figure, read_metrics
+from runs import OWN_FIELDS, run_name, train_all
+
+from flow_grpo.errors import Stopped, UserError
+
+WORK = ("time/sample", "time/reward_wait", "time/train")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What a run had reached after an epoch; None where nothing was logged."""
+
+    passes: int  # of samples through the transformer, since the start
+    seconds: float  # since the start, without evaluations
+    reward: float | None  # held-out
+    kl: float | None
+    diversity: float | None
+
+
+def read_run(folder: Path) -> list[Epoch]:
+    epochs, seconds = [], 0.0
+    for row in read_metrics(folder):
+        passes = row.get("perf/passes", None if row["epoch"] else 0)
+        if passes is None:
+            raise UserError(f"{folder} has no perf/passes: an older version wrote it; train anew")
+        seconds += sum(row.get(name) or 0.0 for name in WORK)
+        names = ("eval/avg", "train/kl", "reward/diversity")
+        epochs.append(Epoch(passes, seconds, *map(row.get, names)))
+    if not epochs or epochs[0].reward is None:
+        raise UserError(f"{folder} does not begin with an evaluation; name whole runs")
+    return epochs
+
+
+def cut(run: list[Epoch], passes: int) -> list[Epoch]:
+    """Up to the last evaluation at or below so many passes."""
+    evaluated = [i for i, e in enumerate(run) if e.reward is not None and e.passes <= passes]
+    if not evaluated:
+        raise UserError(f"no evaluation at or below {passes:,} passes; ask for more with --passes")
+    return run[: evaluated[-1] + 1]
+
+
+def first_crossing(run: list[Epoch], threshold: float) -> Epoch | None:
+    return next((e for e in run if e.reward is not None and e.reward >= threshold), None)
+
+
+def carried_forward(x: Sequence[float], y: Sequence[float], grid: Sequence[float]) -> np.ndarray:
+    """At each point of the grid the value of the last x at or below it; x ascends."""
+    return np.asarray(y)[np.searchsorted(x, grid, side="right") - 1]
+
+
+def band(runs: list[list[Epoch]], end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Passes, and at each the held-out rewards (seeds, passes); nothing beyond the longest run."""
+    curves = [[(e.passes, e.reward) for e in cut(run, end) if e.reward is not None] for run in runs]
+    last = min(end, max(run[-1].passes for run in runs))
+    grid = np.unique([last, *(passes for curve in curves for passes, _ in curve)])
+    return grid, np.stack([carried_forward(*zip(*curve, strict=True), grid) for curve in curves])
+
+
+def table_row(name: str, runs: list[list[Epoch]], threshold: float) -> list[str]:
+    """Of one method, whose runs are cut already."""
+    before, after = ([run[i].reward for run in runs] for i in (0, -1))
+    crossings = [e for run in runs if (e := first_crossing(run, threshold)) is not None]
+    missed = "" if len(crossings) == len(runs) else f" ({len(crossings)} of {len(runs)} seeds)"
+    diversity = [logged(run, "diversity") for run in runs]
+    spread = [mean([d[i] for d in diversity if d]) for i in (0, -1)]
+    return [
+        name,
+        f"{with_range(before)} -> {with_range(after)}",
+        short(mean([e.passes for e in crossings]), missed),
+        short(mean([e.seconds for e in crossings]), missed),
+        short(mean([kl[-1] for run in runs if (kl := logged(run, "kl"))])),
+        "-" if spread[0] is None else f"{short(spread[0])} -> {short(spread[1])}",
+    ]
+
+
+def logged(run: list[Epoch], name: str) -> list[float]:
+    return [value for e in run if (value := getattr(e, name)) is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def with_range(rewards: list[float]) -> str:
+    """Two decimals, more where a reward's scale is small."""
+    largest = max(map(abs, rewards))
+    decimals = 1 - math.floor(math.log10(largest)) if 0 < largest < 0.1 else 2
+    middle, low, high = (f"{v:.{decimals}f}" for v in (mean(rewards), min(rewards), max(rewards)))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def short(value: float | None, note: str = "") -> str:
+    """Two digits: a crossing is known to an evaluation only, and three seeds are few."""
+    if value is None:
+        return "-"
+    value = float(f"{value:.2g}")
+    size, unit = next((s for s in ((1e6, " M"), (1e3, " k")) if abs(value) >= s[0]), (1, ""))
+    return f"{value / size:g}{unit}{note}"
+
+
+def table(runs: dict[str, list[list[Epoch]]], end: int, threshold: float, command: str) -> str:
+    """Markdown, and how it was made."""
+    head = ["method", "held-out reward, before -> after"]
+    head += [f"{unit} to {threshold:g}" for unit in ("passes", "seconds")]
+    head += ["KL at the end", "diversity, first -> last epoch"]
+    rows = [table_row(name, [cut(r, end) for r in of], threshold) for name, of in runs.items()]
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    totals = {name: min(run[-1].passes for run in of) for name, of in runs.items()}
+    notes = [
+        f"Means over the seeds (lowest to highest), after at most {end:,} passes of a sample",
+        "through the transformer: forward 1, forward and backward 3. Seconds are of sampling,",
+        "scoring and training, without evaluations.",
+        *(f"{name} ended at {total:,} passes." for name, total in totals.items() if total < end),
+    ]
+    return "\n".join([*lines, "", *notes, "", f"    {command}", ""])
+
+
+def draw(runs: dict[str, list[list[Epoch]]], end: int, threshold: float, out: Path) -> None:
+    with figure(out, x="transformer passes (thousands)", y="held-out reward") as axes:
+        for name, of in runs.items():
+            passes, rewards = band(of, end)
+            passes = passes / 1000
+            [line] = axes.plot(passes, rewards.mean(0), drawstyle="steps-post", label=name)
+            low, high = rewards.min(0), rewards.max(0)
+            axes.fill_between(
+                passes, low, high, step="post", color=line.get_color(), alpha=0.15, linewidth=0
+            )
+        axes.axhline(threshold, color="grey", linestyle=":", linewidth=1)
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("presets", nargs="*", help="of config/grpo.py")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[])
+    parser.add_argument("--passes", type=int, help="where to cut; else where the shortest run ends")
+    parser.add_argument("--threshold", type=float, default=0.9, help="a held-out reward")
+    parser.add_argument("--out", type=Path, required=True, help="without .png and .md")
+    parser.add_argument("--logdir", type=Path, default=Path("logs/compare"))
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which slows each")
+    parser.add_argument("--no-train", action="store_true", help="show the runs as they are")
+    args, overrides = parser.parse_known_args()
+    for name, values in {"presets": args.presets, "--seeds": args.seeds}.items():
+        if not values or len({*values}) < len(values):
+            raise UserError(f"{name} must be one or more, each once, not {values}")
+    for name, value in {"--passes": args.passes, "--jobs": args.jobs}.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name}={value} must be at least 1")
+    for option in overrides:
+        field, equals, _ = option.removeprefix("--config.").partition("=")
+        if not (option.startswith("--config.") and equals):
+            raise UserError(f"unexpected argument {option!r}; fields are --config.FIELD=VALUE")
+        if field in OWN_FIELDS:
+            raise UserError(f"{option} cannot be the same for all runs; see --seeds and --logdir")
+    return args, overrides
+
+
+def compare() -> None:
+    args, overrides = parse_args()
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("figures need matplotlib: pip install -e .[plot]")
+    for folder in (args.out.parent, args.logdir):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make {folder}: {error.strerror}") from error
+    # all methods with one seed, then with the next: what is there early can be compared
+    wanted = [(preset, seed) for seed in args.seeds for preset in args.presets]
+    if not args.no_train and not train_all(wanted, args.logdir, overrides, args.jobs):
+        sys.exit(1)
+    runs = {p: [read_run(args.logdir / run_name(p, s)) for s in args.seeds] for p in args.presets}
+    end = args.passes or min(run[-1].passes for of in runs.values() for run in of)
+    options = [a for a in sys.argv[1:] if a != "--no-train"]
+    command = shlex.join(["python", "scripts/compare.py", *options])
+    text = table(runs, end, args.threshold, command)
+    draw(runs, end, args.threshold, Path(f"{args.out}.png"))
+    Path(f"{args.out}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        compare()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        sys.exit(Stopped.exit_code)
+
+
+if __name__ == "__main__":
+    main()

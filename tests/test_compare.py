@@ -1,0 +1,270 @@
+"""The comparison of methods: its numbers on made-up runs, and that it trains what is missing."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import compare
+import numpy as np
+import pytest
+from compare import (
+    Epoch,
+    band,
+    carried_forward,
+    cut,
+    first_crossing,
+    read_run,
+    short,
+    table_row,
+    with_range,
+)
+from PIL import Image
+from runs import is_done, resolve, train_all
+
+from flow_grpo.errors import UserError
+from flow_grpo.run.lock import RunLock
+from flow_grpo.run.presets import get_config
+
+# epoch: passes, seconds of sampling, waiting and training, held-out reward
+SLOW = [(0, 0, 0.6), (1000, 10, None), (2000, 10, 0.8), (3000, 10, None), (4000, 10, 0.95)]
+FAST = [(0, 0, 0.5), (500, 4, 0.9), (1500, 6, 1.0)]
+
+
+def write_run(folder: Path, epochs: list, **more) -> Path:
+    rows = []
+    for epoch, (passes, seconds, reward) in enumerate(epochs):
+        row = {"epoch": epoch, "step": 2 * epoch, "time/eval": 100.0}
+        if epoch:
+            row |= {
+                "perf/passes": passes,
+                "reward/diversity": 0.4 / epoch,
+                "train/kl": 0.01 * epoch,
+            }
+            row |= {"time/sample": 0.5 * seconds, "time/reward_wait": 0.2 * seconds}
+            row |= {"time/train": 0.3 * seconds}
+        if reward is not None:
+            row["eval/avg"] = reward
+        rows.append(row | more)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run_main(monkeypatch, *argv) -> int:
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, argv)])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        compare.main()
+    except SystemExit as end:
+        return end.code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+@pytest.fixture
+def slow(tmp_path) -> list[Epoch]:
+    return read_run(write_run(tmp_path / "slow", SLOW))
+
+
+@pytest.fixture
+def fast(tmp_path) -> list[Epoch]:
+    return read_run(write_run(tmp_path / "fast", FAST))
+
+
+def test_a_run_is_read_with_its_seconds_summed_up_without_evaluations(slow):
+    # .5 + .2 + .3 of 10 s in each of four epochs; the 100 s of each evaluation are left out
+    assert [e.seconds for e in slow] == pytest.approx([0, 10, 20, 30, 40])
+    assert [e.passes for e in slow] == [0, 1000, 2000, 3000, 4000]
+    assert [e.reward for e in slow] == [0.6, None, 0.8, None, 0.95]
+    assert slow[0].kl is None
+    assert slow[-1].kl == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("passes", "epochs"),
+    # evaluations are after 0, 2000 and 4000 passes; epochs behind the last that counts go too
+    [(0, 1), (1999, 1), (2000, 3), (3999, 3), (4000, 5), (10**9, 5)],
+)
+def test_the_last_evaluation_at_or_below_the_cut_counts(slow, passes, epochs):
+    assert cut(slow, passes) == slow[:epochs]
+
+
+def test_the_first_crossing_is_an_evaluation_at_or_above_the_threshold(slow, fast):
+    assert first_crossing(fast, 0.9) == fast[1]
+    assert first_crossing(slow, 0.9) == slow[4]
+    assert first_crossing(cut(slow, 3999), 0.9) is None
+
+
+def test_values_are_carried_forward_and_never_back():
+    values = carried_forward([0, 10, 30], [1.0, 2.0, 4.0], [0, 9, 10, 29, 30, 99])
+    assert values.tolist() == [1, 1, 2, 2, 4, 4]
+
+
+def test_the_band_holds_each_seeds_last_value_at_all_their_evaluations(slow, fast):
+    # slow: .6 until 2000, .8 until 4000; fast: .5 until 500, .9 until 1500, then 1
+    passes, rewards = band([slow, fast], 3500)
+    assert passes.tolist() == [0, 500, 1500, 2000, 3500]
+    assert rewards.tolist() == [[0.6, 0.6, 0.6, 0.8, 0.8], [0.5, 0.9, 1, 1, 1]]
+    passes, _ = band([fast, fast], 3500)
+    assert passes[-1] == 1500  # no line where nothing was trained
+
+
+def test_a_row_has_means_and_ranges_over_the_seeds(slow, fast):
+    # before (.6 + .5) / 2, after (.95 + 1) / 2; crossings (4000 + 500) / 2 = 2250 passes and
+    # (40 + 4) / 2 = 22 s; KL (.04 + .02) / 2; diversity .4 -> (.4 / 4 + .4 / 2) / 2 = .15
+    assert table_row("m", [slow, fast], 0.9) == [
+        "m",
+        "0.55 (0.50 to 0.60) -> 0.97 (0.95 to 1.00)",
+        "2.2 k",
+        "22",
+        "0.03",
+        "0.4 -> 0.15",
+    ]
+
+
+def test_a_row_says_how_many_seeds_got_there_and_what_was_not_logged(slow, fast, tmp_path):
+    # of the two only the fast one gets there: 500 passes, 4 s
+    row = table_row("m", [cut(slow, 2000), fast], 0.9)
+    assert row[2:4] == ["500 (1 of 2 seeds)", "4 (1 of 2 seeds)"]
+    bare = {"train/kl": None, "reward/diversity": None}
+    old = read_run(write_run(tmp_path / "old", SLOW, **bare))
+    assert table_row("m", [old], 0.99) == ["m", "0.60 -> 0.95", "-", "-", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0, "0"), (0.01234, "0.012"), (7.46, "7.5"), (99.6, "100"), (999, "1 k")),
+        *((227_400, "230 k"), (1_260_000, "1.3 M"), (-1234, "-1.2 k"), (None, "-")),
+    ],
+)
+def test_numbers_have_two_digits(value, text):
+    assert short(value) == text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    [
+        ([0.9, 1.0], "0.95 (0.90 to 1.00)"),
+        ([22.314], "22.31"),
+        ([-0.0031, -0.0049], "-0.0040 (-0.0049 to -0.0031)"),
+        ([0.0, 0.0], "0.00"),
+        ([0.981, 0.982], "0.98"),  # no range where it cannot be told apart
+    ],
+)
+def test_rewards_have_decimals_for_their_scale(rewards, text):
+    assert with_range(rewards) == text
+
+
+def test_the_command_writes_the_table_and_the_figure(tmp_path, monkeypatch, capsys):
+    for seed in (1, 2):
+        write_run(tmp_path / f"logs/slow-{seed}", SLOW)
+        write_run(tmp_path / f"logs/fast-{seed}", FAST)
+    options = ["slow", "fast", "--seeds", 1, 2, "--logdir", tmp_path / "logs", "--no-train"]
+    assert run_main(monkeypatch, *options, "--out", tmp_path / "docs/v1.2") == 0
+    text = (tmp_path / "docs/v1.2.md").read_text()
+    assert text in capsys.readouterr().out
+    lines = text.splitlines()
+    # the fast one ended at 1500 passes; the slow one's last evaluation at or below is the first
+    assert lines[2] == "| slow | 0.60 -> 0.60 | - | - | - | - |"
+    assert lines[3] == "| fast | 0.50 -> 1.00 | 500 | 4 | 0.02 | 0.4 -> 0.2 |"
+    assert "at most 1,500 passes" in text
+    assert "ended at" not in text
+    assert lines[-1].startswith("    python scripts/compare.py slow fast --seeds 1 2 --logdir")
+    assert "--no-train" not in text
+    assert Image.open(tmp_path / "docs/v1.2.png").width > 300
+
+    further = ["--passes", 4000, "--threshold", 0.8, "--out", tmp_path / "further"]
+    assert run_main(monkeypatch, *options, *further) == 0
+    text = (tmp_path / "further.md").read_text()
+    assert "| passes to 0.8 | seconds to 0.8 |" in text
+    assert "| slow | 0.60 -> 0.95 | 2 k | 20 | 0.04 | 0.4 -> 0.1 |" in text
+    assert "\nfast ended at 1,500 passes.\n" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["tiny_ocr"], "--seeds must be one or more"),
+        (["--seeds", "1"], "presets must be one or more"),
+        (["tiny_ocr", "tiny_ocr", "--seeds", "1"], "each once"),
+        (["tiny_ocr", "nothing", "--seeds", "1"], "unknown preset 'nothing'"),
+        (["tiny_ocr", "--seeds", "1", "--passes", "0"], "--passes=0 must be at least 1"),
+        (["tiny_ocr", "--seeds", "1", "--jobs", "0"], "--jobs=0 must be at least 1"),
+        (["tiny_ocr", "--seeds", "1", "--colour=red"], "unexpected argument '--colour=red'"),
+        (["tiny_ocr", "--seeds", "1", "--config.seed=3"], "see --seeds"),
+        (["tiny_ocr", "--seeds", "1", "--config.colour=3"], "unknown config key 'colour'"),
+        (["tiny_ocr", "--seeds", "1", "--config.num_epochs=x"], "num_epochs"),
+        (["tiny_ocr", "--seeds", "1", "--no-train"], "no metrics at"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(options, told, tmp_path, monkeypatch, capsys):
+    places = ["--out", tmp_path / "out", "--logdir", tmp_path / "logs"]
+    assert run_main(monkeypatch, *options, *places) == 2
+    output = capsys.readouterr()
+    assert told in output.err
+    assert output.err.count("\n") == 1
+    assert not list((tmp_path / "logs").glob("*"))
+
+
+def test_a_run_that_does_not_count_its_passes_is_refused(tmp_path):
+    with pytest.raises(UserError, match="perf/passes"):
+        read_run(write_run(tmp_path / "old", SLOW, **{"perf/passes": None}))
+
+
+def write_config(folder: Path, **fields) -> None:
+    config = json.loads(get_config("tiny_ocr").to_json_best_effort()) | {"seed": 1} | fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_run_is_done_when_it_has_all_epochs_of_the_same_config(tmp_path, monkeypatch):
+    folder = tmp_path / "tiny_ocr-1"
+    override = "--config.num_epochs=4"
+    monkeypatch.setattr(sys, "argv", ["compare.py", override])
+    wanted = resolve("tiny_ocr", 1, [override])
+    assert wanted["num_epochs"] == 4
+    assert not is_done(folder, wanted)
+    write_run(folder, SLOW)
+    write_config(folder, num_epochs=4, logdir="elsewhere", resume="auto")
+    assert is_done(folder, wanted)
+    assert not is_done(folder, wanted | {"num_epochs": 6})  # it goes on
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines[:-20])  # killed as it wrote the last line
+    assert not is_done(folder, wanted)
+    with pytest.raises(UserError, match=r"train.learning_rate=.*, not 1 as asked for"):
+        is_done(folder, wanted | {"train.learning_rate": 1})
+    with pytest.raises(UserError, match=r"num_epochs=4, not 3 as asked for"):
+        is_done(folder, wanted | {"num_epochs": 3})
+
+
+@pytest.mark.slow
+def test_runs_are_trained_once_and_one_that_fails_does_not_stop_the_others(
+    short_runs, tmp_path, monkeypatch, capsys
+):
+    fields = short_runs | {"mixed_precision": "no", "reward_fn": "{'jpeg_compressibility': 1.0}"}
+    fields |= {"prompt_fn": "text", "log_images": 0, "sample__test_batch_size": 8}
+    overrides = [f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *overrides])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    runs = [("pickscore_sd3", 1), ("general_ocr_sd3", 1)]
+    lock = RunLock(tmp_path / "pickscore_sd3-1")  # as if it were being trained already
+    assert not train_all(runs, tmp_path, overrides, jobs=2)
+    lock.release()
+    output = capsys.readouterr()
+    assert "pickscore_sd3-1 is in use by process" in output.out
+    assert "1 of 2 runs failed: pickscore_sd3-1" in output.err
+    assert np.isfinite(json.loads(lines_of(tmp_path / "general_ocr_sd3-1")[-1])["eval/avg"])
+
+    assert train_all(runs, tmp_path, overrides, jobs=1)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "1/2  done before"
+    assert second.startswith("2/2  pickscore_sd3-1  ")
+    assert [len(lines_of(tmp_path / f"{preset}-1")) for preset, _ in runs] == [2, 2]
+    assert train_all(runs, tmp_path, overrides, jobs=1)
+    assert capsys.readouterr().out == "2/2  done before\n"
+
+
+def lines_of(run: Path) -> list[str]:
+    return (run / "metrics.jsonl").read_text().splitlines()
