@@ -6,12 +6,17 @@ _32gpu, any that divides), or without one from the launcher.
 
 import os
 import re
+from collections.abc import Callable
 
 import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.errors import UserError
 from flow_grpo.run.fields import get_config as base_config
+
+Preset = Callable[[int], ConfigDict]
+# The log-probability is a mean over 1,536 numbers, not 65,536 as at 512 px: it moves further.
+TINY_CLIP = 1e-3
 
 
 def per_gpu_batches(
@@ -73,6 +78,14 @@ def pickscore_sd3(gpus: int) -> ConfigDict:
     return config
 
 
+def clipscore_sd3(gpus: int) -> ConfigDict:
+    config = _sd3(gpus)
+    config.dataset = "dataset/pickscore"
+    config.reward_fn = ConfigDict({"clipscore": 1.0})
+    config.train.beta = 0.01
+    return config
+
+
 def benchmark_sd3(gpus: int) -> ConfigDict:
     """What docs/performance.md times: a random SD3.5-medium, four batches of 9, two updates."""
     config = _sd3(gpus)
@@ -96,8 +109,7 @@ def tiny_ocr(gpus: int) -> ConfigDict:
     config.sample.test_batch_size = 32
     # Guidance would double the cost, and what it mends here RL mends too.
     config.sample.guidance_scale = 1.0
-    # The log-probability is a mean over 1,536 numbers, not 65,536 as at 512 px: it moves further.
-    config.train.clip_range = 1e-3
+    config.train.clip_range = TINY_CLIP
     config.train.beta = 0.0
     config.train.ema_update_interval = 1
     config.compile = False  # it would take about as long as the training itself
@@ -119,9 +131,166 @@ def tiny_ocr(gpus: int) -> ConfigDict:
     return config
 
 
-PRESETS = {
-    preset.__name__: preset
-    for preset in (tiny_ocr, general_ocr_sd3, geneval_sd3, pickscore_sd3, benchmark_sd3)
+def _tiny_forward(gpus: int, algorithm: str, epochs: int) -> ConfigDict:
+    """Three noise levels of each sample, drawn without noise; no leash to the first weights."""
+    config = tiny_ocr(gpus)
+    config.algorithm = algorithm
+    config.sample.sde_window_size = 0
+    config.num_epochs, config.eval_freq = epochs, 1
+    config[algorithm].times, config[algorithm].kl_beta = 3, 0.0
+    return config
+
+
+def tiny_awm(gpus: int) -> ConfigDict:
+    config = _tiny_forward(gpus, "awm", epochs=3)
+    config.train.learning_rate = 1e-3
+    # The average of an epoch ago holds it well enough, and weakly: 1.0 needs three times as long.
+    config.awm.old_beta, config.awm.old_most = 0.1, 0.0
+    return config
+
+
+def tiny_nft(gpus: int) -> ConfigDict:
+    config = _tiny_forward(gpus, "nft", epochs=9)
+    config.train.learning_rate = 3e-4
+    config.nft.beta, config.nft.old_most = 0.1, 0.0
+    return config
+
+
+def tiny_dgpo(gpus: int) -> ConfigDict:
+    config = _tiny_forward(gpus, "dgpo", epochs=9)
+    config.train.learning_rate = 1e-3
+    return config
+
+
+def tiny_dpo(gpus: int) -> ConfigDict:
+    config = _tiny_forward(gpus, "dpo", epochs=9)
+    config.train.learning_rate = 1e-3
+    return config
+
+
+def tiny_sft(gpus: int) -> ConfigDict:
+    config = _tiny_forward(gpus, "sft", epochs=9)
+    config.train.learning_rate = 1e-3
+    return config
+
+
+def tiny_rwr(gpus: int) -> ConfigDict:
+    config = _tiny_forward(gpus, "rwr", epochs=9)
+    config.train.learning_rate = 1e-3
+    return config
+
+
+def _tiny_trajectory(gpus: int, algorithm: str) -> ConfigDict:
+    config = tiny_ocr(gpus)
+    config.train.clip_range, config.train.beta = 1e-4, 0.04  # grpo's own
+    config.algorithm = algorithm
+    config[algorithm].beta = 0.0
+    return config
+
+
+def tiny_grpo_guard(gpus: int) -> ConfigDict:
+    config = _tiny_trajectory(gpus, "grpo_guard")
+    config.grpo_guard.clip_range = TINY_CLIP / 50  # as 2e-6 is of 1e-4
+    config.sample.global_std = False
+    return config
+
+
+def tiny_dppo(gpus: int) -> ConfigDict:
+    config = _tiny_trajectory(gpus, "dppo")
+    config.dppo.delta = 1e-4
+    return config
+
+
+def tiny_mix(gpus: int) -> ConfigDict:
+    config = _tiny_trajectory(gpus, "mix")
+    config.mix.clip_range = TINY_CLIP
+    config.mix.window_size, config.mix.every = 3, 2
+    config.sample.sde_window_size = 0
+    config.sample.same_latent = True
+    return config
+
+
+def fast(config: ConfigDict) -> None:
+    """Noise and training on two steps only."""
+    config.sample.sde_window_size, config.sample.sde_window_range = 2, (0, 5)
+
+
+def fast_nocfg(config: ConfigDict) -> None:
+    """Flow-GRPO-Fast without guidance, and so at a quarter of the cost."""
+    config.sample.guidance_scale = 1.0
+    config.sample.sde_type, config.sample.noise_level = "cps", 0.8
+    config.sample.sde_window_size, config.sample.sde_window_range = 3, (0, 5)
+    config.train.clip_range, config.train.beta = 1e-5, 0.0
+
+
+def guard(config: ConfigDict) -> None:
+    config.algorithm = "grpo_guard"
+    config.grpo_guard.clip_range = 4e-6 if "pickscore" in config.reward_fn else 2e-6
+    config.train.learning_rate = 1e-4
+    config.sample.global_std = False
+    _without_grpo(config)
+
+
+def mix(config: ConfigDict) -> None:
+    config.algorithm = "mix"
+    config.sample.num_steps = 25
+    config.sample.same_latent = True
+    config.mix.beta = config.grpo.beta
+    _without_grpo(config)
+
+
+def _forward(config: ConfigDict, algorithm: str) -> None:
+    """No guidance in the rollouts: the weights learn what it would add."""
+    config.algorithm = algorithm
+    config.sample.guidance_scale = 1.0
+    config.sample.solver = "dpm2"
+    _without_grpo(config)
+
+
+def nft(config: ConfigDict) -> None:
+    _forward(config, "nft")
+    config.nft.beta = 0.1 if "ocr" in config.reward_fn else 1.0
+
+
+def awm(config: ConfigDict) -> None:
+    _forward(config, "awm")
+    _one_update(config)
+
+
+def dgpo(config: ConfigDict) -> None:
+    _forward(config, "dgpo")
+
+
+def _without_grpo(config: ConfigDict) -> None:
+    """Its fields back at their defaults: they would have no effect."""
+    config.grpo.update(base_config().grpo)
+
+
+def _one_update(config: ConfigDict) -> None:
+    """Per epoch, in place of two."""
+    config.train.gradient_accumulation_steps = config.sample.num_batches_per_epoch
+
+
+SD3 = (general_ocr_sd3, geneval_sd3, pickscore_sd3, clipscore_sd3)
+VARIANTS = (fast, fast_nocfg, guard, mix, nft, awm, dgpo)
+TINY = (
+    *(tiny_ocr, tiny_grpo_guard, tiny_dppo, tiny_mix),
+    *(tiny_nft, tiny_awm, tiny_dgpo, tiny_dpo, tiny_sft, tiny_rwr),
+)
+
+
+def _varied(preset: Callable[[int], ConfigDict], change: Callable[[ConfigDict], None]) -> Preset:
+    def varied(gpus: int) -> ConfigDict:
+        config = preset(gpus)
+        change(config)
+        return config
+
+    return varied
+
+
+PRESETS: dict[str, Preset] = {
+    **{preset.__name__: preset for preset in (*TINY, *SD3, benchmark_sd3)},
+    **{f"{p.__name__}_{v.__name__}": _varied(p, v) for p in SD3 for v in VARIANTS},
 }
 
 
