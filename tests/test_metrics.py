@@ -6,7 +6,12 @@ import torch
 from accelerate import Accelerator
 
 from flow_grpo.algorithms import Loss
-from flow_grpo.training.metrics import TrainingStats, off_policy_warning, reward_metrics
+from flow_grpo.training.metrics import (
+    TrainingStats,
+    group_distance,
+    off_policy_warning,
+    reward_metrics,
+)
 
 
 @pytest.mark.filterwarnings("error")
@@ -90,3 +95,14 @@ def test_of_a_loss_without_ratios_only_its_columns_are_told():
         "train/margin": 1.0,
         "train/grad_norm": 2.0,
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_pictures_of_a_group_are_as_far_apart_as_their_pixels(dtype):
+    """0 and .6 are .6 apart; 0, 0 and .6 are 0, .6 and .6 apart: 2/3 of the squares are .36."""
+    grey = torch.tensor([0.0, 0.6, 0.0, 0.0, 0.6, 0.1], dtype=dtype)
+    images = grey[:, None, None, None].expand(6, 3, 4, 4)
+    total, count = group_distance(images, np.array([5, 5, 2, 2, 2, 9])).tolist()
+    assert count == 2  # one picture alone tells nothing
+    assert total == pytest.approx(0.6 + 0.6 * math.sqrt(2 / 3), rel=1e-3)
+    assert group_distance(images[:2], np.array([0, 1])).tolist() == [0.0, 0.0]
