@@ -1,32 +1,31 @@
 """Compiled blocks: the same numbers, and still a ratio of exactly 1."""
 
+import numpy as np
 import pytest
 import torch
 
-from flow_grpo.algorithms.grpo import GrpoSettings, grpo_step_loss
+from flow_grpo.algorithms import Batch, Setup
+from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators, sample_trajectory
+from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators
 from flow_grpo.training.policy import Policy
 
 
 def step(*, compiled: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """In bfloat16: log-probabilities of sampling, ratios of training, the gradient."""
     adapter = SD3Adapter(build_tiny_sd3(layers=1), dtype=torch.bfloat16, max_sequence_length=4)
-    policy = Policy(adapter, rank=4, alpha=8)
+    dynamics = Dynamics(adapter.schedule(3, 32, 32), "flow", 0.7, 4.5)
+    policy = Policy(adapter, dynamics, rank=4, alpha=8)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in adapter.transformer.named_parameters():
         if "lora_B" in name:
             parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     if compiled:
         adapter.compile()
-    dynamics = Dynamics(adapter.schedule(3, 32, 32), "flow", 0.7, 4.5)
     generators = sample_generators(0, 0, [0, 1, 2])
     with torch.autocast("cpu", torch.bfloat16):
-        _, trajectory = sample_trajectory(
-            adapter,
-            policy.module,
-            dynamics,
+        trajectory = policy.denoiser.sample(
             initial_noise(generators, adapter.latent_shape(32, 32), "cpu"),
             adapter.encode(["a", "b", "c"], ["", "", ""]),
             steps=range(2),
@@ -34,10 +33,11 @@ def step(*, compiled: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         )
         assert not trajectory.latents.requires_grad
         advantages = torch.tensor([1.0, -1.0, 0.5])
-        loss = grpo_step_loss(policy, dynamics, trajectory, 1, advantages, GrpoSettings(beta=0.0))
+        batch = Batch(trajectory, advantages, np.arange(3), np.zeros(3, int))
+        loss = Grpo(GrpoSettings(beta=0.0), Setup()).loss(policy, batch, None, 1)
     loss.per_sample.mean().backward()
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
-    return trajectory.log_probs, loss.policy.ratio, gradient
+    return trajectory.log_probs, loss.columns["ratio"], gradient
 
 
 @pytest.mark.slow

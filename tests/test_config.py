@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
+from policies import policy_of
 
 from flow_grpo.errors import UserError
 from flow_grpo.run import fields as base
@@ -15,7 +16,6 @@ from flow_grpo.run.cli import OPEN_FIELDS
 from flow_grpo.run.gpu import can_compile, can_replay, missing_tool
 from flow_grpo.run.session import build_session
 from flow_grpo.sampling.seeding import Stream, torch_generator
-from flow_grpo.training.policy import Policy
 
 
 def test_the_defaults_are_allowed():
@@ -105,14 +105,16 @@ FLOATS = [
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_number_is_finite(name, value):
-    with pytest.raises(UserError, match=f"{name}={value} must be a finite number"):
+    key = name.rpartition(".")[2]
+    told = f"grpo.{key}" if key in base.FLOW_GRPO_NAMES else name
+    with pytest.raises(UserError, match=f"^{told}={value} must be a finite number$"):
         check(with_fields(**{name: value}))
 
 
 def test_a_seed_is_what_torch_takes(adapter):
     most = 2**64 - 1
     check(with_fields(seed=most))
-    Policy(adapter, rank=2, seed=most)
+    policy_of(adapter, rank=2, seed=most)
     torch_generator(most, Stream.EVAL, 0)
     with pytest.raises(UserError, match=f"seed={most + 1} must be at most {most}"):
         check(with_fields(seed=most + 1))
@@ -190,7 +192,7 @@ def test_values_have_the_type_of_the_default(name, value, rule):
 def test_numbers_of_other_kinds_are_numbers():
     config = base.get_config()
     for section, key, value in [
-        (config.train, "beta", 0),
+        (config.train, "adam_weight_decay", 0),
         (config, "num_epochs", np.int64(3)),
         (config.sample, "sde_window_range", [0, 2]),
     ]:
@@ -199,17 +201,28 @@ def test_numbers_of_other_kinds_are_numbers():
     check(config)
 
 
+def test_two_names_of_one_field_have_one_value():
+    config = with_fields(train__beta=0.5, grpo__clip_range=1e-3)
+    assert (config.grpo.beta, config.train.clip_range) == (0.5, 1e-3)
+    check(config)
+    apart = config.copy_and_resolve_references()  # as in a config that was not made from fields.py
+    check(apart)
+    apart.train.beta = 0.25
+    with pytest.raises(UserError, match=r"^train\.beta=0\.25 and grpo\.beta=0\.5 are two names of"):
+        check(apart)
+
+
 def test_a_wide_clip_range_for_cps_is_warned_of():
     assert unusual(base.get_config()) == []
     assert unusual(with_fields(sample__sde_type="cps", train__clip_range=1e-5)) == []
     [line] = unusual(with_fields(sample__sde_type="cps"))
     assert line == (
-        "train.clip_range=0.0001 is wide for sample.sde_type='cps': all published settings have "
-        "1e-05; set --config.train.clip_range=1e-05"
+        "grpo.clip_range=0.0001 is wide for sample.sde_type='cps': all published settings have "
+        "1e-05; set --config.grpo.clip_range=1e-05"
     )
     sides = {"train__clip_range_low": 1e-5, "train__clip_range_high": 1e-3}
     [line] = unusual(with_fields(sample__sde_type="cps", **sides))
-    assert line.startswith("train.clip_range_high=0.001 is wide")
+    assert line.startswith("grpo.clip_range_high=0.001 is wide")
     sides["train__clip_range_high"] = 1e-5
     assert unusual(with_fields(sample__sde_type="cps", **sides)) == []
 

@@ -40,12 +40,12 @@ def test_the_average_has_its_closed_form_and_steps_aside(decay, every):
 def test_the_decay_is_reached_after_80_steps_whatever_the_interval():
     weight = nn.Parameter(torch.zeros(1))
     ema = Ema({"w": weight}, decay=0.9, every=8)
-    ema.average[0].fill_(1.0)
+    ema.copy[0].fill_(1.0)
     ema.update(80)  # (1 + 80) / (10 + 80) = .9
-    assert ema.average[0].item() == pytest.approx(0.9)
-    ema.average[0].fill_(1.0)
+    assert ema.copy[0].item() == pytest.approx(0.9)
+    ema.copy[0].fill_(1.0)
     ema.update(72)
-    assert ema.average[0].item() == pytest.approx(73 / 82)
+    assert ema.copy[0].item() == pytest.approx(73 / 82)
 
 
 def test_a_saved_average_goes_on_with_other_settings(tmp_path):
@@ -56,10 +56,10 @@ def test_a_saved_average_goes_on_with_other_settings(tmp_path):
     assert load_file(tmp_path / "ema.safetensors").keys() == {"w"}
     other = Ema({"w": weight}, decay=0.5, every=1)
     other.load(tmp_path)
-    assert torch.equal(other.average[0], ema.average[0])
-    before = other.average[0].clone()
+    assert torch.equal(other.copy[0], ema.copy[0])
+    before = other.copy[0].clone()
     train(other, weight, range(17, 18))
-    assert torch.allclose(other.average[0], (before + 17) / 2)
+    assert torch.allclose(other.copy[0], (before + 17) / 2)
 
 
 def test_an_average_that_was_not_there_begins_with_the_weights(tmp_path, caplog):
@@ -67,8 +67,8 @@ def test_an_average_that_was_not_there_begins_with_the_weights(tmp_path, caplog)
     ema = Ema({"w": weight}, decay=0.9, every=8)
     weight.data.fill_(5.0)
     ema.load(tmp_path)
-    assert "has no moving average; it begins with the weights" in caplog.text
-    assert ema.average[0].tolist() == [5.0] * 3
+    assert "has no ema weights; they begin with those trained" in caplog.text
+    assert ema.copy[0].tolist() == [5.0] * 3
 
 
 @pytest.mark.parametrize("other", [{"v": torch.ones(3)}, {"w": torch.ones(1)}])
@@ -100,7 +100,7 @@ with ema.applied():
 ema.save(folder)
 other = Ema({"w": weight}, decay=0.5, every=1)
 other.load(folder)
-assert torch.equal(other.average[0].full_tensor(), 2 * torch.arange(8.0).reshape(4, 2))
+assert torch.equal(other.copy[0].full_tensor(), 2 * torch.arange(8.0).reshape(4, 2))
 print("done")
 """
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from policies import policy_of
 from torch import nn
 
 from flow_grpo.models import SD3Adapter
@@ -45,8 +46,8 @@ def steps(policy: Policy) -> list[torch.Tensor]:
     texts = adapter.encode(["a", "b"], None)
     found = adapter.velocity(policy.module, latents, 500.0, texts, 1.0)
     gradients = torch.autograd.grad(found.square().mean(), policy.parameters())
-    with policy.reference() as module:
-        reference = adapter.velocity(module, latents, 500.0, texts, 1.0)
+    with policy.fixed("reference") as denoiser:
+        reference = adapter.velocity(denoiser.transformer, latents, 500.0, texts, 1.0)
     with torch.no_grad():
         again = adapter.velocity(policy.module, latents, 500.0, texts, 1.0)
     assert torch.equal(again, found)
@@ -54,7 +55,7 @@ def steps(policy: Policy) -> list[torch.Tensor]:
 
 
 def test_lora_of_layers_with_one_input_is_the_same_together():
-    policy = Policy(SD3Adapter(build_tiny_sd3(layers=2), max_sequence_length=4), rank=4)
+    policy = policy_of(SD3Adapter(build_tiny_sd3(layers=2), max_sequence_length=4), rank=4)
     torch.manual_seed(0)
     for name, parameter in policy.transformer.named_parameters():
         if "lora_B" in name:
@@ -71,7 +72,7 @@ def test_lora_of_layers_with_one_input_is_the_same_together():
 
 
 def test_lora_of_one_layer_does_not_mind_in_which_order_it_is_called():
-    policy = Policy(SD3Adapter(build_tiny_sd3(layers=1), max_sequence_length=4), rank=4)
+    policy = policy_of(SD3Adapter(build_tiny_sd3(layers=1), max_sequence_length=4), rank=4)
     attention = policy.transformer.transformer_blocks[0].attn
     for name in OF_IMAGE:
         nn.init.normal_(getattr(attention, name).lora_B["default"].weight)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
+from policies import policy_of
 from torch import nn
 
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.speed.folding import FoldedLinear, fold_lora
-from flow_grpo.training.policy import Policy
 
 
 def build(dtype: torch.dtype = torch.float32, **lora) -> SD3Adapter:
@@ -83,6 +83,6 @@ def test_half_precision_stays_as_it_is():
 
 def test_training_folds():
     adapter = SD3Adapter(build_tiny_sd3(), max_sequence_length=4)
-    policy = Policy(adapter, rank=8)
+    policy = policy_of(adapter, rank=8)
     policy.prepare(Accelerator(cpu=True), torch.optim.SGD(policy.parameters(), lr=1.0))
     assert folded(adapter)

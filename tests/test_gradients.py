@@ -1,12 +1,14 @@
 """The gradient of the full objective against finite differences, in float64."""
 
+import numpy as np
 import pytest
 import torch
 
-from flow_grpo.algorithms.grpo import GrpoSettings, grpo_step_loss, reference_velocities
+from flow_grpo.algorithms import Batch, Setup
+from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
-from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_trajectory
+from flow_grpo.sampling.rollout import Dynamics, initial_noise
 from flow_grpo.training.policy import Policy
 
 
@@ -17,31 +19,23 @@ from flow_grpo.training.policy import Policy
 def test_the_gradient_of_loss_and_kl_equals_finite_differences(kind, kl, guidance):
     pipeline = build_tiny_sd3(qk_norm=None)  # diffusers' RMSNorm computes in float32
     adapter = SD3Adapter(pipeline, dtype=torch.float64, max_sequence_length=4)
-    policy = Policy(adapter, rank=2, alpha=4)
+    dynamics = Dynamics(adapter.schedule(4, 16, 24), kind, 0.7, guidance)
+    policy = Policy(adapter, dynamics, rank=2, alpha=4)
     generator = torch.Generator().manual_seed(0)
     move(policy, generator, 0.2)  # away from LoRA's zero start, where the KL has no gradient
-    dynamics = Dynamics(adapter.schedule(4, 16, 24), kind, 0.7, guidance)
     seeds = [torch.Generator().manual_seed(s) for s in range(3)]
     noise = initial_noise(seeds, adapter.latent_shape(16, 24), "cpu").double()
     conditioning = adapter.encode(["a", "b", "a"], ["", "", "c"] if guidance > 1 else None)
-    _, trajectory = sample_trajectory(
-        adapter, policy.module, dynamics, noise, conditioning, steps=range(3), generators=seeds
-    )
+    trajectory = policy.denoiser.sample(noise, conditioning, steps=range(3), generators=seeds)
     move(policy, generator, 0.02)  # away from ratio 1
     advantages = torch.tensor([1.5, -0.7, 0.3], dtype=torch.float64)
-    settings = GrpoSettings(clip_low=0.5, clip_high=0.5, beta=0.3, kl=kl)
-
-    references = reference_velocities(policy, dynamics, trajectory)
+    batch = Batch(trajectory, advantages, np.arange(3), np.zeros(3, int))
+    algorithm = Grpo(GrpoSettings(clip_range=0.5, beta=0.3, kl_type=kl), Setup(sde_type=kind))
+    references = algorithm.prepare(policy, batch)
 
     def objective() -> torch.Tensor:
-        steps = [
-            grpo_step_loss(
-                *(policy, dynamics, trajectory, j, advantages, settings),
-                reference=references[:, j],
-            )
-            for j in range(3)
-        ]
-        assert all((s.kl > 0).all() for s in steps)
+        steps = [algorithm.loss(policy, batch, references, j) for j in range(3)]
+        assert all((s.columns["kl"] > 0).all() for s in steps)
         return torch.stack([s.per_sample.mean() for s in steps]).mean()
 
     parameters = policy.parameters()

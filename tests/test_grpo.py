@@ -2,40 +2,49 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from flow_grpo.algorithms.grpo import (
-    GrpoSettings,
-    StepLoss,
-    grpo_step_loss,
-    reference_velocities,
-    with_gradient,
-)
-from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators, sample_trajectory
+from flow_grpo.algorithms import Batch, Loss, Setup
+from flow_grpo.algorithms.base import with_gradient
+from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
+from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators
 from flow_grpo.training.policy import Policy
 
+WITHOUT_KL = Grpo(GrpoSettings(beta=0.0), Setup())
+ADVANTAGES = (0.7, 0.1, -1.2, 0.5)
 
-def sampled(adapter, *, guidance: float = 1.0, steps: range = range(2)):
-    policy = Policy(adapter, rank=4, alpha=8)
-    dynamics = Dynamics(adapter.schedule(4, 32, 32), "flow", 0.7, guidance)
+
+def sampled(
+    adapter,
+    *,
+    guidance: float = 1.0,
+    steps: range = range(2),
+    advantages: tuple[float, ...] = ADVANTAGES,
+) -> tuple[Policy, Batch]:
+    policy = Policy(
+        adapter, Dynamics(adapter.schedule(4, 32, 32), "flow", 0.7, guidance), rank=4, alpha=8
+    )
     generators = sample_generators(0, 0, range(4))
-    _, trajectory = sample_trajectory(
-        adapter,
-        policy.module,
-        dynamics,
+    trajectory = policy.denoiser.sample(
         initial_noise(generators, adapter.latent_shape(32, 32), "cpu"),
         adapter.encode(["a", "b", "a", "c"], ["", "x", "", ""] if guidance > 1 else None),
         steps=steps,
         generators=generators,
     )
-    return policy, dynamics, trajectory
+    return policy, Batch(trajectory, torch.tensor(advantages), np.arange(4), np.arange(4) // 2)
 
 
-def gradient(policy, dynamics, trajectory, advantages, size) -> torch.Tensor:
-    settings = GrpoSettings(beta=0.0)
-    loss = grpo_step_loss(policy, dynamics, trajectory, 1, advantages, settings)
+def samples_with_gradient(batch: Batch, advantages: list[float]) -> Batch:
+    batch = replace(batch, credit=torch.tensor(advantages))
+    (part,) = with_gradient(WITHOUT_KL, [batch], batch=False, sample=True)
+    return part
+
+
+def gradient(policy: Policy, batch: Batch, size: int) -> torch.Tensor:
+    loss = WITHOUT_KL.loss(policy, batch, None, 1)
     (loss.per_sample.sum() / size).backward()
     found = torch.cat([p.grad.flatten() for p in policy.parameters()])
     for parameter in policy.parameters():
@@ -44,36 +53,60 @@ def gradient(policy, dynamics, trajectory, advantages, size) -> torch.Tensor:
 
 
 def test_samples_without_advantage_have_no_gradient_and_can_be_left_out(adapter):
-    policy, dynamics, trajectory = sampled(adapter)
-    advantages = torch.tensor([0.7, 0.0, -1.2, 0.0])
-    part, kept = with_gradient(trajectory, advantages)
-    assert kept.tolist() == advantages[[0, 2]].tolist()
-    assert torch.equal(part.latents, trajectory.latents[[0, 2]])
-    assert len(part.conditioning) == len(part) == 2
-    whole = gradient(policy, dynamics, trajectory, advantages, 4)
+    policy, batch = sampled(adapter, advantages=(0.7, 0.0, -1.2, 0.0))
+    part = samples_with_gradient(batch, batch.credit.tolist())
+    assert part.credit.tolist() == batch.credit[[0, 2]].tolist()
+    assert torch.equal(part.trajectory.latents, batch.trajectory.latents[[0, 2]])
+    assert torch.equal(part.trajectory.final, batch.trajectory.final[[0, 2]])
+    assert part.index.tolist() == [0, 2]
+    assert part.group.tolist() == [0, 1]
+    assert len(part.trajectory.conditioning) == len(part.trajectory) == len(part) == 2
+    whole = gradient(policy, batch, 4)
     assert whole.norm() > 0
-    found = gradient(policy, dynamics, part, kept, 4)
+    found = gradient(policy, part, 4)
     assert (found - whole).norm() < 1e-4 * whole.norm()
 
 
 def test_where_all_or_none_have_a_gradient(adapter):
-    _, _, trajectory = sampled(adapter)
-    part, kept = with_gradient(trajectory, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert len(part) == len(kept) == 4
-    part, kept = with_gradient(trajectory, torch.zeros(4))
-    assert len(part) == len(kept) == 1  # every process has its part in every update
+    _, batch = sampled(adapter)
+    assert samples_with_gradient(batch, [1.0, 2.0, 3.0, 4.0]).index.tolist() == [0, 1, 2, 3]
+    # every process has its part in every update
+    assert samples_with_gradient(batch, [0.0] * 4).index.tolist() == [0, 1]
+
+
+def test_whole_batches_without_a_gradient_are_left_out_but_for_one(adapter):
+    _, batch = sampled(adapter)
+    none = replace(batch, credit=torch.zeros(4))
+    some = replace(batch, credit=torch.tensor([0.0, 0.0, 3.0, 0.0]))
+
+    def kept(batches, **leave_out):
+        return with_gradient(WITHOUT_KL, batches, **leave_out)
+
+    assert kept([none, some, none], batch=True, sample=False) == [some]
+    last = replace(none)
+    assert kept([none, last], batch=True, sample=False)[0] is last
+    assert kept([none, some], batch=False, sample=False) == [none, some]
+    (alone,) = kept([none, some], batch=True, sample=True)
+    assert alone.index.tolist() == [2]
+    with_kl = Grpo(GrpoSettings(beta=0.04), Setup())  # the KL has a gradient everywhere
+    assert with_gradient(with_kl, [none, some], batch=True, sample=True) == [none, some]
 
 
 def test_both_halves_in_one_pass_give_the_same_velocity(adapter):
-    policy, dynamics, trajectory = sampled(adapter, guidance=4.5)
+    policy, batch = sampled(adapter, guidance=4.5)
+    trajectory = batch.trajectory
     arguments = (
         *(policy.module, trajectory.latents[:, 0], 900.0, trajectory.conditioning),
-        dynamics.guidance_scale,
+        policy.dynamics.guidance_scale,
     )
     with torch.no_grad():
         apart = adapter.velocity(*arguments, gradient="conditional")
         together = adapter.velocity(*arguments)
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+
+
+def reference_velocities(policy: Policy, batch: Batch) -> torch.Tensor:
+    return Grpo(GrpoSettings(beta=0.3), Setup()).prepare(policy, batch)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +116,10 @@ def test_both_halves_in_one_pass_give_the_same_velocity(adapter):
 def test_the_reference_takes_as_many_steps_at_once_as_may_be(
     adapter, monkeypatch, guidance, most, passes
 ):
-    policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=range(1, 4))
+    policy, batch = sampled(adapter, guidance=guidance, steps=range(1, 4))
+    trajectory = batch.trajectory
     monkeypatch.setattr(
-        "flow_grpo.algorithms.grpo.MAX_PASS", most * trajectory.latents[0, 0].numel()
+        "flow_grpo.training.policy.MAX_PASS", most * trajectory.latents[0, 0].numel()
     )
     for parameter in policy.parameters():
         nn.init.normal_(parameter)  # which the reference has not
@@ -94,47 +128,41 @@ def test_the_reference_takes_as_many_steps_at_once_as_may_be(
         calls.append(len(inputs["timestep"])),
         forward(**inputs),
     )[1]
-    found = reference_velocities(policy, dynamics, trajectory)
+    found = reference_velocities(policy, batch)
     assert calls == passes
     assert found.shape == trajectory.latents[:, :-1].shape
-    with policy.reference() as reference:
+    with policy.fixed("reference") as reference:
         for j, i in enumerate(trajectory.steps):
             expected = adapter.velocity(
-                reference,
+                reference.transformer,
                 trajectory.latents[:, j],
-                dynamics.schedule.timesteps[i],
+                policy.dynamics.schedule.timesteps[i],
                 trajectory.conditioning,
                 guidance,
             )
             torch.testing.assert_close(found[:, j], expected, rtol=1e-4, atol=1e-5)
     calls.clear()
     policy.transformer.enable_gradient_checkpointing()  # memory is short
-    reference_velocities(policy, dynamics, trajectory)
+    reference_velocities(policy, batch)
     assert len(calls) == 3
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 def test_the_kl_is_that_of_the_step_and_part_of_the_loss(adapter, guidance):
-    policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=range(1, 4))
-    references = reference_velocities(policy, dynamics, trajectory)
-    advantages = torch.tensor([0.7, 0.1, -1.2, 0.5])
-    settings = GrpoSettings(beta=0.3)
+    policy, batch = sampled(adapter, guidance=guidance, steps=range(1, 4))
+    algorithm = Grpo(GrpoSettings(beta=0.3), Setup())
+    references = algorithm.prepare(policy, batch)
 
-    def losses() -> list[StepLoss]:
-        return [
-            grpo_step_loss(
-                *(policy, dynamics, trajectory, j, advantages, settings),
-                reference=references[:, j],
-            )
-            for j in range(3)
-        ]
+    def losses() -> list[Loss]:
+        return [algorithm.loss(policy, batch, references, j) for j in range(3)]
 
-    assert all((loss.kl < 1e-9).all() for loss in losses())  # LoRA is still zero
+    assert all((loss.columns["kl"] < 1e-9).all() for loss in losses())  # LoRA is still zero
     for parameter in policy.parameters():
         nn.init.normal_(parameter, std=0.1)
     for loss in losses():
-        assert (loss.kl > 1e-6).all()
-        torch.testing.assert_close(loss.per_sample, loss.policy.loss + settings.beta * loss.kl)
+        policy_loss, kl = loss.columns["policy_loss"], loss.columns["kl"]
+        assert (kl > 1e-6).all()
+        torch.testing.assert_close(loss.per_sample, policy_loss + 0.3 * kl)
 
 
 @pytest.mark.parametrize(
@@ -151,36 +179,41 @@ def test_a_pass_of_the_reference_holds_no_more_than_the_most(
     adapter, monkeypatch, guidance, most, passes
 ):
     """Four samples of four steps; guidance takes two places for each."""
-    policy, dynamics, trajectory = sampled(adapter, guidance=guidance, steps=range(4))
+    policy, batch = sampled(adapter, guidance=guidance, steps=range(4))
     monkeypatch.setattr(
-        "flow_grpo.algorithms.grpo.MAX_PASS", most * trajectory.latents[0, 0].numel()
+        "flow_grpo.training.policy.MAX_PASS", most * batch.trajectory.final[0].numel()
     )
     calls, forward = [], policy.module.forward
     policy.module.forward = lambda **inputs: (
         calls.append(len(inputs["timestep"])),
         forward(**inputs),
     )[1]
-    reference_velocities(policy, dynamics, trajectory)
+    reference_velocities(policy, batch)
     assert calls == passes
     calls.clear()
     policy.transformer.enable_gradient_checkpointing()  # memory is short
-    reference_velocities(policy, dynamics, trajectory)
+    reference_velocities(policy, batch)
     assert calls == [8 if guidance > 1 else 4] * 4
 
 
 def test_the_approximate_kl_is_half_the_squared_log_ratio(adapter):
-    policy, dynamics, trajectory = sampled(adapter)
+    policy, batch = sampled(adapter, advantages=(1.0,) * 4)
     once = torch.tensor([[0.0, 0.5], [0.0, -0.25], [0.0, 1.0], [0.0, 2.0]])
-    moved = replace(trajectory, log_probs=trajectory.log_probs + once)
-    settings = GrpoSettings(beta=0.0)
-    loss = grpo_step_loss(policy, dynamics, moved, 1, torch.ones(4), settings)
-    torch.testing.assert_close(loss.policy.ratio, (-once[:, 1]).exp())
-    torch.testing.assert_close(loss.approx_kl, torch.tensor([0.125, 0.03125, 0.5, 2.0]))
-    assert loss.kl.tolist() == [0, 0, 0, 0]
+    moved = replace(batch.trajectory, log_probs=batch.trajectory.log_probs + once)
+    columns = WITHOUT_KL.loss(policy, replace(batch, trajectory=moved), None, 1).columns
+    torch.testing.assert_close(columns["ratio"], (-once[:, 1]).exp())
+    torch.testing.assert_close(columns["approx_kl"], torch.tensor([0.125, 0.03125, 0.5, 2.0]))
+    assert "kl" not in columns  # nothing is measured without a reference
+
+
+def test_advantages_are_cut(adapter):
+    policy, batch = sampled(adapter, advantages=(50.0, -50.0, 5.5, -4.5))
+    loss = WITHOUT_KL.loss(policy, batch, None, 0)
+    assert loss.per_sample.tolist() == pytest.approx([-5, 5, -5, 4.5])
 
 
 def test_one_sample_with_an_advantage_is_left_alone(adapter):
-    _, _, trajectory = sampled(adapter)
-    part, kept = with_gradient(trajectory, torch.tensor([0.0, 0.0, 3.0, 0.0]))
-    assert kept.tolist() == [3.0]
-    assert torch.equal(part.latents, trajectory.latents[2:3])
+    _, batch = sampled(adapter)
+    part = samples_with_gradient(batch, [0.0, 0.0, 3.0, 0.0])
+    assert part.credit.tolist() == [3.0]
+    assert torch.equal(part.trajectory.latents, batch.trajectory.latents[2:3])

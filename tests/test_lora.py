@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from policies import policy_of
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
@@ -12,7 +13,7 @@ from flow_grpo.training.policy import Policy
 
 
 def build(dtype: torch.dtype, std: float) -> Policy:
-    policy = Policy(SD3Adapter(build_tiny_sd3(), dtype=dtype, max_sequence_length=4), rank=4)
+    policy = policy_of(SD3Adapter(build_tiny_sd3(), dtype=dtype, max_sequence_length=4), rank=4)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in policy.transformer.named_parameters():
         if "lora_B" in name:
@@ -80,7 +81,7 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype):
 
 
 def test_a_whole_transformer_must_fit(tiny_sd3, tmp_path):
-    policy = Policy(load_adapter(str(tiny_sd3)), use_lora=False, with_reference=False)
+    policy = policy_of(load_adapter(str(tiny_sd3)), use_lora=False, with_reference=False)
     policy.save(tmp_path)
     folder = tmp_path / "transformer"
     [file] = folder.glob("*.safetensors")

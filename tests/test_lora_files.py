@@ -10,6 +10,7 @@ from diffusers import StableDiffusion3Pipeline
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from planted import plant
+from policies import policy_of
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
@@ -18,7 +19,6 @@ from flow_grpo.models.lora_files import attach_lora
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.export import Source, export
-from flow_grpo.training.policy import Policy
 
 TARGETS = SD3Adapter.lora_targets
 PLAIN = {"r": 4, "lora_alpha": 12, "init_lora_weights": "gaussian"}
@@ -65,7 +65,7 @@ def peft_folder(theirs, tmp_path) -> Path:
 
 @pytest.fixture
 def diffusers_folder(theirs, tiny_sd3, tmp_path) -> Path:
-    policy = Policy(fresh(tiny_sd3), lora_path=str(weights_in(theirs)))
+    policy = policy_of(fresh(tiny_sd3), lora_path=str(weights_in(theirs)))
     policy.save(tmp_path / "diffusers")
     return tmp_path / "diffusers/lora"
 
@@ -91,10 +91,10 @@ def test_a_lora_of_pefts_computes_what_it_did_there(tiny_sd3, tmp_path, settings
     assert torch.equal(velocity(loaded), expected)
     assert (expected - base).abs().max() > 0.05
 
-    policy = Policy(fresh(tiny_sd3), rank=7, alpha=7, lora_path=str(tmp_path / "lora"))
+    policy = policy_of(fresh(tiny_sd3), rank=7, alpha=7, lora_path=str(tmp_path / "lora"))
     assert torch.equal(velocity(policy.adapter, policy.module), expected)
-    with policy.reference() as reference:
-        assert torch.equal(velocity(policy.adapter, reference), base)
+    with policy.fixed("reference") as reference:
+        assert torch.equal(velocity(policy.adapter, reference.transformer), base)
     names = {f"base_model.model.{n}" for n in get_peft_model_state_dict(policy.transformer)}
     assert names == set(load_file(tmp_path / "lora/adapter_model.safetensors"))
     assert len(policy.parameters()) == len(names)
@@ -186,7 +186,7 @@ def test_a_lora_that_does_not_fit_is_refused_wherever_it_is_loaded(
     with pytest.raises(UserError, match=f"is of another model: .*{message}"):
         fresh(tiny_sd3).load_weights(folder)
     with pytest.raises(UserError, match=f"is of another model: .*{message}"):
-        Policy(fresh(tiny_sd3), lora_path=str(folder))
+        policy_of(fresh(tiny_sd3), lora_path=str(folder))
     with pytest.raises(UserError, match=f"is of another model: .*{message}.*--model"):
         export(Source.find(folder), str(tiny_sd3), tmp_path / "out")
 
@@ -237,7 +237,7 @@ def test_a_pickle_is_never_opened(tiny_sd3, peft_folder, tmp_path, name):
     for load in (
         fresh(tiny_sd3).load_lora,
         weights_in,
-        lambda folder: Policy(fresh(tiny_sd3), lora_path=str(folder)),
+        lambda folder: policy_of(fresh(tiny_sd3), lora_path=str(folder)),
     ):
         with pytest.raises(UserError, match=f"{name} is a pickle.*save it as .safetensors"):
             load(peft_folder)

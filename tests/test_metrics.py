@@ -5,9 +5,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from flow_grpo.algorithms.grpo import StepLoss
-from flow_grpo.losses import PolicyLoss
-from flow_grpo.training.metrics import TrainingStats, off_policy_warning, reward_metrics
+from flow_grpo.algorithms import Loss
+from flow_grpo.training.metrics import (
+    TrainingStats,
+    group_distance,
+    off_policy_warning,
+    reward_metrics,
+)
 
 
 @pytest.mark.filterwarnings("error")
@@ -43,18 +47,26 @@ def test_drift_beyond_a_tenth_of_the_clip_range_is_told(deviation, warns):
     assert bool(off_policy_warning(deviation, clip=0.625)) == warns
 
 
-def step_loss(ratio: list[float], policy_loss: list[float], kl: list[float]) -> StepLoss:
-    ratio = torch.tensor(ratio)
-    policy = PolicyLoss(torch.tensor(policy_loss), ratio, ratio < 0.9, ratio > 1.4)
-    kl = torch.tensor(kl)
-    return StepLoss(policy.loss + 0.5 * kl, policy, kl, approx_kl=4 * (ratio - 1) ** 2)
+def step_loss(ratio: list[float], policy_loss: list[float], kl: list[float]) -> Loss:
+    ratio, policy_loss, kl = map(torch.tensor, (ratio, policy_loss, kl))
+    columns = {
+        "policy_loss": policy_loss,
+        "kl": kl,
+        "approx_kl": 4 * (ratio - 1) ** 2,
+        "ratio": ratio,
+        "clip_low": ratio < 0.9,
+        "clip_high": ratio > 1.4,
+    }
+    return Loss(policy_loss + 0.5 * kl, columns)
 
 
 def test_an_epoch_is_summed_up_over_all_its_steps():
     """Samples left out count as a loss of 0; ratios are of what was computed."""
     stats = TrainingStats()
-    stats.add(step_loss([1.0, 1.5], [-1.0, 3.0], [0.0, 2.0]), on_policy=True, left_out=6)
-    stats.add(step_loss([0.75, 1.25], [2.0, 4.0], [1.0, 1.0]), on_policy=True, left_out=4)
+    stats.add(step_loss([1.0, 1.5], [-1.0, 3.0], [0.0, 2.0]), on_policy=True)
+    stats.leave_out(6)
+    stats.add(step_loss([0.75, 1.25], [2.0, 4.0], [1.0, 1.0]), on_policy=True)
+    stats.leave_out(4)
     stats.add(step_loss([0.25, 1.25], [0.0, 0.0], [0.0, 0.0]), on_policy=False)
     for norm in (torch.tensor(2.0), 4.0, math.inf, math.nan):  # the last two were skipped
         stats.add_grad_norm(norm)
@@ -71,3 +83,26 @@ def test_an_epoch_is_summed_up_over_all_its_steps():
         "train/first_update_ratio_dev": 0.5,
         "train/grad_norm": 3.0,
     }
+
+
+def test_of_a_loss_without_ratios_only_its_columns_are_told():
+    stats = TrainingStats()
+    stats.add(Loss(torch.tensor([1.0, 3.0]), {"margin": torch.tensor([0.5, 1.5])}), on_policy=True)
+    stats.leave_out(2)
+    stats.add_grad_norm(2.0)
+    assert stats.metrics(Accelerator(cpu=True)) == {
+        "train/loss": 1.0,
+        "train/margin": 1.0,
+        "train/grad_norm": 2.0,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_pictures_of_a_group_are_as_far_apart_as_their_pixels(dtype):
+    """0 and .6 are .6 apart; 0, 0 and .6 are 0, .6 and .6 apart: 2/3 of the squares are .36."""
+    grey = torch.tensor([0.0, 0.6, 0.0, 0.0, 0.6, 0.1], dtype=dtype)
+    images = grey[:, None, None, None].expand(6, 3, 4, 4)
+    total, count = group_distance(images, np.array([5, 5, 2, 2, 2, 9])).tolist()
+    assert count == 2  # one picture alone tells nothing
+    assert total == pytest.approx(0.6 + 0.6 * math.sqrt(2 / 3), rel=1e-3)
+    assert group_distance(images[:2], np.array([0, 1])).tolist() == [0.0, 0.0]

@@ -27,9 +27,10 @@ from flow_grpo.run.restore import refuse_code
 from flow_grpo.run.resume import Start, find_start
 from flow_grpo.run.session import Session, build_session
 from flow_grpo.run.tracking import save_samples
+from flow_grpo.run.writing import save
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from train import main, save
+from train import main
 
 # every file that a run reads when it is resumed
 STATE_FILES = {
@@ -279,9 +280,9 @@ def test_an_average_can_be_switched_on(run, resume, caplog):
     known = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({n: e for n, e in known.items() if "ema.saf" not in n}))
     session = resume()
-    assert "has no moving average; it begins with the weights" in caplog.text
+    assert "has no ema weights; they begin with those trained" in caplog.text
     trained = load_file(run / NEWEST / STATE / "trained.safetensors")
-    for name, average in zip(session.ema.names, session.ema.average, strict=True):
+    for name, average in zip(session.ema.names, session.ema.copy, strict=True):
         assert torch.equal(average, trained[name])
 
 

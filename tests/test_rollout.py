@@ -9,15 +9,12 @@ from torch import nn
 from flow_grpo.models import Schedule
 from flow_grpo.sampling.data import Prompt
 from flow_grpo.sampling.rollout import (
+    Denoiser,
     Dynamics,
-    encode_ahead,
-    encode_prompts,
     eval_generators,
     group_generators,
     initial_noise,
-    policy_step,
     sample_generators,
-    sample_trajectory,
 )
 from flow_grpo.sampling.seeding import Stream
 from flow_grpo.sde import sde_step
@@ -27,10 +24,8 @@ from flow_grpo.training.policy import Policy
 def draw(adapter, index, *, steps=range(1, 3), kind="flow", guidance=4.5):
     prompts = [f"prompt {i}" for i in index]
     generators = sample_generators(0, 0, index)
-    return sample_trajectory(
-        adapter,
-        adapter.transformer,
-        Dynamics(adapter.schedule(5, 32, 32), kind, 0.7, guidance),
+    dynamics = Dynamics(adapter.schedule(5, 32, 32), kind, 0.7, guidance)
+    return Denoiser(adapter, adapter.transformer, dynamics).sample(
         initial_noise(generators, adapter.latent_shape(32, 32), "cpu"),
         adapter.encode(prompts, [""] * len(prompts) if guidance > 1 else None),
         steps=steps,
@@ -40,37 +35,29 @@ def draw(adapter, index, *, steps=range(1, 3), kind="flow", guidance=4.5):
 
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
 def test_only_trained_steps_are_kept(adapter, kind):
-    final, trajectory = draw(adapter, [0, 1, 2], kind=kind)
-    assert trajectory.latents.shape == (3, 3, *final.shape[1:])
+    trajectory = draw(adapter, [0, 1, 2], kind=kind)
+    assert trajectory.latents.shape == (3, 3, *trajectory.final.shape[1:])
     assert trajectory.latents.dtype == torch.float32
     assert trajectory.log_probs.shape == (3, 2)
-    _, plain = draw(adapter, [0, 1], steps=range(0))
+    plain = draw(adapter, [0, 1], steps=range(0))
     assert plain.latents.numel() == plain.log_probs.numel() == 0
 
 
 def test_a_kept_step_taken_again_has_the_same_log_prob_bit_for_bit(adapter):
     """With gradients on, as in training."""
-    Policy(adapter, rank=4, alpha=8)
     dynamics = Dynamics(adapter.schedule(5, 32, 32), "flow", 0.7, 4.5)
-    _, trajectory = draw(adapter, [0, 1, 2])
+    policy = Policy(adapter, dynamics, rank=4, alpha=8)
+    trajectory = draw(adapter, [0, 1, 2])
     for j, i in enumerate(trajectory.steps):
-        step, _ = policy_step(
-            adapter,
-            adapter.transformer,
-            dynamics,
-            i,
-            trajectory.latents[:, j],
-            trajectory.conditioning,
-            stochastic=True,
-            next_latents=trajectory.latents[:, j + 1],
-        )
+        state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
+        step, _ = policy.step(i, state, landed, trajectory.conditioning)
         assert step.log_prob.requires_grad
         assert torch.equal(step.log_prob, trajectory.log_probs[:, j])
 
 
 def test_steps_outside_the_window_add_no_noise(adapter):
     """Up to the window the path is Euler's, and after it the final picture follows from it."""
-    final, trajectory = draw(adapter, [0, 1], steps=range(2, 3))
+    trajectory = draw(adapter, [0, 1], steps=range(2, 3))
     schedule = adapter.schedule(5, 32, 32)
     sigmas = schedule.sigmas
 
@@ -85,16 +72,15 @@ def test_steps_outside_the_window_add_no_noise(adapter):
 
     start = initial_noise(sample_generators(0, 0, [0, 1]), adapter.latent_shape(32, 32), "cpu")
     torch.testing.assert_close(trajectory.latents[:, 0], euler(start, range(2)))
-    torch.testing.assert_close(final, euler(trajectory.latents[:, 1], range(3, 5)))
+    torch.testing.assert_close(trajectory.final, euler(trajectory.latents[:, 1], range(3, 5)))
     without_noise = euler(trajectory.latents[:, 0], [2])
     assert (trajectory.latents[:, 1] - without_noise).abs().mean() > 0.1
 
 
 def test_a_sample_does_not_depend_on_its_batch(adapter):
-    together, kept = draw(adapter, [0, 1, 2, 3])
-    alone, kept_alone = draw(adapter, [2])
-    torch.testing.assert_close(together[2:3], alone, atol=1e-5, rtol=0)
-    torch.testing.assert_close(kept.log_probs[2:3], kept_alone.log_probs, atol=1e-5, rtol=0)
+    together, alone = draw(adapter, [0, 1, 2, 3]), draw(adapter, [2])
+    torch.testing.assert_close(together.final[2:3], alone.final, atol=1e-5, rtol=0)
+    torch.testing.assert_close(together.log_probs[2:3], alone.log_probs, atol=1e-5, rtol=0)
 
 
 def test_every_sample_epoch_and_purpose_has_noise_of_its_own():
@@ -118,9 +104,10 @@ def test_samples_of_a_group_can_share_their_first_noise():
 
 
 def test_a_slice_of_a_trajectory_is_the_trajectory_of_a_slice(adapter):
-    _, trajectory = draw(adapter, [0, 1, 2, 3])
+    trajectory = draw(adapter, [0, 1, 2, 3])
     part = trajectory[1:3]
     assert len(part) == len(part.conditioning) == 2
+    assert torch.equal(part.final, trajectory.final[1:3])
     assert torch.equal(part.latents, trajectory.latents[1:3])
     assert torch.equal(part.conditioning.negative, trajectory.conditioning.negative[1:3])
 
@@ -162,8 +149,8 @@ def seeded(*seeds):
 
 def test_a_path_through_a_known_field_is_the_one_its_formula_gives():
     """In the precision of the model, with noise from one generator per sample."""
-    final, trajectory = sample_trajectory(
-        *(KnownField(), Scale(), KNOWN, START, NUMBERS), steps=range(2), generators=seeded(1, 2)
+    trajectory = Denoiser(KnownField(), Scale(), KNOWN).sample(
+        START, NUMBERS, steps=range(2), generators=seeded(1, 2)
     )
     drawn = [torch.randn(2, 2, generator=g, dtype=torch.float64) for g in seeded(1, 2)]
     x = START.double()
@@ -171,7 +158,7 @@ def test_a_path_through_a_known_field_is_the_one_its_formula_gives():
         v = 2 * 0.3 * x + TIMESTEPS[i] / 1000 * NUMBERS
         if i == 2:
             torch.testing.assert_close(trajectory.latents[:, 2], x, rtol=1e-12, atol=0)
-            torch.testing.assert_close(final, x - 0.5 * v, rtol=1e-12, atol=0)
+            torch.testing.assert_close(trajectory.final, x - 0.5 * v, rtol=1e-12, atol=0)
             break
         noise = torch.stack([of_sample[i] for of_sample in drawn])
         step = sde_step(
@@ -182,7 +169,7 @@ def test_a_path_through_a_known_field_is_the_one_its_formula_gives():
         x = step.next_sample
     assert trajectory.steps == range(2)
     assert torch.equal(trajectory.conditioning, NUMBERS)
-    assert not final.requires_grad
+    assert not trajectory.final.requires_grad
 
 
 def test_steps_without_noise_are_taken_within_their_context():
@@ -194,8 +181,8 @@ def test_steps_without_noise_are_taken_within_their_context():
         yield
         events.append(("out", len(field.with_gradient)))
 
-    sample_trajectory(
-        *(field, Scale(), KNOWN, START, NUMBERS),
+    Denoiser(field, Scale(), KNOWN).sample(
+        *(START, NUMBERS),
         steps=range(1, 2),
         generators=seeded(1, 2),
         without_noise=without_noise,
@@ -208,15 +195,15 @@ def test_compiled_code_samples_what_will_be_trained_as_it_will_be_trained(compil
     """With gradients on, though none is kept: without them it rounds differently."""
     field, noise = KnownField(), torch.zeros(2, 2)
     field.compiled = compiled
-    arguments = (field, Scale(), KNOWN, 0, START, NUMBERS)
+    denoiser, arguments = Denoiser(field, Scale(), KNOWN), (0, START, NUMBERS)
     with torch.no_grad():
-        _, velocity = policy_step(*arguments, stochastic=True, noise=iter([noise]))
-        policy_step(*arguments, stochastic=True, next_latents=START)
-        policy_step(*arguments, stochastic=False)
+        _, velocity = denoiser.step(*arguments, stochastic=True, noise=iter([noise]))
+        denoiser.step(*arguments, stochastic=True, next_latents=START)
+        denoiser.step(*arguments, stochastic=False)
     assert field.with_gradient == [compiled, False, False]
     assert field.through == {"conditional"}
     assert not velocity.requires_grad
-    step, velocity = policy_step(*arguments, stochastic=True, next_latents=START)
+    step, velocity = denoiser.step(*arguments, stochastic=True, next_latents=START)
     assert velocity.requires_grad
     assert step.log_prob.requires_grad
 
@@ -226,18 +213,19 @@ def test_negative_prompts_are_read_only_where_there_is_guidance(guidance, negati
     ahead = []
     adapter = SimpleNamespace(encode=lambda *texts: texts, encode_ahead=ahead.extend)
     prompts = [Prompt("a", "blurry"), Prompt("b")]
-    dynamics = replace(KNOWN, guidance_scale=guidance)
-    assert encode_prompts(adapter, prompts, dynamics) == (["a", "b"], negative)
-    encode_ahead(adapter, prompts, dynamics)
+    denoiser = Denoiser(adapter, None, replace(KNOWN, guidance_scale=guidance))
+    assert denoiser.encode(prompts) == (["a", "b"], negative)
+    assert denoiser.passes == (2 if guidance > 1 else 1)
+    denoiser.encode_ahead(prompts)
     assert ahead == ["a", "b", *(negative or [])]
 
 
 def test_without_noisy_steps_nothing_is_drawn_and_nothing_kept():
-    final, trajectory = sample_trajectory(KnownField(), Scale(), KNOWN, START, NUMBERS)
+    trajectory = Denoiser(KnownField(), Scale(), KNOWN).sample(START, NUMBERS)
     x = START.double()
     for i in range(3):
         x = x + (0.6 * x + TIMESTEPS[i] / 1000 * NUMBERS) * (SIGMAS[i + 1] - SIGMAS[i])
-    torch.testing.assert_close(final, x, rtol=1e-12, atol=0)
+    torch.testing.assert_close(trajectory.final, x, rtol=1e-12, atol=0)
     assert trajectory.latents.shape == trajectory.log_probs.shape == (2, 0)
 
 

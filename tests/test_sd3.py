@@ -3,11 +3,12 @@
 import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+from policies import policy_of
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter, sd3
 from flow_grpo.run.benchmarking import SD3_VAE
-from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_trajectory
+from flow_grpo.sampling.rollout import Denoiser, Dynamics, initial_noise
 from flow_grpo.training.policy import Policy
 
 PROMPTS = ["a red sign", 'it says "HELLO"', "a red sign"]
@@ -41,14 +42,11 @@ def test_the_ode_draws_the_same_picture_as_diffusers(
         max_sequence_length=length,
         output_type="pt",
     ).images
-    latents, _ = sample_trajectory(
-        adapter,
-        adapter.transformer,
-        Dynamics(adapter.schedule(5, height, width), guidance_scale=guidance),
-        noise,
-        adapter.encode(PROMPTS, NEGATIVE if guidance > 1 else None),
+    dynamics = Dynamics(adapter.schedule(5, height, width), guidance_scale=guidance)
+    trajectory = Denoiser(adapter, adapter.transformer, dynamics).sample(
+        noise, adapter.encode(PROMPTS, NEGATIVE if guidance > 1 else None)
     )
-    images = adapter.decode(latents)
+    images = adapter.decode(trajectory.final)
     assert images.shape == (3, 3, height, width)
     torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
 
@@ -85,7 +83,7 @@ def test_each_distinct_text_is_encoded_once(adapter, monkeypatch):
 def test_the_shortcut_takes_the_unconditional_half_as_a_constant(adapter):
     """Its gradient is the conditional velocity's times g; the whole one has -(g - 1) times the
     unconditional's besides."""
-    policy = Policy(adapter, rank=4, alpha=8)
+    policy = policy_of(adapter, rank=4, alpha=8)
     randomise(policy)
     latents = torch.randn(2, *adapter.latent_shape(32, 32))
 
@@ -123,15 +121,15 @@ def test_the_reference_is_the_model_before_training(adapter, use_lora):
             return adapter.velocity(module, latents, 500.0, conditioning, 1.0)
 
     before = velocity(adapter.transformer)
-    policy = Policy(adapter, use_lora=use_lora, rank=4, alpha=8)
+    policy = policy_of(adapter, use_lora=use_lora, rank=4, alpha=8)
     randomise(policy)
-    with policy.reference() as module:
-        assert torch.equal(velocity(module), before)
+    with policy.fixed("reference") as reference:
+        assert torch.equal(velocity(reference.transformer), before)
     assert not torch.allclose(velocity(policy.module), before, atol=1e-3)
 
 
 def test_lora_sits_on_the_eight_attention_projections(adapter):
-    policy = Policy(adapter, rank=4, alpha=8)
+    policy = policy_of(adapter, rank=4, alpha=8)
     names = {n for n, p in policy.transformer.named_parameters() if p.requires_grad}
     targets = {n.split(".attn.")[1].split(".lora_")[0] for n in names}
     assert targets == {
@@ -141,34 +139,29 @@ def test_lora_sits_on_the_eight_attention_projections(adapter):
 
 
 def test_training_can_start_from_a_saved_lora(adapter, tiny_sd3, tmp_path):
-    policy = Policy(adapter, rank=3, alpha=5)
+    policy = policy_of(adapter, rank=3, alpha=5)
     randomise(policy)
     policy.save(tmp_path)
-    again = Policy(load_adapter(str(tiny_sd3)), rank=7, alpha=7, lora_path=str(tmp_path / "lora"))
+    fresh = load_adapter(str(tiny_sd3))
+    again = policy_of(fresh, rank=7, alpha=7, lora_path=str(tmp_path / "lora"))
     assert again.transformer.peft_config["default"].r == 3
     assert again.transformer.peft_config["default"].lora_alpha == 5
     pairs = list(zip(policy.parameters(), again.parameters(), strict=True))
     assert pairs
     assert all(torch.equal(a, b) for a, b in pairs)
     with pytest.raises(UserError, match="cannot load a LoRA for this model from"):
-        Policy(load_adapter(str(tiny_sd3)), lora_path=str(tmp_path / "nothing"))
+        policy_of(fresh, lora_path=str(tmp_path / "nothing"))
 
 
 def test_a_half_precision_model_keeps_lora_and_latents_in_float32(tiny_sd3):
     adapter = load_adapter(str(tiny_sd3), dtype=torch.bfloat16, max_sequence_length=8)
-    policy = Policy(adapter, rank=4, alpha=8)
+    policy = policy_of(adapter, rank=4, alpha=8)
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert adapter.pipeline.vae.dtype == torch.float32
     noise = torch.randn(1, *adapter.latent_shape(32, 32))
     with torch.autocast("cpu", torch.bfloat16):
-        latents, _ = sample_trajectory(
-            adapter,
-            policy.module,
-            Dynamics(adapter.schedule(2, 32, 32)),
-            noise,
-            adapter.encode(["a"], None),
-        )
-    assert latents.dtype == torch.float32
+        trajectory = policy.denoiser.sample(noise, adapter.encode(["a"], None))
+    assert trajectory.final.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("size", "ok"), [(32, True), (36, False), (0, False), (264, False)])

@@ -55,8 +55,7 @@ def test_both_halves_of_guidance_are_trained_in_the_batch_that_was_sampled(
     samples = sample_epoch(session, 0)
     assert sizes == passes * 3 * 2  # steps, batches
     sizes.clear()
-    advantages = [np.array([1.0, -1.0]) for _ in samples]
-    metrics = train_epoch(session, 0, [s.trajectory for s in samples], advantages)
+    metrics = train_epoch(session, 0, samples, np.array([1.0, -1.0, 1.0, -1.0]))
     assert sizes == passes * 2 * 2  # trained steps, micro-batches
     assert metrics["train/first_update_ratio_dev"] <= 1e-5
 
@@ -66,7 +65,7 @@ def test_the_texts_of_the_next_epoch_are_encoded_ahead(make_session):
     events = encoded_and_submitted(session)
 
     def texts(sampled) -> set[str]:
-        return {session.prompts[row].prompt for s in sampled for row in s.batch.row}
+        return {session.prompts[row].prompt for s in sampled for row in s.draw.row}
 
     first = texts(sample_epoch(session, 0))
     last = max(i for i, event in enumerate(events) if event is SUBMITTED)
@@ -100,16 +99,15 @@ def test_samples_without_a_gradient_are_not_trained(make_session):
         sizes.append(len(latents)),
         velocity(module, latents, *args, **options),
     )[1]
-    advantages = [np.array([1.0, 0.0]), np.array([1.0, -1.0])]
-    train_epoch(session, 0, [s.trajectory for s in samples], advantages)
+    metrics = train_epoch(session, 0, samples, np.array([1.0, 0.0, 1.0, -1.0]))
     assert sorted(sizes) == [1, 1, 2, 2]  # two trained steps of each
+    assert "train/kl" not in metrics  # there is no reference
 
 
 def test_the_kl_to_a_policy_that_has_not_moved_is_zero(make_session):
     session = make_session(**{"train.beta": 0.04, "train.learning_rate": 1e-12})
     samples = sample_epoch(session, 0)
-    advantages = [np.array([1.0, -1.0]) for _ in samples]
-    metrics = train_epoch(session, 0, [s.trajectory for s in samples], advantages)
+    metrics = train_epoch(session, 0, samples, np.array([1.0, -1.0, 1.0, -1.0]))
     assert 0 <= metrics["train/kl"] < 1e-9
 
 

@@ -107,11 +107,11 @@ class ForwardProcess(Algorithm):
         at = prepared[j]
         velocity = policy.velocity(at.x_t, at.timesteps, batch.trajectory.conditioning)
         policy_loss, columns = self.objective(velocity, at, batch)
-        kl = torch.zeros_like(policy_loss)
+        loss, columns = policy_loss, {"policy_loss": policy_loss, **columns}
         if at.reference is not None:
-            kl = mean_square(velocity - at.reference)
-        loss = policy_loss + self.settings.kl_beta * kl
-        return Loss(loss, {"policy_loss": policy_loss, "kl": kl, **columns})
+            columns["kl"] = kl = mean_square(velocity - at.reference)
+            loss = loss + self.settings.kl_beta * kl
+        return Loss(loss, columns)
 
 
 def stratified(rng: np.random.Generator, steps: int, count: int) -> np.ndarray:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flow_grpo.algorithms.base import Algorithm, Batch, Loss, Setup, trajectory_steps
@@ -102,7 +101,9 @@ class TrajectoryAlgorithm(Algorithm):
         )
         policy_loss, columns = self.surrogate(taken)
         policy_loss = policy_loss * self._weight(taken)
-        loss, kl = policy_loss, torch.zeros_like(policy_loss)
+        half_square = 0.5 * taken.log_ratio.detach() ** 2
+        columns = {"policy_loss": policy_loss, "approx_kl": half_square, **columns}
+        loss = policy_loss
         if settings.beta > 0:
             other = take_step(
                 policy.dynamics, i, state, prepared[:, j], stochastic=True, next_latents=landed
@@ -116,11 +117,8 @@ class TrajectoryAlgorithm(Algorithm):
                 velocity=velocity,
                 reference_velocity=prepared[:, j],
             )
-            loss = loss + settings.beta * kl
-        half_square = 0.5 * taken.log_ratio.detach() ** 2
-        return Loss(
-            loss, {"policy_loss": policy_loss, "kl": kl, "approx_kl": half_square, **columns}
-        )
+            loss, columns["kl"] = loss + settings.beta * kl, kl
+        return Loss(loss, columns)
 
     def _weight(self, taken: Taken) -> float | Tensor:
         if self.settings.step_weight == "guard":

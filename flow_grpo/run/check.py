@@ -14,7 +14,7 @@ from flow_grpo.algorithms import ALGORITHMS, check_settings
 from flow_grpo.errors import UserError
 from flow_grpo.models.base import GuidanceGradient
 from flow_grpo.run.cli import OPEN_FIELDS, suggestion
-from flow_grpo.run.fields import get_config
+from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
 from flow_grpo.sde import KINDS, SOLVERS
 
 CHOICES = {
@@ -106,6 +106,13 @@ def check(config: ConfigDict) -> None:
         raise UserError(
             f"sample.noise_level={config.sample.noise_level} must be at most 1 for sde_type='cps'"
         )
+    for name in FLOW_GRPO_NAMES:
+        alias, value = values["train"][name], values["grpo"][name]
+        if alias != value:  # in a config whose references were resolved
+            raise UserError(
+                f"train.{name}={alias!r} and grpo.{name}={value!r} are two names of one field; "
+                "give both the same value"
+            )
     for name, algorithm in ALGORITHMS.items():
         check_settings(name, algorithm.Settings(**values[name]))
     if config.sample.merge_lora and not config.use_lora:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flow_grpo.algorithms.base import Loss
 from flow_grpo.rewards import TOTAL
+from flow_grpo.speed.transfer import send
 from flow_grpo.training.shards import whole
 
 LOSSES = ("loss", "policy_loss", "kl")  # 0 for samples that were left out
@@ -108,7 +109,12 @@ def group_distance(images: Tensor, groups: np.ndarray) -> Tensor:
     distances = [
         (2 * part.float().var(0).mean()).sqrt()
         for group in dict.fromkeys(groups.tolist())
-        if len(part := images[torch.from_numpy(np.flatnonzero(groups == group))]) > 1
+        if len(part := images[_rows(groups == group, images.device)]) > 1
     ]
     total = torch.stack(distances).sum() if distances else images.new_zeros(())
-    return torch.stack([total.float(), total.new_tensor(float(len(distances)))])
+    return torch.stack([total.float(), images.new_full((), len(distances), dtype=torch.float32)])
+
+
+def _rows(chosen: np.ndarray, device: torch.device) -> Tensor:
+    """Without waiting for the device."""
+    return send(torch.from_numpy(np.flatnonzero(chosen)), device)

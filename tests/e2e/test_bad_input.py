@@ -57,7 +57,7 @@ def assert_told(train, done, message):
             {"reward_servers__jpeg_compressibility": "host:18085"},
             "reward_servers.jpeg_compressibility='host:18085' must read like http://host:18085",
         ),
-        ({"train__kl_type": "k3"}, "train.kl_type='k3' must be one of 'flow_grpo'"),
+        ({"train__kl_type": "k3"}, "grpo.kl_type='k3' must be one of 'flow_grpo'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from policies import policy_of
 from runner import ROOT, Runner
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +16,6 @@ from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.run.export import Source, export
-from flow_grpo.training.policy import Policy
 
 
 def run_export(*args) -> subprocess.CompletedProcess:
@@ -44,7 +44,7 @@ def lora_run(short_runs, tmp_path_factory) -> Path:
 def full_checkpoint(tiny_sd3, tmp_path_factory) -> Path:
     """As full fine-tuning saves it, after changes that are not small."""
     folder = tmp_path_factory.mktemp("full") / "checkpoint-4"
-    policy = Policy(load_adapter(str(tiny_sd3)), use_lora=False, with_reference=False)
+    policy = policy_of(load_adapter(str(tiny_sd3)), use_lora=False, with_reference=False)
     generator = torch.Generator().manual_seed(0)
     for prefix in ("ema_", ""):
         for parameter in policy.parameters():

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from flow_grpo.algorithms.grpo import GrpoSettings, grpo_step_loss, reference_velocities
+from flow_grpo.algorithms import Batch, Setup
+from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.sampling.rollout import (
@@ -22,7 +24,6 @@ from flow_grpo.sampling.rollout import (
     Trajectory,
     initial_noise,
     sample_generators,
-    sample_trajectory,
 )
 from flow_grpo.speed.lora import MergedLora
 from flow_grpo.training.policy import Policy
@@ -50,7 +51,8 @@ class Run:
             dtype=DTYPES[precision],
             max_sequence_length=4,
         )
-        self.policy = Policy(self.adapter, rank=4, alpha=8)
+        dynamics = Dynamics(self.adapter.schedule(4, 32, 32), "flow", 0.7, 4.5)
+        self.policy = Policy(self.adapter, dynamics, rank=4, alpha=8)
         generator = torch.Generator().manual_seed(0)
         for name, parameter in self.adapter.transformer.named_parameters():
             if "lora_B" in name:
@@ -60,37 +62,26 @@ class Run:
             self.adapter.compile()
         if replay:
             self.adapter.replay()
-        self.dynamics = Dynamics(self.adapter.schedule(4, 32, 32), "flow", 0.7, 4.5)
 
     def sample(self, first: int = 0) -> Trajectory:
         generators = sample_generators(0, 0, list(range(first, first + len(PROMPTS))))
-        _, trajectory = sample_trajectory(
-            self.adapter,
-            self.policy.module,
-            self.dynamics,
+        return self.policy.denoiser.sample(
             initial_noise(generators, self.adapter.latent_shape(32, 32), "cuda"),
             self.adapter.encode(PROMPTS, [""] * len(PROMPTS)),
             steps=range(1, 3),
             generators=generators,
         )
-        return trajectory
 
     def train(self, trajectory: Trajectory, steps: list[int], *, add: bool = False) -> torch.Tensor:
         """Gradients of these steps together."""
-        references = reference_velocities(self.policy, self.dynamics, trajectory)
+        algorithm, rows = Grpo(GrpoSettings(), Setup()), np.arange(len(trajectory))
+        batch = Batch(trajectory, ADVANTAGES.cuda(), rows, rows)
+        references = algorithm.prepare(self.policy, batch)
         if not add:
             self.policy.transformer.zero_grad(set_to_none=True)
         for j in steps:
-            loss = grpo_step_loss(
-                self.policy,
-                self.dynamics,
-                trajectory,
-                j,
-                ADVANTAGES.cuda(),
-                GrpoSettings(),
-                reference=references[:, j],
-            )
-            self.ratio = loss.policy.ratio.detach()
+            loss = algorithm.loss(self.policy, batch, references, j)
+            self.ratio = loss.columns["ratio"]
             loss.per_sample.mean().backward()
         return torch.cat([p.grad.flatten() for p in self.policy.parameters()])
 
