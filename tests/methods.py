@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithms import ALGORITHMS, Algorithm, Batch, Setup
-from flow_grpo.algorithms.forward import Noised
+from flow_grpo.algorithms.forward import ForwardProcess, Noised
 from flow_grpo.algorithms.trajectory import Taken
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.base import Conditioning
@@ -63,19 +63,29 @@ def at_level(t: float, target: Tensor, **velocities: Tensor) -> Noised:
     )
 
 
-def of_credit(*credit: float, groups: list[int] | None = None, final: Tensor | None = None):
-    """A batch of samples that have a credit, and that are counted in their final latents."""
+def of_credit(*credit: float, groups: list[int] | None = None) -> Batch:
+    """Samples that have a credit, counted in their final latents."""
     size = len(credit)
     nothing = torch.zeros(size, 0, dtype=torch.float64)
     texts = torch.zeros(1, 1, 1)
     conditioning = Conditioning(texts, texts[0], torch.zeros(size, dtype=torch.long), None)
-    final = pixels(*[[float(i)] for i in range(size)]) if final is None else final
+    final = pixels(*[[float(i)] for i in range(size)])
     return Batch(
         Trajectory(final, range(0), nothing, nothing, conditioning),
         numbers(*credit),
         np.arange(size),
         np.zeros(size, int) if groups is None else np.array(groups),
     )
+
+
+def objective(
+    algorithm: ForwardProcess, velocity: Tensor, at: Noised, *credit: float
+) -> tuple[list[float], list[list[float]], dict[str, Tensor]]:
+    """The loss, and its gradient in the velocity."""
+    velocity = velocity.clone().requires_grad_()
+    loss, columns = algorithm.objective(velocity, at, of_credit(*credit))
+    loss.sum().backward()
+    return loss.tolist(), velocity.grad.squeeze(1, 2).tolist(), columns
 
 
 @cache
