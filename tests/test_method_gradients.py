@@ -88,5 +88,25 @@ def test_the_gradient_equals_finite_differences(name, guidance, monkeypatch):
         assert slope == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_where_a_method_says_so_there_is_no_gradient(name):
+    """Samples without credit: left out of training where no leash holds the weights."""
+    leash = "kl_beta" if "kl_beta" in WIDE[name] else "beta"
+    held = method(name, SETUP, **{**WIDE[name], leash: 0.3})
+    free = method(name, SETUP, **{**WIDE[name], leash: 0.0})
+    policy, batch = rollout(free)
+    batch = replace(batch, credit=torch.zeros_like(batch.credit))
+    assert held.has_gradient(batch.credit).all()
+    [(part, prepared)] = free.prepared(policy, [batch])
+    gradients = torch.autograd.grad(
+        free.loss(policy, part, prepared, 0).per_sample.sum(), policy.parameters()
+    )
+    none = not any(g.any() for g in gradients)
+    assert none or free.has_gradient(batch.credit).all()
+    trained = name in ("nft", "awm")  # they move, or are held to, the old weights
+    assert none != trained
+    assert free.has_gradient(numbers(0.1, -0.1)).all()
+
+
 def test_all_methods_are_here():
     assert WIDE.keys() == set(METHODS)
