@@ -54,8 +54,8 @@ def moving_window(num_steps: int, *, size: int, shift: int, every: int, epoch: i
     places = num_steps - size  # the last step adds no noise
     if places < 1:
         raise ValueError(
-            f"a window of {size} steps does not fit into num_steps={num_steps}: the last step adds "
-            "no noise"
+            f"mix.window_size={size} must be below sample.num_steps={num_steps}: the last step "
+            "adds no noise"
         )
     start = epoch // every * shift % places
     return range(start, start + size)

@@ -136,6 +136,17 @@ def test_in_a_pair_rloo_compares_each_with_the_other():
     assert out.tolist() == [-4, 4]
 
 
+@given(rewards_and_groups)
+def test_rloo_is_dr_grpo_times_g_over_g_minus_one(data):
+    rewards, groups = data
+    size = np.array([(groups == g).sum() for g in groups])
+    rloo, centred = (compute_advantages(rewards, groups, estimator=e) for e in ("rloo", "dr_grpo"))
+    several = size > 1
+    expected = centred[several] * size[several] / (size[several] - 1)
+    np.testing.assert_allclose(rloo[several], expected, atol=1e-12)
+    assert (rloo[~several] == 0).all()
+
+
 def test_a_missing_baseline_is_a_missing_score():
     r, baseline = np.array([1.0, np.nan, 3.0, 4.0]), [0.5, 0.5, None, 1.0]
     out = compute_advantages(r, np.zeros(4, int), estimator="remax", baseline=baseline)

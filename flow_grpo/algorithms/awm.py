@@ -50,9 +50,8 @@ class Awm(ForwardProcess):
     def objective(
         self, velocity: Tensor, at: Noised, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        p = self.settings.power
         error = mean_square(velocity - at.target)
-        log_prob = -at.t.flatten() / p * ((error + TINY) ** p - TINY**p)
+        log_prob = matching_log_prob(error, at.t.flatten(), self.settings.power)
         # The ratio to the policy of this update is 1, where PPO's clip has no effect.
         ratio = torch.exp(log_prob - log_prob.detach())
         moved = mean_square(velocity - at.old)
@@ -62,3 +61,8 @@ class Awm(ForwardProcess):
     def after_epoch(self, policy: "Policy", epoch: int) -> None:
         s = self.settings
         policy.old.blend(decay_at(epoch, rate=s.old_rate, start=0, most=s.old_most))
+
+
+def matching_log_prob(error: Tensor, t: Tensor, p: float) -> Tensor:
+    """What stands in for a log-probability: -t error^p / p, smooth where the error is 0."""
+    return -t / p * ((error + TINY) ** p - TINY**p)

@@ -29,8 +29,8 @@ class Dpo(ForwardProcess):
         super().check()
         if self.setup.group_size < 2:
             raise ValueError(
-                "algorithm='dpo' needs groups of two or more, the best against the worst; set "
-                "sample.num_image_per_prompt"
+                f"sample.num_image_per_prompt={self.setup.group_size} must be at least 2 for "
+                "algorithm='dpo', which sets the best of a group against its worst"
             )
 
     def credit(self, scored: Scored) -> np.ndarray:

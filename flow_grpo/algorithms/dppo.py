@@ -26,8 +26,8 @@ class Dppo(TrajectoryAlgorithm):
     def check(self) -> None:
         if self.setup.sde_type == "cps":
             raise ValueError(
-                "algorithm='dppo' needs sample.sde_type='flow' or 'dance': cps leaves the variance "
-                "out of its log-probability"
+                "algorithm='dppo' needs sample.sde_type='flow' or 'dance', not 'cps', which leaves "
+                "the variance out of its log-probability"
             )
 
     def surrogate(self, taken: Taken) -> tuple[Tensor, dict[str, Tensor]]:

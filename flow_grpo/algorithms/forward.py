@@ -59,6 +59,11 @@ class ForwardProcess(Algorithm):
         self.losses_per_sample = settings.times
 
     def check(self) -> None:
+        if self.settings.times > self.setup.num_steps:
+            raise ValueError(
+                f"{self.name}.times={self.settings.times} must be at most sample.num_steps="
+                f"{self.setup.num_steps}: noise levels are those of the rollout; set it lower"
+            )
         if self.setup.window_size:
             raise ValueError(
                 f"sample.sde_window_size={self.setup.window_size} does not go with algorithm="
@@ -115,10 +120,9 @@ class ForwardProcess(Algorithm):
 
 
 def stratified(rng: np.random.Generator, steps: int, count: int) -> np.ndarray:
-    """`count` of `steps`, one from each of as many equal parts: all are equally likely."""
-    if count > steps:
-        raise ValueError(f"times={count} is more than the {steps} steps of the rollout")
-    return np.floor((np.arange(count) + rng.random(count)) * steps / count).astype(np.int64)
+    """`count` different ones of `steps`, one from each of as many equal parts: all are equally
+    likely. One draw shifts them together, so that two of them never meet."""
+    return (np.arange(count) * steps + rng.integers(steps)) // count
 
 
 def decay_at(epoch: int, *, rate: float, start: int, most: float) -> float:

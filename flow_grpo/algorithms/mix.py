@@ -37,8 +37,14 @@ class Mix(Grpo):
         )
 
     def credit(self, scored: Scored) -> np.ndarray:
+        missing = np.isnan(scored.total)  # in any of the rewards: it shifts no statistic
         return sum(
             weight
-            * compute_advantages(scored.rewards[name], scored.groups, scale="group", eps=1e-8)
+            * compute_advantages(
+                np.where(missing, np.nan, scored.rewards[name]),
+                scored.groups,
+                scale="group",
+                eps=1e-8,
+            )
             for name, weight in scored.weights.items()
         )

@@ -1,0 +1,112 @@
+"""The gradient of every method's loss against finite differences, in float64."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from methods import METHODS, STEPS, method, numbers, rollout
+from torch import Tensor
+
+# Far from every kink: a clip or a mask that acts here would leave nothing to compare.
+WIDE = {
+    "grpo": {"clip_range": 0.5, "beta": 0.3},
+    "grpo_guard": {"clip_range": 0.5, "beta": 0.3, "kl_type": "gaussian"},
+    "dppo": {"delta": 1e3, "beta": 0.3, "kl_type": "velocity", "step_weight": "tempflow"},
+    "mix": {"clip_range": 0.5, "beta": 0.3, "window_size": 2},
+    "nft": {"times": 3, "beta": 0.7, "kl_beta": 0.3},
+    "awm": {"times": 3, "kl_beta": 0.3},
+    "dgpo": {"times": 3, "clip_range": 1e3, "beta": 5.0, "kl_beta": 0.3},
+    "dpo": {"times": 3, "beta": 20.0, "kl_beta": 0.3},
+    "sft": {"times": 3, "kl_beta": 0.3},
+    "rwr": {"times": 3, "kl_beta": 0.3},
+}
+CREDIT = {"dpo": (1, -1, -1, 1), "sft": (0, 1, 1, 0), "rwr": (0.4, 1.6, 1.9, 0.1)}
+SETUP = {"num_steps": STEPS, "group_size": 2, "update_samples": 4}
+
+
+class StopGradients:
+    """What passes `detach` is a constant of the loss: it keeps the value of the first time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch, self.values = monkeypatch, []
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        detach, seen = Tensor.detach, iter(self.values)
+
+        def first(tensor: Tensor) -> Tensor:
+            self.values.append(detach(tensor).clone())
+            return self.values[-1]
+
+        with self.monkeypatch.context() as patch:
+            patch.setattr(Tensor, "detach", (lambda _: next(seen)) if self.values else first)
+            yield
+
+
+@pytest.mark.parametrize(
+    ("name", "guidance"),
+    [*((name, 1.0) for name in METHODS), ("grpo", 4.5), ("nft", 4.5), ("dpo", 4.5)],
+)
+def test_the_gradient_equals_finite_differences(name, guidance, monkeypatch):
+    algorithm = method(name, SETUP, **WIDE[name])
+    policy, batch = rollout(algorithm, guidance=guidance)
+    batch = replace(batch, credit=numbers(*CREDIT.get(name, batch.credit.tolist())))
+    prepared = list(algorithm.prepared(policy, algorithm.batches([batch], 4)))
+    constants = StopGradients(monkeypatch)
+
+    def objective() -> Tensor:
+        with constants.held():
+            losses = [
+                algorithm.loss(policy, part, fixed, j)
+                for part, fixed in prepared
+                for j in range(algorithm.losses_per_sample)
+            ]
+        assert all((loss.columns["kl"] > 0).all() for loss in losses)
+        return torch.stack([loss.per_sample.mean() for loss in losses]).mean()
+
+    parameters = policy.parameters()
+    gradients = torch.autograd.grad(objective(), parameters)
+    start = [p.detach().clone() for p in parameters]
+    generator = torch.Generator().manual_seed(1)
+    is_b = ["lora_B" in name for name in policy.trained()]
+    for chosen in (is_b, [not b for b in is_b]):  # along all of one kind of factor at once
+        direction = [
+            torch.randn(p.shape, generator=generator, dtype=p.dtype) * use
+            for p, use in zip(parameters, chosen, strict=True)
+        ]
+        h, values = 1e-5, []
+        for sign in (h, -h):
+            with torch.no_grad():
+                for p, at, d in zip(parameters, start, direction, strict=True):
+                    p.copy_(at + sign * d)
+                values.append(objective().item())
+        expected = (values[0] - values[1]) / (2 * h)
+        slope = sum((g * d).sum().item() for g, d in zip(gradients, direction, strict=True))
+        assert abs(expected) > 1e-4
+        assert slope == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_where_a_method_says_so_there_is_no_gradient(name):
+    """Samples without credit: left out of training where no leash holds the weights."""
+    leash = "kl_beta" if "kl_beta" in WIDE[name] else "beta"
+    held = method(name, SETUP, **{**WIDE[name], leash: 0.3})
+    free = method(name, SETUP, **{**WIDE[name], leash: 0.0})
+    policy, batch = rollout(free)
+    batch = replace(batch, credit=torch.zeros_like(batch.credit))
+    assert held.has_gradient(batch.credit).all()
+    [(part, prepared)] = free.prepared(policy, [batch])
+    gradients = torch.autograd.grad(
+        free.loss(policy, part, prepared, 0).per_sample.sum(), policy.parameters()
+    )
+    none = not any(g.any() for g in gradients)
+    assert none or free.has_gradient(batch.credit).all()
+    trained = name in ("nft", "awm")  # they move, or are held to, the old weights
+    assert none != trained
+    assert free.has_gradient(numbers(0.1, -0.1)).all()
+
+
+def test_all_methods_are_here():
+    assert WIDE.keys() == set(METHODS)

@@ -1,0 +1,108 @@
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from flow_grpo.training.snapshot import Snapshot
+
+
+def weights(seed: int = 0) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (3, 2), "b": (4,)}
+    return {n: nn.Parameter(torch.randn(s, generator=generator)) for n, s in shapes.items()}
+
+
+def test_a_blend_keeps_a_share():
+    """With shares k_n and weights w_n = n, from 0: the sum of (1 - k_n) n times all later k."""
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    snapshot = Snapshot({"w": weight}, "old")
+    keeps = [0.25, 0.0, 0.5, 0.9]
+    expected = 0.0
+    for n, keep in enumerate(keeps, 1):
+        weight.data.fill_(float(n))
+        snapshot.blend(keep)
+        expected = keep * expected + (1 - keep) * n
+        assert snapshot.copy[0].tolist() == pytest.approx([expected] * 2, rel=1e-12)
+    # after the share of 0, from 2: .5 * 2 + .5 * 3 = 2.5, then .9 * 2.5 + .1 * 4
+    assert expected == pytest.approx(2.65)
+    assert weight.tolist() == [4.0, 4.0]
+
+
+def test_a_share_of_nothing_is_a_copy_bit_for_bit():
+    own = weights()
+    snapshot = Snapshot(own, "old")
+    for parameter in own.values():
+        parameter.data.mul_(1 / 3)
+    snapshot.blend(0)
+    assert all(map(torch.equal, snapshot.copy, own.values()))
+    own["a"].data.add_(1)
+    assert not torch.equal(snapshot.copy[0], own["a"])
+
+
+def test_it_stands_in_and_steps_aside():
+    own = weights()
+    first = [p.detach().clone() for p in own.values()]
+    snapshot = Snapshot(own, "old")
+    for parameter in own.values():
+        parameter.data.add_(1 / 3)
+    moved = [p.detach().clone() for p in own.values()]
+    storage = [p.data_ptr() for p in own.values()]
+    with snapshot.applied():
+        assert all(map(torch.equal, own.values(), first))
+    assert all(map(torch.equal, own.values(), moved))
+    assert all(map(torch.equal, snapshot.copy, first))
+    assert [p.data_ptr() for p in own.values()] == storage  # as optimizers know them
+
+
+def test_it_steps_aside_after_an_error():
+    own = weights()
+    first = [p.detach().clone() for p in own.values()]
+    snapshot = Snapshot(own, "old")
+    for parameter in own.values():
+        parameter.data.neg_()
+    with pytest.raises(KeyError), snapshot.applied():
+        raise KeyError("inside")
+    assert all(torch.equal(p, -f) for p, f in zip(own.values(), first, strict=True))
+    assert all(map(torch.equal, snapshot.copy, first))
+
+
+def test_saved_and_loaded_bit_for_bit(tmp_path):
+    own = weights()
+    snapshot = Snapshot(own, "old")
+    for parameter in own.values():
+        parameter.data.mul_(1.1)
+    snapshot.blend(0.3)
+    snapshot.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.safetensors"]
+    other = weights(seed=1)
+    before = [p.detach().clone() for p in other.values()]
+    loaded = Snapshot(other, "old")
+    loaded.load(tmp_path)
+    assert all(map(torch.equal, loaded.copy, snapshot.copy))
+    assert all(map(torch.equal, other.values(), before))
+
+
+def test_one_process_of_several_writes(tmp_path):
+    Snapshot(weights(), "old").save(tmp_path, writes=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_none_was_saved_it_begins_with_the_weights(tmp_path, caplog):
+    own = weights()
+    snapshot = Snapshot(own, "old")
+    for parameter in own.values():
+        parameter.data.add_(1)
+    with caplog.at_level(logging.WARNING):
+        snapshot.load(tmp_path)
+    assert all(map(torch.equal, snapshot.copy, own.values()))
+    assert "has no old weights" in caplog.text
+
+
+def test_other_weights_are_refused(tmp_path):
+    Snapshot(weights(), "old").save(tmp_path)
+    with pytest.raises(ValueError, match=r"old.safetensors is of other weights"):
+        Snapshot({"c": nn.Parameter(torch.zeros(2))}, "old").load(tmp_path)
+    reshaped = {"a": nn.Parameter(torch.zeros(1, 2)), "b": nn.Parameter(torch.zeros(4))}
+    with pytest.raises(ValueError, match=r"old.safetensors is of weights of another shape"):
+        Snapshot(reshaped, "old").load(tmp_path)
