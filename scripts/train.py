@@ -100,6 +100,8 @@ def train(session: Session) -> None:
         with timer("reward_wait"):
             scored = collect_rewards(session, epoch, samples)
         session.stop.check()
+        drawn = sum(len(s.trajectory) for s in samples)
+        session.policy.count(drawn * config.sample.num_steps)
         if outage := describe_outage(
             session.accelerator, session.reward, scored.rewards, config.max_failed_fraction
         ):
@@ -130,24 +132,29 @@ def train(session: Session) -> None:
 def sample_behind(session: Session, epoch: int) -> list[SampledBatch]:
     """An epoch that was not sampled ahead: the first, or the first of a resumed run, whose stale
     weights sample it again as they did."""
+    step = session.progress.step
     if session.stale is None or epoch == 0:
         with session.behaviour():
-            return sample_epoch(session, epoch)
+            return sample_epoch(session, epoch, step)
     with session.stale.applied():
-        return sample_epoch(session, epoch)
+        return sample_epoch(session, epoch, step - session.plan.updates)
 
 
 def sample_ahead(session: Session, epoch: int) -> list[SampledBatch] | None:
     """With `sample.async_depth`: the next epoch, while rewards of this one are computed."""
-    if session.stale is None or epoch >= session.config.num_epochs:
+    if session.stale is None:
         return None
     with session.behaviour():
         session.stale.blend(0)
-        return sample_epoch(session, epoch)
+        is_last = epoch >= session.config.num_epochs  # but the run may go on later
+        return None if is_last else sample_epoch(session, epoch, session.progress.step)
 
 
-def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
-    """Draw this process's samples; each batch is scored while the next one is sampled."""
+def sample_epoch(session: Session, epoch: int, step: int = 0) -> list[SampledBatch]:
+    """Draw this process's samples; each batch is scored while the next one is sampled.
+
+    `step`: optimizer updates of the weights that sample.
+    """
     config, policy, algorithm = session.config, session.policy, session.algorithm
     draws, samples, without_noise = draw_epoch(session, epoch), [], session.without_noise(epoch)
     policy.denoiser.encode_ahead(prompts_of(session, draws))
@@ -165,11 +172,9 @@ def sample_epoch(session: Session, epoch: int) -> list[SampledBatch]:
             without_noise=without_noise,
             keep_means=algorithm.keeps_means,
         )
-        policy.count(len(trajectory) * config.sample.num_steps)
         images, scores = decode_and_score(session, trajectory, chosen)
         distance = group_distance(images, draw.row)
         shown = None if samples else images
-        step = session.progress.step
         samples.append(SampledBatch(draw, trajectory, shown, scores, distance, step))
     # while a GPU is still at the last batch, unless the encoders would have to join it there
     if epoch + 1 < config.num_epochs and not config.offload_idle:

@@ -1,6 +1,6 @@
 """A run of the trainer in float64, where runs that should be equal are, to the last digits.
 
-    torchrun --nproc_per_node 2 tests/exact_run.py '{"logdir": ..., "sample.train_batch_size": 6}'
+    torchrun --nproc_per_node 2 tests/exact_run.py '[{"logdir": ..., "sample.train_batch_size": 6}]'
 
 In float32 the order of a sum moves the last bits, and Adam makes much of them where a gradient is
 next to zero. A pixel that is rounded the other way would move a reward, so the reward is smooth.
@@ -57,4 +57,5 @@ def run(**fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    run(**json.loads(sys.argv[1]))
+    for one in json.loads(sys.argv[1]):
+        run(**one)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import exact_run
 import pytest
@@ -28,10 +29,13 @@ class Runs:
         self.logdir, self.dataset = logdir, dataset
 
     def __call__(self, layout: str, *, name: str = "run", epochs: int, **fields) -> None:
+        self.several(layout, {name: fields}, epochs=epochs)
+
+    def several(self, layout: str, runs: dict[str, dict[str, Any]], *, epochs: int) -> None:
+        """One after the other, in the same processes."""
         processes, batch, micro, accumulated = LAYOUTS[layout]
-        fields |= {
+        common = {
             "logdir": str(self.logdir),
-            "run_name": name,
             "dataset": str(self.dataset),
             "num_epochs": epochs,
             "sample.train_batch_size": batch,
@@ -39,12 +43,14 @@ class Runs:
             "train.batch_size": micro,
             "train.gradient_accumulation_steps": accumulated,
         }
+        every = [{**common, "run_name": name, **fields} for name, fields in runs.items()]
         if processes == 1:
-            exact_run.run(**fields)
+            for one in every:
+                exact_run.run(**one)
             return
         launcher = ("-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone")
         done = subprocess.run(
-            [sys.executable, *launcher, exact_run.__file__, json.dumps(fields)],
+            [sys.executable, *launcher, exact_run.__file__, json.dumps(every)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             capture_output=True,

@@ -1,0 +1,58 @@
+"""Every kind of algorithm keeps the trainer's promises, where they are exact: in float64."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_exact import Runs, assert_equal
+
+STATE = "checkpoints/latest/state"
+METHODS = {
+    "nft": {"algorithm": "nft", "nft.times": 2},
+    "awm": {"algorithm": "awm", "awm.times": 2},
+    "dgpo": {"algorithm": "dgpo", "dgpo.times": 2},
+    "dpo": {"algorithm": "dpo", "dpo.times": 2},
+    "grpo_guard": {"algorithm": "grpo_guard"},
+    "remax": {"train.advantage": "remax"},
+    "async": {"sample.async_depth": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(prompt_folder, tmp_path_factory) -> Runs:
+    """Each method undisturbed, on one process and on two."""
+    runs = Runs(tmp_path_factory.mktemp("methods"), prompt_folder)
+    for how, layout in (("whole", "1 x 6"), ("two", "2 x 12")):
+        runs.several(layout, {f"{m}-{how}": fields for m, fields in METHODS.items()}, epochs=2)
+    return runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_stopped_and_resumed_is_never_stopped(runs, method):
+    for epochs in (1, 2):
+        runs("1 x 6", name=method, epochs=epochs, resume="auto", **METHODS[method])
+    whole, resumed = (runs.logdir / name for name in (f"{method}-whole", method))
+    files = sorted(p.name for p in (whole / STATE).glob("*.safetensors"))
+    assert ("old.safetensors" in files) == (method in ("nft", "awm", "dgpo"))
+    assert ("stale.safetensors" in files) == (method == "async")
+    for name in files:
+        first, second = (load_file(folder / STATE / name) for folder in (whole, resumed))
+        assert all(torch.equal(first[k], second[k]) for k in first), name
+    assert curve(whole) == curve(resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_train_what_one_does(runs, method):
+    assert_equal(runs.state(f"{method}-two"), runs.state(f"{method}-whole"))
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    """All that was logged, but for what depends on the clock and the memory, and evaluations, which
+    are made after the last epoch."""
+    other = ("time/", "eval/", "perf/images", "perf/peak")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    return [{k: v for k, v in line.items() if not k.startswith(other)} for line in lines]
