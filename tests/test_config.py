@@ -227,6 +227,14 @@ def test_a_wide_clip_range_for_cps_is_warned_of():
     assert unusual(with_fields(sample__sde_type="cps", **sides)) == []
 
 
+def test_a_setting_of_an_algorithm_that_is_not_used_is_told():
+    config = with_fields(algorithm="nft", nft__times=3, awm__times=3, train__beta=0.5)
+    assert unusual(config) == [
+        "awm.times=3 has no effect: algorithm='nft'",
+        "grpo.beta=0.5 has no effect: algorithm='nft'",
+    ]
+
+
 def test_the_warning_is_given_once_before_anything_is_loaded(tmp_path, caplog):
     config = with_fields(device="cpu", dataset="no/such/folder", sample__sde_type="cps")
     config.logdir = str(tmp_path)

@@ -159,7 +159,7 @@ def unusual(config: ConfigDict) -> list[str]:
                 f"settings have {CPS_CLIP}; set --config.{field}={CPS_CLIP}"
             )
     default = get_config()
-    for other in ALGORITHMS.keys() - {config.algorithm}:
+    for other in [name for name in ALGORITHMS if name != config.algorithm]:
         changed = [name for name in default[other] if config[other][name] != default[other][name]]
         lines += [
             f"{other}.{name}={config[other][name]} has no effect: algorithm={config.algorithm!r}"

@@ -152,7 +152,7 @@ def test_a_config_that_was_written_for_another_trainer(run, tmp_path):
     )
     done = run(config=f"{config}:general_ocr_sd3")
     assert_told(run, done, "it has unknown fields: allow_tf32, sample.batch_size (it is sample.t")
-    assert "save_dir (it is logdir here); it lacks compile, cuda_graphs, " in done.stderr
+    assert "save_dir (it is logdir here); it lacks algorithm, awm, " in done.stderr
     assert "more; start from flow_grpo.run.fields.get_config()" in done.stderr
 
 
