@@ -321,6 +321,7 @@ def take_update(session: Session, stats: TrainingStats) -> None:
     session.optimizer.zero_grad()
     if accelerator.sync_gradients:
         progress.step += 1
+        session.policy.moved()
         if session.ema is not None and not accelerator.optimizer_step_was_skipped:
             session.ema.update(progress.step)
         session.stop.check()

@@ -134,3 +134,4 @@ def move(policy: Policy, generator: torch.Generator, by: float) -> None:
         for parameter in policy.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter += by * noise
+    policy.moved()

@@ -225,3 +225,22 @@ def test_the_leash_to_the_reference_is_part_of_the_loss(name):
     assert kl.min() > 0
     torch.testing.assert_close(loss.columns["kl"], kl)
     torch.testing.assert_close(loss.per_sample, loss.columns["policy_loss"] + 0.3 * kl)
+
+
+@pytest.mark.parametrize("name", ["nft", "awm", "dgpo"])
+def test_old_velocities_are_not_computed_where_nothing_has_moved(name):
+    algorithm = method(name)
+    policy, batch = rollout(algorithm)
+    policy.old.blend(0)
+    [(part, short)] = algorithm.prepared(policy, [batch])
+    policy.moved()  # so the trainer would think
+    [(_, whole)] = algorithm.prepared(policy, [batch])
+    assert short.old is None
+    assert whole.old is not None
+    first, second = (algorithm.loss(policy, part, at, 1) for at in (short, whole))
+    torch.testing.assert_close(first.per_sample, second.per_sample, rtol=1e-9, atol=1e-12)
+    for a, b in zip(
+        *(torch.autograd.grad(o.per_sample.sum(), policy.parameters()) for o in (first, second)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-12)

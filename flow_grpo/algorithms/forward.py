@@ -102,6 +102,8 @@ class ForwardProcess(Algorithm):
         x0 = x0[:, None]
         noised = Noised(steps, t, timesteps, (1 - t) * x0 + t * e, e - x0)
         needed = set(self.fixed) | ({"reference"} if self.needs_reference else set())
+        if policy.old is not None and policy.old.is_current:
+            needed -= {"old"}  # the velocity itself, see `loss`
         velocities = {
             which: policy.fixed_velocities(which, noised.x_t, steps, batch.trajectory.conditioning)
             for which in sorted(needed)
@@ -111,6 +113,8 @@ class ForwardProcess(Algorithm):
     def loss(self, policy: "Policy", batch: Batch, prepared: Noised, j: int) -> Loss:
         at = prepared[j]
         velocity = policy.velocity(at.x_t, at.timesteps, batch.trajectory.conditioning)
+        if "old" in self.fixed and at.old is None:
+            at = replace(at, old=velocity.detach())
         policy_loss, columns = self.objective(velocity, at, batch)
         loss, columns = policy_loss, {"policy_loss": policy_loss, **columns}
         if at.reference is not None:

@@ -217,6 +217,11 @@ class Policy:
                 velocities.append(velocity.unflatten(0, (batch, at_once)))
         return torch.cat(velocities, 1)
 
+    def moved(self) -> None:
+        """After an update of the weights."""
+        if self.old is not None:
+            self.old.is_current = False
+
     def count(self, samples: int, *, backward: bool = False) -> None:
         self.passes += samples * self.denoiser.passes * (3 if backward else 1)
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from flow_grpo.training.shards import gathered, sharded_like, whole
+from flow_grpo.training.shards import gathered, sharded_like, whole, whole_state
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ class Snapshot:
         self.names, self.parameters = list(parameters), list(parameters.values())
         with gathered(self.parameters):
             self.copy = [p.detach().clone() for p in self.parameters]
+        self.is_current = True  # equal to the weights; whoever changes these sets it back
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Not by accelerate's own way, which would pickle."""
@@ -39,6 +40,7 @@ class Snapshot:
             weights = [p.detach() for p in self.parameters]
             if keep == 0:
                 torch._foreach_copy_(self.copy, weights)
+                self.is_current = True
             else:
                 torch._foreach_lerp_(self.copy, weights, 1 - keep)
 
@@ -63,6 +65,8 @@ class Snapshot:
             if saved[name].shape != copy.shape:
                 raise ValueError(f"{path.name} is of weights of another shape than those trained")
             copy.copy_(sharded_like(saved[name], copy))
+        now = whole_state(dict(zip(self.names, self.parameters, strict=True)))
+        self.is_current = all(torch.equal(saved[name], now[name]) for name in self.names)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
