@@ -6,40 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ml_collections import ConfigDict
 from peft import LoraConfig
 from torch import nn
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter
-from flow_grpo.run import presets
-from flow_grpo.run.session import Session, build_session
+from flow_grpo.run.session import Session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import run_evaluation, sample_epoch, train_epoch
 
 SUBMITTED = object()
-
-
-@pytest.fixture
-def make_session(tmp_path):
-    sessions = []
-
-    def make(**fields) -> Session:
-        config = presets.get_config("tiny_ocr_1gpu")
-        config.device, config.logdir, config.log_with = "cpu", str(tmp_path), ""
-        config.run_name = f"run-{len(sessions)}"
-        config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
-        config.sample.guidance_scale = 2.0
-        config.sample.num_steps, config.sample.sde_window_size = 3, 0
-        presets.per_gpu_batches(config, gpus=1, groups=2, group_size=2, max_batch=2, updates=2)
-        config.update_from_flattened_dict(fields)
-        sessions.append(build_session(config))
-        return sessions[-1]
-
-    yield make
-    for session in sessions:
-        session.close()
 
 
 @pytest.mark.parametrize(("gradient", "passes"), [("both", [4]), ("conditional", [2, 2])])

@@ -1,5 +1,6 @@
 """Flow-DPPO: no clip of the ratio, but no gradient for samples that have moved too far already in
-the direction they are pushed. Distance is the KL of the Gaussian steps."""
+the direction they are pushed. Distance is the KL of the Gaussian steps (Ping et al. 2026, arXiv
+2606.11025)."""
 
 from dataclasses import dataclass
 

@@ -20,7 +20,7 @@ from flow_grpo.sde import KINDS, SOLVERS
 CHOICES = {
     "sample.sde_type": [kind for kind in KINDS if kind != "ode"],
     "train.guidance_gradient": list(get_args(GuidanceGradient)),
-    "algorithm": list(ALGORITHMS),
+    "algorithm": ALGORITHMS,
     "sample.solver": list(SOLVERS),
     "sample.sde_window_per": ["epoch", "batch"],
     "train.advantage": list(ESTIMATORS),

@@ -1,4 +1,5 @@
-"""Every field of a run, its default and why it is there. Presets change these; see grpo.py."""
+"""Every field of a run, its default and why it is there; those of an algorithm are in its file
+under flow_grpo/algorithms. Presets change them: flow_grpo/run/presets.py."""
 
 from dataclasses import fields
 from typing import get_args, get_type_hints

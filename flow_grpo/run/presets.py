@@ -135,6 +135,7 @@ def _tiny_forward(gpus: int, algorithm: str, epochs: int) -> ConfigDict:
     """Three noise levels of each sample, drawn without noise; no leash to the first weights."""
     config = tiny_ocr(gpus)
     config.algorithm = algorithm
+    _without_grpo(config)
     config.sample.sde_window_size = 0
     config.num_epochs, config.eval_freq = epochs, 1
     config[algorithm].times, config[algorithm].kl_beta = 3, 0.0
@@ -182,8 +183,8 @@ def tiny_rwr(gpus: int) -> ConfigDict:
 
 def _tiny_trajectory(gpus: int, algorithm: str) -> ConfigDict:
     config = tiny_ocr(gpus)
-    config.train.clip_range, config.train.beta = 1e-4, 0.04  # grpo's own
     config.algorithm = algorithm
+    _without_grpo(config)
     config[algorithm].beta = 0.0
     return config
 
@@ -263,7 +264,7 @@ def dgpo(config: ConfigDict) -> None:
 
 def _without_grpo(config: ConfigDict) -> None:
     """Its fields back at their defaults: they would have no effect."""
-    config.grpo.update(base_config().grpo)
+    config.grpo.update(base_config().grpo.to_dict())
 
 
 def _one_update(config: ConfigDict) -> None:

@@ -1,0 +1,97 @@
+"""The pages on methods say what the code says; every preset can be built."""
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from methods import METHODS
+
+from flow_grpo.algorithms import ALGORITHMS
+from flow_grpo.algorithms.forward import ForwardSettings
+from flow_grpo.algorithms.trajectory import TrajectorySettings
+from flow_grpo.run.check import check, unusual
+from flow_grpo.run.presets import PRESETS, SD3, TINY, VARIANTS, get_config
+from flow_grpo.run.session import build_algorithm
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SHARED = {"Trajectory methods": TrajectorySettings, "Forward-process methods": ForwardSettings}
+
+
+def text(name: str) -> str:
+    return (DOCS / name).read_text("utf-8")
+
+
+def section(heading: str) -> str:
+    """Of docs/algorithms.md, up to the next heading."""
+    [part] = [
+        p
+        for p in re.split(r"^#+ ", text("algorithms.md"), flags=re.M)
+        if p.startswith(heading + "\n")
+    ]
+    return part
+
+
+def settings_in(heading: str) -> dict:
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| .+ \|$", section(heading), re.M)
+    return {name: ast.literal_eval(default) for name, default in rows}
+
+
+@pytest.mark.parametrize("heading", [*SHARED, *METHODS])
+def test_settings_are_listed_with_their_defaults(heading):
+    """Of a method those that are not its parent's."""
+    settings = SHARED.get(heading) or ALGORITHMS[heading].Settings
+    own = settings in SHARED.values() and heading not in SHARED
+    names = {} if own else settings.__annotations__
+    assert settings_in(heading) == {f.name: f.default for f in fields(settings) if f.name in names}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_papers_are_those_of_the_files(name):
+    source = (ROOT / "flow_grpo" / "algorithms" / f"{name}.py").read_text("utf-8")
+    number = re.compile(r"arXiv\s(\d{4}\.\d{5})")
+    assert number.findall(section(name)) == number.findall(source)
+    assert all(n in text("papers.md") for n in number.findall(source))
+
+
+def test_functions_that_the_page_names_exist():
+    page = text("algorithms.md")
+    for name in METHODS:
+        for method in re.findall(rf"\b{name}\.py, (\w+)\.(\w+)", page):
+            assert method[0] == ALGORITHMS[name].__name__
+            assert hasattr(ALGORITHMS[name], method[1])
+    for file, function in re.findall(r"\b(\w+)\.py, ([a-z_]\w*)\b(?!\.)", page):
+        folders = (ROOT / "flow_grpo", ROOT / "flow_grpo" / "algorithms")
+        [path] = [p for f in folders if (p := f / f"{file}.py").exists()]
+        assert f"def {function}(" in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("page", ["algorithms.md", "algorithm.md", "papers.md", "configuration.md"])
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text(page)):
+        path = DOCS / (target or page)
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text("utf-8"), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_presets_that_are_named_exist():
+    known = {*PRESETS, "tiny_"}
+    for page in ("algorithms.md", "papers.md", "configuration.md"):
+        assert {*re.findall(r"\btiny_\w*", text(page))} <= known
+    endings = {v.__name__ for v in VARIANTS}
+    assert set(re.findall(r"^\| `_(\w+)` \|", text("configuration.md"), re.M)) == endings
+    assert {*re.findall(r"`\*_(\w+)`", text("papers.md"))} == endings
+    for preset in (*TINY, *SD3):
+        assert f"`{preset.__name__}`" in text("configuration.md")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_sound(name):
+    config = get_config(name)
+    check(config)
+    assert unusual(config) == []
+    assert build_algorithm(config).name == config.algorithm
