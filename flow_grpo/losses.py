@@ -68,3 +68,11 @@ def kl_to_reference(
     else:
         raise ValueError(f"unknown KL {kind!r}; choose one of {', '.join(KLS)}")
     return square.flatten(1).mean(1)
+
+
+def adapted_weight(weight: float, kl: float, target: float) -> float:
+    """PPO's rule for a KL penalty: twice the weight where the KL is more than 1.5 times the target,
+    half of it where it is less than the target over 1.5."""
+    if kl > 1.5 * target:
+        return 2 * weight
+    return weight / 2 if kl < target / 1.5 else weight

@@ -113,6 +113,8 @@ def train(session: Session) -> None:
         with timer("train"):
             training = train_epoch(session, epoch, samples, credit)
             session.algorithm.after_epoch(session.policy, done)
+            training |= session.algorithm.adapt(training)
+            progress.algorithm = session.algorithm.state_dict()
 
         metrics = {
             **reward_metrics(scored.rewards, scored.groups),

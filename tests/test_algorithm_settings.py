@@ -115,7 +115,32 @@ def test_a_window_needs_noise(name):
 def test_remax_needs_noise(name):
     message = refused(algorithm=name, train__advantage="remax")
     assert message.startswith(f"train.advantage='remax' does not go with algorithm={name!r}")
-    assert message.endswith("use 'rloo'")
+    own = ALGORITHMS[name].own_credit
+    assert message.endswith("leave it at 'grpo'" if own else "use 'rloo'")
+
+
+@pytest.mark.parametrize("name", ["mix", "dpo", "sft", "rwr"])
+def test_credit_of_its_own_leaves_no_choice_of_advantages(name):
+    message = refused(algorithm=name, train__advantage="rloo")
+    assert message.startswith(f"train.advantage='rloo' does not go with algorithm={name!r}, which")
+
+
+@pytest.mark.parametrize("name", ["dgpo", "dpo", "sft"])
+def test_groups_of_one_have_nothing_to_compare(name):
+    message = refused(algorithm=name, sample__num_image_per_prompt=1)
+    assert message.startswith("sample.num_image_per_prompt=1 must be at least 2 for algorithm=")
+
+
+@pytest.mark.parametrize("name", ["grpo_guard", "dppo"])
+def test_whole_trajectories_have_no_means_to_compare(name):
+    message = refused(algorithm=name, **{f"{name}__ratio": "trajectory"})
+    assert message.startswith(f"{name}.ratio='trajectory' does not go with algorithm={name!r}")
+
+
+@pytest.mark.parametrize(("name", "weight"), [("grpo", "beta"), ("awm", "kl_beta")])
+def test_a_target_needs_a_kl(name, weight):
+    fields = {f"{name}__kl_target": 0.1, f"{name}__{weight}": 0.0}
+    assert refused(algorithm=name, **fields).startswith(f"{name}.kl_target=0.1 needs a KL to move")
 
 
 @pytest.mark.parametrize("name", FORWARD)

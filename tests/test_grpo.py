@@ -10,6 +10,7 @@ from torch import nn
 from flow_grpo.algorithms import Batch, Loss, Setup
 from flow_grpo.algorithms.base import with_gradient
 from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
+from flow_grpo.algorithms.trajectory import Prepared
 from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators
 from flow_grpo.training.policy import Policy
 
@@ -44,7 +45,7 @@ def samples_with_gradient(batch: Batch, advantages: list[float]) -> Batch:
 
 
 def gradient(policy: Policy, batch: Batch, size: int) -> torch.Tensor:
-    loss = WITHOUT_KL.loss(policy, batch, None, 1)
+    loss = WITHOUT_KL.loss(policy, batch, Prepared(None), 1)
     (loss.per_sample.sum() / size).backward()
     found = torch.cat([p.grad.flatten() for p in policy.parameters()])
     for parameter in policy.parameters():
@@ -106,7 +107,7 @@ def test_both_halves_in_one_pass_give_the_same_velocity(adapter):
 
 
 def reference_velocities(policy: Policy, batch: Batch) -> torch.Tensor:
-    return Grpo(GrpoSettings(beta=0.3), Setup()).prepare(policy, batch)
+    return Grpo(GrpoSettings(beta=0.3), Setup()).prepare(policy, batch).reference
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_the_approximate_kl_is_half_the_squared_log_ratio(adapter):
     policy, batch = sampled(adapter, advantages=(1.0,) * 4)
     once = torch.tensor([[0.0, 0.5], [0.0, -0.25], [0.0, 1.0], [0.0, 2.0]])
     moved = replace(batch.trajectory, log_probs=batch.trajectory.log_probs + once)
-    columns = WITHOUT_KL.loss(policy, replace(batch, trajectory=moved), None, 1).columns
+    columns = WITHOUT_KL.loss(policy, replace(batch, trajectory=moved), Prepared(None), 1).columns
     torch.testing.assert_close(columns["ratio"], (-once[:, 1]).exp())
     torch.testing.assert_close(columns["approx_kl"], torch.tensor([0.125, 0.03125, 0.5, 2.0]))
     assert "kl" not in columns  # nothing is measured without a reference
@@ -208,7 +209,7 @@ def test_the_approximate_kl_is_half_the_squared_log_ratio(adapter):
 
 def test_advantages_are_cut(adapter):
     policy, batch = sampled(adapter, advantages=(50.0, -50.0, 5.5, -4.5))
-    loss = WITHOUT_KL.loss(policy, batch, None, 0)
+    loss = WITHOUT_KL.loss(policy, batch, Prepared(None), 0)
     assert loss.per_sample.tolist() == pytest.approx([-5, 5, -5, 4.5])
 
 

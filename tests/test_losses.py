@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from flow_grpo.losses import clipped_policy_loss, kl_to_reference
+from flow_grpo.losses import adapted_weight, clipped_policy_loss, kl_to_reference
 
 
 def policy_loss(log_ratio, advantage, **kwargs):
@@ -97,3 +97,11 @@ def test_an_unknown_kl_is_named():
     message = r"unknown KL 'k3'; choose one of flow_grpo, gaussian, velocity$"
     with pytest.raises(ValueError, match=message):
         kl("k3")
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"), [(0.31, 0.08), (0.3, 0.04), (0.2, 0.04), (0.134, 0.04), (0.13, 0.02)]
+)
+def test_the_weight_of_the_kl_follows_its_target(kl, expected):
+    """Target .2: doubled above .3, halved below .1333."""
+    assert adapted_weight(0.04, kl, 0.2) == pytest.approx(expected)

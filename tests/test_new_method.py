@@ -46,7 +46,12 @@ def test_the_example_is_short():
 
 def test_its_settings_are_a_section_of_the_config(positive):
     assert ALGORITHMS["positive"] is positive
-    assert get_config().positive.to_dict() == {"times": 6, "kl_beta": 0.0, "adv_clip_max": 5.0}
+    assert get_config().positive.to_dict() == {
+        "times": 6,
+        "kl_beta": 0.0,
+        "kl_target": 0.0,
+        "adv_clip_max": 5.0,
+    }
     config = get_config()
     config.algorithm = "positive"
     check(config)

@@ -237,3 +237,40 @@ def test_in_mix_a_sample_without_one_of_its_scores_has_none():
     rewards = {"a": np.array([1.0, 3, 9]), "b": np.array([4.0, 2, np.nan])}
     scored = Scored(rewards, np.zeros(3, int), {"a": 1.0, "b": 3.0})
     assert method("mix").credit(scored).tolist() == pytest.approx([2, -2, 0], abs=1e-6)
+
+
+def test_the_ratio_of_a_trajectory_is_the_product_of_its_steps():
+    """Each step's loss has the value of the whole and the gradient of its own part, so that their
+    sum has the gradient of exp(sum of log-ratios), worked out here in one graph."""
+    setup = {"num_steps": STEPS}
+    algorithm = method("grpo", setup, beta=0.0, ratio="trajectory", clip_range=10.0)
+    policy, batch = rollout(algorithm, moved=0.05)
+    prepared = algorithm.prepare(policy, batch)
+    losses = [algorithm.loss(policy, batch, prepared, j) for j in range(3)]
+    trajectory, total = batch.trajectory, 0.0
+    for j, i in enumerate(trajectory.steps):
+        state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
+        step, _ = policy.step(i, state, landed, trajectory.conditioning)
+        total = total + step.log_prob - trajectory.log_probs[:, j]
+    whole = -batch.credit * torch.exp(total)
+    for loss in losses:
+        torch.testing.assert_close(loss.per_sample, whole, rtol=1e-9, atol=0)
+        torch.testing.assert_close(loss.columns["ratio"], torch.exp(total), rtol=1e-9, atol=0)
+    found, expected = (
+        torch.autograd.grad(values.sum(), policy.parameters())
+        for values in (sum(loss.per_sample for loss in losses), whole)
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-12)
+
+
+def test_the_weight_of_the_kl_is_moved_and_kept():
+    algorithm = method("grpo", beta=0.5, kl_target=0.1)
+    assert algorithm.adapt({"train/kl": 1.0}) == {"train/kl_weight": 0.5}  # the one that was used
+    assert algorithm.kl_weight == 1.0
+    other = method("grpo", beta=0.5, kl_target=0.1)
+    other.load_state_dict(algorithm.state_dict())
+    assert other.kl_weight == 1.0
+    fixed = method("grpo", beta=0.5)
+    fixed.load_state_dict(algorithm.state_dict())  # of a run that had a target
+    assert (fixed.kl_weight, fixed.adapt({"train/kl": 1.0})) == (0.5, {})

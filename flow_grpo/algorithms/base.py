@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.advantages import Estimator, Scale, compute_advantages
+from flow_grpo.losses import adapted_weight
 from flow_grpo.sampling.rollout import Trajectory
 from flow_grpo.windows import stochastic_steps
 
@@ -110,7 +111,9 @@ class Algorithm:
     # An update's samples on each process are whole groups.
     whole_groups: ClassVar[bool] = False
     keeps_means: ClassVar[bool] = False  # of the steps that were sampled
+    own_credit: ClassVar[bool] = False  # in place of train.advantage
     losses_per_sample: int = 1
+    kl_weight: float = 0.0  # as it is now, where `kl_target` moves it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -122,6 +125,21 @@ class Algorithm:
 
     def check(self) -> None:
         """Raise a ValueError of one line for settings that do not go together."""
+        setup, target = self.setup, getattr(self.settings, "kl_target", 0.0)
+        if self.whole_groups and setup.group_size < 2:
+            raise ValueError(
+                f"sample.num_image_per_prompt={setup.group_size} must be at least 2 for algorithm="
+                f"{self.name!r}, which compares the samples of a group"
+            )
+        if self.own_credit and setup.estimator != "grpo":
+            raise ValueError(
+                f"train.advantage={setup.estimator!r} does not go with algorithm={self.name!r}, "
+                "which gives credit in a way of its own; leave it at 'grpo'"
+            )
+        if target and not self.kl_weight:
+            raise ValueError(
+                f"{self.name}.kl_target={target} needs a KL to move: set its weight above 0"
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -177,6 +195,22 @@ class Algorithm:
 
     def after_epoch(self, policy: "Policy", epoch: int) -> None:
         """`epoch` counts from 1."""
+
+    def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Move the weight of the KL towards `kl_target`; what to log of it."""
+        if not getattr(self.settings, "kl_target", 0.0):
+            return {}
+        used = self.kl_weight
+        self.kl_weight = adapted_weight(used, metrics["train/kl"], self.settings.kl_target)
+        return {"train/kl_weight": used}
+
+    def state_dict(self) -> dict[str, float]:
+        """What is not in the weights, to resume from."""
+        return {"kl_weight": self.kl_weight}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if getattr(self.settings, "kl_target", 0.0):
+            self.kl_weight = state.get("kl_weight", self.kl_weight)
 
 
 def with_gradient(

@@ -22,16 +22,8 @@ class DpoSettings(ForwardSettings):
 class Dpo(ForwardProcess):
     name = "dpo"
     Settings = DpoSettings
-    whole_groups = shares_noise = True
+    whole_groups = shares_noise = own_credit = True
     fixed = ("reference",)
-
-    def check(self) -> None:
-        super().check()
-        if self.setup.group_size < 2:
-            raise ValueError(
-                f"sample.num_image_per_prompt={self.setup.group_size} must be at least 2 for "
-                "algorithm='dpo', which sets the best of a group against its worst"
-            )
 
     def credit(self, scored: Scored) -> np.ndarray:
         """1 for the best of a group, -1 for its worst, 0 for the others."""

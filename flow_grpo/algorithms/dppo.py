@@ -25,6 +25,7 @@ class Dppo(TrajectoryAlgorithm):
     keeps_means = True
 
     def check(self) -> None:
+        super().check()
         if self.setup.sde_type == "cps":
             raise ValueError(
                 "algorithm='dppo' needs sample.sde_type='flow' or 'dance', not 'cps', which leaves "

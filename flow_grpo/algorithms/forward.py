@@ -31,6 +31,13 @@ class ForwardSettings:
         at_least=0,
     )
 
+    kl_target: float = setting(
+        0.0,
+        "Where set, the weight of the KL is doubled or halved after an epoch in which the KL was "
+        "more than 1.5 times this, or less than 1/1.5 of it.",
+        at_least=0,
+    )
+
 
 @dataclass(frozen=True)
 class Noised:
@@ -56,9 +63,11 @@ class ForwardProcess(Algorithm):
 
     def __init__(self, settings: ForwardSettings, setup: Setup) -> None:
         super().__init__(settings, setup)
+        self.kl_weight = settings.kl_beta
         self.losses_per_sample = settings.times
 
     def check(self) -> None:
+        super().check()
         if self.settings.times > self.setup.num_steps:
             raise ValueError(
                 f"{self.name}.times={self.settings.times} must be at most sample.num_steps="
@@ -119,7 +128,7 @@ class ForwardProcess(Algorithm):
         loss, columns = policy_loss, {"policy_loss": policy_loss, **columns}
         if at.reference is not None:
             columns["kl"] = kl = mean_square(velocity - at.reference)
-            loss = loss + self.settings.kl_beta * kl
+            loss = loss + self.kl_weight * kl
         return Loss(loss, columns)
 
 

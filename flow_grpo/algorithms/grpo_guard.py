@@ -33,6 +33,7 @@ class GrpoGuard(Grpo):
     keeps_means = True
 
     def check(self) -> None:
+        super().check()
         if self.setup.sde_type != "flow":
             raise ValueError(
                 f"algorithm='grpo_guard' needs sample.sde_type='flow', not "

@@ -22,8 +22,10 @@ class MixSettings(GrpoSettings):
 class Mix(Grpo):
     name = "mix"
     Settings = MixSettings
+    own_credit = True
 
     def check(self) -> None:
+        super().check()
         if self.setup.window_size:
             raise ValueError(
                 f"sample.sde_window_size={self.setup.window_size} does not go with "

@@ -23,6 +23,7 @@ class RwrSettings(ForwardSettings):
 class Rwr(ForwardProcess):
     name = "rwr"
     Settings = RwrSettings
+    own_credit = True
 
     def credit(self, scored: Scored) -> np.ndarray:
         """Of mean 1 in each group."""

@@ -12,7 +12,7 @@ from flow_grpo.losses import mean_square
 class Sft(ForwardProcess):
     name = "sft"
     Settings = ForwardSettings
-    whole_groups = True
+    whole_groups = own_credit = True
 
     def credit(self, scored: Scored) -> np.ndarray:
         """1 for the best of a group, 0 for the others, and for all where none is better."""

@@ -136,7 +136,9 @@ def check_fields(config: ConfigDict) -> None:
         hints = [suggestion(name, known, cutoff=0.75) for name in unknown]
         shown = [f"{n} ({h})" if h else n for n, h in zip(unknown, hints, strict=True)]
         problems.append(f"it has unknown fields: {_some(shown)}")
-    if missing := [name for name in known if name not in given]:
+    absent = [name for name in known if name not in given]
+    # of a section that is not there, only its name
+    if missing := [name for name in absent if name.rpartition(".")[0] not in absent]:
         problems.append(f"it lacks {_some(missing)}")
     if problems:
         way_out = "start from flow_grpo.run.fields.get_config() and change what differs"

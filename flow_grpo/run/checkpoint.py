@@ -32,6 +32,7 @@ class Progress:
     step: int = 0  # optimizer updates done
     passes: int = 0  # of the transformer over samples, on all processes
     best: float | None = None  # highest eval/avg so far
+    algorithm: dict[str, float] = field(default_factory=dict)  # its state beside the weights
     # the line of metrics.jsonl that belongs to this state, in case it was not written any more
     record: dict[str, Any] = field(default_factory=dict)
     # False: made to resume from, and removed as soon as there is a newer one

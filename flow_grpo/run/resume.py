@@ -136,7 +136,9 @@ def compare_configs(checkpoint: Path, config: dict[str, Any]) -> None:
                 f"{name}={now[name]} but {checkpoint} was trained with {before[name]}; set it "
                 "back, or start a new run"
             )
-    for name in sorted({*before, *now} - {*PLACES}):
+    if new := sorted({name.partition(".")[0] for name in now.keys() - before.keys()}):
+        log.warning("that run had no such fields yet, or not all of: %s", ", ".join(new))
+    for name in sorted(before.keys() - {*PLACES}):
         if before.get(name) != now.get(name):
             log.warning(
                 "resumed with another %s: %r, it was %r", name, now.get(name), before.get(name)

@@ -218,6 +218,7 @@ def _build_session(
         ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
         ema.prepare(accelerator)
     progress = load_progress(accelerator, start.checkpoint, optimizer, adam_settings(config))
+    algorithm.load_state_dict(progress.algorithm)
     on_all_or_none(accelerator, lambda: lock and prepare_folder(start, as_json))
     if config.log_with:
         tracking.start_trackers(accelerator, config.project_name, start.folder, as_json)

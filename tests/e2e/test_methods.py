@@ -15,6 +15,7 @@ METHODS = {
     "dgpo": {"algorithm": "dgpo", "dgpo.times": 2},
     "dpo": {"algorithm": "dpo", "dpo.times": 2},
     "grpo_guard": {"algorithm": "grpo_guard"},
+    "kl_target": {"grpo.kl_target": 1e-9},
     "remax": {"train.advantage": "remax"},
     "async": {"sample.async_depth": 1},
 }
