@@ -6,6 +6,7 @@ import torch
 
 from flow_grpo.algorithms import Batch, Setup
 from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
+from flow_grpo.algorithms.trajectory import Prepared
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.tiny_sd3 import build_tiny_sd3
 from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators
@@ -34,7 +35,7 @@ def step(*, compiled: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert not trajectory.latents.requires_grad
         advantages = torch.tensor([1.0, -1.0, 0.5])
         batch = Batch(trajectory, advantages, np.arange(3), np.zeros(3, int))
-        loss = Grpo(GrpoSettings(beta=0.0), Setup()).loss(policy, batch, None, 1)
+        loss = Grpo(GrpoSettings(beta=0.0), Setup()).loss(policy, batch, Prepared(None), 1)
     loss.per_sample.mean().backward()
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
     return trajectory.log_probs, loss.columns["ratio"], gradient
