@@ -19,12 +19,12 @@ from ml_collections import ConfigDict
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import close_scorers
 from flow_grpo.run import cli
+from flow_grpo.run.accelerator import build_accelerator
 from flow_grpo.run.check import check
 from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.grid import picture_grid
 from flow_grpo.run.outage import describe_outage
 from flow_grpo.run.session import (
-    build_accelerator,
     build_adapter,
     build_dynamics,
     build_rewards,

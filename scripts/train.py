@@ -110,6 +110,7 @@ def train(session: Session) -> None:
             )
         session.reward.rest()
         credit = session.algorithm.credit(scored)
+        session.remember_behaviour()
         with timer("train"):
             training = train_epoch(session, epoch, samples, credit)
             session.algorithm.after_epoch(session.policy, done)
@@ -144,12 +145,10 @@ def sample_behind(session: Session, epoch: int) -> list[SampledBatch]:
 
 def sample_ahead(session: Session, epoch: int) -> list[SampledBatch] | None:
     """With `sample.async_depth`: the next epoch, while rewards of this one are computed."""
-    if session.stale is None:
+    if session.stale is None or epoch >= session.config.num_epochs:
         return None
     with session.behaviour():
-        session.stale.blend(0)
-        is_last = epoch >= session.config.num_epochs  # but the run may go on later
-        return None if is_last else sample_epoch(session, epoch, session.progress.step)
+        return sample_epoch(session, epoch, session.progress.step)
 
 
 def sample_epoch(session: Session, epoch: int, step: int = 0) -> list[SampledBatch]:

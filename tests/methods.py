@@ -1,9 +1,11 @@
 """Algorithms, samples and a small policy in float64 for tests of their formulas."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -135,3 +137,28 @@ def move(policy: Policy, generator: torch.Generator, by: float) -> None:
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter += by * noise
     policy.moved()
+
+
+def assert_slopes(
+    objective: Callable[[], Tensor], policy: Policy, generator: torch.Generator
+) -> None:
+    """The gradient against finite differences, along all of one kind of LoRA's factors at once."""
+    parameters = policy.parameters()
+    gradients = torch.autograd.grad(objective(), parameters)
+    start = [p.detach().clone() for p in parameters]
+    is_b = ["lora_B" in name for name in policy.trained()]
+    for chosen in (is_b, [not b for b in is_b]):
+        direction = [
+            torch.randn(p.shape, generator=generator, dtype=p.dtype) * use
+            for p, use in zip(parameters, chosen, strict=True)
+        ]
+        h, values = 1e-5, []
+        for sign in (h, -h):
+            with torch.no_grad():
+                for p, at, d in zip(parameters, start, direction, strict=True):
+                    p.copy_(at + sign * d)
+                values.append(objective().item())
+        expected = (values[0] - values[1]) / (2 * h)
+        slope = sum((g * d).sum().item() for g, d in zip(gradients, direction, strict=True))
+        assert abs(expected) > 1e-4
+        assert slope == pytest.approx(expected, rel=1e-5)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from methods import assert_slopes, move
 
 from flow_grpo.algorithms import Batch, Setup
 from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
@@ -38,33 +39,4 @@ def test_the_gradient_of_loss_and_kl_equals_finite_differences(kind, kl, guidanc
         assert all((s.columns["kl"] > 0).all() for s in steps)
         return torch.stack([s.per_sample.mean() for s in steps]).mean()
 
-    parameters = policy.parameters()
-    gradients = torch.autograd.grad(objective(), parameters)
-    start = [p.detach().clone() for p in parameters]
-    is_b = [name.endswith("lora_B.default.weight") for name in trained_names(policy)]
-    for chosen in (is_b, [not b for b in is_b]):  # along all of one kind of factor at once
-        direction = [
-            torch.randn(p.shape, generator=generator, dtype=p.dtype) * use
-            for p, use in zip(parameters, chosen, strict=True)
-        ]
-        h, values = 1e-5, []
-        for sign in (h, -h):
-            with torch.no_grad():
-                for p, at, d in zip(parameters, start, direction, strict=True):
-                    p.copy_(at + sign * d)
-            values.append(objective().item())
-        expected = (values[0] - values[1]) / (2 * h)
-        slope = sum((g * d).sum().item() for g, d in zip(gradients, direction, strict=True))
-        assert abs(expected) > 1e-4
-        assert slope == pytest.approx(expected, rel=1e-5)
-
-
-def trained_names(policy: Policy) -> list[str]:
-    return [name for name, p in policy.transformer.named_parameters() if p.requires_grad]
-
-
-def move(policy: Policy, generator: torch.Generator, by: float) -> None:
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            parameter += by * noise
+    assert_slopes(objective, policy, generator)

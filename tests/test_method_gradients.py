@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from methods import METHODS, STEPS, method, numbers, rollout
+from methods import METHODS, STEPS, assert_slopes, method, numbers, rollout
 from torch import Tensor
 
 # Far from every kink: a clip or a mask that acts here would leave nothing to compare.
@@ -66,26 +66,7 @@ def test_the_gradient_equals_finite_differences(name, guidance, monkeypatch):
         assert all((loss.columns["kl"] > 0).all() for loss in losses)
         return torch.stack([loss.per_sample.mean() for loss in losses]).mean()
 
-    parameters = policy.parameters()
-    gradients = torch.autograd.grad(objective(), parameters)
-    start = [p.detach().clone() for p in parameters]
-    generator = torch.Generator().manual_seed(1)
-    is_b = ["lora_B" in name for name in policy.trained()]
-    for chosen in (is_b, [not b for b in is_b]):  # along all of one kind of factor at once
-        direction = [
-            torch.randn(p.shape, generator=generator, dtype=p.dtype) * use
-            for p, use in zip(parameters, chosen, strict=True)
-        ]
-        h, values = 1e-5, []
-        for sign in (h, -h):
-            with torch.no_grad():
-                for p, at, d in zip(parameters, start, direction, strict=True):
-                    p.copy_(at + sign * d)
-                values.append(objective().item())
-        expected = (values[0] - values[1]) / (2 * h)
-        slope = sum((g * d).sum().item() for g, d in zip(gradients, direction, strict=True))
-        assert abs(expected) > 1e-4
-        assert slope == pytest.approx(expected, rel=1e-5)
+    assert_slopes(objective, policy, torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -14,7 +14,7 @@ from flow_grpo.models import load_adapter
 from flow_grpo.run.session import Session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from train import run_evaluation, sample_epoch, train_epoch
+from train import run_evaluation, sample_ahead, sample_epoch, train_epoch
 
 SUBMITTED = object()
 
@@ -130,3 +130,15 @@ def test_evaluation_takes_the_size_that_is_compiled(make_session, compiled, size
     metrics = run_evaluation(session, epoch=0)
     assert seen == sizes
     assert metrics["eval/failed"] == 0
+
+
+def test_a_run_stopped_while_it_samples_ahead_has_the_weights_of_what_it_was_to_train(make_session):
+    session = make_session(**{"sample.async_depth": 1, "num_epochs": 2})
+    first = [copy.clone() for copy in session.stale.copy]
+    with torch.no_grad():
+        for parameter in session.policy.parameters():
+            parameter += 1
+    assert sample_ahead(session, 1) is not None
+    assert all(map(torch.equal, session.stale.copy, first))
+    session.remember_behaviour()
+    assert all(map(torch.equal, session.stale.copy, session.policy.parameters()))

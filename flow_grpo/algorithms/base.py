@@ -25,7 +25,6 @@ ALGORITHMS: dict[str, type["Algorithm"]] = {}
 class Setup:
     """What an algorithm may know of the rest of the config."""
 
-    seed: int = 0
     num_steps: int = 10
     sde_type: str = "flow"
     window_size: int = 0

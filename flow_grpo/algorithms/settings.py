@@ -4,7 +4,7 @@ An algorithm's settings are a frozen dataclass of `setting(...)`s. It is also it
 config: `--config.nft.beta=.1` sets `NftSettings.beta`.
 """
 
-from dataclasses import Field, field, fields
+from dataclasses import field, fields
 from typing import Any
 
 from flow_grpo.errors import UserError
@@ -33,15 +33,12 @@ def check_settings(section: str, settings: Any) -> None:
         if value is None and each.default is None:
             continue
         name = f"{section}.{each.name}={value!r}"
-        if each.metadata["choices"] and value not in each.metadata["choices"]:
-            raise UserError(f"{name} must be one of {', '.join(map(repr, _choices(each)))}")
+        choices = each.metadata["choices"]
+        if choices and value not in choices:
+            raise UserError(f"{name} must be one of {', '.join(map(repr, choices))}")
         for words, bound in each.metadata["rules"].items():
             if not _HOLDS[words](value, bound):
                 raise UserError(f"{name} must be {words} {bound}")
-
-
-def _choices(each: Field) -> tuple[str, ...]:
-    return each.metadata["choices"]
 
 
 _HOLDS = {
