@@ -5,10 +5,12 @@
     python scripts/benchmark.py --config.compile=False --config.sample.guidance_scale=1
     python scripts/benchmark.py --config config/grpo.py:tiny_ocr
     python scripts/benchmark.py --against PATH      # beside Flow-GRPO's own functions, of a clone
+    python scripts/benchmark.py --reward_s=2 --config.sample.async_depth=1
 
-Epochs are sampled and trained as `scripts/train.py` does it, with a reward that takes no time; the
-first one, in which all warms up, is not counted. Prints one JSON line: medians over the epochs,
-with the least and the most beside them. Any pipeline folder will do, the small one also on the CPU.
+Epochs are sampled and trained as `scripts/train.py` does it, with a reward that takes no time, or
+`--reward_s` for each batch; the first one, in which all warms up, is not counted. Prints one JSON
+line: medians over the epochs, with the least and the most beside them. Any pipeline folder will
+do, the small one also on the CPU.
 """
 
 import json
@@ -27,7 +29,7 @@ import torch
 from absl import flags
 from accelerate import Accelerator
 from ml_collections import ConfigDict
-from train import collect_rewards, sample_epoch, train_epoch
+from train import SampledBatch, collect_rewards, sample_ahead, sample_behind, train_epoch
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, SD3Adapter, find_adapter
@@ -50,6 +52,7 @@ MODEL = flags.DEFINE_string(
 )
 EPOCHS = flags.DEFINE_integer("epochs", 3, "How many to time.", lower_bound=1)
 MEMORY = flags.DEFINE_float("memory_gib", 0, "Use no more of the GPU's memory; 0: all of it.")
+REWARD = flags.DEFINE_float("reward_s", 0, "Seconds that a batch waits for its reward.", 0)
 AGAINST = flags.DEFINE_string("against", "", "A clone of Flow-GRPO, to time on the same GPU.")
 OUT = flags.DEFINE_string("out", "", "Append the line to this file too.")
 
@@ -68,9 +71,9 @@ def main(config: ConfigDict) -> Session:
         open_line_file(Path(OUT.value))
     if AGAINST.value:
         check_clone(Path(AGAINST.value), config)
-    config.custom_rewards = ConfigDict({"none": "flow_grpo.run.benchmarking:no_reward"})
-    config.reward_fn = ConfigDict({"none": 1.0})
-    config.eval_reward_fn = ConfigDict({"none": 1.0})
+    config.custom_rewards = ConfigDict({"timed": "flow_grpo.run.benchmarking:TimedReward"})
+    config.reward_fn = config.eval_reward_fn = ConfigDict({"timed": 1.0})
+    config.reward_options = ConfigDict({"timed": {"seconds": REWARD.value}})
     with tempfile.TemporaryDirectory() as logdir:
         config.logdir, config.run_name, config.resume, config.log_with = logdir, "run", "none", ""
         reference = time_clone(config) if AGAINST.value else {}
@@ -159,7 +162,11 @@ def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
 
 def measure(session: Session) -> dict[str, Any]:
     config, plan, device = session.config, session.plan, session.accelerator.device
-    epochs = [run_epoch(session, epoch) for epoch in range(1 + EPOCHS.value)]
+    config.num_epochs = 2 + EPOCHS.value  # the last one timed has one to sample ahead
+    epochs, ahead = [], None
+    for epoch in range(1 + EPOCHS.value):
+        metrics, ahead = run_epoch(session, epoch, ahead)
+        epochs.append(metrics)
     warm_up, timed = epochs[0], epochs[1:]
     own = plan.samples // plan.num_processes
     seconds = {
@@ -199,20 +206,25 @@ def command() -> str:
     return shlex.join(["python", *words])
 
 
-def run_epoch(session: Session, epoch: int) -> dict[str, float]:
+def run_epoch(
+    session: Session, epoch: int, samples: list[SampledBatch] | None
+) -> tuple[dict[str, float], list[SampledBatch] | None]:
+    """What it took, and the next epoch's samples where they are drawn ahead."""
     device = session.accelerator.device
     start = bench.now(device)
-    samples = sample_epoch(session, epoch)
+    samples = samples or sample_behind(session, epoch)
+    ahead = sample_ahead(session, epoch + 1)
     collect_rewards(session, epoch, samples)
     sampled = bench.now(device)
     samples[0].images = None  # their memory
+    session.remember_behaviour()
     credit = np.random.default_rng(0).standard_normal(session.plan.samples)
     metrics = train_epoch(session, epoch, samples, credit)
     done = bench.now(device)
     if session.accelerator.is_main_process:
         what = f"epoch {epoch} of {EPOCHS.value}" if epoch else "warm-up"
         print(f"{what}: {done - start:.1f} s", file=sys.stderr)
-    return {**metrics, "sample_s": sampled - start, "train_s": done - sampled}
+    return {**metrics, "sample_s": sampled - start, "train_s": done - sampled}, ahead
 
 
 def tflop(session: Session) -> dict[str, float]:
@@ -257,6 +269,8 @@ def settings(session: Session) -> dict[str, Any]:
         "merge_lora": config.sample.merge_lora,
         "gradient_checkpointing": config.train.gradient_checkpointing,
         "memory_gib": MEMORY.value or None,
+        "reward_s": REWARD.value,
+        "async_depth": config.sample.async_depth,
     }
 
 

@@ -97,9 +97,16 @@ def own_resolution(model: str) -> int:
     return transformer["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
 
 
-def no_reward(images: list, prompts: list[str], metadata: list[dict]) -> list[float]:
-    """Takes no time, and differs between the images, so that there is something to learn."""
-    return np.random.default_rng(0).random(len(images)).tolist()
+class TimedReward:
+    """Takes `seconds` for a batch, and differs between the images, so that there is something to
+    learn."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def __call__(self, images: list, prompts: list[str], metadata: list[dict]) -> list[float]:
+        time.sleep(self.seconds)
+        return np.random.default_rng(0).random(len(images)).tolist()
 
 
 def forward_tflop(transformer: nn.Module, latent_shape: tuple[int, ...], tokens: int) -> float:

@@ -99,7 +99,8 @@ def clone(tmp_path):
 def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path, clone):
     out = tmp_path / "new" / "benchmark.jsonl"
     arguments = ("--model=assets/tiny-sd3", "--epochs=2", f"--out={out}", f"--against={clone}")
-    done = benchmark(*arguments, device="cpu", **SHORT)
+    arguments += ("--reward_s=0.1",)
+    done = benchmark(*arguments, device="cpu", sample__async_depth=1, **SHORT)
     assert done.returncode == 0, done.stderr
     assert "[transformers]" not in done.stderr
     assert "warm-up: " in done.stderr
@@ -115,6 +116,8 @@ def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path, clone):
     assert other["peak_gib"] > 0
     assert found["settings"]["model"] == "assets/tiny-sd3"
     assert found["settings"]["trained_steps"] == 2
+    assert found["settings"]["reward_s"] == 0.1
+    assert found["settings"]["async_depth"] == 1
     assert found["ratio_dev_max"] <= 1e-5
     assert found["matmul_tflops"] > 0
     sampling, step = found["sampling_s_per_image"], found["trained_step_s_per_sample"]
