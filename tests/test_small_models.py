@@ -105,6 +105,7 @@ def test_the_seed_alone_makes_the_weights(family, pipeline):
     again = small.build(family, seed=0)
     assert torch.equal(torch.get_rng_state(), before)
     assert equal(weights(again), weights(pipeline))
+    assert not any(getattr(part, "training", False) for part in again.components.values())
     assert not equal(weights(small.build(family, seed=1)), weights(pipeline))
 
 

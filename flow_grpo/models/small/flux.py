@@ -6,6 +6,7 @@ from transformers import CLIPTextModel, T5Config, T5EncoderModel
 from flow_grpo.models.small.parts import (
     clip_config,
     clip_tokenizer,
+    in_eval_mode,
     kl_vae,
     rope_axes,
     seeded,
@@ -31,7 +32,7 @@ def build(
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     sizes = t5_sizes(text_width, text_layers)
     with seeded(seed):
-        return FluxPipeline(
+        pipeline = FluxPipeline(
             transformer=FluxTransformer2DModel(
                 in_channels=4 * latent_channels,  # packed 2 x 2
                 num_layers=layers,
@@ -59,3 +60,4 @@ def build(
             ),
             tokenizer_2=t5,
         )
+    return in_eval_mode(pipeline)

@@ -5,7 +5,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    DiffusionPipeline,
+)
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken, CLIPTextConfig, CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
@@ -18,6 +23,14 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def in_eval_mode(pipeline: DiffusionPipeline) -> DiffusionPipeline:
+    """As `from_pretrained` gives it: T5 has dropout."""
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    return pipeline
 
 
 def clip_tokenizer(words: list[str] | None = None, max_length: int = 32) -> CLIPTokenizer:

@@ -8,7 +8,7 @@ from diffusers import (
 )
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from flow_grpo.models.small.parts import qwen_tokenizer, rope_axes, seeded, video_vae
+from flow_grpo.models.small.parts import in_eval_mode, qwen_tokenizer, rope_axes, seeded, video_vae
 
 # The pipeline drops the first 34 tokens of a prompt: its template, if each of these is one token.
 WORDS = str.split(
@@ -50,7 +50,7 @@ def build(
         fullatt_block_indexes=[0],
     )
     with seeded(seed):
-        return QwenImagePipeline(
+        pipeline = QwenImagePipeline(
             transformer=QwenImageTransformer2DModel(
                 num_layers=layers,
                 attention_head_dim=head_width,
@@ -72,3 +72,4 @@ def build(
             ),
             tokenizer=tokenizer,
         )
+    return in_eval_mode(pipeline)

@@ -7,7 +7,14 @@ from diffusers import (
 )
 from transformers import ByT5Tokenizer, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
-from flow_grpo.models.small.parts import clip_config, clip_tokenizer, kl_vae, seeded, t5_sizes
+from flow_grpo.models.small.parts import (
+    clip_config,
+    clip_tokenizer,
+    in_eval_mode,
+    kl_vae,
+    seeded,
+    t5_sizes,
+)
 
 
 def build(
@@ -30,7 +37,7 @@ def build(
     joint_width = joint_width or 2 * text_width
     t5 = T5Config(vocab_size=384, **t5_sizes(joint_width, 2))  # ByT5: 256 bytes and special tokens
     with seeded(seed):
-        return StableDiffusion3Pipeline(
+        pipeline = StableDiffusion3Pipeline(
             transformer=SD3Transformer2DModel(
                 sample_size=32,
                 patch_size=2,
@@ -54,3 +61,4 @@ def build(
             text_encoder_3=T5EncoderModel(t5),
             tokenizer_3=ByT5Tokenizer(),
         )
+    return in_eval_mode(pipeline)

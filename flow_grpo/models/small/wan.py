@@ -8,7 +8,7 @@ from diffusers import (
 )
 from transformers import UMT5Config, UMT5EncoderModel
 
-from flow_grpo.models.small.parts import seeded, t5_sizes, t5_tokenizer, video_vae
+from flow_grpo.models.small.parts import in_eval_mode, seeded, t5_sizes, t5_tokenizer, video_vae
 
 
 def build(
@@ -26,7 +26,7 @@ def build(
     tokenizer = t5_tokenizer()
     text = UMT5Config(vocab_size=len(tokenizer), **t5_sizes(text_width, text_layers))
     with seeded(seed):
-        return WanPipeline(
+        pipeline = WanPipeline(
             transformer=WanTransformer3DModel(
                 num_attention_heads=heads,
                 attention_head_dim=head_width,
@@ -41,3 +41,4 @@ def build(
             text_encoder=UMT5EncoderModel(text),
             tokenizer=tokenizer,
         )
+    return in_eval_mode(pipeline)

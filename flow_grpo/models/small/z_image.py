@@ -4,7 +4,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Config, Qwen3Model
 
-from flow_grpo.models.small.parts import kl_vae, qwen_tokenizer, rope_axes, seeded
+from flow_grpo.models.small.parts import in_eval_mode, kl_vae, qwen_tokenizer, rope_axes, seeded
 
 CHAT = (
     "{% for message in messages %}"
@@ -51,10 +51,11 @@ def build(
         # zero at first, and so without a part in what padding does to a picture
         for token in (transformer.x_pad_token, transformer.cap_pad_token):
             torch.nn.init.normal_(token, std=0.02)
-        return ZImagePipeline(
+        pipeline = ZImagePipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
             vae=kl_vae(vae_channels, latent_channels, scaling_factor=0.3611, shift_factor=0.1159),
             text_encoder=Qwen3Model(text),
             tokenizer=tokenizer,
         )
+    return in_eval_mode(pipeline)
