@@ -78,7 +78,7 @@ def test_it_has_the_real_parts_and_is_small(family, folder, pipeline):
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 2e6
 
 
-def test_the_stock_pipeline_draws_what_depends_on_prompt_and_noise(draw, pipeline):
+def test_the_stock_pipeline_draws_what_depends_on_prompt_and_noise(draw):
     pictures = draw(PROMPTS, [0, 0])
     assert pictures.shape[-3:] == (32, 48, 3)
     assert np.isfinite(pictures).all()
@@ -91,8 +91,8 @@ def test_the_stock_pipeline_draws_what_depends_on_prompt_and_noise(draw, pipelin
 def test_guidance_of_many_steps_neither_explodes_nor_hides_what_a_reward_could_raise(draw):
     square = dict(width=32, num_inference_steps=8)
     pictures = np.concatenate([draw(PROMPTS, seeds, **square) for seeds in ([0, 1], [2, 3])])
-    bytes_ = (255 * pictures.reshape(-1, 32, 32, 3)).round().astype(np.uint8)
-    images = [Image.fromarray(picture) for picture in bytes_]
+    pixels = (255 * pictures.reshape(-1, 32, 32, 3)).round().astype(np.uint8)
+    images = [Image.fromarray(picture) for picture in pixels]
     rewards = jpeg_compressibility(images, [""] * len(images), [{}] * len(images))
     assert np.ptp(rewards) > 0.01 / 500  # ten bytes
     latents = draw(PROMPTS, [0, 1], **square, output_type="latent")

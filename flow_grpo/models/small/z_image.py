@@ -48,7 +48,7 @@ def build(
             cap_feat_dim=text_width,
             axes_dims=list(rope_axes(head_width, 4)),
         )
-        # zero at first, and so without a part in what padding does to a picture
+        # They start as zeros, which would hide a mistake with the padding.
         for token in (transformer.x_pad_token, transformer.cap_pad_token):
             torch.nn.init.normal_(token, std=0.02)
         pipeline = ZImagePipeline(
