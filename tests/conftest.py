@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 from runner import Runner
 
 from flow_grpo.models import load_adapter
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.run import presets
 from flow_grpo.run.session import Session, build_session
 

@@ -15,7 +15,7 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.models import SD3Adapter
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.run.fields import get_config
 from flow_grpo.run.session import build_session
 

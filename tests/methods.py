@@ -14,7 +14,7 @@ from flow_grpo.algorithms.forward import ForwardProcess, Noised
 from flow_grpo.algorithms.trajectory import Taken
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.base import Conditioning
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.sampling.rollout import Dynamics, Trajectory, initial_noise
 from flow_grpo.sde import Step
 from flow_grpo.training.policy import Policy

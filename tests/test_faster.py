@@ -7,7 +7,7 @@ from torch import nn
 
 from flow_grpo.models import SD3Adapter
 from flow_grpo.models.sd3 import OF_IMAGE, OF_TEXT
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.speed.faster import (
     ChannelsLastNorm,
     SiblingLinear,

@@ -8,7 +8,7 @@ from policies import policy_of
 from torch import nn
 
 from flow_grpo.models import SD3Adapter
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.speed.folding import FoldedLinear, fold_lora
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from flow_grpo.errors import UserError
 from flow_grpo.models import SD3Adapter, load_adapter
 from flow_grpo.models.lora_files import attach_lora
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.export import Source, export
 

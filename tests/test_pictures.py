@@ -31,7 +31,7 @@ from tiny.prompts import (
 from tiny.words import all_words, split_words
 from transformers import ByT5Tokenizer
 
-from flow_grpo.models.tiny_sd3 import clip_tokenizer
+from flow_grpo.models.small.parts import clip_tokenizer
 from flow_grpo.rewards.ocr import OcrScorer
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ from tiny.pool import byt5_ids
 from tiny.pretrain import parse_args
 from tiny.prompts import KEYWORDS
 
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_tiny.py"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.errors import UserError
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 
 SD35_MEDIUM = {
     "sample_size": 128,

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 
 
 def dataset(folder, train_text=None, jsonl=None):

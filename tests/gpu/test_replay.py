@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from flow_grpo.algorithms import Batch, Setup
 from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
 from flow_grpo.models import SD3Adapter
-from flow_grpo.models.tiny_sd3 import build_tiny_sd3
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.sampling.rollout import (
     Dynamics,
     Trajectory,

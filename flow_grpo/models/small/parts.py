@@ -1,0 +1,148 @@
+"""What the small pipelines share: tokenizers, text encoders and a VAE."""
+
+import string
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    DiffusionPipeline,
+)
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AddedToken, CLIPTextConfig, CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
+
+CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Weights made inside follow from `seed`; the caller's random numbers do not change."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def in_eval_mode(pipeline: DiffusionPipeline) -> DiffusionPipeline:
+    """As `from_pretrained` gives it: T5 has dropout."""
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    return pipeline
+
+
+def clip_tokenizer(words: list[str] | None = None, max_length: int = 32) -> CLIPTokenizer:
+    """A CLIP tokenizer that spells: one token per character, except for `words`.
+
+    `words` are matched whole and case-sensitively before the tokenizer lower-cases, so that
+    "red" is one token while the capitals of "RED" are spelled out.
+    """
+    tokens = [*CHARACTERS, *(c + "</w>" for c in CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[],
+        unk_token="<|endoftext|>",
+        model_max_length=max_length,
+    )
+    tokenizer.add_tokens([AddedToken(w, single_word=True, normalized=False) for w in words or []])
+    return tokenizer
+
+
+def clip_config(tokenizer: CLIPTokenizer, width: int, layers: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        projection_dim=width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 32),
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """A T5 tokenizer that spells: one token per character."""
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *CHARACTERS, *string.ascii_uppercase]
+    return T5Tokenizer(
+        vocab=[(piece, -2.0 if i > 2 else 0.0) for i, piece in enumerate(pieces)],
+        extra_ids=0,
+        model_max_length=512,
+    )
+
+
+def t5_sizes(width: int, layers: int) -> dict[str, int]:
+    return dict(d_model=width, d_kv=16, d_ff=2 * width, num_layers=layers, num_heads=2)
+
+
+def kl_vae(
+    channels: tuple[int, ...],
+    latent_channels: int,
+    *,
+    scaling_factor: float = 1.0,
+    shift_factor: float = 0.0,
+) -> AutoencoderKL:
+    """Each entry of `channels` after the first halves the size of the picture."""
+    return AutoencoderKL(
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * len(channels),
+        up_block_types=("UpDecoderBlock2D",) * len(channels),
+        block_out_channels=channels,
+        layers_per_block=1,
+        latent_channels=latent_channels,
+        norm_num_groups=4,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+    )
+
+
+def rope_axes(head_width: int, time_share: int) -> tuple[int, int, int]:
+    """Rotary channels for time, height and width: about one part in `time_share` for time."""
+    side = 2 * ((head_width - head_width // time_share) // 4)
+    return head_width - 2 * side, side, side
+
+
+def qwen_tokenizer(words: Iterable[str], chat_template: str | None = None) -> Qwen2Tokenizer:
+    """A Qwen tokenizer that spells: one token per byte, except for `words`.
+
+    A word that follows a space begins with it, as the tokenizer splits texts.
+    """
+    byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens = sorted(ByteLevel.alphabet())
+    merges = []
+    for word in words:
+        characters = byte_level.pre_tokenize_str(word)[0][0]
+        for i in range(1, len(characters)):
+            if characters[: i + 1] not in tokens:
+                tokens.append(characters[: i + 1])
+                merges.append((characters[:i], characters[i]))
+    return Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=merges,
+        extra_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=chat_template,
+    )
+
+
+def video_vae(kind: type[AutoencoderKLQwenImage | AutoencoderKLWan], width: int) -> torch.nn.Module:
+    """16 latent channels with the real model's mean and spread, 8 times smaller in each direction.
+
+    The usual weights would fade to the colour of the biases: a first frame meets one of the three
+    taps of a causal convolution.
+    """
+    vae = kind(base_dim=width, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    with torch.no_grad():
+        for name, parameter in vae.decoder.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() > 3:  # of a convolution; the last one decides how much is clipped
+                parameter.mul_(0.75 if name.startswith("conv_out") else 2)
+    return vae

@@ -1,0 +1,167 @@
+"""Small random pipelines: of the real classes, loaded and drawn with by the stock library."""
+
+import sys
+from pathlib import Path
+
+import make_small
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from flow_grpo.models import small
+from flow_grpo.rewards.jpeg import jpeg_compressibility
+
+PROMPTS = ["a cat", "a red sign on a long wooden wall"]
+# What a pipeline's parts are, and how it is called with guidance.
+PARTS = {
+    "flux": ["FluxPipeline", "CLIPTextModel", "T5EncoderModel", "CLIPTokenizer", "T5Tokenizer"],
+    "qwen_image": ["QwenImagePipeline", "Qwen2_5_VLForConditionalGeneration", "Qwen2Tokenizer"],
+    "sd3": ["StableDiffusion3Pipeline", "CLIPTextModelWithProjection", "T5EncoderModel"],
+    "wan": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "UniPCMultistepScheduler"],
+    "z_image": ["ZImagePipeline", "Qwen3Model", "Qwen2Tokenizer"],
+}
+CALLS = {
+    "flux": dict(guidance_scale=3.5, max_sequence_length=48),
+    "qwen_image": dict(true_cfg_scale=4.0, negative_prompt=[" ", " "]),
+    "sd3": dict(guidance_scale=4.5, max_sequence_length=48),
+    "wan": dict(guidance_scale=5.0, max_sequence_length=48, num_frames=5),
+    "z_image": dict(guidance_scale=4.0, max_sequence_length=64),
+}
+
+
+@pytest.fixture(scope="module", params=small.FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / family
+    small.build(family).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder) -> DiffusionPipeline:
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture
+def draw(family, pipeline):
+    """Two pictures; a video's frames are in the second dimension."""
+
+    def draw(prompts: list[str], seeds: list[int], **options) -> np.ndarray:
+        settings = dict(height=32, width=48, num_inference_steps=2, output_type="np")
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+        call = {**settings, **CALLS[family], **options}
+        return np.asarray(pipeline(prompt=list(prompts), generator=generator, **call)[0])
+
+    return draw
+
+
+def weights(pipeline: DiffusionPipeline) -> dict[str, torch.Tensor]:
+    parts = {n: p for n, p in pipeline.components.items() if isinstance(p, torch.nn.Module)}
+    return {f"{n}.{name}": w for n, p in parts.items() for name, w in p.state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_it_has_the_real_parts_and_is_small(family, folder, pipeline):
+    kinds = {type(part).__name__ for part in (pipeline, *pipeline.components.values())}
+    assert set(PARTS[family]) <= kinds
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 2e6
+
+
+def test_the_stock_pipeline_draws_what_depends_on_prompt_and_noise(draw):
+    pictures = draw(PROMPTS, [0, 0])
+    assert pictures.shape[-3:] == (32, 48, 3)
+    assert np.isfinite(pictures).all()
+    assert pictures.std(axis=(-3, -2)).min() > 0.02
+    assert ((pictures == 0) | (pictures == 1)).mean() < 0.2
+    assert np.abs(pictures[0] - pictures[1]).mean() > 1e-3
+    assert np.abs(draw(PROMPTS, [0, 1]) - pictures)[1].mean() > 1e-2
+
+
+def test_guidance_of_many_steps_neither_explodes_nor_hides_what_a_reward_could_raise(draw):
+    square = dict(width=32, num_inference_steps=8)
+    pictures = np.concatenate([draw(PROMPTS, seeds, **square) for seeds in ([0, 1], [2, 3])])
+    pixels = (255 * pictures.reshape(-1, 32, 32, 3)).round().astype(np.uint8)
+    images = [Image.fromarray(picture) for picture in pixels]
+    rewards = jpeg_compressibility(images, [""] * len(images), [{}] * len(images))
+    assert np.ptp(rewards) > 0.01 / 500  # ten bytes
+    latents = draw(PROMPTS, [0, 1], **square, output_type="latent")
+    assert 0.5 < latents.std() < 2
+
+
+def test_the_seed_alone_makes_the_weights(family, pipeline):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    again = small.build(family, seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert equal(weights(again), weights(pipeline))
+    assert not any(getattr(part, "training", False) for part in again.components.values())
+    assert not equal(weights(small.build(family, seed=1)), weights(pipeline))
+
+
+def test_other_sizes_can_be_asked_for(family, pipeline):
+    larger = small.build(family, layers=3, text_width=64, text_layers=1)
+    prompt = dict(prompt=["a cat"], device="cpu")
+    if family == "sd3":
+        prompt.update(prompt_2=None, prompt_3=None)
+    with torch.no_grad():
+        embeds, narrower = (p.encode_prompt(**prompt)[0] for p in (larger, pipeline))
+    assert embeds[0].shape[-1] == 2 * narrower[0].shape[-1]
+    more = larger.transformer.state_dict().keys() - pipeline.transformer.state_dict().keys()
+    assert any(".2." in name for name in more)  # of the third layer
+
+
+def test_qwen_image_drops_its_template_and_no_more():
+    pipeline = small.build("qwen_image")
+    before, _ = pipeline.prompt_template_encode.split("{}")
+    tokens = pipeline.tokenizer(before).input_ids
+    assert len(tokens) == pipeline.prompt_template_encode_start_idx == 34
+
+
+def test_flux_schnell_takes_no_guidance():
+    names = (
+        weights(small.build("flux")).keys()
+        - weights(small.build("flux", guidance_embeds=False)).keys()
+    )
+    assert names
+    assert all("guidance_embedder" in name for name in names)
+
+
+def test_the_script_writes_a_pipeline_and_tells_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["make_small.py", *map(str, arguments)])
+        make_small.main()
+        return capsys.readouterr().out
+
+    def mistake(*arguments: object) -> list[str]:
+        with pytest.raises(SystemExit) as end:
+            run(*arguments)
+        assert end.value.code == 2
+        return capsys.readouterr().err.splitlines()
+
+    folder = tmp_path / "model"
+    assert run("flux", folder, "--seed", 3) == f"wrote a small random FluxPipeline to {folder}\n"
+    written = DiffusionPipeline.from_pretrained(folder)
+    assert equal(weights(written), weights(small.build("flux", seed=3)))
+    capsys.readouterr()  # progress of loading
+
+    assert mistake("flux", folder) == [
+        f"make_small.py: error: {folder} already exists; name a new folder"
+    ]
+    (tmp_path / "file").touch()
+    inside = tmp_path / "file" / "model"
+    assert mistake("wan", inside) == [
+        f"make_small.py: error: cannot write {inside}: Not a directory"
+    ]
+    assert "invalid choice: 'flax' (choose from" in mistake("flax", tmp_path / "new")[-1]
+    assert not (tmp_path / "new").exists()
