@@ -32,7 +32,8 @@ from ml_collections import ConfigDict
 from train import SampledBatch, collect_rewards, sample_ahead, sample_behind, train_epoch
 
 from flow_grpo.errors import UserError
-from flow_grpo.models import ModelAdapter, SD3Adapter, find_adapter
+from flow_grpo.models import ModelAdapter, find_adapter
+from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.run import benchmarking as bench
 from flow_grpo.run import cli, tracking
 from flow_grpo.run.gpu import lighter_training
@@ -232,7 +233,7 @@ def tflop(session: Session) -> dict[str, float]:
     config, adapter = session.config, session.adapter
     denoiser = session.policy.denoiser
     dynamics = denoiser.dynamics
-    text = denoiser.encode(session.prompts[:1]).embeds
+    text = denoiser.encode(session.prompts[:1]).texts["embeds"]
     shape = adapter.latent_shape(*image_size(config))
     forward = bench.forward_tflop(adapter.transformer, shape, text.shape[1])
     passes = denoiser.passes
@@ -248,7 +249,7 @@ def tflop(session: Session) -> dict[str, float]:
 
 def settings(session: Session) -> dict[str, Any]:
     config, plan = session.config, session.plan
-    height, width = image_size(config)
+    height, width, _ = image_size(config)
     return {
         "model": config.pretrained.model,
         "size": f"{width}x{height}",

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from flow_grpo.models import SD3Adapter
+from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.run import benchmarking as bench
 from flow_grpo.run import tracking
 

@@ -5,19 +5,36 @@ from pathlib import Path
 
 import torch
 import transformers
-from diffusers import DiffusionPipeline
+from diffusers import AutoModel, DiffusionPipeline
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.models.base import Conditioning, ModelAdapter, Schedule
+from flow_grpo.models.base import ModelAdapter
+from flow_grpo.models.conditioning import Conditioning, Schedule
 from flow_grpo.models.embeddings import cache_folder
+from flow_grpo.models.flux import FluxAdapter
 from flow_grpo.models.lora_files import errors_told_once
+from flow_grpo.models.qwen_image import QwenImageAdapter
 from flow_grpo.models.sd3 import SD3Adapter
+from flow_grpo.models.sizes import Size, latent_shape
+from flow_grpo.models.wan import WanAdapter
+from flow_grpo.models.z_image import ZImageAdapter
 
-__all__ = ["Conditioning", "ModelAdapter", "SD3Adapter", "Schedule", "find_adapter", "load_adapter"]
+__all__ = [
+    "Conditioning",
+    "ModelAdapter",
+    "Schedule",
+    "Size",
+    "check_model",
+    "find_adapter",
+    "load_adapter",
+]
 
-ADAPTERS = {"StableDiffusion3Pipeline": SD3Adapter}
+ADAPTERS: dict[str, type[ModelAdapter]] = {
+    adapter.pipeline_class.__name__: adapter
+    for adapter in (SD3Adapter, FluxAdapter, QwenImageAdapter, ZImageAdapter, WanAdapter)
+}
 # What diffusers, transformers and safetensors raise when files of a model are missing or damaged.
 LOADING = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError),
@@ -64,7 +81,22 @@ def load_adapter(
     )
 
 
-def find_adapter(model: str) -> type[SD3Adapter]:
+def check_model(model: str, size: Size, guidance_scale: float) -> None:
+    """Refuse what this model cannot do, by its configs alone."""
+    adapter = find_adapter(model)
+    parts = {"pipeline": DiffusionPipeline.load_config(model)}
+    try:
+        for name in ("transformer", "vae"):
+            parts[name] = AutoModel.load_config(model, subfolder=name)
+        shape = adapter.grid(parts["transformer"], parts["vae"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = _damaged_file(Path(model)) or first_line(error)
+        raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
+    latent_shape(shape, size)
+    adapter.check(parts["pipeline"], parts["transformer"], guidance_scale)
+
+
+def find_adapter(model: str) -> type[ModelAdapter]:
     """The one for the pipeline in this folder or of this hub id."""
     if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
         raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")

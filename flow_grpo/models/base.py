@@ -1,74 +1,229 @@
-"""What the trainer needs to know of a model family. An adapter is the only place that knows it."""
+"""What all diffusers models share: placement, prompts, guidance, compiled code, LoRA files.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+A family is a subclass in a file of its own; see docs/models.md, "How to add a model".
+"""
+
+import copy
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
+from diffusers import AutoencoderKL, DiffusionPipeline
+from peft import get_peft_model_state_dict
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+
+from flow_grpo.models.conditioning import Conditioning, Schedule, Texts, cat_padded
+from flow_grpo.models.embeddings import Embedding, PromptCache, identity
+from flow_grpo.models.lora_files import attach_lora, replace_weights
+from flow_grpo.models.sizes import Grid, Size, latent_shape
+from flow_grpo.speed.faster import channels_last_norms, fuse_gelu, join_siblings
+from flow_grpo.speed.replay import Replayed
+from flow_grpo.speed.transfer import send
 
 GuidanceGradient = Literal["both", "conditional"]
+Config = Mapping[str, Any]  # of a part of a pipeline
+# Numbers in the VAE's largest tensor: 4 pictures of 512 px. More at once are no faster, and past
+# 2**31 many kernels miscount.
+MAX_NUMBERS = 2**28
+# Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
+# norms and the like again, at .75 also attention, which costs time.
+ACTIVATIONS_KEPT = 0.95
+# Texts of a model that masks them are padded to a multiple of this: few shapes to compile for.
+TOKENS = 32
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The model's own noise schedule, on the host so that no step waits for the device."""
+class ModelAdapter(ABC):
+    """One model family. `velocity` is what sampling and training share."""
 
-    sigmas: tuple[float, ...]  # num_steps + 1, from 1 (about) down to 0
-    timesteps: tuple[float, ...]  # num_steps, in the units that the transformer takes
+    pipeline_class: ClassVar[type[DiffusionPipeline]]
+    encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
+    lora_targets: ClassVar[list[str]]
+    # Layers of a block that take the same input: {name of their parent: their names}.
+    siblings: ClassVar[dict[str, tuple[tuple[str, ...], ...]]] = {}
+    unguided: ClassVar[float] = 1.0  # guidance above this takes a second pass, without the prompt
+    masks_texts: ClassVar[bool] = False  # texts of several lengths go together
+    can_replay: ClassVar[bool] = True  # as CUDA graphs
+    compiled = replayed = False
 
-    def __len__(self) -> int:
-        return len(self.timesteps)
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        max_sequence_length: int = 256,
+        prompt_cache: Path | None = None,
+        offload_idle: bool = False,
+    ) -> None:
+        self.pipeline = pipeline
+        self.device, self.dtype = torch.device(device), dtype
+        self.idle_device = torch.device("cpu") if offload_idle else self.device
+        self.max_sequence_length = max_sequence_length
+        self.transformer: nn.Module = pipeline.transformer
+        self.vae: nn.Module = pipeline.vae
+        for module in [m for m in pipeline.components.values() if isinstance(m, nn.Module)]:
+            place = self.device if module is self.transformer else self.idle_device
+            module.requires_grad_(False).eval()
+            nn.Module.to(module, place, dtype)  # diffusers' own warns of what does not apply
+        self.plain_vae = isinstance(self.vae, AutoencoderKL)
+        layout = {"memory_format": torch.channels_last} if self.plain_vae else {}
+        nn.Module.to(self.vae, _vae_dtype(dtype, self.device), **layout)
+        self.prompt_cache = prompt_cache
+        self._cache = self._open_cache()
+        self._stream: torch.cuda.Stream | None = None
 
+    # --- what a family says ------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Conditioning:
-    """Text embeddings of a batch, each distinct text held once."""
+    @classmethod
+    @abstractmethod
+    def grid(cls, transformer: Config, vae: Config) -> Grid:
+        """Of a model with these configs."""
 
-    embeds: Tensor  # (texts, tokens, width)
-    pooled: Tensor  # (texts, width)
-    positive: Tensor  # (B,) the text of each sample
-    negative: Tensor | None  # (B,) its negative prompt; None when nothing is guided
+    @classmethod
+    def check(cls, pipeline: Config, transformer: Config, guidance_scale: float) -> None:
+        """Raise a UserError for what this model cannot do."""
+        return None
 
-    def __len__(self) -> int:
-        return len(self.positive)
+    @abstractmethod
+    def encode_one(self, text: str) -> Embedding:
+        """What the text encoders give for it, (1, ...) each; "embeds" is that of its tokens."""
 
-    def __getitem__(self, part: slice | Tensor) -> "Conditioning":
-        negative = None if self.negative is None else self.negative[part]
-        return replace(self, positive=self.positive[part], negative=negative)
+    @abstractmethod
+    def schedule(self, num_steps: int, height: int, width: int, frames: int = 1) -> Schedule:
+        """The noise levels and time steps that the family's own pipeline would use."""
 
-    @staticmethod
-    def join(parts: "Sequence[Conditioning]") -> "Conditioning":
-        starts = list(accumulate((len(p.embeds) for p in parts), initial=0))
-        moved = [(p, start) for p, start in zip(parts, starts, strict=False)]
-        guided = parts[0].negative is not None
-        return Conditioning(
-            torch.cat([p.embeds for p in parts]),
-            torch.cat([p.pooled for p in parts]),
-            positive=torch.cat([p.positive + start for p, start in moved]),
-            negative=torch.cat([p.negative + start for p, start in moved]) if guided else None,
-        )
+    @abstractmethod
+    def forward(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timestep: Tensor,
+        texts: Texts,
+        guidance_scale: float,
+    ) -> Tensor:
+        """The velocity at `latents` (B, ...), which have the model's dtype; `timestep` is (B,)."""
 
+    def guide(self, unconditional: Tensor, conditional: Tensor, scale: float) -> Tensor:
+        return unconditional + scale * (conditional - unconditional)
 
-class ModelAdapter(Protocol):
-    transformer: nn.Module  # as loaded; the methods below take the one to call
-    lora_targets: list[str]
-    compiled: bool
-    replayed: bool
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """Pictures (B, 3, H, W) or clips (B, F, 3, H, W) in [-1, 1], of a VAE's scaled latents."""
+        return self.vae.decode(latents, return_dict=False)[0]
 
+    def scaled(self, latents: Tensor) -> Tensor:
+        """As the VAE takes them."""
+        config = self.vae.config
+        return latents / config.scaling_factor + config.shift_factor
+
+    # --- texts -------------------------------------------------------------------------------
+
+    @torch.no_grad()
     def encode(self, prompts: list[str], negative_prompts: list[str] | None) -> Conditioning:
         """Embed a batch; `negative_prompts` is None when sampling without guidance."""
+        every = [*prompts, *(negative_prompts or [])]
+        position = {text: i for i, text in enumerate(dict.fromkeys(every))}
+        index = torch.tensor([position[text] for text in every])
+        count = len(prompts)
+        negative = None if negative_prompts is None else index[count:]
+        return Conditioning(self._embed(list(position)), index[:count], negative)
 
     def encode_ahead(self, texts: list[str]) -> None:
         """Embed all at once what `encode` will be asked for: idle encoders then move once."""
+        self._known(list(dict.fromkeys(texts)))
 
-    def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
-        """The sigmas and time steps that the family's own pipeline would use."""
+    def _embed(self, texts: list[str]) -> Texts:
+        known = self._known(texts)
+        found = [known[text] for text in texts]
+        multiple = TOKENS if self.masks_texts else 1
+        embedded = {
+            name: send(cat_padded([f[name][None] for f in found], multiple), self.device)
+            for name in found[0]
+        }
+        if self.masks_texts:
+            embedded["lengths"] = torch.tensor([len(f["embeds"]) for f in found])
+        return embedded
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def _known(self, texts: list[str]) -> dict[str, Embedding]:
+        known = self._cache.find(texts)
+        missing = [text for text in texts if text not in known]
+        if missing:
+            with self._beside(), self._on_device(*self._parts(self.encoders).values()):
+                # One at a time: the last bits of an embedding depend on the size of its batch,
+                # and must not on where a prompt was met first.
+                for text in missing:
+                    known[text] = self._cache.add(text, self.encode_one(text))
+        return known
+
+    def _beside(self) -> AbstractContextManager:
+        """On a GPU, texts do not wait for the pictures that it is at, nor these for them."""
+        if self.device.type != "cuda" or self.idle_device != self.device:
+            return nullcontext()  # what moves with `offload_idle` would keep its memory from others
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # for the weights
+        return torch.cuda.stream(self._stream)
+
+    def _open_cache(self) -> PromptCache:
+        if self.prompt_cache is None:
+            return PromptCache()
+        model = identity(
+            self._parts(self.encoders),
+            self._parts(self.tokenizers),
+            device=self.device,
+            pipeline=self.pipeline_class.__name__,
+            max_sequence_length=self.max_sequence_length,
+            # the width of the zeros that may stand in for an encoder that was left out
+            width=self.transformer.config.get("joint_attention_dim"),
+        )
+        return PromptCache(self.prompt_cache, model)
+
+    def _parts(self, names: tuple[str, ...]) -> dict:
+        parts = {name: getattr(self.pipeline, name, None) for name in names}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @contextmanager
+    def _on_device(self, *modules: nn.Module) -> Iterator[None]:
+        """With `offload_idle`, modules are on the device in here only."""
+        if self.idle_device == self.device:
+            yield
+            return
+        try:
+            for module in modules:
+                module.to(self.device)
+            yield
+        finally:
+            for module in modules:
+                module.to(self.idle_device)
+
+    # --- sizes and noise levels --------------------------------------------------------------
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Of one sample, without the batch dimension."""
+        grid = self.grid(self.transformer.config, self.vae.config)
+        return latent_shape(grid, Size(height, width, frames))
+
+    def tokens(self, height: int, width: int) -> int:
+        """Of a picture."""
+        grid = self.grid(self.transformer.config, self.vae.config)
+        side = grid.scale * grid.patch
+        return (height // side) * (width // side)
+
+    def own_scheduler(self) -> Any:
+        """A copy, to be set to a number of steps."""
+        return copy.deepcopy(self.pipeline.scheduler)
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def is_guided(self, scale: float) -> bool:
+        """Whether the velocity takes two passes, with and without the prompt."""
+        return scale > self.unguided
 
     def velocity(
         self,
@@ -85,27 +240,110 @@ class ModelAdapter(Protocol):
         `gradient`: through both halves of guidance, which go through the transformer as one batch,
         or through the conditional half alone, each half in a pass of its own.
         """
+        if not isinstance(timestep, Tensor):
+            timestep = torch.full((len(latents),), timestep, device=latents.device)
+
+        def run(x: Tensor, t: Tensor, index: Tensor) -> Tensor:
+            texts = conditioning.of(index)
+            out = self.forward(transformer, x.to(self.dtype), t, texts, guidance_scale)
+            return out.to(latents.dtype)
+
+        positive, negative = conditioning.positive, conditioning.negative
+        if not self.is_guided(guidance_scale):
+            return run(latents, timestep, positive)
+        if gradient == "both":
+            both = run(
+                latents.repeat(2, *[1] * (latents.ndim - 1)),
+                timestep.repeat(2),
+                torch.cat([negative, positive]),
+            )
+            return self.guide(*both.chunk(2), guidance_scale)
+        # Two passes, in sampling as in training: the same arithmetic in both is what makes the
+        # on-policy ratio exactly 1.
+        with torch.no_grad():
+            unconditional = run(latents, timestep, negative)
+        return self.guide(unconditional, run(latents, timestep, positive), guidance_scale)
 
     def compile(self) -> None:
-        """Have torch.compile make what runs often faster, from its next call on."""
+        """Have torch.compile make what runs often faster, from its next call on. Block by block:
+        they are alike, so that few of them take time to compile."""
+        # several kinds of blocks; with and without gradients, LoRA and evaluation's batch size
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        # it would cut each block in two, to send gradients of half a block sooner
+        torch._dynamo.config.optimize_ddp = False
+        functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
+        for harmless in ("Dynamo detected a call to a `functools.lru_cache`", "TensorFloat32"):
+            warnings.filterwarnings("ignore", message=harmless, category=UserWarning)
+        self.compiled = True
+        fuse_gelu(self.transformer)
+        for block in self.blocks():
+            for parent, groups in self.siblings.items():
+                for names in groups:
+                    join_siblings(getattr(block, parent), names)
+            block.compile(fullgraph=True, dynamic=False)
+        if self.plain_vae:
+            channels_last_norms(self.vae.decoder)
+            self.vae.decoder.compile(dynamic=False)
+
+    def blocks(self) -> list[nn.Module]:
+        """Of the transformer: most of its work."""
+        names = self.transformer._repeated_blocks or self.transformer._no_split_modules
+        return [m for m in self.transformer.modules() if type(m).__name__ in names]
 
     def replay(self) -> None:
         """Run the transformer as CUDA graphs from now on, recorded for each new batch size."""
+        self.replayed = True
+        self.transformer.forward = Replayed(self.transformer)
 
+    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Images (B, 3, H, W) in [0, 1], float32."""
+        """Pictures (B, 3, H, W) or clips (B, F, 3, H, W) in [0, 1], float32."""
+        latents = self.scaled(latents).to(self.vae.dtype)
+        grid = self.grid(self.transformer.config, self.vae.config)
+        places = latents[0, 0].numel() * grid.scale**2 * max(1, grid.frame_scale)
+        most = max(1, MAX_NUMBERS // (places * self.vae_width()))
+        parts = latents.chunk(math.ceil(len(latents) / most))
+        with self._on_device(self.vae):
+            images = [self.decode_latents(part) for part in parts]
+        return (torch.cat(images).float() / 2 + 0.5).clamp(0, 1)
+
+    def vae_width(self) -> int:
+        """Channels of its widest tensor at full size."""
+        return max(self.vae.config.block_out_channels[:2])
+
+    # --- LoRA files --------------------------------------------------------------------------
 
     def save_lora(self, folder: Path, transformer: nn.Module, weights: dict[str, Tensor]) -> None:
         """Write the adapter's weights so that `pipe.load_lora_weights(folder)` takes them."""
+        self.pipeline_class.save_lora_weights(
+            folder,
+            transformer_lora_layers=get_peft_model_state_dict(transformer, state_dict=weights),
+            # without it diffusers assumes alpha == rank
+            transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
+        )
 
     def load_lora(self, folder: str | Path) -> None:
         """Put the LoRA in `folder` on the transformer, as the adapter "default"."""
+        attach_lora(self.transformer, folder, self.pipeline)
+        self._cache, self._stream = self._open_cache(), None  # it may be on the text encoders too
 
     def load_weights(self, folder: Path) -> None:
         """Load what a run saved: a LoRA folder or a whole transformer."""
+        if (folder / "config.json").is_file():
+            replace_weights(self.transformer, folder)
+        else:
+            self.load_lora(folder)
 
 
 def latent_dtype(transformer: nn.Module) -> torch.dtype:
     """Latents stay in float32 under a half-precision model: rounding them breaks the ratio."""
     parameter = next(transformer.parameters())
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _vae_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """bfloat16 where it is fast; SD3's VAE overflows in float16."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    if half and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.promote_types(dtype, torch.float32)

@@ -20,8 +20,7 @@ from flow_grpo.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-Embedding = tuple[Tensor, Tensor]  # (tokens, width) and pooled (width,), of one text, on the CPU
-NAMES = ("embeds", "pooled")
+Embedding = dict[str, Tensor]  # of one text
 IN_MEMORY = 2048  # prompts; for SD3.5 in half precision at most 3.5 GB, at 205 tokens
 SAMPLES = 64  # values of each weight that are hashed in their order
 
@@ -61,9 +60,10 @@ class PromptCache:
                 self._remember(text, embedding)
         return found
 
-    def add(self, text: str, embeds: Tensor, pooled: Tensor) -> Embedding:
-        """Takes what the encoders gave for this one text: (1, tokens, width) and (1, width)."""
-        embedding = embeds[0].cpu().contiguous(), pooled[0].cpu().contiguous()
+    def add(self, text: str, encoded: Embedding) -> Embedding:
+        """Takes what the encoders gave for this one text, (1, ...) each; it is kept on the CPU,
+        without the first dimension."""
+        embedding = {name: tensor[0].cpu().contiguous() for name, tensor in encoded.items()}
         self._remember(text, embedding)
         if self._can_write:
             try:
@@ -174,8 +174,8 @@ def _hash(facts: Any) -> str:
 
 def _checksum(embedding: Embedding) -> str:
     digest = hashlib.sha256()
-    for tensor in embedding:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
+    for name, tensor in sorted(embedding.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()
 
@@ -183,7 +183,7 @@ def _checksum(embedding: Embedding) -> str:
 def _read(path: Path) -> Embedding | None:
     try:
         with safe_open(path, "pt") as file:
-            embedding = tuple(file.get_tensor(name) for name in NAMES)
+            embedding = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             checksum = (file.metadata() or {}).get("sha256")
     except FileNotFoundError:
         return None
@@ -198,7 +198,7 @@ def _read(path: Path) -> Embedding | None:
 
 
 def _write(path: Path, embedding: Embedding) -> None:
-    data = save(dict(zip(NAMES, embedding, strict=True)), {"sha256": _checksum(embedding)})
+    data = save(embedding, {"sha256": _checksum(embedding)})
     path.parent.mkdir(parents=True, exist_ok=True)
     # of its own for every writer, and not by tempfile, whose files no other user can read
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

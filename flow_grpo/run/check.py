@@ -31,6 +31,7 @@ CHOICES = {
 AT_LEAST = {
     "seed": 0,
     "num_epochs": 1,
+    "frames": 1,
     "eval_freq": 0,
     "save_freq": 0,
     "state_freq": 1,

@@ -59,6 +59,8 @@ def get_config() -> ConfigDict:
     config.resolution = 512
     config.height = 0
     config.width = 0
+    # Of a video; 1 is a picture.
+    config.frames = 1
     # Tokens of the T5 encoder. Long prompts need more, attention pays for each.
     config.max_sequence_length = 128
     # Folder for text embeddings, which runs can share. Empty: they are kept in memory only.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from flow_grpo.algorithms import ALGORITHMS, Algorithm, Setup
 from flow_grpo.errors import UserError
-from flow_grpo.models import ModelAdapter, load_adapter
+from flow_grpo.models import ModelAdapter, Size, check_model, load_adapter
 from flow_grpo.rewards import (
     WeightedReward,
     build_scorers,
@@ -208,7 +208,7 @@ def _build_session(
     merged = MergedLora(policy.lora_layers) if config.sample.merge_lora else None
     if can_compile(config, accelerator):
         adapter.compile()
-    if can_replay(config, accelerator):
+    if adapter.can_replay and can_replay(config, accelerator):
         adapter.replay()
     if algorithm.keeps_old:
         policy.old = Snapshot(policy.trained(), "old")
@@ -317,7 +317,8 @@ def build_rewards(
 
 
 def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
-    adapter = load_adapter(
+    check_model(config.pretrained.model, image_size(config), config.sample.guidance_scale)
+    return load_adapter(
         config.pretrained.model,
         device=accelerator.device,
         dtype=DTYPES[config.mixed_precision],
@@ -325,8 +326,6 @@ def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
         prompt_cache=config.prompt_cache,
         offload_idle=config.offload_idle,
     )
-    adapter.latent_shape(*image_size(config))  # refuses sizes the model cannot draw
-    return adapter
 
 
 def build_dynamics(
@@ -342,9 +341,10 @@ def build_dynamics(
     )
 
 
-def image_size(config: ConfigDict) -> tuple[int, int]:
-    """Height, width."""
-    return config.height or config.resolution, config.width or config.resolution
+def image_size(config: ConfigDict) -> Size:
+    return Size(
+        config.height or config.resolution, config.width or config.resolution, config.frames
+    )
 
 
 def build_algorithm(config: ConfigDict) -> Algorithm:

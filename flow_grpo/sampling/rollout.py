@@ -180,7 +180,7 @@ class Denoiser:
 
     @property
     def _guided(self) -> bool:
-        return self.dynamics.guidance_scale > 1
+        return self.adapter.is_guided(self.dynamics.guidance_scale)
 
     @property
     def passes(self) -> int:

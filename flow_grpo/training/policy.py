@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from flow_grpo.errors import UserError
-from flow_grpo.models import ModelAdapter
-from flow_grpo.models.base import Conditioning, latent_dtype
+from flow_grpo.models import Conditioning, ModelAdapter
+from flow_grpo.models.base import latent_dtype
 from flow_grpo.sampling.rollout import Denoiser, Dynamics
 from flow_grpo.sde import Step
 from flow_grpo.speed.folding import fold_lora
@@ -203,7 +203,7 @@ class Policy:
             most = 1
         at_once = largest_divisor(count, most)
         timesteps = torch.tensor(self.dynamics.schedule.timesteps)[torch.from_numpy(steps)]
-        rows = torch.arange(batch, device=latents.device).repeat_interleave(at_once)
+        rows = torch.arange(batch).repeat_interleave(at_once)
         velocities = []
         self.count(batch * count)
         with self.fixed(which) as denoiser:

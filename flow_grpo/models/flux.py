@@ -1,0 +1,88 @@
+"""FLUX.1: dev, which has its guidance embedded, and schnell, which has none."""
+
+import torch
+from diffusers import FluxPipeline
+from torch import Tensor, nn
+
+from flow_grpo.errors import UserError
+from flow_grpo.models.base import Config, ModelAdapter
+from flow_grpo.models.conditioning import Schedule, Texts
+from flow_grpo.models.embeddings import Embedding
+from flow_grpo.models.packing import pack, shifted_schedule, unpack
+from flow_grpo.models.sizes import Grid
+
+OF_IMAGE = ("to_q", "to_k", "to_v")
+OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
+
+
+class FluxAdapter(ModelAdapter):
+    pipeline_class = FluxPipeline
+    encoders = ("text_encoder", "text_encoder_2")
+    tokenizers = ("tokenizer", "tokenizer_2")
+    # q, k and v are also those of the single blocks
+    lora_targets = [  # noqa: RUF012
+        *(f"attn.{name}" for name in (*OF_IMAGE, "to_out.0")),
+        *(f"attn.{name}" for name in (*OF_TEXT, "to_add_out")),
+        *(f"{mlp}.{layer}" for mlp in ("ff", "ff_context") for layer in ("net.0.proj", "net.2")),
+    ]
+    siblings = {"attn": (OF_IMAGE, OF_TEXT)}  # noqa: RUF012
+
+    @classmethod
+    def grid(cls, transformer: Config, vae: Config) -> Grid:
+        scale = 2 ** (len(vae["block_out_channels"]) - 1)
+        return Grid(transformer["in_channels"] // 4, scale)
+
+    @classmethod
+    def check(cls, pipeline: Config, transformer: Config, guidance_scale: float) -> None:
+        if guidance_scale > 1 and not transformer.get("guidance_embeds"):
+            raise UserError(
+                f"sample.guidance_scale={guidance_scale}: this FLUX.1 (schnell) was trained "
+                "without guidance; set --config.sample.guidance_scale=1"
+            )
+
+    def is_guided(self, scale: float) -> bool:
+        """Never in two passes: dev takes the scale as an input."""
+        return False
+
+    def encode_one(self, text: str) -> Embedding:
+        embeds, pooled, _ = self.pipeline.encode_prompt(
+            prompt=[text],
+            prompt_2=[text],
+            device=self.device,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"embeds": embeds, "pooled": pooled}
+
+    def schedule(self, num_steps: int, height: int, width: int, frames: int = 1) -> Schedule:
+        return shifted_schedule(self.own_scheduler(), num_steps, self.tokens(height, width))
+
+    def forward(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timestep: Tensor,
+        texts: Texts,
+        guidance_scale: float,
+    ) -> Tensor:
+        height, width = latents.shape[2:]
+        guidance = None
+        if self.transformer.config.guidance_embeds:
+            guidance = torch.full((len(latents),), guidance_scale, device=latents.device)
+        out = transformer(
+            hidden_states=pack(latents),
+            timestep=timestep.to(latents.dtype) / 1000,
+            guidance=guidance,
+            pooled_projections=texts["pooled"],
+            encoder_hidden_states=texts["embeds"],
+            txt_ids=latents.new_zeros(texts["embeds"].shape[1], 3),
+            img_ids=places(height // 2, width // 2, latents),
+            return_dict=False,
+        )[0]
+        return unpack(out, height, width)
+
+
+def places(height: int, width: int, like: Tensor) -> Tensor:
+    """(height x width, 3): of each token 0, its row and its column."""
+    rows, columns = (torch.arange(n, device=like.device, dtype=like.dtype) for n in (height, width))
+    grid = torch.cartesian_prod(rows, columns)
+    return torch.cat([torch.zeros_like(grid[:, :1]), grid], 1)

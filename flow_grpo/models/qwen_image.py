@@ -1,0 +1,88 @@
+"""Qwen-Image."""
+
+import torch
+from diffusers import QwenImagePipeline
+from torch import Tensor, nn
+
+from flow_grpo.errors import UserError
+from flow_grpo.models.base import Config, ModelAdapter
+from flow_grpo.models.conditioning import Schedule, Texts
+from flow_grpo.models.embeddings import Embedding
+from flow_grpo.models.packing import pack, shifted_schedule, unpack
+from flow_grpo.models.sizes import Grid
+from flow_grpo.models.videos import standardised
+from flow_grpo.speed.transfer import send
+
+OF_IMAGE = ("to_q", "to_k", "to_v")
+OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
+
+
+class QwenImageAdapter(ModelAdapter):
+    pipeline_class = QwenImagePipeline
+    masks_texts = True
+    lora_targets = [  # noqa: RUF012
+        *(f"attn.{name}" for name in (*OF_IMAGE, "to_out.0")),
+        *(f"attn.{name}" for name in (*OF_TEXT, "to_add_out")),
+        *(f"{mlp}.{layer}" for mlp in ("img_mlp", "txt_mlp") for layer in ("net.0.proj", "net.2")),
+    ]
+    siblings = {"attn": (OF_IMAGE, OF_TEXT)}  # noqa: RUF012
+
+    @classmethod
+    def grid(cls, transformer: Config, vae: Config) -> Grid:
+        return Grid(transformer["in_channels"] // 4, 2 ** len(vae["temperal_downsample"]))
+
+    def encode_one(self, text: str) -> Embedding:
+        embeds, _ = self.pipeline.encode_prompt(
+            prompt=[text],
+            device=self.device,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"embeds": embeds}
+
+    def schedule(self, num_steps: int, height: int, width: int, frames: int = 1) -> Schedule:
+        scheduler = self.own_scheduler()
+        if num_steps < 2 and scheduler.config.get("shift_terminal"):
+            raise UserError(
+                f"num_steps={num_steps} must be at least 2: this model's scheduler stretches the "
+                "noise levels between the first and the last"
+            )
+        return shifted_schedule(scheduler, num_steps, self.tokens(height, width))
+
+    def forward(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timestep: Tensor,
+        texts: Texts,
+        guidance_scale: float,
+    ) -> Tensor:
+        height, width = latents.shape[2:]
+        embeds, lengths = texts["embeds"], texts["lengths"]
+        mask = torch.arange(embeds.shape[1]) < lengths[:, None]
+        out = transformer(
+            hidden_states=pack(latents),
+            timestep=timestep.to(latents.dtype) / 1000,
+            encoder_hidden_states=embeds,
+            # always: whether a text is the longest of its batch must not change the arithmetic
+            encoder_hidden_states_mask=send(mask, latents.device),
+            img_shapes=[[(1, height // 2, width // 2)]] * len(latents),
+            return_dict=False,
+        )[0]
+        return unpack(out, height, width)
+
+    def guide(self, unconditional: Tensor, conditional: Tensor, scale: float) -> Tensor:
+        """Each token keeps the length that it has with the prompt."""
+        height, width = conditional.shape[2:]
+        without, prompt = pack(unconditional), pack(conditional)
+        guided = without + scale * (prompt - without)
+        length = prompt.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+        return unpack(guided * length, height, width)
+
+    def scaled(self, latents: Tensor) -> Tensor:
+        return standardised(latents[:, :, None], self.vae.config)
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        return super().decode_latents(latents)[:, :, 0]
+
+    def vae_width(self) -> int:
+        return self.vae.config.base_dim
