@@ -5,13 +5,13 @@ A group of one and a group whose rewards are all equal get exactly 0 from the es
 compare within a group. Standard deviations are the population's (ddof 0), as in Flow-GRPO.
 """
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Collection, Mapping
+from typing import Literal, get_args
 
 import numpy as np
 
-Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "remax", "gdpo"]
-ESTIMATORS: tuple[Estimator, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "remax", "gdpo")
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "remax", "gdpo", "pairwise"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 Scale = Literal["group", "batch", "none"]
 SCALES: tuple[Scale, ...] = ("group", "batch", "none")
 
@@ -24,6 +24,7 @@ def compute_advantages(
     scale: Scale = "batch",
     baseline: np.ndarray | None = None,
     weights: Mapping[str, float] | None = None,
+    judged: Collection[str] = (),
     eps: float = 1e-4,
 ) -> np.ndarray:
     """Advantages (N,), float64.
@@ -31,6 +32,8 @@ def compute_advantages(
     `rewards` is (N,) or {name: (N,)}, then summed with `weights` (1 each by default).
     `scale` is what grpo divides by: the standard deviation of the group or of the batch, or
     nothing. `baseline` (N,) is remax's: the reward of the deterministic sample of each prompt.
+    pairwise takes the share of wins within the group, where the higher score wins; rewards named
+    in `judged` are such shares already.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown estimator {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
@@ -52,6 +55,12 @@ def compute_advantages(
     scored = ~np.isnan(per_reward).any(axis=0)
     if baseline is not None:
         scored &= ~np.isnan(baseline)
+    if estimator == "pairwise":
+        per_reward = np.where(scored, per_reward, np.nan)
+        for k, name in enumerate(table):
+            if name not in judged:
+                per_reward[k] = _group_wins(per_reward[k], groups)
+        scored = ~np.isnan(per_reward).any(axis=0)  # a group of one has no pairs
     advantages = np.zeros(groups.shape)
     if not scored.any():
         return advantages
@@ -96,6 +105,27 @@ def _as_groups(group_ids: np.ndarray, count: int) -> np.ndarray:
     if count and not np.issubdtype(groups.dtype, np.integer):
         raise ValueError(f"group_ids must be integers (rows of the dataset), got {groups.dtype}")
     return groups
+
+
+def win_shares(wins: np.ndarray) -> np.ndarray:
+    """Of the pairs of each of N samples, the share that it wins (N,); NaN where it has none.
+
+    `wins` (N, N) is 1 where the row beats the column, 0 where it loses, 1/2 for a tie, and NaN
+    where there is no verdict, as on the diagonal.
+    """
+    verdicts = (~np.isnan(wins)).sum(axis=1)
+    return np.where(verdicts > 0, np.nansum(wins, axis=1) / np.maximum(verdicts, 1), np.nan)
+
+
+def _group_wins(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    out = np.full(len(r), np.nan)
+    for group in np.unique(groups):
+        of_group = groups == group
+        members = r[of_group]
+        wins = (np.sign(members[:, None] - members) + 1) / 2
+        np.fill_diagonal(wins, np.nan)
+        out[of_group] = win_shares(wins)
+    return out
 
 
 def _centred(r: np.ndarray, groups: np.ndarray) -> np.ndarray:

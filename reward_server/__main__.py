@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import REWARDS, Scorer, build_scorers
+from flow_grpo.rewards import REWARDS, Scorer
 from flow_grpo.rewards.failure import describe
 from reward_server.options import limits, parse
 
@@ -91,12 +91,12 @@ def _build(name: str, args: argparse.Namespace, custom: dict[str, str]) -> Score
     if args.workers and _takes_workers({**REWARDS, **custom}[name]):
         options.setdefault("workers", args.workers)
     settings = {"device": args.device, "custom": custom, "options": {name: options}}
+    from reward_server.isolated import IsolatedScorer, build_scorer
+
     try:
         if args.isolate:
-            from reward_server.isolated import IsolatedScorer
-
             return IsolatedScorer(name, timeout=args.score_timeout, **settings)
-        return build_scorers([name], **settings)[name]
+        return build_scorer(name, **settings)
     except UserError:
         raise
     except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import build_scorers
+from flow_grpo.rewards import Scorer, build_scorers
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.guard import BatchScores, call, is_mistake, parse_scores
 from flow_grpo.rewards.pool import PoolClosed, TimedOut, WorkerPool
@@ -46,10 +46,20 @@ class Raised:
 Answer = BatchScores | Raised | None
 
 
+def build_scorer(name: str, **settings: Any) -> Scorer:
+    scorer = build_scorers([name], **settings)[name]
+    if getattr(scorer, "compares_groups", False):
+        raise UserError(
+            f"reward {name!r} compares the pictures of a group, which a reward server gets in "
+            "parts; leave it to the trainer"
+        )
+    return scorer
+
+
 def build(name: str, **settings: Any) -> Callable[[Batch | None], Answer]:
     """In the child: what answers one batch after another. None asks whether it was built."""
     try:
-        scorer = build_scorers([name], **settings)[name]
+        scorer = build_scorer(name, **settings)
     except Exception as error:
         raised = Raised.by(error)
         return lambda _: raised

@@ -20,7 +20,7 @@ from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import close_scorers
 from flow_grpo.run import cli
 from flow_grpo.run.accelerator import build_accelerator
-from flow_grpo.run.check import check
+from flow_grpo.run.check import check, check_eval_judges
 from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.grid import picture_grid
 from flow_grpo.run.outage import describe_outage
@@ -51,6 +51,7 @@ def main(config: ConfigDict) -> None:
     accelerator = build_accelerator(config)
     prompts = build_test_prompts(config)
     [reward] = build_rewards(config, accelerator, eval_weights(config))
+    check_eval_judges(reward.judges)
     reward.check([p.prompt for p in prompts])
     adapter = build_adapter(config, accelerator)
     if weights is not None:

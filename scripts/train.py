@@ -226,7 +226,8 @@ def collect_rewards(session: Session, epoch: int, samples: list[SampledBatch]) -
     rewards = gather_scores(session.accelerator, index, scores)
     groups = np.arange(len(rewards[TOTAL])) // session.plan.group_size
     baseline = rewards.pop(BASELINE, None)
-    return Scored(rewards, groups, session.reward.weights, baseline)
+    reward = session.reward
+    return Scored(rewards, groups, reward.weights, baseline, reward.judges)
 
 
 def baselines(session: Session, epoch: int, samples: list[SampledBatch]) -> list[np.ndarray]:

@@ -22,9 +22,14 @@ class Question:
     """What a client asked, taken apart."""
 
     text: str
-    image: Image.Image
+    images: list[Image.Image]
     max_tokens: int
     authorization: str | None = None
+
+    @property
+    def image(self) -> Image.Image:
+        [image] = self.images
+        return image
 
 
 @dataclass(frozen=True)
@@ -207,17 +212,23 @@ def parse_question(path: str, headers: Any, body: bytes) -> Question:
     require(type(request["max_tokens"]) is int and request["max_tokens"] > 0, "max_tokens")
     [message] = request["messages"]
     require(set(message) == {"role", "content"} and message["role"] == "user", f"{message}")
-    picture, text = sorted(message["content"], key=lambda part: part["type"])
-    require(picture["type"] == "image_url" and set(picture) == {"type", "image_url"}, "image")
+    *pictures, text = sorted(message["content"], key=lambda part: part["type"])
     require(text["type"] == "text" and set(text) == {"type", "text"}, "text")
     require(isinstance(text["text"], str) and bool(text["text"].strip()), "no question")
+    require(bool(pictures), "no image")
+    images = [parse_image(picture) for picture in pictures]
+    return Question(text["text"], images, request["max_tokens"], headers["Authorization"])
+
+
+def parse_image(picture: dict) -> Image.Image:
+    require(picture["type"] == "image_url" and set(picture) == {"type", "image_url"}, "image")
     url = picture["image_url"]["url"]
     require(url.startswith(DATA_URL), f"url {url[:40]}")
     png = base64.b64decode(url.removeprefix(DATA_URL), validate=True)
     image = Image.open(io.BytesIO(png))
     require(image.format == "PNG" and image.mode == "RGB", f"{image.format} {image.mode}")
     image.load()
-    return Question(text["text"], image, request["max_tokens"], headers["Authorization"])
+    return image
 
 
 def require(condition: bool, problem: str) -> None:

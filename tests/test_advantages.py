@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from flow_grpo.advantages import ESTIMATORS, compute_advantages
+from flow_grpo.advantages import ESTIMATORS, compute_advantages, win_shares
 
 FIXTURE_GROUPS = np.array([0, 1, 0, 2, 1, 0])
 FIXTURE_REWARDS = np.arange(1, 7)
-WITHIN_GROUP = ["grpo", "dr_grpo", "rloo"]
+WITHIN_GROUP = ["grpo", "dr_grpo", "rloo", "pairwise"]
 SCALES = ["group", "batch", "none"]
 
 rewards_and_groups = st.integers(1, 24).flatmap(
@@ -131,6 +131,83 @@ def test_gdpo_weighs_what_it_has_normalised():
     np.testing.assert_allclose(out, total / total.std(), atol=1e-12)
 
 
+NONE = np.nan  # no verdict
+
+
+@pytest.mark.parametrize(
+    ("wins", "expected"),
+    [
+        # the first beats both, the others tie: 2/2, (0 + .5)/2, (0 + .5)/2
+        ([[NONE, 1, 1], [0, NONE, 0.5], [0, 0.5, NONE]], [1, 0.25, 0.25]),
+        # 1 beats 2, 2 beats 3, 3 beats 1: one of two each
+        ([[NONE, 1, 0], [0, NONE, 1], [1, 0, NONE]], [0.5, 0.5, 0.5]),
+        # no verdict on 1 and 2: 1 has only its win over 3, 2 its tie with 3, and 3 has (0 + .5)/2
+        ([[NONE, NONE, 1], [NONE, NONE, 0.5], [0, 0.5, NONE]], [1, 0.5, 0.25]),
+        # all of the second's comparisons failed
+        ([[NONE, NONE, 1], [NONE, NONE, NONE], [0, NONE, NONE]], [1, NONE, 0]),
+        ([[NONE]], [NONE]),
+    ],
+)
+def test_win_shares_by_hand(wins, expected):
+    np.testing.assert_array_equal(win_shares(np.array(wins, dtype=float)), expected)
+
+
+def test_pairwise_by_hand():
+    """3 beats 1 and 1 and loses to 9: 2/3. Each 1 ties with the other alone: .5/3 = 1/6. 9: 3/3.
+    Less the mean 1/2: 1/6, -1/3, -1/3, 1/2, whose mean square is (1 + 4 + 4 + 9)/36/4 = 1/8:
+    times sqrt(8), .471405, -.942809, -.942809, 1.414214. How far off 9 is does not matter."""
+    for best in (9.0, 9e6):
+        out = compute_advantages(
+            np.array([3.0, 1.0, 1.0, best]),
+            np.zeros(4, int),
+            estimator="pairwise",
+            scale="group",
+            eps=0,
+        )
+        np.testing.assert_allclose(out, [0.471405, -0.942809, -0.942809, 1.414214], atol=1e-6)
+
+
+def test_pairwise_compares_within_groups_only_by_hand():
+    """Shares 1, 0 and, of 5, 5, 7, (.5 + 0)/2, (.5 + 0)/2, 1; mean 1/2 in both groups. The variance
+    over the batch is (.25 + .25 + .0625 + .0625 + .25)/5 = .175, its root .418330. The last is
+    alone in its group: it has no share, and is not in the variance."""
+    r, g = np.array([200.0, 100.0, 5.0, 5.0, 7.0, 40.0]), np.array([4, 4, 2, 2, 2, 0])
+    out = compute_advantages(r, g, estimator="pairwise", scale="batch", eps=0)
+    expected = [1.195229, -1.195229, -0.597614, -0.597614, 1.195229, 0]
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+def test_pairwise_adds_up_shares_of_each_reward():
+    """The third has no "b", so that it is not compared in "a" either: shares 0, 1 and 1, 0. With
+    weights 1 and 3 the sums are 3 and 1, with a mean of 2."""
+    rewards = {"a": np.array([0.1, 0.3, 0.5]), "b": np.array([50.0, 2.0, np.nan])}
+    out = compute_advantages(
+        rewards,
+        np.zeros(3, int),
+        estimator="pairwise",
+        scale="none",
+        weights={"a": 1.0, "b": 3.0},
+    )
+    assert out.tolist() == [1, -1, 0]
+
+
+def test_pairwise_takes_the_shares_of_a_judge_as_they_are():
+    """Compared with each other the judge's .9, .5, .1 would be 1, .5, 0."""
+    rewards = {"judge": np.array([0.9, 0.5, 0.1]), "score": np.array([7.0, 3.0, 90.0])}
+    kwargs = {"estimator": "pairwise", "scale": "none", "judged": {"judge"}}
+    out = compute_advantages(rewards, np.zeros(3, int), **kwargs)
+    # with .5, 0, 1 of the scores: 1.4, .5, 1.1, less their mean 1
+    np.testing.assert_allclose(out, [0.4, -0.5, 0.1], atol=1e-12)
+
+
+@given(rewards_and_groups)
+def test_pairwise_does_not_change_with_the_scale_of_the_scores(data):
+    rewards, groups = data
+    out = compute_advantages(rewards, groups, estimator="pairwise")
+    stretched = compute_advantages(np.expm1(rewards), groups, estimator="pairwise")
+    np.testing.assert_array_equal(stretched, out)
+
+
 def test_in_a_pair_rloo_compares_each_with_the_other():
     out = compute_advantages(np.array([1.0, 5.0]), np.zeros(2, int), estimator="rloo")
     assert out.tolist() == [-4, 4]
@@ -182,7 +259,7 @@ def test_inputs_are_not_changed():
         (
             {"estimator": "ppo"},
             "unknown estimator 'ppo'; choose one of "
-            "grpo, dr_grpo, rloo, reinforce_pp, remax, gdpo$",
+            "grpo, dr_grpo, rloo, reinforce_pp, remax, gdpo, pairwise$",
         ),
         ({"scale": "all"}, "unknown scale 'all'; choose one of group, batch, none$"),
         ({"estimator": "remax"}, "baseline goes with"),

@@ -16,11 +16,11 @@ WIDE = {
     "dppo": {"delta": 1e3, "beta": 0.3, "kl_type": "velocity", "step_weight": "tempflow"},
     "mix": {"clip_range": 0.5, "beta": 0.3, "window_size": 2},
     "nft": {"times": 3, "beta": 0.7, "kl_beta": 0.3},
-    "awm": {"times": 3, "kl_beta": 0.3},
-    "dgpo": {"times": 3, "clip_range": 1e3, "beta": 5.0, "kl_beta": 0.3},
+    "awm": {"times": 3, "kl_beta": 0.3, "kl_type": "gaussian"},
+    "dgpo": {"times": 3, "clip_range": 1e3, "beta": 5.0, "kl_beta": 0.3, "kl_type": "flow_grpo"},
     "dpo": {"times": 3, "beta": 20.0, "kl_beta": 0.3},
-    "sft": {"times": 3, "kl_beta": 0.3},
-    "rwr": {"times": 3, "kl_beta": 0.3},
+    "sft": {"times": 3, "kl_beta": 0.3, "kl_type": "flow_grpo"},
+    "rwr": {"times": 3, "kl_beta": 0.3, "kl_type": "gaussian"},
 }
 CREDIT = {"dpo": (1, -1, -1, 1), "sft": (0, 1, 1, 0), "rwr": (0.4, 1.6, 1.9, 0.1)}
 SETUP = {"num_steps": STEPS, "group_size": 2, "update_samples": 4}

@@ -49,6 +49,7 @@ def test_its_settings_are_a_section_of_the_config(positive):
     assert get_config().positive.to_dict() == {
         "times": 6,
         "kl_beta": 0.0,
+        "kl_type": "velocity",
         "kl_target": 0.0,
         "adv_clip_max": 5.0,
     }

@@ -2,7 +2,7 @@
 docs/algorithms.md, "How to add a method"."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +45,7 @@ class Scored:
     groups: np.ndarray  # (N,)
     weights: Mapping[str, float]
     baseline: np.ndarray | None = None  # (N,), of a sample without noise of the same prompt
+    judged: Collection[str] = ()  # rewards that are shares of wins within the group
 
     @property
     def total(self) -> np.ndarray:
@@ -157,6 +158,7 @@ class Algorithm:
             scale=self.setup.scale,
             weights=scored.weights,
             baseline=scored.baseline,
+            judged=scored.judged,
         )
 
     @property

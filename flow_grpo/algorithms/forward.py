@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flow_grpo.algorithms.base import Algorithm, Batch, Loss, Setup
 from flow_grpo.algorithms.settings import setting
-from flow_grpo.losses import mean_square
-from flow_grpo.sampling.rollout import draw_noise
+from flow_grpo.losses import KL, KLS, kl_to_reference, mean_square
+from flow_grpo.sampling.rollout import Dynamics, draw_noise, take_step
 from flow_grpo.sampling.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.speed.transfer import send
 
@@ -25,12 +25,15 @@ class ForwardSettings:
         6, "Noise levels trained per sample, spread evenly over those of the rollout.", at_least=1
     )
     kl_beta: float = setting(
-        0.0,
-        "Weight of the mean squared difference to the velocity of the model with LoRA off. 0 saves "
-        "its forward pass.",
-        at_least=0,
+        0.0, "Weight of the KL to the model with LoRA off. 0 saves its forward pass.", at_least=0
     )
-
+    kl_type: KL = setting(
+        "velocity",
+        "How the KL is measured: velocity is the mean squared difference of velocities; flow_grpo, "
+        "which leaves dt out, and gaussian, which is exact, compare the noisy steps along them, of "
+        "sample.sde_type and sample.noise_level.",
+        choices=KLS,
+    )
     kl_target: float = setting(
         0.0,
         "Where set, the weight of the KL is doubled or halved after an epoch in which the KL was "
@@ -77,6 +80,12 @@ class ForwardProcess(Algorithm):
             raise ValueError(
                 f"sample.sde_window_size={self.setup.window_size} does not go with algorithm="
                 f"{self.name!r}, which samples without noise; set it to 0"
+            )
+        compares_steps = self.needs_reference and self.settings.kl_type != "velocity"
+        if compares_steps and self.setup.sde_type == "cps":
+            raise ValueError(
+                f"{self.name}.kl_type={self.settings.kl_type!r} needs sample.sde_type='flow' or "
+                "'dance', not 'cps', whose last step has no noise to divide by; or use 'velocity'"
             )
         if self.setup.estimator == "remax":
             raise ValueError(
@@ -127,9 +136,28 @@ class ForwardProcess(Algorithm):
         policy_loss, columns = self.objective(velocity, at, batch)
         loss, columns = policy_loss, {"policy_loss": policy_loss, **columns}
         if at.reference is not None:
-            columns["kl"] = kl = mean_square(velocity - at.reference)
+            columns["kl"] = kl = self.kl(policy.dynamics, velocity, at)
             loss = loss + self.kl_weight * kl
         return Loss(loss, columns)
+
+    def kl(self, dynamics: Dynamics, velocity: Tensor, at: Noised) -> Tensor:
+        """To the reference, (B,)."""
+        difference, kind = velocity - at.reference, self.settings.kl_type
+        if kind == "velocity":
+            return mean_square(difference)
+        # The mean of a step is linear in the velocity: from 0 and along the difference of the
+        # velocities a step leads to the difference of the means, without rounding of what cancels.
+        zero = torch.zeros_like(difference)
+        step = take_step(dynamics, at.steps, zero, difference, stochastic=True, next_latents=zero)
+        return kl_to_reference(
+            kind,
+            mean=step.mean,
+            reference_mean=zero,
+            std=step.std,
+            rate=step.rate,
+            velocity=velocity,
+            reference_velocity=at.reference,
+        )
 
 
 def stratified(rng: np.random.Generator, steps: int, count: int) -> np.ndarray:

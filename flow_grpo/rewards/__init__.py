@@ -2,7 +2,8 @@
 
 It gets a list of PIL images, a list of prompts and a list of metadata dicts, and returns one
 number per image, NaN or None where it cannot score; or a tuple of that and a dict of further
-values per image, to be logged. This module stays light: scorers are imported when they are built.
+values per image, to be logged. One with `compares_groups = True` returns shares of wins, and is
+called with whole groups. This module stays light: scorers are imported when they are built.
 """
 
 import importlib
@@ -42,6 +43,7 @@ REWARDS = {
     "qwenvl": "flow_grpo.rewards.vlm:QwenVl",
     "qwenvl_ocr": "flow_grpo.rewards.vlm:QwenVlOcr",
     "unifiedreward": "flow_grpo.rewards.vlm:UnifiedReward",
+    "vlm_pairwise": "flow_grpo.rewards.vlm_pairwise:VlmPairwise",
 }
 TOTAL = "avg"  # Flow-GRPO's name for the weighted sum
 TOKEN_ENV = "REWARD_SERVER_TOKEN"
@@ -82,6 +84,11 @@ class WeightedReward:
     @property
     def scorers(self) -> dict[str, Scorer]:
         return {name: guarded.scorer for name, guarded in self._guarded.items()}
+
+    @property
+    def judges(self) -> set[str]:
+        """Those whose scores are shares of wins over the other pictures of a prompt in a call."""
+        return {n for n, s in self.scorers.items() if getattr(s, "compares_groups", False)}
 
     @property
     def last_errors(self) -> dict[str, str]:

@@ -63,6 +63,7 @@ class ChatJudge:
     default_question: str
     extras: tuple[str, ...] = ()  # further values that `parse` gives
     packages: tuple[str, ...] = ()  # that it needs besides those of every install
+    images_per_question = 1
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class ChatJudge:
 
     def check_servers(self) -> None:
         """Raise `UserError` unless each server, or one that stands in for it, takes a question."""
-        blank = Image.new("RGB", (64, 64))
+        blank = [data_url(Image.new("RGB", (64, 64)))] * self.images_per_question
         for number in range(len(self._servers.urls)):
             deadline = time.monotonic() + self._policy.timeout
             body = {**self._body(blank, self.question), "max_tokens": 1}
@@ -144,13 +145,18 @@ class ChatJudge:
     def _judge(
         self, image: Image.Image, prompt: str, deadline: float
     ) -> tuple[float, dict[str, float]]:
-        body = self._body(image, self.build_question(prompt))
-        completion = self._servers.post(CHAT_PATH, body, deadline=deadline, start=next(self._turns))
-        return self.parse(read_completion(completion), prompt)
+        question = self.build_question(prompt)
+        return self.parse(self._ask([data_url(image)], question, deadline), prompt)
 
-    def _body(self, image: Image.Image, question: str) -> dict[str, Any]:
+    def _ask(self, images: Sequence[str], question: str, deadline: float) -> Answer:
+        """`images` are data URLs."""
+        body = self._body(images, question)
+        completion = self._servers.post(CHAT_PATH, body, deadline=deadline, start=next(self._turns))
+        return read_completion(completion)
+
+    def _body(self, images: Sequence[str], question: str) -> dict[str, Any]:
         content = [
-            {"type": "image_url", "image_url": {"url": _data_url(image)}},
+            *({"type": "image_url", "image_url": {"url": url}} for url in images),
             {"type": "text", "text": question},
         ]
         return {
@@ -300,7 +306,7 @@ class UnifiedReward(ChatJudge):
         return dict(weights)
 
 
-def _data_url(image: Image.Image) -> str:
+def data_url(image: Image.Image) -> str:
     # PIL decodes when pixels are first asked for, and each format raises errors of its own.
     try:
         return f"data:image/png;base64,{png_base64(image)}"

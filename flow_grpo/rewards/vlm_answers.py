@@ -41,21 +41,20 @@ def read_completion(completion: Any) -> Answer:
 
 def labelled_score(answer: Answer, label: str) -> float:
     """The number from 1 to 5 behind `label` and a colon; the last one where there are several."""
-    matches = list(_pattern(label).finditer(answer.text))
-    # A number at the very end of an answer that was cut off may lack its decimals.
-    lost = not matches or not answer.text[matches[-1].end() :].strip(".")
-    if answer.cut_off and lost:
-        raise Unscorable(
-            f'max_tokens cut the answer off before its "{label}" was complete: {quote(answer.text)}'
-        )
-    if not matches:
-        raise Unscorable(f'the answer gives no number as its "{label}": {quote(answer.text)}')
-    number, scale = matches[-1].groups()
+    match = _last(_number_pattern(label), answer, label, "number")
+    number, scale = match.groups()
     score = float(number)
     if not LOWEST <= score <= HIGHEST or (scale and float(scale) != HIGHEST):
-        said = matches[-1].group().strip()
+        said = match.group().strip()
         raise Unscorable(f"{said!r} is not on the scale from 1 to 5: {quote(answer.text)}")
     return score
+
+
+def labelled_winner(answer: Answer, label: str) -> float:
+    """Whether the first of two pictures wins: 1 or 0, or 1/2 for a tie. Behind `label` and a colon
+    on a line of its own; the last one where there are several."""
+    winner = _last(_winner_pattern(label), answer, label, "winner").group(1)
+    return {"1": 1.0, "2": 0.0}.get(winner, 0.5)
 
 
 def read_text(answer: Answer) -> str:
@@ -84,21 +83,51 @@ def _without_thinking(content: str) -> str | None:
     return None if opened and not reply.strip() else reply
 
 
+def _last(pattern: re.Pattern[str], answer: Answer, label: str, what: str) -> re.Match[str]:
+    matches = list(pattern.finditer(answer.text))
+    # A number at the very end of an answer that was cut off may lack its decimals.
+    lost = not matches or not answer.text[matches[-1].end() :].strip(".")
+    if answer.cut_off and lost:
+        raise Unscorable(
+            f'max_tokens cut the answer off before its "{label}" was complete: {quote(answer.text)}'
+        )
+    if not matches:
+        raise Unscorable(f'the answer gives no {what} as its "{label}": {quote(answer.text)}')
+    return matches[-1]
+
+
+_MARK = r"[ \t*_`\"']*"
+_OPENED = rf"(?:[\[(<]{_MARK})?"
+
+
+def _label(label: str) -> str:
+    words = r"\s+".join(re.escape(word) for word in label.split())
+    return rf"(?<![^\W_]){words}{_MARK}"
+
+
 @functools.cache
-def _pattern(label: str) -> re.Pattern[str]:
+def _number_pattern(label: str) -> re.Pattern[str]:
     """`Label: 4`, with the marks, ranges and scales that models put around it.
 
     The number stays on the line of its label: a list below it may begin with "1.".
     """
-    words = r"\s+".join(re.escape(word) for word in label.split())
-    mark = r"[ \t*_`\"']*"
     stated_range = r"\([ \t]*1[ \t]*(?:[-–—]|to)[ \t]*5[ \t]*\)"
     number = r"([-+]?[0-9]+(?:\.[0-9]+)?)"
     # "4-5", "4,5" and "90%" are no scores, and 4 is not the score in them.
     not_after = r"(?![0-9A-Za-z]|[.,][0-9]|[ \t]*(?:[-–—~]|to\b)[ \t]*[0-9]|[ \t]*%)"
     scale = r"(?:[ \t]*(?:/|out of)[ \t]*([0-9]+))?"
     return re.compile(
-        rf"(?<![^\W_]){words}{mark}(?:{stated_range}{mark})?[:：=]{mark}(?:[\[(<]{mark})?"
+        rf"{_label(label)}(?:{stated_range}{_MARK})?[:：=]{_MARK}{_OPENED}"
         rf"{number}{not_after}{scale}",
         re.IGNORECASE,
+    )
+
+
+@functools.cache
+def _winner_pattern(label: str) -> re.Pattern[str]:
+    """`Label: 1` on a line of its own: "2 is better: 1 has no cat" is a reason, not a verdict."""
+    noun = r"(?:(?:picture|image)[ \t]*)?"
+    return re.compile(
+        rf"^[^\w\n]*{_label(label)}[:：=]{_MARK}{_OPENED}{noun}(1|2|tie)[^\w\n]*$",
+        re.IGNORECASE | re.MULTILINE,
     )

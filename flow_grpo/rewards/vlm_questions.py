@@ -43,3 +43,14 @@ these three lines and nothing else:
 Alignment Score (1-5): X
 Coherence Score (1-5): Y
 Style Score (1-5): Z"""
+
+BETTER_QUESTION = """\
+You see two pictures, picture 1 and then picture 2, that image generators made for this caption:
+
+{prompt}
+
+Which one is better? First weigh how well each shows what the caption asks for, with the right
+things, number, colours, places and written words; where they are equal in that, which one is
+sharper and has fewer broken shapes. Their order says nothing. Give your reasons in one or two
+sentences, then end with a line of its own, with 1, 2 or tie for X:
+Better: X"""

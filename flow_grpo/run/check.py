@@ -16,6 +16,7 @@ from flow_grpo.models.base import GuidanceGradient
 from flow_grpo.run.cli import OPEN_FIELDS, suggestion
 from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
 from flow_grpo.sde import KINDS, SOLVERS
+from flow_grpo.training.plan import BatchPlan
 
 CHOICES = {
     "sample.sde_type": [kind for kind in KINDS if kind != "ode"],
@@ -148,6 +149,30 @@ def check_fields(config: ConfigDict) -> None:
         section, _, key = name.rpartition(".")
         kind = (default[section] if section else default).get_type(key)
         _check_value(name, value, known[name], kind)
+
+
+def check_judges(config: ConfigDict, judges: set[str], plan: BatchPlan) -> None:
+    """Of rewards that compare the pictures of a group: each call has to have whole groups."""
+    for name in sorted(judges):
+        plan.check_judge(name)
+        if plan.group_size < 2:
+            raise UserError(
+                f"sample.num_image_per_prompt={plan.group_size} must be at least 2 for reward "
+                f"{name!r}, which compares the pictures of a group"
+            )
+        if config.train.advantage == "remax":
+            raise UserError(
+                f"train.advantage='remax' does not go with reward {name!r}: its baseline is one "
+                "picture, with no group to compare it with; use 'pairwise'"
+            )
+
+
+def check_eval_judges(judges: set[str]) -> None:
+    for name in sorted(judges):
+        raise UserError(
+            f"reward {name!r} compares the pictures of a group, and an evaluation draws one per "
+            "prompt; name another, e.g. --config.eval_reward_fn=\"{'qwenvl': 1.0}\""
+        )
 
 
 def unusual(config: ConfigDict) -> list[str]:

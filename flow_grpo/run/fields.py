@@ -164,7 +164,7 @@ def get_config() -> ConfigDict:
     train.adam_epsilon = 1e-8
     train.max_grad_norm = 1.0
     # "grpo", "dr_grpo" (no division), "rloo", "reinforce_pp", "remax" (less the reward of a sample
-    # without noise) or "gdpo".
+    # without noise), "gdpo" or "pairwise" (share of wins over the others of the group).
     train.advantage = "grpo"
     # Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only.
     train.cfg = True

@@ -27,7 +27,7 @@ from flow_grpo.rewards import (
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.run import tracking
 from flow_grpo.run.accelerator import build_accelerator
-from flow_grpo.run.check import check, unusual
+from flow_grpo.run.check import check, check_eval_judges, check_judges, unusual
 from flow_grpo.run.checkpoint import Progress
 from flow_grpo.run.gpu import can_compile, can_replay, lighter_settings
 from flow_grpo.run.lock import RunLock
@@ -185,7 +185,7 @@ def _build_session(
     plan.check_prompts(len(prompts), config.dataset)
     test_prompts = build_test_prompts(config)
     reward, eval_reward = on_all_or_none(
-        accelerator, lambda: build_both_rewards(config, accelerator, prompts, test_prompts)
+        accelerator, lambda: build_both_rewards(config, accelerator, plan, prompts, test_prompts)
     )
 
     with advice_when_short(lighter_settings(config)):
@@ -283,11 +283,17 @@ def build_test_prompts(config: ConfigDict) -> list[Prompt]:
 
 
 def build_both_rewards(
-    config: ConfigDict, accelerator: Accelerator, prompts: list[Prompt], test_prompts: list[Prompt]
+    config: ConfigDict,
+    accelerator: Accelerator,
+    plan: BatchPlan,
+    prompts: list[Prompt],
+    test_prompts: list[Prompt],
 ) -> list[WeightedReward]:
     """Of training and of evaluation."""
     weights = config.reward_fn.to_dict()
     reward, eval_reward = build_rewards(config, accelerator, weights, eval_weights(config))
+    check_judges(config, reward.judges, plan)
+    check_eval_judges(eval_reward.judges)
     reward.check([p.prompt for p in prompts])
     eval_reward.check([p.prompt for p in test_prompts])
     return [reward, eval_reward]

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -190,7 +191,7 @@ class Denoiser:
 
 def take_step(
     dynamics: Dynamics,
-    i: int,
+    i: int | np.ndarray,
     latents: Tensor,
     velocity: Tensor,
     *,
@@ -198,13 +199,19 @@ def take_step(
     next_latents: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Step:
-    """Step i of the schedule along `velocity`: with new noise, or to where it went."""
+    """Step i of the schedule, or i (B,) of each sample, along `velocity`: with new noise, or to
+    where it went."""
     sigmas = dynamics.schedule.sigmas
+    if isinstance(i, np.ndarray):
+        exact = torch.tensor(sigmas, dtype=torch.float64)
+        sigma, sigma_next = (send(exact[j], latents.device) for j in (i, i + 1))
+    else:
+        sigma, sigma_next = sigmas[i], sigmas[i + 1]
     return sde_step(
         velocity,
         latents,
-        sigmas[i],
-        sigmas[i + 1],
+        sigma,
+        sigma_next,
         kind=dynamics.kind if stochastic else "ode",
         noise_level=dynamics.noise_level,
         sigma_max=sigmas[1],

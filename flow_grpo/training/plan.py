@@ -103,6 +103,23 @@ class BatchPlan:
                 f"{self.accumulation_steps}; make that a multiple"
             )
 
+    def check_judge(self, reward: str) -> None:
+        """A reward that compares the samples of a group is called with one sampling batch."""
+        if self.sample_batch_size % self.group_size:
+            raise UserError(
+                f"reward {reward!r} compares the pictures of a group, but sample.train_batch_size="
+                f"{self.sample_batch_size} does not hold whole groups of "
+                f"sample.num_image_per_prompt={self.group_size}; make it a multiple"
+            )
+        share = self.train_batch_size * self.accumulation_steps
+        if self.num_processes > 1 and share % self.group_size:
+            raise UserError(
+                f"reward {reward!r} compares the pictures of a group, but an update's {share} "
+                f"samples per process = train.batch_size={self.train_batch_size} x "
+                f"train.gradient_accumulation_steps={self.accumulation_steps} do not hold whole "
+                f"groups of sample.num_image_per_prompt={self.group_size}; make that a multiple"
+            )
+
     def check_prompts(self, rows: int, source: str) -> None:
         if rows < self.groups:
             raise UserError(
