@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from ml_collections import ConfigDict
 
-from flow_grpo.models import SD3Adapter
+from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.run.fields import get_config
 from flow_grpo.run.session import build_session

@@ -12,8 +12,8 @@ from torch import Tensor
 from flow_grpo.algorithms import ALGORITHMS, Algorithm, Batch, Setup
 from flow_grpo.algorithms.forward import ForwardProcess, Noised
 from flow_grpo.algorithms.trajectory import Taken
-from flow_grpo.models import SD3Adapter
-from flow_grpo.models.base import Conditioning
+from flow_grpo.models import Conditioning
+from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.sampling.rollout import Dynamics, Trajectory, initial_noise
 from flow_grpo.sde import Step
@@ -70,7 +70,7 @@ def of_credit(*credit: float, groups: list[int] | None = None) -> Batch:
     size = len(credit)
     nothing = torch.zeros(size, 0, dtype=torch.float64)
     texts = torch.zeros(1, 1, 1)
-    conditioning = Conditioning(texts, texts[0], torch.zeros(size, dtype=torch.long), None)
+    conditioning = Conditioning({"embeds": texts}, torch.zeros(size, dtype=torch.long), None)
     final = pixels(*[[float(i)] for i in range(size)])
     return Batch(
         Trajectory(final, range(0), nothing, nothing, conditioning),

@@ -11,8 +11,9 @@ from diffusers import StableDiffusion3Pipeline
 from torch import nn
 
 from flow_grpo.errors import UserError
-from flow_grpo.models import SD3Adapter, load_adapter
+from flow_grpo.models import load_adapter
 from flow_grpo.models.embeddings import PromptCache, fingerprint
+from flow_grpo.models.sd3 import SD3Adapter
 
 TEXTS = ["a red sign", 'it says "HELLO"', "", "Ünïcode ✓", "a", "a very long prompt " * 5]
 
@@ -47,7 +48,10 @@ def by_text(adapter: SD3Adapter, texts: list[str], negative: list[str] | None = 
     batch = adapter.encode(texts, negative)
     rows = [*batch.positive, *([] if negative is None else batch.negative)]
     every = [*texts, *(negative or [])]
-    return {t: (batch.embeds[i], batch.pooled[i]) for t, i in zip(every, rows, strict=True)}
+    return {
+        t: (batch.texts["embeds"][i], batch.texts["pooled"][i])
+        for t, i in zip(every, rows, strict=True)
+    }
 
 
 def assert_same(left: dict, right: dict) -> None:
@@ -180,7 +184,7 @@ def test_a_lora_on_the_text_encoders_has_keys_of_its_own(cached, monkeypatch):
     def load(transformer, folder, pipeline):
         pipeline.text_encoder.text_projection.weight.data += 1
 
-    monkeypatch.setattr("flow_grpo.models.sd3.attach_lora", load)
+    monkeypatch.setattr("flow_grpo.models.base.attach_lora", load)
     adapter.load_lora("anything")
     assert adapter._cache.key("a") != before
 
@@ -214,19 +218,19 @@ def test_a_damaged_file_is_made_again_with_a_warning(cached, encoded, tmp_path, 
 
 def test_no_flipped_byte_is_believed_or_stops_a_run(tmp_path):
     cache = PromptCache(tmp_path, "model")
-    embeds, pooled = cache.add("a", torch.arange(6.0).view(1, 2, 3), torch.ones(1, 4))
+    kept = cache.add("a", {"embeds": torch.arange(6.0).view(1, 2, 3), "pooled": torch.ones(1, 4)})
     path = cache.path("a")
     good = path.read_bytes()
     for i in range(len(good)):
         path.write_bytes(good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :])
         for found in PromptCache(tmp_path, "model").find(["a"]).values():
-            assert torch.equal(found[0], embeds), i
-            assert torch.equal(found[1], pooled), i
+            assert found.keys() == kept.keys(), i
+            assert all(torch.equal(found[name], kept[name]) for name in kept), i
 
 
 def test_writers_and_readers_at_once_see_whole_files(tmp_path, caplog):
     texts = [f"prompt {i}" for i in range(4)]
-    values = {t: (torch.full((1, 64, 512), i), torch.full((1, 64), i)) for i, t in enumerate(texts)}
+    values = {t: {"embeds": torch.full((1, 64, 512), i)} for i, t in enumerate(texts)}
     start = threading.Barrier(8)
 
     def work(_):
@@ -234,9 +238,9 @@ def test_writers_and_readers_at_once_see_whole_files(tmp_path, caplog):
         for _ in range(25):
             cache = PromptCache(tmp_path, "model")  # another process, as far as the disk knows
             for text, found in cache.find(texts).items():
-                assert torch.equal(found[0], values[text][0][0])
+                assert torch.equal(found["embeds"], values[text]["embeds"][0])
             for text in texts:
-                cache.add(text, *values[text])
+                cache.add(text, values[text])
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
@@ -248,9 +252,9 @@ def test_writers_and_readers_at_once_see_whole_files(tmp_path, caplog):
 def test_memory_holds_the_prompts_last_used(tmp_path):
     cache = PromptCache(tmp_path, "model", in_memory=2)
     for text in ("a", "b"):
-        cache.add(text, torch.zeros(1, 2, 2), torch.zeros(1, 2))
+        cache.add(text, {"embeds": torch.zeros(1, 2, 2)})
     cache.find(["a"])
-    cache.add("c", torch.zeros(1, 2, 2), torch.zeros(1, 2))
+    cache.add("c", {"embeds": torch.zeros(1, 2, 2)})
     for path in files(tmp_path):
         path.unlink()
     assert set(cache.find(["a", "b", "c"])) == {"a", "c"}
@@ -336,7 +340,7 @@ def test_encoders_and_vae_are_on_the_device_while_they_work_only(tiny_sd3, place
     assert during == [ENCODING, ENCODING, DECODING]  # a text at a time
 
     plain = load_adapter(str(tiny_sd3), max_sequence_length=8)
-    assert torch.equal(conditioning.embeds, plain.encode(["a", "b"], None).embeds)
+    assert torch.equal(conditioning.texts["embeds"], plain.encode(["a", "b"], None).texts["embeds"])
     assert torch.equal(images, plain.decode(torch.ones(1, *plain.latent_shape(32, 32))))
 
 

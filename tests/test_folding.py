@@ -7,7 +7,7 @@ from peft import LoraConfig
 from policies import policy_of
 from torch import nn
 
-from flow_grpo.models import SD3Adapter
+from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.speed.folding import FoldedLinear, fold_lora
 

@@ -7,7 +7,7 @@ from methods import assert_slopes, move
 
 from flow_grpo.algorithms import Batch, Setup
 from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
-from flow_grpo.models import SD3Adapter
+from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.sampling.rollout import Dynamics, initial_noise
 from flow_grpo.training.policy import Policy

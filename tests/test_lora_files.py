@@ -14,8 +14,9 @@ from policies import policy_of
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
-from flow_grpo.models import SD3Adapter, load_adapter
+from flow_grpo.models import load_adapter
 from flow_grpo.models.lora_files import attach_lora
+from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.export import Source, export
@@ -280,9 +281,9 @@ def test_a_lora_on_the_text_encoders_too(tiny_sd3, diffusers_folder, tmp_path):
     both = {**load_file(file), **{f"text_encoder.{k}": v for k, v in layers.items()}}
     save_file(both, file)
     adapter = fresh(tiny_sd3)
-    before = adapter.encode(["a"], None).embeds
+    before = adapter.encode(["a"], None).texts["embeds"]
     adapter.load_lora(diffusers_folder)
-    assert not torch.equal(adapter.encode(["a"], None).embeds, before)
+    assert not torch.equal(adapter.encode(["a"], None).texts["embeds"], before)
     with pytest.raises(UserError, match=r"has \d+ tensors for other models than the transformer"):
         export(Source.find(diffusers_folder), str(tiny_sd3), tmp_path / "out")
     imports = {

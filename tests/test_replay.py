@@ -6,7 +6,7 @@ from peft import LoraConfig
 from torch import nn
 
 from flow_grpo.errors import UserError
-from flow_grpo.models import SD3Adapter
+from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.speed.replay import _kind, _Model
 
@@ -29,8 +29,8 @@ def build(dtype: torch.dtype, **lora) -> tuple[SD3Adapter, dict]:
     return adapter, {
         "hidden_states": torch.randn(2, *adapter.latent_shape(32, 32)).to(dtype),
         "timestep": torch.tensor([900.0, 300.0]),
-        "encoder_hidden_states": texts.embeds[texts.positive],
-        "pooled_projections": texts.pooled[texts.positive],
+        "encoder_hidden_states": texts.of(texts.positive)["embeds"],
+        "pooled_projections": texts.of(texts.positive)["pooled"],
         "return_dict": False,
     }
 

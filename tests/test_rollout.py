@@ -211,7 +211,9 @@ def test_compiled_code_samples_what_will_be_trained_as_it_will_be_trained(compil
 @pytest.mark.parametrize(("guidance", "negative"), [(1.0, None), (1.5, ["blurry", ""])])
 def test_negative_prompts_are_read_only_where_there_is_guidance(guidance, negative):
     ahead = []
-    adapter = SimpleNamespace(encode=lambda *texts: texts, encode_ahead=ahead.extend)
+    adapter = SimpleNamespace(
+        encode=lambda *texts: texts, encode_ahead=ahead.extend, is_guided=lambda scale: scale > 1
+    )
     prompts = [Prompt("a", "blurry"), Prompt("b")]
     denoiser = Denoiser(adapter, None, replace(KNOWN, guidance_scale=guidance))
     assert denoiser.encode(prompts) == (["a", "b"], negative)

@@ -62,8 +62,8 @@ def test_encoders_that_wait_on_the_cpu_do_not_join_the_last_batch(make_session):
 
 def encoded_and_submitted(session: Session) -> list:
     """Texts as they are encoded, and where pictures go to be scored."""
-    events, encode, submit = [], session.adapter._call_encoders, session.reward.submit
-    session.adapter._call_encoders = lambda texts: (events.extend(texts), encode(texts))[1]
+    events, encode, submit = [], session.adapter.encode_one, session.reward.submit
+    session.adapter.encode_one = lambda text: (events.append(text), encode(text))[1]
     session.reward.submit = lambda *args: (events.append(SUBMITTED), submit(*args))[1]
     return events
 
