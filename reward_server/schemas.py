@@ -82,7 +82,6 @@ class ScoreResponse(BaseModel):
 class RewardState(BaseModel):
     name: str
     ready: bool
-    frames: str = Field(description="what it scores of a clip: all of it, with the value clip")
 
 
 class LimitValues(BaseModel):
@@ -97,6 +96,7 @@ class LimitValues(BaseModel):
 
 class RewardList(BaseModel):
     rewards: list[RewardState]
+    clips: list[str] = Field(description="names of those that score whole clips, not frames")
     limits: LimitValues
 
 

@@ -18,13 +18,11 @@ from ml_collections import ConfigDict
 
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import close_scorers
-from flow_grpo.rewards.frames import is_clip
 from flow_grpo.run import cli
 from flow_grpo.run.accelerator import build_accelerator
 from flow_grpo.run.check import check
 from flow_grpo.run.checkpoint import weights_in
-from flow_grpo.run.clips import still
-from flow_grpo.run.grid import picture_grid
+from flow_grpo.run.grid import save_grid
 from flow_grpo.run.outage import describe_outage
 from flow_grpo.run.session import (
     build_adapter,
@@ -34,7 +32,6 @@ from flow_grpo.run.session import (
     eval_weights,
     image_size,
 )
-from flow_grpo.run.tracking import save_samples
 from flow_grpo.sampling.rollout import Denoiser
 from flow_grpo.training.evaluation import evaluate
 
@@ -91,9 +88,7 @@ def main(config: ConfigDict) -> None:
         (out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if result.images:
             captions = [p.prompt for p in prompts[: len(result.images)]]
-            picture_grid([still(image) for image in result.images], captions).save(out / "grid.png")
-            if is_clip(result.images[0]):
-                save_samples(out / "clips", result.images, prompt=captions)
+            save_grid(out, result.images, captions)
         means = "  ".join(f"{name} {value:.4f}" for name, value in result.means().items())
         logger.info("%d prompts  %s", len(prompts), means)
         logger.info("wrote %s", out)

@@ -87,6 +87,9 @@ def split_rules(
     options: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     """The rules among the options of rewards, and the other options."""
+    for name, given in options.items():
+        if not isinstance(given, Mapping):
+            raise UserError(f"reward_options.{name}={given!r} must be a dict of options")
     rules = {
         name: checked_rule(given[OPTION], f"reward_options.{name}.{OPTION}")
         for name, given in options.items()

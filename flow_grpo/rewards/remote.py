@@ -112,7 +112,8 @@ class RemoteScorer:
         while True:
             try:
                 answer = self._servers.get(url, "/v1/rewards", START_GRACE)
-                rewards = {reward["name"]: reward for reward in answer["rewards"]}
+                names = [reward["name"] for reward in answer["rewards"]]
+                clips = answer.get("clips", ())  # an older server does not say
                 limits = answer["limits"]
                 break
             except Refused as error:
@@ -126,14 +127,12 @@ class RemoteScorer:
                         f"python -m reward_server --rewards {self.name}"
                     ) from error
                 time.sleep(0.5)
-        if self.name not in rewards:
+        if self.name not in names:
             raise UserError(
                 f"reward_servers.{self.name}: {url} does not serve {self.name!r}, it serves "
-                f"{', '.join(rewards)}"
+                f"{', '.join(names)}"
             )
-        # an older server does not say; of frames that are sent as pictures, the rule is ours
-        takes_clips = rewards[self.name].get("frames") == CLIP
-        return CLIP if takes_clips else DEFAULT, limits
+        return CLIP if self.name in clips else DEFAULT, limits
 
 
 def _encoded(sample: Sample) -> str | list[str]:
