@@ -173,7 +173,7 @@ def test_a_server_of_an_older_version_gets_pictures() -> None:
 def test_servers_must_agree_on_what_they_take(server: Server, start: Callable) -> None:
     clips = start("obey", "--options", '{"obey": {"frames": "clip"}}')
     assert clips.get("/v1/rewards").json()["clips"] == ["obey"]
-    with pytest.raises(UserError, match=r"some of http.*, http.* take whole clips and some picture"):
+    with pytest.raises(UserError, match=r"some of http.*, http.* take whole clips and some"):
         build_reward({"obey": 1.0}, servers={"obey": f"{server.url},{clips.url}"})
 
 
