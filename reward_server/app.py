@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.frames import CLIP, frame_rule
 from flow_grpo.rewards.guard import BatchScores
 from reward_server import errors, schemas
 from reward_server.gate import GONE, CountRequests, LimitBody, RequireToken
@@ -79,7 +80,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def rewards() -> Response:
         """The rewards of this server, and how much it takes."""
         states = [{"name": name, "ready": desk.ready} for name, desk in service.desks.items()]
-        return errors.json_response({"rewards": states, "limits": vars(service.limits)})
+        clips = [name for name, desk in service.desks.items() if frame_rule(desk.scorer) == CLIP]
+        content = {"rewards": states, "clips": clips, "limits": vars(service.limits)}
+        return errors.json_response(content)
 
     @app.get("/healthz", response_model=schemas.Status)
     async def healthz() -> Response:

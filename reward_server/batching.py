@@ -11,11 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image
-
 from flow_grpo.rewards import Scorer
 from flow_grpo.rewards.failure import Failed, describe
-from flow_grpo.rewards.guard import BatchScores, call, is_mistake, parse_scores
+from flow_grpo.rewards.frames import Sample
+from flow_grpo.rewards.guard import BatchScores, is_mistake, score
 from reward_server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class ScorerFailed(Exception):
 class Job:
     """Images of one request that are scored together. Cancel `result` to give it up."""
 
-    images: list[Image.Image]
+    images: list[Sample]
     prompts: list[str]
     metadata: list[dict[str, Any]]
     arrived: float = field(default_factory=time.monotonic)
@@ -104,7 +103,7 @@ class Batcher:
 
     def submit(
         self,
-        images: list[Image.Image],
+        images: list[Sample],
         prompts: list[str],
         metadata: list[dict[str, Any]],
     ) -> "list[Future[BatchScores]]":
@@ -205,7 +204,7 @@ class Batcher:
         self._metrics.batch_images.labels(self.name).observe(len(images))
         running = Running([*jobs, *behind])
         with self._metrics.scorer_seconds.labels(self.name).time(), self._watched(running):
-            return parse_scores(call(self._scorer, images, prompts, metadata), len(images))
+            return score(self._scorer, images, prompts, metadata)
 
     @contextlib.contextmanager
     def _watched(self, running: Running) -> Iterator[None]:

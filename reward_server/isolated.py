@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import Scorer, build_scorers
 from flow_grpo.rewards.failure import Failed, describe
-from flow_grpo.rewards.guard import BatchScores, call, is_mistake, parse_scores
+from flow_grpo.rewards.frames import DEFAULT, Sample, frame_rule
+from flow_grpo.rewards.guard import BatchScores, is_mistake, score
 from flow_grpo.rewards.pool import PoolClosed, TimedOut, WorkerPool
 from flow_grpo.rewards.threads import in_background
 from reward_server.batching import ScorerFailed
@@ -22,7 +21,7 @@ SCORING_BYTES = 17  # per pixel, measured: 6 on its way to the process, 11 there
 START_TIMEOUT = 1800.0  # seconds; weights may have to be downloaded
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before another start
 
-Batch = tuple[list[Image.Image], list[str], list[dict[str, Any]]]
+Batch = tuple[list[Sample], list[str], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Raised:
         return ScorerFailed(self.reason, "scorer_broken" if self.is_mistake else "scorer_failed")
 
 
-Answer = BatchScores | Raised | None
+Answer = BatchScores | Raised | str
 
 
 def build_scorer(name: str, **settings: Any) -> Scorer:
@@ -57,22 +56,23 @@ def build_scorer(name: str, **settings: Any) -> Scorer:
 
 
 def build(name: str, **settings: Any) -> Callable[[Batch | None], Answer]:
-    """In the child: what answers one batch after another. None asks whether it was built."""
+    """In the child: what answers one batch after another. None asks for its rule for
+    frames, which it has once it was built."""
     try:
         scorer = build_scorer(name, **settings)
     except Exception as error:
         raised = Raised.by(error)
         return lambda _: raised
 
-    def score(batch: Batch | None) -> Answer:
+    def answer(batch: Batch | None) -> Answer:
         if batch is None:
-            return None
+            return frame_rule(scorer)
         try:
-            return parse_scores(call(scorer, *batch), len(batch[0]))
+            return score(scorer, *batch)
         except Exception as error:
             return Raised.by(error)
 
-    return score
+    return answer
 
 
 class IsolatedScorer:
@@ -81,6 +81,7 @@ class IsolatedScorer:
     """
 
     def __init__(self, name: str, *, timeout: float, **settings: Any) -> None:
+        self.frames = DEFAULT
         self.trouble = ""  # why there is no process, after one could not be replaced
         self._name = name
         self._timeout = timeout
@@ -95,7 +96,7 @@ class IsolatedScorer:
             raise
 
     def __call__(
-        self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]
+        self, images: list[Sample], prompts: list[str], metadata: list[dict[str, Any]]
     ) -> tuple[list[float], dict[str, list[float]]]:
         try:
             [answer] = self._pool.map([(images, prompts, metadata)])
@@ -118,8 +119,9 @@ class IsolatedScorer:
         [answer] = self._pool.map([None])
         if isinstance(answer, Raised) and answer.is_user_error:
             raise UserError(answer.reason)
-        if answer is not None:  # a `Failed` has a reason as well
+        if not isinstance(answer, str):  # a `Failed` has a reason as well
             raise UserError(f"reward {self._name!r} cannot be built: {answer.reason}")
+        self.frames = answer
 
     def _revive(self) -> None:
         """Have the next process ready before the next request, however often that takes."""

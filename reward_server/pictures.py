@@ -2,11 +2,13 @@
 
 import base64
 import io
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from PIL import Image, PngImagePlugin
 
+from flow_grpo.rewards.frames import Sample
 from reward_server.errors import ApiError
 
 FORMATS = ("PNG", "WEBP", "JPEG")
@@ -39,14 +41,21 @@ PngImagePlugin.MAX_TEXT_MEMORY = 2**20
 Claim = Callable[[int, int], AbstractContextManager[Callable[[], None]]]
 
 
-def decode(texts: Sequence[str], *, max_pixels: int, claim: Claim) -> list[Image.Image]:
-    """All pictures of a request, one after the other: only one decoder is at work at a time.
+def decode(samples: Sequence[str | list[str]], *, max_pixels: int, claim: Claim) -> list[Sample]:
+    """All pictures of a request, one after the other: only one decoder is at work at a time. A clip
+    becomes the list of its frames.
 
     `claim` is told their pixels and the bytes that decoding takes besides the result. It may
     wait or refuse before any is decoded, and gives a function to call before each, which raises
     when nobody wants them any more. Messages name a picture by its JSON path.
     """
-    paths = [f"images[{i}]" for i in range(len(texts))]
+    clips = [[sample] if isinstance(sample, str) else sample for sample in samples]
+    texts = [text for clip in clips for text in clip]
+    paths = [
+        f"images[{i}]" if isinstance(sample, str) else f"images[{i}][{j}]"
+        for i, sample in enumerate(samples)
+        for j in range(len(clips[i]))
+    ]
     pixels, at_work = 0, 0
     for path, text in zip(paths, texts, strict=True):
         with _open(path, text, max_pixels) as picture:
@@ -59,7 +68,11 @@ def decode(texts: Sequence[str], *, max_pixels: int, claim: Claim) -> list[Image
             check_wanted()
             with _open(path, text, max_pixels) as picture:
                 pictures.append(_rgb(path, picture))
-        return pictures
+    rest = iter(pictures)
+    return [
+        next(rest) if isinstance(sample, str) else list(itertools.islice(rest, len(sample)))
+        for sample in samples
+    ]
 
 
 def _open(path: str, text: str, max_pixels: int) -> Image.Image:

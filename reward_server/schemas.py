@@ -7,6 +7,8 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainValidator,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -23,7 +25,23 @@ def _whole_characters(text: str) -> str:
     return text
 
 
+def _picture_or_clip(value: Any) -> Any:
+    # A union of pydantic's would name its branches in the path of a mistake.
+    frames = value if isinstance(value, list) else [value]
+    if not frames or not all(isinstance(frame, str) for frame in frames):
+        raise PydanticCustomError(
+            "picture_or_clip", "Input should be a valid string, or a list of one or more (a clip)"
+        )
+    return value
+
+
 Text = Annotated[str, AfterValidator(_whole_characters)]
+PICTURE = {"type": "string"}
+Sample = Annotated[
+    str | list[str],
+    PlainValidator(_picture_or_clip),
+    WithJsonSchema({"anyOf": [PICTURE, {"type": "array", "items": PICTURE, "minItems": 1}]}),
+]
 
 
 class ScoreRequest(BaseModel):
@@ -31,7 +49,10 @@ class ScoreRequest(BaseModel):
 
     # The first mistake is enough: a list of them would be many times as large as the body.
     reward: Text = Field(description="a name from GET /v1/rewards")
-    images: list[str] = Field(description="PNG, WebP or JPEG files in base64", fail_fast=True)
+    images: list[Sample] = Field(
+        description="PNG, WebP or JPEG files in base64; of a clip the list of its frames",
+        fail_fast=True,
+    )
     prompts: list[Text] = Field(description="one per image", fail_fast=True)
     metadata: list[dict[str, Any]] | None = Field(
         None, description="one object per image", fail_fast=True
@@ -64,7 +85,7 @@ class RewardState(BaseModel):
 
 
 class LimitValues(BaseModel):
-    max_images: int = Field(description="of one request")
+    max_images: int = Field(description="of one request; each frame of a clip is one")
     max_pixels: int = Field(description="of one image")
     max_body_bytes: int
     max_queue: int = Field(description="images of one reward that wait or are being scored")
@@ -75,6 +96,7 @@ class LimitValues(BaseModel):
 
 class RewardList(BaseModel):
     rewards: list[RewardState]
+    clips: list[str] = Field(description="names of those that score whole clips, not frames")
     limits: LimitValues
 
 

@@ -13,7 +13,8 @@ from PIL import Image
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import Scorer
 from flow_grpo.rewards.failure import Failed, describe
-from flow_grpo.rewards.guard import BatchScores, call, joined, parse_scores
+from flow_grpo.rewards.frames import Sample
+from flow_grpo.rewards.guard import BatchScores, joined, score
 from flow_grpo.rewards.threads import in_background
 from reward_server.batching import Batcher, ScorerFailed
 from reward_server.errors import ApiError, Busy, shown
@@ -100,7 +101,7 @@ class Service:
         metadata = request.metadata or [{} for _ in request.images]
         self._accepted += 1
         try:
-            with desk.room.hold(len(request.images)) as place:
+            with desk.room.hold(_pictures(request)) as place:
                 images = await asyncio.get_running_loop().run_in_executor(
                     self._decoders, self._decode, request.images, place
                 )
@@ -111,7 +112,7 @@ class Service:
         finally:
             self._accepted -= 1
 
-    def _decode(self, images: list[str], place: Place) -> list[Image.Image]:
+    def _decode(self, images: list[str | list[str]], place: Place) -> list[Sample]:
         return decode(images, max_pixels=self.limits.max_pixels, claim=place.claim)
 
     def fail_overdue(self) -> None:
@@ -152,10 +153,11 @@ class Service:
         images, prompts = len(request.images), len(request.prompts)
         if not images:
             raise ApiError("no_images", "images is empty; send at least one image")
-        if images > self.limits.max_images:
+        pictures, most = _pictures(request), self.limits.max_images
+        if pictures > most:
+            what = "images" if pictures == images else "frames of clips"
             raise ApiError(
-                "too_many_images",
-                f"{images} images in one request; at most {self.limits.max_images} are allowed",
+                "too_many_images", f"{pictures} {what} in one request; at most {most} are allowed"
             )
         if prompts != images:
             raise ApiError(
@@ -179,15 +181,14 @@ class Service:
             pictures = [Image.new("RGB", (64, 64), "grey") for _ in range(count)]
             prompts, metadata = ['a sign that says "A"'] * count, [{} for _ in pictures]
             try:
-                result = call(desk.scorer, pictures, prompts, metadata)
-                [score, *_] = parse_scores(result, count).values
+                [first, *_] = score(desk.scorer, pictures, prompts, metadata).values
             except UserError as error:
                 raise UserError(f"reward {name!r}: {error}") from error
             except Exception as error:
-                score = Failed(describe(error))
-            if isinstance(score, Failed):
+                first = Failed(describe(error))
+            if isinstance(first, Failed):
                 # Perhaps it needs metadata of its own: only real requests can tell.
-                log.warning("reward %r gave no score for a grey picture: %s", name, score.reason)
+                log.warning("reward %r gave no score for a grey picture: %s", name, first.reason)
             desk.warm = True
             log.info("reward %r is ready after %.1f s", name, time.monotonic() - start)
 
@@ -210,6 +211,11 @@ class Service:
             if hasattr(desk.scorer, "close")
         ]
         wait(closing, seconds)
+
+
+def _pictures(request: ScoreRequest) -> int:
+    """How many there are, each frame of a clip counted."""
+    return sum(1 if isinstance(sample, str) else len(sample) for sample in request.images)
 
 
 async def _scores(name: str, parts: "list[Future[BatchScores]]") -> BatchScores:

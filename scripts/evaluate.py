@@ -6,7 +6,7 @@
 
 Model, prompts, rewards, sizes and steps come from the config. Every prompt has a noise of its
 own, so batch size and number of processes do not change the result. Writes results.json and
-grid.png.
+grid.png; of videos that shows the middle frames, and the folder clips has each as a GIF.
 """
 
 import json
@@ -22,7 +22,7 @@ from flow_grpo.run import cli
 from flow_grpo.run.accelerator import build_accelerator
 from flow_grpo.run.check import check, check_eval_judges
 from flow_grpo.run.checkpoint import weights_in
-from flow_grpo.run.grid import picture_grid
+from flow_grpo.run.grid import save_grid
 from flow_grpo.run.outage import describe_outage
 from flow_grpo.run.session import (
     build_adapter,
@@ -89,7 +89,7 @@ def main(config: ConfigDict) -> None:
         (out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if result.images:
             captions = [p.prompt for p in prompts[: len(result.images)]]
-            picture_grid(result.images, captions).save(out / "grid.png")
+            save_grid(out, result.images, captions)
         means = "  ".join(f"{name} {value:.4f}" for name, value in result.means().items())
         logger.info("%d prompts  %s", len(prompts), means)
         logger.info("wrote %s", out)

@@ -81,7 +81,7 @@ def plot_pictures(folders: list[Path], count: int, out: Path) -> None:
     images, captions = [], []
     for i in range(count):
         for folder, table in zip(folders, tables, strict=True):
-            images.append(Image.open(folder / table[i]["file"]))
+            images.append(Image.open(folder / table[i].get("still", table[i]["file"])))
             score = table[i]["avg"]
             captions.append(
                 f"{table[i]['prompt']}  {'failed' if score is None else f'{score:.2f}'}"

@@ -55,7 +55,7 @@ BASELINE = "baseline"
 class SampledBatch:
     draw: Draw
     trajectory: Trajectory
-    images: torch.Tensor | None  # (B, 3, H, W), of the first batch, to show
+    images: torch.Tensor | None  # (B, 3, H, W) or (B, F, 3, H, W), of the first batch, to show
     scores: PendingScores  # {reward name: (B,)}, computed in the background
     distance: torch.Tensor  # (2,), of pictures within a group: see group_distance
     step: int  # optimizer updates of the weights that sampled it

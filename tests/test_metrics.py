@@ -106,3 +106,9 @@ def test_pictures_of_a_group_are_as_far_apart_as_their_pixels(dtype):
     assert count == 2  # one picture alone tells nothing
     assert total == pytest.approx(0.6 + 0.6 * math.sqrt(2 / 3), rel=1e-3)
     assert group_distance(images[:2], np.array([0, 1])).tolist() == [0.0, 0.0]
+    # clips: over the pixels of all frames, half of which are equal here
+    still = torch.zeros(6, 1, 3, 4, 4, dtype=dtype)
+    clips = torch.cat([images[:, None], still], dim=1)
+    total, count = group_distance(clips, np.array([5, 5, 2, 2, 2, 9])).tolist()
+    assert count == 2
+    assert total == pytest.approx((0.6 + 0.6 * math.sqrt(2 / 3)) / math.sqrt(2), rel=1e-3)

@@ -3,7 +3,9 @@
 It gets a list of PIL images, a list of prompts and a list of metadata dicts, and returns one
 number per image, NaN or None where it cannot score; or a tuple of that and a dict of further
 values per image, to be logged. One with `compares_groups = True` returns shares of wins, and is
-called with whole groups. This module stays light: scorers are imported when they are built.
+called with whole groups. Of a video it gets single frames, by the rule in its attribute `frames`;
+with "clip" it gets a list of PIL images for each image. This module stays light: scorers are
+imported when they are built.
 """
 
 import importlib
@@ -17,10 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import FailurePolicy
+from flow_grpo.rewards.frames import DEFAULT, Sample, frame_rule, rule_of, split_rules, with_rule
 from flow_grpo.rewards.guard import BatchScores, GuardedScorer
 from flow_grpo.rewards.pictures import fetch_pictures
 from flow_grpo.rewards.threads import SerialThread
@@ -28,7 +30,7 @@ from flow_grpo.rewards.threads import SerialThread
 if TYPE_CHECKING:
     import torch
 
-Scorer = Callable[[list[Image.Image], list[str], list[dict]], Any]
+Scorer = Callable[[list[Sample], list[str], list[dict]], Any]
 
 REWARDS = {
     "aesthetic": "flow_grpo.rewards.aesthetic:Aesthetic",
@@ -102,27 +104,34 @@ class WeightedReward:
 
     def submit(
         self,
-        images: "torch.Tensor | list[Image.Image]",
+        images: "torch.Tensor | list[Sample]",
         prompts: list[str],
         metadata: list[dict] | None = None,
     ) -> PendingScores:
-        """Start scoring; images are a (N, 3, H, W) tensor in [0, 1] or PIL images."""
+        """Start scoring; images are a (N, 3, H, W) tensor in [0, 1] or PIL images, clips a
+        (N, F, 3, H, W) tensor or lists of PIL images."""
         metadata = [{} for _ in prompts] if metadata is None else metadata
         if not len(images) == len(prompts) == len(metadata):
             raise ValueError(
                 f"{len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata "
                 "must be of one length"
             )
-        pictures = self._to_pil.submit(fetch_pictures(images))
+        # only of clips in a tensor do rewards fetch what is theirs
+        clips = not isinstance(images, list) and images.ndim == 5
+        rules = {n: frame_rule(g.scorer) if clips else DEFAULT for n, g in self._guarded.items()}
+        pictures = {
+            rule: self._to_pil.submit(fetch_pictures(images, rule))
+            for rule in dict.fromkeys(rules.values())
+        }
         parts = {
-            name: guarded.submit(pictures, prompts, metadata)
+            name: guarded.submit(pictures[rules[name]], prompts, metadata)
             for name, guarded in self._guarded.items()
         }
         return PendingScores(parts, self.weights)
 
     def __call__(
         self,
-        images: "torch.Tensor | list[Image.Image]",
+        images: "torch.Tensor | list[Sample]",
         prompts: list[str],
         metadata: list[dict] | None = None,
     ) -> dict[str, np.ndarray]:
@@ -172,7 +181,8 @@ def build_reward(
     `custom` gives further names as "package.module:attribute", a scorer or a class of scorers.
     `servers` names the reward servers of those that are scored elsewhere, with commas between.
     `options` are keyword arguments per name for rewards that are classes; a class that takes a
-    `device` gets this one, and one that takes the `policy` handles its failures itself.
+    `device` gets this one, and one that takes the `policy` handles its failures itself. `frames`,
+    which every reward has, says what it sees of a video.
     """
     check_weights(weights)
     scorers = build_scorers(
@@ -203,7 +213,8 @@ def build_scorers(
     names = list(names)
     paths = {**REWARDS, **(custom or {})}
     servers = {name: urls for name, urls in (servers or {}).items() if urls}
-    options, policy = options or {}, policy or FailurePolicy()
+    rules, options = split_rules(options or {})
+    policy = policy or FailurePolicy()
     for name in (*names, *options, *(custom or {}), *servers):
         if name == TOTAL or not (name in paths or (name in servers and name in names)):
             raise UserError(
@@ -216,12 +227,20 @@ def build_scorers(
                 f"reward_options.{name} has no use: reward_servers.{name} scores it; give the "
                 "options to the server (--options)"
             )
-    return {
-        name: _build_remote(name, servers[name], policy)
-        if name in servers
-        else _build(name, paths[name], options.get(name, {}), device, policy)
-        for name in names
-    }
+    found = {name: _import(name, paths[name]) for name in names if name not in servers}
+
+    def rule(name: str, scorer: Any) -> str:
+        return rule_of(name, scorer, rules.get(name), custom=name in (custom or {}))
+
+    def build(name: str) -> Scorer:
+        if name in servers:
+            return _build_remote(name, servers[name], policy, rules.get(name))
+        scorer = _build(name, found[name], options.get(name, {}), device, policy)
+        return with_rule(scorer, rule(name, scorer))
+
+    for name, scorer in found.items():  # before any is built, which may take long
+        rule(name, scorer)
+    return {name: build(name) for name in names}
 
 
 def guard_scorers(
@@ -235,20 +254,21 @@ def guard_scorers(
     }
 
 
-def _build_remote(name: str, servers: str, policy: FailurePolicy) -> Scorer:
+def _build_remote(name: str, servers: str, policy: FailurePolicy, frames: str | None) -> Scorer:
     from flow_grpo.rewards.http import token_from
     from flow_grpo.rewards.remote import RemoteScorer
 
-    return RemoteScorer(name, servers, token=token_from(TOKEN_ENV), policy=policy)
+    return RemoteScorer(name, servers, token=token_from(TOKEN_ENV), policy=policy, frames=frames)
 
 
 def _build(
-    name: str, path: str, options: Mapping[str, Any], device: str, policy: FailurePolicy
+    name: str, scorer: Any, options: Mapping[str, Any], device: str, policy: FailurePolicy
 ) -> Scorer:
-    scorer = _import(name, path)
     if not isinstance(scorer, type):
         if options:
-            raise UserError(f"reward {name!r} is a function; reward_options.{name} has no use")
+            raise UserError(
+                f"reward {name!r} is a function; of reward_options.{name} it takes frames alone"
+            )
         return scorer
     parameters = inspect.signature(scorer).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed, FailurePolicy, describe
+from flow_grpo.rewards.frames import (
+    CLIP,
+    Sample,
+    choose_frames,
+    frame_rule,
+    is_clip,
+    mean_of_frames,
+)
 from flow_grpo.rewards.threads import SerialThread, in_background, run_coroutine
 
 log = logging.getLogger(__name__)
@@ -65,13 +72,13 @@ class GuardedScorer:
         self._running: Future | None = None
 
     def submit(
-        self, pictures: "Future[list[Image.Image]]", prompts: list[str], metadata: list[dict]
+        self, pictures: "Future[list[Sample | None]]", prompts: list[str], metadata: list[dict]
     ) -> "Future[BatchScores]":
         return self._thread.submit(lambda: self._score(pictures, prompts, metadata))
 
     def _score(
         self,
-        pictures: "Future[list[Image.Image | None]]",
+        pictures: "Future[list[Sample | None]]",
         prompts: list[str],
         metadata: list[dict],
     ) -> BatchScores:
@@ -113,11 +120,11 @@ class GuardedScorer:
             wait([self._running], DOWN_SHARE * timeout)
             if not self._running.done():
                 raise TimeoutError("it still hangs in an earlier batch")
-        self._running = in_background(lambda: call(self.scorer, *batch))
+        self._running = in_background(lambda: score(self.scorer, *batch))
         wait([self._running], timeout)
         if not self._running.done():
             raise TimeoutError(f"no answer within {self._policy.timeout:g} s")
-        return parse_scores(self._running.result(), len(batch[0]))
+        return self._running.result()
 
     def _remember(self, values: Sequence[float]) -> None:
         missing = [v for v in values if math.isnan(v)]
@@ -142,10 +149,31 @@ def _place(error: BaseException) -> str:
     return f" ({Path(frame.filename).name}, line {frame.lineno})"
 
 
-def call(scorer: Any, images: list[Image.Image], prompts: list[str], metadata: list[dict]) -> Any:
-    """What `scorer` returns; one that is async is waited for."""
+def score(
+    scorer: Any, samples: list[Sample], prompts: list[str], metadata: list[dict]
+) -> BatchScores:
+    """What `scorer` gives for each sample; of clips it sees the frames that its rule chooses, as
+    pictures with the same prompt, unless it takes whole clips."""
+    rule = frame_rule(scorer)
+    samples = choose_frames(samples, rule)
+    if rule == CLIP or not any(map(is_clip, samples)):
+        return _call(scorer, samples, prompts, metadata)
+    clips = [sample if is_clip(sample) else [sample] for sample in samples]
+    counts = [len(clip) for clip in clips]
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    frames = [frame for clip in clips for frame in clip]
+    scores = _call(scorer, frames, [prompts[r] for r in rows], [metadata[r] for r in rows])
+    extras = {name: mean_of_frames(values, counts) for name, values in scores.extras.items()}
+    return BatchScores(mean_of_frames(scores.values, counts), extras)
+
+
+def _call(
+    scorer: Any, images: list[Sample], prompts: list[str], metadata: list[dict]
+) -> BatchScores:
+    """One that is async is waited for."""
     result = scorer(images, prompts, metadata)
-    return run_coroutine(result) if inspect.iscoroutine(result) else result
+    result = run_coroutine(result) if inspect.iscoroutine(result) else result
+    return parse_scores(result, len(images))
 
 
 def parse_scores(result: Any, count: int) -> BatchScores:

@@ -6,16 +6,15 @@ import os
 import time
 from typing import Any
 
-from PIL import Image
-
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed, FailurePolicy, describe
+from flow_grpo.rewards.frames import CLIP, DEFAULT, Sample, agreed_rule, is_clip
 from flow_grpo.rewards.guard import BatchScores, joined, parse_scores
 from flow_grpo.rewards.http import Refused, ServerGroup, Unavailable, parse_urls
 from flow_grpo.rewards.pictures import png_base64
 from flow_grpo.rewards.threads import map_in_threads
 
-CHUNK = 16  # images per request: enough to batch, few enough to spread over servers
+CHUNK = 16  # images or clips per request: enough to batch, few enough to spread over servers
 BODY_SHARE = 0.9  # of what a server takes, for the images; the rest is for the texts
 CONNECTIONS = 4  # requests under way per server
 START_GRACE = 10.0  # seconds for a server that is started together with the run
@@ -29,8 +28,15 @@ class RemoteScorer:
     """
 
     def __init__(
-        self, name: str, servers: str, *, token: str | None = None, policy: FailurePolicy
+        self,
+        name: str,
+        servers: str,
+        *,
+        token: str | None = None,
+        policy: FailurePolicy,
+        frames: str | None = None,
     ) -> None:
+        """`frames` is the rule; by default whole clips where the servers take them."""
         urls = parse_urls(servers, f"reward_servers.{name}")
         self.name = name
         self._timeout = policy.timeout
@@ -40,23 +46,31 @@ class RemoteScorer:
         )
         # over all batches, and from another server on each process
         self._turns = itertools.count(int(os.environ.get("RANK", "0")))
-        limits = self._check_servers()
-        self._chunk = min(CHUNK, *(limit["max_images"] for limit in limits))
+        rules, limits = zip(*self._check_servers(), strict=True)
+        if len(set(rules)) > 1:
+            raise UserError(
+                f"reward_servers.{name}: some of {', '.join(urls)} take whole clips and some "
+                "pictures; start all with the same --options"
+            )
+        self.frames = agreed_rule(name, frames, rules[0])
+        self._max_images = min(limit["max_images"] for limit in limits)
         self._max_body = min(limit["max_body_bytes"] for limit in limits)
 
     def __call__(
-        self, images: list[Image.Image], prompts: list[str], metadata: list[dict]
+        self, images: list[Sample], prompts: list[str], metadata: list[dict]
     ) -> tuple[list[float], dict[str, list[float]]]:
         deadline = time.monotonic() + self._timeout
         servers = len(self._servers.urls)
-        rounds = math.ceil(len(images) / (self._chunk * servers))
+        frames = max((len(image) for image in images if is_clip(image)), default=1)
+        most = max(1, min(CHUNK, self._max_images // frames))
+        rounds = math.ceil(len(images) / (most * servers))
         chunk = math.ceil(len(images) / max(1, rounds * servers))  # as many for each server
 
         parts = [slice(i, i + chunk) for i in range(0, len(images), chunk or 1)]
 
         def score(request: tuple[slice, int]) -> BatchScores:
             part, turn = request
-            encoded = [png_base64(image) for image in images[part]]
+            encoded = [_encoded(image) for image in images[part]]
             return self._score(encoded, prompts[part], metadata[part], turn, deadline)
 
         requests = [(part, next(self._turns)) for part in parts]
@@ -65,14 +79,14 @@ class RemoteScorer:
 
     def _score(
         self,
-        images: list[str],
+        images: list[str | list[str]],
         prompts: list[str],
         metadata: list[dict],
         turn: int,
         deadline: float,
     ) -> BatchScores:
         half = len(images) // 2
-        if half and sum(map(len, images)) > BODY_SHARE * self._max_body:
+        if half and sum(map(_characters, images)) > BODY_SHARE * self._max_body:
             parts = (slice(half), slice(half, None))
             return joined(
                 [self._score(images[p], prompts[p], metadata[p], turn, deadline) for p in parts]
@@ -86,19 +100,20 @@ class RemoteScorer:
         except Exception as error:  # an answer of another form; the other chunks are unharmed
             return BatchScores([Failed(describe(error))] * len(images))
 
-    def _check_servers(self) -> list[dict[str, int]]:
+    def _check_servers(self) -> list[tuple[str, dict[str, int]]]:
         """Refuse servers that are not there or lack the reward, before anything else starts.
 
-        Returns the limits of each.
+        Returns the rule for frames and the limits of each.
         """
         deadline = time.monotonic() + START_GRACE
         return [self._check_server(url, deadline) for url in self._servers.urls]
 
-    def _check_server(self, url: str, deadline: float) -> dict[str, int]:
+    def _check_server(self, url: str, deadline: float) -> tuple[str, dict[str, int]]:
         while True:
             try:
                 answer = self._servers.get(url, "/v1/rewards", START_GRACE)
                 names = [reward["name"] for reward in answer["rewards"]]
+                clips = answer.get("clips", ())  # an older server does not say
                 limits = answer["limits"]
                 break
             except Refused as error:
@@ -117,7 +132,15 @@ class RemoteScorer:
                 f"reward_servers.{self.name}: {url} does not serve {self.name!r}, it serves "
                 f"{', '.join(names)}"
             )
-        return limits
+        return CLIP if self.name in clips else DEFAULT, limits
+
+
+def _encoded(sample: Sample) -> str | list[str]:
+    return [png_base64(frame) for frame in sample] if is_clip(sample) else png_base64(sample)
+
+
+def _characters(encoded: str | list[str]) -> int:
+    return sum(map(len, encoded)) if is_clip(encoded) else len(encoded)
 
 
 def _parse(answer: dict[str, Any], count: int) -> BatchScores:

@@ -91,7 +91,8 @@ def get_config() -> ConfigDict:
     config.eval_reward_fn = ConfigDict()
     # Names for rewards of your own: {"mine": "my_pkg.my_module:my_reward"}
     config.custom_rewards = ConfigDict()
-    # Keyword arguments of rewards that are classes: {"ocr": {"engine": "rapidocr"}}
+    # Keyword arguments of rewards that are classes: {"ocr": {"engine": "rapidocr"}}. All take
+    # "frames", what they see of a video: "first", "middle", "mean of N" or "clip".
     config.reward_options = ConfigDict()
     # Reward servers, "http://a:18085,http://b:18085", that score a reward instead of this process.
     config.reward_servers = ConfigDict({name: "" for name in REWARDS})

@@ -1,8 +1,22 @@
 """Pictures side by side, each under its caption."""
 
+from pathlib import Path
+
 from PIL import Image, ImageDraw
 
+from flow_grpo.rewards.frames import Sample, is_clip
+from flow_grpo.run.clips import still
+from flow_grpo.run.tracking import save_samples
+
 CAPTION_HEIGHT, GAP = 14, 6
+
+
+def save_grid(folder: Path, images: list[Sample], captions: list[str]) -> None:
+    """grid.png, of clips with their middle frames; the clips themselves go into a folder: a grid
+    that moves would be too large to play."""
+    picture_grid([still(image) for image in images], captions).save(folder / "grid.png")
+    if any(map(is_clip, images)):
+        save_samples(folder / "clips", images, prompt=captions)
 
 
 def picture_grid(

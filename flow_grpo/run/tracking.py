@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from PIL import Image
 from tqdm import tqdm
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.frames import Sample
+from flow_grpo.run.clips import save_sample
 
 
 def start_trackers(
@@ -54,15 +55,16 @@ def append_metrics(path: Path, record: dict[str, float | None]) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def save_samples(folder: Path, images: list[Image.Image], **columns: Sequence) -> None:
-    """PNG files, and a samples.jsonl that says what each is; columns may be longer than images."""
+def save_samples(folder: Path, images: list[Sample], **columns: Sequence) -> None:
+    """PNG files, or GIF files of clips, and a samples.jsonl that says what each is; columns may be
+    longer than images."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for i, image in enumerate(images):
                 record = {name: _jsonable(values[i]) for name, values in columns.items()}
-                image.save(folder / f"{i:04d}.png")
-                file.write(json.dumps({"file": f"{i:04d}.png", **record}) + "\n")
+                files = save_sample(image, folder, f"{i:04d}")
+                file.write(json.dumps({**files, **record}) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from accelerate import Accelerator
-from PIL import Image
+from accelerate.utils import gather_object
 
 from flow_grpo.rewards import TOTAL, WeightedReward
-from flow_grpo.rewards.pictures import to_pil
+from flow_grpo.rewards.frames import Sample
+from flow_grpo.rewards.pictures import from_bytes, to_bytes
 from flow_grpo.run.tracking import progress_bar
 from flow_grpo.sampling.data import Prompt
 from flow_grpo.sampling.rollout import Denoiser, eval_generators, initial_noise
@@ -21,7 +22,7 @@ from flow_grpo.training.metrics import mean_of_scored
 @dataclass(frozen=True)
 class Evaluation:
     scores: dict[str, np.ndarray]  # (prompts,) by reward name, NaN where it failed
-    images: list[Image.Image]  # of the first prompts, as many as were asked for
+    images: list[Sample]  # of the first prompts, as many as were asked for
 
     def means(self) -> dict[str, float]:
         return {name: mean_of_scored(values) for name, values in self.scores.items()}
@@ -70,16 +71,18 @@ def evaluate(
             continue
         images = adapter.decode(latents)[: len(batch)]
         chosen = [prompts[row] for row in batch]
-        kept += [images[i] for i, row in enumerate(batch) if row < keep_images]
+        # rows only grow; as bytes, as clips are large
+        kept += to_bytes(images[: sum(row < keep_images for row in batch)])
         pending.append(
             reward.submit(images, [p.prompt for p in chosen], [p.metadata for p in chosen])
         )
     index = np.array(rows, dtype=np.int64)
     scores = gather_scores(accelerator, index, [scores.result() for scores in pending])
-    empty = torch.zeros(0, 3, *size)
+    # a process that kept none has to know what the others send
+    shape = next(iter(gather_object([tuple(k.shape) for k in kept[:1]])), (0,))
     _, gathered = gather_rows(
         accelerator,
         torch.tensor([row for row in rows if row < keep_images], dtype=torch.long),
-        {"images": torch.stack(kept).cpu() if kept else empty},
+        {"images": torch.stack(kept).cpu() if kept else torch.zeros(0, *shape, dtype=torch.uint8)},
     )
-    return Evaluation(scores, to_pil(gathered["images"]))
+    return Evaluation(scores, from_bytes(gathered["images"]))

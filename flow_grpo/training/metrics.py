@@ -104,8 +104,8 @@ class TrainingStats:
 
 
 def group_distance(images: Tensor, groups: np.ndarray) -> Tensor:
-    """How far apart two pictures of a group are, root mean square over pixels in [0, 1]: the sum
-    over groups of which there are two or more here, and their number, (2,)."""
+    """How far apart two pictures or clips of a group are, root mean square over pixels in [0, 1]:
+    the sum over groups of which there are two or more here, and their number, (2,)."""
     distances = [
         (2 * part.float().var(0).mean()).sqrt()
         for group in dict.fromkeys(groups.tolist())

@@ -57,6 +57,10 @@ def assert_told(train, done, message):
             {"reward_servers__jpeg_compressibility": "host:18085"},
             "reward_servers.jpeg_compressibility='host:18085' must read like http://host:18085",
         ),
+        (
+            {"reward_options": "{'jpeg_compressibility': {'frames': 'lst'}}"},
+            "reward_options.jpeg_compressibility.frames='lst' must be 'first', 'middle', 'mean of",
+        ),
         ({"train__kl_type": "k3"}, "grpo.kl_type='k3' must be one of 'flow_grpo'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

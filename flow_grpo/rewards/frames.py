@@ -1,0 +1,160 @@
+"""Which frames of a video a reward sees, and one score made of theirs.
+
+A sample is a picture, or a clip: a list of pictures in their order. Many clips may also come as a
+tensor (N, F, 3, H, W). A scorer keeps its rule as the attribute `frames`; pictures have none to
+choose from.
+"""
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from flow_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+Sample = Image.Image | list[Image.Image]
+
+OPTION = "frames"
+CLIP = "clip"  # all of them, as one sample
+# Several: of a model that is paid for one frame, the others get worse.
+DEFAULT = "mean of 4"
+
+
+def frame_places(count: int, rule: str) -> list[int]:
+    """Which of `count` frames the rule chooses; all, where it asks for more than there are."""
+    if rule == CLIP:
+        return list(range(count))
+    if rule == "first":
+        return [0]
+    number = 1 if rule == "middle" else _number(rule)
+    if number == 1:
+        return [count // 2]
+    gaps = number - 1
+    nearest = ((2 * i * (count - 1) + gaps) // (2 * gaps) for i in range(number))
+    return list(dict.fromkeys(nearest))
+
+
+def choose_frames(
+    samples: "torch.Tensor | list[Sample]", rule: str
+) -> "torch.Tensor | list[Sample]":
+    """The clips with the chosen frames only. Pictures stay as they are, unless whole clips are
+    asked for: in a list, a picture is then a clip of one frame."""
+    if not isinstance(samples, list):
+        return _choose_in_tensor(samples, rule) if samples.ndim == 5 else samples
+    if rule == CLIP:
+        return [sample if is_clip(sample) else [sample] for sample in samples]
+    if not any(map(is_clip, samples)):
+        return samples
+    return [
+        [sample[i] for i in frame_places(len(sample), rule)] if is_clip(sample) else sample
+        for sample in samples
+    ]
+
+
+def _choose_in_tensor(clips: "torch.Tensor", rule: str) -> "torch.Tensor":
+    import torch  # not at the top: rewards that need no torch start without it
+
+    if rule == CLIP:
+        return clips
+    # a list as index would wait for the device
+    return torch.stack([clips[:, i] for i in frame_places(clips.shape[1], rule)], dim=1)
+
+
+def is_clip(sample: Any) -> bool:
+    return isinstance(sample, list | tuple)
+
+
+def mean_of_frames(scores: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """One score per sample, of which `counts` says how many scores follow one another: the mean
+    over the frames that got one, and a `Failed` where none did."""
+    means, start = [], 0
+    for count in counts:
+        part = scores[start : start + count]
+        scored = [score for score in part if not math.isnan(score)]
+        means.append(sum(scored) / len(scored) if scored else part[-1])
+        start += count
+    return means
+
+
+def split_rules(
+    options: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """The rules among the options of rewards, and the other options."""
+    for name, given in options.items():
+        if not isinstance(given, Mapping):
+            raise UserError(f"reward_options.{name}={given!r} must be a dict of options")
+    rules = {
+        name: checked_rule(given[OPTION], f"reward_options.{name}.{OPTION}")
+        for name, given in options.items()
+        if OPTION in given
+    }
+    rest = {n: {k: v for k, v in given.items() if k != OPTION} for n, given in options.items()}
+    return rules, rest
+
+
+def checked_rule(rule: Any, setting: str) -> str:
+    if rule not in ("first", "middle", CLIP) and not (isinstance(rule, str) and _number(rule)):
+        raise UserError(
+            f"{setting}={rule!r} must be 'first', 'middle', 'mean of N' (N frames, 1 or more) or "
+            f"'{CLIP}' (all of them at once)"
+        )
+    return rule
+
+
+def frame_rule(scorer: Any) -> str:
+    return getattr(scorer, OPTION, "middle" if _judges(scorer) else DEFAULT)
+
+
+def _judges(scorer: Any) -> bool:
+    """Whether it compares the samples it is called with: frames of one would be its rivals."""
+    return getattr(scorer, "compares_groups", False)
+
+
+def rule_of(name: str, scorer: Any, asked: str | None, *, custom: bool) -> str:
+    """Of a scorer, or of a class of scorers before one is built."""
+    own = checked_rule(frame_rule(scorer), f"reward {name!r}: its attribute {OPTION}")
+    rule = agreed_rule(name, asked, own, custom=custom)
+    if _judges(scorer) and _number(rule) > 1:
+        raise UserError(
+            f"reward_options.{name}.{OPTION}={rule!r}: {name!r} compares samples with each other, "
+            "one frame of each; choose 'first' or 'middle'"
+        )
+    return rule
+
+
+def agreed_rule(name: str, asked: str | None, own: str, *, custom: bool = False) -> str:
+    """What the user asked for, unless the reward takes something else: its `own` rule says whether
+    it takes clips. Of a custom one without a word on it, the user knows."""
+    setting = f"reward_options.{name}.{OPTION}={asked!r}"
+    if asked in (None, own):
+        return own
+    if own == CLIP:
+        raise UserError(f"{setting} has no use: {name!r} takes whole clips; leave it out")
+    if asked == CLIP and not custom:
+        raise UserError(
+            f"{setting}, but {name!r} scores pictures; choose 'first', 'middle' or 'mean of N'"
+        )
+    return asked
+
+
+def with_rule(scorer: Any, rule: str) -> Any:
+    """The scorer that keeps the rule; of a function a new one, as two rewards may share it."""
+    if frame_rule(scorer) == rule:
+        return scorer
+    if inspect.isroutine(scorer):
+        scorer = functools.partial(scorer)
+    object.__setattr__(scorer, OPTION, rule)  # also of a frozen dataclass
+    return scorer
+
+
+def _number(rule: str) -> int:
+    """N of "mean of N"; 0 for what does not read like that."""
+    match = re.fullmatch(r"mean of ([1-9][0-9]{0,5})", rule)
+    return int(match[1]) if match else 0
