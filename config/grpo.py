@@ -1,4 +1,4 @@
-"""Named presets: --config config/grpo.py:tiny_ocr; flow_grpo/run/presets.py lists them."""
+"""Named presets: --config config/grpo.py:tiny_ocr; flow_grpo/run/presets lists them."""
 
 from flow_grpo.run.presets import get_config
 

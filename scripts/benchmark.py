@@ -32,8 +32,8 @@ from ml_collections import ConfigDict
 from train import SampledBatch, collect_rewards, sample_ahead, sample_behind, train_epoch
 
 from flow_grpo.errors import UserError
-from flow_grpo.models import ModelAdapter, find_adapter
-from flow_grpo.models.sd3 import SD3Adapter
+from flow_grpo.models import ADAPTERS, ModelAdapter, find_adapter
+from flow_grpo.models.full import FULL, build
 from flow_grpo.run import benchmarking as bench
 from flow_grpo.run import cli, tracking
 from flow_grpo.run.gpu import lighter_training
@@ -47,9 +47,11 @@ from flow_grpo.run.session import (
     image_size,
 )
 
-RANDOM = "sd3.5-medium"
 MODEL = flags.DEFINE_string(
-    "model", "", "A pipeline folder, in place of the config's; pictures at most of its own size."
+    "model",
+    "",
+    "In place of the config's: a pipeline folder, with pictures at most of its own size, or random "
+    f"weights of the shape of {', '.join(FULL)}.",
 )
 EPOCHS = flags.DEFINE_integer("epochs", 3, "How many to time.", lower_bound=1)
 MEMORY = flags.DEFINE_float("memory_gib", 0, "Use no more of the GPU's memory; 0: all of it.")
@@ -61,13 +63,16 @@ OUT = flags.DEFINE_string("out", "", "Append the line to this file too.")
 def main(config: ConfigDict) -> Session:
     if MODEL.value:
         config.pretrained.model = MODEL.value
+    if MODEL.value and MODEL.value not in FULL:
         find_adapter(MODEL.value)
-        config.resolution = min(config.resolution, bench.own_resolution(MODEL.value))
+        own = bench.own_resolution(MODEL.value)
+        config.resolution = min(config.resolution, own or config.resolution)
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
     if MEMORY.value and not on_gpu:
         raise UserError(f"--memory_gib={MEMORY.value} needs a GPU; leave it out")
-    if config.pretrained.model == RANDOM and not on_gpu:
-        raise UserError(f"{RANDOM} needs a GPU; name a small model: --model assets/tiny-sd3")
+    if config.pretrained.model in FULL and not on_gpu:
+        full = config.pretrained.model
+        raise UserError(f"{full} needs a GPU; name a small model: --model assets/tiny-sd3")
     if OUT.value:
         open_line_file(Path(OUT.value))
     if AGAINST.value:
@@ -127,7 +132,7 @@ def time_clone(config: ConfigDict) -> dict[str, Any]:
     plain |= {
         "trained_steps": build_algorithm(config).losses_per_sample,
         "timed_epochs": EPOCHS.value,
-        "random_model": config.pretrained.model == RANDOM,
+        "random_model": config.pretrained.model in FULL,
     }
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -149,11 +154,12 @@ def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
     if MEMORY.value:
         total = torch.cuda.get_device_properties(accelerator.device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, MEMORY.value / total))
-    if config.pretrained.model != RANDOM:
+    if config.pretrained.model not in FULL:
         return build_adapter(config, accelerator)
     device, dtype = accelerator.device, DTYPES[config.mixed_precision]
-    return SD3Adapter(
-        bench.random_sd35_medium(device, dtype),
+    pipeline = build(config.pretrained.model, device, dtype)
+    return ADAPTERS[type(pipeline).__name__](
+        pipeline,
         device=device,
         dtype=dtype,
         max_sequence_length=config.max_sequence_length,
@@ -233,9 +239,8 @@ def tflop(session: Session) -> dict[str, float]:
     config, adapter = session.config, session.adapter
     denoiser = session.policy.denoiser
     dynamics = denoiser.dynamics
-    text = denoiser.encode(session.prompts[:1]).texts["embeds"]
-    shape = adapter.latent_shape(*image_size(config))
-    forward = bench.forward_tflop(adapter.transformer, shape, text.shape[1])
+    texts = denoiser.encode(session.prompts[:1])
+    forward = bench.forward_tflop(adapter, image_size(config), texts.of(texts.positive))
     passes = denoiser.passes
     reference = passes if session.algorithm.needs_reference else 0
     backward = 1 if config.use_lora else 2  # gradients of the activations, and of the weights
@@ -249,10 +254,10 @@ def tflop(session: Session) -> dict[str, float]:
 
 def settings(session: Session) -> dict[str, Any]:
     config, plan = session.config, session.plan
-    height, width, _ = image_size(config)
+    height, width, frames = image_size(config)
     return {
         "model": config.pretrained.model,
-        "size": f"{width}x{height}",
+        "size": f"{width}x{height}" + (f"x{frames}" if frames > 1 else ""),
         "batch": plan.sample_batch_size,
         "train_batch": plan.train_batch_size,
         "samples": plan.samples,

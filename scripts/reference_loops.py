@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+from flow_grpo.models.full import build
 from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.run import benchmarking as bench
 from flow_grpo.run import tracking
@@ -127,7 +128,7 @@ class Loops:
 
 def load_pipeline(config: ConfigDict, device: torch.device) -> StableDiffusion3Pipeline:
     if config.random_model:
-        pipeline = bench.random_sd35_medium(device, torch.float32)
+        pipeline = build("sd3.5-medium", device, torch.float32)
     else:
         pipeline = StableDiffusion3Pipeline.from_pretrained(config.pretrained.model)
     for module in (pipeline.transformer, pipeline.vae):

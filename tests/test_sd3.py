@@ -7,7 +7,7 @@ from policies import policy_of
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import base, load_adapter
-from flow_grpo.run.benchmarking import SD3_VAE
+from flow_grpo.models.full import SD3_VAE
 from flow_grpo.sampling.rollout import Denoiser, Dynamics, initial_noise
 from flow_grpo.training.policy import Policy
 

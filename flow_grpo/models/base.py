@@ -21,6 +21,7 @@ from torch._functorch import config as functorch_config
 from flow_grpo.models.conditioning import Conditioning, Schedule, Texts, cat_padded
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
 from flow_grpo.models.lora_files import attach_lora, replace_weights
+from flow_grpo.models.placing import place, vae_dtype
 from flow_grpo.models.sizes import Grid, Size, latent_shape
 from flow_grpo.speed.faster import channels_last_norms, fuse_gelu, join_siblings
 from flow_grpo.speed.replay import Replayed
@@ -69,12 +70,10 @@ class ModelAdapter(ABC):
         self.transformer: nn.Module = pipeline.transformer
         self.vae: nn.Module = pipeline.vae
         for module in [m for m in pipeline.components.values() if isinstance(m, nn.Module)]:
-            place = self.device if module is self.transformer else self.idle_device
-            module.requires_grad_(False).eval()
-            nn.Module.to(module, place, dtype)  # diffusers' own warns of what does not apply
+            place(module, self.device if module is self.transformer else self.idle_device, dtype)
         self.plain_vae = isinstance(self.vae, AutoencoderKL)
         layout = {"memory_format": torch.channels_last} if self.plain_vae else {}
-        nn.Module.to(self.vae, _vae_dtype(dtype, self.device), **layout)
+        nn.Module.to(self.vae, vae_dtype(dtype, self.device), **layout)
         self.prompt_cache = prompt_cache
         self._cache = self._open_cache()
         self._stream: torch.cuda.Stream | None = None
@@ -339,11 +338,3 @@ def latent_dtype(transformer: nn.Module) -> torch.dtype:
     """Latents stay in float32 under a half-precision model: rounding them breaks the ratio."""
     parameter = next(transformer.parameters())
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _vae_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """bfloat16 where it is fast; SD3's VAE overflows in float16."""
-    half = dtype in (torch.float16, torch.bfloat16)
-    if half and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.promote_types(dtype, torch.float32)

@@ -20,6 +20,7 @@ OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 class QwenImageAdapter(ModelAdapter):
     pipeline_class = QwenImagePipeline
     masks_texts = True
+    can_replay = False  # with a mask, its forward brings a number from the host each time
     lora_targets = [  # noqa: RUF012
         *(f"attn.{name}" for name in (*OF_IMAGE, "to_out.0")),
         *(f"attn.{name}" for name in (*OF_TEXT, "to_add_out")),

@@ -1,4 +1,4 @@
-"""What `scripts/benchmark.py` holds its times against, and the random model it takes them on."""
+"""What `scripts/benchmark.py` holds its times against."""
 
 import ast
 import importlib
@@ -14,62 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
-from torch import Tensor, nn
+from diffusers import AutoModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.errors import UserError
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
+from flow_grpo.models import ModelAdapter, Size, find_adapter
+from flow_grpo.models.conditioning import Texts
 
-SD35_MEDIUM = {
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 24,
-    "attention_head_dim": 64,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 384,
-    "dual_attention_layers": tuple(range(13)),
-    "qk_norm": "rms_norm",
-}
-SD3_VAE = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "sample_size": 1024,
-    "scaling_factor": 1.5305,
-    "shift_factor": 0.0609,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
 PATCH, SCRIPT = "flow_grpo/diffusers_patch", "scripts/train_sd3.py"  # of Flow-GRPO
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
-
-
-def random_sd35_medium(device: torch.device, dtype: torch.dtype) -> StableDiffusion3Pipeline:
-    """Transformer and VAE of SD3.5-medium's shape; text encoders of its widths, a layer deep."""
-    small = build_tiny_sd3(
-        text_width=SD35_MEDIUM["pooled_projection_dim"] // 2,
-        text_layers=1,
-        joint_width=SD35_MEDIUM["joint_attention_dim"],
-        max_length=77,
-    )
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            transformer = SD3Transformer2DModel(**SD35_MEDIUM)
-            vae = AutoencoderKL(**SD3_VAE)
-    finally:
-        torch.set_default_dtype(before)
-    return StableDiffusion3Pipeline(**{**small.components, "transformer": transformer, "vae": vae})
 
 
 def find_functions(clone: Path) -> tuple[Callable, Callable]:
@@ -87,14 +40,15 @@ def find_functions(clone: Path) -> tuple[Callable, Callable]:
     return sampler.pipeline_with_logprob, names["compute_log_prob"]
 
 
-def own_resolution(model: str) -> int:
-    """Of the pictures that the model was made for."""
+def own_resolution(model: str) -> int | None:
+    """Of the pictures that the model was made for, where it says so."""
     try:
-        transformer = SD3Transformer2DModel.load_config(model, subfolder="transformer")
-        vae = AutoencoderKL.load_config(model, subfolder="vae")
+        transformer = AutoModel.load_config(model, subfolder="transformer")
+        vae = AutoModel.load_config(model, subfolder="vae")
     except OSError as error:
         raise UserError(f"--model={model}: {str(error).strip().splitlines()[0]}") from error
-    return transformer["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+    size = transformer.get("sample_size")
+    return size and size * find_adapter(model).grid(transformer, vae).scale
 
 
 class TimedReward:
@@ -109,19 +63,16 @@ class TimedReward:
         return np.random.default_rng(0).random(len(images)).tolist()
 
 
-def forward_tflop(transformer: nn.Module, latent_shape: tuple[int, ...], tokens: int) -> float:
-    """Of one forward of one image, in 1e12 multiplications and additions, LoRA not counted."""
-    config = transformer.config
+def forward_tflop(adapter: ModelAdapter, size: Size, texts: Texts) -> float:
+    """Of one forward of one sample, in 1e12 multiplications and additions, LoRA not counted;
+    `texts` are those of one sample."""
+    model = adapter.transformer
     with torch.device("meta"):
-        plain = type(transformer).from_config(config)
-        inputs: dict[str, Tensor] = {
-            "hidden_states": torch.empty(1, *latent_shape),
-            "encoder_hidden_states": torch.empty(1, tokens, config.joint_attention_dim),
-            "pooled_projections": torch.empty(1, config.pooled_projection_dim),
-            "timestep": torch.empty(1),
-        }
+        plain = type(model).from_config(model.config)
+    latents = torch.empty(1, *adapter.latent_shape(*size), device="meta")
+    there = {k: v if k == "lengths" else v.to("meta", torch.float32) for k, v in texts.items()}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        plain(**inputs)
+        adapter.forward(plain, latents, torch.empty(1, device="meta"), there, 1.0)
     return counter.get_total_flops() / 1e12
 
 

@@ -1,5 +1,5 @@
 """Every field of a run, its default and why it is there; those of an algorithm are in its file
-under flow_grpo/algorithms. Presets change them: flow_grpo/run/presets.py."""
+under flow_grpo/algorithms. Presets change them: flow_grpo/run/presets."""
 
 from dataclasses import fields
 from typing import get_args, get_type_hints

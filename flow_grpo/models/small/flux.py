@@ -22,6 +22,7 @@ def build(
     layers: int = 2,
     single_layers: int = 2,
     text_width: int = 32,
+    pooled_width: int | None = None,  # of CLIP; None: that of T5
     text_layers: int = 2,
     vae_channels: tuple[int, ...] = (8, 8, 8, 8),
     latent_channels: int = 16,
@@ -40,7 +41,7 @@ def build(
                 attention_head_dim=head_width,
                 num_attention_heads=heads,
                 joint_attention_dim=text_width,
-                pooled_projection_dim=text_width,
+                pooled_projection_dim=pooled_width or text_width,
                 guidance_embeds=guidance_embeds,
                 axes_dims_rope=rope_axes(head_width, 8),
             ),
@@ -53,7 +54,7 @@ def build(
                 max_image_seq_len=4096,
             ),
             vae=kl_vae(vae_channels, latent_channels, scaling_factor=0.3611, shift_factor=0.1159),
-            text_encoder=CLIPTextModel(clip_config(clip, text_width, text_layers)),
+            text_encoder=CLIPTextModel(clip_config(clip, pooled_width or text_width, text_layers)),
             tokenizer=clip,
             text_encoder_2=T5EncoderModel(
                 T5Config(vocab_size=len(t5), feed_forward_proj="gated-gelu", **sizes)

@@ -1,0 +1,44 @@
+"""Named presets: --config config/grpo.py:general_ocr_sd3_8gpu
+
+A preset of a full-size model takes the number of GPUs from its name (_1gpu, _4gpu, _8gpu,
+_32gpu, any that divides), or without one from the launcher.
+"""
+
+import os
+import re
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from flow_grpo.errors import UserError
+from flow_grpo.run.presets.full import BENCHMARKS, LARGE, SD3
+from flow_grpo.run.presets.tiny import TINY
+from flow_grpo.run.presets.variants import VARIANTS
+
+Preset = Callable[[int], ConfigDict]
+
+
+def _varied(preset: Callable[[int], ConfigDict], change: Callable[[ConfigDict], None]) -> Preset:
+    def varied(gpus: int) -> ConfigDict:
+        config = preset(gpus)
+        change(config)
+        return config
+
+    return varied
+
+
+PRESETS: dict[str, Preset] = {
+    **{preset.__name__: preset for preset in (*TINY, *SD3, *LARGE)},
+    **{f"{p.__name__}_{v.__name__}": _varied(p, v) for p in SD3 for v in VARIANTS},
+    **BENCHMARKS,
+}
+
+
+def get_config(name: str = "") -> ConfigDict:
+    preset, gpus = re.fullmatch(r"(.*?)(?:_(\d+)gpu)?", name).groups()
+    if preset not in PRESETS:
+        raise UserError(f"unknown preset {name!r}; config/grpo.py has {', '.join(PRESETS)}")
+    launched = os.environ.get("WORLD_SIZE", gpus)
+    if gpus is not None and gpus != launched:
+        raise UserError(f"preset {name!r} is for {gpus} GPUs but {launched} processes were started")
+    return PRESETS[preset](int(launched or 1))
