@@ -9,6 +9,7 @@ from runner import Runner
 from flow_grpo.models import load_adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.run import presets
+from flow_grpo.run.presets.common import per_gpu_batches
 from flow_grpo.run.session import Session, build_session
 
 torch.set_num_threads(2)
@@ -84,7 +85,7 @@ def make_session(tmp_path):
         config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
         config.sample.guidance_scale = 2.0
         config.sample.num_steps, config.sample.sde_window_size = 3, 0
-        presets.per_gpu_batches(config, gpus=1, groups=2, group_size=2, max_batch=2, updates=2)
+        per_gpu_batches(config, gpus=1, groups=2, group_size=2, max_batch=2, updates=2)
         config.update_from_flattened_dict(fields)
         sessions.append(build_session(config))
         return sessions[-1]

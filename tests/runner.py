@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -19,6 +21,11 @@ class Runner:
 
     def __call__(self, *extra: str, **overrides) -> subprocess.CompletedProcess:
         """Overrides are config fields, with __ for the dot, or what `start` takes."""
+        if "launcher" not in overrides:
+            command = self.command(*extra, **overrides)
+            done = warm.run(command, cwd=ROOT, env=environment(), timeout=600)
+            if done is not None:
+                return done
         process = self.start(*extra, **overrides)
         try:
             stdout, stderr = process.communicate(timeout=600)
@@ -26,20 +33,24 @@ class Runner:
             process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
-    def start(
+    def command(
         self,
         *extra: str,
         script: str = "scripts/train.py",
         config: str = "config/base.py",
-        launcher: tuple[str, ...] = (sys.executable,),
         **overrides,
-    ) -> subprocess.Popen:
+    ) -> list[str]:
         fields = {**self.fields, **_dotted(overrides)}
         arguments = [f"--config.{k}={v}" for k, v in fields.items()]
+        return [script, f"--config={config}", *arguments, *extra]
+
+    def start(
+        self, *extra: str, launcher: tuple[str, ...] = (sys.executable,), **overrides
+    ) -> subprocess.Popen:
         return subprocess.Popen(
-            [*launcher, script, f"--config={config}", *arguments, *extra],
+            [*launcher, *self.command(*extra, **overrides)],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -54,6 +65,10 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 
 
 def python_path() -> str:
