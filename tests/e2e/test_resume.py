@@ -108,6 +108,32 @@ def test_ten_kills_at_random_moments_cost_only_time(train, whole):
     assert_same_metrics(whole.metrics(), train.metrics())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [
+        *({"algorithm": name, f"{name}__times": 2} for name in ("nft", "awm", "dpo")),
+        {"sample__async_depth": 1},
+    ],
+    ids=["nft", "awm", "dpo", "async"],
+)
+def test_a_killed_run_of_any_method_goes_on_as_if_nothing_was(train, method):
+    fields = {"num_epochs": 3, "state_freq": 1, **SHORT, **method}
+    done = train(run_name="whole", **fields)
+    assert done.returncode == 0, done.stderr
+    killed = train.start(**fields)
+    for line in killed.stdout:
+        if line.startswith("epoch 2/"):
+            break
+    killed.kill()
+    killed.communicate()
+    assert len(train.metrics()) < 4
+    done = train(resume="auto", **fields)
+    assert done.returncode == 0, done.stderr
+    assert_same_state(latest(train, "whole"), latest(train))
+    assert_same_metrics(train.metrics("whole"), train.metrics())
+
+
 def test_a_damaged_checkpoint_is_passed_over(train, whole):
     done = train(num_epochs=3, **SHORT)
     assert done.returncode == 0, done.stderr
