@@ -1,0 +1,74 @@
+"""How the parts of the library may lean on each other."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from flow_grpo.algorithms import ALGORITHMS
+from flow_grpo.models.small import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "flow_grpo").rglob("*.py"))
+}
+PURE = ("sde", "advantages", "windows", "losses")
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Modules of ours that are imported when this one is: not in functions, nor for types alone."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name for name in names if name in FILES)
+
+
+def test_no_module_imports_itself_on_the_way():
+    graph = {name: set(imports_of(path)) - {name} for name, path in FILES.items()}
+    assert len(graph) > 50
+    order = list(TopologicalSorter(graph).static_order())  # raises where there is a circle
+    assert set(order) == set(FILES)
+
+
+def test_the_maths_imports_nothing_of_ours():
+    for name in PURE:
+        assert not list(imports_of(FILES[f"flow_grpo.{name}"])), name
+
+
+def test_the_loop_names_no_algorithm_and_no_model():
+    text = (ROOT / "scripts/train.py").read_text("utf-8")
+    code = text.replace(ast.get_docstring(ast.parse(text), clean=False), "").lower()
+    for name in (*ALGORITHMS, *FAMILIES):
+        assert not re.search(rf"\b{name}\b", code.replace("flow_grpo", "")), name
+
+
+def test_files_stay_small():
+    def lines(*parts: str) -> int:
+        return len(ROOT.joinpath(*parts).read_text("utf-8").splitlines())
+
+    assert lines("scripts/train.py") < 400
+    assert lines("flow_grpo/models/base.py") < 350
+    for name in ALGORITHMS:
+        assert lines("flow_grpo/algorithms", f"{name}.py") < 100, name
+    for name in FAMILIES:
+        assert lines("flow_grpo/models", f"{name}.py") < 180, name
+
+
+def test_models_are_named_in_their_folder_alone():
+    """And in the names of presets, which are made for them."""
+    pattern = re.compile(rf"\b({'|'.join(FAMILIES)}|{'|'.join(FAMILIES).replace('_', '')})\b", re.I)
+    named = {
+        name
+        for name, path in FILES.items()
+        if not name.startswith(("flow_grpo.models", "flow_grpo.run.presets"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Name | ast.Attribute | ast.Import | ast.ImportFrom)
+        if pattern.search(ast.unparse(node))
+    }
+    assert not named
