@@ -29,6 +29,7 @@ from flow_grpo.run.session import (
     build_dynamics,
     build_rewards,
     build_test_prompts,
+    check_reward,
     eval_weights,
     image_size,
 )
@@ -52,7 +53,7 @@ def main(config: ConfigDict) -> None:
     prompts = build_test_prompts(config)
     [reward] = build_rewards(config, accelerator, eval_weights(config))
     check_eval_judges(reward.judges)
-    reward.check([p.prompt for p in prompts])
+    check_reward(reward, prompts, image_size(config))
     adapter = build_adapter(config, accelerator)
     if weights is not None:
         adapter.load_weights(weights)

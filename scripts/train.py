@@ -161,6 +161,7 @@ def sample_epoch(session: Session, epoch: int, step: int = 0) -> list[SampledBat
     policy.denoiser.encode_ahead(prompts_of(session, draws))
     for draw in session.bar(draws, f"epoch {epoch + 1} sample"):
         session.stop.check()
+        session.reward.end_if_broken()
         chosen = prompts_of(session, [draw])
         generators = sample_generators(config.seed, epoch, draw.index.tolist())
         same = config.sample.same_latent

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 from PIL import Image
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers, failure
 from flow_grpo.rewards.failure import Failed, FailurePolicy
 from flow_grpo.rewards.guard import GuardedScorer
@@ -162,3 +162,66 @@ def test_delays_double_up_to_a_limit_and_differ_between_processes(monkeypatch):
         whole = min(30.0, 0.5 * 2**i)
         assert 0.75 * whole <= delay <= 1.25 * whole
     assert delays != list(FailurePolicy(retries=10).delays())
+
+
+def weighted(guard: GuardedScorer) -> WeightedReward:
+    return WeightedReward({"mine": guard}, {"mine": 1.0})
+
+
+def test_a_reward_that_fails_on_every_batch_ends_the_run():
+    guard = guarded(Script(IndexError("no such picture"), KeyError("size"), [1.0, 1.0]))
+    reward = weighted(guard)
+    score(guard)
+    reward.end_if_broken()  # one batch says little
+    score(guard)
+    with pytest.raises(RewardOutage, match=r"'mine' fails on every batch: KeyError: 'size'"):
+        reward.end_if_broken()
+
+
+@pytest.mark.parametrize("first", [[1.0, 1.0], ConnectionError("refused")])
+def test_a_reward_that_worked_or_may_come_back_does_not_end_the_run(first):
+    guard = guarded(Script(first, *[ValueError()] * 2), retries=0)
+    for _ in range(2):
+        score(guard)
+    weighted(guard).end_if_broken()
+
+
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        ([1.0, 2.0], r"returned scores of shape \(2,\) for 1 images"),
+        (["good"], "returned 'good' among its scores, not a number"),
+        (TypeError("it takes 2 arguments"), r"TypeError: it takes 2 arguments \(test_guard"),
+    ],
+)
+def test_a_mistake_is_told_when_a_reward_is_tried(step, told):
+    with pytest.raises(UserError, match=f"'mine' fails when it is tried: .*{told}"):
+        weighted(guarded(Script(step))).rehearse("p", {}, 16, 8, 1)
+
+
+@pytest.mark.parametrize("step", [[0.5], [math.nan], [None], OSError("later, perhaps")])
+def test_what_may_work_later_is_not_told_when_a_reward_is_tried(step):
+    weighted(guarded(Script(step))).rehearse("p", {}, 16, 8, 1)
+
+
+def test_a_reward_is_tried_on_what_it_will_see():
+    seen = []
+
+    def scorer(images, prompts, metadata):
+        seen.append((images, prompts, metadata))
+        return [1.0] * len(images)
+
+    weighted(guarded(scorer)).rehearse("a cat", {"tag": 1}, 16, 8, 1)
+    scorer.compares_groups = True
+    weighted(guarded(scorer)).rehearse("a cat", {}, 16, 8, 5)
+    assert [image.size for image in seen[0][0]] == [(16, 8)]
+    assert seen[0][1:] == (["a cat"], [{"tag": 1}])
+    assert len(seen[1][0]) == 2  # a judge needs a rival; of a clip it sees one frame
+
+
+def test_a_reward_that_hangs_is_told():
+    release = threading.Event()
+    guard = guarded(lambda *batch: release.wait(30), timeout=0.2)
+    with pytest.raises(UserError, match=r"'mine' hangs: no answer .* reward_timeout=0.2 s"):
+        weighted(guard).rehearse("p", {}, 8, 8, 1)
+    release.set()

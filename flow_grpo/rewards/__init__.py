@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rewards.frames import DEFAULT, Sample, frame_rule, rule_of, split_rules, with_rule
 from flow_grpo.rewards.guard import BatchScores, GuardedScorer
@@ -142,6 +143,22 @@ class WeightedReward:
         servers that do not answer."""
         self._tell("check_prompts", prompts)
         self._tell("check_servers")
+
+    def rehearse(self, prompt: str, metadata: dict, width: int, height: int, frames: int) -> None:
+        """Try each scorer of this machine on a picture of noise, or a clip."""
+        noise = np.random.default_rng(0).integers(256, size=(frames, height, width, 3), dtype="u1")
+        clip = [Image.fromarray(frame) for frame in noise]
+        for name, guarded in self._guarded.items():
+            if not hasattr(guarded.scorer, "check_servers"):
+                count = 2 if name in self.judges else 1
+                samples = [clip if frames > 1 else clip[0]] * count
+                guarded.rehearse(samples, [prompt] * count, [metadata] * count)
+
+    def end_if_broken(self) -> None:
+        """Before a whole epoch is drawn for a reward whose code fails batch after batch."""
+        for name, guarded in self._guarded.items():
+            if guarded.mistakes > 1:
+                raise RewardOutage(f"reward {name!r} fails on every batch: {guarded.last_error}")
 
     def rest(self) -> None:
         """Between epochs: scorers that were told to give up the GPU's memory do so."""

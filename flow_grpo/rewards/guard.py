@@ -67,6 +67,7 @@ class GuardedScorer:
         self.closed = False  # then a failure is no news
         self._policy = policy
         self._has_policy = has_policy
+        self.mistakes = 0  # batches that failed by a mistake in the scorer, before any succeeded
         self._thread = SerialThread()
         self._down = False
         self._running: Future | None = None
@@ -75,6 +76,19 @@ class GuardedScorer:
         self, pictures: "Future[list[Sample | None]]", prompts: list[str], metadata: list[dict]
     ) -> "Future[BatchScores]":
         return self._thread.submit(lambda: self._score(pictures, prompts, metadata))
+
+    def rehearse(self, samples: list[Sample], prompts: list[str], metadata: list[dict]) -> None:
+        """Tell a mistake in the scorer, or in what it returns, before training starts. Whatever
+        else fails may be there when it is needed."""
+        running = in_background(lambda: score(self.scorer, samples, prompts, metadata))
+        wait([running], self._policy.timeout)
+        if not running.done():
+            limit = f"reward_timeout={self._policy.timeout:g}"
+            raise UserError(f"reward {self.name!r} hangs: no answer for one picture in {limit} s")
+        error = running.exception()
+        if error is not None and is_mistake(error):
+            reason = describe(error) + _place(error)
+            raise UserError(f"reward {self.name!r} fails when it is tried: {reason}") from error
 
     def _score(
         self,
@@ -88,7 +102,9 @@ class GuardedScorer:
             whole = [i for i, image in enumerate(images) if image is not None]
             batch = [[column[i] for i in whole] for column in (images, prompts, metadata)]
             scores = spread(self._attempts(*batch) if whole else BatchScores([]), whole, prompts)
+            self.mistakes = -math.inf  # it has worked: what fails now is no mistake of that kind
         except BaseException as error:  # also sys.exit() in a reward
+            self.mistakes += is_mistake(error)
             scores = BatchScores([Failed(describe(error) + _place(error))] * len(prompts))
         self._remember(scores.values)
         return scores

@@ -294,9 +294,15 @@ def build_both_rewards(
     reward, eval_reward = build_rewards(config, accelerator, weights, eval_weights(config))
     check_judges(config, reward.judges, plan)
     check_eval_judges(eval_reward.judges)
-    reward.check([p.prompt for p in prompts])
-    eval_reward.check([p.prompt for p in test_prompts])
+    check_reward(reward, prompts, image_size(config))
+    check_reward(eval_reward, test_prompts, image_size(config))
     return [reward, eval_reward]
+
+
+def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> None:
+    """Whatever can be wrong with it, before the model loads."""
+    reward.check([p.prompt for p in prompts])
+    reward.rehearse(prompts[0].prompt, prompts[0].metadata, size.width, size.height, size.frames)
 
 
 def eval_weights(config: ConfigDict) -> dict[str, float]:

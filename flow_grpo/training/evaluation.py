@@ -61,6 +61,7 @@ def evaluate(
     pending, kept = [], []
     for start in progress_bar(range(0, most, batch_size), "evaluate", accelerator):
         between_batches()
+        reward.end_if_broken()
         batch = rows[start : start + batch_size]
         # Batches of one size, so that nothing is compiled again for the last, and as many on each
         # process, so that all take part in the forwards of weights that are shared out.

@@ -108,10 +108,8 @@ def test_a_reward_that_returns_the_wrong_length(train, tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = train(reward_fn="{'short': 1.0}", custom_rewards="{'short': 'short_reward:score'}")
-    assert done.returncode == 3
-    assert "error: evaluation before training: reward 'short' gave no score" in done.stderr
-    assert "it returned scores of shape (7,) for 8 images" in done.stderr
-    assert "Traceback" not in done.stderr
+    told = "reward 'short' fails when it is tried: it returned scores of shape (0,) for 1 images"
+    assert_told(train, done, told)
 
 
 def test_a_reward_server_that_is_not_there(train):
