@@ -1,6 +1,7 @@
 """The model families and how the stock pipeline of each is called: a new family is one line of
 FAMILIES, and joins every test that is written for all."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +38,7 @@ class Family:
     frames: int = 1
     latents: Callable[[Tensor], Tensor] = field(default=lambda latents: latents)  # as it takes them
     settle: Callable[[DiffusionPipeline], None] = field(default=lambda pipeline: None)
-    # LoRA layers that no picture depends on, as the last part of their names in a model of two
-    # layers: of the last block texts go nowhere.
+    # LoRA layers that no picture depends on: what the last block makes of texts goes nowhere.
     idle: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -78,10 +78,15 @@ class Family:
         return drawn[:, 0] if drawn.ndim == 5 and size.frames == 1 else drawn
 
 
+LAST = "transformer_blocks.1"
+TEXTS_OF_LAST = tuple(
+    f"{LAST}.{name}"
+    for name in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+)
 FAMILIES = [
-    Family("sd3", 4.5, idle=("1.attn.add_q_proj",)),
+    Family("sd3", 4.5, idle=(f"{LAST}.attn.add_q_proj",)),
     Family("flux", 3.5, negative=False, latents=pack),
-    Family("qwen_image", 4.0, scale="true_cfg_scale", latents=pack),
+    Family("qwen_image", 4.0, scale="true_cfg_scale", latents=pack, idle=TEXTS_OF_LAST),
     Family("z_image", 3.0, plain=0.0),
     Family("wan", 5.0, frames=5, settle=first_order),
 ]
@@ -90,6 +95,37 @@ FAMILIES = [
 def save_small(family: Family, folder: Path, **settings) -> Path:
     small.build(family.name, **settings).save_pretrained(folder)
     return folder
+
+
+def save_prompts(folder: Path) -> Path:
+    """Of different lengths, each with a negative prompt."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        prompts = [*PROMPTS, f"{split} a", f"{split} two words"]
+        rows = [
+            {"prompt": p, "negative_prompt": n} for p, n in zip(prompts, NEGATIVE * 2, strict=True)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}_metadata.jsonl").write_text(lines)
+    return folder
+
+
+def run_fields(family: Family, model: Path, dataset: Path) -> dict[str, Any]:
+    """Of a short guided run."""
+    return {
+        "pretrained.model": str(model),
+        "dataset": str(dataset),
+        "height": 32,
+        "width": 48,
+        "frames": family.frames,
+        "max_sequence_length": TOKENS,
+        "num_epochs": 1,
+        "sample.eval_num_steps": STEPS,
+        "sample.guidance_scale": family.guided,
+        "train.learning_rate": 0.03,
+        "train.lora_rank": 4,
+        "train.lora_alpha": 8,
+    }
 
 
 def noise_for(adapter: ModelAdapter, size: Size, count: int = 2) -> Tensor:

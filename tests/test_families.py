@@ -1,7 +1,11 @@
 """What every model family must do, each held against its stock pipeline."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
@@ -13,10 +17,20 @@ from families import (
     Family,
     draw_ode,
     noise_for,
+    run_fields,
+    save_prompts,
     save_small,
 )
+from PIL import Image
+from policies import policy_of
+from safetensors.torch import load_file
+from sessions import short_config
+from train import train
 
+from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, Size, load_adapter
+from flow_grpo.run.session import Session, build_session
+from flow_grpo.sampling.rollout import eval_generators, initial_noise
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -40,6 +54,33 @@ def pipeline(family, folder) -> DiffusionPipeline:
 def adapter(folder) -> ModelAdapter:
     """Not to be changed."""
     return load(folder)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    return save_prompts(tmp_path_factory.mktemp("families") / "dataset")
+
+
+@pytest.fixture(scope="module")
+def run_once(family, folder, dataset, tmp_path_factory):
+    """Runs of one epoch, guided; fields are dotted."""
+    logdir = tmp_path_factory.mktemp("families")
+
+    def run(name: str, **fields) -> Session:
+        fields = {**run_fields(family, folder, dataset), **fields}
+        session = build_session(short_config(logdir, name, **fields))
+        try:
+            train(session)
+        finally:
+            session.close()
+        return session
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(run_once) -> Session:
+    return run_once("trained")
 
 
 def load(folder: Path, **settings) -> ModelAdapter:
@@ -90,3 +131,162 @@ def test_a_video_of_one_frame_is_a_picture(family, pipeline, adapter):
     found = draw_ode(adapter, *call)
     assert found.shape == (2, 3, 32, 48)
     assert_close(found, family.draw(pipeline, *call))
+
+
+def test_the_policy_that_is_trained_is_the_one_that_sampled(trained):
+    _, epoch = map(json.loads, (trained.folder / "metrics.jsonl").open())
+    assert epoch["train/first_update_ratio_dev"] == 0
+    assert epoch["train/ratio_mean"] != 1  # of the second update
+
+
+def test_the_trained_lora_draws_the_runs_pictures_in_the_stock_pipeline(family, folder, trained):
+    pipeline, size = family.stock(folder), Size(32, 48, family.frames)
+    pipeline.load_lora_weights(trained.folder / "checkpoints/latest/ema_lora")
+    prompts = trained.test_prompts
+    generators = eval_generators(trained.config.seed, range(len(prompts)))
+    drawn = family.draw(
+        pipeline,
+        initial_noise(generators, trained.adapter.latent_shape(*size), "cpu"),
+        [p.prompt for p in prompts],
+        [p.negative_prompt for p in prompts],
+        size,
+        family.guided,
+    )
+    middle = drawn[:, family.frames // 2] if family.frames > 1 else drawn
+    expected = 255 * middle.movedim(1, -1).numpy()
+    before, after = (evaluated(trained, epoch) for epoch in (0, 1))
+    assert np.abs(after - expected).max() < 0.5 + 1e-2  # files have whole numbers
+    assert np.abs(after - before).max() > 1
+
+
+def evaluated(session: Session, epoch: int) -> np.ndarray:
+    """Pictures of the test prompts, of clips the middle frame."""
+    files = sorted((session.folder / f"samples/eval-{epoch:05d}").glob("*.png"))
+    assert len(files) == len(session.test_prompts)
+    return np.stack([np.asarray(Image.open(file)) for file in files]).astype(float)
+
+
+def test_samples_of_videos_are_saved_as_such(family, trained):
+    rows = (trained.folder / "samples/eval-00001/samples.jsonl").read_text().splitlines()
+    kind = ".gif" if family.frames > 1 else ".png"
+    for row in map(json.loads, rows):
+        with Image.open(trained.folder / "samples/eval-00001" / row["file"]) as sample:
+            assert (Path(row["file"]).suffix, sample.size) == (kind, (48, 32))
+            assert getattr(sample, "n_frames", 1) == family.frames
+
+
+def test_every_lora_layer_gets_a_gradient_but_those_that_are_named(family, folder):
+    adapter = load(folder)
+    policy = policy_of(adapter, rank=2, alpha=4)
+    layers = [n for n, _ in policy.transformer.named_modules() if n.endswith("lora_A.default")]
+    for target in adapter.lora_targets:
+        assert any(layer.endswith(f"{target}.lora_A.default") for layer in layers), target
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in policy.trained().items():
+        if "lora_B" in name:  # it starts at zero, where A has no gradient
+            parameter.data.normal_(std=0.1, generator=generator)
+    size = Size(32, 32, family.frames)
+    guided = adapter.is_guided(family.guided)
+    conditioning = adapter.encode(PROMPTS, NEGATIVE if guided else None)
+    noise = noise_for(adapter, size)
+    velocity = adapter.velocity(policy.module, noise, 500.0, conditioning, family.guided)
+    (velocity * noise).sum().backward()
+    moving = {n for n, p in policy.trained().items() if p.grad is not None and p.grad.any()}
+    idle = {n.split(".lora_")[0] for n in policy.trained().keys() - moving}
+    assert idle == set(family.idle)
+
+
+def test_settings_that_save_memory_or_time_change_nothing(run_once, trained, tmp_path):
+    settings = {"offload_idle": True, "prompt_cache": str(tmp_path / "cache")}
+    lean = run_once("lean", **settings, **{"train.gradient_checkpointing": True})
+    assert lean.adapter.transformer.is_gradient_checkpointing
+    expected, found = (
+        load_file(s.folder / "checkpoints/latest/lora/pytorch_lora_weights.safetensors")
+        for s in (trained, lean)
+    )
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
+
+
+def test_texts_in_the_cache_and_parts_that_wait_on_the_cpu_draw_the_same(
+    family, folder, adapter, tmp_path, monkeypatch
+):
+    size = Size(32, 32, family.frames)
+    call = noise_for(adapter, size), PROMPTS, NEGATIVE, size, family.guided
+    expected = draw_ode(adapter, *call)
+    settings = dict(prompt_cache=str(tmp_path), offload_idle=True, device="cpu:0")
+    assert torch.equal(draw_ode(load(folder, **settings), *call), expected)
+    again = load(folder, **settings)
+    monkeypatch.setattr(again, "encode_one", lambda text: pytest.fail(f"encoded {text!r} again"))
+    assert torch.equal(draw_ode(again, *call), expected)
+
+
+@pytest.fixture
+def refusal(tmp_path, dataset):
+    """What is said of a run with this model, less its weights."""
+
+    def refusal(family: Family, folder: Path, index: dict | None = None, **fields) -> str:
+        """`index`: changes of the pipeline's config."""
+        hollow = tmp_path / "hollow"
+        shutil.copytree(folder, hollow, ignore=shutil.ignore_patterns("*.safetensors"))
+        whole = json.loads((hollow / "model_index.json").read_text())
+        (hollow / "model_index.json").write_text(json.dumps({**whole, **(index or {})}))
+        fields = {**run_fields(family, hollow, dataset), **fields}
+        with pytest.raises(UserError) as refused:
+            build_session(short_config(tmp_path / "logs", "run", **fields))
+        assert "\n" not in str(refused.value)
+        assert not (tmp_path / "logs").exists()
+        return str(refused.value)
+
+    return refusal
+
+
+def test_weights_are_read_once_all_else_is_right(family, folder, refusal):
+    assert refusal(family, folder).startswith("cannot load pretrained.model=")
+
+
+def test_frames_the_family_cannot_draw_are_refused_before(family, folder, refusal):
+    frames = "1 more than a multiple of 4" if family.frames > 1 else "1: this model draws pictures"
+    assert f"frames=6 must be {frames}" in refusal(family, folder, frames=6)
+
+
+@pytest.mark.parametrize("side", ["height", "width"])
+def test_sizes_the_family_cannot_draw_are_refused_before(family, folder, refusal, side):
+    told = refusal(family, folder, **{side: 36})
+    assert re.match(f"{side}=36 must be a multiple of (8|16)( and at most 256)?$", told)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "index", "fields", "message"),
+    [
+        (
+            *("sd3", {}, {"_class_name": "StableDiffusionXLPipeline"}, {}),
+            "is a StableDiffusionXLPipeline; pretrained.model must be one of StableDiffusion3Pipe",
+        ),
+        (
+            *("flux", {"guidance_embeds": False}, {}, {}),
+            "sample.guidance_scale=3.5: this FLUX.1 (schnell) was trained without guidance; set",
+        ),
+        (
+            *("qwen_image", {}, {}, {"sample.eval_num_steps": 1}),
+            "1 step is too few: this model's scheduler stretches the noise levels between",
+        ),
+        (
+            *("wan", {}, {"boundary_ratio": 0.875}, {}),
+            "this Wan has boundary_ratio=0.875: it is Wan 2.2, and only Wan 2.1 can be trained",
+        ),
+    ],
+    ids=["another kind", "schnell", "one step", "wan 2.2"],
+)
+def test_a_model_that_does_not_fit_is_refused_before(
+    tmp_path, refusal, name, settings, index, fields, message
+):
+    folder = save_small(BY_NAME[name], tmp_path / "whole", **settings)
+    assert message in refusal(BY_NAME[name], folder, index, **fields)
+
+
+def test_a_part_of_a_pipeline_is_none(family, folder, dataset, tmp_path):
+    fields = run_fields(family, folder / "transformer", dataset)
+    with pytest.raises(UserError, match="is not a diffusers pipeline folder: it has no model_inde"):
+        build_session(short_config(tmp_path, "run", **fields))
