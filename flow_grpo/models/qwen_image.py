@@ -30,6 +30,12 @@ class QwenImageAdapter(ModelAdapter):
     def grid(cls, transformer: Config, vae: Config) -> Grid:
         return Grid(transformer["in_channels"] // 4, 2 ** len(vae["temperal_downsample"]))
 
+    @property
+    def unused(self) -> str:
+        """What the last block makes of texts goes nowhere."""
+        last = len(self.transformer.transformer_blocks) - 1
+        return rf"transformer_blocks\.{last}\.(attn\.to_add_out|txt_mlp)(\..*)?"
+
     def encode_one(self, text: str) -> Embedding:
         embeds, _ = self.pipeline.encode_prompt(
             prompt=[text],
