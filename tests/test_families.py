@@ -21,6 +21,7 @@ from families import (
     save_prompts,
     save_small,
 )
+from peft import LoraConfig
 from PIL import Image
 from policies import policy_of
 from safetensors.torch import load_file
@@ -175,9 +176,15 @@ def test_samples_of_videos_are_saved_as_such(family, trained):
             assert getattr(sample, "n_frames", 1) == family.frames
 
 
-def test_every_lora_layer_gets_a_gradient_but_those_that_are_named(family, folder):
+@pytest.mark.parametrize("own", [True, False])
+def test_every_lora_layer_gets_a_gradient_but_those_that_are_named(family, folder, own, tmp_path):
+    """Also of a LoRA that others made, on all layers."""
     adapter = load(folder)
-    policy = policy_of(adapter, rank=2, alpha=4)
+    if not own:
+        other = load(folder)
+        other.transformer.add_adapter(LoraConfig(r=2, target_modules=other.lora_targets))
+        other.save_lora(tmp_path, other.transformer, other.transformer.state_dict())
+    policy = policy_of(adapter, rank=2, alpha=4, lora_path="" if own else str(tmp_path))
     layers = [n for n, _ in policy.transformer.named_modules() if n.endswith("lora_A.default")]
     for target in adapter.lora_targets:
         assert any(layer.endswith(f"{target}.lora_A.default") for layer in layers), target
@@ -191,7 +198,8 @@ def test_every_lora_layer_gets_a_gradient_but_those_that_are_named(family, folde
     noise = noise_for(adapter, size)
     velocity = adapter.velocity(policy.module, noise, 500.0, conditioning, family.guided)
     (velocity * noise).sum().backward()
-    moving = {n for n, p in policy.trained().items() if p.grad is not None and p.grad.any()}
+    assert all(p.grad is not None for p in policy.parameters())  # DDP waits for each
+    moving = {n for n, p in policy.trained().items() if p.grad.any()}
     idle = {n.split(".lora_")[0] for n in policy.trained().keys() - moving}
     assert idle == set(family.idle)
 
