@@ -48,8 +48,8 @@ def sde_step(
 ) -> Step:
     """Step from `sample` (B, ...) at `sigma`, or score the given `next_sample`.
 
-    `sigma` and `sigma_next` are floats or (B,) tensors. `sigma_max` stands in for sigma where
-    sigma == 1, where the flow noise is infinite; use the schedule's second sigma. The step adds
+    `sigma` and `sigma_next` are floats or (B,) tensors. `sigma_max` stands in for a sigma
+    above it, as the flow noise is infinite at 1; use the schedule's second sigma. The step adds
     `noise` (standard normal, like `sample`), or draws it from `generator`, also one per sample.
     """
     if kind not in KINDS:
@@ -134,7 +134,7 @@ def _per_sample(sigma: float | Tensor, like: Tensor) -> Tensor:
 
 def _finite_sigma(sigma: Tensor, sigma_max: float | None) -> Tensor:
     if sigma_max is not None:
-        return torch.where(sigma == 1, sigma_max, sigma)
+        return sigma.clamp(max=sigma_max)
     if (sigma == 1).any():
         raise ValueError("kind='flow' needs sigma_max (the schedule's second sigma) at sigma=1")
     return sigma

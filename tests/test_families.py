@@ -13,6 +13,7 @@ from families import (
     FAMILIES,
     NEGATIVE,
     PROMPTS,
+    STEPS,
     TOKENS,
     Family,
     draw_ode,
@@ -31,7 +32,7 @@ from train import train
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, Size, load_adapter
 from flow_grpo.run.session import Session, build_session
-from flow_grpo.sampling.rollout import eval_generators, initial_noise
+from flow_grpo.sampling.rollout import Denoiser, Dynamics, eval_generators, initial_noise
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -132,6 +133,19 @@ def test_a_video_of_one_frame_is_a_picture(family, pipeline, adapter):
     found = draw_ode(adapter, *call)
     assert found.shape == (2, 3, 32, 48)
     assert_close(found, family.draw(pipeline, *call))
+
+
+def test_noisy_steps_keep_to_the_scale_of_the_latents(family, adapter):
+    """A schedule may begin a little below 1, where the noise would be tens of times too much."""
+    size = Size(32, 32, family.frames)
+    dynamics = Dynamics(adapter.schedule(STEPS, *size), kind="flow", guidance_scale=family.plain)
+    trajectory = Denoiser(adapter, adapter.transformer, dynamics).sample(
+        noise_for(adapter, size),
+        adapter.encode(PROMPTS, None),
+        steps=range(STEPS - 1),
+        generators=eval_generators(0, [0, 1]),
+    )
+    assert 0.5 < trajectory.latents.std() < 2
 
 
 def test_the_policy_that_is_trained_is_the_one_that_sampled(trained):
