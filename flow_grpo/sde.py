@@ -22,6 +22,7 @@ Kind = Literal["flow", "dance", "cps", "ode"]
 KINDS: tuple[Kind, ...] = ("flow", "dance", "cps", "ode")
 Solver = Literal["euler", "dpm2"]
 SOLVERS: tuple[Solver, ...] = ("euler", "dpm2")
+NEARLY_ONE = 0.999  # where schedules begin that do not begin at 1
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ def sde_step(
 ) -> Step:
     """Step from `sample` (B, ...) at `sigma`, or score the given `next_sample`.
 
-    `sigma` and `sigma_next` are floats or (B,) tensors. `sigma_max` stands in for sigma where
-    sigma == 1, where the flow noise is infinite; use the schedule's second sigma. The step adds
+    `sigma` and `sigma_next` are floats or (B,) tensors. `sigma_max` stands in for sigma at
+    the start, where the flow noise is infinite; use the schedule's second sigma. The step adds
     `noise` (standard normal, like `sample`), or draws it from `generator`, also one per sample.
     """
     if kind not in KINDS:
@@ -134,7 +135,7 @@ def _per_sample(sigma: float | Tensor, like: Tensor) -> Tensor:
 
 def _finite_sigma(sigma: Tensor, sigma_max: float | None) -> Tensor:
     if sigma_max is not None:
-        return torch.where(sigma == 1, sigma_max, sigma)
+        return torch.where(sigma > NEARLY_ONE, sigma.clamp(max=sigma_max), sigma)
     if (sigma == 1).any():
         raise ValueError("kind='flow' needs sigma_max (the schedule's second sigma) at sigma=1")
     return sigma

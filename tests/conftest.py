@@ -3,13 +3,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from ml_collections import ConfigDict
 from runner import Runner
+from sessions import short_config
 
 from flow_grpo.models import load_adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
-from flow_grpo.run import presets
-from flow_grpo.run.presets.common import per_gpu_batches
 from flow_grpo.run.session import Session, build_session
 
 torch.set_num_threads(2)
@@ -75,18 +73,11 @@ def run(tmp_path) -> Runner:
 
 @pytest.fixture
 def make_session(tmp_path):
-    """Sessions on the small model, in this process: two groups of two, two updates."""
+    """Sessions in this process; fields are dotted."""
     sessions = []
 
     def make(**fields) -> Session:
-        config = presets.get_config("tiny_ocr_1gpu")
-        config.device, config.logdir, config.log_with = "cpu", str(tmp_path), ""
-        config.run_name = f"run-{len(sessions)}"
-        config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
-        config.sample.guidance_scale = 2.0
-        config.sample.num_steps, config.sample.sde_window_size = 3, 0
-        per_gpu_batches(config, gpus=1, groups=2, group_size=2, max_batch=2, updates=2)
-        config.update_from_flattened_dict(fields)
+        config = short_config(tmp_path, f"run-{len(sessions)}", **fields)
         sessions.append(build_session(config))
         return sessions[-1]
 

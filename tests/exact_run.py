@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from ml_collections import ConfigDict
 
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
+from flow_grpo.models import ADAPTERS, ModelAdapter, small
 from flow_grpo.run.fields import get_config
 from flow_grpo.run.session import build_session
 
@@ -26,6 +25,7 @@ FIELDS = {
     "device": "cpu",
     "run_name": "run",
     "resolution": 16,
+    "max_sequence_length": 4,
     "eval_freq": 0,
     "eval_prompts": 1,
     "log_images": 0,
@@ -39,17 +39,19 @@ FIELDS = {
 }
 
 
-def load(config: ConfigDict, accelerator: Any) -> SD3Adapter:
-    pipeline = build_tiny_sd3(qk_norm=None)  # diffusers' RMSNorm computes in float32
-    return SD3Adapter(pipeline, dtype=torch.float64, max_sequence_length=4)
+def load(family: str, config: ConfigDict) -> ModelAdapter:
+    settings = {"qk_norm": None} if family == "sd3" else {}  # diffusers' RMSNorm is in float32
+    pipeline = small.build(family, **settings)
+    adapter = ADAPTERS[type(pipeline).__name__]
+    return adapter(pipeline, dtype=torch.float64, max_sequence_length=config.max_sequence_length)
 
 
-def run(**fields: Any) -> None:
+def run(family: str = "sd3", **fields: Any) -> None:
     config = get_config()
     config.update_from_flattened_dict({**FIELDS, **fields})
     config.custom_rewards = ConfigDict({"light": "light:score"})
     config.reward_fn = ConfigDict({"light": 1.0})
-    session = build_session(config, load=load)
+    session = build_session(config, load=lambda config, accelerator: load(family, config))
     try:
         train(session)
     finally:

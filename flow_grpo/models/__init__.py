@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from diffusers import AutoModel, DiffusionPipeline
+from diffusers import AutoModel, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
@@ -81,18 +81,25 @@ def load_adapter(
     )
 
 
-def check_model(model: str, size: Size, guidance_scale: float) -> None:
+def check_model(model: str, size: Size, guidance_scale: float, fewest_steps: int) -> None:
     """Refuse what this model cannot do, by its configs alone."""
     adapter = find_adapter(model)
     parts = {"pipeline": DiffusionPipeline.load_config(model)}
     try:
         for name in ("transformer", "vae"):
             parts[name] = AutoModel.load_config(model, subfolder=name)
+        scheduler = FlowMatchEulerDiscreteScheduler.load_config(model, subfolder="scheduler")
         shape = adapter.grid(parts["transformer"], parts["vae"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = _damaged_file(Path(model)) or first_line(error)
         raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
     latent_shape(shape, size)
+    if fewest_steps < 2 and scheduler.get("shift_terminal"):
+        raise UserError(
+            f"{fewest_steps} step is too few: this model's scheduler stretches the noise levels "
+            "between the first and the last; set sample.num_steps and sample.eval_num_steps to 2 "
+            "or more"
+        )
     adapter.check(parts["pipeline"], parts["transformer"], guidance_scale)
 
 

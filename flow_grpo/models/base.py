@@ -49,6 +49,8 @@ class ModelAdapter(ABC):
     # Layers of a block that take the same input: {name of their parent: their names}.
     siblings: ClassVar[dict[str, tuple[tuple[str, ...], ...]]] = {}
     unguided: ClassVar[float] = 1.0  # guidance above this takes a second pass, without the prompt
+    # Pattern of what no picture depends on: it gets no gradient, and DDP would wait for one.
+    unused: str | None = None
     masks_texts: ClassVar[bool] = False  # texts of several lengths go together
     can_replay: ClassVar[bool] = True  # as CUDA graphs
     compiled = replayed = False
@@ -251,11 +253,8 @@ class ModelAdapter(ABC):
         if not self.is_guided(guidance_scale):
             return run(latents, timestep, positive)
         if gradient == "both":
-            both = run(
-                latents.repeat(2, *[1] * (latents.ndim - 1)),
-                timestep.repeat(2),
-                torch.cat([negative, positive]),
-            )
+            twice = latents.repeat(2, *[1] * (latents.ndim - 1)), timestep.repeat(2)
+            both = run(*twice, torch.cat([negative, positive]))
             return self.guide(*both.chunk(2), guidance_scale)
         # Two passes, in sampling as in training: the same arithmetic in both is what makes the
         # on-policy ratio exactly 1.

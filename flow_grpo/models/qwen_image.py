@@ -4,7 +4,6 @@ import torch
 from diffusers import QwenImagePipeline
 from torch import Tensor, nn
 
-from flow_grpo.errors import UserError
 from flow_grpo.models.base import Config, ModelAdapter
 from flow_grpo.models.conditioning import Schedule, Texts
 from flow_grpo.models.embeddings import Embedding
@@ -32,6 +31,12 @@ class QwenImageAdapter(ModelAdapter):
     def grid(cls, transformer: Config, vae: Config) -> Grid:
         return Grid(transformer["in_channels"] // 4, 2 ** len(vae["temperal_downsample"]))
 
+    @property
+    def unused(self) -> str:
+        """What the last block makes of texts goes nowhere."""
+        last = len(self.transformer.transformer_blocks) - 1
+        return rf"transformer_blocks\.{last}\.(attn\.to_add_out|txt_mlp)(\..*)?"
+
     def encode_one(self, text: str) -> Embedding:
         embeds, _ = self.pipeline.encode_prompt(
             prompt=[text],
@@ -41,13 +46,7 @@ class QwenImageAdapter(ModelAdapter):
         return {"embeds": embeds}
 
     def schedule(self, num_steps: int, height: int, width: int, frames: int = 1) -> Schedule:
-        scheduler = self.own_scheduler()
-        if num_steps < 2 and scheduler.config.get("shift_terminal"):
-            raise UserError(
-                f"num_steps={num_steps} must be at least 2: this model's scheduler stretches the "
-                "noise levels between the first and the last"
-            )
-        return shifted_schedule(scheduler, num_steps, self.tokens(height, width))
+        return shifted_schedule(self.own_scheduler(), num_steps, self.tokens(height, width))
 
     def forward(
         self,

@@ -329,9 +329,11 @@ def build_rewards(
 
 
 def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
-    check_model(config.pretrained.model, image_size(config), config.sample.guidance_scale)
+    sample, model = config.sample, config.pretrained.model
+    fewest_steps = min(sample.num_steps, sample.eval_num_steps)
+    check_model(model, image_size(config), sample.guidance_scale, fewest_steps)
     return load_adapter(
-        config.pretrained.model,
+        model,
         device=accelerator.device,
         dtype=DTYPES[config.mixed_precision],
         max_sequence_length=config.max_sequence_length,

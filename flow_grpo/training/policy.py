@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -68,6 +69,9 @@ class Policy:
                 self._frozen = copy.deepcopy(self.transformer)
             self.transformer.requires_grad_(True)
             self._keep_precision()
+        for name, parameter in self.transformer.named_parameters():
+            if self._is_unused(name):
+                parameter.requires_grad_(False)
         self.lora_layers = lora_layers(self.transformer)
         for parameter in self.parameters():
             # a half-precision weight cannot hold steps of 1e-4
@@ -99,9 +103,22 @@ class Policy:
                     r=rank,
                     lora_alpha=alpha,
                     init_lora_weights="gaussian",
-                    target_modules=self.adapter.lora_targets,
+                    target_modules=self._lora_targets(),
                 )
             )
+
+    def _lora_targets(self) -> list[str]:
+        """Each by its full name where some are left out: `exclude_modules` would go into the saved
+        file, and diffusers warn of it."""
+        targets = self.adapter.lora_targets
+        if self.adapter.unused is None:
+            return targets
+        ends = tuple(f".{target}" for target in targets)
+        names = [name for name, _ in self.transformer.named_modules() if name.endswith(ends)]
+        return [name for name in names if not self._is_unused(name)]
+
+    def _is_unused(self, name: str) -> bool:
+        return self.adapter.unused is not None and bool(re.fullmatch(self.adapter.unused, name))
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.transformer.parameters() if p.requires_grad]
