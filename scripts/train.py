@@ -48,7 +48,7 @@ from flow_grpo.training.metrics import (
 )
 
 logger = logging.getLogger("flow_grpo")
-BASELINE = "baseline"
+BASELINE = f"{TOTAL}/baseline"  # a name that no reward can have
 
 
 @dataclass

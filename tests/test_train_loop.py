@@ -14,7 +14,7 @@ from flow_grpo.models import load_adapter
 from flow_grpo.run.session import Session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from train import run_evaluation, sample_ahead, sample_epoch, train_epoch
+from train import collect_rewards, run_evaluation, sample_ahead, sample_epoch, train_epoch
 
 SUBMITTED = object()
 
@@ -66,6 +66,20 @@ def encoded_and_submitted(session: Session) -> list:
     session.adapter.encode_one = lambda text: (events.append(text), encode(text))[1]
     session.reward.submit = lambda *args: (events.append(SUBMITTED), submit(*args))[1]
     return events
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "remax"])
+def test_a_reward_may_be_called_baseline(make_session, estimator):
+    session = make_session(
+        **{
+            "custom_rewards": {"baseline": "flow_grpo.rewards.jpeg:jpeg_compressibility"},
+            "reward_fn": {"baseline": 1.0},
+            "train.advantage": estimator,
+        }
+    )
+    scored = collect_rewards(session, 0, sample_epoch(session, 0))
+    assert scored.rewards.keys() == {"baseline", "avg"}
+    assert (scored.baseline is not None) == (estimator == "remax")
 
 
 def test_samples_without_a_gradient_are_not_trained(make_session):
