@@ -108,7 +108,8 @@ def train(session: Session) -> None:
             raise RewardOutage(
                 f"epoch {done}: {outage}; saved {save(session)}; {session.how_to_go_on()}"
             )
-        session.reward.rest()
+        if ahead is None:  # else they are at work
+            session.reward.rest()
         credit = session.algorithm.credit(scored)
         session.remember_behaviour()
         with timer("train"):

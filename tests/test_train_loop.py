@@ -14,7 +14,14 @@ from flow_grpo.models import load_adapter
 from flow_grpo.run.session import Session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from train import collect_rewards, run_evaluation, sample_ahead, sample_epoch, train_epoch
+from train import (
+    collect_rewards,
+    run_evaluation,
+    sample_ahead,
+    sample_epoch,
+    train,
+    train_epoch,
+)
 
 SUBMITTED = object()
 
@@ -156,3 +163,14 @@ def test_a_run_stopped_while_it_samples_ahead_has_the_weights_of_what_it_was_to_
     assert all(map(torch.equal, session.stale.copy, first))
     session.remember_behaviour()
     assert all(map(torch.equal, session.stale.copy, session.policy.parameters()))
+
+
+def test_rewards_do_not_rest_while_they_score_the_next_epoch(make_session):
+    """A network that is moved off the GPU in the middle of a batch gives no scores."""
+    session = make_session(
+        **{"sample.async_depth": 1, "num_epochs": 2, "eval_freq": 0, "eval_prompts": 1}
+    )
+    rested = []
+    session.reward.rest = lambda: rested.append(session.progress.epoch + 1)
+    train(session)
+    assert rested == [2]  # the last, after which there is nothing to sample
