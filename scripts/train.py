@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import Batch
@@ -236,8 +237,9 @@ def baselines(session: Session, epoch: int, samples: list[SampledBatch]) -> list
     that its group shares."""
     config, denoiser, size = session.config, session.policy.denoiser, len(samples[0].draw.row)
     rows = list(dict.fromkeys(row for s in samples for row in s.draw.row.tolist()))
-    pending = []
-    for start in range(0, len(rows), size):
+    # weights that are shared out are run by all processes together: equally often on each
+    most, pending = max(gather_object([len(rows)])), []
+    for start in range(0, most, size):
         part = (rows[start : start + size] + rows[:1] * size)[:size]  # batches of one size
         chosen = [session.prompts[row] for row in part]
         noise = first_noise(session, group_generators(config.seed, epoch, part))

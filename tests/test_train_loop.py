@@ -15,6 +15,7 @@ from flow_grpo.run.session import Session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import (
+    baselines,
     collect_rewards,
     run_evaluation,
     sample_ahead,
@@ -87,6 +88,20 @@ def test_a_reward_may_be_called_baseline(make_session, estimator):
     scored = collect_rewards(session, 0, sample_epoch(session, 0))
     assert scored.rewards.keys() == {"baseline", "avg"}
     assert (scored.baseline is not None) == (estimator == "remax")
+
+
+def test_baselines_are_sampled_equally_often_on_all_processes(make_session, monkeypatch):
+    """Two prompts here and five on another process: in batches of two, three on both, as weights
+    that are shared out need all processes for each."""
+    session = make_session(**{"train.advantage": "remax", "sample.num_steps": 2})
+    samples = sample_epoch(session, 0)
+    monkeypatch.setattr("train.gather_object", lambda own: [*own, 5])
+    decode, sizes = session.adapter.decode, []
+    session.adapter.decode = lambda latents: (sizes.append(len(latents)), decode(latents))[1]
+    found = baselines(session, 0, samples)
+    assert sizes == [2, 2, 2]
+    assert [len(column) for column in found] == [2, 2]
+    assert not np.isnan(found).any()
 
 
 def test_samples_without_a_gradient_are_not_trained(make_session):
