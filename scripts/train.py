@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import Batch
@@ -48,7 +49,7 @@ from flow_grpo.training.metrics import (
 )
 
 logger = logging.getLogger("flow_grpo")
-BASELINE = "baseline"
+BASELINE = f"{TOTAL}/baseline"  # a name that no reward can have
 
 
 @dataclass
@@ -108,7 +109,8 @@ def train(session: Session) -> None:
             raise RewardOutage(
                 f"epoch {done}: {outage}; saved {save(session)}; {session.how_to_go_on()}"
             )
-        session.reward.rest()
+        if ahead is None:  # else they are at work
+            session.reward.rest()
         credit = session.algorithm.credit(scored)
         session.remember_behaviour()
         with timer("train"):
@@ -236,8 +238,9 @@ def baselines(session: Session, epoch: int, samples: list[SampledBatch]) -> list
     that its group shares."""
     config, denoiser, size = session.config, session.policy.denoiser, len(samples[0].draw.row)
     rows = list(dict.fromkeys(row for s in samples for row in s.draw.row.tolist()))
-    pending = []
-    for start in range(0, len(rows), size):
+    # weights that are shared out are run by all processes together: equally often on each
+    most, pending = max(gather_object([len(rows)])), []
+    for start in range(0, most, size):
         part = (rows[start : start + size] + rows[:1] * size)[:size]  # batches of one size
         chosen = [session.prompts[row] for row in part]
         noise = first_noise(session, group_generators(config.seed, epoch, part))

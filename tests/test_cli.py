@@ -65,3 +65,11 @@ def test_flow_grpos_names_are_translated_on_the_command_line(tmp_path):
         cli._check_names(["train.py", config, f"--config.{ours}=1"])
         with pytest.raises(UserError, match=f"unknown config key '{name}'; it is {ours} here"):
             cli._check_names(["train.py", config, f"--config.{name}=1"])
+
+
+def test_two_names_of_one_field_cannot_have_two_values(tmp_path):
+    config = write(tmp_path / "mine.py", "return base()")
+    cli._check_names(["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.1"])
+    message = r"^train\.beta=\.1 and grpo\.beta=\.2 are two names of one field; give one$"
+    with pytest.raises(UserError, match=message):
+        cli._check_names(["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.2"])

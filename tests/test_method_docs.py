@@ -1,6 +1,7 @@
 """The pages on methods say what the code says; every preset can be built."""
 
 import ast
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -54,6 +55,20 @@ def test_papers_are_those_of_the_files(name):
     number = re.compile(r"arXiv\s(\d{4}\.\d{5})")
     assert number.findall(section(name)) == number.findall(source)
     assert all(n in text("papers.md") for n in number.findall(source))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_scores_of_the_page_are_those_of_the_runs(name):
+    """Of seeds 1, 2 and 3, at so many thousand passes."""
+    preset = "tiny_ocr" if name == "grpo" else f"tiny_{name}"
+    told = re.findall(r"([.\d]+), ([.\d]+), ([.\d]+) at (\d+) k passes", section(name))
+    assert told
+    for *scores, passes in told:
+        for seed, score in enumerate(scores, 1):
+            lines = (DOCS / f"results/methods_h200/{preset}-{seed}.jsonl").read_text().splitlines()
+            rows = [row for row in map(json.loads, lines) if row["epoch"]]
+            [row] = [r for r in rows if round(r["perf/passes"] / 1000) == int(passes)]
+            assert row["eval/avg"] == pytest.approx(float(score), abs=6e-4)
 
 
 def test_functions_that_the_page_names_exist():

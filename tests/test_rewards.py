@@ -182,6 +182,8 @@ def test_a_class_that_takes_a_device_gets_it(tmp_path, monkeypatch):
         ({"mine": 1.0}, {"custom": {"mine": 3}}, "must read 'package.module:function'"),
         ({"jpeg_compressibility": "x"}, {}, "must be a number, its weight"),
         (JPEG, {"options": {"ocrr": {}}}, "unknown reward 'ocrr'"),
+        ({"avg": 1.0}, {"custom": {"avg": "math:sqrt"}}, "'avg' has the name of a metric"),
+        ({"diversity": 1.0}, {"custom": {"diversity": "math:sqrt"}}, "the name of a metric"),
     ],
 )
 def test_mistakes_are_named(weights, kwargs, message):

@@ -14,7 +14,15 @@ from flow_grpo.models import load_adapter
 from flow_grpo.run.session import Session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from train import run_evaluation, sample_ahead, sample_epoch, train_epoch
+from train import (
+    baselines,
+    collect_rewards,
+    run_evaluation,
+    sample_ahead,
+    sample_epoch,
+    train,
+    train_epoch,
+)
 
 SUBMITTED = object()
 
@@ -66,6 +74,34 @@ def encoded_and_submitted(session: Session) -> list:
     session.adapter.encode_one = lambda text: (events.append(text), encode(text))[1]
     session.reward.submit = lambda *args: (events.append(SUBMITTED), submit(*args))[1]
     return events
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "remax"])
+def test_a_reward_may_be_called_baseline(make_session, estimator):
+    session = make_session(
+        **{
+            "custom_rewards": {"baseline": "flow_grpo.rewards.jpeg:jpeg_compressibility"},
+            "reward_fn": {"baseline": 1.0},
+            "train.advantage": estimator,
+        }
+    )
+    scored = collect_rewards(session, 0, sample_epoch(session, 0))
+    assert scored.rewards.keys() == {"baseline", "avg"}
+    assert (scored.baseline is not None) == (estimator == "remax")
+
+
+def test_baselines_are_sampled_equally_often_on_all_processes(make_session, monkeypatch):
+    """Two prompts here and five on another process: in batches of two, three on both, as weights
+    that are shared out need all processes for each."""
+    session = make_session(**{"train.advantage": "remax", "sample.num_steps": 2})
+    samples = sample_epoch(session, 0)
+    monkeypatch.setattr("train.gather_object", lambda own: [*own, 5])
+    decode, sizes = session.adapter.decode, []
+    session.adapter.decode = lambda latents: (sizes.append(len(latents)), decode(latents))[1]
+    found = baselines(session, 0, samples)
+    assert sizes == [2, 2, 2]
+    assert [len(column) for column in found] == [2, 2]
+    assert not np.isnan(found).any()
 
 
 def test_samples_without_a_gradient_are_not_trained(make_session):
@@ -142,3 +178,14 @@ def test_a_run_stopped_while_it_samples_ahead_has_the_weights_of_what_it_was_to_
     assert all(map(torch.equal, session.stale.copy, first))
     session.remember_behaviour()
     assert all(map(torch.equal, session.stale.copy, session.policy.parameters()))
+
+
+def test_rewards_do_not_rest_while_they_score_the_next_epoch(make_session):
+    """A network that is moved off the GPU in the middle of a batch gives no scores."""
+    session = make_session(
+        **{"sample.async_depth": 1, "num_epochs": 2, "eval_freq": 0, "eval_prompts": 1}
+    )
+    rested = []
+    session.reward.rest = lambda: rested.append(session.progress.epoch + 1)
+    train(session)
+    assert rested == [2]  # the last, after which there is nothing to sample

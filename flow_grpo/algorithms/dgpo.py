@@ -75,4 +75,4 @@ class Dgpo(ForwardProcess):
         return loss, {"ratio": ratio, "masked": far, "group_weight": at.weight}
 
     def after_epoch(self, policy: "Policy", epoch: int) -> None:
-        policy.old.blend(0)  # the weights that sample the next epoch
+        policy.old.blend(0)  # what the next epoch begins with

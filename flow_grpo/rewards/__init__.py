@@ -24,7 +24,7 @@ from PIL import Image
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rewards.frames import DEFAULT, Sample, frame_rule, rule_of, split_rules, with_rule
-from flow_grpo.rewards.guard import BatchScores, GuardedScorer
+from flow_grpo.rewards.guard import RESERVED, BatchScores, GuardedScorer
 from flow_grpo.rewards.pictures import fetch_pictures
 from flow_grpo.rewards.threads import SerialThread
 
@@ -227,13 +227,14 @@ def build_scorers(
     policy: FailurePolicy | None = None,
 ) -> dict[str, Scorer]:
     """The bare scorers, by name; arguments as of `build_reward`."""
-    names = list(names)
-    paths = {**REWARDS, **(custom or {})}
+    names, paths = list(names), {**REWARDS, **(custom or {})}
     servers = {name: urls for name, urls in (servers or {}).items() if urls}
     rules, options = split_rules(options or {})
     policy = policy or FailurePolicy()
     for name in (*names, *options, *(custom or {}), *servers):
-        if name == TOTAL or not (name in paths or (name in servers and name in names)):
+        if name in RESERVED:
+            raise UserError(f"reward {name!r} has the name of a metric; call it something else")
+        if not (name in paths or (name in servers and name in names)):
             raise UserError(
                 f"unknown reward {name!r}; known are {', '.join(sorted(paths))}; "
                 "add your own with config.custom_rewards, or its server with config.reward_servers"

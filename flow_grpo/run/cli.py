@@ -19,6 +19,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from torch.distributed import DistError
 
 from flow_grpo.errors import LostPeer, Stopped, UserError
+from flow_grpo.run.fields import FLOW_GRPO_NAMES
 
 OPEN_FIELDS = (  # dicts with names of the user's
     *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
@@ -110,6 +111,14 @@ def _check_names(argv: list[str]) -> None:
                 raise UserError(f"{name!r} is not in the config; give the whole dict: {example}")
             hint = suggestion(name, known, cutoff=0.5) or "config/base.py lists them all"
             raise UserError(f"unknown config key {name!r}; {hint}")
+    # the last of them would be taken without a word
+    given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
+    for name in FLOW_GRPO_NAMES:
+        ours, theirs = given.get(f"grpo.{name}"), given.get(f"train.{name}")
+        if None not in (ours, theirs) and ours != theirs:
+            raise UserError(
+                f"train.{name}={theirs} and grpo.{name}={ours} are two names of one field; give one"
+            )
 
 
 def _load(path: str) -> ConfigDict:

@@ -13,7 +13,8 @@ from flow_grpo.rewards import TOTAL
 from flow_grpo.speed.transfer import send
 from flow_grpo.training.shards import whole
 
-LOSSES = ("loss", "policy_loss", "kl")  # 0 for samples that were left out
+# 0 for samples that were left out. Their KL is not: where it is logged, it is of the others.
+LOSSES = ("loss", "policy_loss")
 NAMES = {"ratio": "ratio_mean"}
 
 

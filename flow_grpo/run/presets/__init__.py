@@ -35,7 +35,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def get_config(name: str = "") -> ConfigDict:
-    preset, gpus = re.fullmatch(r"(.*?)(?:_(\d+)gpu)?", name).groups()
+    preset, gpus = re.fullmatch(r"(.*?)(?:_([1-9]\d*)gpu)?", name).groups()
     if preset not in PRESETS:
         raise UserError(f"unknown preset {name!r}; config/grpo.py has {', '.join(PRESETS)}")
     launched = os.environ.get("WORLD_SIZE", gpus)
