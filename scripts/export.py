@@ -42,8 +42,8 @@ def main() -> None:
     diffusers_logging.set_verbosity(logging.CRITICAL)  # what is wrong is told below, in one line
     try:
         source = Source.find(args.checkpoint, raw=args.raw)
-        model = args.model or source.trained_model()
-        export(source, model, args.out, getattr(torch, args.dtype))
+        model, revision = (args.model, "main") if args.model else source.trained_model()
+        export(source, model, args.out, getattr(torch, args.dtype), revision)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -13,10 +13,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
-
-import tomllib
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutants"

@@ -3,8 +3,8 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV="${VENV:-.venv}"
 PYTHON="${PYTHON:-python3}"
-if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-    echo "error: $PYTHON is not Python 3.10 or newer; set PYTHON to one that is" >&2
+if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "error: $PYTHON is not Python 3.11 or newer; set PYTHON to one that is" >&2
     exit 2
 fi
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flow_grpo.errors import UserError
-from flow_grpo.run import cli
+from flow_grpo.run import cli, old_names
 
 BODIES = {
     "return None": "must return a ConfigDict, not NoneType",
@@ -61,7 +61,7 @@ def test_a_file_without_a_config(tmp_path, text, message):
 def test_flow_grpos_names_are_translated_on_the_command_line(tmp_path):
     config = write(tmp_path / "mine.py", "return base()")
     cli._check_names(["train.py", config, "--config.logdir=logs/ocr"])
-    for name, ours in cli.RENAMED.items():
+    for name, ours in old_names.RENAMED.items():
         cli._check_names(["train.py", config, f"--config.{ours}=1"])
         with pytest.raises(UserError, match=f"unknown config key '{name}'; it is {ours} here"):
             cli._check_names(["train.py", config, f"--config.{name}=1"])

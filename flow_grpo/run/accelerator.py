@@ -21,6 +21,12 @@ def build_accelerator(config: ConfigDict, *, accumulation_steps: int = 1, **kwar
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
     deepspeed, fsdp = (parse_flag_from_env(f"ACCELERATE_USE_{e}") for e in ("DEEPSPEED", "FSDP"))
+    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+    if deepspeed and config.train.offload_optimizer:
+        raise UserError(
+            "train.offload_optimizer=True does not go with DeepSpeed; set "
+            "offload_optimizer_device: cpu in its accelerate config"
+        )
     if deepspeed and config.mixed_precision == "fp16":
         raise UserError("mixed_precision=fp16 does not go with DeepSpeed here; use bf16")
     if fsdp and on_cpu:

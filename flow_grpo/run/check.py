@@ -13,6 +13,7 @@ from flow_grpo.advantages import ESTIMATORS
 from flow_grpo.algorithms import ALGORITHMS, check_settings
 from flow_grpo.errors import UserError
 from flow_grpo.models.base import GuidanceGradient
+from flow_grpo.run import old_names
 from flow_grpo.run.cli import OPEN_FIELDS, suggestion
 from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
 from flow_grpo.sde import KINDS, SOLVERS
@@ -46,6 +47,7 @@ AT_LEAST = {
     "sample.eval_num_steps": 1,
     "sample.test_batch_size": 1,
     "sample.guidance_scale": 0,
+    "sample.eval_guidance_scale": 0,
     "sample.async_depth": 0,
     "train.ema_update_interval": 1,
     "train.lora_rank": 1,
@@ -79,6 +81,7 @@ WIDE_FOR_CPS = 1e-4
 
 def check(config: ConfigDict) -> None:
     check_fields(config)
+    old_names.check_values(config)
     values = config.to_dict()
 
     def field(name: str):
@@ -90,7 +93,7 @@ def check(config: ConfigDict) -> None:
             known = ", ".join(map(repr, allowed))
             raise UserError(f"{name}={field(name)!r} must be one of {known}")
     for name, least in AT_LEAST.items():
-        if field(name) < least:
+        if field(name) is not None and field(name) < least:
             raise UserError(f"{name}={field(name)} must be at least {least}")
     for name, most in AT_MOST.items():
         if field(name) > most:
@@ -117,6 +120,8 @@ def check(config: ConfigDict) -> None:
             )
     for name, algorithm in ALGORITHMS.items():
         check_settings(name, algorithm.Settings(**values[name]))
+    if config.train.offload_optimizer and config.train.use_8bit_adam:
+        raise UserError("train.offload_optimizer=True does not go with train.use_8bit_adam=True")
     if config.sample.merge_lora and not config.use_lora:
         raise UserError("sample.merge_lora=True needs use_lora=True")
     if config.sample.guidance_scale > 1 and not config.train.cfg:

@@ -19,16 +19,13 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from torch.distributed import DistError
 
 from flow_grpo.errors import LostPeer, Stopped, UserError
+from flow_grpo.run import old_names
 from flow_grpo.run.fields import FLOW_GRPO_NAMES
+from flow_grpo.run.places import find_config
 
 OPEN_FIELDS = (  # dicts with names of the user's
     *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
 )
-RENAMED = {  # Flow-GRPO's name: ours
-    "save_dir": "logdir",
-    "sample.batch_size": "sample.train_batch_size",
-    "activation_checkpointing": "train.gradient_checkpointing",
-}
 
 
 def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> None:
@@ -46,7 +43,7 @@ def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> Non
     def parse(argv: list[str]) -> list[str]:
         if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
             argv = [argv[0], f"--config={default}", *argv[1:]]
-        return _told_plainly(lambda: _parse(argv), debug="--debug" in argv)
+        return _told_plainly(lambda: _parse(_with_our_configs(argv)), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
         code = 0
@@ -92,6 +89,20 @@ def _parse(argv: list[str]) -> list[str]:
         if rest[1:]:
             raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
     return rest
+
+
+def _with_our_configs(argv: list[str]) -> list[str]:
+    """config/grpo.py is that of the library, where the current folder has none."""
+    found, before = [], ""
+    for arg in argv:
+        if before == "--config":
+            found.append(find_config(arg))
+        elif arg.startswith("--config="):
+            found.append("--config=" + find_config(arg.removeprefix("--config=")))
+        else:
+            found.append(arg)
+        before = arg
+    return found
 
 
 def _check_names(argv: list[str]) -> None:
@@ -155,8 +166,8 @@ def _reason(error: Exception, path: str) -> str:
 
 def suggestion(name: str, known: Iterable[str], *, cutoff: float) -> str:
     """What a field may have been meant to be called; nothing where nothing is near."""
-    if name in RENAMED:
-        return f"it is {RENAMED[name]} here"
+    if told := old_names.hint(name):
+        return told
     close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean {close[0]}?" if close else ""
 

@@ -62,12 +62,13 @@ class Source:
         run = self.weights.parents[2]
         return run if (run / "config.json").is_file() and self.step is not None else None
 
-    def trained_model(self) -> str:
-        """The model that the run started from."""
+    def trained_model(self) -> tuple[str, str]:
+        """The model that the run started from, and its revision."""
         if self.run is None:
             raise UserError(f"name the model with --model: {self.weights} is not in a run")
         try:
-            return json.loads((self.run / "config.json").read_text("utf-8"))["pretrained"]["model"]
+            config = json.loads((self.run / "config.json").read_text("utf-8"))["pretrained"]
+            return config["model"], config.get("revision", "main")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"name the model with --model: {self.run / 'config.json'} does not tell it"
@@ -78,14 +79,20 @@ class Source:
         return str(self.weights.relative_to(self.run.parent)) if self.run else self.weights.name
 
 
-def export(source: Source, model: str, out: Path, dtype: torch.dtype = torch.float32) -> None:
+def export(
+    source: Source,
+    model: str,
+    out: Path,
+    dtype: torch.dtype = torch.float32,
+    revision: str = "main",
+) -> None:
     """Write `model` with the weights of `source` to the new folder `out`, whole or not at all.
 
     The transformer is merged in float32 and stored as `dtype`; the other parts are copied.
     """
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} already exists; choose another --out or remove it")
-    folder = _pipeline_folder(model)
+    folder = _pipeline_folder(model, revision)
     index = _read_index(folder)
     transformer = _merged(source, folder, getattr(diffusers, index[TRAINED][1]))
     transformer.to(dtype)
@@ -109,12 +116,12 @@ def export(source: Source, model: str, out: Path, dtype: torch.dtype = torch.flo
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _pipeline_folder(model: str) -> Path:
+def _pipeline_folder(model: str, revision: str) -> Path:
     """A folder as it is; a hub id from the cache, downloaded if it is not there."""
     if Path(model).is_dir():
         return Path(model)
     try:
-        return Path(DiffusionPipeline.download(model))
+        return Path(DiffusionPipeline.download(model, revision=revision))
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot load --model {model}: no such folder, and not on the hub "

@@ -30,6 +30,7 @@ from flow_grpo.run.accelerator import build_accelerator
 from flow_grpo.run.check import check, check_eval_judges, check_judges, unusual
 from flow_grpo.run.checkpoint import Progress
 from flow_grpo.run.gpu import can_compile, can_replay, lighter_settings
+from flow_grpo.run.hub import download_revision
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.memory import advice_when_short
 from flow_grpo.run.restore import load_progress
@@ -42,6 +43,7 @@ from flow_grpo.sde import Solver
 from flow_grpo.speed.lora import MergedLora, is_plain
 from flow_grpo.training.distributed import on_all_or_none
 from flow_grpo.training.ema import Ema
+from flow_grpo.training.offload import offload_state
 from flow_grpo.training.plan import BatchPlan
 from flow_grpo.training.policy import Policy
 from flow_grpo.training.shards import is_sharded
@@ -193,7 +195,13 @@ def _build_session(
     train = config.train
     policy = Policy(
         adapter,
-        build_dynamics(config, adapter, config.sample.num_steps, solver=config.sample.solver),
+        build_dynamics(
+            config,
+            adapter,
+            config.sample.num_steps,
+            guidance_scale=config.sample.guidance_scale,
+            solver=config.sample.solver,
+        ),
         use_lora=config.use_lora,
         rank=train.lora_rank,
         alpha=train.lora_alpha,
@@ -204,7 +212,10 @@ def _build_session(
     )
     if config.sample.merge_lora and not all(map(is_plain, policy.lora_layers)):
         raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
-    optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
+    optimizer = build_optimizer(config, accelerator, policy)
+    if train.offload_optimizer:
+        offload_state(optimizer)
+    optimizer = policy.prepare(accelerator, optimizer)
     merged = MergedLora(policy.lora_layers) if config.sample.merge_lora else None
     if can_compile(config, accelerator):
         adapter.compile()
@@ -329,9 +340,10 @@ def build_rewards(
 
 
 def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
-    sample, model = config.sample, config.pretrained.model
-    fewest_steps = min(sample.num_steps, sample.eval_num_steps)
-    check_model(model, image_size(config), sample.guidance_scale, fewest_steps)
+    model = download_revision(config.pretrained.model, config.pretrained.revision)
+    fewest_steps = min(config.sample.num_steps, config.sample.eval_num_steps)
+    for guidance_scale in (config.sample.guidance_scale, eval_guidance(config)):
+        check_model(model, image_size(config), guidance_scale, fewest_steps)
     return load_adapter(
         model,
         device=accelerator.device,
@@ -343,16 +355,27 @@ def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
 
 
 def build_dynamics(
-    config: ConfigDict, adapter: ModelAdapter, num_steps: int, *, solver: Solver = "euler"
+    config: ConfigDict,
+    adapter: ModelAdapter,
+    num_steps: int,
+    *,
+    guidance_scale: float | None = None,
+    solver: Solver = "euler",
 ) -> Dynamics:
+    """Those of an evaluation, unless told otherwise."""
     return Dynamics(
         adapter.schedule(num_steps, *image_size(config)),
         kind=config.sample.sde_type,
         noise_level=config.sample.noise_level,
-        guidance_scale=config.sample.guidance_scale,
+        guidance_scale=eval_guidance(config) if guidance_scale is None else guidance_scale,
         guidance_gradient=config.train.guidance_gradient,
         solver=solver,
     )
+
+
+def eval_guidance(config: ConfigDict) -> float:
+    scale = config.sample.eval_guidance_scale
+    return config.sample.guidance_scale if scale is None else scale
 
 
 def image_size(config: ConfigDict) -> Size:

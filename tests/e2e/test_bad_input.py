@@ -153,7 +153,7 @@ def test_a_config_that_was_written_for_another_trainer(run, tmp_path):
         "        'seed': 42, 'allow_tf32': True, 'train': train, 'sample': sample})\n"
     )
     done = run(config=f"{config}:general_ocr_sd3")
-    assert_told(run, done, "it has unknown fields: allow_tf32, sample.batch_size (it is sample.t")
+    assert_told(run, done, "it has unknown fields: sample.batch_size (it is sample.train_b")
     assert "save_dir (it is logdir here); it lacks algorithm, awm, " in done.stderr
     assert "more; start from flow_grpo.run.fields.get_config()" in done.stderr
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from flow_grpo.errors import UserError
+from flow_grpo.run import old_names
+from flow_grpo.run.places import find
 from flow_grpo.run.presets.full import BENCHMARKS, LARGE, SD3
 from flow_grpo.run.presets.tiny import TINY
 from flow_grpo.run.presets.variants import VARIANTS
@@ -36,9 +38,15 @@ PRESETS: dict[str, Preset] = {
 
 def get_config(name: str = "") -> ConfigDict:
     preset, gpus = re.fullmatch(r"(.*?)(?:_([1-9]\d*)gpu)?", name).groups()
+    if preset in old_names.PRESETS:
+        ours = old_names.PRESETS[preset] + (f"_{gpus}gpu" if gpus else "")
+        raise UserError(f"unknown preset {name!r}; it is {ours} here")
     if preset not in PRESETS:
         raise UserError(f"unknown preset {name!r}; config/grpo.py has {', '.join(PRESETS)}")
     launched = os.environ.get("WORLD_SIZE", gpus)
     if gpus is not None and gpus != launched:
         raise UserError(f"preset {name!r} is for {gpus} GPUs but {launched} processes were started")
-    return PRESETS[preset](int(launched or 1))
+    config = PRESETS[preset](int(launched or 1))
+    # so that it works from any folder
+    config.dataset, config.pretrained.model = find(config.dataset), find(config.pretrained.model)
+    return config

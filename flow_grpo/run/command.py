@@ -1,0 +1,58 @@
+"""The command `flow-grpo`: each of its commands is a script of scripts/.
+
+Several processes: torchrun -m flow_grpo.run.command train --config ...
+"""
+
+import ast
+import difflib
+import re
+import runpy
+import sys
+from pathlib import Path
+
+from flow_grpo.run.places import ROOT
+
+SCRIPTS = ROOT / "scripts"
+# for work on the repo itself, or used by other scripts
+NOT_COMMANDS = ("mutants", "pretrain_tiny", "reference_loops", "runs")
+
+
+def commands() -> dict[str, Path]:
+    paths = [p for p in sorted(SCRIPTS.glob("*.py")) if p.stem not in NOT_COMMANDS]
+    return {path.stem.replace("_", "-"): path for path in paths}
+
+
+def summary(path: Path) -> str:
+    """What the script does, by the start of its docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    return re.split(r"[.:;](?:\s|$)", text.replace("\n", " "), maxsplit=1)[0]
+
+
+def usage() -> str:
+    known = commands()
+    width = max(map(len, known))
+    lines = [f"  {name:{width}}  {summary(path)}" for name, path in known.items()]
+    return "\n".join(
+        ["usage: flow-grpo COMMAND ...", "", *lines, "", "flow-grpo COMMAND --help says more"]
+    )
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    known = commands()
+    if name in ("-h", "--help", "help"):
+        print(usage())
+        return
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
+        print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
+        sys.exit(2)
+    script = str(known[name])
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(SCRIPTS))  # as `python scripts/train.py` has it
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

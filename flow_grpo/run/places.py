@@ -1,0 +1,22 @@
+"""Files that come with the library: scripts, configs, prompts and the small model.
+
+They are in the checkout, or, where the package was installed from a wheel, in its folder `share`.
+"""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+ROOT = _PACKAGE / "share" if (_PACKAGE / "share").is_dir() else _PACKAGE.parent
+
+
+def find(path: str) -> str:
+    """A relative path as it is where there is such a file, or none of ours either; else ours."""
+    if path and not Path(path).exists() and (ROOT / path).exists():
+        return str(ROOT / path)
+    return path
+
+
+def find_config(argument: str) -> str:
+    """The same of path/to/config.py or path/to/config.py:preset."""
+    path, colon, preset = argument.partition(":")
+    return find(path) + colon + preset

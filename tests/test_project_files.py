@@ -1,0 +1,103 @@
+"""Files for those who carry on: containers, workflows, hooks, links of the docs, lower bounds."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from runner import ROOT
+
+DOCKERFILES = ["Dockerfile", "reward_server/Dockerfile"]
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in (ROOT, ROOT / "docs", ROOT / "docs/results")
+    for path in folder.glob("*.md")
+)
+EXTRAS_NOT_RUN = {"bitsandbytes"}
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_hadolint_has_nothing_to_say(name):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = [shutil.which("hadolint", path=path), "--config", ".hadolint.yaml", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_container_is_pinned_has_its_files_and_is_not_root(name):
+    text = (ROOT / name).read_text().replace("\\\n", " ")
+    lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    [base] = [line[1] for line in lines if line[0] == "FROM"]
+    assert re.search(r":\d+\.\d+\.\d+-", base)
+    copied = [part for line in lines if line[0] == "COPY" for part in line[1:-1]]
+    assert {"setup.py", "flow_grpo", "reward_server", "scripts"} <= set(copied)
+    assert all((ROOT / part).exists() for part in copied)
+    assert [line[1] for line in lines if line[0] == "USER"] == ["10001"]
+
+
+def test_the_workflow_runs_the_readmes_two_commands():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    commands = re.findall(r"^    (bash scripts/\S+\.sh) +#", readme, re.M)
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    steps = workflow["jobs"]["tests"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == commands
+    assert len(commands) == 2
+
+
+def test_hooks_run_what_the_tests_run():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    entries = " ".join(hook["entry"] for hook in hooks)
+    for command in ("ruff check", "ruff format", "hadolint"):
+        assert command in entries
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as forges make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_has_every_page():
+    index = (ROOT / "docs/README.md").read_text("utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+def test_what_is_installed_is_what_is_required():
+    """No lower bound is a guess: this is run with these versions."""
+    strings = [
+        node.value
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and ">=" in node.value
+    ]
+    checked = set()
+    for requirement in map(Requirement, (s for s in strings if s[0].isalpha())):
+        if requirement.name in EXTRAS_NOT_RUN:
+            continue
+        try:
+            installed = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of an extra that the tests do not need
+        assert requirement.specifier.contains(installed), (requirement, installed)
+        checked.add(requirement.name)
+    assert {"torch", "diffusers", "transformers", "peft", "accelerate", "numpy"} <= checked

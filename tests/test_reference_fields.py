@@ -1,0 +1,120 @@
+"""Fields that Flow-GRPO has too: guidance of evaluations, TF32, revisions, Adam's moments on the
+CPU (tests/gpu/test_offload.py sees them move)."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from ml_collections import ConfigDict
+from train import run_evaluation
+
+from flow_grpo.errors import UserError
+from flow_grpo.run.accelerator import build_accelerator
+from flow_grpo.run.check import check
+from flow_grpo.run.fields import get_config
+from flow_grpo.run.hub import download_revision
+from flow_grpo.training.offload import offload_state
+
+DOWNLOAD = """
+from flow_grpo.run.hub import download_revision
+from flow_grpo.training.offload import offload_state
+print(download_revision("someone/signs", "v2"))
+download_revision("someone/signs", "v3")
+"""
+
+
+def with_fields(**fields) -> ConfigDict:
+    config = get_config()
+    config.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
+    return config
+
+
+def test_evaluations_can_have_a_guidance_of_their_own(make_session):
+    session = make_session(eval_prompts=2, **{"sample.eval_guidance_scale": 1.0})
+    assert session.policy.dynamics.guidance_scale == 2.0
+
+    def score(scale: float, of_eval: float | None) -> float:
+        with session.config.unlocked():
+            session.config.sample.guidance_scale = scale
+            session.config.sample.eval_guidance_scale = of_eval
+        return run_evaluation(session, epoch=1)["eval/jpeg_compressibility"]
+
+    unguided = score(2.0, 1.0)
+    assert score(1.0, None) == unguided
+    assert score(2.0, None) != unguided
+
+
+def test_a_guidance_below_zero_is_refused():
+    with pytest.raises(UserError, match=r"sample\.eval_guidance_scale=-1\.0 must be at least 0"):
+        check(with_fields(sample__eval_guidance_scale=-1.0))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_is_off_unless_it_is_allowed(allowed):
+    try:
+        build_accelerator(with_fields(allow_tf32=allowed, device="cpu"))
+        assert torch.backends.cuda.matmul.allow_tf32 is allowed
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert get_config().allow_tf32 is False
+
+
+def test_a_revision_of_a_hub_id_is_what_is_loaded(tiny_sd3, tmp_path):
+    """Without a network: from the hub's cache."""
+    cached = tmp_path / "models--someone--signs"
+    for name, commit in {"main": "a" * 40, "v2": "b" * 40}.items():
+        shutil.copytree(tiny_sd3, cached / "snapshots" / commit)
+        (cached / "refs").mkdir(exist_ok=True)
+        (cached / "refs" / name).write_text(commit)
+    done = subprocess.run(
+        [sys.executable, "-c", DOWNLOAD],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(cached / "snapshots" / ("b" * 40))
+    told = done.stderr.splitlines()[-1]
+    assert "UserError: cannot load pretrained.model='someone/signs' at pretrained.revision=" in told
+
+
+def test_a_folder_has_no_revision(tiny_sd3):
+    assert download_revision(str(tiny_sd3), "main") == str(tiny_sd3)
+    assert download_revision("someone/signs", "main") == "someone/signs"
+    with pytest.raises(UserError, match=r"pretrained\.revision='v2' is for models of the hub, and"):
+        download_revision(str(tiny_sd3), "v2")
+
+
+def test_offloaded_moments_train_the_same_weights():
+    weights = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        if offload:
+            offload_state(optimizer)
+        for _ in range(3):
+            layer(torch.randn(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(optimizer.state_dict())
+        weights.append(layer.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_a_run_offloads_if_it_is_told_to(make_session, monkeypatch):
+    told = []
+    monkeypatch.setattr("flow_grpo.run.session.offload_state", told.append)
+    session = make_session(**{"train.offload_optimizer": True})
+    assert told == [session.optimizer.optimizer]
+
+
+def test_offload_does_not_go_with_everything(monkeypatch):
+    config = with_fields(train__offload_optimizer=True, train__use_8bit_adam=True)
+    with pytest.raises(UserError, match=r"does not go with train\.use_8bit_adam=True"):
+        check(config)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match="does not go with DeepSpeed; set offload_optimizer_device"):
+        build_accelerator(config)
