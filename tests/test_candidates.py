@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, load_adapter
-from flow_grpo.run.candidates import Candidate, Exchange, find_candidates, short_names
+from flow_grpo.run.candidates import Candidate, Exchange, find_candidates
+from flow_grpo.run.naming import short_names
 
 
 def fresh(model: Path) -> ModelAdapter:
@@ -106,6 +107,7 @@ RUN = "/home/me/logs/a/checkpoints/checkpoint"
         (["/home/me/my_lora"], ["my_lora"]),
         ([f"{RUN}-8/ema_lora", f"{RUN}-16/ema_lora"], ["checkpoint-8", "checkpoint-16"]),
         ([f"{RUN}-8/lora", f"{RUN}-8/ema_lora"], ["lora", "ema_lora"]),
+        ([f"{RUN}-8/lora", f"{RUN}-16/transformer"], ["checkpoint-8", "checkpoint-16"]),
         (
             [f"{RUN}-8/ema_lora", f"{RUN}-8/ema_lora".replace("/a/", "/b/")],
             ["a", "b"],
@@ -115,7 +117,7 @@ RUN = "/home/me/logs/a/checkpoints/checkpoint"
             ["a/checkpoint-8", "b/checkpoint-16"],
         ),
         (["/x/lora", "/x/lora/lora"], ["x", "x/lora"]),
-        (["/x/base/lora"], ["checkpoint base"]),
+        (["/x/samples/base", "/x/samples/a/step-8"], ["base", "a/step-8"]),
     ],
 )
 def test_names_are_what_tells_the_checkpoints_apart(paths, names):
@@ -126,11 +128,13 @@ def test_checkpoints_may_be_given_in_one_word_or_in_several(candidates, tmp_path
     lora, full = (candidates[name].weights.parent for name in ("lora", "full"))
     for words in ([f"base,{lora}", str(full)], ["base", f"{lora}, {full}"]):
         found = find_candidates(words)
-        assert [c.name for c in found] == ["base", "lora/lora", "full/transformer"]
+        assert [c.name for c in found] == ["base", "lora", "full"]
         assert [c.weights for c in found] == [None, lora / "lora", full / "transformer"]
     assert find_candidates([]) == [Candidate("base", None)]
     comma = shutil.copytree(lora, tmp_path / "a,b")
     assert find_candidates([str(comma)]) == [Candidate("a,b", comma / "lora")]
+    base = shutil.copytree(lora, tmp_path / "base")
+    assert [c.name for c in find_candidates(["base", str(base)])] == ["base", "checkpoint base"]
 
 
 def test_the_same_checkpoint_twice_is_refused(candidates, tmp_path):

@@ -13,9 +13,9 @@ from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter
 from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.export import Source
+from flow_grpo.run.naming import short_names
 
 BASE = "base"
-SAME_IN_ALL = ("lora", "ema_lora", "transformer", "ema_transformer", "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,9 @@ def find_candidates(words: list[str]) -> list[Candidate]:
             first = named[places.index(place)]
             also = f", as {first} does" if first != named[i] else " twice"
             raise UserError(f"--checkpoint names {place or BASE}{also}; leave one out")
-    names = iter(short_names([place for place in places if place]))
+    short = short_names([place for place in places if place])
+    names = iter(f"checkpoint {name}" if name == BASE else name for name in short)
     return [Candidate(next(names) if weights else BASE, weights) for weights in found]
-
-
-def short_names(paths: list[Path]) -> list[str]:
-    """What tells the paths apart: without the folders that all of them begin or end with."""
-    parts = [list(path.parts[1:] if path.is_absolute() else path.parts) for path in paths]
-    if len(parts) == 1:
-        [own] = parts
-        while len(own) > 1 and own[-1] in SAME_IN_ALL:
-            own.pop()
-        names = [own[-1]]
-    else:
-        for end in (-1, 0):
-            while parts and min(map(len, parts)) > 1 and len({each[end] for each in parts}) == 1:
-                for each in parts:
-                    each.pop(end)
-        names = ["/".join(p for p in each if p != "checkpoints") for each in parts]
-    if len(set(names)) < len(names):  # "checkpoints" was what told them apart
-        names = ["/".join(each) for each in parts]
-    return [f"checkpoint {name}" if name == BASE else name for name in names]
 
 
 def _split(word: str) -> list[str]:
