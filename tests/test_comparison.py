@@ -75,6 +75,12 @@ def test_several_rewards_have_a_column_each_and_their_sum():
     assert "1.0000 (+0.0000) |" in second  # of one prompt there is no standard error
 
 
+def test_small_rewards_have_more_decimals():
+    means = {"a": [0.003], "b": [0.0041]}
+    both = [scored(name, jpeg=values, avg=values) for name, values in means.items()]
+    assert "| 0.004100 (+0.001100) |" in summary(both)
+
+
 def test_columns_of_a_table_are_aligned():
     assert table([["a", "bb"], ["ccc", "1"]]).splitlines() == [
         "| a   | bb |",

@@ -85,4 +85,10 @@ def test_a_pair_has_its_prompt_over_it_and_scores_under_each_picture(written):
 
 
 def test_a_score_that_failed_is_told():
-    assert [score_text(score) for score in (None, 0.5, -6.528)] == ["failed", "0.50", "-6.53"]
+    assert [score_text(score) for score in (None, 0.5, -6.528, -0.00421, 0.0)] == [
+        "failed",
+        "0.50",
+        "-6.53",
+        "-0.0042",
+        "0.00",
+    ]

@@ -76,7 +76,9 @@ def paired_grid(
 
 
 def score_text(score: float | None) -> str:
-    return "failed" if score is None else f"{score:.2f}"
+    if score is None:
+        return "failed"
+    return f"{score:.2g}" if 0 < abs(score) < 0.1 else f"{score:.2f}"
 
 
 def fitted(pen: ImageDraw.ImageDraw, text: str, width: float, *, end: str = "") -> str:

@@ -118,24 +118,34 @@ def summary(scored: list[Scored]) -> str:
     """A table with a row per candidate; each is held against the first."""
     first, *others = scored
     names = columns(first.result)
+    places = {name: decimals(first.result.means()[name]) for name in names}
     failed = any(each.result.failed() for each in scored)
     rows = [["checkpoint", *names, *(["failed"] if failed else [])]]
     for each in scored:
         differences = {} if each is first else each.difference(first)
         means = each.result.means()
-        cells = [cell(means.get(name, math.nan), differences.get(name)) for name in names]
+        cells = [
+            cell(means.get(name, math.nan), differences.get(name), places[name]) for name in names
+        ]
         rows.append([each.name, *cells, *([str(each.result.failed())] if failed else [])])
     text = table(rows)
     return f"{text}\n\n{NOTE.format(first=first.name)}" if others else text
 
 
-def cell(mean: float, difference: Difference | None) -> str:
-    text = "-" if math.isnan(mean) else f"{mean:.4f}"
+def cell(mean: float, difference: Difference | None, places: int) -> str:
+    text = "-" if math.isnan(mean) else f"{mean:.{places}f}"
     if difference is None or math.isnan(difference.mean):
         return text
     error = difference.standard_error
-    spread = "" if math.isnan(error) else f" ± {error:.4f}"
-    return f"{text} ({difference.mean:+.4f}{spread})"
+    spread = "" if math.isnan(error) else f" ± {error:.{places}f}"
+    return f"{text} ({difference.mean:+.{places}f}{spread})"
+
+
+def decimals(mean: float) -> int:
+    """Four, and more for rewards whose values are small."""
+    if math.isnan(mean) or mean == 0:
+        return 4
+    return min(8, max(4, 3 - math.floor(math.log10(abs(mean)))))
 
 
 def finite(value: float) -> float | None:
