@@ -42,6 +42,11 @@ def test_the_table_for_people_says_what_the_line_says():
     ]
 
 
+def test_no_mixed_precision_is_float32():
+    plain = {**RESULT, "settings": {**RESULT["settings"], "precision": "no"}}
+    assert report(plain).splitlines()[0].endswith("batch 8, float32 on a GPU")
+
+
 def test_flow_grpo_stands_beside_it():
     times = ("sampling_s_per_image", "trained_step_s_per_sample", "full_s_per_sample")
     theirs = {name: spread([1.0]) for name in times}

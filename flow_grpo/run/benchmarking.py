@@ -116,6 +116,7 @@ def report(result: dict[str, Any]) -> str:
         if theirs:
             other = theirs[name]["median"]
             rows[-1] += [f"{other:.4g}", f"{other / own['median']:.2f}"]
+    precision = "float32" if settings["precision"] == "no" else settings["precision"]
     rates = {
         kind: f"{result[f'{kind}_tflops']:.4g} ({100 * result[f'{kind}_tflops_share']:.3g} %)"
         for kind in ("sampling", "training")
@@ -124,7 +125,7 @@ def report(result: dict[str, Any]) -> str:
         [
             f"{settings['model']}, {settings['size']}, {settings['steps']} steps, "
             f"{settings['algorithm']}, {settings['weights']}, batch {settings['batch']}, "
-            f"{settings['precision']} on {result['device']}",
+            f"{precision} on {result['device']}",
             table(rows),
             f"peak memory {result['peak_gib']} GiB, warm-up {result['warm_up_s']} s, "
             f"epoch {result['epoch_s']} s",
