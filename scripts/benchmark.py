@@ -9,8 +9,8 @@
 
 Epochs are sampled and trained as `scripts/train.py` does it, with a reward that takes no time, or
 `--reward_s` for each batch; the first one, in which all warms up, is not counted. Prints one JSON
-line: medians over the epochs, with the least and the most beside them. Any pipeline folder will
-do, the small one also on the CPU.
+line: medians over the epochs, with the least and the most beside them, and on stderr a table for
+people. Any pipeline folder will do, the small one also on the CPU.
 """
 
 import json
@@ -94,6 +94,7 @@ def main(config: ConfigDict) -> Session:
         result |= {"flow_grpo": reference, "times_as_fast": round(theirs / ours, 2)}
     if session.accelerator.is_main_process:
         line = json.dumps(result)
+        print(bench.report(result), file=sys.stderr)
         print(line)
         if OUT.value:
             with Path(OUT.value).open("a", encoding="utf-8") as file:

@@ -1,12 +1,14 @@
 """Pictures of a run, for people.
 
-    python scripts/plot.py curve logs/A logs/B --metric eval/ocr --out curve.png
-    python scripts/plot.py pictures logs/A/samples/eval-00000 logs/A/samples/eval-00012 \
-        --out before_after.png
+    python scripts/plot.py curve logs/A logs/B --metric eval/ocr [--out curve.png]
+    python scripts/plot.py pictures logs/A/samples/eval-00000 logs/A/samples/eval-00012
+
+Without --out the picture goes into the first run's folder.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,10 @@ from typing import Any
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.run.grid import picture_grid
+from flow_grpo.run.grid import picture_grid, score_text
+from flow_grpo.run.naming import short_names
+
+EVALUATION = re.compile(r"eval-(\d+)")  # a folder of a run's samples
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -45,31 +50,61 @@ def read_curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
 
 
 @contextmanager
-def figure(out: Path, *, x: str, y: str) -> Iterator[Any]:
-    """Axes to draw labelled lines on, which are saved as a picture afterwards."""
+def panels(out: Path, count: int, *, x: str) -> Iterator[list[Any]]:
+    """Axes under one another to draw labelled lines on, which are saved as a picture afterwards."""
     import matplotlib  # an extra: only figures need it
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn, axes = plt.subplots(figsize=(6, 3.5))
-    yield axes
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    many = len(axes.get_legend_handles_labels()[1]) > 5
-    axes.legend(ncols=2 if many else 1, fontsize="small" if many else None)
+    size = (6, 3.5 if count == 1 else 2.5 * count)
+    drawn, grid = plt.subplots(count, figsize=size, sharex=True, squeeze=False)
+    every = [axes for [axes] in grid]
+    yield every
+    every[-1].set_xlabel(x)
+    for axes in every:
+        axes.grid(alpha=0.3)
+        many = len(axes.get_legend_handles_labels()[1]) > 5
+        axes.legend(ncols=2 if many else 1, fontsize="small" if many else None)
     drawn.tight_layout()
     drawn.savefig(out, dpi=120)
     plt.close(drawn)
 
 
+@contextmanager
+def figure(out: Path, *, x: str, y: str) -> Iterator[Any]:
+    with panels(out, 1, x=x) as [axes]:
+        yield axes
+        axes.set_ylabel(y)
+
+
 def plot_curve(runs: list[Path], metrics: list[str], out: Path) -> None:
-    with figure(out, x="epoch", y=metrics[0] if len(metrics) == 1 else "") as axes:
-        for run in runs:
-            for metric in metrics:
-                name = run.name if len(metrics) == 1 else f"{run.name} {metric}"
-                axes.plot(*read_curve(run, metric), marker="o", markersize=3, label=name)
+    """Metrics of one scale share their axes."""
+    curves = {metric: [read_curve(run, metric) for run in runs] for metric in metrics}
+    groups = by_scale({m: [v for _, values in curves[m] for v in values] for m in metrics})
+    with panels(out, len(groups), x="epoch") as every:
+        for axes, group in zip(every, groups, strict=True):
+            axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+            axes.set_ylabel(group[0] if len(group) == 1 else "")
+            for metric in group:
+                for run, curve in zip(runs, curves[metric], strict=True):
+                    name = run.name if len(group) == 1 else f"{run.name} {metric}"
+                    axes.plot(*curve, marker="o", markersize=3, label=name)
+
+
+def by_scale(values: dict[str, list[float]]) -> list[list[str]]:
+    """Names whose largest values are within a factor of ten; others would be flat lines."""
+    sizes = {name: max(map(abs, own)) for name, own in values.items()}
+    groups: list[list[str]] = []
+    for name in values:
+        for group in groups:
+            own = [sizes[n] for n in (*group, name) if sizes[n]]  # zeros go anywhere
+            if not own or max(own) <= 10 * min(own):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
 
 
 def plot_pictures(folders: list[Path], count: int, out: Path) -> None:
@@ -78,15 +113,33 @@ def plot_pictures(folders: list[Path], count: int, out: Path) -> None:
     count = min(count, *(len(table) for table in tables))
     if count < 1:
         raise UserError("no pictures to show; --count and the run's log_images must be at least 1")
-    images, captions = [], []
+    images, prompts, scores = [], [], []
     for i in range(count):
         for folder, table in zip(folders, tables, strict=True):
             images.append(Image.open(folder / table[i].get("still", table[i]["file"])))
-            score = table[i]["avg"]
-            captions.append(
-                f"{table[i]['prompt']}  {'failed' if score is None else f'{score:.2f}'}"
-            )
-    picture_grid(images, captions, columns=len(folders) * (2 if count % 2 == 0 else 1)).save(out)
+            prompts.append(table[i]["prompt"])
+            scores.append(score_text(table[i]["avg"]))
+    columns = len(folders) * (2 if count % 2 == 0 else 1)
+    picture_grid(images, prompts, scores, headings=headings(folders), columns=columns).save(out)
+
+
+def headings(folders: list[Path]) -> list[str]:
+    """Two evaluations of a run are before and after; others have what tells them apart."""
+    where = [folder.resolve() for folder in folders]
+    epochs = [EVALUATION.fullmatch(folder.name) for folder in where]
+    if len(where) == 2 and where[0].parent == where[1].parent and all(epochs):
+        numbers = [int(match[1]) for match in epochs]
+        if numbers[0] < numbers[1]:
+            return [f"before (epoch {numbers[0]})", f"after (epoch {numbers[1]})"]
+    return short_names(where) if len({*where}) == len(where) else [folder.name for folder in where]
+
+
+def default_out(command: str, first: Path) -> Path:
+    """In the folder of the run that is named first; beside a file of metrics."""
+    if command == "curve":
+        return first / "curve.png" if first.is_dir() else first.with_suffix(".png")
+    run = first.parent.parent if first.parent.name == "samples" else first.parent
+    return run / "pictures.png"
 
 
 def _read_samples(folder: Path) -> list[dict]:
@@ -106,18 +159,21 @@ def main() -> None:
     pictures.add_argument("folders", nargs="+", type=Path)
     pictures.add_argument("--count", type=int, default=12, help="samples per folder")
     for command in (curve, pictures):
-        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--out", type=Path, help="if not given, in the first run's folder")
     args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
+        named = args.runs if args.command == "curve" else args.folders
+        out = args.out or default_out(args.command, named[0])
+        if args.out:
+            out.parent.mkdir(parents=True, exist_ok=True)
         if args.command == "curve":
-            plot_curve(args.runs, args.metric, args.out)
+            plot_curve(args.runs, args.metric, out)
         else:
-            plot_pictures(args.folders, args.count, args.out)
+            plot_pictures(args.folders, args.count, out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"wrote {args.out}")
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, Size, find_adapter
 from flow_grpo.models.conditioning import Texts
+from flow_grpo.run.tables import table
 
 PATCH, SCRIPT = "flow_grpo/diffusers_patch", "scripts/train_sd3.py"  # of Flow-GRPO
+TIMES = {  # what is timed, and what it is called in tables
+    "sampling_s_per_image": "sampling, s per image",
+    "trained_step_s_per_sample": "a trained step, s per sample",
+    "full_s_per_sample": "sampling and training, s per sample",
+}
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 
@@ -98,6 +104,35 @@ def now(device: torch.device) -> float:
 def spread(values: list[float]) -> dict[str, float]:
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {name: rounded(value) for name, value in found.items()}
+
+
+def report(result: dict[str, Any]) -> str:
+    """What was measured, as a table for people; `result` is what goes into the JSON line."""
+    settings, theirs = result["settings"], result.get("flow_grpo", {})
+    rows = [["", "median", "min", "max", *(["Flow-GRPO", "times as fast"] if theirs else [])]]
+    for name, what in TIMES.items():
+        own = result[name]
+        rows.append([what, *(f"{own[key]:.4g}" for key in ("median", "min", "max"))])
+        if theirs:
+            other = theirs[name]["median"]
+            rows[-1] += [f"{other:.4g}", f"{other / own['median']:.2f}"]
+    precision = "float32" if settings["precision"] == "no" else settings["precision"]
+    rates = {
+        kind: f"{result[f'{kind}_tflops']:.4g} ({100 * result[f'{kind}_tflops_share']:.3g} %)"
+        for kind in ("sampling", "training")
+    }
+    return "\n".join(
+        [
+            f"{settings['model']}, {settings['size']}, {settings['steps']} steps, "
+            f"{settings['algorithm']}, {settings['weights']}, batch {settings['batch']}, "
+            f"{precision} on {result['device']}",
+            table(rows),
+            f"peak memory {result['peak_gib']} GiB, warm-up {result['warm_up_s']} s, "
+            f"epoch {result['epoch_s']} s",
+            f"TFLOP/s (share of a large matrix product's {result['matmul_tflops']:.4g}): "
+            f"sampling {rates['sampling']}, training {rates['training']}",
+        ]
+    )
 
 
 def rounded(value: float) -> float:

@@ -1,39 +1,109 @@
-"""Pictures side by side, each under its caption."""
+"""Pictures side by side, with captions, headings and scores."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from flow_grpo.rewards.frames import Sample, is_clip
+from flow_grpo.rewards.frames import Sample
 from flow_grpo.run.clips import still
-from flow_grpo.run.tracking import save_samples
 
-CAPTION_HEIGHT, GAP = 14, 6
+LINE, GAP = 14, 6
 
 
-def save_grid(folder: Path, images: list[Sample], captions: list[str]) -> None:
-    """grid.png, of clips with their middle frames; the clips themselves go into a folder: a grid
-    that moves would be too large to play."""
-    picture_grid([still(image) for image in images], captions).save(folder / "grid.png")
-    if any(map(is_clip, images)):
-        save_samples(folder / "clips", images, prompt=captions)
+def save_grid(
+    folder: Path, images: list[Sample], captions: list[str], scores: list[str] | None = None
+) -> None:
+    """grid.png; clips are shown by their middle frames: a grid that moves would be too large to
+    play."""
+    picture_grid([still(image) for image in images], captions, scores).save(folder / "grid.png")
 
 
 def picture_grid(
-    images: list[Image.Image], captions: list[str], *, columns: int = 4, min_width: int = 192
+    images: list[Image.Image],
+    captions: list[str],
+    scores: list[str] | None = None,
+    *,
+    headings: Sequence[str] = (),
+    columns: int = 4,
+    min_width: int = 192,
 ) -> Image.Image:
-    """Small pictures are enlarged by a whole factor, to at least `min_width`."""
-    width, height = images[0].size
-    zoom = max(1, -(-min_width // width))
-    width, height = zoom * width, zoom * height
-    cell = width + GAP, height + CAPTION_HEIGHT + GAP
-    rows = -(-len(images) // columns)
-    grid = Image.new("RGB", (min(columns, len(images)) * cell[0], rows * cell[1]), "white")
-    pen = ImageDraw.Draw(grid)
-    for i, (image, caption) in enumerate(zip(images, captions, strict=True)):
-        x, y = i % columns * cell[0], i // columns * cell[1]
-        while caption and pen.textlength(caption) > width:
-            caption = caption[:-2].rstrip("…") + "…"
-        pen.text((x, y), caption, "black")
-        grid.paste(image.resize((width, height), Image.Resampling.NEAREST), (x, y + CAPTION_HEIGHT))
+    """Each picture under its caption and score; headings are repeated over the columns.
+
+    Small pictures are enlarged by a whole factor, to at least `min_width`.
+    """
+    width, height = _enlarged(images[0], min_width)
+    cell = width + GAP, height + LINE + GAP
+    columns = min(columns, len(images))
+    top = LINE if headings else 0
+    grid, pen = _sheet(columns * cell[0], top + -(-len(images) // columns) * cell[1])
+    for column in range(columns if headings else 0):
+        _write(pen, column * cell[0], 0, headings[column % len(headings)], width)
+    scores = scores or [""] * len(images)
+    for i, (image, caption, score) in enumerate(zip(images, captions, scores, strict=True)):
+        x, y = i % columns * cell[0], top + i // columns * cell[1]
+        _write(pen, x, y, caption, width, end=f"  {score}" if score else "")
+        grid.paste(_resized(image, (width, height)), (x, y + LINE))
     return grid
+
+
+def paired_grid(
+    columns: dict[str, list[Image.Image]],
+    prompts: list[str],
+    scores: dict[str, list[list[str]]],
+    *,
+    min_width: int = 192,
+) -> Image.Image:
+    """A row per prompt, which stands over it, and a column per heading; `scores` has the lines to
+    write under each picture."""
+    first = next(iter(columns))
+    width, height = _enlarged(columns[first][0], min_width)
+    lines = max(map(len, scores[first]))
+    cell = width + GAP, LINE + height + lines * LINE + GAP
+    whole = len(columns) * cell[0]
+    grid, pen = _sheet(whole, LINE + len(prompts) * cell[1])
+    for row, prompt in enumerate(prompts):
+        _write(pen, 0, LINE + row * cell[1], prompt, whole)
+    for column, (heading, images) in enumerate(columns.items()):
+        x = column * cell[0]
+        _write(pen, x, 0, heading, width)
+        for row, image in enumerate(images):
+            y = LINE + row * cell[1] + LINE
+            grid.paste(_resized(image, (width, height)), (x, y))
+            for place, line in enumerate(scores[heading][row]):
+                _write(pen, x, y + height + place * LINE, line, width)
+    return grid
+
+
+def score_text(score: float | None) -> str:
+    if score is None:
+        return "failed"
+    return f"{score:.2g}" if 0 < abs(score) < 0.1 else f"{score:.2f}"
+
+
+def fitted(pen: ImageDraw.ImageDraw, text: str, width: float, *, end: str = "") -> str:
+    """`text` and `end`; where that is too wide, `text` is cut short and `end` is not."""
+    room = width - pen.textlength(end)
+    while text and pen.textlength(text) > room:
+        text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
+    return text + end
+
+
+def _write(
+    pen: ImageDraw.ImageDraw, x: int, y: int, text: str, width: int, *, end: str = ""
+) -> None:
+    pen.text((x, y), fitted(pen, text, width, end=end), "black")
+
+
+def _sheet(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    grid = Image.new("RGB", (width, height), "white")
+    return grid, ImageDraw.Draw(grid)
+
+
+def _enlarged(image: Image.Image, min_width: int) -> tuple[int, int]:
+    zoom = max(1, -(-min_width // image.width))
+    return zoom * image.width, zoom * image.height
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return image.resize(size, Image.Resampling.NEAREST)

@@ -105,6 +105,8 @@ def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path, clone):
     assert "[transformers]" not in done.stderr
     assert "warm-up: " in done.stderr
     assert "epoch 2 of 2: " in done.stderr
+    assert "| sampling and training, s per sample |" in done.stderr
+    assert "| times as fast |" in done.stderr
     line = done.stdout.splitlines()[-1]
     assert out.read_text() == line + "\n"
     found = json.loads(line)

@@ -1,0 +1,80 @@
+"""scripts/evaluate.py with several checkpoints, as a user runs it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from policies import policy_of
+
+from flow_grpo.models import load_adapter
+
+
+@pytest.fixture
+def run_folder(tiny_sd3, tmp_path):
+    """Two checkpoints: of LoRA and of all weights."""
+    for name, lora in (("checkpoint-8", True), ("checkpoint-16", False)):
+        policy = policy_of(load_adapter(str(tiny_sd3), max_sequence_length=8), use_lora=lora)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in policy.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+        policy.save(tmp_path / "a/checkpoints" / name)
+    return tmp_path / "a/checkpoints"
+
+
+def test_base_and_two_checkpoints_in_one_call(train, run_folder, tmp_path):
+    fields = {
+        "reward_fn": "{'jpeg_compressibility': 1.0, 'jpeg_incompressibility': 0.5}",
+        "log_images": 3,
+        "eval_prompts": 5,
+        "script": "scripts/evaluate.py",
+    }
+    lora, full = run_folder / "checkpoint-8", run_folder / "checkpoint-16"
+    out, alone = tmp_path / "compared", tmp_path / "alone"
+    # the base last, where what the others left would show
+    done = train(f"--out={out}", f"--checkpoint={lora},{full}", "--checkpoint=base", **fields)
+    assert done.returncode == 0, done.stderr
+    single = train(f"--out={alone}", **fields)
+    assert single.returncode == 0, single.stderr
+
+    found = json.loads((out / "results.json").read_text())
+    names = ["checkpoint-8", "checkpoint-16", "base"]
+    assert [each["name"] for each in found["checkpoints"]] == names
+    base = json.loads((alone / "results.json").read_text())
+    assert base["weights"] == ""
+    for key in ("means", "scores", "failed", "weights"):
+        assert found["checkpoints"][2][key] == base[key]
+    for i in range(5):
+        pictures = [out / "samples/base", alone / "samples/base"]
+        assert len({(folder / f"000{i}.png").read_bytes() for folder in pictures}) == 1
+
+    first, *others = found["checkpoints"]
+    for other in others:
+        for name, difference in other["difference"].items():
+            higher = [
+                b[name] - a[name] for a, b in zip(first["scores"], other["scores"], strict=True)
+            ]
+            assert difference["prompts"] == 5
+            assert difference["mean"] == pytest.approx(np.mean(higher))
+            error = np.std(higher, ddof=1) / np.sqrt(5)
+            assert difference["standard_error"] == pytest.approx(error)
+            assert np.any(higher)
+    table = (out / "results.md").read_text()
+    assert table.strip() in done.stdout
+    for name in names:
+        assert f"\n| {name} " in table
+        lines = (out / "samples" / name / "samples.jsonl").read_text().splitlines()
+        assert [json.loads(line)["prompt"] for line in lines] == [
+            f"test prompt number {i}" for i in range(5)
+        ]
+    # three columns of 32 px, six times as large; a heading, three rows with a prompt and 3 scores
+    grid = Image.open(out / "grid.png")
+    assert grid.size == (3 * (192 + 6), 14 + 3 * (14 + 192 + 3 * 14 + 6))
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_scored(train):
+    done = train("--out=setup.py/new", script="scripts/evaluate.py")
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: --out=setup.py/new cannot be made: Not a directory")

@@ -1,0 +1,151 @@
+"""How an evaluation holds models against each other, by hand."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flow_grpo.run.candidates import Candidate
+from flow_grpo.run.results import Scored, console, save_pictures, summary, write
+from flow_grpo.run.tables import table
+from flow_grpo.sampling.data import Prompt
+from flow_grpo.training.comparison import paired_difference
+from flow_grpo.training.evaluation import Evaluation
+
+NAN = math.nan
+BASE, OTHER = [0.2, 0.4, 0.9, 0.5], [0.3, 0.6, 0.9, NAN]
+
+
+def test_the_standard_error_is_that_of_the_paired_difference():
+    found = paired_difference(np.array(OTHER), np.array(BASE))
+    # differences .1 .2 0: mean .1, variance (0 + .01 + .01) / 2 = .01, error .1 / sqrt(3)
+    assert found.mean == pytest.approx(0.1)
+    assert found.standard_error == pytest.approx(0.1 / math.sqrt(3))
+    assert found.prompts == 3
+
+
+def test_a_shift_that_all_prompts_share_is_certain():
+    """However much the prompts differ from one another."""
+    scores = np.array([0.0, 5.0, -3.0])
+    found = paired_difference(scores + 0.25, scores)
+    assert (found.mean, found.standard_error) == (0.25, 0.0)
+
+
+@pytest.mark.parametrize(("count", "mean"), [(0, NAN), (1, 0.5)])
+def test_too_few_prompts_have_no_standard_error(count, mean):
+    found = paired_difference(np.full(count, 1.5), np.full(count, 1.0))
+    assert found.mean == pytest.approx(mean, nan_ok=True)
+    assert math.isnan(found.standard_error)
+    assert found.prompts == count
+
+
+def scored(name: str, *, images: int = 0, weights: Path | None = None, **scores) -> Scored:
+    columns = {key: np.array(values) for key, values in scores.items()}
+    pictures = [Image.new("RGB", (24, 16), (40 * i, 0, 0)) for i in range(images)]
+    return Scored(Candidate(name, weights), Evaluation(columns, pictures))
+
+
+def test_the_table_has_means_differences_and_standard_errors():
+    both = [scored("base", ocr=BASE, avg=BASE), scored("step-8", ocr=OTHER, avg=OTHER)]
+    assert summary(both).splitlines() == [
+        "| checkpoint |                       ocr | failed |",
+        "|------------|--------------------------:|-------:|",
+        "| base       |                    0.5000 |      0 |",
+        "| step-8     | 0.6000 (+0.1000 ± 0.0577) |      1 |",
+        "",
+        "Difference to base ± the standard error of the paired difference (same prompts, same "
+        "noise). Within two standard errors it may well be chance.",
+    ]
+    assert console(both, 4) == summary(both)
+    assert console(both[:1], 4) == "4 prompts  ocr 0.5000  avg 0.5000"
+
+
+def test_several_rewards_have_a_column_each_and_their_sum():
+    columns = {"jpeg": [-5.0, -7.0], "ocr": [0.5, 0.5], "ocr/words": [1.0, 2.0]}
+    both = [scored(name, **columns, avg=[1.0, NAN]) for name in "ab"]
+    head, _, first, second, *_ = summary(both).splitlines()
+    assert [cell.strip() for cell in head.split("|")[1:-1]] == [
+        *("checkpoint", "jpeg", "ocr", "avg", "failed")
+    ]
+    assert "-6.0000 |" in first
+    assert "-6.0000 (+0.0000 ± 0.0000)" in second
+    assert "1.0000 (+0.0000) |" in second  # of one prompt there is no standard error
+
+
+def test_small_rewards_have_more_decimals():
+    means = {"a": [0.003], "b": [0.0041]}
+    both = [scored(name, jpeg=values, avg=values) for name, values in means.items()]
+    assert "| 0.004100 (+0.001100) |" in summary(both)
+
+
+def test_columns_of_a_table_are_aligned():
+    assert table([["a", "bb"], ["ccc", "1"]]).splitlines() == [
+        "| a   | bb |",
+        "|-----|---:|",
+        "| ccc |  1 |",
+    ]
+
+
+PROMPTS = [Prompt(f"prompt {i}") for i in range(4)]
+
+
+def test_results_of_one_have_the_keys_they_always_had(tmp_path):
+    only = scored("step-8", images=2, weights=Path("logs/run/step-8"), ocr=OTHER, avg=OTHER)
+    write(tmp_path, {"model": "m", "prompts": 4}, [only], PROMPTS)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found.pop("means") == pytest.approx({"ocr": 0.6, "avg": 0.6})
+    assert found == {
+        "model": "m",
+        "prompts": 4,
+        "weights": "logs/run/step-8",
+        "failed": 1,
+        "scores": [
+            {"prompt": p.prompt, "ocr": score, "avg": score}
+            for p, score in zip(PROMPTS, [0.3, 0.6, 0.9, None], strict=True)
+        ],
+    }
+    assert (tmp_path / "grid.png").is_file()
+
+
+def test_results_of_several_are_a_list(tmp_path):
+    names = ("base", "a/step-8")
+    each = [scored(n, ocr=s, avg=s) for n, s in zip(names, (BASE, OTHER), strict=True)]
+    write(tmp_path, {"model": "m"}, each, PROMPTS)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert set(found) == {"model", "checkpoints"}
+    base, other = found["checkpoints"]
+    assert [base["name"], other["name"]] == [*names]
+    assert "difference" not in base
+    assert other["difference"]["ocr"] == {
+        "mean": pytest.approx(0.1),
+        "standard_error": pytest.approx(0.1 / math.sqrt(3)),
+        "prompts": 3,
+    }
+    assert (tmp_path / "results.md").read_text() == summary(each) + "\n"
+    assert not (tmp_path / "grid.png").exists()  # no pictures were kept
+
+
+def test_a_reward_that_never_scored_leaves_valid_json(tmp_path):
+    failed = [scored(name, ocr=[NAN] * 4, avg=[NAN] * 4) for name in "ab"]
+    write(tmp_path, {}, failed, PROMPTS)
+    text = (tmp_path / "results.json").read_text()
+    assert "NaN" not in text
+    nothing = {"mean": None, "standard_error": None, "prompts": 0}
+    assert json.loads(text)["checkpoints"][1]["difference"] == {"ocr": nothing, "avg": nothing}
+    assert "| b          |   - |      4 |" in summary(failed)
+
+
+def test_pictures_are_saved_with_their_scores(tmp_path):
+    save_pictures(tmp_path, scored("a/b", images=3, ocr=OTHER, avg=OTHER), PROMPTS, 2)
+    folder = tmp_path / "samples/a/b"
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"file": f"000{i}.png", "prompt": f"prompt {i}", "ocr": OTHER[i], "avg": OTHER[i]}
+        for i in range(2)
+    ]
+    assert sorted(p.name for p in folder.glob("*.png")) == ["0000.png", "0001.png"]
+    save_pictures(tmp_path, scored("none", images=3, ocr=OTHER, avg=OTHER), PROMPTS, 0)
+    assert not (tmp_path / "samples/none").exists()

@@ -1,0 +1,129 @@
+"""scripts/plot.py: figures of runs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import plot
+
+from flow_grpo.run.tracking import save_samples
+
+
+def make_run(folder: Path, epochs: int = 3) -> Path:
+    folder.mkdir(parents=True)
+    rows = [
+        {"epoch": i, "eval/ocr": 0.5 + i / 10, "eval/clip": 0.3, "eval/jpeg": -40.0 - i}
+        for i in range(epochs)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for epoch in (0, epochs):
+        images = [Image.new("RGB", (24, 16), (40 * epoch, 0, 0))] * 2
+        name = f"eval-{epoch:05d}"
+        save_samples(folder / "samples" / name, images, prompt=["a", "b"], avg=[0.5, 1.0])
+    return folder
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[list[Axes]]:
+    """The axes of every figure that is saved."""
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda self, *args, **kwargs: figures.append(self.axes) or save(self, *args, **kwargs),
+    )
+    return figures
+
+
+def call(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, arguments)])
+    plot.main()
+
+
+@pytest.mark.parametrize(
+    ("values", "groups"),
+    [
+        ({"ocr": [0.2, 0.9], "jpeg": [-40.0, -60.0]}, [["ocr"], ["jpeg"]]),
+        ({"ocr": [0.2, 0.9], "jpeg": [-40.0], "clip": [0.3]}, [["ocr", "clip"], ["jpeg"]]),
+        ({"kl": [0.0, 0.001], "ocr": [0.5], "loss": [-0.004]}, [["kl", "loss"], ["ocr"]]),
+        ({"failed": [0.0, 0.0], "ocr": [0.5], "jpeg": [-50.0]}, [["failed", "ocr"], ["jpeg"]]),
+        ({"a": [1.0], "b": [9.0], "c": [50.0]}, [["a", "b"], ["c"]]),  # 50 would flatten a
+    ],
+)
+def test_metrics_of_one_scale_share_their_axes(values, groups):
+    assert plot.by_scale(values) == groups
+
+
+def test_curves_have_axes_of_their_own_scale_and_whole_epochs(tmp_path, monkeypatch, capsys, drawn):
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]
+    call(monkeypatch, "curve", *runs, "--metric", "eval/ocr", "eval/jpeg", "eval/clip")
+    assert capsys.readouterr().out == f"wrote {runs[0] / 'curve.png'}\n"
+    assert Image.open(runs[0] / "curve.png").width > 300
+    [[rewards, sizes]] = drawn
+    assert rewards.get_ylim()[0] >= 0
+    assert rewards.get_ylim()[1] <= 1
+    assert sizes.get_ylim()[1] < -39
+    assert sizes.get_ylabel() == "eval/jpeg"
+    labels = [text.get_text() for text in rewards.get_legend().get_texts()]
+    assert labels == ["one eval/ocr", "two eval/ocr", "one eval/clip", "two eval/clip"]
+    assert [text.get_text() for text in sizes.get_legend().get_texts()] == ["one", "two"]
+    for axes in (rewards, sizes):
+        assert len(axes.get_xticks()) > 1
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 30])
+def test_epochs_are_whole_however_many_there_are(tmp_path, monkeypatch, drawn, epochs):
+    run = make_run(tmp_path / "run", epochs)
+    call(monkeypatch, "curve", run / "metrics.jsonl", "--metric", "eval/ocr")
+    assert (run / "metrics.png").is_file()
+    [[axes]] = drawn
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert ticks
+    assert all(tick == round(tick) for tick in ticks)
+
+
+def test_pictures_go_into_the_runs_folder_under_their_headings(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run")
+    folders = [run / "samples/eval-00000", run / "samples/eval-00003"]
+    seen = []
+    grid = plot.picture_grid
+    monkeypatch.setattr(
+        plot, "picture_grid", lambda *args, **kwargs: seen.append(kwargs) or grid(*args, **kwargs)
+    )
+    call(monkeypatch, "pictures", *folders)
+    assert capsys.readouterr().out == f"wrote {run / 'pictures.png'}\n"
+    assert Image.open(run / "pictures.png").width == 4 * (192 + 6)  # two pairs in a row
+    assert seen[0]["headings"] == ["before (epoch 0)", "after (epoch 3)"]
+    out = tmp_path / "new/both.png"
+    call(monkeypatch, "pictures", *folders, "--out", out)
+    assert out.is_file()
+
+
+def test_pictures_that_are_no_pair_have_the_names_of_their_folders():
+    assert plot.headings([Path("/a/samples/eval-00002"), Path("/b/samples/eval-00002")]) == [
+        *("a", "b")
+    ]
+    names = ["eval-00004", "eval-00002"]
+    assert plot.headings([Path("/a/samples") / name for name in names]) == names
+    assert plot.headings([Path("/e/samples/base"), Path("/e/samples/checkpoint-8")]) == [
+        *("base", "checkpoint-8")
+    ]
+
+
+def test_a_run_that_is_not_there_is_told(tmp_path, monkeypatch, capsys):
+    for arguments in (["curve", tmp_path / "no/run"], ["pictures", tmp_path / "no/run"]):
+        with pytest.raises(SystemExit) as end:
+            call(monkeypatch, *arguments)
+        assert end.value.code == 2
+        assert capsys.readouterr().err.startswith(
+            f"error: no {'metrics' if 'curve' in arguments else 'samples'} at "
+        )
+        assert not (tmp_path / "no").exists()
