@@ -1,6 +1,8 @@
 from setuptools import find_packages, setup
 
 OCR = ["rapidocr>=3.10", "onnxruntime>=1.20", "Levenshtein>=0.25"]
+# versions before 4 run code that comes with a dataset
+DATA = ["datasets>=4.0", "pyarrow>=21.0"]
 SERVER = ["fastapi>=0.115", "prometheus-client>=0.20", "uvicorn[standard]>=0.30"]
 
 setup(
@@ -28,6 +30,8 @@ setup(
     ],
     extras_require={
         "adam8bit": ["bitsandbytes>=0.45"],
+        # parquet files and Hugging Face datasets of prompts
+        "data": DATA,
         "deepspeed": ["deepspeed>=0.16"],
         "tensorboard": ["tensorboard>=2.16"],
         "wandb": ["wandb>=0.18"],
@@ -38,6 +42,7 @@ setup(
         # draws curves, and the fonts of the small model's training pictures
         "plot": ["matplotlib>=3.9"],
         "test": [
+            *DATA,
             *OCR,
             *SERVER,
             "deepspeed>=0.16",

@@ -24,11 +24,11 @@ from flow_grpo.run.check import check, check_eval_judges
 from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.grid import save_grid
 from flow_grpo.run.outage import describe_outage
+from flow_grpo.run.prompts import build_test_prompts
 from flow_grpo.run.session import (
     build_adapter,
     build_dynamics,
     build_rewards,
-    build_test_prompts,
     eval_weights,
     image_size,
 )
