@@ -185,8 +185,8 @@ def test_what_is_held_out_is_told_and_the_same_for_an_evaluation(tmp_path, caplo
         data = build_prompts(config_of(folder), plan(8))
     assert (len(data.train), len(data.test), data.sets) == (36, 4, [(36, 8)])
     assert [record.getMessage() for record in caplog.records] == [
-        f"{folder} has no test prompts: 4 of its 40 are held out by seed=42; for your own, give a "
-        "folder with a train and a test file"
+        f"{folder} has no test prompts: held out 4 of its 40 prompts by seed=42; for your own, "
+        "give a folder with a train and a test file"
     ]
     assert build_test_prompts(config_of(folder)) == data.test
     assert build_test_prompts(config_of(folder, seed=1)) != data.test
@@ -234,8 +234,8 @@ def test_negative_prompts_without_guidance_are_told_once(tmp_path, caplog, scale
         build_prompts(config, plan(2))
     told = [r.getMessage() for r in caplog.records if "negative_prompt" in r.getMessage()]
     assert told == lines * [
-        "2 of 3 prompts have a negative_prompt, which is not used without guidance: "
-        "sample.guidance_scale=1.0 must be above 1 for that"
+        "not used: negative_prompt of 2 out of 3 prompts; it takes guidance, and "
+        "sample.guidance_scale=1.0 is none (above 1 is)"
     ]
 
 

@@ -76,8 +76,8 @@ def _hold_out(
 ) -> tuple[list[Prompt], list[Prompt]]:
     train, test = hold_out(prompts, numpy_rng(config.seed, Stream.HOLD_OUT), source.path)
     logger.info(
-        "%s has no test prompts: %d of its %d are held out by seed=%d; for your own, give a folder "
-        "with a train and a test file",
+        "%s has no test prompts: held out %d of its %d prompts by seed=%d; for your own, give a "
+        "folder with a train and a test file",
         *(source.path, len(test), len(prompts), config.seed),
     )
     return train, test
@@ -92,7 +92,7 @@ def _tell_ignored_negatives(prompts: list[Prompt], guidance_scale: float) -> Non
     count = sum(bool(p.negative_prompt) for p in prompts)
     if count and guidance_scale <= 1:
         logger.info(
-            "%d of %d prompts have a negative_prompt, which is not used without guidance: "
-            "sample.guidance_scale=%s must be above 1 for that",
+            "not used: negative_prompt of %d out of %d prompts; it takes guidance, and "
+            "sample.guidance_scale=%s is none (above 1 is)",
             *(count, len(prompts), guidance_scale),
         )
