@@ -179,6 +179,14 @@ def test_no_text_is_in_both_however_often_it_is_there(texts, seed):
     assert sorted(p.metadata["row"] for p in [*train, *test]) == list(range(len(texts)))
 
 
+def test_a_text_that_is_nearly_all_of_a_set_is_not_held_out_with_the_others():
+    prompts = [Prompt("rare"), *[Prompt("often")] * 99]
+    for seed in range(8):
+        train, test = hold_out(prompts, rng(seed), "mine.txt")
+        assert train
+        assert test
+
+
 def test_what_is_held_out_is_told_and_the_same_for_an_evaluation(tmp_path, caplog):
     folder = make_set(tmp_path / "mine", 40)
     with caplog.at_level("INFO"):
