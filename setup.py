@@ -7,6 +7,8 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 OCR = ["rapidocr>=3.10", "onnxruntime>=1.31", "Levenshtein>=0.27"]
+# versions before 4 run code that comes with a dataset
+DATA = ["datasets>=4.0", "pyarrow>=21.0"]
 SERVER = ["fastapi>=0.162", "prometheus-client>=0.26", "uvicorn[standard]>=0.54"]
 SHARED = ("scripts", "config", "dataset", "assets")
 
@@ -51,6 +53,8 @@ setup(
     ],
     extras_require={
         "adam8bit": ["bitsandbytes>=0.45"],  # not run
+        # parquet files and Hugging Face datasets of prompts
+        "data": DATA,
         "deepspeed": ["deepspeed>=0.19"],
         "tensorboard": ["tensorboard>=2.21"],
         "wandb": ["wandb>=0.31"],
@@ -61,6 +65,7 @@ setup(
         # draws curves, and the fonts of the small model's training pictures
         "plot": ["matplotlib>=3.11"],
         "test": [
+            *DATA,
             *OCR,
             *SERVER,
             "deepspeed>=0.19",

@@ -2,16 +2,21 @@
 
 `tiny`: `a sign that says "WORD"` for the small model; `full`: sentences of our own making for
 full-size models. The same seed gives the same files; no text of test.txt is in train.txt.
+
+    python scripts/make_ocr.py full --words my_words.txt --size 2000 --out dataset/mine
 """
 
 import argparse
 import random
+from itertools import cycle, islice
 from pathlib import Path
 
-from tiny.prompts import sign_prompt
-from tiny.words import split_words
+from tiny.prompts import parse_sign, sign_prompt
+from tiny.words import all_words, split_words
 
 FULL_TRAIN, FULL_TEST = 10_000, 1_000
+MOST = 100_000  # prompts, far from where our texts and sentences run out
+QUOTES = '"“”„«»'  # the OCR reward reads what is between them
 
 
 def _phrases(text: str) -> list[str]:
@@ -116,22 +121,83 @@ def sentence(text: str, rng: random.Random) -> str:
     return prompt[0].upper() + prompt[1:]
 
 
-def tiny_prompts(seed: int) -> tuple[list[str], list[str]]:
-    train, test = split_words(seed)
+def tiny_prompts(
+    seed: int, texts: list[str] | None = None, size: int | None = None
+) -> tuple[list[str], list[str]]:
+    """One prompt per word."""
+    if texts is None and size is None:
+        train, test = split_words(seed)
+    else:
+        words = all_words() if texts is None else [text.upper() for text in texts]
+        for word in words:
+            if parse_sign(sign_prompt(word)) is None:
+                raise ValueError(f"{word!r} must be 3 to 6 letters of A to Z for the small model")
+        size = len(words) if size is None else size
+        if size > len(words):
+            raise ValueError(f"--size={size} is more than the {len(words)} words there are")
+        train, test = map(sorted, split_texts(random.Random(seed).sample(words, size)))
     return [sign_prompt(word) for word in train], [sign_prompt(word) for word in test]
 
 
-def full_prompts(seed: int) -> tuple[list[str], list[str]]:
-    """No two prompts have the same quoted text, by the reading of the OCR reward."""
+def full_prompts(
+    seed: int, texts: list[str] | None = None, size: int | None = None
+) -> tuple[list[str], list[str]]:
+    """No two prompts have the same quoted text, by the reading of the OCR reward, but where `texts`
+    are fewer than `size`: then each is in several sentences."""
     rng = random.Random(seed)
+    if texts is not None:
+        size = len(texts) if size is None else size
+        parts = split_texts(rng.sample(texts, min(size, len(texts))))
+        counts = size - count_test(size), count_test(size)
+        return tuple(sentences(*each, rng) for each in zip(parts, counts, strict=True))
+    total = FULL_TRAIN + FULL_TEST if size is None else size
+    test = FULL_TEST if size is None else count_test(size)
     prompts: dict[str, str] = {}
-    while len(prompts) < FULL_TRAIN + FULL_TEST:
+    while len(prompts) < total:
         text = quoted_text(rng)
-        prompts.setdefault(text.lower().replace(" ", ""), sentence(text, rng))
+        prompts.setdefault(as_read(text), sentence(text, rng))
     # Short texts run out early: without this, the ends of the list would differ in length.
     lines = list(prompts.values())
     rng.shuffle(lines)
-    return lines[:FULL_TRAIN], lines[FULL_TRAIN:]
+    return lines[: total - test], lines[total - test :]
+
+
+def sentences(texts: list[str], count: int, rng: random.Random) -> list[str]:
+    """All different, the texts in turn."""
+    made: dict[str, None] = {}
+    for text in islice(cycle(texts), count):
+        while (prompt := sentence(text, rng)) in made:
+            pass
+        made[prompt] = None
+    return list(made)
+
+
+def as_read(text: str) -> str:
+    return text.lower().replace(" ", "")
+
+
+def count_test(size: int) -> int:
+    """A tenth."""
+    return max(1, size // 10)
+
+
+def split_texts(texts: list[str]) -> tuple[list[str], list[str]]:
+    if len(texts) < 2:
+        raise ValueError(f"{len(texts)} texts cannot be split into training and test; give more")
+    test = count_test(len(texts))
+    return texts[test:], texts[:test]
+
+
+def read_words(path: Path) -> list[str]:
+    """One text per line; those that the OCR reward reads alike are taken once."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} as UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if any(quote in line for quote in QUOTES):
+            raise ValueError(f"{path}:{number}: leave out the quotes: {line.strip()}")
+    return list({as_read(line): line.strip() for line in lines if line.strip()}.values())
 
 
 SETS = {"tiny": ("dataset/ocr", tiny_prompts), "full": ("dataset/ocr_full", full_prompts)}
@@ -141,16 +207,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("set", choices=SETS)
     parser.add_argument("--out", type=Path, help="new folder; dataset/ocr or dataset/ocr_full")
+    parser.add_argument("--words", type=Path, help="file with texts of your own, one per line")
+    parser.add_argument("--size", type=int, help="prompts in all, of which a tenth is for testing")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     default, make = SETS[args.set]
     folder = args.out or Path(default)
-    if folder.exists():
-        parser.exit(2, f"{parser.prog}: error: {folder} already exists; remove it or use --out\n")
+    try:
+        if folder.exists():
+            raise ValueError(f"{folder} already exists; remove it or use --out")
+        if args.size is not None and not 2 <= args.size <= MOST:
+            raise ValueError(f"--size={args.size} must be from 2 to {MOST}")
+        made = make(args.seed, args.words and read_words(args.words), args.size)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     folder.mkdir(parents=True)
-    for name, prompts in zip(("train", "test"), make(args.seed), strict=True):
+    for name, prompts in zip(("train", "test"), made, strict=True):
         path = folder / f"{name}.txt"
-        path.write_text("\n".join(prompts) + "\n")
+        path.write_text("\n".join(prompts) + "\n", encoding="utf-8")
         print(f"wrote {len(prompts)} prompts to {path}")
 
 

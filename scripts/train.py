@@ -212,6 +212,7 @@ def draw_epoch(session: Session, epoch: int) -> list[Draw]:
         process=accelerator.process_index,
         num_processes=accelerator.num_processes,
         rng=numpy_rng(session.config.seed, Stream.PROMPTS, epoch),
+        sets=session.prompt_sets,
     )
 
 
@@ -373,7 +374,7 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
     )
     if outage and epoch == 0:
         raise RewardOutage(f"evaluation before training: {outage}")
-    metrics = score_metrics("eval", result.scores)
+    metrics = score_metrics("eval", result.scores, session.test_sets())
     if outage:
         logger.warning("evaluation after epoch %d: %s", epoch, outage)
         metrics[f"eval/{TOTAL}"] = math.nan  # what is left is no measure of the model

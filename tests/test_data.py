@@ -18,14 +18,14 @@ def test_lines_end_at_newlines_only_and_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "train_metadata.jsonl").write_bytes(
         b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n'.encode()
     )
-    assert load_prompts(tmp_path, "train") == [Prompt("a\u2028b")]
+    assert load_prompts(tmp_path, "train") == [Prompt("a\u2028b", "", {"prompt": "a\u2028b"})]
 
 
 def test_metadata_goes_to_the_rewards(tmp_path):
     row = {"prompt": "two cats", "negative_prompt": "blurry", "count": 2, "tag": "counting"}
     (tmp_path / "test_metadata.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "test.txt").write_text("other\n")
-    expected = Prompt("two cats", "blurry", {"count": 2, "tag": "counting"})
+    expected = Prompt("two cats", "blurry", {k: row[k] for k in ("prompt", "count", "tag")})
     assert load_prompts(tmp_path, "test") == [expected]
     assert load_prompts(tmp_path, "test", "text") == [Prompt("other")]
 
@@ -58,7 +58,7 @@ def test_a_bad_dataset_is_named_with_its_line(tmp_path, name, content, message):
 
 def test_a_character_of_two_halves_is_whole(tmp_path):
     (tmp_path / "train_metadata.jsonl").write_text(r'{"prompt": "a \ud83d\ude00"}')
-    assert load_prompts(tmp_path, "train") == [Prompt("a \U0001f600")]
+    assert [p.prompt for p in load_prompts(tmp_path, "train")] == ["a \U0001f600"]
 
 
 def test_an_unknown_prompt_fn_is_named(tmp_path):
@@ -120,7 +120,7 @@ def test_an_update_has_the_same_samples_for_any_number_of_processes_and_batch_si
 @pytest.mark.parametrize(
     ("prompt_fn", "wanted"),
     [
-        ("auto", "test_metadata.jsonl or test.txt"),
+        ("auto", "test_metadata.jsonl, test.jsonl, test.csv, test.parquet or test.txt"),
         ("text", "test.txt"),
         ("metadata", "test_metadata.jsonl"),
     ],
@@ -138,7 +138,7 @@ def test_prompts_can_be_asked_for_with_their_metadata(tmp_path):
     (tmp_path / "train_metadata.jsonl").write_text(
         '{"prompt": "a", "negative_prompt": null, "n": 1}\n'
     )
-    assert load_prompts(tmp_path, "train", "metadata") == [Prompt("a", "", {"n": 1})]
+    assert load_prompts(tmp_path, "train", "metadata") == [Prompt("a", "", {"prompt": "a", "n": 1})]
 
 
 @pytest.mark.parametrize("row", [["prompt"], {"prompt": 3}, {"prompt": ""}, {"prompt": None}])

@@ -11,6 +11,7 @@ from flow_grpo.training.metrics import (
     group_distance,
     off_policy_warning,
     reward_metrics,
+    score_metrics,
 )
 
 
@@ -32,6 +33,20 @@ def test_spread_is_within_groups_and_over_what_was_scored():
     }
     assert math.isnan(metrics["reward/b"])
     assert math.isnan(metrics["reward/b/std"])
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_prompt_set_has_means_of_its_own():
+    """Also where a set and a reward have one name, and where a reward does not score a set."""
+    a, b = np.array([1.0, 2.0, 4.0]), np.array([np.nan, 6.0, np.nan])
+    scores = {"a": a, "a/colour": a, "b": b, "avg": a}
+    plain = score_metrics("eval", scores)
+    metrics = score_metrics("eval", scores, ["a", "b", "a"])
+    added = {name: value for name, value in metrics.items() if name not in plain}
+    assert math.isnan(added.pop("eval/a/b"))
+    means = {"eval/a/a": 2.5, "eval/a/avg": 2.5, "eval/b/a": 2.0, "eval/b/b": 6.0}
+    assert added == {**means, "eval/b/avg": 2.0}
+    assert {name: metrics[name] for name in plain} == plain
 
 
 @pytest.mark.filterwarnings("error")

@@ -15,12 +15,14 @@ from flow_grpo.run.accelerator import build_accelerator
 from flow_grpo.run.candidates import Candidate, Exchange, find_candidates
 from flow_grpo.run.check import check, check_eval_judges
 from flow_grpo.run.outage import describe_outage
+from flow_grpo.run.prompts import build_test_prompts
 from flow_grpo.run.results import Scored
 from flow_grpo.run.session import (
     build_adapter,
     build_dynamics,
     build_rewards,
-    build_test_prompts,
+    check_reward,
+    eval_guidance,
     eval_weights,
     image_size,
 )
@@ -52,7 +54,7 @@ def evaluate_all(
     [reward] = build_rewards(config, accelerator, eval_weights(config))
     try:
         check_eval_judges(reward.judges)
-        reward.check([p.prompt for p in prompts])
+        check_reward(reward, prompts, image_size(config))
         for each in score_each(config, accelerator, candidates, reward, prompts, out, pictures):
             images = each.result.images[: config.log_images]
             scored.append(Scored(each.candidate, Evaluation(each.result.scores, images)))
@@ -124,6 +126,6 @@ def settings(config: ConfigDict, prompts: list[Prompt]) -> dict[str, str | float
         "dataset": config.dataset,
         "prompts": len(prompts),
         "steps": config.sample.eval_num_steps,
-        "guidance_scale": config.sample.guidance_scale,
+        "guidance_scale": eval_guidance(config),
         "seed": config.seed,
     }

@@ -84,9 +84,12 @@ def get_config() -> ConfigDict:
     config.use_lora = True
 
     # --- prompts and rewards -----------------------------------------------------------------
-    # Holds train.txt and test.txt, or train_metadata.jsonl and test_metadata.jsonl.
+    # A folder with train and test files (.txt, .jsonl, .csv, .parquet), one such file, or the name
+    # of a Hugging Face dataset; several with their shares: "path/a:0.7,path/b:0.3".
     config.dataset = "dataset/ocr"
-    # "text" or "metadata" says which; "auto" takes the jsonl file where there is one.
+    # Where the prompts are, in files with columns. Rewards get the others as metadata.
+    config.dataset_column = "prompt"
+    # "text" reads train.txt, "metadata" train_metadata.jsonl, "auto" whichever file is there.
     config.prompt_fn = "auto"
     # Test prompts to evaluate on, from the start of the file; 0 means all.
     config.eval_prompts = 0

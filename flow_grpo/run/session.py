@@ -33,10 +33,11 @@ from flow_grpo.run.gpu import can_compile, can_replay, lighter_settings
 from flow_grpo.run.hub import download_revision
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.memory import advice_when_short
+from flow_grpo.run.prompts import build_prompts
 from flow_grpo.run.restore import load_progress
 from flow_grpo.run.resume import find_start, prepare_folder
 from flow_grpo.run.stopping import StopSignals
-from flow_grpo.sampling.data import Prompt, load_prompts
+from flow_grpo.sampling.data import Prompt
 from flow_grpo.sampling.rollout import Dynamics
 from flow_grpo.sampling.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.sde import Solver
@@ -62,6 +63,7 @@ class Session:
     accelerator: Accelerator
     plan: BatchPlan
     prompts: list[Prompt]
+    prompt_sets: list[tuple[int, int]]  # rows and groups of an epoch, of each
     test_prompts: list[Prompt]
     reward: WeightedReward
     eval_reward: WeightedReward
@@ -82,6 +84,11 @@ class Session:
         per_batch = [first] if self.config.sample.sde_window_per == "batch" else []
         rng = numpy_rng(self.config.seed, Stream.WINDOW, epoch, *per_batch)
         return self.algorithm.noisy_steps(rng, epoch)
+
+    def test_sets(self) -> list[str]:
+        """Of which prompt set each test prompt is, where there are several."""
+        several = len(self.prompt_sets) > 1
+        return [p.metadata["dataset"] for p in self.test_prompts] if several else []
 
     def behaviour(self) -> AbstractContextManager:
         """The weights to sample with."""
@@ -183,11 +190,9 @@ def _build_session(
         raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
     as_json = json.loads(config.to_json_best_effort())
     start, lock = find_start(accelerator, as_json, until_built)
-    prompts = load_prompts(config.dataset, "train", config.prompt_fn)
-    plan.check_prompts(len(prompts), config.dataset)
-    test_prompts = build_test_prompts(config)
+    data = build_prompts(config, plan)
     reward, eval_reward = on_all_or_none(
-        accelerator, lambda: build_both_rewards(config, accelerator, plan, prompts, test_prompts)
+        accelerator, lambda: build_both_rewards(config, accelerator, plan, data.train, data.test)
     )
 
     with advice_when_short(lighter_settings(config)):
@@ -241,8 +246,9 @@ def _build_session(
         config=config,
         accelerator=accelerator,
         plan=plan,
-        prompts=prompts,
-        test_prompts=test_prompts,
+        prompts=data.train,
+        prompt_sets=data.sets,
+        test_prompts=data.test,
         reward=reward,
         eval_reward=eval_reward,
         adapter=adapter,
@@ -286,11 +292,6 @@ def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy
             "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
         ) from error
     return AdamW8bit(policy.parameters(), **settings)
-
-
-def build_test_prompts(config: ConfigDict) -> list[Prompt]:
-    prompts = load_prompts(config.dataset, "test", config.prompt_fn)
-    return prompts[: config.eval_prompts or None]
 
 
 def build_both_rewards(

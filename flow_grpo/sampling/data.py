@@ -1,63 +1,68 @@
 """Prompt sets, and which prompt each sample of an epoch is drawn from."""
 
-import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
 from flow_grpo.errors import UserError
+from flow_grpo.sampling.rows import Prompt, read_csv, read_jsonl, read_lines
+from flow_grpo.sampling.tables import Split, is_hub_name, read_hub, read_parquet
 
-Split = Literal["train", "test"]
+READERS = {".txt": read_lines, ".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
+# what may follow "train" and "test"; of several files the first is read
+ENDINGS = {
+    "auto": ("_metadata.jsonl", ".jsonl", ".csv", ".parquet", ".txt"),
+    "text": (".txt",),
+    "metadata": ("_metadata.jsonl",),
+}
 
 
-@dataclass(frozen=True)
-class Prompt:
-    prompt: str
-    negative_prompt: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict)  # handed to the rewards
+def load_prompts(
+    source: str | Path, split: Split, prompt_fn: str = "auto", column: str = "prompt"
+) -> list[Prompt]:
+    """Of a folder, a file or a Hugging Face name; a set that has no such split is an error."""
+    prompts = find_prompts(source, split, prompt_fn, column)
+    if prompts is None:
+        wanted = _either(f"{split}{ending}" for ending in ENDINGS[prompt_fn])
+        raise UserError(f"no dataset at {source}: it must hold {wanted} (prompt_fn={prompt_fn!r})")
+    return prompts
 
 
-def load_prompts(folder: str | Path, split: Split, prompt_fn: str = "auto") -> list[Prompt]:
-    """Read `<split>_metadata.jsonl` or `<split>.txt`; "auto" prefers the first where both exist."""
-    folder = Path(folder)
-    text, jsonl = folder / f"{split}.txt", folder / f"{split}_metadata.jsonl"
-    choices = {"auto": (jsonl, text), "text": (text,), "metadata": (jsonl,)}
-    if prompt_fn not in choices:
-        raise UserError(f"unknown prompt_fn={prompt_fn!r}; choose one of {', '.join(choices)}")
-    path = next((p for p in choices[prompt_fn] if p.is_file()), None)
-    if path is None:
-        wanted = " or ".join(p.name for p in choices[prompt_fn])
-        raise UserError(f"no dataset at {folder}: it must hold {wanted} (prompt_fn={prompt_fn!r})")
+def find_prompts(
+    source: str | Path, split: Split, prompt_fn: str = "auto", column: str = "prompt"
+) -> list[Prompt] | None:
+    """None where there is no such split: a single file is all for training."""
+    if prompt_fn not in ENDINGS:
+        raise UserError(f"unknown prompt_fn={prompt_fn!r}; choose one of {', '.join(ENDINGS)}")
+    if is_hub_name(str(source)):
+        return read_hub(str(source), split, column)
+    path = Path(source)
+    if path.is_file():
+        return read_file(path, column) if split == "train" else None
+    if path.suffix in READERS and not path.exists():
+        raise UserError(f"no dataset at {path}: there is no such file")
+    files = (path / f"{split}{ending}" for ending in ENDINGS[prompt_fn])
+    file = next((each for each in files if each.is_file()), None)
+    return None if file is None else read_file(file, column)
+
+
+def read_file(path: Path, column: str = "prompt") -> list[Prompt]:
+    if path.suffix not in READERS:
+        raise UserError(f"cannot read prompts from {path}: it must be {_either(READERS)}")
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at U+2028
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
-    read = _read_json if path == jsonl else lambda line, where: Prompt(line.strip())
-    prompts = [read(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+        prompts = READERS[path.suffix](path, column)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not prompts:
         raise UserError(f"{path} is empty; write one prompt per line")
     return prompts
 
 
-def _read_json(line: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error}); each line is one JSON object") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
-        raise UserError(f'{where}: needs an object with a "prompt" string, got {line.strip()[:80]}')
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # half of a pair, which no tokenizer or file takes
-        broken = ascii(error.object[error.start])
-        raise UserError(f"{where}: {broken} is half a character; write it whole") from error
-    negative = row.get("negative_prompt") or ""
-    if not isinstance(negative, str):
-        raise UserError(f'{where}: "negative_prompt" must be a string, got {negative!r}')
-    metadata = {k: v for k, v in row.items() if k not in ("prompt", "negative_prompt")}
-    return Prompt(row["prompt"], negative, metadata)
+def _either(names) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,29 @@ def epoch_draws(
     process: int,
     num_processes: int,
     rng: np.random.Generator,
+    sets: Sequence[tuple[int, int]] = (),
 ) -> list[Draw]:
     """Draw `groups` distinct rows, `group_size` samples each, and deal them out in batches.
+
+    `sets`: rows and groups of each prompt set, where there are several, one after the other.
 
     Each of the `updates` of an epoch takes the next samples by index, of which every process has an
     equal share: what makes up an update follows from the seed alone. Samples of a group lie side by
     side, so a batch holds few distinct prompts.
     """
-    chosen = rng.choice(rows, size=groups, replace=False)
+    if len(sets) > 1:
+        chosen = mixed_rows(sets, rng)
+    else:
+        chosen = rng.choice(rows, size=groups, replace=False)
     index = np.arange(groups * group_size).reshape(updates, num_processes, -1)[:, process]
     return [Draw(index=i, row=chosen[i // group_size]) for i in index.reshape(-1, batch_size)]
+
+
+def mixed_rows(sets: Sequence[tuple[int, int]], rng: np.random.Generator) -> np.ndarray:
+    """As many distinct rows of each set as it has groups, shuffled: updates mix the sets."""
+    first = np.cumsum([0, *(rows for rows, _ in sets)])
+    parts = [
+        start + rng.choice(rows, size=groups, replace=False)
+        for start, (rows, groups) in zip(first[:-1], sets, strict=True)
+    ]
+    return rng.permutation(np.concatenate(parts))

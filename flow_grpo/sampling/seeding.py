@@ -20,6 +20,7 @@ class Stream(IntEnum):
     MERGE = 6  # key: epoch; how `merge_lora` rounds
     NOISE = 7  # key: epoch, inner epoch, sample index or group id; noise that is added in training
     TIMES = 8  # as NOISE: how much of it
+    HOLD_OUT = 9  # no key: which prompts are for testing
 
 
 def _entropy(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:

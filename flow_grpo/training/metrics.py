@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -23,14 +24,23 @@ def mean_of_scored(values: np.ndarray) -> float:
     return float(scored.mean()) if len(scored) else math.nan
 
 
-def score_metrics(prefix: str, scores: dict[str, np.ndarray]) -> dict[str, float]:
-    """Mean of each column over what was scored; of each reward also its spread and failures."""
+def score_metrics(
+    prefix: str, scores: dict[str, np.ndarray], sets: Sequence[str] = ()
+) -> dict[str, float]:
+    """Mean of each column over what was scored; of each reward also its spread and failures.
+
+    `sets`: the prompt set of each sample; rewards get a mean for each of them too.
+    """
     metrics = {f"{prefix}/{name}": mean_of_scored(values) for name, values in scores.items()}
     for name, values in scores.items():
         if name != TOTAL and "/" not in name:
             scored = values[~np.isnan(values)]
             metrics[f"{prefix}/{name}/std"] = float(scored.std()) if len(scored) else math.nan
             metrics[f"{prefix}/{name}/failed"] = len(values) - len(scored)
+    of = np.array(sets)
+    for part in dict.fromkeys(sets):  # no /failed, which a reward of the same name has
+        for name in (name for name in scores if "/" not in name):
+            metrics[f"{prefix}/{part}/{name}"] = mean_of_scored(scores[name][of == part])
     return {**metrics, f"{prefix}/failed": int(np.isnan(scores[TOTAL]).sum())}
 
 

@@ -79,6 +79,14 @@ def test_a_malformed_json_line_names_file_and_line(train, tmp_path):
     assert_told(train, train(dataset=folder), f"{folder}/train_metadata.jsonl:2: not JSON")
 
 
+def test_a_table_without_the_column_names_those_it_has(train, tmp_path):
+    table = tmp_path / "prompts.csv"
+    table.write_text("caption,count\na cat,1\n")
+    message = f'{table}:1 has no column "prompt", it has: caption, count; name the one with'
+    assert_told(train, train(dataset=table), message)
+    assert_told(train, train(dataset=f"{table}:1,{table}:2"), f"names {table} twice; add up")
+
+
 def test_a_pipeline_that_is_not_sd3(train, tiny_sd3, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(tiny_sd3, folder)

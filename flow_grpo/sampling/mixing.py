@@ -1,0 +1,106 @@
+"""Several prompt sets in one run, and test prompts where a set has none of its own."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from flow_grpo.errors import UserError
+from flow_grpo.sampling.rows import Prompt
+
+FORM = 'write it like "path/a:0.7,path/b:0.3"'
+HELD_OUT, MOST_HELD_OUT = 0.1, 256
+
+
+@dataclass(frozen=True)
+class Source:
+    """A prompt set: a folder, a file or a Hugging Face name, and how much is drawn from it."""
+
+    path: str
+    name: str  # in metadata and metrics
+    share: Fraction = Fraction(1)  # of the sum of all shares
+
+
+def parse_sources(dataset: str) -> list[Source]:
+    """ "path/a:0.7,path/b:0.3", or one path; without numbers all have equal shares."""
+    if not dataset.strip() or Path(dataset).exists():
+        parts = [(dataset, "")]
+    else:
+        parts = [_split_share(part.strip()) for part in dataset.split(",")]
+    paths = [path for path, _ in parts]
+    if not all(paths):
+        raise UserError(f"dataset={dataset!r} names no prompt set in one place; {FORM}")
+    if twice := [path for path, count in Counter(paths).items() if count > 1]:
+        raise UserError(f"dataset={dataset!r} names {twice[0]} twice; add up the shares")
+    if len({bool(share) for _, share in parts}) > 1:
+        raise UserError(f"dataset={dataset!r} must have a share for each set or for none; {FORM}")
+    shares = [_to_share(share, dataset) if share else Fraction(1) for _, share in parts]
+    return [Source(*each) for each in zip(paths, names_of(paths), shares, strict=True)]
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Short ones, where they differ."""
+    short = [Path(path).stem if Path(path).is_file() else Path(path).name for path in paths]
+    return [s if short.count(s) == 1 else path for s, path in zip(short, paths, strict=True)]
+
+
+def _split_share(part: str) -> tuple[str, str]:
+    path, colon, share = part.rpartition(":")
+    return (path, share) if colon and not Path(part).exists() else (part, "")
+
+
+def _to_share(share: str, dataset: str) -> Fraction:
+    try:
+        number = Fraction(share)
+    except (ValueError, ZeroDivisionError) as error:
+        raise UserError(f"dataset={dataset!r}: {share!r} is no share; {FORM}") from error
+    if number <= 0:
+        raise UserError(f"dataset={dataset!r}: the share {share} must be above 0")
+    return number
+
+
+def share_out(groups: int, shares: Sequence[Fraction]) -> list[int]:
+    """Whole groups that add up, by largest remainder; of equal ones the first gets it."""
+    exact = [groups * share / sum(shares) for share in shares]
+    counts = [int(each) for each in exact]
+    order = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in order[: groups - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def check_groups(source: Source, rows: int, groups: int, of: int) -> None:
+    """Enough prompts for its part of an epoch, and a part at all."""
+    if groups == 0:
+        raise UserError(
+            f"the share of {source.path} comes to none of the {of} groups of an epoch; raise it, "
+            "or sample.num_batches_per_epoch"
+        )
+    if rows < groups:
+        raise UserError(
+            f"{source.path} has {rows} prompts but its share of the {of} groups of an epoch needs "
+            f"{groups} distinct ones; add prompts, lower its share or sample.num_batches_per_epoch"
+        )
+
+
+def hold_out(
+    prompts: list[Prompt], rng: np.random.Generator, source: str
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(train, test): a tenth for testing, with no text in both. Both keep their order."""
+    texts = sorted({p.prompt for p in prompts})
+    if len(texts) < 2:
+        raise UserError(
+            f"{source} has one prompt, so none can be held out for testing; add prompts, or give "
+            "it a test set of its own"
+        )
+    wanted = min(max(1, round(HELD_OUT * len(prompts))), MOST_HELD_OUT)
+    count, chosen, rows = 0, set(), Counter(p.prompt for p in prompts)
+    for i in rng.permutation(len(texts))[:-1]:  # one is left to train on
+        if count < wanted:
+            chosen.add(texts[i])
+            count += rows[texts[i]]
+    train = [p for p in prompts if p.prompt not in chosen]
+    return train, [p for p in prompts if p.prompt in chosen]

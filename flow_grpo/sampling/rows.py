@@ -1,0 +1,126 @@
+"""Prompts from text files: one per line, JSON lines, CSV. Every mistake names file and line."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.errors import UserError
+
+DELIMITERS = ",;\t"  # spreadsheets write the second where the comma is a decimal point
+
+
+@dataclass(frozen=True)
+class Prompt:
+    prompt: str
+    negative_prompt: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)  # handed to the rewards
+
+
+def to_prompt(row: dict[str, Any], column: str, where: str) -> Prompt:
+    """The rewards get the whole row, with the prompt under that name whatever its column's is."""
+    text, negative = row[column], row.get("negative_prompt") or ""
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f'{where}: needs a text in column "{column}", got {text!r}')
+    if not isinstance(negative, str):
+        raise UserError(f'{where}: "negative_prompt" must be a string, got {negative!r}')
+    metadata = {k: v for k, v in row.items() if k != "negative_prompt"}
+    return Prompt(text, negative, metadata | {"prompt": text})
+
+
+def check_column(column: str, columns: Iterable[str], where: str) -> None:
+    columns = list(columns)
+    if column not in columns:
+        raise UserError(
+            f'{where} has no column "{column}", it has: {", ".join(columns)}; name the one with '
+            "the prompts: --config.dataset_column=NAME"
+        )
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")  # newlines as they are, for CSV
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
+
+
+def read_lines(path: Path, column: str) -> list[Prompt]:
+    """There is but one column."""
+    return [Prompt(line.strip()) for line in read_text(path).split("\n") if line.strip()]
+
+
+def read_jsonl(path: Path, column: str) -> list[Prompt]:
+    lines = enumerate(read_text(path).split("\n"), 1)  # not at U+2028
+    return [_read_json(line, column, f"{path}:{n}") for n, line in lines if line.strip()]
+
+
+def _read_json(line: str, column: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON ({error}); each line is one JSON object") from error
+    if not isinstance(row, dict) or not isinstance(row.get(column), str) or not row[column]:
+        others = isinstance(row, dict) and column not in row and ", ".join(row)
+        hint = f" (it has {others}; set --config.dataset_column)" if others else ""
+        shown = line.strip()[:80]
+        raise UserError(f'{where}: needs an object with a "{column}" string{hint}, got {shown}')
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a pair, which no tokenizer or file takes
+        broken = ascii(error.object[error.start])
+        raise UserError(f"{where}: {broken} is half a character; write it whole") from error
+    return to_prompt(row, column, where)
+
+
+def read_csv(path: Path, column: str) -> list[Prompt]:
+    """The first line names the columns; values are text. Lines without any value are left out."""
+    text = read_text(path)
+    lines = _csv_lines(text, _delimiter(text, column), path)
+    number, header = next(lines, (1, []))
+    header = [name.strip() for name in header]
+    if not header:
+        return []
+    check_column(column, header, f"{path}:{number}")
+    if twice := sorted({name for name in header if header.count(name) > 1}):
+        raise UserError(f"{path}:{number}: two columns are named {twice[0]!r}; rename one")
+    prompts = []
+    for number, values in lines:
+        where = f"{path}:{number}"
+        if len(values) != len(header):
+            raise UserError(
+                f"{where}: {len(values)} values for {len(header)} columns; put double quotes "
+                "around a value that has a separator in it"
+            )
+        prompts.append(to_prompt(dict(zip(header, values, strict=True)), column, where))
+    return prompts
+
+
+def _delimiter(text: str, column: str) -> str:
+    """The one that gives the first line the column."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    for delimiter in DELIMITERS:
+        names = next(csv.reader([first], delimiter=delimiter), [])
+        if column in [name.strip() for name in names]:
+            return delimiter
+    return DELIMITERS[0]
+
+
+def _csv_lines(text: str, delimiter: str, path: Path) -> Iterable[tuple[int, list[str]]]:
+    """Each record with the number of the line it starts in."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    while True:
+        start = reader.line_num + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(
+                f"{path}:{start}: not CSV ({error}); put double quotes around a value that has a "
+                'separator, a line break or quotes in it, and write those quotes twice ("")'
+            ) from error
+        if any(value.strip() for value in values):
+            yield start, values

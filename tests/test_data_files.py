@@ -1,0 +1,119 @@
+"""Prompts from files of several kinds, in a folder or alone."""
+
+import json
+
+import pytest
+
+from flow_grpo.errors import UserError
+from flow_grpo.sampling.data import Prompt, find_prompts, load_prompts
+
+HATS = '"zwei Hüte\nauf einem Stuhl"'
+ROWS = [
+    {"caption": 'a sign, "OPEN"', "seed": "1"},
+    {"caption": "zwei Hüte\nauf einem Stuhl", "seed": ""},
+    {"caption": 'a sign, "OPEN"', "seed": "3"},  # the same prompt again
+]
+PROMPTS = [Prompt(r["caption"], "", {**r, "prompt": r["caption"]}) for r in ROWS]
+
+
+def as_csv(separator: str = ",", newline: str = "\r\n") -> str:
+    """Quotes, separators and a line break in values, empty lines and one without values."""
+    sign = '"a sign, ""OPEN"""'
+    rows = [["caption", " seed"], [sign, "1"], [], [" ", ""], [HATS, ""], [sign, "3"]]
+    return newline.join(separator.join(row) for row in rows)
+
+
+def told(*args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        load_prompts(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ending", "content"),
+    [
+        (".jsonl", "\n\n".join(map(json.dumps, ROWS))),
+        ("_metadata.jsonl", "\n".join(map(json.dumps, ROWS))),
+        (".csv", as_csv()),
+        (".csv", "\ufeff" + as_csv()),  # as spreadsheets begin a file
+        (".csv", "\n\n" + as_csv(newline="\n")),
+        (".csv", as_csv(";")),
+        (".csv", as_csv("\t")),
+    ],
+    ids=["jsonl", "metadata", "csv", "csv-mark", "csv-newlines", "csv-semicolons", "csv-tabs"],
+)
+def test_files_with_columns_hold_the_same_prompts(tmp_path, ending, content):
+    (tmp_path / f"train{ending}").write_bytes(content.encode())
+    assert load_prompts(tmp_path, "train", column="caption") == PROMPTS
+    alone = tmp_path / f"train{ending}"
+    assert load_prompts(alone, "train", column="caption") == PROMPTS
+    assert find_prompts(tmp_path, "test", column="caption") is None
+    assert find_prompts(alone, "test", column="caption") is None
+
+
+def test_one_text_file_is_a_training_set(tmp_path):
+    (tmp_path / "mine.txt").write_text("a cat\na dog\n")
+    assert load_prompts(str(tmp_path / "mine.txt"), "train") == [Prompt("a cat"), Prompt("a dog")]
+
+
+def test_of_several_files_the_first_kind_is_read(tmp_path):
+    (tmp_path / "train.txt").write_text("text")
+    assert load_prompts(tmp_path, "train")[0].prompt == "text"
+    (tmp_path / "train.csv").write_text("prompt\ncsv")
+    assert load_prompts(tmp_path, "train")[0].prompt == "csv"
+    (tmp_path / "train.jsonl").write_text('{"prompt": "jsonl"}')
+    assert load_prompts(tmp_path, "train")[0].prompt == "jsonl"
+    (tmp_path / "train_metadata.jsonl").write_text('{"prompt": "metadata"}')
+    assert load_prompts(tmp_path, "train")[0].prompt == "metadata"
+    assert load_prompts(tmp_path, "train", "text")[0].prompt == "text"
+
+
+def test_negative_prompts_come_from_their_column(tmp_path):
+    (tmp_path / "train.csv").write_text("negative_prompt,prompt\nblurry,a cat\n,a dog\n")
+    cat, dog = load_prompts(tmp_path, "train")
+    assert cat == Prompt("a cat", "blurry", {"prompt": "a cat"})
+    assert dog == Prompt("a dog", "", {"prompt": "a dog"})
+
+
+def test_the_prompt_is_under_its_name_even_where_another_column_has_that(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "short", "caption": "long"}')
+    [row] = load_prompts(tmp_path, "train", column="caption")
+    assert row == Prompt("long", "", {"prompt": "long", "caption": "long"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"text,n\na,1\n", ':1 has no column "prompt", it has: text, n; name the one'),
+        ("a.csv", b"prompt,n\na,1\na cat, a dog,2\n", ":3: 3 values for 2 columns; put double"),
+        ("a.csv", b'prompt,n\n"a\nb",1\n"c,2\n', ":4: not CSV (unexpected end of data); put"),
+        ("a.csv", b'prompt,n\n"OPEN" sign,1\n', ":2: not CSV (',' expected after '\"'); put"),
+        ("a.csv", b"prompt,n\n,1\n", """:2: needs a text in column "prompt", got ''"""),
+        ("a.csv", b"prompt,n,n\na,1,2\n", ":1: two columns are named 'n'; rename one"),
+        ("a.csv", "prompt\nHüte\n".encode("latin-1"), " is not UTF-8 text ('utf-8' codec can't"),
+        ("a.csv", "prompt\nHüte\n".encode("utf-16"), " is not UTF-8 text ('utf-8' codec can't"),
+        ("a.csv", b"prompt,n\n\n,\n", " is empty; write one prompt per line"),
+        ("a.csv", b"", " is empty; write one prompt per line"),
+        ("a.jsonl", b'{"prompt": "a"}\n["b"]\n', ':2: needs an object with a "prompt" string, got'),
+        ("a.jsonl", b'"a"\n', ':1: needs an object with a "prompt" string, got "a"'),
+        (
+            "a.jsonl",
+            b'{"text": "a", "n": 1}\n',
+            ':1: needs an object with a "prompt" string (it has text, n; set --config.dataset_col',
+        ),
+        ("a.jsonl", b'{"prompt": " "}', """:1: needs a text in column "prompt", got ' '"""),
+    ],
+)
+def test_a_mistake_is_told_with_file_line_and_rule(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    assert told(tmp_path / name, "train").startswith(f"{tmp_path / name}{message}")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "a.json").write_text("[]")
+    assert told(tmp_path / "a.json", "train") == (
+        f"cannot read prompts from {tmp_path}/a.json: it must be .txt, .jsonl, .csv or .parquet"
+    )
+    missing = tmp_path / "b.csv"
+    assert told(missing, "train") == f"no dataset at {missing}: there is no such file"
