@@ -34,7 +34,7 @@ def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> Non
     `default` is the config to take where none is named. What `main` returns is never freed: gloo
     was seen to wait for ever when the last reference to a process group went.
     """
-    _set_up_logging()
+    set_up_logging()
     config = config_flags.DEFINE_config_file(
         "config", help_string="path/to/config.py or path/to/config.py:preset"
     )
@@ -59,8 +59,9 @@ def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> Non
     app.run(start, flags_parser=parse)
 
 
-def _set_up_logging() -> None:
-    """Our lines to stdout, bare, from the first process; warnings from all."""
+def set_up_logging() -> None:
+    """Our lines to stdout, bare, from the first process; warnings from all. Once: a notebook may
+    train twice."""
     for library in (transformers.utils.logging, diffusers.utils.logging):
         library.disable_progress_bar()  # one per file loaded
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # our client tells of its retries itself
@@ -68,7 +69,7 @@ def _set_up_logging() -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("flow_grpo")
-    ours.addHandler(handler)
+    ours.handlers = [handler]
     ours.propagate = False
     ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
 
@@ -112,16 +113,11 @@ def _check_names(argv: list[str]) -> None:
     if not paths:
         return
     sys.path.append(str(Path(paths[-1].partition(":")[0]).resolve().parent))  # modules beside it
-    known = set(_dotted(_load(paths[-1])))
+    _check_processes(paths[-1].partition(":")[2])
+    config = _load(paths[-1])
     for arg in argv:
-        name = arg.removeprefix("--config.").split("=")[0]
-        if arg.startswith("--config.") and name not in known:
-            field = name.partition(".")[0]
-            if field in OPEN_FIELDS:  # absl cannot add a name to a dict
-                example = f"--config.{field}=\"{{'{name.partition('.')[2]}': ...}}\""
-                raise UserError(f"{name!r} is not in the config; give the whole dict: {example}")
-            hint = suggestion(name, known, cutoff=0.5) or "config/base.py lists them all"
-            raise UserError(f"unknown config key {name!r}; {hint}")
+        if arg.startswith("--config."):
+            check_name(arg.removeprefix("--config.").split("=")[0], config)
     # the last of them would be taken without a word
     given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
     for name in FLOW_GRPO_NAMES:
@@ -130,6 +126,29 @@ def _check_names(argv: list[str]) -> None:
             raise UserError(
                 f"train.{name}={theirs} and grpo.{name}={ours} are two names of one field; give one"
             )
+
+
+def check_name(name: str, config: ConfigDict) -> None:
+    """Of a field that is to be changed."""
+    known = set(_dotted(config))
+    if name in known:
+        return
+    field, _, key = name.partition(".")
+    if field in OPEN_FIELDS:  # absl cannot add a name to a dict
+        example = f"--config.{field}=\"{{'{key}': ...}}\""
+        raise UserError(f"{name!r} is not in the config; give the whole dict: {example}")
+    hint = suggestion(name, known, cutoff=0.5) or "config/base.py lists them all"
+    raise UserError(f"unknown config key {name!r}; {hint}")
+
+
+def _check_processes(preset: str) -> None:
+    """One process would make up a small part of the epoch, without a word."""
+    number = re.search(r"_(\d+)gpu$", preset)
+    if number and int(number[1]) > 1 and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            f"preset {preset!r} is for {number[1]} GPUs, and one process was started; start it "
+            f"with torchrun or accelerate launch, or leave _{number[1]}gpu out"
+        )
 
 
 def _load(path: str) -> ConfigDict:

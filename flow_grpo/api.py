@@ -1,0 +1,153 @@
+"""Training and evaluation from Python, by the code of the scripts.
+
+from flow_grpo import Trainer
+
+def bright(images, prompts, metadata):
+    return [sum(image.convert("L").resize((1, 1)).getdata()) / 255 for image in images]
+
+run = Trainer("assets/tiny-sd3", rewards=[bright], prompts=["a red sign", "a blue sign"]).train()
+run.metrics[-1]["eval/bright"], run.checkpoint
+"""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.rewards.given import path_of
+from flow_grpo.run import cli, presets
+from flow_grpo.run.evaluating import evaluate_all
+from flow_grpo.run.places import ROOT
+
+Reward = str | Callable
+Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
+Prompts = str | Path | Sequence[str | Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training left."""
+
+    folder: Path
+    checkpoint: Path  # the newest: lora/ and ema_lora/ are what `pipe.load_lora_weights` takes
+    metrics: list[dict[str, float]]  # one dict for each evaluation or epoch, as in metrics.jsonl
+
+
+class Trainer:
+    """A preset, with your model, rewards, prompts and fields: {"train.learning_rate": 1e-4}."""
+
+    def __init__(
+        self,
+        model: str | Path = "",
+        *,
+        rewards: Rewards | None = None,
+        prompts: Prompts | None = None,
+        test_prompts: Sequence[str | Mapping[str, Any]] | None = None,
+        preset: str = "tiny_ocr",
+        **fields: Any,
+    ) -> None:
+        self.config = build_config(model, rewards, prompts, test_prompts, preset, fields)
+
+    def train(self) -> Run:
+        """What scripts/train.py does with this config."""
+        cli.set_up_logging()
+        session = _script("train").main(ConfigDict(self.config))
+        lines = (session.folder / "metrics.jsonl").read_text("utf-8").splitlines()
+        checkpoint = (session.folder / "checkpoints/latest").resolve()
+        return Run(session.folder, checkpoint, [json.loads(line) for line in lines])
+
+
+def evaluate(
+    model: str | Path = "",
+    *,
+    out: str | Path,
+    checkpoints: Sequence[str | Path] = ("base",),
+    rewards: Rewards | None = None,
+    prompts: Prompts | None = None,
+    preset: str = "tiny_ocr",
+    **fields: Any,
+) -> dict[str, dict[str, float]]:
+    """What scripts/evaluate.py does: the mean of each reward, by checkpoint. `prompts` are those to
+    draw; `out` is a new folder, for tables and pictures."""
+    cli.set_up_logging()
+    config = build_config(model, rewards, prompts, prompts, preset, fields)
+    scored = evaluate_all(config, [str(c) for c in checkpoints], Path(out))
+    return {each.candidate.name: each.result.means() for each in scored}
+
+
+def build_config(
+    model: str | Path,
+    rewards: Rewards | None,
+    prompts: Prompts | None,
+    test_prompts: Prompts | None,
+    preset: str,
+    fields: Mapping[str, Any],
+) -> ConfigDict:
+    config = presets.get_config(preset)
+    for name, value in fields.items():
+        cli.check_name(name, config)
+        try:
+            config.update_from_flattened_dict({name: value})
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{name}={value!r} does not fit: {first_line(error)}") from error
+    if model:
+        config.pretrained.model = str(model)
+    if rewards is not None:
+        config.reward_fn, config.custom_rewards = _reward_fields(rewards)
+    if isinstance(prompts, str | Path):
+        config.dataset = str(prompts)
+    elif prompts is not None:
+        sets = {"train": prompts, **({} if test_prompts is None else {"test": test_prompts})}
+        config.dataset = str(_write_prompts(Path(config.logdir), sets))
+    return config
+
+
+def _reward_fields(rewards: Rewards) -> tuple[ConfigDict, ConfigDict]:
+    """Weights by name, and where the functions among them are found."""
+    pairs = rewards.items() if isinstance(rewards, Mapping) else map(_pair, rewards)
+    weights, paths = {}, {}
+    for reward, weight in pairs:
+        name = reward if isinstance(reward, str) else getattr(reward, "__name__", None)
+        name = name or type(reward).__name__
+        if name in weights:
+            raise UserError(f"two rewards are called {name!r}; give one of them another name")
+        weights[name] = float(weight)
+        if callable(reward):
+            paths[name] = path_of(reward, name)
+    if not weights:
+        raise UserError("rewards is empty; name one, like rewards=['ocr'], or give a function")
+    return ConfigDict(weights), ConfigDict(paths)
+
+
+def _pair(reward: Reward | tuple[Reward, float]) -> tuple[Reward, float]:
+    return reward if isinstance(reward, tuple) else (reward, 1.0)
+
+
+def _write_prompts(logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> Path:
+    """In a folder named by what is in it, so that a run that goes on finds the same."""
+    files = {}
+    for split, prompts in sets.items():
+        rows = [{"prompt": p} if isinstance(p, str) else dict(p) for p in prompts]
+        if not rows:
+            raise UserError(f"the {split} prompts are empty; give at least one")
+        files[f"{split}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows)
+    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
+    folder = logdir / f"prompts-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,112 @@
+"""Training and evaluation from Python, as a notebook does it."""
+
+import json
+
+import pytest
+from diffusers import StableDiffusion3Pipeline
+
+import flow_grpo
+from flow_grpo import api
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.jpeg import jpeg_compressibility
+
+SHORT = {
+    "sample.num_steps": 3,
+    "sample.sde_window_size": 0,
+    "sample.num_image_per_prompt": 2,
+    "sample.train_batch_size": 4,
+    "sample.num_batches_per_epoch": 2,
+    "train.batch_size": 4,
+    "train.gradient_accumulation_steps": 1,
+    "num_epochs": 1,
+    "device": "cpu",
+}
+
+
+def test_a_function_and_a_list_of_prompts_are_trained(tmp_path, capsys):
+    calls = []
+
+    def bright(images, prompts, metadata):
+        calls.append((list(prompts), list(metadata)))
+        return [image.convert("L").resize((1, 1)).getpixel((0, 0)) / 255 for image in images]
+
+    words = ("CAT", "DOG", "SUN", "TEA", "MAP")
+    prompts = [{"prompt": f'a sign that says "{w}"', "tag": w} for w in words]
+    options = {**SHORT, "logdir": str(tmp_path), "train.learning_rate": 2e-4}
+    runs = []
+    for seed in (1, 2):  # the same process trains twice
+        trainer = flow_grpo.Trainer(
+            "assets/tiny-sd3", rewards=[bright], prompts=prompts, seed=seed, **options
+        )
+        runs.append(trainer.train())
+    first, second = runs
+    assert first.folder != second.folder
+    assert [row["epoch"] for row in first.metrics] == [0, 1]
+    assert 0 < first.metrics[-1]["eval/bright"] < 1
+    assert first.metrics[-1]["train/lr"] == 2e-4
+    assert {m["tag"] for _, metadata in calls for m in metadata} == {*words}
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("epoch 1/1") for line in lines) == 2
+    pipeline = StableDiffusion3Pipeline.from_pretrained("assets/tiny-sd3")
+    pipeline.load_lora_weights(first.checkpoint / "ema_lora")
+
+    means = flow_grpo.evaluate(
+        "assets/tiny-sd3",
+        checkpoints=["base", first.checkpoint],
+        rewards={jpeg_compressibility: 1.0},
+        prompts=prompts,
+        out=tmp_path / "eval",
+        **{"sample.eval_num_steps": 2, "device": "cpu", "logdir": str(tmp_path)},
+    )
+    assert next(iter(means)) == "base"
+    assert len(means) == 2
+    assert (tmp_path / "eval/results.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "custom"),
+    [
+        (["ocr"], {"ocr": 1.0}, {}),
+        ([("ocr", 0.5), jpeg_compressibility], {"ocr": 0.5, "jpeg_compressibility": 1.0}, "ours"),
+        ({"ocr": 2, "pickscore": 1}, {"ocr": 2.0, "pickscore": 1.0}, {}),
+    ],
+)
+def test_rewards_are_names_or_functions_with_weights(rewards, weights, custom):
+    config = flow_grpo.Trainer(rewards=rewards).config
+    assert config.reward_fn.to_dict() == weights
+    path = {"jpeg_compressibility": "flow_grpo.rewards.jpeg:jpeg_compressibility"}
+    assert config.custom_rewards.to_dict() == (path if custom == "ours" else {})
+
+
+def test_a_function_of_this_process_is_found_by_its_name():
+    double = lambda images, prompts, metadata: [2.0] * len(images)  # noqa: E731
+    config = flow_grpo.Trainer(rewards={double: 1.0}).config
+    [path] = config.custom_rewards.values()
+    module, name = path.split(":")
+    assert getattr(api.importlib.import_module(module), name) is double
+
+
+def test_prompts_are_kept_where_a_run_finds_them_again(tmp_path):
+    fields = {"prompts": ["a", "b"], "logdir": str(tmp_path)}
+    first, second = (flow_grpo.Trainer(rewards=["ocr"], **fields).config.dataset for _ in range(2))
+    assert first == second
+    with open(f"{first}/train.jsonl") as file:
+        assert [json.loads(line) for line in file] == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"train.learning_rat": 1e-4}, "'train.learning_rat'; did you mean train.learning_rate?"),
+        ({"train.learning_rate": "fast"}, "train.learning_rate='fast' does not fit"),
+        ({"preset": "tiny"}, "unknown preset 'tiny'"),
+        ({"rewards": []}, "rewards is empty"),
+        ({"rewards": [len, ("len", 1.0)]}, "two rewards are called 'len'"),
+        ({"prompts": [], "rewards": ["ocr"]}, "the train prompts are empty"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, told):
+    with pytest.raises(UserError) as error:
+        flow_grpo.Trainer(**arguments)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
