@@ -20,7 +20,7 @@ from torch.distributed import DistError
 
 from flow_grpo.errors import LostPeer, Stopped, UserError
 from flow_grpo.run import old_names
-from flow_grpo.run.fields import FLOW_GRPO_NAMES
+from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
 from flow_grpo.run.places import find_config
 
 OPEN_FIELDS = (  # dicts with names of the user's
@@ -43,6 +43,9 @@ def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> Non
     def parse(argv: list[str]) -> list[str]:
         if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
             argv = [argv[0], f"--config={default}", *argv[1:]]
+        if {"--help", "-h", "--helpshort", "--helpfull"} & {*argv}:
+            print(_told_plainly(lambda: _usage(argv), debug=True))
+            sys.exit()
         return _told_plainly(lambda: _parse(_with_our_configs(argv)), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
@@ -80,16 +83,26 @@ def is_first_process() -> bool:
 
 def _parse(argv: list[str]) -> list[str]:
     _check_names(argv)
+    _check_flags(argv)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
         raise UserError(str(error).splitlines()[0]) from error
-    if not any(flag in argv for flag in ("--help", "--helpshort", "--helpfull")):
-        if flags.FLAGS.config is None:
-            raise UserError("--config is missing; name one, e.g. --config config/grpo.py:tiny_ocr")
-        if rest[1:]:
-            raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
+    if flags.FLAGS.config is None:
+        raise UserError("--config is missing; name one, e.g. --config config/grpo.py:tiny_ocr")
+    if rest[1:]:
+        raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
     return rest
+
+
+def _usage(argv: list[str]) -> str:
+    from flow_grpo.run import help  # it needs all algorithms
+
+    paths = _config_paths(_with_our_configs(argv))
+    config = _load(paths[-1]) if paths else get_config()
+    own = flags.FLAGS.flags_by_module_dict()
+    ours = [*own.get(argv[0], []), *own.get(__name__, [])]
+    return help.usage(sys.modules["__main__"].__doc__ or "", ours, config)
 
 
 def _with_our_configs(argv: list[str]) -> list[str]:
@@ -108,8 +121,7 @@ def _with_our_configs(argv: list[str]) -> list[str]:
 
 def _check_names(argv: list[str]) -> None:
     """Load the config alone and hold the overrides against it: absl would only name a key."""
-    paths = [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
-    paths += [b for a, b in pairwise(argv) if a == "--config"]
+    paths = _config_paths(argv)
     if not paths:
         return
     sys.path.append(str(Path(paths[-1].partition(":")[0]).resolve().parent))  # modules beside it
@@ -128,6 +140,27 @@ def _check_names(argv: list[str]) -> None:
             )
 
 
+def _check_flags(argv: list[str]) -> None:
+    """A field by its last name alone is told its full one."""
+    paths = _config_paths(argv)
+    known = list(_dotted(_load(paths[-1]))) if paths else []
+    for arg in argv[1:]:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name.startswith("config") or name in flags.FLAGS:
+            continue
+        full = [k for k in known if k.rpartition(".")[2] == name]
+        close = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known], n=1)
+        full = full or [k for k in known if k.rpartition(".")[2] in close]
+        if full:
+            hint = " or ".join(f"--config.{k}{equals}{value}" for k in full[:3])
+            raise UserError(f"unknown option --{name}; did you mean {hint}?")
+
+
+def _config_paths(argv: list[str]) -> list[str]:
+    paths = [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
+    return paths + [b for a, b in pairwise(argv) if a == "--config"]
+
+
 def check_name(name: str, config: ConfigDict) -> None:
     """Of a field that is to be changed."""
     known = set(_dotted(config))
@@ -135,10 +168,17 @@ def check_name(name: str, config: ConfigDict) -> None:
         return
     field, _, key = name.partition(".")
     if field in OPEN_FIELDS:  # absl cannot add a name to a dict
-        example = f"--config.{field}=\"{{'{key}': ...}}\""
+        inside = "...".join(_braces(key))
+        example = f'--config.{field}="{inside}"'
         raise UserError(f"{name!r} is not in the config; give the whole dict: {example}")
     hint = suggestion(name, known, cutoff=0.5) or "config/base.py lists them all"
     raise UserError(f"unknown config key {name!r}; {hint}")
+
+
+def _braces(key: str) -> tuple[str, str]:
+    """Around the value of a key: "ocr.engine" is a dict in a dict."""
+    names = key.split(".")
+    return "".join(f"{{'{name}': " for name in names), "}" * len(names)
 
 
 def _check_processes(preset: str) -> None:
