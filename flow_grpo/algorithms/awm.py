@@ -21,10 +21,10 @@ TINY = 1e-10
 @dataclass(frozen=True)
 class AwmSettings(ForwardSettings):
     power: float = setting(
-        0.25, "Of the error: below 1 samples that are far off count less.", above=0, at_most=1
+        0.25, "Of the error: below 1, samples that are far off count less.", above=0, at_most=1
     )
     adv_scale: float = setting(5.0, "Advantages are divided by it.", above=0)
-    kl_beta: float = setting(0.001, "The model with LoRA off.", at_least=0)
+    kl_beta: float = setting(0.001, "Weight of the KL to the model with LoRA off.", at_least=0)
     old_beta: float = setting(
         1.0,
         "Weight of the mean squared difference to the velocity of the old weights. Without it the "

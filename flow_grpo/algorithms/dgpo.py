@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DgpoSettings(ForwardSettings):
-    kl_beta: float = setting(0.02, "For OCR.", at_least=0)
+    kl_beta: float = setting(
+        0.02, "Weight of the KL to the model with LoRA off; this is for OCR.", at_least=0
+    )
     beta: float = setting(100.0, "How soon a group that is told apart counts less.", above=0)
     clip_range: float = setting(
         1e-2, "A sample has no gradient once its error has moved further than this.", above=0

@@ -18,8 +18,14 @@ from flow_grpo.losses import drift
 
 @dataclass(frozen=True)
 class GuardSettings(GrpoSettings):
-    clip_range: float = setting(2e-6, "For OCR; 4e-6 for PickScore.", above=0)
-    beta: float = setting(0.0, "The clip alone keeps the model near.", at_least=0)
+    clip_range: float = setting(
+        2e-6, "How far the ratio may move from 1: for OCR; 4e-6 for PickScore.", above=0
+    )
+    beta: float = setting(
+        0.0,
+        "Weight of the KL to the model with LoRA off: 0, as the clip keeps the model near.",
+        at_least=0,
+    )
     step_weight: StepWeight = setting(
         "guard",
         "1/(-dt): gradients of steps with little noise are not smaller than those of others.",

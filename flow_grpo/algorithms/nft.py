@@ -17,14 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NftSettings(ForwardSettings):
-    times: int = setting(9, "9 of the 10 of the rollout.", at_least=1)
+    times: int = setting(
+        9, "Noise levels trained per sample: 9 of the 10 of the rollout.", at_least=1
+    )
     beta: float = setting(
         1.0, "How far the two sides are apart; 0.1 for OCR and for several rewards.", above=0
     )
     adv_clip_max: float = setting(
         5.0, "Advantages become shares of good and bad within it.", above=0
     )
-    kl_beta: float = setting(1e-4, "A weak leash to the model with LoRA off.", at_least=0)
+    kl_beta: float = setting(
+        1e-4, "Weight of the KL to the model with LoRA off: a weak leash.", at_least=0
+    )
     old_rate: float = setting(
         0.001,
         "The old weights keep more of themselves with each epoch: "
