@@ -68,7 +68,7 @@ class GuardedScorer:
         self.last_error = ""
         self.closed = False  # then a failure is no news
         self._policy = policy
-        self._has_policy = has_policy
+        self.has_policy = has_policy
         self.mistakes = 0  # batches that failed by a mistake in the scorer, before any succeeded
         self._thread = SerialThread()
         self._down = False
@@ -112,7 +112,7 @@ class GuardedScorer:
         return scores
 
     def _attempts(self, *batch: Any) -> BatchScores:
-        if self._has_policy:
+        if self.has_policy:
             # it keeps the deadline itself; this is for a server that dribbles its answer
             return self._attempt(batch, timeout=1.1 * self._policy.timeout + 5)
         deadline = time.monotonic() + self._policy.timeout

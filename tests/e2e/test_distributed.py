@@ -80,7 +80,7 @@ def test_a_reward_that_fails_on_one_process_stops_all(train, tmp_path, monkeypat
     (tmp_path / "second_fails.py").write_text(
         "import os\n"
         "def score(images, prompts, metadata):\n"
-        "    return [1.0] * (len(images) - int(os.environ['RANK']))\n"
+        "    return [1.0] * (len(images) - int(os.environ['RANK']) * (len(images) > 1))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     custom = "{'second': 'second_fails:score'}"
