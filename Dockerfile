@@ -1,6 +1,6 @@
 # Training on GPUs:
 #   docker build -t flow-grpo .
-#   docker run --gpus all --shm-size 8g -v "$PWD/logs:/work/logs" flow-grpo \
+#   docker run --gpus all --shm-size 8g -v "$PWD/logs:/app/logs" flow-grpo \
 #       train --config config/grpo.py:tiny_ocr
 # The mounted folder must be writable by user 10001. The wheels of torch bring the CUDA libraries.
 FROM nvidia/cuda:12.8.1-base-ubuntu24.04
@@ -23,8 +23,8 @@ COPY dataset dataset
 COPY assets assets
 RUN pip install --no-cache-dir "/src[ocr,plot,tensorboard,deepspeed]"
 
-WORKDIR /work
-RUN chown trainer /work
+WORKDIR /app
+RUN chown trainer /app
 USER 10001
 ENTRYPOINT ["flow-grpo"]
 CMD ["--help"]
