@@ -12,6 +12,7 @@ run.metrics[-1]["eval/bright"], run.checkpoint
 import hashlib
 import importlib.util
 import json
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,9 @@ def _write_prompts(logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, 
     folder = logdir / f"prompts-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        partial = folder / f".{name}.{uuid.uuid4().hex}"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(folder / name)  # whole, for the other processes of a run too
     return folder
 
 

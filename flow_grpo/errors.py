@@ -24,7 +24,7 @@ class LostPeer(UserError):
 
 
 class RewardOutage(UserError):
-    """So many scores are missing that the run stopped, after it saved a checkpoint."""
+    """So many scores are missing that the run stopped."""
 
     exit_code = 3
 

@@ -21,6 +21,7 @@ from torch._functorch import config as functorch_config
 from flow_grpo.models.conditioning import Conditioning, Schedule, Texts, cat_padded
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
 from flow_grpo.models.lora_files import attach_lora, replace_weights
+from flow_grpo.models.packing import shifted_schedule
 from flow_grpo.models.placing import place, vae_dtype
 from flow_grpo.models.sizes import Grid, Size, latent_shape
 from flow_grpo.speed.faster import channels_last_norms, fuse_gelu, join_siblings
@@ -96,9 +97,9 @@ class ModelAdapter(ABC):
     def encode_one(self, text: str) -> Embedding:
         """What the text encoders give for it, (1, ...) each; "embeds" is that of its tokens."""
 
-    @abstractmethod
     def schedule(self, num_steps: int, height: int, width: int, frames: int = 1) -> Schedule:
         """The noise levels and time steps that the family's own pipeline would use."""
+        return shifted_schedule(self.own_scheduler(), num_steps, self.tokens(height, width))
 
     @abstractmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What families share that take latents in packs of 2 x 2 and shift noise levels by the size."""
+"""Latents in packs of 2 x 2, and noise levels that are shifted by the size of the picture."""
 
 import numpy as np
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps

@@ -5,27 +5,21 @@ from diffusers import QwenImagePipeline
 from torch import Tensor, nn
 
 from flow_grpo.models.base import Config, ModelAdapter
-from flow_grpo.models.conditioning import Schedule, Texts
+from flow_grpo.models.conditioning import Texts
 from flow_grpo.models.embeddings import Embedding
-from flow_grpo.models.packing import pack, shifted_schedule, unpack
+from flow_grpo.models.joint import SIBLINGS, TARGETS, mlp_targets
+from flow_grpo.models.packing import pack, unpack
 from flow_grpo.models.sizes import Grid
 from flow_grpo.models.videos import standardised
 from flow_grpo.speed.transfer import send
-
-OF_IMAGE = ("to_q", "to_k", "to_v")
-OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
 class QwenImageAdapter(ModelAdapter):
     pipeline_class = QwenImagePipeline
     masks_texts = True
     can_replay = False  # with a mask, its forward brings a number from the host each time
-    lora_targets = [  # noqa: RUF012
-        *(f"attn.{name}" for name in (*OF_IMAGE, "to_out.0")),
-        *(f"attn.{name}" for name in (*OF_TEXT, "to_add_out")),
-        *(f"{mlp}.{layer}" for mlp in ("img_mlp", "txt_mlp") for layer in ("net.0.proj", "net.2")),
-    ]
-    siblings = {"attn": (OF_IMAGE, OF_TEXT)}  # noqa: RUF012
+    lora_targets = [*TARGETS, *mlp_targets("img_mlp", "txt_mlp")]  # noqa: RUF012
+    siblings = SIBLINGS
 
     @classmethod
     def grid(cls, transformer: Config, vae: Config) -> Grid:
@@ -44,9 +38,6 @@ class QwenImageAdapter(ModelAdapter):
             max_sequence_length=self.max_sequence_length,
         )
         return {"embeds": embeds}
-
-    def schedule(self, num_steps: int, height: int, width: int, frames: int = 1) -> Schedule:
-        return shifted_schedule(self.own_scheduler(), num_steps, self.tokens(height, width))
 
     def forward(
         self,

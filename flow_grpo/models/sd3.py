@@ -10,21 +10,16 @@ from torch import Tensor, nn
 from flow_grpo.models.base import Config, ModelAdapter
 from flow_grpo.models.conditioning import Schedule, Texts
 from flow_grpo.models.embeddings import Embedding
+from flow_grpo.models.joint import SIBLINGS, TARGETS
 from flow_grpo.models.sizes import Grid
-
-OF_IMAGE = ("to_q", "to_k", "to_v")  # projections with one input
-OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
 class SD3Adapter(ModelAdapter):
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     tokenizers = ("tokenizer", "tokenizer_2", "tokenizer_3")
-    lora_targets = [  # noqa: RUF012
-        *(f"attn.{name}" for name in (*OF_IMAGE, "to_out.0")),
-        *(f"attn.{name}" for name in (*OF_TEXT, "to_add_out")),
-    ]
-    siblings = {"attn": (OF_IMAGE, OF_TEXT)}  # noqa: RUF012
+    lora_targets = TARGETS
+    siblings = SIBLINGS
 
     @classmethod
     def grid(cls, transformer: Config, vae: Config) -> Grid:

@@ -5,9 +5,8 @@ from diffusers import ZImagePipeline
 from torch import Tensor, nn
 
 from flow_grpo.models.base import Config, ModelAdapter
-from flow_grpo.models.conditioning import Schedule, Texts
+from flow_grpo.models.conditioning import Texts
 from flow_grpo.models.embeddings import Embedding
-from flow_grpo.models.packing import shifted_schedule
 from flow_grpo.models.sizes import Grid
 
 
@@ -35,9 +34,6 @@ class ZImageAdapter(ModelAdapter):
             max_sequence_length=self.max_sequence_length,
         )
         return {"embeds": embeds[None]}
-
-    def schedule(self, num_steps: int, height: int, width: int, frames: int = 1) -> Schedule:
-        return shifted_schedule(self.own_scheduler(), num_steps, self.tokens(height, width))
 
     def forward(
         self,

@@ -83,7 +83,6 @@ def is_first_process() -> bool:
 
 def _parse(argv: list[str]) -> list[str]:
     _check_names(argv)
-    _check_flags(argv)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
@@ -130,6 +129,7 @@ def _check_names(argv: list[str]) -> None:
     for arg in argv:
         if arg.startswith("--config."):
             check_name(arg.removeprefix("--config.").split("=")[0], config)
+    _check_flags(argv, list(_dotted(config)))
     # the last of them would be taken without a word
     given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
     for name in FLOW_GRPO_NAMES:
@@ -140,10 +140,8 @@ def _check_names(argv: list[str]) -> None:
             )
 
 
-def _check_flags(argv: list[str]) -> None:
+def _check_flags(argv: list[str], known: list[str]) -> None:
     """A field by its last name alone is told its full one."""
-    paths = _config_paths(argv)
-    known = list(_dotted(_load(paths[-1]))) if paths else []
     for arg in argv[1:]:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or name.startswith("config") or name in flags.FLAGS:

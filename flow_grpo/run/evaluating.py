@@ -17,13 +17,11 @@ from flow_grpo.run.check import check, check_eval_judges
 from flow_grpo.run.outage import describe_outage
 from flow_grpo.run.prompts import build_test_prompts
 from flow_grpo.run.results import Scored
+from flow_grpo.run.scoring import build_rewards, check_reward, eval_weights
 from flow_grpo.run.session import (
     build_adapter,
     build_dynamics,
-    build_rewards,
-    check_reward,
     eval_guidance,
-    eval_weights,
     image_size,
 )
 from flow_grpo.sampling.data import Prompt

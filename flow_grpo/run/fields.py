@@ -116,7 +116,7 @@ def get_config() -> ConfigDict:
     # Few steps are enough to learn from; evaluation uses more.
     sample.num_steps = 10
     sample.eval_num_steps = 40
-    # 1.0 samples without guidance, at half the cost.
+    # 1.0 samples without guidance, at half the cost. Some models count otherwise: docs/models.md.
     sample.guidance_scale = 4.5
     # That of evaluations; not set means the same.
     sample.eval_guidance_scale = placeholder(float)

@@ -17,17 +17,10 @@ from torch.optim import Optimizer
 from flow_grpo.algorithms import ALGORITHMS, Algorithm, Setup
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, Size, check_model, load_adapter
-from flow_grpo.rewards import (
-    WeightedReward,
-    build_scorers,
-    check_weights,
-    close_scorers,
-    guard_scorers,
-)
-from flow_grpo.rewards.failure import FailurePolicy
+from flow_grpo.rewards import WeightedReward, close_scorers
 from flow_grpo.run import tracking
 from flow_grpo.run.accelerator import build_accelerator
-from flow_grpo.run.check import check, check_eval_judges, check_judges, unusual
+from flow_grpo.run.check import check, unusual
 from flow_grpo.run.checkpoint import Progress
 from flow_grpo.run.gpu import can_compile, can_replay, lighter_settings
 from flow_grpo.run.hub import download_revision
@@ -36,6 +29,7 @@ from flow_grpo.run.memory import advice_when_short
 from flow_grpo.run.prompts import build_prompts
 from flow_grpo.run.restore import load_progress
 from flow_grpo.run.resume import find_start, prepare_folder
+from flow_grpo.run.scoring import build_both_rewards
 from flow_grpo.run.stopping import StopSignals
 from flow_grpo.sampling.data import Prompt
 from flow_grpo.sampling.rollout import Dynamics
@@ -191,8 +185,10 @@ def _build_session(
     as_json = json.loads(config.to_json_best_effort())
     start, lock = find_start(accelerator, as_json, until_built)
     data = build_prompts(config, plan)
+    size = image_size(config)
     reward, eval_reward = on_all_or_none(
-        accelerator, lambda: build_both_rewards(config, accelerator, plan, data.train, data.test)
+        accelerator,
+        lambda: build_both_rewards(config, accelerator, plan, data.train, data.test, size),
     )
 
     with advice_when_short(lighter_settings(config)):
@@ -292,52 +288,6 @@ def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy
             "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
         ) from error
     return AdamW8bit(policy.parameters(), **settings)
-
-
-def build_both_rewards(
-    config: ConfigDict,
-    accelerator: Accelerator,
-    plan: BatchPlan,
-    prompts: list[Prompt],
-    test_prompts: list[Prompt],
-) -> list[WeightedReward]:
-    """Of training and of evaluation."""
-    weights = config.reward_fn.to_dict()
-    reward, eval_reward = build_rewards(config, accelerator, weights, eval_weights(config))
-    check_judges(config, reward.judges, plan)
-    check_eval_judges(eval_reward.judges)
-    check_reward(reward, prompts, image_size(config))
-    check_reward(eval_reward, test_prompts, image_size(config))
-    return [reward, eval_reward]
-
-
-def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> None:
-    """Whatever can be wrong with it, before the model loads."""
-    reward.check([p.prompt for p in prompts])
-    reward.rehearse(prompts[0].prompt, prompts[0].metadata, size.width, size.height, size.frames)
-
-
-def eval_weights(config: ConfigDict) -> dict[str, float]:
-    return (config.eval_reward_fn or config.reward_fn).to_dict()
-
-
-def build_rewards(
-    config: ConfigDict, accelerator: Accelerator, *weights: dict[str, float]
-) -> list[WeightedReward]:
-    """One reward per dict of weights; those that name the same scorer share it."""
-    for each in weights:
-        check_weights(each, "reward_fn" if each == config.reward_fn.to_dict() else "eval_reward_fn")
-    policy = FailurePolicy(config.reward_retries, config.reward_timeout)
-    scorers = build_scorers(
-        dict.fromkeys(name for each in weights for name in each),
-        device=str(accelerator.device),
-        custom=config.custom_rewards.to_dict(),
-        servers=config.reward_servers.to_dict(),
-        options=config.reward_options.to_dict(),
-        policy=policy,
-    )
-    guarded = guard_scorers(scorers, policy)
-    return [WeightedReward(guarded, each) for each in weights]
 
 
 def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
