@@ -5,7 +5,8 @@ import torch
 from policies import policy_of
 from torch import nn
 
-from flow_grpo.models.sd3 import OF_IMAGE, OF_TEXT, SD3Adapter
+from flow_grpo.models.joint import OF_IMAGE, OF_TEXT
+from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.speed.faster import (
     ChannelsLastNorm,
