@@ -84,6 +84,7 @@ def score_text(score: float | None) -> str:
 def fitted(pen: ImageDraw.ImageDraw, text: str, width: float, *, end: str = "") -> str:
     """`text` and `end`; where that is too wide, `text` is cut short and `end` is not."""
     room = width - pen.textlength(end)
+    text = " ".join(text.split())[: max(0, int(room))]  # no letter is narrower than a pixel
     while text and pen.textlength(text) > room:
         text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
     return text + end
