@@ -126,9 +126,7 @@ class Session:
         """Also of a run that was stopped: what the trackers hold is written."""
         try:
             close_scorers(self.reward, self.eval_reward)
-            for tracker in self.accelerator.trackers:
-                tracker.finish()
-            self.accelerator.trackers.clear()  # some take a second end amiss
+            trackers.close(self.accelerator)
         finally:
             if self.lock is not None:
                 self.lock.release()
@@ -238,12 +236,12 @@ def _build_session(
         ema.prepare(accelerator)
     progress = load_progress(accelerator, start.checkpoint, optimizer, adam_settings(config))
     algorithm.load_state_dict(progress.algorithm)
-    on_all_or_none(accelerator, lambda: lock and prepare_folder(start, as_json))
     if config.log_with:
         on_all_or_none(
             accelerator,
             lambda: trackers.start(accelerator, config.project_name, start.folder, as_json),
         )
+    on_all_or_none(accelerator, lambda: lock and prepare_folder(start, as_json))
     return Session(
         config=config,
         accelerator=accelerator,

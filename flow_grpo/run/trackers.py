@@ -4,7 +4,9 @@ prompts, rewards and advantages."""
 import importlib
 import importlib.util
 import re
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,9 @@ def parse(log_with: str) -> list[str]:
 
 def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str, Any]) -> None:
     """As the accelerator was told; what they write goes into the run folder where they let us
-    choose. Raises a UserError on the main process only."""
+    choose. Where one cannot start, the main process raises a UserError, and a new run leaves no
+    folder behind, so that the same command can be given again."""
+    is_new = not folder.exists()
     accelerator.project_configuration.logging_dir = str(folder)
     flat = {_plain(k): v if isinstance(v, int | float | str) else str(v) for k, v in dotted(config)}
     settings = {
@@ -57,9 +61,20 @@ def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str
     try:
         accelerator.init_trackers(project, config=flat, init_kwargs=settings)
     except Exception as error:  # each has errors of its own
+        close(accelerator)
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
         names = [str(name) for name in accelerator.log_with]
         hints = "; ".join(OFFLINE[name] for name in names if OFFLINE[name])
         raise UserError(f"log_with={','.join(names)}: {first_line(error)}; {hints}") from error
+
+
+def close(accelerator: Accelerator) -> None:
+    """Once: some take a second end amiss."""
+    while accelerator.trackers:
+        tracker = accelerator.trackers.pop()
+        with suppress(AttributeError):  # it never started
+            tracker.finish()
 
 
 def log(accelerator: Accelerator, record: dict[str, float | None]) -> None:
