@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -93,27 +94,34 @@ def trackio(folder: Path) -> Tracked:
 
 def tensorboard(folder: Path) -> Tracked:
     """Texts of pictures are in a text of their own, a line each."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = Tracked()
-    [file] = folder.glob("events.out.tfevents.*")
-    events = EventAccumulator(str(file), {"images": 0, "tensors": 0, "scalars": 0}).Reload()
-    tags = events.Tags()
-    for name in tags["scalars"]:
+    events, texts, found = _events(folder), tensorboard_texts(folder), Tracked()
+    for name in events.Tags()["scalars"]:
         found.scalars[name] = {e.step: e.value for e in events.Scalars(name)}
-    texts = {
-        (name.removesuffix("/text_summary"), event.step): event.tensor_proto.string_val[0].decode()
-        for name in tags["tensors"]
-        for event in events.Tensors(name)
-    }
-    for name in tags["images"]:
+    for name in events.Tags()["images"]:
         group, _, place = name.rpartition("/")
         for event in events.Images(name):
-            line = texts[group, event.step].splitlines()[int(place)]
-            assert line.startswith(f"    {place}  ")  # code to Markdown, which shows it as it is
+            line = texts[group, event.step].splitlines()[int(place)].strip()
+            assert line.startswith(f"{place}  ")
             picture = io.BytesIO(event.encoded_image_string)
-            found.add_picture(name, event.step, picture, line.removeprefix(f"    {place}  "))
+            found.add_picture(name, event.step, picture, line.removeprefix(f"{place}  "))
     return found
+
+
+def tensorboard_texts(folder: Path) -> dict[tuple[str, int], str]:
+    """By name and step."""
+    events = _events(folder)
+    return {
+        (name.removesuffix("/text_summary"), event.step): event.tensor_proto.string_val[0].decode()
+        for name in events.Tags()["tensors"]
+        for event in events.Tensors(name)
+    }
+
+
+def _events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [file] = folder.glob("events.out.tfevents.*")
+    return EventAccumulator(str(file), {"images": 0, "tensors": 0, "scalars": 0}).Reload()
 
 
 def mlflow(uri: str, project: str) -> Tracked:

@@ -66,7 +66,9 @@ def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str
             shutil.rmtree(folder, ignore_errors=True)
         names = [str(name) for name in accelerator.log_with]
         hints = "; ".join(OFFLINE[name] for name in names if OFFLINE[name])
-        raise UserError(f"log_with={','.join(names)}: {first_line(error)}; {hints}") from error
+        raise UserError(
+            f"log_with={','.join(names)}: {first_line(error).rstrip('.')}; {hints}"
+        ) from error
 
 
 def close(accelerator: Accelerator) -> None:

@@ -8,6 +8,7 @@ import pytest
 import tracked
 from PIL import Image
 from runner import Runner
+from tensorboard.plugin_util import markdown_to_safe_html
 
 SCRIPT = '<script>alert("1")</script><img src=x onerror=alert(2)> ![x](http://192.0.2.1/x.png)'
 PROMPTS = [f"{SCRIPT} | 'quoted' `code`", "😀 ünï 日本\n  two lines", "long " * 400, "plain"]
@@ -81,6 +82,16 @@ def test_a_tracker_has_every_number_and_picture(run, name):
             assert told == pytest.approx({name: row[name] for name in told}, rel=0.06, abs=0.006)
             advantage = ["advantage"] if kind == "train" else []
             assert [*told] == ["jpeg_compressibility", "light+", "avg", *advantage]
+
+
+def test_tensorboard_shows_prompts_as_text(run):
+    texts = tracked.tensorboard_texts(run[0] / "logs/run/flow_grpo")
+    assert {name for name, _ in texts} == {"samples/eval", "samples/train"}
+    html = markdown_to_safe_html(texts["samples/eval", 0])
+    assert "&lt;script&gt;alert" in html
+    assert "![x](http://192.0.2.1/x.png)" in html
+    assert "<script" not in html
+    assert "<img" not in html
 
 
 def pictures_by_file(samples) -> dict:
