@@ -65,10 +65,9 @@ def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
         names = [str(name) for name in accelerator.log_with]
-        hints = "; ".join(OFFLINE[name] for name in names if OFFLINE[name])
-        raise UserError(
-            f"log_with={','.join(names)}: {first_line(error).rstrip('.')}; {hints}"
-        ) from error
+        reason = f"log_with={','.join(names)}: {first_line(error).rstrip('.')}"
+        hints = [OFFLINE[name] for name in names if OFFLINE[name]]
+        raise UserError("; ".join([reason, *hints])) from error
 
 
 def close(accelerator: Accelerator) -> None:
