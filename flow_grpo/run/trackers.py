@@ -59,6 +59,8 @@ def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str
         "mlflow": {"run_name": folder.name},
     }
     try:
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
         accelerator.init_trackers(project, config=flat, init_kwargs=settings)
     except Exception as error:  # each has errors of its own
         close(accelerator)
