@@ -1,9 +1,11 @@
 """A mistake under torchrun and `accelerate launch`, which have a report of their own to print."""
 
 import os
+import subprocess
 import sys
 
 import pytest
+from runner import environment
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 ACCELERATE = (
@@ -76,3 +78,24 @@ def test_the_report_of_accelerate_ends_with_an_outage_in_the_middle_of_a_run(
     assert_report_ends_with(done.stderr, line)
     assert "it returned scores of shape (3,) for 4 images" in done.stderr.splitlines()[-2]
     assert done.stdout.count("epoch 0/1") == 1
+
+
+def test_what_one_process_met_is_told_and_not_that_others_lost_it(tmp_path):
+    script = tmp_path / "one_is_full.py"
+    script.write_text(
+        "import os, torch\n"
+        "from torch import distributed\n"
+        "from flow_grpo.errors import OutOfMemory\n"
+        "from flow_grpo.run.mistakes import told_plainly\n"
+        "def main():\n"
+        "    distributed.init_process_group('gloo')\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise OutOfMemory('GPU 1 is full')\n"
+        "    distributed.all_reduce(torch.ones(1))\n"
+        "told_plainly(main, debug=False)\n"
+    )
+    command = [*TORCHRUN, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode != 0
+    assert_report_ends_with(done.stderr, "error: GPU 1 is full")
+    assert "lost contact" not in done.stderr
