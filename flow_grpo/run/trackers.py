@@ -6,7 +6,6 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,21 +62,26 @@ def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str
             folder.mkdir(parents=True, exist_ok=True)
         accelerator.init_trackers(project, config=flat, init_kwargs=settings)
     except Exception as error:  # each has errors of its own
+        names = [str(name) for name in accelerator.log_with]
+        started = [tracker.name for tracker in accelerator.trackers if _has_started(tracker)]
+        failed = next((name for name in names if name not in started), ",".join(names))
         close(accelerator)
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
-        names = [str(name) for name in accelerator.log_with]
-        reason = f"log_with={','.join(names)}: {first_line(error).rstrip('.')}"
-        hints = [OFFLINE[name] for name in names if OFFLINE[name]]
-        raise UserError("; ".join([reason, *hints])) from error
+        told = [f"log_with={failed}: {first_line(error).rstrip('.')}", OFFLINE.get(failed, "")]
+        raise UserError("; ".join(filter(None, told))) from error
 
 
 def close(accelerator: Accelerator) -> None:
     """Once: some take a second end amiss."""
     while accelerator.trackers:
         tracker = accelerator.trackers.pop()
-        with suppress(AttributeError):  # it never started
+        if _has_started(tracker):
             tracker.finish()
+
+
+def _has_started(tracker: GeneralTracker) -> bool:
+    return hasattr(tracker, "tracker")  # made when it starts
 
 
 def log(accelerator: Accelerator, record: dict[str, float | None]) -> None:
