@@ -1,6 +1,7 @@
 """The routes."""
 
 import asyncio
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -150,4 +151,4 @@ def _answer(reward: str, scores: BatchScores) -> dict[str, Any]:
 
 
 def _or_null(value: float) -> float | None:
-    return None if isinstance(value, Failed) else value
+    return None if math.isnan(value) else value

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flow_grpo.advantages import Estimator, Scale, compute_advantages
 from flow_grpo.losses import adapted_weight
+from flow_grpo.rewards import TOTAL
 from flow_grpo.sampling.rollout import Trajectory
 from flow_grpo.windows import stochastic_steps
 
@@ -48,8 +49,16 @@ class Scored:
     judged: Collection[str] = ()  # rewards that are shares of wins within the group
 
     @property
+    def counted(self) -> dict[str, np.ndarray]:
+        """The rewards that have a weight: 0 where one was not asked, so that the total has a value
+        without it."""
+        complete = ~np.isnan(self.rewards.get(TOTAL, np.nan))
+        rewards = {name: self.rewards[name] for name in self.weights}
+        return {n: np.where(complete & np.isnan(r), 0.0, r) for n, r in rewards.items()}
+
+    @property
     def total(self) -> np.ndarray:
-        return sum(weight * self.rewards[name] for name, weight in self.weights.items())
+        return sum(self.weights[name] * values for name, values in self.counted.items())
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ class Algorithm:
     def credit(self, scored: Scored) -> np.ndarray:
         """(N,); 0 where there is no score."""
         return compute_advantages(
-            {name: scored.rewards[name] for name in scored.weights},
+            scored.counted,
             scored.groups,
             estimator=self.setup.estimator,
             scale=self.setup.scale,

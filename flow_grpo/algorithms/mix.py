@@ -41,12 +41,12 @@ class Mix(Grpo):
     def credit(self, scored: Scored) -> np.ndarray:
         missing = np.isnan(scored.total)  # in any of the rewards: it shifts no statistic
         return sum(
-            weight
+            scored.weights[name]
             * compute_advantages(
-                np.where(missing, np.nan, scored.rewards[name]),
+                np.where(missing, np.nan, values),
                 scored.groups,
                 scale="group",
                 eps=1e-8,
             )
-            for name, weight in scored.weights.items()
+            for name, values in scored.counted.items()
         )

@@ -1,11 +1,11 @@
 """Rewards by name. A scorer is a callable (sync or async) of (images, prompts, metadata).
 
 It gets a list of PIL images, a list of prompts and a list of metadata dicts, and returns one
-number per image, NaN or None where it cannot score; or a tuple of that and a dict of further
-values per image, to be logged. One with `compares_groups = True` returns shares of wins, and is
-called with whole groups. Of a video it gets single frames, by the rule in its attribute `frames`;
-with "clip" it gets a list of PIL images for each image. This module stays light: scorers are
-imported when they are built.
+number per image, NaN or None where it cannot score, `NotAsked()` where its prompt does not ask for
+it; or a tuple of that and a dict of further values per image, to be logged. One with
+`compares_groups = True` returns shares of wins, and is called with whole groups. Of a video it gets
+single frames, by the rule in its attribute `frames`; with "clip" it gets a list of PIL images for
+each image. This module stays light: scorers are imported when they are built.
 """
 
 import importlib
@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from flow_grpo.errors import RewardOutage, UserError
-from flow_grpo.rewards.failure import FailurePolicy
+from flow_grpo.rewards.failure import FailurePolicy, NotAsked
 from flow_grpo.rewards.frames import DEFAULT, Sample, frame_rule, rule_of, split_rules, with_rule
 from flow_grpo.rewards.guard import RESERVED, BatchScores, GuardedScorer
 from flow_grpo.rewards.pictures import fetch_pictures
@@ -60,8 +60,8 @@ class PendingScores:
     weights: Mapping[str, float]
 
     def result(self) -> dict[str, np.ndarray]:
-        """Arrays (N,) float64: each reward's scores, NaN where it failed, their weighted sum as
-        "avg", and what scorers returned besides, as "<reward>/<name>"."""
+        """Arrays (N,) float64: each reward's scores, NaN where there is none, the weighted sum of
+        those that were asked as "avg", and what scorers returned besides, as "<reward>/<name>"."""
         parts = {name: part.result() for name, part in self.parts.items()}
         scores = {name: np.array(part.values, dtype=np.float64) for name, part in parts.items()}
         extras = {
@@ -69,7 +69,12 @@ class PendingScores:
             for reward, part in parts.items()
             for name, values in part.extras.items()
         }
-        total = sum(self.weights[name] * values for name, values in scores.items())
+        asked = {
+            name: np.array([not isinstance(value, NotAsked) for value in part.values], dtype=bool)
+            for name, part in parts.items()
+        }
+        total = sum(self.weights[n] * np.where(asked[n], scores[n], 0.0) for n in scores)
+        total = np.where(np.any(list(asked.values()), axis=0), total, np.nan)
         return {**scores, TOTAL: total, **extras}
 
 

@@ -24,6 +24,13 @@ class Failed(float):
         return f"Failed({self.reason!r})"
 
 
+class NotAsked(float):
+    """A NaN that is no failure: the reward has nothing to say of this prompt."""
+
+    def __new__(cls) -> "NotAsked":
+        return super().__new__(cls, "nan")
+
+
 @dataclass(frozen=True)
 class FailurePolicy:
     """How long one batch of one reward is tried."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.failure import Failed, FailurePolicy, describe
+from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked, describe
 from flow_grpo.rewards.frames import (
     CLIP,
     Sample,
@@ -43,7 +43,7 @@ NO_PICTURE = Failed("its pixels are not numbers (NaN)")
 
 @dataclass(frozen=True)
 class BatchScores:
-    values: list[float]  # one per image, `Failed` where there is none
+    values: list[float]  # one per image, `Failed` or `NotAsked` where there is none
     extras: dict[str, list[float]] = field(default_factory=dict)  # further values to log
 
 
@@ -145,7 +145,7 @@ class GuardedScorer:
         return self._running.result()
 
     def _remember(self, values: Sequence[float]) -> None:
-        missing = [v for v in values if math.isnan(v)]
+        missing = [v for v in values if math.isnan(v) and not isinstance(v, NotAsked)]
         if missing and not self.closed:
             self.last_error = getattr(missing[-1], "reason", "it gave no score and no reason")
             log.warning(
@@ -243,7 +243,7 @@ def _numbers(what: str, values: Any, count: int) -> list[float]:
 
 
 def _number(what: str, value: Any) -> float:
-    if value is None or isinstance(value, Failed):
+    if value is None or isinstance(value, Failed | NotAsked):
         return Failed("it returned None") if value is None else value
     try:
         number = float(value)

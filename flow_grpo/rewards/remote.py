@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.failure import Failed, FailurePolicy, describe
+from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked, describe
 from flow_grpo.rewards.frames import CLIP, DEFAULT, Sample, agreed_rule, is_clip
 from flow_grpo.rewards.guard import BatchScores, joined, parse_scores
 from flow_grpo.rewards.http import Refused, ServerGroup, Unavailable, parse_urls
@@ -146,7 +146,7 @@ def _characters(encoded: str | list[str]) -> int:
 def _parse(answer: dict[str, Any], count: int) -> BatchScores:
     errors = answer.get("errors") or [None] * count
     scores = [
-        Failed(error or "the server gave no score") if score is None else score
+        (Failed(error) if error else NotAsked()) if score is None else score
         for score, error in zip(answer["scores"], errors, strict=True)
     ]
     return parse_scores((scores, answer.get("extras") or {}), count)

@@ -36,7 +36,8 @@ def score_metrics(
         if name != TOTAL and "/" not in name:
             scored = values[~np.isnan(values)]
             metrics[f"{prefix}/{name}/std"] = float(scored.std()) if len(scored) else math.nan
-            metrics[f"{prefix}/{name}/failed"] = len(values) - len(scored)
+            failed = np.isnan(values) & np.isnan(scores[TOTAL])  # else it was not asked
+            metrics[f"{prefix}/{name}/failed"] = int(failed.sum())
     of = np.array(sets)
     for part in dict.fromkeys(sets):  # no /failed, which a reward of the same name has
         for name in (name for name in scores if "/" not in name):

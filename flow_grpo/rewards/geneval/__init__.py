@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.geneval.rules import TAGS, judge, parse_task
 
 DETECTORS = {
@@ -49,9 +50,8 @@ class GenEval:
         tasks = [parse_task(each) for each in metadata]
         asked = [i for i, task in enumerate(tasks) if task is not None]
         found = self.detector([images[i] for i in asked], [tasks[i] for i in asked])
-        nothing = float("nan")
-        scores = [nothing] * len(images)
-        extras = {name: [nothing] * len(images) for name in ("strict", *TAGS)}
+        scores = [NotAsked()] * len(images)
+        extras = {name: [NotAsked()] * len(images) for name in ("strict", *TAGS)}
         for i, detections in zip(asked, found, strict=True):
             verdict = judge(tasks[i], detections)
             scores[i] = float(verdict.strict) if self.strict else verdict.graded
