@@ -25,7 +25,7 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.given import path_of
 from flow_grpo.run import cli, presets
 from flow_grpo.run.evaluating import evaluate_all
-from flow_grpo.run.places import ROOT, find
+from flow_grpo.run.places import ROOT, find_files
 
 Reward = str | Callable
 Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
@@ -99,14 +99,15 @@ def build_config(
         except (TypeError, ValueError) as error:
             raise UserError(f"{name}={value!r} does not fit: {first_line(error)}") from error
     if model:
-        config.pretrained.model = find(str(model))
+        config.pretrained.model = str(model)
     if rewards is not None:
         config.reward_fn, config.custom_rewards = _reward_fields(rewards)
     if isinstance(prompts, str | Path):
-        config.dataset = find(str(prompts))
+        config.dataset = str(prompts)
     elif prompts is not None:
         sets = {"train": prompts, **({} if test_prompts is None else {"test": test_prompts})}
         config.dataset = str(_write_prompts(Path(config.logdir), sets))
+    find_files(config)
     return config
 
 
