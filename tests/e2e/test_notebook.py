@@ -9,8 +9,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
 from PIL import Image
 from runner import ROOT, environment
 
@@ -43,27 +43,35 @@ def picture(notebook: nbformat.NotebookNode, cell: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
 
 
-@pytest.mark.slow
-def test_the_example_trains_scores_and_shows_pictures(notebook, tmp_path):
-    """In a fresh kernel, in a folder that has nothing of the repo."""
-    own = {"IPYTHONDIR": str(tmp_path / "ipython"), "CUDA_VISIBLE_DEVICES": ""}
-    where = {"metadata": {"path": str(tmp_path)}}
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory) -> nbformat.NotebookNode:
+    """In a fresh kernel, in a folder that has nothing of the repo; a mistake is made at the end."""
+    folder = tmp_path_factory.mktemp("notebook")
+    notebook = nbformat.read(PATH, as_version=4)
+    allowed = {"tags": ["raises-exception"]}
+    mistake = new_code_cell("Trainer(preset='tiny')", id="mistake", metadata=allowed)
+    notebook.cells.append(mistake)
+    own = {"IPYTHONDIR": str(folder / "ipython"), "CUDA_VISIBLE_DEVICES": ""}
+    where = {"metadata": {"path": str(folder)}}
     client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where)
-    client.execute(env={**environment(), **own})  # raises where a cell does
+    return client.execute(env={**environment(), **own})  # raises where another cell does
 
-    before, after = value(notebook, "read-metrics")
+
+@pytest.mark.slow
+def test_the_example_trains_scores_and_shows_pictures(executed):
+    before, after = value(executed, "read-metrics")
     assert [before[0], after[0]] == [0, 1]
     assert 0 <= before[1] < after[1] <= 1
     for cell, last in {"train-ocr": "epoch 1/1", "train-own": "epoch 2/2"}.items():
-        assert f"{last}  reward/" in printed(notebook, cell)
-        assert "finished: logs/" in printed(notebook, cell)
-    means = value(notebook, "evaluate")
+        assert f"{last}  reward/" in printed(executed, cell)
+        assert "finished: logs/" in printed(executed, cell)
+    means = value(executed, "evaluate")
     assert list(means) == ["base", "checkpoint-4", "checkpoint-8"]
     assert all(math.isfinite(row["right_colour"]) for row in means.values())
     assert means["base"]["right_colour"] < means["checkpoint-8"]["right_colour"] <= 1
-    assert "| checkpoint-8 |" in printed(notebook, "evaluate")
+    assert "| checkpoint-8 |" in printed(executed, "evaluate")
     for cell in ("show-pictures", "curve", "show-shapes", "grid", "diffusers"):
-        shown = picture(notebook, cell)
+        shown = picture(executed, cell)
         assert min(shown.size) >= 100
         assert len(shown.getcolors(maxcolors=2**24)) > 50, f"{cell} shows an empty picture"
 
@@ -83,8 +91,10 @@ def test_links_of_the_example_lead_somewhere(notebook):
         assert Path(PATH.parent, link).is_file(), link
 
 
-def test_a_notebook_shows_a_mistake_in_one_line(capsys):
-    shell = InteractiveShell()
-    shell.run_cell("from flow_grpo import Trainer\nTrainer(preset='tiny')")
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("UserError: unknown preset 'tiny'; config/grpo.py has tiny_ocr,")
+@pytest.mark.slow
+def test_a_notebook_shows_a_mistake_in_one_line(executed):
+    [error] = outputs(executed, "mistake")
+    assert error.ename == "UserError"
+    [line] = error.traceback
+    assert line.startswith("UserError: unknown preset 'tiny'")
+    assert "\n" not in line
