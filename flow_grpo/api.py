@@ -25,7 +25,7 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.given import path_of
 from flow_grpo.run import cli, presets
 from flow_grpo.run.evaluating import evaluate_all
-from flow_grpo.run.places import ROOT
+from flow_grpo.run.places import ROOT, find_files
 
 Reward = str | Callable
 Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
@@ -107,6 +107,7 @@ def build_config(
     elif prompts is not None:
         sets = {"train": prompts, **({} if test_prompts is None else {"test": test_prompts})}
         config.dataset = str(_write_prompts(Path(config.logdir), sets))
+    find_files(config)
     return config
 
 

@@ -1,8 +1,12 @@
 class UserError(Exception):
-    """A mistake the user can mend. Scripts print it as one line, without a traceback."""
+    """A mistake the user can mend, shown as one line without a traceback, in notebooks too."""
 
     exit_code = 2
     seen_by_all = True  # of several processes, one tells it
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of the traceback."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class OutOfMemory(UserError):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from diffusers import StableDiffusion3Pipeline
+from runner import ROOT
 
 import flow_grpo
 from flow_grpo import api
@@ -92,6 +93,13 @@ def test_prompts_are_kept_where_a_run_finds_them_again(tmp_path):
     assert first == second
     with open(f"{first}/train.jsonl") as file:
         assert [json.loads(line) for line in file] == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_our_model_and_prompts_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = flow_grpo.Trainer("assets/tiny-sd3", prompts="dataset/ocr").config
+    assert config.pretrained.model == str(ROOT / "assets/tiny-sd3")
+    assert config.dataset == str(ROOT / "dataset/ocr")
 
 
 @pytest.mark.parametrize(

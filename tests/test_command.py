@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from runner import ROOT
 
+from flow_grpo.errors import UserError
 from flow_grpo.run import cli, places, presets
 from flow_grpo.run.command import commands, summary
+from flow_grpo.run.evaluating import evaluate_all
+from flow_grpo.run.fields import get_config
 
 PACKAGED = ("flow_grpo", "reward_server", "scripts", "config", "dataset", "assets")
 
@@ -82,6 +85,7 @@ def test_a_preset_runs_from_a_folder_without_the_repo(flow_grpo, installed, tmp_
         **{"sample.num_batches_per_epoch": 1, "train.gradient_accumulation_steps": 1},
         **{"sample.train_batch_size": 12, "train.batch_size": 12},
         "reward_fn": "{'jpeg_compressibility': 1.0}",
+        **{"dataset": "dataset/ocr", "pretrained.model": "assets/tiny-sd3"},
     }
     overrides = [f"--config.{name}={value}" for name, value in fields.items()]
     done = flow_grpo("train", "--config=config/grpo.py:tiny_ocr", "--config.device=cpu", *overrides)
@@ -106,3 +110,11 @@ def test_files_of_the_current_folder_come_before_ours(tmp_path, monkeypatch):
     assert presets.get_config("tiny_ocr_1gpu").dataset == "dataset/ocr"
     assert places.find_config("config/grpo.py:tiny_ocr") == "config/grpo.py:tiny_ocr"
     assert places.find("no/such/file") == "no/such/file"
+
+
+def test_an_evaluation_finds_our_prompts_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = get_config()  # as a config file of one's own has it
+    with pytest.raises(UserError, match="no/such"):
+        evaluate_all(config, ["no/such"], tmp_path / "out")
+    assert config.dataset == str(ROOT / "dataset/ocr")

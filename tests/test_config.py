@@ -171,7 +171,7 @@ def test_open_dicts_take_any_name_and_nothing_but_dicts():
         ("train.learning_rate", True, "a number"),
         ("num_epochs", 1.5, "a whole number"),
         ("train.ema", 1, "True or False"),
-        ("train.lora_path", None, "a string"),
+        ("train.lora_path", None, "a string; '' is for none"),
         ("sample.sde_window_range", 5, "a tuple"),
         ("sample.sde_window_range", ("a", 5), "a whole number"),
         ("sample.sde_window_range", (1, 2, 3), "must have 2 values"),

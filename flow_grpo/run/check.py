@@ -207,6 +207,8 @@ def _fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
     if value is None and default is None:
         return
+    if value is None and default == "":
+        raise UserError(f"{name}=None must be a string; '' is for none")
     _check_type(name, value, kind)
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{name}={value} must be a finite number")

@@ -15,6 +15,7 @@ from flow_grpo.run.accelerator import build_accelerator
 from flow_grpo.run.candidates import Candidate, Exchange, find_candidates
 from flow_grpo.run.check import check, check_eval_judges
 from flow_grpo.run.outage import describe_outage
+from flow_grpo.run.places import find_files
 from flow_grpo.run.prompts import build_test_prompts
 from flow_grpo.run.results import Scored
 from flow_grpo.run.scoring import build_rewards, check_reward, eval_weights
@@ -41,6 +42,7 @@ def evaluate_all(
     those that the grid shows.
     """
     check(config)
+    find_files(config)
     if out.exists():
         raise UserError(f"{out} already exists; choose another --out or remove it")
     candidates = find_candidates(checkpoints)

@@ -5,6 +5,8 @@ They are in the checkout, or, where the package was installed from a wheel, in i
 
 from pathlib import Path
 
+from ml_collections import ConfigDict
+
 _PACKAGE = Path(__file__).parents[1]
 ROOT = _PACKAGE / "share" if (_PACKAGE / "share").is_dir() else _PACKAGE.parent
 
@@ -14,6 +16,11 @@ def find(path: str) -> str:
     if path and not Path(path).exists() and (ROOT / path).exists():
         return str(ROOT / path)
     return path
+
+
+def find_files(config: ConfigDict) -> None:
+    """So that `dataset/ocr` and `assets/tiny-sd3` work from any folder."""
+    config.dataset, config.pretrained.model = find(config.dataset), find(config.pretrained.model)
 
 
 def find_config(argument: str) -> str:

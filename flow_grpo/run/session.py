@@ -27,6 +27,7 @@ from flow_grpo.run.gpu import can_compile, can_replay, lighter_settings
 from flow_grpo.run.hub import download_revision
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.memory import advice_when_short
+from flow_grpo.run.places import find_files
 from flow_grpo.run.prompts import build_prompts
 from flow_grpo.run.restore import load_progress
 from flow_grpo.run.resume import find_start, prepare_folder
@@ -158,6 +159,7 @@ def _build_session(
     until_built: ExitStack,
 ) -> Session:
     check(config)
+    find_files(config)
     algorithm = build_algorithm(config)
     batches = algorithm.batch_count(config.train.batch_size)
     accelerator = build_accelerator(

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.errors import UserError
 from flow_grpo.run import old_names
-from flow_grpo.run.places import find
+from flow_grpo.run.places import find_files
 from flow_grpo.run.presets.full import BENCHMARKS, LARGE, SD3
 from flow_grpo.run.presets.tiny import TINY
 from flow_grpo.run.presets.variants import VARIANTS
@@ -47,6 +47,5 @@ def get_config(name: str = "") -> ConfigDict:
     if gpus is not None and gpus != launched:
         raise UserError(f"preset {name!r} is for {gpus} GPUs but {launched} processes were started")
     config = PRESETS[preset](int(launched or 1))
-    # so that it works from any folder
-    config.dataset, config.pretrained.model = find(config.dataset), find(config.pretrained.model)
+    find_files(config)
     return config

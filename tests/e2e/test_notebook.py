@@ -1,0 +1,100 @@
+"""The example notebook, run as a newcomer runs it."""
+
+import ast
+import base64
+import io
+import math
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
+from PIL import Image
+from runner import ROOT, environment
+
+PATH = ROOT / "examples/first_run.ipynb"
+
+
+@pytest.fixture
+def notebook() -> nbformat.NotebookNode:
+    return nbformat.read(PATH, as_version=4)
+
+
+def outputs(notebook: nbformat.NotebookNode, cell: str) -> list[nbformat.NotebookNode]:
+    [found] = [each for each in notebook.cells if each.id == cell]
+    return found.outputs
+
+
+def printed(notebook: nbformat.NotebookNode, cell: str) -> str:
+    streams = [o for o in outputs(notebook, cell) if o.output_type == "stream"]
+    return "".join(o.text for o in streams if o.name == "stdout")
+
+
+def value(notebook: nbformat.NotebookNode, cell: str):
+    [result] = [o for o in outputs(notebook, cell) if o.output_type == "execute_result"]
+    return ast.literal_eval(result.data["text/plain"])
+
+
+def picture(notebook: nbformat.NotebookNode, cell: str) -> Image.Image:
+    shown = [o.data for o in outputs(notebook, cell) if "data" in o]
+    [png] = [data["image/png"] for data in shown if "image/png" in data]
+    return Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory) -> nbformat.NotebookNode:
+    """In a fresh kernel, in a folder that has nothing of the repo; a mistake is made at the end."""
+    folder = tmp_path_factory.mktemp("notebook")
+    notebook = nbformat.read(PATH, as_version=4)
+    allowed = {"tags": ["raises-exception"]}
+    mistake = new_code_cell("Trainer(preset='tiny')", id="mistake", metadata=allowed)
+    notebook.cells.append(mistake)
+    own = {"IPYTHONDIR": str(folder / "ipython"), "CUDA_VISIBLE_DEVICES": ""}
+    where = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where)
+    return client.execute(env={**environment(), **own})  # raises where another cell does
+
+
+@pytest.mark.slow
+def test_the_example_trains_scores_and_shows_pictures(executed):
+    before, after = value(executed, "read-metrics")
+    assert [before[0], after[0]] == [0, 1]
+    assert 0 <= before[1] < after[1] <= 1
+    for cell, last in {"train-ocr": "epoch 1/1", "train-own": "epoch 2/2"}.items():
+        assert f"{last}  reward/" in printed(executed, cell)
+        assert "finished: logs/" in printed(executed, cell)
+    means = value(executed, "evaluate")
+    assert list(means) == ["base", "checkpoint-4", "checkpoint-8"]
+    assert all(math.isfinite(row["right_colour"]) for row in means.values())
+    assert means["base"]["right_colour"] < means["checkpoint-8"]["right_colour"] <= 1
+    assert "| checkpoint-8 |" in printed(executed, "evaluate")
+    for cell in ("show-pictures", "curve", "show-shapes", "grid", "diffusers"):
+        shown = picture(executed, cell)
+        assert min(shown.size) >= 100
+        assert len(shown.getcolors(maxcolors=2**24)) > 50, f"{cell} shows an empty picture"
+
+
+def test_the_example_is_kept_without_outputs(notebook):
+    nbformat.validate(notebook)
+    assert PATH.stat().st_size < 20_000
+    for cell in notebook.cells:
+        assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
+
+
+def test_links_of_the_example_lead_somewhere(notebook):
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    assert len(links) > 4
+    for link in links:
+        assert Path(PATH.parent, link).is_file(), link
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_a_mistake_in_one_line(executed):
+    [error] = outputs(executed, "mistake")
+    assert error.ename == "UserError"
+    [line] = error.traceback
+    assert line.startswith("UserError: unknown preset 'tiny'")
+    assert "\n" not in line

@@ -1,0 +1,71 @@
+"""The commands of docs/walk.md work as they stand there, one after the other."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import warm
+from runner import ROOT, environment
+
+from flow_grpo.run.command import commands
+from flow_grpo.run.fields import get_config
+
+PAGE = (ROOT / "docs/walk.md").read_text("utf-8")
+RUN_HERE = ("flow-grpo", "python")  # the others install, or wait for someone to look
+
+
+def write_files(folder: Path) -> None:
+    """Blocks that start with the name of a file."""
+    blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
+    assert len(blocks) == PAGE.count("```python")
+    for name, text in blocks:
+        (folder / name).write_text(text)
+
+
+def typed() -> list[list[str]]:
+    lines = re.findall(r"^\$ (.*)$", PAGE, re.M)
+    return [words for line in lines if (words := shlex.split(line))[0] in RUN_HERE]
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess:
+    program, *arguments = words
+    if program == "flow-grpo" and arguments != ["--help"]:
+        arguments[0] = str(commands()[arguments[0]])
+    elif program == "flow-grpo":
+        arguments = [str(ROOT / "flow_grpo/run/command.py"), *arguments]
+    done = warm.run(arguments, cwd=folder, env=environment(), timeout=600)
+    if done is not None:
+        return done
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_each_command_works_as_typed(tmp_path):
+    write_files(tmp_path)
+    for words in typed():
+        done = run(words, tmp_path)
+        assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-2000:])
+        last = done.stdout.splitlines()[-1:]
+        if last and last[0].startswith(("wrote", "finished")):
+            assert last[0] in PAGE
+    for name in ("eval/shapes/grid.png", "logs/shapes/curve.png", "logs/shapes/pictures.png"):
+        assert (tmp_path / name).stat().st_size > 1000
+    assert list(tmp_path.glob("logs/shapes/**/events.out.tfevents.*"))
+
+
+def test_the_guide_names_our_defaults():
+    guide = (ROOT / "docs/migrating.md").read_text("utf-8")
+    table = guide.partition("**Defaults**")[2].partition("**Renamed:**")[0]
+    rows = re.findall(r"^\| (`.*`) \| `.*` \| `(.*)` \|$", table, re.M)
+    assert len(rows) == 11
+    for names, value in rows:
+        for name in re.findall(r"`([\w.]+)`", names):
+            field = get_config()
+            for part in name.split("."):
+                field = field[part]
+            assert repr(field).replace("'", '"') == value, name
