@@ -103,7 +103,7 @@ def test_the_preset_learns_to_draw_signs(run, tmp_path):
 def test_a_killed_ocr_worker_does_not_stop_the_run(run):
     """As if the system had run out of memory: once before training and once in the middle."""
     with ThreadPoolExecutor(1) as background:
-        running = background.submit(run, config=QUICKSTART)
+        running = background.submit(run, config=QUICKSTART, eval_prompts=8)
         metrics = run.logdir / "run/metrics.jsonl"
         for lines in (1, 2):
             while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= lines):
