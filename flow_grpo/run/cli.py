@@ -26,19 +26,31 @@ from flow_grpo.run.places import find_config
 OPEN_FIELDS = (  # dicts with names of the user's
     *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
 )
+DRY_RUN = (
+    "Build all that the run would, measure a few batches, tell how much memory and time the run "
+    "will take, and stop; nothing is written."
+)
 
 
-def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> None:
+def run(
+    main: Callable[[ConfigDict], Any],
+    *,
+    default: str | None = None,
+    dry_run: Callable[[ConfigDict], Any] | None = None,
+) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
 
-    `default` is the config to take where none is named. What `main` returns is never freed: gloo
-    was seen to wait for ever when the last reference to a process group went.
+    `default` is the config to take where none is named, `dry_run` what to call in place of `main`
+    with --dry_run. What is returned is never freed: gloo was seen to wait for ever when the last
+    reference to a process group went.
     """
     set_up_logging()
     config = config_flags.DEFINE_config_file(
         "config", help_string="path/to/config.py or path/to/config.py:preset"
     )
     flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
+    if dry_run:
+        flags.DEFINE_bool("dry_run", False, DRY_RUN)
 
     def parse(argv: list[str]) -> list[str]:
         if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
@@ -49,9 +61,9 @@ def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> Non
         return _told_plainly(lambda: _parse(_with_our_configs(argv)), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
-        code = 0
+        code, call = 0, dry_run if dry_run and flags.FLAGS.dry_run else main
         try:
-            _kept = _told_plainly(lambda: main(config.value), debug=flags.FLAGS.debug)
+            _kept = _told_plainly(lambda: call(config.value), debug=flags.FLAGS.debug)
         except SystemExit as end:
             code = end.code
         # Python aborts when it ends while a reward still computes in a thread of its own.
