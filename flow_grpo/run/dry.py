@@ -88,7 +88,8 @@ def describe_start(session: Session) -> str:
 
 def describe_evaluations(session: Session) -> str:
     count, config = len(session.test_prompts), session.config
-    when = f"every {config.eval_freq} epochs" if config.eval_freq else "before and after the run"
+    every = config.eval_freq
+    when = f"every {estimate.count(every, 'epoch')}" if every else "before and after the run"
     return f"evaluation            {count} prompts x {config.sample.eval_num_steps} steps, {when}"
 
 

@@ -75,10 +75,15 @@ def describe(measured: Measured, work: Work) -> str:
         [
             f"time per epoch        {duration(sum(epoch.values()))} = {parts}",
             f"time per evaluation   {duration(evaluation)}",
-            f"time of the run       {duration(run)}: {work.epochs} epochs and {work.evaluations} "
-            f"evaluations, which are {share:.0%} of it; without checkpoints",
+            f"time of the run       {duration(run)}: {count(work.epochs, 'epoch')} and "
+            f"{count(work.evaluations, 'evaluation')}, {share:.0%} of the time; without "
+            "checkpoints",
         ]
     )
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
 
 
 def duration(seconds: float) -> str:
