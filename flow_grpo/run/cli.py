@@ -1,6 +1,5 @@
 """Start a script with an ml-collections config; tell mistakes in one line."""
 
-import difflib
 import logging
 import os
 import re
@@ -18,10 +17,11 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from torch.distributed import DistError
 
-from flow_grpo.errors import LostPeer, Stopped, UserError
+from flow_grpo.errors import LostPeer, Stopped, UserError, nearest
 from flow_grpo.run import old_names
 from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
 from flow_grpo.run.places import find_config
+from flow_grpo.run.whole_dicts import whole_dict
 
 OPEN_FIELDS = (  # dicts with names of the user's
     *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
@@ -140,7 +140,8 @@ def _check_names(argv: list[str]) -> None:
     config = _load(paths[-1])
     for arg in argv:
         if arg.startswith("--config."):
-            check_name(arg.removeprefix("--config.").split("=")[0], config)
+            name, equals, value = arg.removeprefix("--config.").partition("=")
+            check_name(name, config, value if equals else None)
     _check_flags(argv, list(_dotted(config)))
     # the last of them would be taken without a word
     given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
@@ -154,16 +155,27 @@ def _check_names(argv: list[str]) -> None:
 
 def _check_flags(argv: list[str], known: list[str]) -> None:
     """A field by its last name alone is told its full one."""
+    last, own = {field: field.rpartition(".")[2] for field in known}, _own_flags(argv[0])
     for arg in argv[1:]:
         name, equals, value = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--") or name.startswith("config") or name in flags.FLAGS:
+        if not arg.startswith("--") or name.startswith("config.") or _is_flag(name):
             continue
-        full = [k for k in known if k.rpartition(".")[2] == name]
-        close = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known], n=1)
-        full = full or [k for k in known if k.rpartition(".")[2] in close]
-        if full:
-            hint = " or ".join(f"--config.{k}{equals}{value}" for k in full[:3])
-            raise UserError(f"unknown option --{name}; did you mean {hint}?")
+        near = name if name in last.values() else nearest(name, [*last.values(), *own])
+        fields = [f"config.{field}" for field in known if last[field] == near]
+        meant = [near] if near in own else fields[:3]
+        hint = " or ".join(f"--{each}{equals}{value}" for each in meant)
+        way_out = f"did you mean {hint}?" if hint else "--help lists all"
+        raise UserError(f"unknown option --{name}; {way_out}")
+
+
+def _is_flag(name: str) -> bool:
+    return not name or name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS
+
+
+def _own_flags(script: str) -> list[str]:
+    """Of this script and of all."""
+    modules = flags.FLAGS.flags_by_module_dict()
+    return [flag.name for module in (script, __name__) for flag in modules.get(module, [])]
 
 
 def _config_paths(argv: list[str]) -> list[str]:
@@ -171,24 +183,16 @@ def _config_paths(argv: list[str]) -> list[str]:
     return paths + [b for a, b in pairwise(argv) if a == "--config"]
 
 
-def check_name(name: str, config: ConfigDict) -> None:
-    """Of a field that is to be changed."""
+def check_name(name: str, config: ConfigDict, value: str | None = None) -> None:
+    """Of a field that is to be changed, to this value."""
     known = set(_dotted(config))
     if name in known:
         return
     field, _, key = name.partition(".")
     if field in OPEN_FIELDS:  # absl cannot add a name to a dict
-        inside = "...".join(_braces(key))
-        example = f'--config.{field}="{inside}"'
-        raise UserError(f"{name!r} is not in the config; give the whole dict: {example}")
+        raise UserError(whole_dict(field, key, config, value))
     hint = suggestion(name, known, cutoff=0.5) or "config/base.py lists them all"
     raise UserError(f"unknown config key {name!r}; {hint}")
-
-
-def _braces(key: str) -> tuple[str, str]:
-    """Around the value of a key: "ocr.engine" is a dict in a dict."""
-    names = key.split(".")
-    return "".join(f"{{'{name}': " for name in names), "}" * len(names)
 
 
 def _check_processes(preset: str) -> None:
@@ -237,8 +241,8 @@ def suggestion(name: str, known: Iterable[str], *, cutoff: float) -> str:
     """What a field may have been meant to be called; nothing where nothing is near."""
     if told := old_names.hint(name):
         return told
-    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f"did you mean {close[0]}?" if close else ""
+    near = nearest(name, known, cutoff=cutoff)
+    return f"did you mean {near}?" if near else ""
 
 
 def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:

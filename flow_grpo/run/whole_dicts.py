@@ -1,0 +1,60 @@
+"""Fields that are dicts with names of the user's: what to write for a name that is not in there."""
+
+import ast
+import inspect
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flow_grpo.errors import UserError, nearest
+from flow_grpo.rewards import REWARDS, import_scorer
+from flow_grpo.rewards.frames import OPTION
+
+
+def whole_dict(field: str, key: str, config: ConfigDict, value: str | None) -> str:
+    """The mistake, and the option that works: `field` as it is, with this value under `key`, which
+    for rewards' names and options is the nearest that there is."""
+    names = key.split(".")
+    meant = names if field == "custom_rewards" else _meant(names, config)
+    whole = _without_empty(config[field].to_dict())
+    place = whole
+    for name in meant[:-1]:
+        place[name] = place[name] if isinstance(place.get(name), dict) else {}
+        place = place[name]
+    place[meant[-1]] = "..." if value is None else _read(value)
+    text = repr(whole).replace("'...'", "...")
+    option = f'--config.{field}="{text}"'
+    if meant != names:
+        return f"unknown config key {f'{field}.{key}'!r}; did you mean {option}?"
+    return f"{f'{field}.{key}'!r} is not in the config; give the whole dict: {option}"
+
+
+def _meant(names: list[str], config: ConfigDict) -> list[str]:
+    paths = {**REWARDS, **config.custom_rewards.to_dict()}
+    reward = names[0] if names[0] in paths else nearest(names[0], paths) or names[0]
+    if len(names) == 1 or reward not in paths:
+        return [reward, *names[1:]]
+    known = option_names(reward, paths[reward])
+    option = names[1] if names[1] in known else nearest(names[1], known) or names[1]
+    return [reward, option, *names[2:]]
+
+
+def option_names(reward: str, path: str) -> list[str]:
+    """What reward_options of it takes, as far as can be told without building it."""
+    try:
+        scorer = import_scorer(reward, path)
+    except UserError:
+        return [OPTION]
+    return [*(inspect.signature(scorer).parameters if isinstance(scorer, type) else ()), OPTION]
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    """Servers that are not set need not be repeated."""
+    return {name: value for name, value in values.items() if value != ""}
+
+
+def _read(value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
