@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from ml_collections import ConfigDict
 from train import SampledBatch, collect_rewards, sample_ahead, sample_behind, train_epoch
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, nearest
 from flow_grpo.models import ADAPTERS, ModelAdapter, find_adapter
 from flow_grpo.models.full import FULL, build
 from flow_grpo.run import benchmarking as bench
@@ -64,6 +64,8 @@ def main(config: ConfigDict) -> Session:
     if MODEL.value:
         config.pretrained.model = MODEL.value
     if MODEL.value and MODEL.value not in FULL:
+        if not Path(MODEL.value).exists() and (near := nearest(MODEL.value, FULL)):
+            raise UserError(f"unknown --model={MODEL.value}; did you mean {near}?")
         find_adapter(MODEL.value)
         own = bench.own_resolution(MODEL.value)
         config.resolution = min(config.resolution, own or config.resolution)

@@ -107,7 +107,7 @@ def find_adapter(model: str) -> type[ModelAdapter]:
     """The one for the pipeline in this folder or of this hub id."""
     if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
         raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")
-    if "/" in model and Path(model).parent.is_dir() and not Path(model).exists():
+    if Path(model).parent.is_dir() and not Path(model).exists():
         # a hub id would be asked for, and retried
         message = f"no model at pretrained.model={model!r}: there is no such folder"
         beside = [str(each.parent) for each in Path(model).parent.glob("*/model_index.json")]

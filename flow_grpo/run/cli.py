@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from torch.distributed import DistError
 
-from flow_grpo.errors import LostPeer, Stopped, UserError, nearest
+from flow_grpo.errors import LostPeer, Stopped, UserError, first_line, nearest
 from flow_grpo.run import old_names
 from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
 from flow_grpo.run.places import find_config
@@ -26,6 +26,13 @@ from flow_grpo.run.whole_dicts import whole_dict
 OPEN_FIELDS = (  # dicts with names of the user's
     *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
 )
+KINDS = {  # of fields, and what to write on the command line
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    tuple: "a tuple like (0, 5)",
+    ConfigDict: "a dict like {'ocr': 1.0}",
+}
 DRY_RUN = (
     "Build all that the run would, measure a few batches, tell how much memory and time the run "
     "will take, and stop; nothing is written."
@@ -94,16 +101,28 @@ def is_first_process() -> bool:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    _check_names(argv)
+    config = _check_names(argv)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(str(error).splitlines()[0]) from error
+        raise UserError(plainly(error, config)) from error
     if flags.FLAGS.config is None:
         raise UserError("--config is missing; name one, e.g. --config config/grpo.py:tiny_ocr")
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
     return rest
+
+
+def plainly(error: Exception, config: ConfigDict | None) -> str:
+    """What absl says of a flag, with the rule and a way out."""
+    mistake = first_line(error)
+    if field := re.match(r"flag --config\.([\w.]+)=(.*?): ", mistake):
+        section, _, key = field[1].rpartition(".")
+        kind = (config[section] if section else config).get_type(key)
+        return f"--config.{field[1]}={field[2]} must be {KINDS.get(kind, 'of another type')}"
+    if missing := re.match(r"flag --(\w+)=None: Flag --\w+ must have a value", mistake):
+        return f"--{missing[1]} is missing: {flags.FLAGS[missing[1]].help}"
+    return f"{mistake}; --help lists all options"
 
 
 def _usage(argv: list[str]) -> str:
@@ -130,11 +149,11 @@ def _with_our_configs(argv: list[str]) -> list[str]:
     return found
 
 
-def _check_names(argv: list[str]) -> None:
+def _check_names(argv: list[str]) -> ConfigDict | None:
     """Load the config alone and hold the overrides against it: absl would only name a key."""
     paths = _config_paths(argv)
     if not paths:
-        return
+        return None
     sys.path.append(str(Path(paths[-1].partition(":")[0]).resolve().parent))  # modules beside it
     _check_processes(paths[-1].partition(":")[2])
     config = _load(paths[-1])
@@ -151,6 +170,7 @@ def _check_names(argv: list[str]) -> None:
             raise UserError(
                 f"train.{name}={theirs} and grpo.{name}={ours} are two names of one field; give one"
             )
+    return config
 
 
 def _check_flags(argv: list[str], known: list[str]) -> None:
@@ -160,7 +180,7 @@ def _check_flags(argv: list[str], known: list[str]) -> None:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or name.startswith("config.") or _is_flag(name):
             continue
-        near = name if name in last.values() else nearest(name, [*last.values(), *own])
+        near = name if name in last.values() else nearest(name, [*last.values(), *own], cutoff=0.6)
         fields = [f"config.{field}" for field in known if last[field] == near]
         meant = [near] if near in own else fields[:3]
         hint = " or ".join(f"--{each}{equals}{value}" for each in meant)
@@ -169,7 +189,7 @@ def _check_flags(argv: list[str], known: list[str]) -> None:
 
 
 def _is_flag(name: str) -> bool:
-    return not name or name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS
+    return name in ("", "config", *flags.FLAGS) or name.removeprefix("no") in flags.FLAGS
 
 
 def _own_flags(script: str) -> list[str]:

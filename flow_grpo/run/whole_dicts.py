@@ -15,7 +15,9 @@ def whole_dict(field: str, key: str, config: ConfigDict, value: str | None) -> s
     """The mistake, and the option that works: `field` as it is, with this value under `key`, which
     for rewards' names and options is the nearest that there is."""
     names = key.split(".")
-    meant = names if field == "custom_rewards" else _meant(names, config)
+    # what is behind a server or in custom_rewards may have any name
+    anything = field in ("custom_rewards", "reward_servers")
+    meant = names if anything else _meant(names, config)
     whole = _without_empty(config[field].to_dict())
     place = whole
     for name in meant[:-1]:
@@ -31,8 +33,10 @@ def whole_dict(field: str, key: str, config: ConfigDict, value: str | None) -> s
 
 def _meant(names: list[str], config: ConfigDict) -> list[str]:
     paths = {**REWARDS, **config.custom_rewards.to_dict()}
-    reward = names[0] if names[0] in paths else nearest(names[0], paths) or names[0]
-    if len(names) == 1 or reward not in paths:
+    served = _without_empty(config.reward_servers.to_dict())
+    known = {*paths, *served}
+    reward = names[0] if names[0] in known else nearest(names[0], known) or names[0]
+    if len(names) == 1 or reward not in paths or reward in served:
         return [reward, *names[1:]]
     known = option_names(reward, paths[reward])
     option = names[1] if names[1] in known else nearest(names[1], known) or names[1]

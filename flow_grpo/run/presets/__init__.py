@@ -43,6 +43,8 @@ def get_config(name: str = "") -> ConfigDict:
         raise UserError(f"unknown preset {name!r}; it is {old_names.PRESETS[preset]}{ending} here")
     if preset not in PRESETS and (near := nearest(preset, PRESETS)):
         raise UserError(f"unknown preset {name!r}; did you mean {near}{ending}?")
+    if not preset:
+        raise UserError(f"name a preset: config/grpo.py:NAME; there are {', '.join(PRESETS)}")
     if preset not in PRESETS:
         raise UserError(f"unknown preset {name!r}; config/grpo.py has {', '.join(PRESETS)}")
     launched = os.environ.get("WORLD_SIZE", gpus)
