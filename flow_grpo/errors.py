@@ -38,7 +38,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.65) -> str:
     """Which of the known names may have been meant; "" where none is near."""
     plain = {_plain(each): each for each in known}
     close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=cutoff)

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from torch.distributed import DistError
 
+from flow_grpo.algorithms import ALGORITHMS
 from flow_grpo.errors import LostPeer, Stopped, UserError, first_line, nearest
 from flow_grpo.run import old_names
 from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
@@ -161,7 +162,7 @@ def _check_names(argv: list[str]) -> ConfigDict | None:
         if arg.startswith("--config."):
             name, equals, value = arg.removeprefix("--config.").partition("=")
             check_name(name, config, value if equals else None)
-    _check_flags(argv, list(_dotted(config)))
+    _check_flags(argv, config)
     # the last of them would be taken without a word
     given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
     for name in FLOW_GRPO_NAMES:
@@ -173,16 +174,19 @@ def _check_names(argv: list[str]) -> ConfigDict | None:
     return config
 
 
-def _check_flags(argv: list[str], known: list[str]) -> None:
+def _check_flags(argv: list[str], config: ConfigDict) -> None:
     """A field by its last name alone is told its full one."""
-    last, own = {field: field.rpartition(".")[2] for field in known}, _own_flags(argv[0])
+    last = {field: field.rpartition(".")[2] for field in _dotted(config)}
+    own, others = _own_flags(argv[0]), {*ALGORITHMS} - {config.get("algorithm")}
     for arg in argv[1:]:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or name.startswith("config.") or _is_flag(name):
             continue
         near = name if name in last.values() else nearest(name, [*last.values(), *own], cutoff=0.6)
-        fields = [f"config.{field}" for field in known if last[field] == near]
-        meant = [near] if near in own else fields[:3]
+        fields = [field for field in last if last[field] == near]
+        # those of other algorithms have no effect
+        fields = [f for f in fields if f.partition(".")[0] not in others] or fields
+        meant = [near] if near in own else [f"config.{field}" for field in fields[:3]]
         hint = " or ".join(f"--{each}{equals}{value}" for each in meant)
         way_out = f"did you mean {hint}?" if hint else "--help lists all"
         raise UserError(f"unknown option --{name}; {way_out}")

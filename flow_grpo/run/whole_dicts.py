@@ -39,17 +39,22 @@ def _meant(names: list[str], config: ConfigDict) -> list[str]:
     if len(names) == 1 or reward not in paths or reward in served:
         return [reward, *names[1:]]
     known = option_names(reward, paths[reward])
-    option = names[1] if names[1] in known else nearest(names[1], known) or names[1]
+    if known is None or names[1] in known:
+        return [reward, *names[1:]]
+    if not (option := nearest(names[1], known)):
+        raise UserError(f"unknown reward_options.{reward}.{names[1]}; it takes {', '.join(known)}")
     return [reward, option, *names[2:]]
 
 
-def option_names(reward: str, path: str) -> list[str]:
-    """What reward_options of it takes, as far as can be told without building it."""
+def option_names(reward: str, path: str) -> list[str] | None:
+    """What reward_options of it takes; None where that may be anything."""
     try:
         scorer = import_scorer(reward, path)
-    except UserError:
-        return [OPTION]
-    return [*(inspect.signature(scorer).parameters if isinstance(scorer, type) else ()), OPTION]
+    except UserError:  # told when it is built
+        return None
+    parameters = inspect.signature(scorer).parameters if isinstance(scorer, type) else {}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return None if takes_any else [*parameters, OPTION]
 
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
