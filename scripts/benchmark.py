@@ -76,7 +76,7 @@ def main(config: ConfigDict) -> Session:
         full = config.pretrained.model
         raise UserError(f"{full} needs a GPU; name a small model: --model assets/tiny-sd3")
     if OUT.value:
-        open_line_file(Path(OUT.value))
+        check_line_file(Path(OUT.value))
     if AGAINST.value:
         check_clone(Path(AGAINST.value), config)
     config.custom_rewards = ConfigDict({"timed": "flow_grpo.run.benchmarking:TimedReward"})
@@ -99,19 +99,19 @@ def main(config: ConfigDict) -> Session:
         print(bench.report(result), file=sys.stderr)
         print(line)
         if OUT.value:
+            Path(OUT.value).parent.mkdir(parents=True, exist_ok=True)
             with Path(OUT.value).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
     session.accelerator.end_training()
     return session
 
 
-def open_line_file(path: Path) -> None:
-    """Make it, so that a name that cannot work is refused before anything is measured."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise UserError(f"--out={path} cannot be written: {error}") from error
+def check_line_file(path: Path) -> None:
+    """Refuse a name that cannot work before anything is measured; nothing is made yet."""
+    path = path.absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if there.is_dir() == (there == path) or not os.access(there, os.W_OK):
+        raise UserError(f"--out={OUT.value} cannot be written: {there} is in the way; name another")
 
 
 def check_clone(clone: Path, config: ConfigDict) -> None:

@@ -224,7 +224,7 @@ def main() -> None:
     except ValueError as error:
         parser.fail(str(error))
     except OSError as error:
-        parser.fail(f"--out={folder} cannot be made: {error.strerror}")
+        parser.fail(f"--out={folder} cannot be made: {error.strerror}; name another")
     for name, prompts in zip(("train", "test"), made, strict=True):
         path = folder / f"{name}.txt"
         path.write_text("\n".join(prompts) + "\n", encoding="utf-8")

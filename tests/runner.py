@@ -61,6 +61,23 @@ class Runner:
         return [json.loads(line) for line in lines]
 
 
+def run_script(*words: object) -> subprocess.CompletedProcess:
+    """Any script with its arguments, in the root of the repo."""
+    command = [str(word) for word in words]
+    done = warm.run(command, cwd=ROOT, env=environment(), timeout=600)
+    if done is not None:
+        return done
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -109,7 +109,10 @@ def find_adapter(model: str) -> type[ModelAdapter]:
         raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")
     if Path(model).parent.is_dir() and not Path(model).exists():
         # a hub id would be asked for, and retried
-        message = f"no model at pretrained.model={model!r}: there is no such folder"
+        message = (
+            f"no model at pretrained.model={model!r}: there is no such folder; name one, or a hub "
+            "id (owner/name)"
+        )
         beside = [str(each.parent) for each in Path(model).parent.glob("*/model_index.json")]
         raise UserError(with_nearest(message, model, beside))
     try:

@@ -89,6 +89,7 @@ def set_up_logging() -> None:
         library.disable_progress_bar()  # one per file loaded
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # our client tells of its retries itself
     logging.getLogger("accelerate").setLevel(logging.WARNING)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # warns of what is told as a mistake
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("flow_grpo")
