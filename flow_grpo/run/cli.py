@@ -89,7 +89,6 @@ def set_up_logging() -> None:
         library.disable_progress_bar()  # one per file loaded
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # our client tells of its retries itself
     logging.getLogger("accelerate").setLevel(logging.WARNING)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # warns of what is told as a mistake
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("flow_grpo")
@@ -232,7 +231,9 @@ def _check_processes(preset: str) -> None:
 
 def _load(path: str) -> ConfigDict:
     """What `get_config` of this file returns; whatever it raises is a mistake in that file."""
+    absl = logging.getLogger("absl")
     try:
+        absl.disabled = True  # it warns of what is told below
         config = ConfigFileFlagParser("config").parse(path)
         if config is not None:
             config.items  # noqa: B018  raises where the file could not be opened
@@ -240,6 +241,8 @@ def _load(path: str) -> ConfigDict:
         raise
     except Exception as error:
         raise UserError(f"cannot load --config {path}{_reason(error, path)}") from error
+    finally:
+        absl.disabled = False
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"get_config() of --config {path} must return a ConfigDict, not {type(config).__name__}"
