@@ -78,6 +78,13 @@ def run_script(*words: object) -> subprocess.CompletedProcess:
     )
 
 
+def files_of_repo() -> set[str]:
+    """But for caches, which other tests may fill at the same time."""
+    places = [ROOT, *(ROOT / name for name in ("config", "dataset", "docs", "scripts"))]
+    names = {str(place / name) for place in places for name in os.listdir(place)}
+    return {name for name in names if not Path(name).name.startswith((".", "__", "build"))}
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -94,8 +94,9 @@ def describe_evaluations(session: Session) -> str:
 
 
 def smallest_epoch(plan: BatchPlan, check: Callable[[BatchPlan], None]) -> BatchPlan:
-    """The batches of `plan`, as few as make whole groups and one update."""
-    for batches in range(1, plan.batches_per_epoch + 1):
+    """The batches of `plan`, as few as make whole groups and one update; two at least, as one is
+    scored while the next is sampled, which may slow both."""
+    for batches in range(min(2, plan.batches_per_epoch), plan.batches_per_epoch + 1):
         micro_batches = plan.sample_batch_size // plan.train_batch_size * batches
         with suppress(UserError):
             small = replace(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from runner import files_of_repo
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 ESTIMATES = ("memory", "time per epoch", "time per evaluation", "time of the run")
@@ -30,19 +31,19 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 def test_a_dry_run_tells_the_plan_and_writes_nothing(train, tmp_path):
     """Also where a tracker and a cache are asked for."""
     fields = {"prompt_cache": tmp_path / "cache", "num_epochs": 9, "eval_freq": 2}
-    here = set(os.listdir())
+    here = files_of_repo()
     lines = told(train("--dry_run", log_with="tensorboard", **fields))
     run = train.logdir / "run"
     assert lines["dry run"] == f"{run} would be a new run; nothing is written now"
     assert lines["samples per epoch"].startswith("8 = 4 per batch x 2 batches")
     assert lines["updates per epoch"].startswith("2 ")
     assert lines["evaluation"] == "8 prompts x 3 steps, every 2 epochs"
-    assert lines["measured"].startswith("1 of 2 batches sampled, scored and trained, 1 of 1 of an")
+    assert lines["measured"].startswith("2 of 2 batches sampled, scored and trained, 1 of 1 of an")
     assert re.match(r"\d+\.\d GiB at the peak, of \d+\.\d GiB of this machine$", lines["memory"])
     assert re.match(r"\S+ s = sampling .* \+ training \S+ s$", lines["time per epoch"])
     assert ": 9 epochs and 6 evaluations, " in lines["time of the run"]
     assert not os.listdir(tmp_path)
-    assert set(os.listdir()) == here
+    assert files_of_repo() == here
 
 
 @pytest.mark.slow

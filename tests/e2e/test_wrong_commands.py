@@ -5,7 +5,7 @@ import os
 import shlex
 
 import pytest
-from runner import ROOT, run_script
+from runner import files_of_repo, run_script
 
 TRAIN = "scripts/train.py --config=config/grpo.py:tiny_ocr --config.logdir=OUT/logs"
 EVALUATE = "scripts/evaluate.py --config=config/grpo.py:tiny_ocr"
@@ -121,20 +121,15 @@ CONFIGS = [  # the file, what is wrong, the way out
 ]
 
 
-def files() -> set[str]:
-    places = (ROOT, ROOT / "docs", ROOT / "dataset", ROOT / "scripts", ROOT / "config")
-    return {str(each / name) for each in places for name in os.listdir(each)}
-
-
 def assert_told(command: str, folder, *parts: str) -> None:
-    before = set(os.listdir(folder)), files()
+    before = set(os.listdir(folder)), files_of_repo()
     done = run_script(*shlex.split(command.replace("OUT", str(folder))))
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     for part in parts:
         assert part.replace("OUT", str(folder)).lower() in line.lower()
-    assert (set(os.listdir(folder)), files()) == before
+    assert (set(os.listdir(folder)), files_of_repo()) == before
 
 
 def test_there_are_enough():
