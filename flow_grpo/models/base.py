@@ -5,7 +5,6 @@ A family is a subclass in a file of its own; see docs/models.md, "How to add a m
 
 import copy
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,6 @@ import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 
 from flow_grpo.models.conditioning import Conditioning, Schedule, Texts, cat_padded
 from flow_grpo.models.embeddings import Embedding, PromptCache, identity
@@ -24,6 +22,7 @@ from flow_grpo.models.lora_files import attach_lora, replace_weights
 from flow_grpo.models.packing import shifted_schedule
 from flow_grpo.models.placing import place, vae_dtype
 from flow_grpo.models.sizes import Grid, Size, latent_shape
+from flow_grpo.speed.compiling import settle_compiler
 from flow_grpo.speed.faster import channels_last_norms, fuse_gelu, join_siblings
 from flow_grpo.speed.replay import Replayed
 from flow_grpo.speed.transfer import send
@@ -33,9 +32,6 @@ Config = Mapping[str, Any]  # of a part of a pipeline
 # Numbers in the VAE's largest tensor: 4 pictures of 512 px. More at once are no faster, and past
 # 2**31 many kernels miscount.
 MAX_NUMBERS = 2**28
-# Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
-# norms and the like again, at .75 also attention, which costs time.
-ACTIVATIONS_KEPT = 0.95
 # Texts of a model that masks them are padded to a multiple of this: few shapes to compile for.
 TOKENS = 32
 
@@ -54,6 +50,9 @@ class ModelAdapter(ABC):
     unused: str | None = None
     masks_texts: ClassVar[bool] = False  # texts of several lengths go together
     can_replay: ClassVar[bool] = True  # as CUDA graphs
+    # Faster, but its gradients are wrong wherever they arrive in another layout than attention's
+    # output has (torch 2.11): for families whose gradients were held against plain attention's.
+    cudnn_attention: ClassVar[bool] = False
     compiled = replayed = False
 
     def __init__(
@@ -77,6 +76,7 @@ class ModelAdapter(ABC):
         self.plain_vae = isinstance(self.vae, AutoencoderKL)
         layout = {"memory_format": torch.channels_last} if self.plain_vae else {}
         nn.Module.to(self.vae, vae_dtype(dtype, self.device), **layout)
+        torch.backends.cuda.enable_cudnn_sdp(self.cudnn_attention)
         self.prompt_cache = prompt_cache
         self._cache = self._open_cache()
         self._stream: torch.cuda.Stream | None = None
@@ -266,13 +266,7 @@ class ModelAdapter(ABC):
     def compile(self) -> None:
         """Have torch.compile make what runs often faster, from its next call on. Block by block:
         they are alike, so that few of them take time to compile."""
-        # several kinds of blocks; with and without gradients, LoRA and evaluation's batch size
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        # it would cut each block in two, to send gradients of half a block sooner
-        torch._dynamo.config.optimize_ddp = False
-        functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
-        for harmless in ("Dynamo detected a call to a `functools.lru_cache`", "TensorFloat32"):
-            warnings.filterwarnings("ignore", message=harmless, category=UserWarning)
+        settle_compiler()
         self.compiled = True
         fuse_gelu(self.transformer)
         for block in self.blocks():

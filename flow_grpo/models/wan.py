@@ -13,6 +13,7 @@ from flow_grpo.models.videos import standardised
 
 class WanAdapter(ModelAdapter):
     pipeline_class = WanPipeline
+    cudnn_attention = True
     lora_targets = [  # noqa: RUF012
         f"{attention}.{name}"
         for attention in ("attn1", "attn2")

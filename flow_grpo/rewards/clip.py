@@ -52,13 +52,13 @@ class ClipSimilarity(ModelScorer):
         return load_network(CLIPModel, self.model, dtype=torch.float32, kind=KIND)
 
     def cosine(self, images: list[Image.Image], prompts: list[str]) -> torch.Tensor:
-        return (self._embed_images(images) * self._embed_prompts(prompts)).sum(dim=-1)  # (N,)
+        return (self.embed_pictures(images) * self.embed_texts(prompts)).sum(dim=-1)  # (N,)
 
-    def _embed_images(self, images: list[Image.Image]) -> torch.Tensor:
+    def embed_pictures(self, images: list[Image.Image]) -> torch.Tensor:
         pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
         return embed_images(self.network, pixels.to(self.device, self.torch_dtype))
 
-    def _embed_prompts(self, prompts: list[str]) -> torch.Tensor:
+    def embed_texts(self, prompts: list[str]) -> torch.Tensor:
         unique = list(dict.fromkeys(prompts))  # the images of a group share theirs
         tokens = self.tokenizer(
             unique,

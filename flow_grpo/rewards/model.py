@@ -18,8 +18,8 @@ Scores = list[float]
 
 
 @dataclass(kw_only=True, eq=False)
-class ModelScorer(ABC):
-    """A frozen network that scores images in batches. The fields are the reward's options."""
+class FrozenModel(ABC):
+    """A network for images in batches. The fields are the reward's options."""
 
     model: str  # hub id, or a local folder or file
     dtype: str = "float32"
@@ -36,6 +36,32 @@ class ModelScorer(ABC):
     @abstractmethod
     def load(self) -> nn.Module:
         """The network, on the CPU, in the precision asked for."""
+
+    def rest(self) -> None:
+        """Called when the scores of an epoch are in: the trainer needs the memory now."""
+        if self.offload:
+            self.network.to("cpu")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def _check_options(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise UserError(f"batch_size={self.batch_size!r} must be a whole number, 1 or more")
+        try:
+            kind = torch.device(self.device).type
+        except (RuntimeError, TypeError) as error:
+            raise UserError(f"device={self.device!r} must read like cpu, cuda or cuda:0") from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"device={self.device!r}, but torch sees no GPU here; use device=cpu")
+
+
+@dataclass(kw_only=True, eq=False)
+class ModelScorer(FrozenModel):
+    """Scores images by their prompts alone."""
 
     @abstractmethod
     def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
@@ -57,32 +83,11 @@ class ModelScorer(ABC):
         scores = [s if math.isfinite(s) else _failed(s, self.dtype) for s in values.pop(SCORE)]
         return (scores, values) if values else scores
 
-    def rest(self) -> None:
-        """Called when the scores of an epoch are in: the trainer needs the memory now."""
-        if self.offload:
-            self.network.to("cpu")
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
     def _score(
         self, images: list[Image.Image], prompts: list[str], start: int
     ) -> dict[str, torch.Tensor]:
         batch = slice(start, start + self.batch_size)
         return self.score_batch([image.convert("RGB") for image in images[batch]], prompts[batch])
-
-    def _check_options(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise UserError(f"batch_size={self.batch_size!r} must be a whole number, 1 or more")
-        try:
-            kind = torch.device(self.device).type
-        except (RuntimeError, TypeError) as error:
-            raise UserError(f"device={self.device!r} must read like cpu, cuda or cuda:0") from error
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"device={self.device!r}, but torch sees no GPU here; use device=cpu")
 
 
 def _failed(score: float, dtype: str) -> Failed:

@@ -1,7 +1,6 @@
 """Hold a config against its fields, and against rules that no single field can state, before
 anything is loaded."""
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from numbers import Integral, Real
@@ -13,7 +12,7 @@ from flow_grpo.advantages import ESTIMATORS
 from flow_grpo.algorithms import ALGORITHMS, check_settings
 from flow_grpo.errors import UserError, with_nearest
 from flow_grpo.models.base import GuidanceGradient
-from flow_grpo.run import old_names
+from flow_grpo.run import old_names, trackers
 from flow_grpo.run.cli import OPEN_FIELDS, suggestion
 from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
 from flow_grpo.sde import KINDS, SOLVERS
@@ -28,7 +27,6 @@ CHOICES = {
     "train.advantage": list(ESTIMATORS),
     "mixed_precision": ["no", "bf16", "fp16"],
     "device": ["auto", "cpu"],
-    "log_with": ["", "wandb", "tensorboard"],
 }
 AT_LEAST = {
     "seed": 0,
@@ -105,9 +103,7 @@ def check(config: ConfigDict) -> None:
     for name in BELOW_ONE:
         if not 0 <= field(name) < 1:
             raise UserError(f"{name}={field(name)} must be at least 0 and below 1")
-    if config.log_with and importlib.util.find_spec(config.log_with) is None:
-        # accelerate would go on without a word
-        raise UserError(f"log_with={config.log_with!r} needs: pip install {config.log_with}")
+    trackers.parse(config.log_with)
     if config.sample.sde_type == "cps" and config.sample.noise_level > 1:
         raise UserError(
             f"sample.noise_level={config.sample.noise_level} must be at most 1 for sde_type='cps'"

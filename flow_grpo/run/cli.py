@@ -15,12 +15,12 @@ import transformers
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
-from torch.distributed import DistError
 
 from flow_grpo.algorithms import ALGORITHMS
-from flow_grpo.errors import LostPeer, Stopped, UserError, first_line, nearest
+from flow_grpo.errors import UserError, first_line, nearest
 from flow_grpo.run import old_names
 from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
+from flow_grpo.run.mistakes import is_first_process, told_plainly
 from flow_grpo.run.places import find_config
 from flow_grpo.run.whole_dicts import whole_dict
 
@@ -64,14 +64,14 @@ def run(
         if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
             argv = [argv[0], f"--config={default}", *argv[1:]]
         if {"--help", "-h", "--helpshort", "--helpfull"} & {*argv}:
-            print(_told_plainly(lambda: _usage(argv), debug=True))
+            print(told_plainly(lambda: _usage(argv), debug=True))
             sys.exit()
-        return _told_plainly(lambda: _parse(_with_our_configs(argv)), debug="--debug" in argv)
+        return told_plainly(lambda: _parse(_with_our_configs(argv)), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
         code, call = 0, dry_run if dry_run and flags.FLAGS.dry_run else main
         try:
-            _kept = _told_plainly(lambda: call(config.value), debug=flags.FLAGS.debug)
+            _kept = told_plainly(lambda: call(config.value), debug=flags.FLAGS.debug)
         except SystemExit as end:
             code = end.code
         # Python aborts when it ends while a reward still computes in a thread of its own.
@@ -95,10 +95,6 @@ def set_up_logging() -> None:
     ours.handlers = [handler]
     ours.propagate = False
     ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
-
-
-def is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -278,33 +274,3 @@ def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:
         yield prefix + key
         if isinstance(value, ConfigDict):
             yield from _dotted(value, f"{prefix}{key}.")
-
-
-def _told_plainly(call: Callable, *, debug: bool):
-    try:
-        return call()
-    except UserError as error:
-        if debug:
-            raise
-        if is_first_process() or not error.seen_by_all:
-            prefix = "" if isinstance(error, Stopped) else "error: "
-            print(f"{prefix}{error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except RuntimeError as error:
-        if debug or not is_lost_peer(error):
-            raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process may be the lost one
-            # without the file it comes from and the advice that follows
-            reason = re.sub(r"^\[\S+\] ", "", str(error).strip()).splitlines()[0].split(". ")[0]
-            print(
-                f"error: lost contact with another process ({reason}); start all nodes again with "
-                "--config.resume=auto",
-                file=sys.stderr,
-            )
-        sys.exit(LostPeer.exit_code)
-
-
-def is_lost_peer(error: RuntimeError) -> bool:
-    """gloo's errors have no type of their own, but most name the file they come from."""
-    gloo = r"\bgloo/(transport|rendezvous)/|^Application timeout caused pair closure"
-    return isinstance(error, DistError) or re.search(gloo, str(error)) is not None

@@ -42,7 +42,8 @@ def get_config() -> ConfigDict:
     config.distributed_timeout = 600
     # Pictures written with each evaluation, of the test prompts and of the training samples.
     config.log_images = 16
-    # "", "wandb" or "tensorboard". metrics.jsonl is always written.
+    # "", or some of wandb, tensorboard, swanlab, trackio and mlflow, as in "wandb,tensorboard".
+    # metrics.jsonl is always written. docs/metrics.md says how to log without a network.
     config.log_with = ""
     config.project_name = "flow_grpo"
     # "no", "bf16" or "fp16": the dtype of the frozen weights. LoRA weights stay in float32.

@@ -1,5 +1,6 @@
 """Pictures side by side, with captions, headings and scores."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,9 +84,12 @@ def score_text(score: float | None) -> str:
 
 def fitted(pen: ImageDraw.ImageDraw, text: str, width: float, *, end: str = "") -> str:
     """`text` and `end`; where that is too wide, `text` is cut short and `end` is not."""
-    room = width - pen.textlength(end)
-    while text and pen.textlength(text) > room:
-        text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
+    text, room = " ".join(text.split()), width - pen.textlength(end)
+    text = text[: max(0, int(room))]  # no letter is narrower than a pixel
+    if pen.textlength(text) > room:
+        lengths = range(len(text))
+        fits = bisect_right(lengths, room, key=lambda n: pen.textlength(f"{text[:n]}…")) - 1
+        text = f"{text[:fits].rstrip()}…" if fits > 0 else ""
     return text + end
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.candidates import Candidate
 from flow_grpo.run.clips import still
+from flow_grpo.run.console import shown_rewards
 from flow_grpo.run.grid import paired_grid, save_grid, score_text
 from flow_grpo.run.tables import table
 from flow_grpo.run.tracking import save_samples
@@ -57,10 +58,7 @@ def save_pictures(out: Path, scored: Scored, prompts: list[Prompt], count: int) 
 
 
 def columns(result: Evaluation) -> list[str]:
-    """The rewards; their sum too where there are several. Parts of a reward have a / in their
-    names."""
-    names = [name for name in result.scores if name != TOTAL and "/" not in name]
-    return names if len(names) == 1 else [*names, TOTAL]
+    return shown_rewards(result.scores)
 
 
 def write(out: Path, settings: dict[str, Any], scored: list[Scored], prompts: list[Prompt]) -> None:

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from flow_grpo.algorithms import ALGORITHMS, Algorithm, Setup
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, Size, check_model, load_adapter
 from flow_grpo.rewards import WeightedReward, close_scorers
-from flow_grpo.run import tracking
+from flow_grpo.run import trackers, tracking
 from flow_grpo.run.accelerator import build_accelerator
 from flow_grpo.run.check import check, unusual
 from flow_grpo.run.checkpoint import Progress
+from flow_grpo.run.console import Pace
 from flow_grpo.run.gpu import can_compile, can_replay, lighter_settings
 from flow_grpo.run.hub import download_revision
 from flow_grpo.run.lock import RunLock
@@ -72,6 +73,7 @@ class Session:
     progress: Progress
     stop: StopSignals
     lock: RunLock | None  # on the main process
+    pace: Pace = field(default_factory=Pace)
 
     def noisy_steps(self, epoch: int, first: int) -> range:
         """Of the batch whose first sample is `first`."""
@@ -124,8 +126,7 @@ class Session:
         """Also of a run that was stopped: what the trackers hold is written."""
         try:
             close_scorers(self.reward, self.eval_reward)
-            for tracker in self.accelerator.trackers:
-                tracker.finish()
+            trackers.close(self.accelerator)
         finally:
             if self.lock is not None:
                 self.lock.release()
@@ -166,7 +167,7 @@ def _build_session(
     accelerator = build_accelerator(
         config,
         accumulation_steps=batches * algorithm.losses_per_sample,
-        log_with=config.log_with or None,
+        log_with=trackers.parse(config.log_with) or None,
         project_dir=config.logdir,
     )
     if accelerator.is_main_process:
@@ -239,9 +240,12 @@ def _build_session(
         ema.prepare(accelerator)
     progress = load_progress(accelerator, start.checkpoint, optimizer, adam_settings(config))
     algorithm.load_state_dict(progress.algorithm)
-    on_all_or_none(accelerator, lambda: lock and prepare_folder(start, as_json))
     if config.log_with:
-        tracking.start_trackers(accelerator, config.project_name, start.folder, as_json)
+        on_all_or_none(
+            accelerator,
+            lambda: trackers.start(accelerator, config.project_name, start.folder, as_json),
+        )
+    on_all_or_none(accelerator, lambda: lock and prepare_folder(start, as_json))
     return Session(
         config=config,
         accelerator=accelerator,

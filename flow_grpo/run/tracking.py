@@ -19,16 +19,6 @@ from flow_grpo.rewards.frames import Sample
 from flow_grpo.run.clips import save_sample
 
 
-def start_trackers(
-    accelerator: Accelerator, project: str, folder: Path, config: dict[str, Any]
-) -> None:
-    """wandb or tensorboard, as the accelerator was told; their files go into the run folder."""
-    accelerator.project_configuration.logging_dir = str(folder)
-    flat = {k: v if isinstance(v, int | float | str) else str(v) for k, v in dotted(config)}
-    wandb = {"dir": str(folder), "name": folder.name}
-    accelerator.init_trackers(project, config=flat, init_kwargs={"wandb": wandb})
-
-
 def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Fields by their full names."""
     for key, value in values.items():

@@ -2,13 +2,16 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate.utils import DistributedType
 
 from flow_grpo.rewards import TOTAL
-from flow_grpo.run import tracking
+from flow_grpo.rewards.frames import Sample
+from flow_grpo.run import trackers, tracking
 from flow_grpo.run.checkpoint import STATE, save_checkpoint
+from flow_grpo.run.console import epoch_line
 from flow_grpo.run.session import Session
 
 logger = logging.getLogger("flow_grpo")
@@ -70,11 +73,18 @@ def save(session: Session, *, best: bool = False) -> Path:
 def log(session: Session, record: dict[str, float | None]) -> None:
     if session.accelerator.is_main_process:
         tracking.append_metrics(session.folder / "metrics.jsonl", record)
-    session.accelerator.log(record, step=record["step"])
-    shown = {k: v for k, v in record.items() if k == "reward/avg" or is_eval_mean(k)}
-    line = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if value is not None)
-    logger.info("epoch %d/%d  %s", record["epoch"], session.config.num_epochs, line)
+    trackers.log(session.accelerator, record)
+    last, rewards = session.config.num_epochs, session.reward.weights
+    left = session.pace.left(record, last)
+    logger.info(epoch_line(record, rewards, session.eval_reward.weights, last, left))
 
 
-def is_eval_mean(name: str) -> bool:
-    return name.startswith("eval/") and name.count("/") == 1 and name != "eval/failed"
+def write_samples(
+    session: Session, kind: str, epoch: int, images: list[Sample], **columns: Sequence
+) -> None:
+    """Of an evaluation: files in samples/, and pictures for the trackers."""
+    if not session.accelerator.is_main_process:
+        return
+    tracking.save_samples(session.folder / "samples" / f"{kind}-{epoch:05d}", images, **columns)
+    step = session.progress.step
+    trackers.log_pictures(session.accelerator, kind, images, columns, epoch=epoch, step=step)

@@ -15,6 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from flow_grpo.rewards.geneval.palette import RGB
 from flow_grpo.rewards.pictures import to_pil
 from tiny.prompts import COLOURS, MAX_SHAPES, SHAPES, Scene, parse_scene, parse_sign
 
@@ -24,14 +25,6 @@ GLYPH_CELL = WIDTH // MAX_LETTERS
 SHAPE_CELL = WIDTH // MAX_SHAPES
 BLANK = len(ascii_uppercase)
 
-_RGB = {
-    "red": (0.86, 0.10, 0.12),
-    "orange": (0.98, 0.55, 0.08),
-    "yellow": (0.95, 0.88, 0.12),
-    "green": (0.12, 0.62, 0.22),
-    "blue": (0.12, 0.28, 0.86),
-    "purple": (0.52, 0.16, 0.68),
-}
 _SHADE = 0.06  # colours of shapes vary by this much
 _SHARP = 0.05  # a blur this narrow is the identity
 
@@ -90,7 +83,7 @@ class Painter:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.glyphs = _glyph_masks().to(device)  # (27, 16, 32): symbol, column, row
         self.shapes = _shape_masks().to(device)  # (4, 24, 32)
-        self.colours = torch.tensor([_RGB[name] for name in COLOURS]).to(device)  # (6, 3)
+        self.colours = torch.tensor([RGB[name] for name in COLOURS]).to(device)  # (6, 3)
         self.device = torch.device(device)
 
     def signs(

@@ -4,9 +4,10 @@ import re
 from dataclasses import dataclass
 from itertools import product
 
+from flow_grpo.rewards.geneval.palette import RGB, SHAPES
+
 MAX_SHAPES = 4
-COLOURS = ("red", "orange", "yellow", "green", "blue", "purple")
-SHAPES = ("circle", "square", "triangle")
+COLOURS = tuple(RGB)
 COUNTS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4}
 RELATIONS = ("left of", "right of", "and")
 

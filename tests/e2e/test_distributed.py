@@ -1,7 +1,6 @@
 """Two real processes."""
 
 import json
-import os
 import sys
 
 import numpy as np
@@ -68,23 +67,3 @@ def test_two_processes_of_four_equal_one_of_eight(train, slices, reward):
         assert a["avg"] == pytest.approx(b["avg"], abs=1e-5)
         pictures = [np.asarray(Image.open(f / a["file"])).astype(int) for f in folders]
         assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a rounding
-
-
-def test_a_mistake_of_all_is_told_once(train):
-    done = train(launcher=TORCHRUN, dataset="no/such/folder")
-    assert done.returncode != 0
-    assert done.stderr.count("no dataset at no/such/folder") == 1
-
-
-def test_a_reward_that_fails_on_one_process_stops_all(train, tmp_path, monkeypatch):
-    (tmp_path / "second_fails.py").write_text(
-        "import os\n"
-        "def score(images, prompts, metadata):\n"
-        "    return [1.0] * (len(images) - int(os.environ['RANK']) * (len(images) > 1))\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    custom = "{'second': 'second_fails:score'}"
-    done = train(launcher=TORCHRUN, reward_fn="{'second': 1.0}", custom_rewards=custom)
-    assert done.returncode != 0
-    assert "reward 'second' gave no score for 4 of 8 images" in done.stderr
-    assert "it returned scores of shape (3,) for 4 images" in done.stderr

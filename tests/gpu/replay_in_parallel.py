@@ -8,7 +8,8 @@ from accelerate import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_replay import Run
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu_runs import Run
 
 
 def main() -> None:

@@ -9,81 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from gpu_runs import PROMPTS, Run, relative
 
-from flow_grpo.algorithms import Batch, Setup
-from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
-from flow_grpo.sampling.rollout import (
-    Dynamics,
-    Trajectory,
-    initial_noise,
-    sample_generators,
-)
 from flow_grpo.speed.lora import MergedLora
-from flow_grpo.training.policy import Policy
-
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PROMPTS = ["one", "two", "three", "four"]
-ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, 2.0])
-
-
-class Run:
-    def __init__(
-        self,
-        precision: str = "no",
-        *,
-        compiled: bool = False,
-        replay: bool,
-        layers: int = 2,
-        handlers: list | None = None,
-    ) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)  # it keeps its first precision
-        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
-        self.adapter = SD3Adapter(
-            build_tiny_sd3(width=64, layers=layers),
-            device="cuda",
-            dtype=DTYPES[precision],
-            max_sequence_length=4,
-        )
-        dynamics = Dynamics(self.adapter.schedule(4, 32, 32), "flow", 0.7, 4.5)
-        self.policy = Policy(self.adapter, dynamics, rank=4, alpha=8)
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in self.adapter.transformer.named_parameters():
-            if "lora_B" in name:
-                parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-        self.policy.prepare(accelerator, torch.optim.AdamW(self.policy.parameters()))
-        if compiled:
-            self.adapter.compile()
-        if replay:
-            self.adapter.replay()
-
-    def sample(self, first: int = 0) -> Trajectory:
-        generators = sample_generators(0, 0, list(range(first, first + len(PROMPTS))))
-        return self.policy.denoiser.sample(
-            initial_noise(generators, self.adapter.latent_shape(32, 32), "cuda"),
-            self.adapter.encode(PROMPTS, [""] * len(PROMPTS)),
-            steps=range(1, 3),
-            generators=generators,
-        )
-
-    def train(self, trajectory: Trajectory, steps: list[int], *, add: bool = False) -> torch.Tensor:
-        """Gradients of these steps together."""
-        algorithm, rows = Grpo(GrpoSettings(), Setup()), np.arange(len(trajectory))
-        batch = Batch(trajectory, ADVANTAGES.cuda(), rows, rows)
-        references = algorithm.prepare(self.policy, batch)
-        if not add:
-            self.policy.transformer.zero_grad(set_to_none=True)
-        for j in steps:
-            loss = algorithm.loss(self.policy, batch, references, j)
-            self.ratio = loss.columns["ratio"]
-            loss.per_sample.mean().backward()
-        return torch.cat([p.grad.flatten() for p in self.policy.parameters()])
 
 
 def test_gradients_are_averaged_over_processes():
@@ -108,13 +38,9 @@ def test_gradients_are_averaged_over_processes():
         assert said.splitlines()[-1] == "equal"
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
 @pytest.mark.parametrize(("precision", "off"), [("no", 1e-4), ("bf16", 1e-2), ("fp16", 1e-2)])
 def test_replayed_steps_equal_plain_ones(precision, off):
-    plain, replayed = Run(precision, replay=False), Run(precision, replay=True)
+    plain, replayed = (Run(precision, replay=r, width=64) for r in (False, True))
     expected = plain.sample()
     for _ in range(2):  # recorded, then replayed
         found = replayed.sample()
@@ -134,7 +60,7 @@ def test_replayed_steps_equal_plain_ones(precision, off):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_the_ratio_is_exactly_1(precision, compiled):
-    run = Run(precision, compiled=compiled, replay=True, layers=1)  # one kind of block to compile
+    run = Run(precision, compiled=compiled, replay=True, width=64, layers=1)
     trajectory = run.sample()
     for j in (0, 1):
         assert run.train(trajectory, [j]).isfinite().all()
@@ -156,8 +82,8 @@ def test_a_forward_whose_activations_are_gone_cannot_be_taken_back():
 
 
 def test_merged_lora_is_sampled_and_taken_away_again():
-    plain = Run(replay=False, layers=1)
-    merged = Run(compiled=True, replay=True, layers=1)
+    plain = Run(replay=False, width=64, layers=1)
+    merged = Run(compiled=True, replay=True, width=64, layers=1)
     expected = plain.sample()
     before = merged.sample()
     sums = MergedLora(merged.policy.lora_layers)

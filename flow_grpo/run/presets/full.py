@@ -79,8 +79,6 @@ def _flux(gpus: int) -> ConfigDict:
     config.sample.num_steps, config.sample.eval_num_steps = 6, 28
     config.sample.guidance_scale = 3.5  # embedded: it costs no second pass
     config.sample.noise_level = 0.9
-    # Compiled, its first backward pass was seen to fail on an H200: docs/models.md.
-    config.compile = config.cuda_graphs = False
     return config
 
 

@@ -1,0 +1,78 @@
+"""Finds flat shapes of plain colours on a grey ground, as the small model draws them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+from scipy import ndimage
+
+from flow_grpo.rewards.geneval.palette import RGB, SHAPES
+from flow_grpo.rewards.geneval.rules import Detection, Task
+
+SMUDGE = "smudge"  # a coloured patch that is no shape
+GREY = 0.25  # what has less colour than this, as the distance of its channels, is ground
+LARGE, SCALE = 256, 4  # smaller pictures are looked at so much larger: edges are a pixel wide
+SMALLEST = 0.01  # share of the picture that a shape covers
+LIKE = 0.8  # overlap over union with the shape it is taken for
+LONGEST = 1.6  # of its two sides, one to the other
+
+
+class Shapes:
+    def __call__(
+        self, images: Sequence[Image.Image], tasks: Sequence[Task]
+    ) -> list[list[Detection]]:
+        return [detect(image) for image in images]
+
+
+def detect(image: Image.Image) -> list[Detection]:
+    """Shapes with their colours; `score` is how well the shape is drawn."""
+    image = image.convert("RGB")
+    if max(image.size) < LARGE:
+        image = image.resize((SCALE * image.width, SCALE * image.height), Image.Resampling.BILINEAR)
+    pixels = np.asarray(image, dtype=np.float32) / 255
+    coloured = np.ptp(pixels, axis=2) > GREY
+    palette = np.array(list(RGB.values()), dtype=np.float32)
+    nearest = _hues(pixels) @ _hues(palette).T  # (H, W, colours): how alike
+    label = np.where(coloured, nearest.argmax(axis=2), -1)
+    found = []
+    for number, colour in enumerate(RGB):
+        found += _of_colour(label == number, colour)
+    return found
+
+
+def _hues(colours: np.ndarray) -> np.ndarray:
+    """What is left of colours without their brightness and strength, of length 1."""
+    flat = colours - colours.mean(axis=-1, keepdims=True)
+    return flat / np.maximum(np.linalg.norm(flat, axis=-1, keepdims=True), 1e-6)
+
+
+def _of_colour(mask: np.ndarray, colour: str) -> list[Detection]:
+    found = []
+    parts, _ = ndimage.label(mask)
+    for part, (rows, columns) in enumerate(ndimage.find_objects(parts), 1):
+        own = parts[rows, columns] == part
+        height, width = own.shape
+        if own.sum() < SMALLEST * mask.size:
+            continue
+        alike = {name: _overlap(own, _drawn(name, width, height)) for name in SHAPES}
+        name = max(alike, key=alike.get)
+        if alike[name] < LIKE or max(width, height) > LONGEST * min(width, height):
+            name = SMUDGE
+        box = (columns.start, rows.start, columns.stop, rows.stop)
+        found.append(Detection(name, alike.get(name, 1.0), box, colour))
+    return found
+
+
+def _drawn(name: str, width: int, height: int) -> np.ndarray:
+    """The shape that fills a box."""
+    y, x = np.mgrid[0.5:height, 0.5:width]
+    across, down = x / width - 0.5, y / height  # from the middle, from the top
+    if name == "square":
+        return np.ones((height, width), dtype=bool)
+    if name == "circle":
+        return across**2 + (down - 0.5) ** 2 <= 0.25
+    return np.abs(across) <= down / 2
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> float:
+    return float((a & b).sum() / (a | b).sum())

@@ -1,0 +1,87 @@
+"""Tell a mistake in one line. Of several processes one tells it, and torchrun's report ends with
+it."""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed import DistError
+
+from flow_grpo.errors import LostPeer, Stopped, UserError
+
+LAUNCHER_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun and accelerate launch read it
+# Seconds in which the launcher ends what is left of a node after a failure there.
+LAUNCHER_IS_QUICK = 5.0
+# Processes start at different times: seconds until the slowest should have met the same mistake.
+ALL_HAVE_SEEN_IT = 30.0
+
+
+def told_plainly(call: Callable, *, debug: bool):
+    try:
+        return call()
+    except UserError as error:
+        if debug:
+            raise
+        _leave(error)
+    except RuntimeError as error:
+        if debug or not is_lost_peer(error):
+            raise
+        # without the file it comes from and the advice that follows
+        reason = re.sub(r"^\[\S+\] ", "", str(error).strip()).splitlines()[0].split(". ")[0]
+        _leave(
+            LostPeer(
+                f"lost contact with another process ({reason}); start all nodes again with "
+                "--config.resume=auto"
+            )
+        )
+
+
+def is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """gloo's errors have no type of their own, but most name the file they come from."""
+    gloo = r"\bgloo/(transport|rendezvous)/|^Application timeout caused pair closure"
+    return isinstance(error, DistError) or re.search(gloo, str(error)) is not None
+
+
+def _leave(error: UserError) -> NoReturn:
+    line = f"{error}" if isinstance(error, Stopped) else f"error: {error}"
+    wait = _patience(error) if LAUNCHER_FILE in os.environ else 0.0
+    time.sleep(wait)
+    lost_here = isinstance(error, LostPeer) and is_first_of_node()
+    if is_first_process() or not error.seen_by_all or lost_here or wait:
+        print(line, file=sys.stderr)
+    _tell_launcher(line)
+    sys.exit(error.exit_code)
+
+
+def _patience(error: UserError) -> float:
+    """How long to wait for the launcher to end this process, because another has told what
+    happened. One that is still there after that has to tell it."""
+    if isinstance(error, Stopped) or not error.seen_by_all:
+        return 0.0
+    if not is_first_of_node():
+        return ALL_HAVE_SEEN_IT
+    return LAUNCHER_IS_QUICK if isinstance(error, LostPeer) else 0.0
+
+
+def _tell_launcher(line: str) -> None:
+    """The last entry of its report is what this file holds, as a traceback."""
+    if LAUNCHER_FILE not in os.environ:
+        return
+    extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    content = json.dumps({"message": {"message": line, "extraInfo": extra}})
+    with contextlib.suppress(OSError):  # the line was printed
+        Path(os.environ[LAUNCHER_FILE]).write_text(content, encoding="utf-8")

@@ -1,0 +1,199 @@
+"""wandb, tensorboard and the like, through accelerate: an epoch's numbers, and pictures with their
+prompts, rewards and advantages."""
+
+import importlib
+import importlib.util
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from PIL import Image
+
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.rewards.frames import Sample
+from flow_grpo.run.clips import still
+from flow_grpo.run.console import shown_rewards
+from flow_grpo.run.grid import paired_grid, score_text
+from flow_grpo.run.tracking import dotted
+
+OFFLINE = {  # what helps where a tracker cannot start
+    "wandb": "run `wandb login`, or set WANDB_MODE=offline",
+    "tensorboard": "",
+    "swanlab": "run `swanlab login`, or set SWANLAB_MODE=offline",
+    "trackio": "TRACKIO_DIR must be a folder that can be written",
+    "mlflow": "MLFLOW_TRACKING_URI must name a store that can be written, such as "
+    "sqlite:///mlflow.db (pip install mlflow) or a server",
+}
+
+
+def parse(log_with: str) -> list[str]:
+    """Names of trackers, separated by commas; raises where one cannot be used."""
+    names = list(dict.fromkeys(name.strip() for name in log_with.split(",") if name.strip()))
+    for name in names:
+        if name not in OFFLINE:
+            known = ", ".join(OFFLINE)
+            raise UserError(f"log_with={log_with!r} must be some of {known}, or empty")
+        if importlib.util.find_spec(name) is None:  # accelerate would go on without a word
+            raise UserError(f"log_with={log_with!r} needs: pip install {name}")
+    return names
+
+
+def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str, Any]) -> None:
+    """As the accelerator was told; what they write goes into the run folder where they let us
+    choose. Where one cannot start, the main process raises a UserError, and a new run leaves no
+    folder behind, so that the same command can be given again."""
+    is_new = not folder.exists()
+    accelerator.project_configuration.logging_dir = str(folder)
+    flat = {_plain(k): v if isinstance(v, int | float | str) else str(v) for k, v in dotted(config)}
+    settings = {
+        "wandb": {"dir": str(folder), "name": folder.name},
+        "swanlab": {"logdir": str(folder / "swanlab"), "experiment_name": folder.name},
+        "trackio": {"name": folder.name},
+        "mlflow": {"run_name": folder.name},
+    }
+    try:
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+        accelerator.init_trackers(project, config=flat, init_kwargs=settings)
+    except Exception as error:  # each has errors of its own
+        names = [str(name) for name in accelerator.log_with]
+        started = [tracker.name for tracker in accelerator.trackers if _has_started(tracker)]
+        failed = next((name for name in names if name not in started), ",".join(names))
+        close(accelerator)
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        told = [f"log_with={failed}: {first_line(error).rstrip('.')}", OFFLINE.get(failed, "")]
+        raise UserError("; ".join(filter(None, told))) from error
+
+
+def close(accelerator: Accelerator) -> None:
+    """Once: some take a second end amiss."""
+    while accelerator.trackers:
+        tracker = accelerator.trackers.pop()
+        if _has_started(tracker):
+            tracker.finish()
+
+
+def _has_started(tracker: GeneralTracker) -> bool:
+    return hasattr(tracker, "tracker")  # made when it starts
+
+
+def log(accelerator: Accelerator, record: dict[str, float | None]) -> None:
+    step = record["step"]  # the axis of all, and a name that trackio keeps for itself
+    values = {k: v for k, v in record.items() if v is not None and k != "step"}
+    for tracker in accelerator.trackers:
+        named = {_of_mlflow(name): v for name, v in values.items()}
+        tracker.log(named if tracker.name == "mlflow" else values, step=step)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture, its prompt, and its rewards and advantage as text."""
+
+    image: Image.Image
+    prompt: str
+    scores: tuple[str, ...]
+
+    def caption(self) -> str:
+        """Scores first: a long prompt is cut short by most of those who show it."""
+        return f"{', '.join(self.scores)} | {self.prompt}"
+
+
+def log_pictures(
+    accelerator: Accelerator,
+    kind: str,  # "train" or "eval"
+    images: list[Sample],
+    columns: dict[str, Sequence],
+    *,
+    epoch: int,
+    step: int,
+) -> None:
+    """On the main process."""
+    if not images or not accelerator.trackers:
+        return
+    scores = shown_rewards(name for name in columns if name not in ("prompt", "advantage"))
+    names = [*scores, *(["advantage"] if "advantage" in columns else [])]
+    rows = [
+        Shown(
+            still(image),
+            " ".join(columns["prompt"][i].split()),
+            tuple(f"{name} {_text(columns[name][i])}" for name in names),
+        )
+        for i, image in enumerate(images)
+    ]
+    for tracker in accelerator.trackers:
+        SHOW[tracker.name](tracker, kind, rows, epoch, step)
+
+
+def _show_list(tracker: GeneralTracker, kind: str, rows: list[Shown], _: int, step: int) -> None:
+    picture = importlib.import_module(tracker.name).Image
+    pictures = [picture(row.image, caption=row.caption()) for row in rows]
+    tracker.log({f"samples/{kind}": pictures}, step=step)
+
+
+def _show_each(tracker: GeneralTracker, kind: str, rows: list[Shown], _: int, step: int) -> None:
+    picture = importlib.import_module(tracker.name).Image
+    named = {_key(kind, i): picture(r.image, caption=r.caption()) for i, r in enumerate(rows)}
+    tracker.log(named, step=step)
+
+
+def _show_in_tensorboard(
+    tracker: GeneralTracker, kind: str, rows: list[Shown], epoch: int, step: int
+) -> None:
+    """It has no captions: they are drawn, and whole prompts are in a text of the same name."""
+    sheets = {_key(kind, i): np.asarray(_sheet(r, epoch))[None] for i, r in enumerate(rows)}
+    tracker.log_images(sheets, step=step, dataformats="NHWC")
+    # indented, Markdown takes it as code, which it shows as it is
+    lines = [f"    {i:02d}  {row.caption()}" for i, row in enumerate(rows)]
+    tracker.log({f"samples/{kind}": "\n".join(lines)}, step=step)
+
+
+def _show_in_mlflow(
+    tracker: GeneralTracker, kind: str, rows: list[Shown], epoch: int, step: int
+) -> None:
+    """It has no captions either."""
+    import mlflow
+
+    for i, row in enumerate(rows):
+        mlflow.log_image(_sheet(row, epoch), key=_key(kind, i), step=step)
+    texts = [{"prompt": row.prompt, "scores": list(row.scores)} for row in rows]
+    mlflow.log_dict({"samples": texts}, f"samples/{kind}-{epoch:05d}.json")
+
+
+SHOW = {
+    "wandb": _show_list,
+    "swanlab": _show_list,
+    "trackio": _show_each,
+    "tensorboard": _show_in_tensorboard,
+    "mlflow": _show_in_mlflow,
+}
+
+
+def _key(kind: str, place: int) -> str:
+    return f"samples/{kind}/{place:02d}"
+
+
+def _sheet(row: Shown, epoch: int) -> Image.Image:
+    heading = f"epoch {epoch}"
+    return paired_grid({heading: [row.image]}, [row.prompt], {heading: [list(row.scores)]})
+
+
+def _text(value: float) -> str:
+    return score_text(float(value) if np.isfinite(value) else None)
+
+
+def _of_mlflow(name: str) -> str:
+    """In a store of files a metric cannot have another below it: reward/ocr and reward/ocr/std."""
+    group, _, rest = name.partition("/")
+    return _plain(f"{group}/{rest.replace('/', '.')}" if rest else group)
+
+
+def _plain(name: str) -> str:
+    """mlflow refuses other characters, and a reward may be called anything."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

@@ -1,0 +1,82 @@
+"""A policy on a GPU that samples and trains by itself."""
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from families import TOKENS, Family
+
+from flow_grpo.algorithms import Batch, Setup
+from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
+from flow_grpo.models import ADAPTERS, small
+from flow_grpo.sampling.rollout import (
+    Dynamics,
+    Trajectory,
+    initial_noise,
+    sample_generators,
+)
+from flow_grpo.training.policy import Policy
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROMPTS = ["one", "two", "three", "four"]
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+
+SD3 = Family("sd3", 4.5)
+
+
+class Run:
+    def __init__(
+        self,
+        precision: str = "no",
+        *,
+        compiled: bool = False,
+        replay: bool,
+        family: Family = SD3,
+        handlers: list | None = None,
+        **size,
+    ) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # it keeps its first precision
+        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
+        pipeline = small.build(family.name, **size)
+        self.adapter = ADAPTERS[type(pipeline).__name__](
+            pipeline, device="cuda", dtype=DTYPES[precision], max_sequence_length=TOKENS
+        )
+        self.size = 32, 32, family.frames
+        dynamics = Dynamics(self.adapter.schedule(4, *self.size), "flow", 0.7, family.guided)
+        self.policy = Policy(self.adapter, dynamics, rank=4, alpha=8)
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in self.adapter.transformer.named_parameters():
+            if "lora_B" in name:
+                parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+        self.policy.prepare(accelerator, torch.optim.AdamW(self.policy.parameters()))
+        if compiled:
+            self.adapter.compile()
+        if replay and self.adapter.can_replay:
+            self.adapter.replay()
+
+    def sample(self, first: int = 0) -> Trajectory:
+        generators = sample_generators(0, 0, list(range(first, first + len(PROMPTS))))
+        return self.policy.denoiser.sample(
+            initial_noise(generators, self.adapter.latent_shape(*self.size), "cuda"),
+            self.adapter.encode(PROMPTS, [""] * len(PROMPTS)),
+            steps=range(1, 3),
+            generators=generators,
+        )
+
+    def train(self, trajectory: Trajectory, steps: list[int], *, add: bool = False) -> torch.Tensor:
+        """Gradients of these steps together."""
+        algorithm, rows = Grpo(GrpoSettings(), Setup()), np.arange(len(trajectory))
+        batch = Batch(trajectory, ADVANTAGES.cuda(), rows, rows)
+        references = algorithm.prepare(self.policy, batch)
+        if not add:
+            self.policy.transformer.zero_grad(set_to_none=True)
+        for j in steps:
+            loss = algorithm.loss(self.policy, batch, references, j)
+            self.ratio = loss.columns["ratio"]
+            loss.per_sample.mean().backward()
+        return torch.cat([p.grad.flatten() for p in self.policy.parameters()])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())

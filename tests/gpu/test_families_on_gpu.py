@@ -1,0 +1,43 @@
+"""What every family must do on a GPU, compiled and not.
+
+python -m pytest -q --noconftest tests/gpu        on a machine with a GPU
+"""
+
+import pytest
+import torch
+from families import FAMILIES
+from gpu_runs import PROMPTS, Run, relative
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+@COMPILED
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_ratio_is_exactly_1(family, compiled):
+    run = Run("bf16", family=family, compiled=compiled, replay=True, layers=1)
+    trajectory = run.sample()
+    for j in (0, 1):
+        assert run.train(trajectory, [j]).isfinite().all()
+        assert torch.equal(run.ratio, torch.ones_like(run.ratio))
+
+
+def gradient_of_velocity(run: Run, scale: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = len(PROMPTS), *run.adapter.latent_shape(*run.size)
+    latents = torch.randn(shape, generator=generator).cuda()
+    texts = run.adapter.encode(PROMPTS, [""] * len(PROMPTS))
+    velocity = run.adapter.velocity(run.policy.module, latents, 500.0, texts, scale)
+    velocity.square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
+
+
+@COMPILED
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_gradients_are_those_of_plain_attention(family, compiled):
+    """cuDNN's were seen to be wrong for FLUX.1, without a word."""
+    plain = Run("bf16", family=family, replay=False, layers=1)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = gradient_of_velocity(plain, family.guided)
+    run = Run("bf16", family=family, compiled=compiled, replay=False, layers=1)
+    assert relative(gradient_of_velocity(run, family.guided), expected) < 0.1

@@ -1,0 +1,49 @@
+"""The line of an epoch."""
+
+import pytest
+
+from flow_grpo.run.console import Pace, duration, epoch_line
+
+RECORD = {
+    **{"epoch": 3, "step": 6, "reward/ocr": 0.51234, "reward/avg": 0.51234},
+    **{"reward/ocr/std": 0.1, "reward/std_within_group": 0.2, "reward/failed": 0},
+    **{"eval/ocr": 0.75, "eval/avg": 0.75, "eval/failed": 0, "eval/signs/ocr": 0.8},
+    **{"train/loss": 0.0, "time/sample": 6.0, "time/train": 3.97, "time/eval": 0.0},
+    **{"time/save": 0.03},
+}
+MORE = {"reward/jpeg": -0.00332, "reward/avg": 0.5, "eval/jpeg": None, "eval/avg": None}
+
+
+def test_of_one_reward_the_sum_is_not_repeated():
+    line = epoch_line(RECORD, ["ocr"], ["ocr"], last=10, left=70.0)
+    assert line == (
+        "epoch 3/10  reward/ocr 0.5123  eval/ocr 0.7500  10 s (sample 60%, train 40%)  70 s left"
+    )
+
+
+def test_of_several_each_is_there_and_their_sum_where_they_have_a_value():
+    line = epoch_line(RECORD | MORE, ["ocr", "jpeg"], ["ocr", "jpeg"], last=3, left=0.0)
+    assert line == (
+        "epoch 3/3  reward/ocr 0.5123  reward/jpeg -0.00332  reward/avg 0.5000  eval/ocr 0.7500  "
+        "10 s (sample 60%, train 40%)"
+    )
+
+
+def test_the_time_left_is_that_of_the_epochs_of_this_process():
+    pace = Pace()
+    evaluation = {"epoch": 0, "time/eval": 100.0}  # before training: no measure of an epoch
+    assert pace.left(evaluation, last=10) == 0
+    assert pace.left({"epoch": 1, "time/sample": 3.0, "time/train": 1.0}, last=10) == 36
+    assert pace.left({"epoch": 2, "time/sample": 6.0, "time/eval": 2.0}, last=10) == 48
+    assert pace.left({"epoch": 10, "time/sample": 6.0}, last=10) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (99.4, "99 s"), (99.6, "2 min")),
+        *((5960, "99 min"), (6000, "1 h 40 min"), (100 * 3600, "100 h 00 min")),
+    ],
+)
+def test_durations_are_short(seconds, text):
+    assert duration(seconds) == text

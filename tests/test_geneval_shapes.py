@@ -1,0 +1,67 @@
+"""The detector of flat shapes, on rendered scenes of the small model's kind."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny.pictures import CLEAN, Painter, encode_scene
+from tiny.prompts import Scene, scenes_by_kind
+
+from flow_grpo.rewards.geneval.shapes import SMUDGE, detect
+from flow_grpo.rewards.pictures import to_pil
+
+
+@pytest.fixture(scope="module")
+def rendered() -> list[tuple[Scene, Image.Image]]:
+    rng = random.Random(0)
+    single, placed, joined = scenes_by_kind()
+    scenes = [*single, *rng.sample(placed, 164), *rng.sample(joined, 264)]
+    numbers = torch.tensor([encode_scene(scene) for scene in scenes])
+    pictures = Painter().scenes(numbers, CLEAN, torch.Generator().manual_seed(0))
+    return list(zip(scenes, to_pil(pictures.images), strict=True))
+
+
+def drawn(scene: Scene) -> list[tuple[str, str]]:
+    groups = scene.left_to_right
+    return [(group.colour, group.shape) for group in groups for _ in range(group.count)]
+
+
+def found(image: Image.Image) -> list[tuple[str, str]]:
+    by_place = sorted(detect(image), key=lambda d: d.box[0])
+    return [(d.colour, d.name) for d in by_place]
+
+
+def test_clean_scenes_are_read_right(rendered):
+    assert len(rendered) == 500
+    right = [found(image) == drawn(scene) for scene, image in rendered]
+    assert np.mean(right) >= 0.99
+
+
+def test_boxes_are_where_shapes_are_at_any_size(rendered):
+    scene, image = rendered[0]
+    assert scene.first.count == 1
+    for scale in (1, 4):
+        [shape] = detect(image.resize((96 * scale, 32 * scale)))
+        left, top, right, bottom = shape.box
+        assert (right - left) / (bottom - top) == pytest.approx(1, abs=0.2)
+        assert (left + right) / 2 == pytest.approx(48 * 4, abs=8)
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2, 1.0])
+def test_noise_makes_it_worse_and_breaks_nothing(rendered, noise):
+    rng, right = np.random.default_rng(0), []
+    for scene, image in rendered[::5]:
+        pixels = np.asarray(image) / 255 + noise * rng.standard_normal((32, 96, 3))
+        noisy = Image.fromarray((255 * pixels.clip(0, 1)).astype(np.uint8))
+        right.append(found(noisy) == drawn(scene))
+    assert {0.05: 0.9, 0.2: 0.0, 1.0: 0.0}[noise] <= np.mean(right) <= {1.0: 0.05}.get(noise, 1)
+
+
+def test_what_is_no_shape_is_a_smudge():
+    pixels = np.full((32, 96, 3), 240, dtype=np.uint8)
+    pixels[4:28, 10:15] = pixels[12:20, 10:40] = (200, 30, 30)
+    assert [(d.colour, d.name) for d in detect(Image.fromarray(pixels))] == [("red", SMUDGE)]
+    assert detect(Image.new("RGB", (96, 32), "grey")) == []
+    assert detect(Image.new("L", (3, 2))) == []
