@@ -15,7 +15,7 @@ from flow_grpo.errors import UserError, nearest
 from flow_grpo.models import find_adapter
 from flow_grpo.models.full import FULL
 from flow_grpo.rewards import REWARDS, build_scorers
-from flow_grpo.run import cli, command, old_names, presets
+from flow_grpo.run import cli, command, old_names, presets, trackers
 from flow_grpo.run.check import CHOICES, check
 from flow_grpo.run.fields import get_config
 from flow_grpo.run.tracking import dotted
@@ -137,8 +137,15 @@ def test_every_value_of_a_list(load, name, choice):
     for typed in {choice.upper(), choice[:-1] + choice[-1] * 2} - {choice}:
         [near] = refused(load, PRESET, f"--config.{name}={typed}")
         assert near == choice
-    if importlib.util.find_spec(near) or name != "log_with":
-        load(PRESET, f"--config.{name}={near}")
+    load(PRESET, f"--config.{name}={near}")
+
+
+@pytest.mark.parametrize("name", trackers.OFFLINE)
+def test_every_tracker(load, name):
+    [near] = refused(load, PRESET, f"--config.log_with={mistyped(name)}")
+    assert near == name
+    if importlib.util.find_spec(near):  # else it is to be installed
+        load(PRESET, f"--config.log_with={near}")
 
 
 @pytest.mark.parametrize("name", REWARDS)
