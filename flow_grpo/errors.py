@@ -1,3 +1,7 @@
+import difflib
+from collections.abc import Iterable
+
+
 class UserError(Exception):
     """A mistake the user can mend, shown as one line without a traceback, in notebooks too."""
 
@@ -36,3 +40,19 @@ class RewardOutage(UserError):
 def first_line(error: BaseException) -> str:
     """Of a message of other libraries', which may have many."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.65) -> str:
+    """Which of the known names may have been meant; "" where none is near."""
+    plain = {_plain(each): each for each in known}
+    close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=cutoff)
+    return plain[close[0]] if close else ""
+
+
+def _plain(name: str) -> str:
+    return str(name).lower().replace("-", "_")
+
+
+def with_nearest(message: str, name: str, known: Iterable[str]) -> str:
+    near = nearest(name, known)
+    return f"{message}; did you mean {near}?" if near else message

@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from ml_collections import ConfigDict
 from train import SampledBatch, collect_rewards, sample_ahead, sample_behind, train_epoch
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, nearest
 from flow_grpo.models import ADAPTERS, ModelAdapter, find_adapter
 from flow_grpo.models.full import FULL, build
 from flow_grpo.run import benchmarking as bench
@@ -64,6 +64,8 @@ def main(config: ConfigDict) -> Session:
     if MODEL.value:
         config.pretrained.model = MODEL.value
     if MODEL.value and MODEL.value not in FULL:
+        if not Path(MODEL.value).exists() and (near := nearest(MODEL.value, FULL)):
+            raise UserError(f"unknown --model={MODEL.value}; did you mean {near}?")
         find_adapter(MODEL.value)
         own = bench.own_resolution(MODEL.value)
         config.resolution = min(config.resolution, own or config.resolution)
@@ -74,7 +76,7 @@ def main(config: ConfigDict) -> Session:
         full = config.pretrained.model
         raise UserError(f"{full} needs a GPU; name a small model: --model assets/tiny-sd3")
     if OUT.value:
-        open_line_file(Path(OUT.value))
+        check_line_file(Path(OUT.value))
     if AGAINST.value:
         check_clone(Path(AGAINST.value), config)
     config.custom_rewards = ConfigDict({"timed": "flow_grpo.run.benchmarking:TimedReward"})
@@ -97,19 +99,19 @@ def main(config: ConfigDict) -> Session:
         print(bench.report(result), file=sys.stderr)
         print(line)
         if OUT.value:
+            Path(OUT.value).parent.mkdir(parents=True, exist_ok=True)
             with Path(OUT.value).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
     session.accelerator.end_training()
     return session
 
 
-def open_line_file(path: Path) -> None:
-    """Make it, so that a name that cannot work is refused before anything is measured."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise UserError(f"--out={path} cannot be written: {error}") from error
+def check_line_file(path: Path) -> None:
+    """Refuse a name that cannot work before anything is measured; nothing is made yet."""
+    path = path.absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if there.is_dir() == (there == path) or not os.access(there, os.W_OK):
+        raise UserError(f"--out={OUT.value} cannot be written: {there} is in the way; name another")
 
 
 def check_clone(clone: Path, config: ConfigDict) -> None:

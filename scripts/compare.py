@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 from plot import figure, read_metrics
-from runs import OWN_FIELDS, run_name, train_all
+from runs import OWN_FIELDS, resolve, run_name, train_all
 
 from flow_grpo.errors import Stopped, UserError
+from flow_grpo.run.arguments import Parser
 
 WORK = ("time/sample", "time/reward_wait", "time/train")
 
@@ -149,7 +150,7 @@ def draw(runs: dict[str, list[list[Epoch]]], end: int, threshold: float, out: Pa
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("presets", nargs="*", help="of config/grpo.py")
     parser.add_argument("--seeds", nargs="*", type=int, default=[])
     parser.add_argument("--passes", type=int, help="where to cut; else where the shortest run ends")
@@ -178,23 +179,31 @@ def compare() -> None:
     args, overrides = parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("figures need matplotlib: pip install -e .[plot]")
-    for folder in (args.out.parent, args.logdir):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make {folder}: {error.strerror}") from error
-    # all methods with one seed, then with the next: what is there early can be compared
-    wanted = [(preset, seed) for seed in args.seeds for preset in args.presets]
-    if not args.no_train and not train_all(wanted, args.logdir, overrides, args.jobs):
-        sys.exit(1)
+    if not args.no_train:
+        # all methods with one seed, then with the next: what is there early can be compared
+        wanted = [(preset, seed) for seed in args.seeds for preset in args.presets]
+        for preset, seed in wanted:
+            resolve(preset, seed, overrides)
+        make_folders(args.out.parent, args.logdir)
+        if not train_all(wanted, args.logdir, overrides, args.jobs):
+            sys.exit(1)
     runs = {p: [read_run(args.logdir / run_name(p, s)) for s in args.seeds] for p in args.presets}
     end = args.passes or min(run[-1].passes for of in runs.values() for run in of)
     options = [a for a in sys.argv[1:] if a != "--no-train"]
     command = shlex.join(["python", "scripts/compare.py", *options])
     text = table(runs, end, args.threshold, command)
+    make_folders(args.out.parent)
     draw(runs, end, args.threshold, Path(f"{args.out}.png"))
     Path(f"{args.out}.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+def make_folders(*folders: Path) -> None:
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make {folder}: {error.strerror}; name another") from error
 
 
 def main() -> None:

@@ -7,7 +7,6 @@
 Afterwards `DiffusionPipeline.from_pretrained("exported")` needs neither peft nor this repo.
 """
 
-import argparse
 import logging
 import sys
 from pathlib import Path
@@ -16,11 +15,12 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 
 from flow_grpo.errors import UserError
+from flow_grpo.run.arguments import Parser
 from flow_grpo.run.export import Source, export
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--checkpoint",
         type=Path,

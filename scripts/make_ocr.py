@@ -6,13 +6,14 @@ full-size models. The same seed gives the same files; no text of test.txt is in 
     python scripts/make_ocr.py full --words my_words.txt --size 2000 --out dataset/mine
 """
 
-import argparse
 import random
 from itertools import cycle, islice
 from pathlib import Path
 
 from tiny.prompts import parse_sign, sign_prompt
 from tiny.words import all_words, split_words
+
+from flow_grpo.run.arguments import Parser
 
 FULL_TRAIN, FULL_TEST = 10_000, 1_000
 MOST = 100_000  # prompts, far from where our texts and sentences run out
@@ -204,7 +205,7 @@ SETS = {"tiny": ("dataset/ocr", tiny_prompts), "full": ("dataset/ocr_full", full
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("set", choices=SETS)
     parser.add_argument("--out", type=Path, help="new folder; dataset/ocr or dataset/ocr_full")
     parser.add_argument("--words", type=Path, help="file with texts of your own, one per line")
@@ -219,9 +220,11 @@ def main() -> None:
         if args.size is not None and not 2 <= args.size <= MOST:
             raise ValueError(f"--size={args.size} must be from 2 to {MOST}")
         made = make(args.seed, args.words and read_words(args.words), args.size)
+        folder.mkdir(parents=True)
     except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-    folder.mkdir(parents=True)
+        parser.fail(str(error))
+    except OSError as error:
+        parser.fail(f"--out={folder} cannot be made: {error.strerror}; name another")
     for name, prompts in zip(("train", "test"), made, strict=True):
         path = folder / f"{name}.txt"
         path.write_text("\n".join(prompts) + "\n", encoding="utf-8")

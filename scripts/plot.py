@@ -6,7 +6,6 @@
 Without --out the picture goes into the first run's folder.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -17,7 +16,8 @@ from typing import Any
 
 from PIL import Image
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.run.arguments import Parser
 from flow_grpo.run.grid import picture_grid, score_text
 from flow_grpo.run.naming import short_names
 
@@ -50,6 +50,18 @@ def read_curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
 
 
 @contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """A picture, to a folder that need not be there; an ending that is none of a picture's is
+    told."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"cannot write {out}: {why}; name another file with --out") from error
+
+
+@contextmanager
 def panels(out: Path, count: int, *, x: str) -> Iterator[list[Any]]:
     """Axes under one another to draw labelled lines on, which are saved as a picture afterwards."""
     import matplotlib  # an extra: only figures need it
@@ -67,7 +79,8 @@ def panels(out: Path, count: int, *, x: str) -> Iterator[list[Any]]:
         many = len(axes.get_legend_handles_labels()[1]) > 5
         axes.legend(ncols=2 if many else 1, fontsize="small" if many else None)
     drawn.tight_layout()
-    drawn.savefig(out, dpi=120)
+    with writing(out):
+        drawn.savefig(out, dpi=120)
     plt.close(drawn)
 
 
@@ -120,7 +133,9 @@ def plot_pictures(folders: list[Path], count: int, out: Path) -> None:
             prompts.append(table[i]["prompt"])
             scores.append(score_text(table[i]["avg"]))
     columns = len(folders) * (2 if count % 2 == 0 else 1)
-    picture_grid(images, prompts, scores, headings=headings(folders), columns=columns).save(out)
+    grid = picture_grid(images, prompts, scores, headings=headings(folders), columns=columns)
+    with writing(out):
+        grid.save(out)
 
 
 def headings(folders: list[Path]) -> list[str]:
@@ -150,7 +165,7 @@ def _read_samples(folder: Path) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     curve = commands.add_parser("curve", help="metrics over epochs, one line per run")
     curve.add_argument("runs", nargs="+", type=Path, help="run folders or metrics files")
@@ -164,8 +179,6 @@ def main() -> None:
     try:
         named = args.runs if args.command == "curve" else args.folders
         out = args.out or default_out(args.command, named[0])
-        if args.out:
-            out.parent.mkdir(parents=True, exist_ok=True)
         if args.command == "curve":
             plot_curve(args.runs, args.metric, out)
         else:

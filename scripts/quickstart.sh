@@ -1,15 +1,44 @@
 #!/usr/bin/env bash
 # Trains the small model that ships in the repo to draw signs that OCR can read, on CPU or GPU.
-# Usage: bash scripts/quickstart.sh [PRESET] [--config.seed=1 ...]
-# PRESET: tiny_awm if none is given; tiny_ocr for GRPO, others are in docs/algorithms.md
 set -euo pipefail
-EXTRAS=ocr,plot source "$(dirname "$0")/venv.sh"
+
+usage='usage: bash scripts/quickstart.sh [PRESET] [--config.FIELD=VALUE ...]'
+case " $* " in
+*" -h "* | *" --help "*)
+    cat <<EOF
+$usage
+
+Trains the small model that ships in the repo to draw signs that OCR can read, on CPU or GPU.
+The first time it makes .venv (or \$VENV) with python3 (or \$PYTHON), and installs into it.
+
+  PRESET                 tiny_awm if none is given; tiny_ocr for GRPO, others: docs/algorithms.md
+  --config.FIELD=VALUE   another value of a field, e.g. --config.seed=1: docs/configuration.md
+
+Curves, pictures and checkpoints go to logs/quickstart-DATE-TIME.
+EOF
+    exit
+    ;;
+esac
+
+fail() {
+    echo "error: $1; $usage" >&2
+    exit 2
+}
 
 preset=tiny_awm
 if [[ "${1:-}" == [!-]* ]]; then
     preset="$1"
     shift
 fi
+for argument in "$@"; do
+    case "$argument" in
+    --config.logdir=* | --config.run_name=*) fail "$argument: the quickstart names its own run" ;;
+    --config.?*=* | --debug) ;;
+    *) fail "unknown argument '$argument'" ;;
+    esac
+done
+EXTRAS=ocr,plot source "$(dirname "$0")/venv.sh"
+
 run="quickstart-$(date +%Y%m%d-%H%M%S)"
 "$VENV/bin/python" scripts/train.py --config "config/grpo.py:$preset" "$@" \
     --config.logdir=logs --config.run_name="$run"

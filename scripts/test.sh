@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
-# Lints and runs all tests. Usage: bash scripts/test.sh [pytest arguments, e.g. tests/test_sde.py]
+# Lints and runs all tests.
 set -euo pipefail
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    echo "usage: bash scripts/test.sh [pytest arguments, e.g. tests/test_sde.py]"
+    echo "Lints and runs all tests, or those named, in .venv (or \$VENV), which is made if need be."
+    exit
+fi
 EXTRAS=test source "$(dirname "$0")/venv.sh"
 
 "$VENV/bin/ruff" check .

@@ -1,7 +1,7 @@
 """Train a flow-matching model with online reinforcement learning.
 
     python scripts/train.py --config config/grpo.py:PRESET [--config.sample.num_steps=8 ...]
-    accelerate launch scripts/train.py --config ...
+    accelerate launch scripts/train.py --config ... [--dry_run]
 
 One epoch: sample a group of images per prompt, score them, turn scores into credit for each sample,
 and update the weights. What differs between algorithms is in flow_grpo/algorithms.
@@ -21,7 +21,7 @@ from flow_grpo.algorithms.base import Scored, with_gradient
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.rewards.pictures import to_pil
-from flow_grpo.run import cli, tracking
+from flow_grpo.run import cli, dry, tracking
 from flow_grpo.run.gpu import lighter_evaluation, lighter_training
 from flow_grpo.run.memory import advice_when_short
 from flow_grpo.run.outage import describe_outage
@@ -394,4 +394,5 @@ def save_training_samples(
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    loop = dry.Loop(sample_behind, collect_rewards, train_epoch, run_evaluation)
+    cli.run(main, dry_run=loop.dry_run)

@@ -61,6 +61,30 @@ class Runner:
         return [json.loads(line) for line in lines]
 
 
+def run_script(*words: object) -> subprocess.CompletedProcess:
+    """Any script with its arguments, in the root of the repo."""
+    command = [str(word) for word in words]
+    done = warm.run(command, cwd=ROOT, env=environment(), timeout=600)
+    if done is not None:
+        return done
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def files_of_repo() -> set[str]:
+    """But for caches, which other tests may fill at the same time."""
+    places = [ROOT, *(ROOT / name for name in ("config", "dataset", "docs", "scripts"))]
+    names = {str(place / name) for place in places for name in os.listdir(place)}
+    return {name for name in names if not Path(name).name.startswith((".", "__", "build"))}
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -35,6 +35,9 @@ def test_help_only_prints(run, script):
     assert done.returncode == 0, done.stderr
     assert "--config.train.learning_rate=" in done.stdout
     assert "--debug" in done.stdout
+    assert ("  --dry_run\n        Build all that the run would" in done.stdout) == (
+        script == "train"
+    )
     assert not run.logdir.exists()
 
 

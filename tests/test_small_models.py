@@ -155,13 +155,11 @@ def test_the_script_writes_a_pipeline_and_tells_mistakes_in_one_line(tmp_path, m
     assert equal(weights(written), weights(small.build("flux", seed=3)))
     capsys.readouterr()  # progress of loading
 
-    assert mistake("flux", folder) == [
-        f"make_small.py: error: {folder} already exists; name a new folder"
-    ]
+    assert mistake("flux", folder) == [f"error: {folder} already exists; name a new folder"]
     (tmp_path / "file").touch()
     inside = tmp_path / "file" / "model"
     assert mistake("wan", inside) == [
-        f"make_small.py: error: cannot write {inside}: Not a directory"
+        f"error: cannot write {inside}: Not a directory; name another folder"
     ]
     assert "invalid choice: 'flax' (choose from" in mistake("flax", tmp_path / "new")[-1]
     assert not (tmp_path / "new").exists()

@@ -5,6 +5,7 @@ and with its arguments, as `python SCRIPT ARGUMENTS` would. It saves five second
 """
 
 import functools
+import gc
 import json
 import os
 import runpy
@@ -15,13 +16,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-CHANGES = "PYTEST_CURRENT_TEST"  # of the environment, in every test
+CHANGES = (  # of the environment, in every test or by accelerate, and of no matter to scripts
+    *("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+)
 
 
 def run(arguments: list[str], *, cwd: Path, env: dict[str, str], timeout: float):
     """As subprocess.run does it, of a script and its arguments; None where another environment is
     asked for, which libraries may have read when they were imported."""
-    env = {name: value for name, value in env.items() if name != CHANGES}
+    env = {name: value for name, value in env.items() if name not in CHANGES}
     channel = _start(json.dumps(env, sort_keys=True))
     if channel is None:
         return None
@@ -95,6 +99,7 @@ if __name__ == "__main__":
     import torch._dynamo  # noqa: F401
     import transformers  # noqa: F401
 
+    gc.freeze()  # else each child copies the memory of all that was imported, to look for garbage
     sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,7 +7,7 @@ config: `--config.nft.beta=.1` sets `NftSettings.beta`.
 from dataclasses import field, fields
 from typing import Any
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, with_nearest
 
 
 def setting(
@@ -35,7 +35,8 @@ def check_settings(section: str, settings: Any) -> None:
         name = f"{section}.{each.name}={value!r}"
         choices = each.metadata["choices"]
         if choices and value not in choices:
-            raise UserError(f"{name} must be one of {', '.join(map(repr, choices))}")
+            message = f"{name} must be one of {', '.join(map(repr, choices))}"
+            raise UserError(with_nearest(message, value, choices))
         for words, bound in each.metadata["rules"].items():
             if not _HOLDS[words](value, bound):
                 raise UserError(f"{name} must be {words} {bound}")

@@ -21,9 +21,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from flow_grpo.errors import RewardOutage, UserError
+from flow_grpo.errors import RewardOutage, UserError, with_nearest
 from flow_grpo.rewards.failure import FailurePolicy, NotAsked
-from flow_grpo.rewards.frames import DEFAULT, Sample, frame_rule, rule_of, split_rules, with_rule
+from flow_grpo.rewards.frames import (
+    DEFAULT,
+    OPTION,
+    Sample,
+    frame_rule,
+    rule_of,
+    split_rules,
+    with_rule,
+)
 from flow_grpo.rewards.guard import RESERVED, BatchScores, GuardedScorer
 from flow_grpo.rewards.pictures import fetch_pictures
 from flow_grpo.rewards.threads import SerialThread
@@ -240,17 +248,18 @@ def build_scorers(
         if name in RESERVED:
             raise UserError(f"reward {name!r} has the name of a metric; call it something else")
         if not (name in paths or (name in servers and name in names)):
-            raise UserError(
+            message = (
                 f"unknown reward {name!r}; known are {', '.join(sorted(paths))}; "
                 "add your own with config.custom_rewards, or its server with config.reward_servers"
             )
+            raise UserError(with_nearest(message, name, paths))
     for name in servers:
         if options.get(name):
             raise UserError(
                 f"reward_options.{name} has no use: reward_servers.{name} scores it; give the "
                 "options to the server (--options)"
             )
-    found = {name: _import(name, paths[name]) for name in names if name not in servers}
+    found = {name: import_scorer(name, paths[name]) for name in names if name not in servers}
 
     def rule(name: str, scorer: Any) -> str:
         return rule_of(name, scorer, rules.get(name), custom=name in (custom or {}))
@@ -297,14 +306,13 @@ def _build(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [option for option in options if option not in parameters]
     if unknown and not takes_any:
-        raise UserError(
-            f"unknown reward_options.{name}.{unknown[0]}; it takes {', '.join(parameters)}"
-        )
+        message = f"unknown reward_options.{name}.{unknown[0]}; it takes {', '.join(parameters)}"
+        raise UserError(with_nearest(message, unknown[0], [*parameters, OPTION]))
     ours = {"device": device, "policy": policy}
     return scorer(**{k: v for k, v in ours.items() if k in parameters} | dict(options))
 
 
-def _import(name: str, path: str) -> Any:
+def import_scorer(name: str, path: str) -> Any:
     module_name, _, attribute = str(path).partition(":")
     if not module_name or not attribute:
         raise UserError(f"custom_rewards.{name}={path!r} must read 'package.module:function'")

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.advantages import ESTIMATORS
 from flow_grpo.algorithms import ALGORITHMS, check_settings
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, with_nearest
 from flow_grpo.models.base import GuidanceGradient
 from flow_grpo.run import old_names, trackers
 from flow_grpo.run.cli import OPEN_FIELDS, suggestion
@@ -89,7 +89,8 @@ def check(config: ConfigDict) -> None:
     for name, allowed in CHOICES.items():
         if field(name) not in allowed:
             known = ", ".join(map(repr, allowed))
-            raise UserError(f"{name}={field(name)!r} must be one of {known}")
+            message = f"{name}={field(name)!r} must be one of {known}"
+            raise UserError(with_nearest(message, field(name), filter(None, allowed)))
     for name, least in AT_LEAST.items():
         if field(name) is not None and field(name) < least:
             raise UserError(f"{name}={field(name)} must be at least {least}")

@@ -1,6 +1,5 @@
 """Start a script with an ml-collections config; tell mistakes in one line."""
 
-import difflib
 import logging
 import os
 import re
@@ -17,28 +16,49 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from flow_grpo.errors import UserError
+from flow_grpo.algorithms import ALGORITHMS
+from flow_grpo.errors import UserError, first_line, nearest
 from flow_grpo.run import old_names
 from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
 from flow_grpo.run.mistakes import is_first_process, told_plainly
 from flow_grpo.run.places import find_config
+from flow_grpo.run.whole_dicts import whole_dict
 
 OPEN_FIELDS = (  # dicts with names of the user's
     *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
 )
+KINDS = {  # of fields, and what to write on the command line
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    tuple: "a tuple like (0, 5)",
+    ConfigDict: "a dict like {'ocr': 1.0}",
+}
+DRY_RUN = (
+    "Build all that the run would, measure a few batches, tell how much memory and time the run "
+    "will take, and stop; nothing is written."
+)
 
 
-def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> None:
+def run(
+    main: Callable[[ConfigDict], Any],
+    *,
+    default: str | None = None,
+    dry_run: Callable[[ConfigDict], Any] | None = None,
+) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
 
-    `default` is the config to take where none is named. What `main` returns is never freed: gloo
-    was seen to wait for ever when the last reference to a process group went.
+    `default` is the config to take where none is named, `dry_run` what to call in place of `main`
+    with --dry_run. What is returned is never freed: gloo was seen to wait for ever when the last
+    reference to a process group went.
     """
     set_up_logging()
     config = config_flags.DEFINE_config_file(
         "config", help_string="path/to/config.py or path/to/config.py:preset"
     )
     flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
+    if dry_run:
+        flags.DEFINE_bool("dry_run", False, DRY_RUN)
 
     def parse(argv: list[str]) -> list[str]:
         if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
@@ -49,9 +69,9 @@ def run(main: Callable[[ConfigDict], Any], *, default: str | None = None) -> Non
         return told_plainly(lambda: _parse(_with_our_configs(argv)), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
-        code = 0
+        code, call = 0, dry_run if dry_run and flags.FLAGS.dry_run else main
         try:
-            _kept = told_plainly(lambda: main(config.value), debug=flags.FLAGS.debug)
+            _kept = told_plainly(lambda: call(config.value), debug=flags.FLAGS.debug)
         except SystemExit as end:
             code = end.code
         # Python aborts when it ends while a reward still computes in a thread of its own.
@@ -78,16 +98,28 @@ def set_up_logging() -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    _check_names(argv)
+    config = _check_names(argv)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(str(error).splitlines()[0]) from error
+        raise UserError(plainly(error, config)) from error
     if flags.FLAGS.config is None:
         raise UserError("--config is missing; name one, e.g. --config config/grpo.py:tiny_ocr")
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
     return rest
+
+
+def plainly(error: Exception, config: ConfigDict | None) -> str:
+    """What absl says of a flag, with the rule and a way out."""
+    mistake = first_line(error)
+    if field := re.match(r"flag --config\.([\w.]+)=(.*?): ", mistake):
+        section, _, key = field[1].rpartition(".")
+        kind = (config[section] if section else config).get_type(key)
+        return f"--config.{field[1]}={field[2]} must be {KINDS.get(kind, 'of another type')}"
+    if missing := re.match(r"flag --(\w+)=None: Flag --\w+ must have a value", mistake):
+        return f"--{missing[1]} is missing: {flags.FLAGS[missing[1]].help}"
+    return f"{mistake}; --help lists all options"
 
 
 def _usage(argv: list[str]) -> str:
@@ -114,18 +146,19 @@ def _with_our_configs(argv: list[str]) -> list[str]:
     return found
 
 
-def _check_names(argv: list[str]) -> None:
+def _check_names(argv: list[str]) -> ConfigDict | None:
     """Load the config alone and hold the overrides against it: absl would only name a key."""
     paths = _config_paths(argv)
     if not paths:
-        return
+        return None
     sys.path.append(str(Path(paths[-1].partition(":")[0]).resolve().parent))  # modules beside it
     _check_processes(paths[-1].partition(":")[2])
     config = _load(paths[-1])
     for arg in argv:
         if arg.startswith("--config."):
-            check_name(arg.removeprefix("--config.").split("=")[0], config)
-    _check_flags(argv, list(_dotted(config)))
+            name, equals, value = arg.removeprefix("--config.").partition("=")
+            check_name(name, config, value if equals else None)
+    _check_flags(argv, config)
     # the last of them would be taken without a word
     given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
     for name in FLOW_GRPO_NAMES:
@@ -134,20 +167,35 @@ def _check_names(argv: list[str]) -> None:
             raise UserError(
                 f"train.{name}={theirs} and grpo.{name}={ours} are two names of one field; give one"
             )
+    return config
 
 
-def _check_flags(argv: list[str], known: list[str]) -> None:
+def _check_flags(argv: list[str], config: ConfigDict) -> None:
     """A field by its last name alone is told its full one."""
+    last = {field: field.rpartition(".")[2] for field in _dotted(config)}
+    own, others = _own_flags(argv[0]), {*ALGORITHMS} - {config.get("algorithm")}
     for arg in argv[1:]:
         name, equals, value = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--") or name.startswith("config") or name in flags.FLAGS:
+        if not arg.startswith("--") or name.startswith("config.") or _is_flag(name):
             continue
-        full = [k for k in known if k.rpartition(".")[2] == name]
-        close = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known], n=1)
-        full = full or [k for k in known if k.rpartition(".")[2] in close]
-        if full:
-            hint = " or ".join(f"--config.{k}{equals}{value}" for k in full[:3])
-            raise UserError(f"unknown option --{name}; did you mean {hint}?")
+        near = name if name in last.values() else nearest(name, [*last.values(), *own], cutoff=0.6)
+        fields = [field for field in last if last[field] == near]
+        # those of other algorithms have no effect
+        fields = [f for f in fields if f.partition(".")[0] not in others] or fields
+        meant = [near] if near in own else [f"config.{field}" for field in fields[:3]]
+        hint = " or ".join(f"--{each}{equals}{value}" for each in meant)
+        way_out = f"did you mean {hint}?" if hint else "--help lists all"
+        raise UserError(f"unknown option --{name}; {way_out}")
+
+
+def _is_flag(name: str) -> bool:
+    return name in ("", "config", *flags.FLAGS) or name.removeprefix("no") in flags.FLAGS
+
+
+def _own_flags(script: str) -> list[str]:
+    """Of this script and of all."""
+    modules = flags.FLAGS.flags_by_module_dict()
+    return [flag.name for module in (script, __name__) for flag in modules.get(module, [])]
 
 
 def _config_paths(argv: list[str]) -> list[str]:
@@ -155,24 +203,16 @@ def _config_paths(argv: list[str]) -> list[str]:
     return paths + [b for a, b in pairwise(argv) if a == "--config"]
 
 
-def check_name(name: str, config: ConfigDict) -> None:
-    """Of a field that is to be changed."""
+def check_name(name: str, config: ConfigDict, value: str | None = None) -> None:
+    """Of a field that is to be changed, to this value."""
     known = set(_dotted(config))
     if name in known:
         return
     field, _, key = name.partition(".")
     if field in OPEN_FIELDS:  # absl cannot add a name to a dict
-        inside = "...".join(_braces(key))
-        example = f'--config.{field}="{inside}"'
-        raise UserError(f"{name!r} is not in the config; give the whole dict: {example}")
+        raise UserError(whole_dict(field, key, config, value))
     hint = suggestion(name, known, cutoff=0.5) or "config/base.py lists them all"
     raise UserError(f"unknown config key {name!r}; {hint}")
-
-
-def _braces(key: str) -> tuple[str, str]:
-    """Around the value of a key: "ocr.engine" is a dict in a dict."""
-    names = key.split(".")
-    return "".join(f"{{'{name}': " for name in names), "}" * len(names)
 
 
 def _check_processes(preset: str) -> None:
@@ -187,7 +227,9 @@ def _check_processes(preset: str) -> None:
 
 def _load(path: str) -> ConfigDict:
     """What `get_config` of this file returns; whatever it raises is a mistake in that file."""
+    absl = logging.getLogger("absl")
     try:
+        absl.disabled = True  # it warns of what is told below
         config = ConfigFileFlagParser("config").parse(path)
         if config is not None:
             config.items  # noqa: B018  raises where the file could not be opened
@@ -195,6 +237,8 @@ def _load(path: str) -> ConfigDict:
         raise
     except Exception as error:
         raise UserError(f"cannot load --config {path}{_reason(error, path)}") from error
+    finally:
+        absl.disabled = False
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"get_config() of --config {path} must return a ConfigDict, not {type(config).__name__}"
@@ -221,8 +265,8 @@ def suggestion(name: str, known: Iterable[str], *, cutoff: float) -> str:
     """What a field may have been meant to be called; nothing where nothing is near."""
     if told := old_names.hint(name):
         return told
-    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f"did you mean {close[0]}?" if close else ""
+    near = nearest(name, known, cutoff=cutoff)
+    return f"did you mean {near}?" if near else ""
 
 
 def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:

@@ -4,12 +4,12 @@ Several processes: torchrun -m flow_grpo.run.command train --config ...
 """
 
 import ast
-import difflib
 import re
 import runpy
 import sys
 from pathlib import Path
 
+from flow_grpo.errors import nearest
 from flow_grpo.run.places import ROOT
 
 SCRIPTS = ROOT / "scripts"
@@ -44,8 +44,8 @@ def main() -> None:
         print(usage())
         return
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
+        near = nearest(name, known)
+        hint = f"did you mean {near}?" if near else f"choose one of {', '.join(known)}"
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         sys.exit(2)
     script = str(known[name])

@@ -111,7 +111,10 @@ def _checkpoint_at(path: Path) -> Path:
     damage = "" if found is None else find_damage(found)
     if damage is not None:
         reason = f" ({damage})" if damage else ""
-        raise UserError(f"resume={str(path)!r} is neither a run nor a whole checkpoint{reason}")
+        raise UserError(
+            f"resume={str(path)!r} is neither a run nor a whole checkpoint{reason}; "
+            "name the folder of one"
+        )
     return found
 
 

@@ -30,7 +30,7 @@ from flow_grpo.run.memory import advice_when_short
 from flow_grpo.run.places import find_files
 from flow_grpo.run.prompts import build_prompts
 from flow_grpo.run.restore import load_progress
-from flow_grpo.run.resume import find_start, prepare_folder
+from flow_grpo.run.resume import Start, find_start, prepare_folder
 from flow_grpo.run.scoring import build_both_rewards
 from flow_grpo.run.stopping import StopSignals
 from flow_grpo.sampling.data import Prompt
@@ -141,14 +141,17 @@ class Session:
 
 
 def build_session(
-    config: ConfigDict, load: Callable[[ConfigDict, Accelerator], ModelAdapter] | None = None
+    config: ConfigDict,
+    load: Callable[[ConfigDict, Accelerator], ModelAdapter] | None = None,
+    begin: Callable[..., tuple[Start, RunLock | None]] = find_start,
 ) -> Session:
     """Everything the run needs; whatever is cheap to check is checked before weights load.
 
-    `load` stands in for `build_adapter`, where the model is none that was saved.
+    `load` stands in for `build_adapter`, where the model is none that was saved; `begin` for what
+    finds and locks the run folder, which without a lock is left alone.
     """
     with ExitStack() as until_built:
-        session = _build_session(config, load or build_adapter, until_built)
+        session = _build_session(config, load or build_adapter, begin, until_built)
         until_built.pop_all()  # the session holds its folder until it is closed
     return session
 
@@ -156,6 +159,7 @@ def build_session(
 def _build_session(
     config: ConfigDict,
     load: Callable[[ConfigDict, Accelerator], ModelAdapter],
+    begin: Callable[..., tuple[Start, RunLock | None]],
     until_built: ExitStack,
 ) -> Session:
     check(config)
@@ -186,7 +190,7 @@ def _build_session(
     if config.sample.merge_lora and is_sharded(accelerator):
         raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
     as_json = json.loads(config.to_json_best_effort())
-    start, lock = find_start(accelerator, as_json, until_built)
+    start, lock = begin(accelerator, as_json, until_built)
     data = build_prompts(config, plan)
     size = image_size(config)
     reward, eval_reward = on_all_or_none(

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 
-from flow_grpo.errors import UserError, first_line
+from flow_grpo.errors import UserError, first_line, with_nearest
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.run.clips import still
 from flow_grpo.run.console import shown_rewards
@@ -38,7 +38,8 @@ def parse(log_with: str) -> list[str]:
     for name in names:
         if name not in OFFLINE:
             known = ", ".join(OFFLINE)
-            raise UserError(f"log_with={log_with!r} must be some of {known}, or empty")
+            message = f"log_with={log_with!r} must be some of {known}, or empty"
+            raise UserError(with_nearest(message, name, OFFLINE))
         if importlib.util.find_spec(name) is None:  # accelerate would go on without a word
             raise UserError(f"log_with={log_with!r} needs: pip install {name}")
     return names

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, with_nearest
 from flow_grpo.sampling.rows import Prompt, read_csv, read_jsonl, read_lines
 from flow_grpo.sampling.tables import Split, is_hub_name, read_hub, read_parquet
 
@@ -26,7 +26,9 @@ def load_prompts(
     prompts = find_prompts(source, split, prompt_fn, column)
     if prompts is None:
         wanted = _either(f"{split}{ending}" for ending in ENDINGS[prompt_fn])
-        raise UserError(f"no dataset at {source}: it must hold {wanted} (prompt_fn={prompt_fn!r})")
+        message = f"no dataset at {source}: it must hold {wanted} (prompt_fn={prompt_fn!r})"
+        beside = [] if Path(source).exists() else map(str, Path(source).parent.glob("*"))
+        raise UserError(with_nearest(message, str(source), beside))
     return prompts
 
 

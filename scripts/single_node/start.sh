@@ -9,6 +9,12 @@ fail() {
     exit 2
 }
 
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    echo "usage: bash scripts/single_node/$usage"
+    sed -n '/^# /s/^# //p' "scripts/single_node/${usage%% *}"
+    exit
+fi
+
 # The config is a file as --config takes it, or the name of a preset of config/grpo.py.
 read_config() {
     (($#)) && [[ "$1" != -* ]] || fail "the config is missing"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, nearest
 from flow_grpo.run import old_names
 from flow_grpo.run.places import find_files
 from flow_grpo.run.presets.full import BENCHMARKS, LARGE, SD3
@@ -38,9 +38,13 @@ PRESETS: dict[str, Preset] = {
 
 def get_config(name: str = "") -> ConfigDict:
     preset, gpus = re.fullmatch(r"(.*?)(?:_([1-9]\d*)gpu)?", name).groups()
+    ending = f"_{gpus}gpu" if gpus else ""
     if preset in old_names.PRESETS:
-        ours = old_names.PRESETS[preset] + (f"_{gpus}gpu" if gpus else "")
-        raise UserError(f"unknown preset {name!r}; it is {ours} here")
+        raise UserError(f"unknown preset {name!r}; it is {old_names.PRESETS[preset]}{ending} here")
+    if preset not in PRESETS and (near := nearest(preset, PRESETS)):
+        raise UserError(f"unknown preset {name!r}; did you mean {near}{ending}?")
+    if not preset:
+        raise UserError(f"name a preset: config/grpo.py:NAME; there are {', '.join(PRESETS)}")
     if preset not in PRESETS:
         raise UserError(f"unknown preset {name!r}; config/grpo.py has {', '.join(PRESETS)}")
     launched = os.environ.get("WORLD_SIZE", gpus)

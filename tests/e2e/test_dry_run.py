@@ -1,0 +1,89 @@
+"""scripts/train.py --dry_run: everything is built and told, nothing is left behind."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from runner import files_of_repo, run_script
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
+ESTIMATES = ("memory", "time per epoch", "time per evaluation", "time of the run")
+
+
+def told(done) -> dict[str, str]:
+    """What is printed, by the first words of its line."""
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return dict(re.findall(r"(?m)^(\S+(?: \S+)*)  +(.*)$", done.stdout))
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """All that is in there, its size and when it was written."""
+    found = [path for path in folder.rglob("*") if not path.is_symlink()]
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns if path.is_file() else 0)
+        for path in found
+    }
+
+
+def test_a_dry_run_tells_the_plan_and_writes_nothing(train, tmp_path):
+    """Also where a tracker and a cache are asked for."""
+    fields = {"prompt_cache": tmp_path / "cache", "num_epochs": 9, "eval_freq": 2}
+    here = files_of_repo()
+    lines = told(train("--dry_run", log_with="tensorboard", **fields))
+    run = train.logdir / "run"
+    assert lines["dry run"] == f"{run} would be a new run; nothing is written now"
+    assert lines["samples per epoch"].startswith("8 = 4 per batch x 2 batches")
+    assert lines["updates per epoch"].startswith("2 ")
+    assert lines["evaluation"] == "8 prompts x 3 steps, every 2 epochs"
+    assert lines["measured"].startswith("2 of 2 batches sampled, scored and trained, 1 of 1 of an")
+    assert re.match(r"\d+\.\d GiB at the peak, of \d+\.\d GiB of this machine$", lines["memory"])
+    assert re.match(r"\S+ s = sampling .* \+ training \S+ s$", lines["time per epoch"])
+    assert ": 9 epochs and 6 evaluations, " in lines["time of the run"]
+    assert not os.listdir(tmp_path)
+    assert files_of_repo() == here
+
+
+@pytest.mark.slow
+def test_a_run_of_that_name_is_left_alone(train):
+    done = train()
+    assert done.returncode == 0, done.stderr
+    run, before = train.logdir / "run", files(train.logdir)
+    refused = train("--dry_run")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: {run} already exists; go on with it (--config.resume")
+    lines = told(train("--dry_run", resume="auto", num_epochs=4, eval_freq=0))
+    assert lines["dry run"].startswith(f"{run} would go on after epoch 1; ")
+    assert ": 3 epochs and 1 evaluation, " in lines["time of the run"]
+    words = train.command("--dry_run", resume=run, run_name="next", num_epochs=2)[1:]
+    lines = told(run_script("flow_grpo/run/command.py", "train", *words))
+    assert lines["dry run"].startswith(
+        f"{run.with_name('next')} would be a new run, which goes on from {run}; "
+    )
+    assert files(train.logdir) == before
+
+
+@pytest.mark.slow
+def test_two_processes_tell_it_once(train, tmp_path):
+    done = train("--dry_run", launcher=TORCHRUN, device="cpu")
+    lines = told(done)
+    assert lines["samples per epoch"] == "16 = 4 per batch x 2 batches x 2 processes"
+    assert "at the peak, for each process, of " in lines["memory"]
+    for name in ESTIMATES:
+        assert len(re.findall(rf"(?m)^{name} ", done.stdout)) == 1
+    assert not os.listdir(tmp_path)
+
+
+def test_a_mistake_is_told_as_always(train):
+    done = train("--dry_run", reward_fn="{'beauty': 1.0}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown reward 'beauty'; ")
+    assert not train.logdir.exists()
+
+
+def test_only_training_has_it(run):
+    done = run("--dry_run", script="scripts/evaluate.py", config="config/grpo.py:tiny_ocr")
+    assert done.returncode == 2
+    assert "--dry_run" in done.stderr
