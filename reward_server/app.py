@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.failure import Failed, NotAsked
 from flow_grpo.rewards.frames import CLIP, frame_rule
 from flow_grpo.rewards.guard import BatchScores
 from reward_server import errors, schemas
@@ -143,6 +143,7 @@ def _answer(reward: str, scores: BatchScores) -> dict[str, Any]:
     return {
         "reward": reward,
         "scores": [_or_null(value) for value in scores.values],
+        "asked": [not isinstance(v, NotAsked) for v in scores.values],
         "errors": [v.reason if isinstance(v, Failed) else None for v in scores.values],
         "extras": {
             name: [_or_null(value) for value in values] for name, values in scores.extras.items()
@@ -151,4 +152,4 @@ def _answer(reward: str, scores: BatchScores) -> dict[str, Any]:
 
 
 def _or_null(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    return value if math.isfinite(value) else None

@@ -75,6 +75,7 @@ class ScoreRequest(BaseModel):
 class ScoreResponse(BaseModel):
     reward: str
     scores: list[float | None] = Field(description="one per image; null where there is none")
+    asked: list[bool] = Field(description="one per image; false where its prompt asks for none")
     errors: list[str | None] = Field(description="one per image; why it got no score")
     extras: dict[str, list[float | None]] = Field(description="further values per image")
 

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.geneval import GenEval
 from flow_grpo.rewards.geneval.coco import NAMES
 from flow_grpo.rewards.geneval.mask2former import COLOURS, cut_out
@@ -112,10 +113,10 @@ def test_scores_and_tags(reward, images):
     scores, extras = reward(images, ["p"] * 3, metadata)
     assert 0 <= scores[0] <= 1
     assert scores[1] == 0
-    assert np.isnan(scores[2])
+    assert isinstance(scores[2], NotAsked)
     assert extras["single_object"][1] == extras["strict"][1] == 0
-    assert np.isnan(extras["single_object"][0])
-    assert np.isnan(extras["counting"]).all()
+    assert isinstance(extras["single_object"][0], NotAsked)
+    assert np.isneginf(extras["counting"]).all()
 
 
 def test_a_thing_is_cut_out_on_grey():

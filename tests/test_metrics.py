@@ -18,14 +18,19 @@ from flow_grpo.training.metrics import (
 @pytest.mark.filterwarnings("error")
 def test_spread_is_within_groups_and_over_what_was_scored():
     total = np.array([1.0, 3.0, 5.0, 5.0, np.nan, 2.0, 8.0])
-    rewards = {"a": total, "a/colour": 2 * total, "b": np.full(7, np.nan), "avg": total}
+    rewards = {
+        "a": total,
+        "a/colour": 2 * total,
+        "b": np.array([*[-np.inf] * 6, np.nan]),
+        "avg": total,
+    }
     metrics = reward_metrics(rewards, np.array([0, 0, 1, 1, 1, 2, 2]))
     assert {name: value for name, value in metrics.items() if not math.isnan(value)} == {
         "reward/a": 4.0,
         "reward/a/std": pytest.approx(math.sqrt(16 / 3)),  # 9 + 1 + 1 + 1 + 4 + 16 over 6
         "reward/a/failed": 1,
         "reward/a/colour": 8.0,
-        "reward/b/failed": 1,  # of the others it was not asked: they have a total
+        "reward/b/failed": 1,  # of the others it was not asked
         "reward/avg": 4.0,
         "reward/failed": 1,
         "reward/std_within_group": pytest.approx(4 / 3),  # 1, 0 and 3

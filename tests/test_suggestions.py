@@ -190,9 +190,9 @@ def test_an_option_is_added_to_those_of_the_config(load, tmp_path):
 @pytest.mark.parametrize(
     ("field", "name", "value"),
     [
-        ("reward_servers", "geneval", "http://host:18085"),  # any name may be behind a server
+        ("reward_servers", "sharpness", "http://host:18085"),  # any name may be behind a server
         ("custom_rewards", "pickscor", "my_module:score"),
-        ("reward_fn", "geneval", "1.0"),
+        ("reward_fn", "sharpness", "1.0"),
     ],
 )
 def test_names_of_your_own_are_not_corrected(load, field, name, value):
@@ -268,3 +268,14 @@ def test_far_names_get_no_suggestion():
     assert not nearest("beauty", REWARDS)
     assert nearest("OCR", REWARDS) == "ocr"
     assert nearest("make_small", command.commands()) == "make-small"
+
+
+def test_a_config_file_without_the_field_is_no_traceback(load, tmp_path):
+    """As those of Flow-GRPO are."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from ml_collections import ConfigDict\n\ndef get_config():\n"
+        "    return ConfigDict({'reward_fn': {'ocr': 1.0}})\n"
+    )
+    with pytest.raises(UserError, match="reward_fn"):
+        load(f"--config={mine}", "--config.reward_fn.pickscore=0.5")

@@ -1,5 +1,7 @@
 """Trackers that cannot be used. What they show is read back in tests/e2e/test_tracked_run.py."""
 
+import logging
+
 import pytest
 from PIL import Image, ImageDraw
 
@@ -49,3 +51,16 @@ def test_a_long_prompt_of_several_lines_is_cut_to_the_width(monkeypatch):
     looks.clear()
     fitted(pen, "long " * 400, 1024)
     assert len(looks) < 20
+
+
+def test_one_that_fails_later_is_told_and_the_run_goes_on(make_session, monkeypatch, caplog):
+    session = make_session(log_with="tensorboard")
+    [tracker] = session.accelerator.trackers
+    monkeypatch.setattr(logging.getLogger("flow_grpo"), "propagate", True)
+
+    def fail(*args, **kwargs):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(tracker, "log", fail)
+    trackers.log(session.accelerator, {"step": 1, "reward/ocr": 0.5})
+    assert "log_with=tensorboard failed, the run goes on: no route to host" in caplog.text

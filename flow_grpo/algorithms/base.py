@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flow_grpo.advantages import Estimator, Scale, compute_advantages
 from flow_grpo.losses import adapted_weight
-from flow_grpo.rewards import TOTAL
 from flow_grpo.sampling.rollout import Trajectory
 from flow_grpo.windows import stochastic_steps
 
@@ -42,7 +41,8 @@ class Setup:
 class Scored:
     """The rewards of all samples of an epoch, on all processes."""
 
-    rewards: Mapping[str, np.ndarray]  # (N,) each, NaN where there is no score; some have no weight
+    # (N,) each, NaN where there is no score, -inf where none was asked; some have no weight
+    rewards: Mapping[str, np.ndarray]
     groups: np.ndarray  # (N,)
     weights: Mapping[str, float]
     baseline: np.ndarray | None = None  # (N,), of a sample without noise of the same prompt
@@ -50,11 +50,16 @@ class Scored:
 
     @property
     def counted(self) -> dict[str, np.ndarray]:
-        """The rewards that have a weight: 0 where one was not asked, so that the total has a value
-        without it."""
-        complete = ~np.isnan(self.rewards.get(TOTAL, np.nan))
-        rewards = {name: self.rewards[name] for name in self.weights}
-        return {n: np.where(complete & np.isnan(r), 0.0, r) for n, r in rewards.items()}
+        """The rewards that have a weight. Where a prompt did not ask for one, all its samples get
+        the same: the mean of the others, so that no prompt stands out among prompts for it. A
+        baseline knows nothing of that, and takes 0."""
+
+        def counted(values: np.ndarray) -> np.ndarray:
+            asked = values[np.isfinite(values)]
+            filling = asked.mean() if len(asked) and self.baseline is None else 0.0
+            return np.where(np.isneginf(values), filling, values)
+
+        return {name: counted(self.rewards[name]) for name in self.weights}
 
     @property
     def total(self) -> np.ndarray:

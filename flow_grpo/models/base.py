@@ -76,7 +76,8 @@ class ModelAdapter(ABC):
         self.plain_vae = isinstance(self.vae, AutoencoderKL)
         layout = {"memory_format": torch.channels_last} if self.plain_vae else {}
         nn.Module.to(self.vae, vae_dtype(dtype, self.device), **layout)
-        torch.backends.cuda.enable_cudnn_sdp(self.cudnn_attention)
+        if not self.cudnn_attention:  # for all of this process, whatever comes after
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.prompt_cache = prompt_cache
         self._cache = self._open_cache()
         self._stream: torch.cuda.Stream | None = None

@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from flow_grpo.errors import RewardOutage, UserError, with_nearest
-from flow_grpo.rewards.failure import FailurePolicy, NotAsked
+from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rewards.frames import (
     DEFAULT,
     OPTION,
@@ -45,6 +45,7 @@ REWARDS = {
     "aesthetic": "flow_grpo.rewards.aesthetic:Aesthetic",
     "clipscore": "flow_grpo.rewards.clip:ClipScore",
     "deqa": "flow_grpo.rewards.deqa:DeQA",
+    "geneval": "flow_grpo.rewards.geneval:GenEval",
     "hpsv2": "flow_grpo.rewards.clip:HpsV2",
     "imagereward": "flow_grpo.rewards.imagereward:ImageReward",
     "jpeg_compressibility": "flow_grpo.rewards.jpeg:jpeg_compressibility",
@@ -68,8 +69,9 @@ class PendingScores:
     weights: Mapping[str, float]
 
     def result(self) -> dict[str, np.ndarray]:
-        """Arrays (N,) float64: each reward's scores, NaN where there is none, the weighted sum of
-        those that were asked as "avg", and what scorers returned besides, as "<reward>/<name>"."""
+        """Arrays (N,) float64: each reward's scores, NaN where it failed and -inf where it was not
+        asked, the weighted sum of the others as "avg", and what scorers returned besides, as
+        "<reward>/<name>"."""
         parts = {name: part.result() for name, part in self.parts.items()}
         scores = {name: np.array(part.values, dtype=np.float64) for name, part in parts.items()}
         extras = {
@@ -77,10 +79,7 @@ class PendingScores:
             for reward, part in parts.items()
             for name, values in part.extras.items()
         }
-        asked = {
-            name: np.array([not isinstance(value, NotAsked) for value in part.values], dtype=bool)
-            for name, part in parts.items()
-        }
+        asked = {name: ~np.isneginf(values) for name, values in scores.items()}
         total = sum(self.weights[n] * np.where(asked[n], scores[n], 0.0) for n in scores)
         total = np.where(np.any(list(asked.values()), axis=0), total, np.nan)
         return {**scores, TOTAL: total, **extras}

@@ -25,10 +25,14 @@ class Failed(float):
 
 
 class NotAsked(float):
-    """A NaN that is no failure: the reward has nothing to say of this prompt."""
+    """Stands where a prompt does not ask for a reward: it does not count there. In arrays of scores
+    it is -inf, which no score is."""
 
     def __new__(cls) -> "NotAsked":
-        return super().__new__(cls, "nan")
+        return super().__new__(cls, "-inf")
+
+    def __reduce__(self) -> tuple:
+        return NotAsked, ()
 
 
 @dataclass(frozen=True)

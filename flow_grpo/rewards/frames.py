@@ -73,11 +73,11 @@ def is_clip(sample: Any) -> bool:
 
 def mean_of_frames(scores: Sequence[float], counts: Sequence[int]) -> list[float]:
     """One score per sample, of which `counts` says how many scores follow one another: the mean
-    over the frames that got one, and a `Failed` where none did."""
+    over the frames that got one, and a `Failed` or `NotAsked` where none did."""
     means, start = [], 0
     for count in counts:
         part = scores[start : start + count]
-        scored = [score for score in part if not math.isnan(score)]
+        scored = [score for score in part if math.isfinite(score)]
         means.append(sum(scored) / len(scored) if scored else part[-1])
         start += count
     return means

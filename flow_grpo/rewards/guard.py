@@ -145,7 +145,7 @@ class GuardedScorer:
         return self._running.result()
 
     def _remember(self, values: Sequence[float]) -> None:
-        missing = [v for v in values if math.isnan(v) and not isinstance(v, NotAsked)]
+        missing = [v for v in values if math.isnan(v)]
         if missing and not self.closed:
             self.last_error = getattr(missing[-1], "reason", "it gave no score and no reason")
             log.warning(

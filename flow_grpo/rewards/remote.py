@@ -145,8 +145,10 @@ def _characters(encoded: str | list[str]) -> int:
 
 def _parse(answer: dict[str, Any], count: int) -> BatchScores:
     errors = answer.get("errors") or [None] * count
+    asked = answer.get("asked") or [True] * count
     scores = [
-        (Failed(error) if error else NotAsked()) if score is None else score
+        score if score is not None else Failed(error or "the server gave no score")
         for score, error in zip(answer["scores"], errors, strict=True)
     ]
+    scores = [s if was else NotAsked() for s, was in zip(scores, asked, strict=True)]
     return parse_scores((scores, answer.get("extras") or {}), count)

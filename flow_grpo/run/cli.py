@@ -27,6 +27,7 @@ from flow_grpo.run.whole_dicts import whole_dict
 OPEN_FIELDS = (  # dicts with names of the user's
     *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
 )
+NO_CONFIG = "--config is missing; name one, e.g. --config config/grpo.py:tiny_ocr"
 KINDS = {  # of fields, and what to write on the command line
     bool: "True or False",
     int: "a whole number",
@@ -99,24 +100,28 @@ def set_up_logging() -> None:
 
 def _parse(argv: list[str]) -> list[str]:
     config = _check_names(argv)
+    if config is None and any(arg.startswith("--config.") for arg in argv):
+        raise UserError(NO_CONFIG)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(plainly(error, config)) from error
+        raise UserError(plainly(error, config, argv)) from error
     if flags.FLAGS.config is None:
-        raise UserError("--config is missing; name one, e.g. --config config/grpo.py:tiny_ocr")
+        raise UserError(NO_CONFIG)
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
     return rest
 
 
-def plainly(error: Exception, config: ConfigDict | None) -> str:
+def plainly(error: Exception, config: ConfigDict | None, argv: list[str]) -> str:
     """What absl says of a flag, with the rule and a way out."""
     mistake = first_line(error)
-    if field := re.match(r"flag --config\.([\w.]+)=(.*?): ", mistake):
+    if field := re.match(r"flag --config\.([\w.]+)=", mistake):
         section, _, key = field[1].rpartition(".")
         kind = (config[section] if section else config).get_type(key)
-        return f"--config.{field[1]}={field[2]} must be {KINDS.get(kind, 'of another type')}"
+        start = f"--config.{field[1]}="
+        given = next((arg for arg in argv if arg.startswith(start)), start)
+        return f"{given} must be {KINDS.get(kind, 'of another type')}"
     if missing := re.match(r"flag --(\w+)=None: Flag --\w+ must have a value", mistake):
         return f"--{missing[1]} is missing: {flags.FLAGS[missing[1]].help}"
     return f"{mistake}; --help lists all options"

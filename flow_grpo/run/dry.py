@@ -19,15 +19,17 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms.base import Scored
-from flow_grpo.errors import RewardOutage, UserError
+from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.run import estimate, tracking
 from flow_grpo.run.benchmarking import now
 from flow_grpo.run.check import check
 from flow_grpo.run.gpu import lighter_training
 from flow_grpo.run.memory import advice_when_short
 from flow_grpo.run.outage import describe_outage
+from flow_grpo.run.places import find_files
 from flow_grpo.run.resume import Start, find_start
 from flow_grpo.run.session import Session, build_algorithm, build_session
+from flow_grpo.run.stopping import StopRequested
 from flow_grpo.training.plan import BatchPlan
 
 logger = logging.getLogger("flow_grpo")
@@ -52,10 +54,13 @@ class Loop:
             if session.adapter.compiled:
                 logger.info("the model is compiled first, which takes a minute or two")
             with (
+                session.stop,
                 tempfile.TemporaryDirectory() as folder,
                 advice_when_short(lighter_training(session.config, session.plan)),
             ):
                 tell(session, *measure(self, session, Path(folder)))
+        except StopRequested as request:
+            raise Stopped("the dry run was stopped; nothing was written") from request
         finally:
             session.close()
         session.accelerator.wait_for_everyone()
@@ -66,6 +71,7 @@ class Loop:
 def build_quietly(config: ConfigDict) -> Session:
     """As the run would build it, with nothing written: no folder, lock, tracker or cache."""
     check(config)
+    find_files(config)
     asked = json.loads(config.to_json_best_effort())
 
     def look(accelerator: Accelerator, *_: Any) -> tuple[Start, None]:

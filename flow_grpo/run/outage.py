@@ -4,7 +4,7 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from flow_grpo.rewards import TOTAL, WeightedReward
+from flow_grpo.rewards import WeightedReward
 
 
 def describe_outage(
@@ -18,7 +18,7 @@ def describe_outage(
     Call it on all processes: the error may have happened on any.
     """
     for name in reward.weights:
-        failed = np.isnan(scores[name]) & np.isnan(scores[TOTAL])  # else it was not asked
+        failed = np.isnan(scores[name])
         if failed.mean() > limit or failed.all():
             errors = gather_object([reward.last_errors.get(name, "")])
             last = next((error for error in errors if error), "none recorded")

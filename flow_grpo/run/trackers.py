@@ -3,9 +3,11 @@ prompts, rewards and advantages."""
 
 import importlib
 import importlib.util
+import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from flow_grpo.run.clips import still
 from flow_grpo.run.console import shown_rewards
 from flow_grpo.run.grid import paired_grid, score_text
 from flow_grpo.run.tracking import dotted
+
+logger = logging.getLogger("flow_grpo")
 
 OFFLINE = {  # what helps where a tracker cannot start
     "wandb": "run `wandb login`, or set WANDB_MODE=offline",
@@ -90,7 +94,17 @@ def log(accelerator: Accelerator, record: dict[str, float | None]) -> None:
     values = {k: v for k, v in record.items() if v is not None and k != "step"}
     for tracker in accelerator.trackers:
         named = {_of_mlflow(name): v for name, v in values.items()}
-        tracker.log(named if tracker.name == "mlflow" else values, step=step)
+        with _kept_going(tracker):
+            tracker.log(named if tracker.name == "mlflow" else values, step=step)
+
+
+@contextmanager
+def _kept_going(tracker: GeneralTracker) -> Iterator[None]:
+    """What a tracker misses is in the run folder too, so that it may fail."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("log_with=%s failed, the run goes on: %s", tracker.name, first_line(error))
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,8 @@ def log_pictures(
         for i, image in enumerate(images)
     ]
     for tracker in accelerator.trackers:
-        SHOW[tracker.name](tracker, kind, rows, epoch, step)
+        with _kept_going(tracker):
+            SHOW[tracker.name](tracker, kind, rows, epoch, step)
 
 
 def _show_list(tracker: GeneralTracker, kind: str, rows: list[Shown], _: int, step: int) -> None:

@@ -18,7 +18,7 @@ def whole_dict(field: str, key: str, config: ConfigDict, value: str | None) -> s
     # what is behind a server or in custom_rewards may have any name
     anything = field in ("custom_rewards", "reward_servers")
     meant = names if anything else _meant(names, config)
-    whole = _without_empty(config[field].to_dict())
+    whole = _without_empty(_as_dict(config, field))
     place = whole
     for name in meant[:-1]:
         place[name] = place[name] if isinstance(place.get(name), dict) else {}
@@ -32,8 +32,8 @@ def whole_dict(field: str, key: str, config: ConfigDict, value: str | None) -> s
 
 
 def _meant(names: list[str], config: ConfigDict) -> list[str]:
-    paths = {**REWARDS, **config.custom_rewards.to_dict()}
-    served = _without_empty(config.reward_servers.to_dict())
+    paths = {**REWARDS, **_as_dict(config, "custom_rewards")}
+    served = _without_empty(_as_dict(config, "reward_servers"))
     known = {*paths, *served}
     reward = names[0] if names[0] in known else nearest(names[0], known) or names[0]
     if len(names) == 1 or reward not in paths or reward in served:
@@ -55,6 +55,11 @@ def option_names(reward: str, path: str) -> list[str] | None:
     parameters = inspect.signature(scorer).parameters if isinstance(scorer, type) else {}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return None if takes_any else [*parameters, OPTION]
+
+
+def _as_dict(config: ConfigDict, field: str) -> dict[str, Any]:
+    """Empty where a config file has none: that is told when all is checked."""
+    return config.get(field, ConfigDict()).to_dict()
 
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:

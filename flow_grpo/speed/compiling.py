@@ -22,6 +22,7 @@ def settle_compiler() -> None:
     torch._dynamo.config.optimize_ddp = False
     functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
     # torch's cache on disk would give back code for another choice
-    torch.compiler.config.cache_key_tag = f"cudnn={torch.backends.cuda.cudnn_sdp_enabled()}"
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        torch.compiler.config.cache_key_tag = "without cuDNN's attention"
     for harmless in HARMLESS:
         warnings.filterwarnings("ignore", message=harmless, category=UserWarning)

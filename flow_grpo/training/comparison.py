@@ -21,8 +21,8 @@ def paired_difference(scores: np.ndarray, reference: np.ndarray) -> Difference:
     Prompts differ more from one another than models do on the same prompt: the spread of the
     differences says how certain the mean of them is, the spread of the scores does not.
     """
-    higher = scores - reference
-    higher = higher[~np.isnan(higher)]
+    both = np.isfinite(scores) & np.isfinite(reference)
+    higher = scores[both] - reference[both]
     count = len(higher)
     return Difference(
         mean=float(higher.mean()) if count else math.nan,

@@ -21,7 +21,9 @@ from flow_grpo.training.metrics import mean_of_scored
 
 @dataclass(frozen=True)
 class Evaluation:
-    scores: dict[str, np.ndarray]  # (prompts,) by reward name, NaN where it failed
+    scores: dict[
+        str, np.ndarray
+    ]  # (prompts,) by reward name, NaN where it failed, -inf where not asked
     images: list[Sample]  # of the first prompts, as many as were asked for
 
     def means(self) -> dict[str, float]:
@@ -32,7 +34,7 @@ class Evaluation:
 
     def score(self, name: str, row: int) -> float | None:
         value = float(self.scores[name][row])
-        return None if np.isnan(value) else value
+        return value if np.isfinite(value) else None
 
 
 def evaluate(

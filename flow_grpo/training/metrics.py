@@ -20,7 +20,7 @@ NAMES = {"ratio": "ratio_mean"}
 
 
 def mean_of_scored(values: np.ndarray) -> float:
-    scored = values[~np.isnan(values)]
+    scored = values[np.isfinite(values)]
     return float(scored.mean()) if len(scored) else math.nan
 
 
@@ -34,10 +34,9 @@ def score_metrics(
     metrics = {f"{prefix}/{name}": mean_of_scored(values) for name, values in scores.items()}
     for name, values in scores.items():
         if name != TOTAL and "/" not in name:
-            scored = values[~np.isnan(values)]
+            scored = values[np.isfinite(values)]
             metrics[f"{prefix}/{name}/std"] = float(scored.std()) if len(scored) else math.nan
-            failed = np.isnan(values) & np.isnan(scores[TOTAL])  # else it was not asked
-            metrics[f"{prefix}/{name}/failed"] = int(failed.sum())
+            metrics[f"{prefix}/{name}/failed"] = int(np.isnan(values).sum())
     of = np.array(sets)
     for part in dict.fromkeys(sets):  # no /failed, which a reward of the same name has
         for name in (name for name in scores if "/" not in name):

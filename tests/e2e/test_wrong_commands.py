@@ -14,6 +14,7 @@ COMPARE = "scripts/compare.py --out OUT/figure --logdir OUT/logs"
 
 COMMANDS = [  # what is typed, what is wrong, the way out
     ("scripts/train.py", "--config is missing", "e.g. --config config/grpo.py:tiny_ocr"),
+    ("scripts/train.py --config.num_epochs=3", "--config is missing", "e.g. --config config/grpo"),
     ("scripts/train.py --config=config/grpo.py:tiny_orc", "'tiny_orc'", "mean tiny_ocr?"),
     ("scripts/train.py --config=config/grpo.py", "name a preset", "there are tiny_ocr, "),
     ("scripts/train.py --config=config/none.py", "config/none.py", "No such file"),
@@ -29,6 +30,7 @@ COMMANDS = [  # what is typed, what is wrong, the way out
     (f"{TRAIN} --config.num_epochs=1.5", "num_epochs=1.5", "must be a whole number"),
     (f"{TRAIN} --config.train.ema=maybe", "train.ema=maybe", "must be True or False"),
     (f"{TRAIN} --config.reward_fn=ocr", "reward_fn=ocr", "must be a dict like {'ocr': 1.0}"),
+    (f"{TRAIN} --config.reward_fn=\"{{'ocr': one}}\"", "{'ocr': one} must", "like {'ocr': 1.0}"),
     (f"{TRAIN} --config.resume_from=logs/a", "'resume_from'", "it is resume here"),
     (f"{TRAIN} --config.algorithm=ppo", "algorithm='ppo'", "must be one of 'awm', 'dgpo'"),
     (f"{TRAIN} --config.train.batch_size=7", "train.batch_size=7", "make it a divisor"),

@@ -4,7 +4,7 @@ The rules are GenEval's, over what a detector finds; no mmdet is needed.
 """
 
 from collections.abc import Sequence
-from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from PIL import Image
@@ -13,32 +13,58 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.geneval.rules import TAGS, judge, parse_task
 
-DETECTORS = {
-    "mask2former": "flow_grpo.rewards.geneval.mask2former:Mask2Former",
-    "shapes": "flow_grpo.rewards.geneval.shapes:Shapes",
-}
+DETECTORS = ("mask2former", "shapes")
 SCORES = ("graded", "strict")
 
 
 class GenEval:
     """Scores pictures against what the metadata of their prompts asks for.
 
-    detector: "mask2former" finds things of COCO's classes, "shapes" flat coloured shapes. All other
-        options are the detector's.
+    detector: "mask2former" finds things of COCO's classes, "shapes" flat coloured shapes.
     score: "graded" gives part of the credit for part of what was asked for, "strict" all or
         nothing, as the benchmark counts.
+    model, clip: of mask2former, which finds things, and of what names their colours.
+    threshold, counting_threshold: how sure it must be of a thing, and where things are counted.
     """
 
     def __init__(
-        self, *, detector: str = "mask2former", score: str = "graded", **options: Any
+        self,
+        *,
+        detector: str = "mask2former",
+        score: str = "graded",
+        model: str = "facebook/mask2former-swin-small-coco-instance",
+        clip: str = "openai/clip-vit-large-patch14",
+        threshold: float = 0.3,
+        counting_threshold: float = 0.9,
+        dtype: str = "float32",
+        device: str = "cpu",
+        batch_size: int = 16,
+        offload: bool = False,
     ) -> None:
-        if detector not in DETECTORS:
-            raise UserError(f"detector={detector!r} must be one of {', '.join(DETECTORS)}")
-        if score not in SCORES:
-            raise UserError(f"score={score!r} must be one of {', '.join(SCORES)}")
-        module, name = DETECTORS[detector].split(":")
-        self.detector = getattr(import_module(module), name)(**options)
+        for name, value, known in (("detector", detector, DETECTORS), ("score", score, SCORES)):
+            if value not in known:
+                raise UserError(f"{name}={value!r} must be one of {', '.join(known)}")
+        if find_spec("scipy") is None:
+            raise UserError("the reward geneval needs scipy: pip install flow_grpo[geneval]")
         self.strict = score == "strict"
+        # each brings packages of its own
+        if detector == "shapes":
+            from flow_grpo.rewards.geneval.shapes import Shapes
+
+            self.detector = Shapes()
+        else:
+            from flow_grpo.rewards.geneval.mask2former import Mask2Former
+
+            self.detector = Mask2Former(
+                model=model,
+                clip=clip,
+                threshold=threshold,
+                counting_threshold=counting_threshold,
+                dtype=dtype,
+                device=device,
+                batch_size=batch_size,
+                offload=offload,
+            )
 
     def __call__(
         self,

@@ -29,10 +29,9 @@ GROUND = (0x99, 0x99, 0x99)  # takes the place of what is not the thing
 class Mask2Former(FrozenModel):
     """Mask2Former, and CLIP for colours."""
 
-    model: str = "facebook/mask2former-swin-small-coco-instance"
-    clip: str = "openai/clip-vit-large-patch14"
-    threshold: float = 0.3
-    counting_threshold: float = 0.9  # where things are counted, doubtful ones would be too many
+    clip: str
+    threshold: float
+    counting_threshold: float  # where things are counted, doubtful ones would be too many
     most: int = 16  # things of a class
 
     def load(self) -> nn.Module:
@@ -46,6 +45,7 @@ class Mask2Former(FrozenModel):
             self.processor = Mask2FormerImageProcessorPil.from_pretrained(self.model)
         labels = network.config.id2label
         self.names = {number: own_name(label) for number, label in labels.items()}
+        self.texts: dict[str, torch.Tensor] = {}
         self.colours = ClipScore(
             model=self.clip,
             dtype=self.dtype,
@@ -73,6 +73,7 @@ class Mask2Former(FrozenModel):
         self, images: Sequence[Image.Image], tasks: Sequence[Task]
     ) -> list[list[Detection]]:
         self.network.to(self.device)
+        self.colours.network.to(self.device)
         found = []
         for start in range(0, len(images), self.batch_size):
             part = slice(start, start + self.batch_size)
@@ -117,11 +118,17 @@ class Mask2Former(FrozenModel):
         ]
 
     def _colour(self, image: Image.Image, thing: Detection) -> str:
-        prompts = [t.format(colour, thing.name) for colour in COLOURS for t in TEMPLATES]
-        texts = self.colours.embed_texts(prompts).unflatten(0, (len(COLOURS), len(TEMPLATES)))
-        texts = F.normalize(texts.mean(dim=1), dim=-1)
+        if thing.name not in self.texts:
+            self.texts[thing.name] = self._embed(thing.name)
+        texts = self.texts[thing.name].to(self.device)
         [seen] = self.colours.embed_pictures([cut_out(image, thing)])
         return COLOURS[int((texts @ seen).argmax())]
+
+    def _embed(self, name: str) -> torch.Tensor:
+        """(colours, width): what a thing of each colour is described by."""
+        prompts = [t.format(colour, name) for colour in COLOURS for t in TEMPLATES]
+        texts = self.colours.embed_texts(prompts).unflatten(0, (len(COLOURS), len(TEMPLATES)))
+        return F.normalize(texts.mean(dim=1), dim=-1)
 
 
 def cut_out(image: Image.Image, thing: Detection) -> Image.Image:

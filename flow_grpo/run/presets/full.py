@@ -32,8 +32,6 @@ def geneval_sd3(gpus: int) -> ConfigDict:
     config.dataset = "dataset/geneval"
     config.prompt_fn = "metadata"
     config.reward_fn = ConfigDict({"geneval": 1.0})
-    # Its detector wants packages that fit nothing else: it lives in a server of its own.
-    config.reward_servers.geneval = "http://127.0.0.1:18085"
     return config
 
 
