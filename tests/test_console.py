@@ -17,7 +17,7 @@ MORE = {"reward/jpeg": -0.00332, "reward/avg": 0.5, "eval/jpeg": None, "eval/avg
 def test_of_one_reward_the_sum_is_not_repeated():
     line = epoch_line(RECORD, ["ocr"], ["ocr"], last=10, left=70.0)
     assert line == (
-        "epoch 3/10  reward/ocr 0.5123  eval/ocr 0.7500  10 s (sample 60%, train 40%)  70 s left"
+        "epoch 3/10  reward/ocr 0.5123  eval/ocr 0.7500  10 s (sample 60%, train 40%)  1 min 10 s left"
     )
 
 
@@ -41,8 +41,9 @@ def test_the_time_left_is_that_of_the_epochs_of_this_process():
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        *((0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (99.4, "99 s"), (99.6, "2 min")),
-        *((5960, "99 min"), (6000, "1 h 40 min"), (100 * 3600, "100 h 00 min")),
+        *((0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min 0 s")),
+        *((3599.4, "59 min 59 s"), (3599.9, "1 h 0 min"), (3600 * 47.5, "47 h 30 min")),
+        (3600 * 49, "2 days 1 h"),
     ],
 )
 def test_durations_are_short(seconds, text):

@@ -1,8 +1,8 @@
 """What a run will take, from the times of a few batches."""
 
-import math
 from dataclasses import dataclass
 
+from flow_grpo.run.console import duration
 from flow_grpo.run.writing import is_due
 
 
@@ -84,17 +84,3 @@ def describe(measured: Measured, work: Work) -> str:
 
 def count(number: int, what: str) -> str:
     return f"{number} {what}" + "s" * (number != 1)
-
-
-def duration(seconds: float) -> str:
-    """Two units at most: an estimate is no better."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    if seconds < 3599.5:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(math.floor(seconds / 60 + 0.5), 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    days, hours = divmod(math.floor(seconds / 3600 + 0.5), 24)
-    return f"{days} days {hours} h"
