@@ -17,7 +17,8 @@ MORE = {"reward/jpeg": -0.00332, "reward/avg": 0.5, "eval/jpeg": None, "eval/avg
 def test_of_one_reward_the_sum_is_not_repeated():
     line = epoch_line(RECORD, ["ocr"], ["ocr"], last=10, left=70.0)
     assert line == (
-        "epoch 3/10  reward/ocr 0.5123  eval/ocr 0.7500  10 s (sample 60%, train 40%)  1 min 10 s left"
+        "epoch 3/10  reward/ocr 0.5123  eval/ocr 0.7500  10 s (sample 60%, train 40%)"
+        "  1 min 10 s left"
     )
 
 

@@ -54,8 +54,7 @@ def test_the_run_is_its_epochs_and_evaluations():
     assert eval_seconds(MEASURED, WORK) == 5 + 2 * 4
     assert run_seconds(MEASURED, WORK) == 10 + 10 * 32.5 + 6 * 13
     assert describe(MEASURED, WORK).splitlines() == [
-        "time per epoch        32 s = sampling 8.0 s + waiting for rewards 0.5 s + training "
-        "24 s",
+        "time per epoch        32 s = sampling 8.0 s + waiting for rewards 0.5 s + training 24 s",
         "time per evaluation   13 s",
         "time of the run       6 min 53 s: 10 epochs and 6 evaluations, 19% of the time; without "
         "checkpoints",

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from tiny.pictures import (
-    _RGB,
     CLEAN,
     HEIGHT,
     WIDTH,
@@ -32,6 +31,7 @@ from tiny.words import all_words, split_words
 from transformers import ByT5Tokenizer
 
 from flow_grpo.models.small.parts import clip_tokenizer
+from flow_grpo.rewards.geneval.palette import RGB
 from flow_grpo.rewards.ocr import OcrScorer
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def colours_seen(image: torch.Tensor) -> list[str]:
     drawn = ((row - row[0]).abs().amax(1) > 0.2).tolist()
     starts = [x for x in range(1, WIDTH) if drawn[x] and not drawn[x - 1]]
     ends = [x for x in range(1, WIDTH) if drawn[x - 1] and not drawn[x]]
-    palette = torch.tensor([_RGB[name] for name in COLOURS])
+    palette = torch.tensor([RGB[name] for name in COLOURS])
     middles = [row[(a + b) // 2] for a, b in zip(starts, ends, strict=True)]
     return [COLOURS[(palette - rgb).abs().sum(1).argmin()] for rgb in middles]
 

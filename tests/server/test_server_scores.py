@@ -38,6 +38,7 @@ def test_scores_are_those_of_the_scorer_in_this_process(server: Server) -> None:
     assert server.score(content).json() == {
         "reward": "jpeg_compressibility",
         "scores": here,
+        "asked": [True] * 6,
         "errors": [None] * 6,
         "extras": {},
     }
