@@ -35,7 +35,7 @@ def resolve(preset: str, seed: int, overrides: list[str]) -> dict[str, Any]:
         config_flags.DEFINE_config_dict("config", config, flag_values=values)
         values([sys.argv[0], *overrides])
     except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(plainly(error, config)) from error
+        raise UserError(plainly(error, config, overrides)) from error
     values.config.seed = seed
     return dict(dotted(json.loads(values.config.to_json_best_effort())))
 

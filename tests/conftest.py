@@ -10,7 +10,7 @@ from flow_grpo.models import load_adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.run.session import Session, build_session
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # two tests run at a time, and tensors are small
 # no time limit: a busy machine is not a mistake
 hypothesis.settings.register_profile("patient", deadline=None)
 if hypothesis.settings.get_current_profile_name() == "default":  # scripts/mutants.py has its own
