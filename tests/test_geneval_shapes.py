@@ -46,7 +46,7 @@ def test_boxes_are_where_shapes_are_at_any_size(rendered):
         [shape] = detect(image.resize((96 * scale, 32 * scale)))
         left, top, right, bottom = shape.box
         assert (right - left) / (bottom - top) == pytest.approx(1, abs=0.2)
-        assert (left + right) / 2 == pytest.approx(48 * 4, abs=8)
+        assert (left + right) / 2 == pytest.approx(48 * scale, abs=2 * scale)
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.2, 1.0])

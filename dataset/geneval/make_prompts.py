@@ -11,7 +11,6 @@ No prompt, and no pair of things, is both in those for training and in those for
 import argparse
 import json
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
@@ -22,6 +21,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards.geneval.coco import NAMES
 from flow_grpo.rewards.geneval.palette import RGB, SHAPES
 from flow_grpo.rewards.geneval.rules import RELATIONS
+from flow_grpo.run.arguments import Parser
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
@@ -68,7 +68,7 @@ def thing(name: str, count: int = 1, **more: Any) -> Row:
     return {"class": name, "count": count, **more}
 
 
-def coco_single(name: str, rng: random.Random) -> list[Row]:
+def coco_single(name: str) -> list[Row]:
     """What can be asked of one thing."""
     rows = [row("single_object", f"a photo of {article(name)}", [thing(name)])]
     for count, number in NUMBERS.items():
@@ -111,7 +111,7 @@ def scene(groups: list[tuple[str, str, int]], relation: str = "") -> Row:
     return row(tag, sentence, include, (*exclude, thing("smudge")))
 
 
-def scene_single(kind: tuple[str, str], rng: random.Random) -> list[Row]:
+def scene_single(kind: tuple[str, str]) -> list[Row]:
     return [scene([(*kind, count)]) for count in range(1, 5)]
 
 
@@ -128,11 +128,11 @@ class Questions:
     """What can be asked of one thing, and of two."""
 
     things: list[Any]
-    single: Callable[[Any, random.Random], list[Row]]
+    single: Callable[[Any], list[Row]]
     pair: Callable[[Any, Any, random.Random], list[Row]]
 
     def splits(self, size: int, rng: random.Random) -> dict[str, list[Row]]:
-        singles = split([r for each in self.things for r in self.single(each, rng)], rng)
+        singles = split([r for each in self.things for r in self.single(each)], rng)
         couples = split(list(combinations(self.things, 2)), rng)
         tests = round(size * TEST_SHARE)
         sizes = {"test": tests, "train": size - tests}
@@ -167,7 +167,7 @@ def split(items: list[Any], rng: random.Random) -> tuple[list[Any], list[Any]]:
 def coco(size: int, rng: random.Random) -> dict[str, list[Row]]:
     names = rng.sample(NAMES, len(NAMES))
     seen, unseen = (Questions(n, coco_single, coco_pair) for n in (names[UNSEEN:], names[:UNSEEN]))
-    singles = [r for each in unseen.things for r in coco_single(each, rng)]
+    singles = [r for each in unseen.things for r in coco_single(each)]
     couples = list(combinations(unseen.things, 2))
     tests = round(size * TEST_SHARE)
     return {**seen.splits(size, rng), "test_unseen": unseen.draw(tests, singles, couples, rng)}
@@ -194,21 +194,18 @@ def write(folder: Path, splits: dict[str, list[Row]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", choices=SETS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", type=int, default=6000, help="of training and test together")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.size < 60:
+        parser.fail(f"--size={options.size} must be 60 or more")
     try:
-        if options.size < 60:
-            raise UserError(f"--size={options.size} must be 60 or more")
         write(options.folder, SETS[options.set](options.size, random.Random(options.seed)))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        parser.fail(str(error))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ class Shapes:
 
 def detect(image: Image.Image) -> list[Detection]:
     """Shapes with their colours; `score` is how well the shape is drawn."""
-    image = image.convert("RGB")
-    if max(image.size) < LARGE:
-        image = image.resize((SCALE * image.width, SCALE * image.height), Image.Resampling.BILINEAR)
+    scale = SCALE if max(image.size) < LARGE else 1
+    size = scale * image.width, scale * image.height
+    image = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
     pixels = np.asarray(image, dtype=np.float32) / 255
     coloured = np.ptp(pixels, axis=2) > GREY
     palette = np.array(list(RGB.values()), dtype=np.float32)
@@ -36,7 +36,7 @@ def detect(image: Image.Image) -> list[Detection]:
     label = np.where(coloured, nearest.argmax(axis=2), -1)
     found = []
     for number, colour in enumerate(RGB):
-        found += _of_colour(label == number, colour)
+        found += _of_colour(label == number, colour, scale)
     return found
 
 
@@ -46,7 +46,7 @@ def _hues(colours: np.ndarray) -> np.ndarray:
     return flat / np.maximum(np.linalg.norm(flat, axis=-1, keepdims=True), 1e-6)
 
 
-def _of_colour(mask: np.ndarray, colour: str) -> list[Detection]:
+def _of_colour(mask: np.ndarray, colour: str, scale: int) -> list[Detection]:
     found = []
     parts, _ = ndimage.label(mask)
     for part, (rows, columns) in enumerate(ndimage.find_objects(parts), 1):
@@ -58,7 +58,8 @@ def _of_colour(mask: np.ndarray, colour: str) -> list[Detection]:
         name = max(alike, key=alike.get)
         if alike[name] < LIKE or max(width, height) > LONGEST * min(width, height):
             name = SMUDGE
-        box = (columns.start, rows.start, columns.stop, rows.stop)
+        edges = (columns.start, rows.start, columns.stop, rows.stop)
+        box = tuple(edge / scale for edge in edges)  # in the picture's own pixels
         found.append(Detection(name, alike.get(name, 1.0), box, colour))
     return found
 
