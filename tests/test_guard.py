@@ -196,12 +196,12 @@ def test_a_reward_that_worked_or_may_come_back_does_not_end_the_run(first):
 )
 def test_a_mistake_is_told_when_a_reward_is_tried(step, told):
     with pytest.raises(UserError, match=f"'mine' fails when it is tried: .*{told}"):
-        weighted(guarded(Script(step))).rehearse("p", {}, 16, 8, 1)
+        weighted(guarded(Script(step))).rehearse(["p"], [{}], 16, 8, 1)
 
 
 @pytest.mark.parametrize("step", [[0.5], [math.nan], [None], OSError("later, perhaps")])
 def test_what_may_work_later_is_not_told_when_a_reward_is_tried(step):
-    weighted(guarded(Script(step))).rehearse("p", {}, 16, 8, 1)
+    weighted(guarded(Script(step))).rehearse(["p"], [{}], 16, 8, 1)
 
 
 def test_a_reward_is_tried_on_what_it_will_see():
@@ -211,9 +211,9 @@ def test_a_reward_is_tried_on_what_it_will_see():
         seen.append((images, prompts, metadata))
         return [1.0] * len(images)
 
-    weighted(guarded(scorer)).rehearse("a cat", {"tag": 1}, 16, 8, 1)
+    weighted(guarded(scorer)).rehearse(["a cat"], [{"tag": 1}], 16, 8, 1)
     scorer.compares_groups = True
-    weighted(guarded(scorer)).rehearse("a cat", {}, 16, 8, 5)
+    weighted(guarded(scorer)).rehearse(["a cat"], [{}], 16, 8, 5)
     assert [image.size for image in seen[0][0]] == [(16, 8)]
     assert seen[0][1:] == (["a cat"], [{"tag": 1}])
     assert len(seen[1][0]) == 2  # a judge needs a rival; of a clip it sees one frame
@@ -223,5 +223,5 @@ def test_a_reward_that_hangs_is_told():
     release = threading.Event()
     guard = guarded(lambda *batch: release.wait(30), timeout=0.2)
     with pytest.raises(UserError, match=r"'mine' hangs: no answer .* reward_timeout=0.2 s"):
-        weighted(guard).rehearse("p", {}, 8, 8, 1)
+        weighted(guard).rehearse(["p"], [{}], 8, 8, 1)
     release.set()

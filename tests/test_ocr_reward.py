@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from signs import WORDS, mono_bold, prompt, sign
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import ocr
+from flow_grpo.rewards import build_reward, close_scorers, ocr
 from flow_grpo.rewards.ocr import OcrScorer, ocr_score, quoted_text
 
 # Text and score
@@ -102,11 +102,24 @@ def test_text_around_the_target_does_not_lower_the_score(
 
 
 def test_a_prompt_without_quoted_text_is_named_when_prompts_are_checked() -> None:
-    scorer = OcrScorer()
-    scorer.check_prompts([prompt("A"), "a sign that says “B”"])
+    reward = build_reward({"ocr": 1.0})
+    reward.check([prompt("A"), "a sign that says “B”"])
     with pytest.raises(UserError, match=r"prompt 2 .*double quotes.*'a red circle'") as error:
-        scorer.check_prompts([prompt("A"), "a red circle"])
+        reward.check([prompt("A"), "a red circle"])
     assert "\n" not in str(error.value)
+    close_scorers(reward)
+
+
+def test_another_reward_may_be_what_a_prompt_without_quoted_text_asks_for() -> None:
+    reward = build_reward({"ocr": 1.0, "jpeg_compressibility": 1.0})
+    prompts = [prompt("A"), "a red circle"]
+    reward.check(prompts)
+    assert reward.asked(prompts, [{}, {}]) == {"ocr": [0], "jpeg_compressibility": [0, 1]}
+    blank = [Image.new("RGB", (96, 32))] * 2
+    scores = reward(blank, prompts)
+    assert np.isneginf(scores["ocr"]).tolist() == [False, True]
+    assert scores["avg"][1] == scores["jpeg_compressibility"][1]
+    close_scorers(reward)
 
 
 @pytest.mark.parametrize(

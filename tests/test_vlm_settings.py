@@ -92,9 +92,8 @@ def test_wrong_options_are_named(judge, options, message):
 
 def test_qwenvl_ocr_refuses_prompts_without_quotes():
     judge = QwenVlOcr(url="http://host", model="m")
-    judge.check_prompts([prompt("CAT")])
-    with pytest.raises(UserError, match="prompt 2 has no text in double quotes"):
-        judge.check_prompts([prompt("CAT"), "a cat"])
+    assert judge.why_not(prompt("CAT"), {}) is None
+    assert judge.why_not("a cat", {}) == "it has no text in double quotes to compare with"
 
 
 def test_the_servers_can_be_checked_beforehand():

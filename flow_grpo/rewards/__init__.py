@@ -150,21 +150,45 @@ class WeightedReward:
     ) -> dict[str, np.ndarray]:
         return self.submit(images, prompts, metadata).result()
 
-    def check(self, prompts: Sequence[str]) -> None:
-        """Let each scorer refuse, before training starts, prompts that it could never score and
-        servers that do not answer."""
+    def check(self, prompts: Sequence[str], metadata: Sequence[dict] | None = None) -> None:
+        """Refuse, before training starts, prompts that no reward could ever score, and servers that
+        do not answer."""
         self._tell("check_prompts", prompts)
         self._tell("check_servers")
+        metadata = [{} for _ in prompts] if metadata is None else metadata
+        for place, (prompt, own) in enumerate(zip(prompts, metadata, strict=True), 1):
+            reasons = {name: why_not(s, prompt, own) for name, s in self.scorers.items()}
+            if all(reasons.values()):
+                name, reason = next(iter(reasons.items()))
+                raise UserError(
+                    f"prompt {place} cannot be scored by {name!r}: {reason}: {prompt!r}"
+                )
 
-    def rehearse(self, prompt: str, metadata: dict, width: int, height: int, frames: int) -> None:
-        """Try each scorer of this machine on a picture of noise, or a clip."""
+    def asked(self, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, list[int]]:
+        """For each reward, the places of the prompts that ask for it."""
+        rows = list(enumerate(zip(prompts, metadata, strict=True)))
+        return {n: [i for i, row in rows if not why_not(s, *row)] for n, s in self.scorers.items()}
+
+    def rehearse(
+        self,
+        prompts: Sequence[str],
+        metadata: Sequence[dict],
+        width: int,
+        height: int,
+        frames: int,
+    ) -> None:
+        """Try each scorer of this machine on a picture of noise, or a clip, for the first prompt
+        that asks for it."""
+        asked = self.asked(prompts, metadata)
         noise = np.random.default_rng(0).integers(256, size=(frames, height, width, 3), dtype="u1")
         clip = [Image.fromarray(frame) for frame in noise]
         for name, guarded in self._guarded.items():
-            if not guarded.has_policy:  # servers answer for themselves, and may be slow to
-                count = 2 if name in self.judges else 1
+            if (
+                not guarded.has_policy and asked[name]
+            ):  # servers answer for themselves, maybe slowly
+                count, first = 2 if name in self.judges else 1, asked[name][0]
                 samples = [clip if frames > 1 else clip[0]] * count
-                guarded.rehearse(samples, [prompt] * count, [metadata] * count)
+                guarded.rehearse(samples, [prompts[first]] * count, [metadata[first]] * count)
 
     def end_if_broken(self) -> None:
         """Before a whole epoch is drawn for a reward whose code fails batch after batch."""
@@ -185,6 +209,11 @@ class WeightedReward:
         for scorer in self.scorers.values():
             if hasattr(scorer, method):
                 getattr(scorer, method)(*args)
+
+
+def why_not(scorer: Scorer, prompt: str, metadata: dict) -> str | None:
+    """Why a prompt does not ask for this reward; None if it does, as with most rewards."""
+    return scorer.why_not(prompt, metadata) if hasattr(scorer, "why_not") else None
 
 
 def close_scorers(*rewards: WeightedReward) -> None:

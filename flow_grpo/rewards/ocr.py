@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.failure import Failed, describe
+from flow_grpo.rewards.failure import Failed, NotAsked, describe
 from flow_grpo.rewards.ocr_engines import Picture
 from flow_grpo.rewards.pool import WorkerPool
 
@@ -32,14 +32,9 @@ def quoted_text(prompt: str) -> str | None:
     return " ".join(part for part in parts if part) or None
 
 
-def check_quoted(prompts: Sequence[str]) -> None:
-    """Raise `UserError` for the first prompt that has no text in double quotes."""
-    for position, prompt in enumerate(prompts, 1):
-        if quoted_text(prompt) is None:
-            raise UserError(
-                f"prompt {position} has no text in double quotes, which the OCR reward "
-                f"needs to compare with: {prompt!r}"
-            )
+def without_quotes(prompt: str) -> str | None:
+    """Why a prompt cannot be compared with what is read; None if it can."""
+    return None if quoted_text(prompt) else "it has no text in double quotes to compare with"
 
 
 def ocr_score(read: str, target: str) -> float:
@@ -114,9 +109,8 @@ class OcrScorer:
             readings[i] = reading
         return readings
 
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Raise `UserError` for the first prompt that this reward could never score."""
-        check_quoted(prompts)
+    def why_not(self, prompt: str, metadata: dict[str, Any]) -> str | None:
+        return without_quotes(prompt)
 
     def close(self) -> None:
         self.pool.close()
@@ -138,7 +132,7 @@ def default_workers() -> int:
 
 def _score(reading: str | Failed, target: str | None) -> float:
     if target is None:
-        return Failed("its prompt has no text in double quotes")
+        return NotAsked()
     return reading if isinstance(reading, Failed) else ocr_score(reading, target)
 
 

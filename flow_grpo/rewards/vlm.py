@@ -15,9 +15,10 @@ from typing import Any
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.failure import Failed, FailurePolicy, describe
+from flow_grpo.rewards import why_not
+from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked, describe
 from flow_grpo.rewards.http import Refused, ServerGroup, Unavailable, parse_urls, token_from
-from flow_grpo.rewards.ocr import check_quoted, ocr_score, quoted_text
+from flow_grpo.rewards.ocr import ocr_score, quoted_text, without_quotes
 from flow_grpo.rewards.pictures import png_base64
 from flow_grpo.rewards.threads import map_in_threads
 from flow_grpo.rewards.vlm_answers import (
@@ -133,6 +134,8 @@ class ChatJudge:
         deadline = time.monotonic() + self._policy.timeout
 
         def judge(item: tuple[Image.Image, str]) -> tuple[float, dict[str, float]]:
+            if why_not(self, item[1], {}):
+                return NotAsked(), {}
             try:
                 return self._judge(*item, deadline)
             except (Unscorable, Refused, Unavailable) as error:
@@ -205,13 +208,10 @@ class QwenVlOcr(ChatJudge):
                 "model is to read what is there, not what was asked for"
             )
 
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Raise `UserError` for the first prompt that this reward could never score."""
-        check_quoted(prompts)
+    def why_not(self, prompt: str, metadata: dict[str, Any]) -> str | None:
+        return without_quotes(prompt)
 
     def build_question(self, prompt: str) -> str:
-        if quoted_text(prompt) is None:
-            raise Unscorable("its prompt has no text in double quotes")
         return self.question
 
     def parse(self, answer: Answer, prompt: str) -> tuple[float, dict[str, float]]:

@@ -1,5 +1,7 @@
 """The rewards of a run, from its config."""
 
+import logging
+
 from accelerate import Accelerator
 from ml_collections import ConfigDict
 
@@ -9,6 +11,8 @@ from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.run.check import check_eval_judges, check_judges
 from flow_grpo.sampling.data import Prompt
 from flow_grpo.training.plan import BatchPlan
+
+logger = logging.getLogger("flow_grpo")
 
 
 def build_both_rewards(
@@ -31,8 +35,12 @@ def build_both_rewards(
 
 def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> None:
     """Whatever can be wrong with it, before the model loads."""
-    reward.check([p.prompt for p in prompts])
-    reward.rehearse(prompts[0].prompt, prompts[0].metadata, size.width, size.height, size.frames)
+    texts, metadata = [p.prompt for p in prompts], [p.metadata for p in prompts]
+    reward.check(texts, metadata)
+    for name, rows in reward.asked(texts, metadata).items():
+        if len(rows) < len(prompts):
+            logger.info("%-21s is asked for by %d of %d prompts", name, len(rows), len(prompts))
+    reward.rehearse(texts, metadata, size.width, size.height, size.frames)
 
 
 def eval_weights(config: ConfigDict) -> dict[str, float]:

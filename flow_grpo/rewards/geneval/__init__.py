@@ -86,6 +86,14 @@ class GenEval:
                 extras[tasks[i].tag][i] = float(verdict.strict)
         return scores, extras
 
+    def why_not(self, prompt: str, metadata: dict[str, Any]) -> str | None:
+        """What is asked for must make sense, and be something that can be found."""
+        task = parse_task({"prompt": prompt, **metadata})
+        if task is None:
+            return 'its metadata has no "include"'
+        self.detector.check(task)
+        return None
+
     def rest(self) -> None:
         """Called when the scores of an epoch are in."""
         if hasattr(self.detector, "rest"):

@@ -6,6 +6,7 @@ import numpy as np
 from PIL import Image
 from scipy import ndimage
 
+from flow_grpo.errors import UserError
 from flow_grpo.rewards.geneval.palette import RGB, SHAPES
 from flow_grpo.rewards.geneval.rules import Detection, Task
 
@@ -18,6 +19,12 @@ LONGEST = 1.6  # of its two sides, one to the other
 
 
 class Shapes:
+    def check(self, task: Task) -> None:
+        for wanted in task.include:
+            if wanted.name not in SHAPES or wanted.colour not in (None, *RGB):
+                known = f"{', '.join(SHAPES)} in {', '.join(RGB)}"
+                raise UserError(f"{wanted.colour or ''} {wanted.name}: the detector knows {known}")
+
     def __call__(
         self, images: Sequence[Image.Image], tasks: Sequence[Task]
     ) -> list[list[Detection]]:

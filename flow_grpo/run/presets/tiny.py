@@ -133,7 +133,25 @@ def tiny_mix(gpus: int) -> ConfigDict:
     return config
 
 
+def tiny_geneval(gpus: int) -> ConfigDict:
+    """The second task: scenes with the right shapes, numbers, colours and places."""
+    config = tiny_ocr(gpus)
+    config.dataset = "dataset/scenes"
+    config.reward_fn = ConfigDict({"geneval": 1.0})
+    config.reward_options = ConfigDict({"geneval": {"detector": "shapes"}})
+    return config
+
+
+def tiny_mixed(gpus: int) -> ConfigDict:
+    """Signs and scenes in one run; each prompt asks for the reward that fits it."""
+    config = tiny_geneval(gpus)
+    config.dataset = "dataset/ocr:0.5,dataset/scenes:0.5"
+    config.reward_fn = ConfigDict({"ocr": 1.0, "geneval": 1.0})
+    return config
+
+
 TINY = (
+    *(tiny_geneval, tiny_mixed),
     *(tiny_ocr, tiny_grpo_guard, tiny_dppo, tiny_mix),
     *(tiny_nft, tiny_awm, tiny_dgpo, tiny_dpo, tiny_sft, tiny_rwr),
 )
