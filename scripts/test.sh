@@ -10,8 +10,13 @@ EXTRAS=test source "$(dirname "$0")/venv.sh"
 
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
+chosen="not alone"
+if ! command -v chromium chromium-browser google-chrome >/dev/null; then
+    echo "no chromium here: tests of pages are left out (apt install chromium)"
+    chosen="not alone and not browser"
+fi
 # Most tests wait for processes they start, so two at a time, the longest files (e2e) first; then
 # those that measure speed.
 # 5: the arguments leave no test of that kind
-"$VENV/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" "$@" || [ $? -eq 5 ]
+"$VENV/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@" || [ $? -eq 5 ]
 "$VENV/bin/python" -m pytest -q -m alone "$@" || [ $? -eq 5 ]
