@@ -10,7 +10,7 @@ OCR = ["rapidocr>=3.10", "onnxruntime>=1.31", "Levenshtein>=0.27"]
 # versions before 4 run code that comes with a dataset
 DATA = ["datasets>=4.0", "pyarrow>=21.0"]
 SERVER = ["fastapi>=0.162", "prometheus-client>=0.26", "uvicorn[standard]>=0.54"]
-GENEVAL = ["scipy>=1.17"]
+GENEVAL = ["opencv-python-headless>=5.0", "scipy>=1.17"]
 # mlflow-skinny for a tracking server or a folder; mlflow itself takes 540 MB
 TRACKERS = [
     "mlflow-skinny>=3.17",
