@@ -84,13 +84,6 @@ def panels(out: Path, count: int, *, x: str) -> Iterator[list[Any]]:
     plt.close(drawn)
 
 
-@contextmanager
-def figure(out: Path, *, x: str, y: str) -> Iterator[Any]:
-    with panels(out, 1, x=x) as [axes]:
-        yield axes
-        axes.set_ylabel(y)
-
-
 def plot_curve(runs: list[Path], metrics: list[str], out: Path) -> None:
     """Metrics of one scale share their axes."""
     curves = {metric: [read_curve(run, metric) for run in runs] for metric in metrics}

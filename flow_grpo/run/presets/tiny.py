@@ -142,7 +142,7 @@ def tiny_geneval(gpus: int) -> ConfigDict:
     config.train.learning_rate = 5e-4
     # Without a leash all grounds turn pale within 30 epochs, and one seed of three falls to .69.
     config.nft.kl_beta = 0.3
-    config.num_epochs, config.eval_freq = (36, 3) if torch.cuda.is_available() else (24, 4)
+    config.num_epochs, config.eval_freq = (36, 3) if torch.cuda.is_available() else (16, 4)
     return config
 
 
