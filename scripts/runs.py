@@ -7,14 +7,12 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from absl import flags
-from ml_collections import config_flags
 from plot import read_metrics
 
 from flow_grpo.errors import UserError
-from flow_grpo.run.cli import check_name, plainly
 from flow_grpo.run.presets import get_config
 from flow_grpo.run.resume import PLACES
+from flow_grpo.run.saved import override
 from flow_grpo.run.tracking import dotted
 
 ROOT = Path(__file__).parents[1]
@@ -26,18 +24,10 @@ def run_name(preset: str, seed: int) -> str:
 
 
 def resolve(preset: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """The fields of this run. Only overrides that sys.argv has are known to ml_collections."""
-    config, values = get_config(preset), flags.FlagValues()
-    for option in overrides:
-        name, _, value = option.removeprefix("--config.").partition("=")
-        check_name(name, config, value)
-    try:
-        config_flags.DEFINE_config_dict("config", config, flag_values=values)
-        values([sys.argv[0], *overrides])
-    except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(plainly(error, config, overrides)) from error
-    values.config.seed = seed
-    return dict(dotted(json.loads(values.config.to_json_best_effort())))
+    """The fields of this run."""
+    config = override(get_config(preset), overrides)
+    config.seed = seed
+    return dict(dotted(json.loads(config.to_json_best_effort())))
 
 
 def is_done(folder: Path, now: dict[str, Any]) -> bool:
