@@ -49,12 +49,12 @@ def show(args: Namespace, options: list[str]) -> None:
         raise UserError("the demo needs gradio: pip install -e '.[demo]'")
     port = find_port(args.host, args.port)
     config = config_of_run(args.run, options) if args.run else config_of_file(args.config, options)
+    painter = Painter(config, args.run, rewards=args.rewards)
     with tempfile.TemporaryDirectory(prefix="flow_grpo-demo-") as folder:
         # read when gradio is imported: no report of its use, and no files that stay
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder)
         from flow_grpo.show.page import build_page, serve
 
-        painter = Painter(config, args.run, rewards=args.rewards)
         page = build_page(painter, Path(folder))
         logger.info("open %s  (Ctrl-C ends it)", serve(page, args.host, port))
         if args.host not in (LOCAL, "localhost", "::1"):
@@ -68,6 +68,8 @@ def show(args: Namespace, options: list[str]) -> None:
 def find_port(host: str, port: int) -> int:
     """That it is free is known before a model loads, which may take minutes."""
     try:
+        if not 0 <= port < 2**16:
+            raise OverflowError("ports go from 0 to 65535")
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
