@@ -1,7 +1,8 @@
 """A run to look at, and rewards whose answers are no scores."""
 
-import json
+import os
 import re
+import time
 from pathlib import Path
 
 import torch
@@ -30,8 +31,15 @@ def broken(images, prompts, metadata):
     raise ValueError("no <b>luck</b>\nat all")
 
 
+def gated(images, prompts, metadata):
+    """Takes its time, as long as there is a file of this name."""
+    while os.path.exists(os.environ.get("GATE", "")):
+        time.sleep(0.05)
+    return [1.0] * len(images)
+
+
 REWARDS = {"jpeg_compressibility": 1.0, "words": 1.0, "broken": 1.0}
-CUSTOM = {"words": "shown:Words", "broken": "shown:broken"}
+CUSTOM = {"words": "shown:Words", "broken": "shown:broken", "gated": "shown:gated"}
 
 
 def make_run(model: Path, folder: Path, *, steps: tuple[int, ...] = (8,), **fields) -> Path:
@@ -54,7 +62,3 @@ def make_run(model: Path, folder: Path, *, steps: tuple[int, ...] = (8,), **fiel
         policy.save(place)
     (folder / "checkpoints/best").symlink_to(f"checkpoint-{steps[0]}")
     return folder
-
-
-def config_of(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())

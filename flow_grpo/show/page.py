@@ -16,7 +16,7 @@ import gradio as gr
 from flow_grpo.errors import UserError
 from flow_grpo.run.clips import save_sample
 from flow_grpo.run.session import eval_guidance
-from flow_grpo.show.limits import MOST_SEED, PROMPT_LENGTH
+from flow_grpo.show.limits import MOST_SEED
 from flow_grpo.show.painter import Drawn, Painter
 
 QUEUE = 8  # who comes when as many wait is told so
@@ -60,7 +60,7 @@ def build_page(painter: Painter, folder: Path) -> gr.Blocks:
     title = _title(painter)
     with gr.Blocks(title=title, analytics_enabled=False, fill_width=True) as page:
         gr.Markdown("## Before and after training" if painter.run else "## Before training")
-        prompt = gr.Textbox(label="Prompt", lines=1, max_lines=6, max_length=PROMPT_LENGTH)
+        prompt = gr.Textbox(label="Prompt", lines=1, max_lines=6)
         with gr.Row():
             weights = gr.Dropdown(
                 list(painter.weights()),
@@ -111,26 +111,26 @@ def build_page(painter: Painter, folder: Path) -> gr.Blocks:
 
 def serve(page: gr.Blocks, host: str, port: int) -> str:
     """Until it is closed; returns its address."""
-    page.launch(
-        server_name=host,
-        server_port=port,
-        share=False,
-        quiet=True,
-        inbrowser=False,
-        prevent_thread_lock=True,
-        ssr_mode=False,
-        mcp_server=False,
-        pwa=False,
-        enable_monitoring=False,
-        run_history=False,
-        footer_links=[],
-        max_file_size="1b",  # there is nothing to upload
-        allowed_paths=[],
-        theme=gr.themes.Default(
-            primary_hue="blue", font=FONTS, font_mono=["ui-monospace", "monospace"]
-        ),
-        css=CSS,
-    )
+    theme = gr.themes.Default(primary_hue="blue", font=FONTS, font_mono=FONTS)
+    try:
+        page.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            ssr_mode=False,
+            mcp_server=False,
+            pwa=False,
+            enable_monitoring=False,
+            run_history=False,
+            footer_links=[],
+            max_file_size="1b",  # there is nothing to upload
+            theme=theme,
+            css=CSS,
+        )
+    except OSError as error:  # it was free when we asked
+        raise UserError(f"port {port} was taken meanwhile; choose another with --port") from error
     return page.local_url
 
 
