@@ -8,10 +8,13 @@ Both draw your prompt from the same noise. Only this machine reaches the page, u
 otherwise.
 """
 
+import contextlib
 import logging
 import os
+import signal
 import socket
 import tempfile
+import threading
 from argparse import BooleanOptionalAction, Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,10 +62,10 @@ def show(args: Namespace, options: list[str]) -> None:
         logger.info("open %s  (Ctrl-C ends it)", serve(page, args.host, port))
         if args.host not in (LOCAL, "localhost", "::1"):
             logger.warning("whoever reaches %s can draw: there is no password", args.host)
-        try:
-            page.block_thread()
-        finally:
-            painter.close()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        painter.close()
 
 
 def find_port(host: str, port: int) -> int:

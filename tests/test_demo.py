@@ -113,7 +113,7 @@ def test_a_runs_config_is_the_one_it_was_trained_with(run, tmp_path, monkeypatch
     check(config)
     assert json.loads(config.to_json_best_effort()) == json.loads((run / "config.json").read_text())
     options = ["--config.seed=3", "--config.sample.eval_num_steps=5"]
-    monkeypatch.setattr(sys, "argv", ["demo.py", *options])
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--config", "config/grpo.py:tiny_ocr", *options])
     changed = config_of_run(run, options)
     assert (changed.seed, changed.sample.eval_num_steps) == (3, 5)
     assert config_of_file("config/grpo.py:tiny_ocr", options[:1]).seed == 3

@@ -42,16 +42,19 @@ def config_of_file(path: str, options: list[str]) -> ConfigDict:
 
 
 def override(config: ConfigDict, options: list[str]) -> ConfigDict:
-    """--config.FIELD=VALUE. Only those that sys.argv has are known to ml_collections."""
-    values = flags.FlagValues()
+    """--config.FIELD=VALUE."""
     for option in options:
         name, equals, value = option.removeprefix("--config.").partition("=")
         cli.check_name(name, config, value if equals else None)
+    values, given = flags.FlagValues(), sys.argv
     try:
+        sys.argv = [given[0], *options]  # where ml_collections looks for them
         config_flags.DEFINE_config_dict("config", config, flag_values=values)
-        values([sys.argv[0], *options])
+        values(sys.argv)
     except (flags.Error, TypeError, ValueError) as error:
         raise UserError(cli.plainly(error, config, options)) from error
+    finally:
+        sys.argv = given
     return values.config
 
 

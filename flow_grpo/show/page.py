@@ -21,7 +21,7 @@ from flow_grpo.show.painter import Drawn, Painter
 
 QUEUE = 8  # who comes when as many wait is told so
 KEPT = 64  # drawings whose files can still be looked at
-EXAMPLES = 5
+EXAMPLES = 4
 SMALL = 256  # pixels: narrower pictures are enlarged, and their pixels stay sharp
 FONTS = ["system-ui", "sans-serif"]  # of the reader's machine
 CSS = """

@@ -13,7 +13,7 @@ import pytest
 import requests
 from gradio_client import Client
 from gradio_client.exceptions import AppError
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from runner import ROOT, Runner, environment, run_script
 from shown import CUSTOM, HOSTILE, LONG
 
@@ -54,15 +54,20 @@ def gate(tmp_path_factory) -> Path:
 def process(run, gate) -> Iterator[subprocess.Popen]:
     fields = {"eval_reward_fn": REWARDS, "custom_rewards": CUSTOM}
     options = [f"--config.{name}={value}" for name, value in fields.items()]
+    files = gate.with_name("files")
+    files.mkdir()
     process = subprocess.Popen(
         [sys.executable, "scripts/demo.py", run, "--port=0", *options],
         cwd=ROOT,
-        env={**environment(), "GATE": str(gate)},
+        env={**environment(), "GATE": str(gate), "TMPDIR": str(files)},
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         yield process
+        process.terminate()
+        assert process.wait(60) == 0
+        assert not list(files.glob("*demo*"))  # nothing that was drawn stays
     finally:
         process.kill()
         process.communicate()
@@ -143,6 +148,7 @@ def test_a_hostile_prompt_is_text_and_runs_nothing(page):
         assert page.get_by_label("Prompt").input_value() == prompt
     # an example of the run's own, and a mistake that names what was given
     page.get_by_text(HOSTILE[:20]).first.click()
+    expect(page.get_by_label("Prompt")).to_have_value(HOSTILE)
     page.get_by_label("Prompt").fill(" ")
     page.get_by_role("button", name="Draw").click()
     page.get_by_text("the prompt is empty; write what to draw").wait_for()
