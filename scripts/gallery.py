@@ -1,4 +1,4 @@
-"""Draw prompts with a model and checkpoints of a run, side by side on one picture and one page.
+"""Draw prompts with a model and checkpoints of a run, on one picture and one page.
 
     python scripts/gallery.py logs/RUN --out gallery
     python scripts/gallery.py logs/RUN --checkpoints 40 80 best --prompts mine.txt --out gallery

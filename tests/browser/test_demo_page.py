@@ -20,6 +20,7 @@ from shown import CUSTOM, HOSTILE, LONG
 from flow_grpo.show.weights import list_weights
 
 pytestmark = pytest.mark.browser
+PATIENCE = 120_000  # ms
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 REWARDS = {"jpeg_compressibility": 1.0, "words": 1.0, "broken": 1.0, "gated": 1.0}
 
@@ -91,6 +92,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def page(browser, url) -> Page:
     page = browser.new_page()
+    page.set_default_timeout(PATIENCE)
     page.asked = []  # of any server
     page.on("request", lambda request: page.asked.append(request.url))
     page.goto(url)
@@ -148,7 +150,7 @@ def test_a_hostile_prompt_is_text_and_runs_nothing(page):
         assert page.get_by_label("Prompt").input_value() == prompt
     # an example of the run's own, and a mistake that names what was given
     page.get_by_text(HOSTILE[:20]).first.click()
-    expect(page.get_by_label("Prompt")).to_have_value(HOSTILE)
+    expect(page.get_by_label("Prompt")).to_have_value(HOSTILE, timeout=PATIENCE)
     page.get_by_label("Prompt").fill(" ")
     page.get_by_role("button", name="Draw").click()
     page.get_by_text("the prompt is empty; write what to draw").wait_for()
