@@ -92,7 +92,7 @@ setup(
             "mutmut>=3.8,<4",
             "nbclient>=0.11",
             "openai>=3.49",  # `transformers serve`, which the judges are tested with
-            "playwright>=1.65",  # tests of pages, with a chromium of the system
+            "playwright>=1.65",  # with a chromium of the system: pages
             "pytest>=9.2",
             "pytest-xdist>=3.8",
             "ruff>=0.17",
