@@ -9,6 +9,7 @@ from setuptools.command.build_py import build_py
 OCR = ["rapidocr>=3.10", "onnxruntime>=1.31", "Levenshtein>=0.27"]
 # versions before 4 run code that comes with a dataset
 DATA = ["datasets>=4.0", "pyarrow>=21.0"]
+DEMO = ["gradio>=6.31"]
 SERVER = ["fastapi>=0.162", "prometheus-client>=0.26", "uvicorn[standard]>=0.54"]
 GENEVAL = ["opencv-python-headless>=5.0", "scipy>=1.17"]
 # mlflow-skinny for a tracking server or a folder; mlflow itself takes 540 MB
@@ -65,6 +66,7 @@ setup(
         # parquet files and Hugging Face datasets of prompts
         "data": DATA,
         "deepspeed": ["deepspeed>=0.19"],
+        "demo": DEMO,
         "tensorboard": ["tensorboard>=2.21"],
         "trackers": TRACKERS,
         "wandb": ["wandb>=0.31"],
@@ -77,6 +79,7 @@ setup(
         "plot": ["matplotlib>=3.11"],
         "test": [
             *DATA,
+            *DEMO,
             *GENEVAL,
             *OCR,
             *SERVER,
@@ -89,6 +92,7 @@ setup(
             "mutmut>=3.8,<4",
             "nbclient>=0.11",
             "openai>=3.49",  # `transformers serve`, which the judges are tested with
+            "playwright>=1.65",  # with a chromium of the system: pages
             "pytest>=9.2",
             "pytest-xdist>=3.8",
             "ruff>=0.17",

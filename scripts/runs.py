@@ -8,14 +8,13 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 from plot import read_metrics
 
 from flow_grpo.errors import UserError
-from flow_grpo.run.cli import check_name, plainly
 from flow_grpo.run.presets import get_config
 from flow_grpo.run.resume import PLACES
+from flow_grpo.run.saved import override
 from flow_grpo.run.tracking import dotted
 
 ROOT = Path(__file__).parents[1]
@@ -44,20 +43,13 @@ class Run:
 
 
 def resolve(run: Run, overrides: list[str]) -> dict[str, Any]:
-    """The fields of this run. Only overrides that sys.argv has are known to ml_collections."""
-    config, values = get_config(run.preset), flags.FlagValues()
+    """The fields of this run."""
+    config = get_config(run.preset)
     for name, value in TASKS[run.task].items():
         config[name] = ConfigDict(value) if isinstance(value, dict) else value
-    for option in overrides:
-        name, _, value = option.removeprefix("--config.").partition("=")
-        check_name(name, config, value)
-    try:
-        config_flags.DEFINE_config_dict("config", config, flag_values=values)
-        values([sys.argv[0], *overrides])
-    except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(plainly(error, config, overrides)) from error
-    values.config.seed = run.seed
-    return dict(dotted(json.loads(values.config.to_json_best_effort())))
+    config = override(config, overrides)
+    config.seed = run.seed
+    return dict(dotted(json.loads(config.to_json_best_effort())))
 
 
 def is_done(folder: Path, now: dict[str, Any]) -> bool:
