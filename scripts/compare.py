@@ -157,7 +157,8 @@ def draw(tasks: dict[str, Runs], end: int, threshold: float, out: Path) -> None:
             for name, of in runs.items():
                 passes, rewards = band(of, end)
                 passes = passes / 1000
-                [line] = axes.plot(passes, rewards.mean(0), drawstyle="steps-post", label=name)
+                label = name if axes is every[0] else ""  # the colours are the same in all
+                [line] = axes.plot(passes, rewards.mean(0), drawstyle="steps-post", label=label)
                 low, high = rewards.min(0), rewards.max(0)
                 axes.fill_between(
                     passes, low, high, step="post", color=line.get_color(), alpha=0.15, linewidth=0

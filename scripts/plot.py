@@ -76,8 +76,9 @@ def panels(out: Path, count: int, *, x: str) -> Iterator[list[Any]]:
     every[-1].set_xlabel(x)
     for axes in every:
         axes.grid(alpha=0.3)
-        many = len(axes.get_legend_handles_labels()[1]) > 5
-        axes.legend(ncols=2 if many else 1, fontsize="small" if many else None)
+        labels = len(axes.get_legend_handles_labels()[1])
+        if labels:
+            axes.legend(ncols=2 if labels > 5 else 1, fontsize="small" if labels > 5 else None)
     drawn.tight_layout()
     with writing(out):
         drawn.savefig(out, dpi=120)
