@@ -43,7 +43,8 @@ class Scored:
     def lines(self, row: int) -> list[str]:
         """The scores of a picture, as they stand under it."""
         names = columns(self.result)
-        return [f"{name} {score_text(self.result.score(name, row))}" for name in names]
+        scores = self.result.scores
+        return [f"{name} {score_text(float(scores[name][row]))}" for name in names]
 
 
 def save_pictures(out: Path, scored: Scored, prompts: list[Prompt], count: int) -> None:
