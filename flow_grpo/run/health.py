@@ -173,14 +173,13 @@ def failed_rewards(rows: Rows) -> Finding | None:
 
 def diversity(rows: Rows) -> Finding | None:
     """Reward that rises while the pictures of a group become alike is often hacked."""
-    trained = list(having(rows, "reward/diversity", AVERAGE))
-    for row in trained[1:]:
-        first, now = trained[0]["reward/diversity"], row["reward/diversity"]
-        if now < ALIKE * first and risen(trained[0], row):
+    for start, row in since_start(rows, "reward/diversity", AVERAGE):
+        first, now = start["reward/diversity"], row["reward/diversity"]
+        if now < ALIKE * first and risen(start, row):
             return Finding(
                 "diversity",
                 row["epoch"],
-                f"{AVERAGE} rose from {trained[0][AVERAGE]:.4g} to {row[AVERAGE]:.4g} while the "
+                f"{AVERAGE} rose from {start[AVERAGE]:.4g} to {row[AVERAGE]:.4g} while the "
                 f"distance of pictures of a group fell from {first:.2g} to {now:.2g}: the reward "
                 "may be hacked",
                 "look at samples/: if all pictures look alike, take an earlier checkpoint, fewer "
@@ -215,9 +214,8 @@ def second_reward(rows: Rows) -> Finding | None:
 
 
 def velocity_norm(rows: Rows) -> Finding | None:
-    measured = list(having(rows, "train/velocity_norm"))
-    for row in measured[1:]:
-        first, now = measured[0]["train/velocity_norm"], row["train/velocity_norm"]
+    for start, row in since_start(rows, "train/velocity_norm"):
+        first, now = start["train/velocity_norm"], row["train/velocity_norm"]
         if now > INFLATED * first:
             return Finding(
                 "velocity norm",
@@ -247,6 +245,14 @@ CHECKS: dict[str, Callable[[Rows], Finding | None]] = {
 def having(rows: Rows, *names: str) -> Iterator[Record]:
     """Rows with a value for each of the names."""
     return (row for row in rows if all(row.get(name) is not None for name in names))
+
+
+def since_start(rows: Rows, *names: str) -> Iterator[tuple[Record, Record]]:
+    """Each of these rows after the first whose noise began at the same step: a window that moves
+    changes how far samples are apart, and the norm of the velocity."""
+    starts: dict[float | None, Record] = {}
+    for row in having(rows, *names):
+        yield starts.setdefault(row.get("train/noisy_from"), row), row
 
 
 def rewards(row: Record, part: str) -> list[str]:

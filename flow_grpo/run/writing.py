@@ -12,6 +12,8 @@ from flow_grpo.rewards.frames import Sample
 from flow_grpo.run import trackers, tracking
 from flow_grpo.run.checkpoint import STATE, save_checkpoint
 from flow_grpo.run.console import epoch_line
+from flow_grpo.run.health import examine
+from flow_grpo.run.reading import read_metrics
 from flow_grpo.run.session import Session
 
 logger = logging.getLogger("flow_grpo")
@@ -73,6 +75,10 @@ def save(session: Session, *, best: bool = False) -> Path:
 def log(session: Session, record: dict[str, float | None]) -> None:
     if session.accelerator.is_main_process:
         tracking.append_metrics(session.folder / "metrics.jsonl", record)
+        rows = read_metrics(session.folder)
+        for finding in examine(rows):
+            if finding.epoch == record["epoch"]:  # others were said when they began
+                logger.warning("epoch %d: %s; %s", finding.epoch, finding.text, finding.advice)
     trackers.log(session.accelerator, record)
     last, rewards = session.config.num_epochs, session.reward.weights
     left = session.pace.left(record, last)
