@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from plot import figure, read_metrics
+from plot import figure
 from runs import OWN_FIELDS, resolve, run_name, train_all
 
 from flow_grpo.errors import Stopped, UserError
 from flow_grpo.run.arguments import Parser
+from flow_grpo.run.reading import read_metrics
 
 WORK = ("time/sample", "time/reward_wait", "time/train")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
-from plot import read_metrics
 
 from flow_grpo.errors import UserError
 from flow_grpo.run.cli import check_name, plainly
 from flow_grpo.run.presets import get_config
+from flow_grpo.run.reading import read_metrics
 from flow_grpo.run.resume import PLACES
 from flow_grpo.run.tracking import dotted
 

@@ -48,7 +48,6 @@ from flow_grpo.training.evaluation import evaluate
 from flow_grpo.training.metrics import (
     TrainingStats,
     group_distance,
-    off_policy_warning,
     reward_metrics,
     score_metrics,
 )
@@ -295,6 +294,10 @@ def train_epoch(
                         stats.add(loss, on_policy=session.progress.step == sampled_at)
                         take_update(session, stats)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
+    if algorithm.trust:
+        metrics["train/clip_range"] = algorithm.trust
+    if starts := [s.trajectory.steps[0] for s in samples if s.trajectory.steps]:
+        metrics["train/noisy_from"] = min(starts)
     if session.stale is not None:
         metrics["train/staleness"] = staleness
     if not math.isfinite(metrics["train/loss"]):
@@ -302,9 +305,6 @@ def train_epoch(
             f"the loss is not finite after step {session.progress.step}; lower "
             "train.learning_rate or use mixed_precision=no; the last checkpoint is intact"
         )
-    deviation = metrics.get("train/first_update_ratio_dev", 0.0)
-    if algorithm.trust and (warning := off_policy_warning(deviation, algorithm.trust)):
-        logger.warning(warning)
     return metrics
 
 

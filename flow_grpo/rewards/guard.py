@@ -36,7 +36,7 @@ DOWN_SHARE = 0.1  # of the time-out, for an earlier batch that hangs to come to 
 RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
 # Logged beside rewards, or written of a sample beside its scores: one of them would be lost.
 RESERVED = (
-    *("avg", "diversity", "failed", "std_within_group", "zero_std_ratio"),
+    *("avg", "diversity", "failed", "samples", "std_within_group", "zero_std_ratio"),
     *("prompt", "advantage", "group", "answer", "file", "still"),
 )
 

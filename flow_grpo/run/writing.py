@@ -17,6 +17,8 @@ from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.run import trackers, tracking
 from flow_grpo.run.checkpoint import STATE, save_checkpoint
 from flow_grpo.run.console import epoch_line
+from flow_grpo.run.health import examine
+from flow_grpo.run.reading import read_metrics
 from flow_grpo.run.session import Session
 from flow_grpo.sampling.data import Draw
 
@@ -79,6 +81,10 @@ def save(session: Session, *, best: bool = False) -> Path:
 def log(session: Session, record: dict[str, float | None]) -> None:
     if session.accelerator.is_main_process:
         tracking.append_metrics(session.folder / "metrics.jsonl", record)
+        rows = read_metrics(session.folder)
+        for finding in examine(rows):
+            if finding.epoch == record["epoch"]:  # others were said when they began
+                logger.warning("epoch %d: %s; %s", finding.epoch, finding.text, finding.advice)
     trackers.log(session.accelerator, record)
     last, rewards = session.config.num_epochs, session.reward.weights
     left = session.pace.left(record, last)
