@@ -42,7 +42,10 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
-    package_data={"reward_server": ["openapi.json"]},
+    package_data={
+        "flow_grpo.report": ["page.html", "page.css", "scripts/*.js"],
+        "reward_server": ["openapi.json"],
+    },
     cmdclass={"build_py": BuildWithShared},
     entry_points={"console_scripts": ["flow-grpo = flow_grpo.run.command:main"]},
     install_requires=[
@@ -89,6 +92,7 @@ setup(
             "mutmut>=3.8,<4",
             "nbclient>=0.11",
             "openai>=3.49",  # `transformers serve`, which the judges are tested with
+            "playwright>=1.65",  # with a chromium of the system: pages
             "pytest>=9.2",
             "pytest-xdist>=3.8",
             "ruff>=0.17",

@@ -84,7 +84,9 @@ def main(config: ConfigDict) -> Session:
         session.close()
     session.accelerator.wait_for_everyone()
     session.accelerator.end_training()
-    logger.info("finished: %s/checkpoints/latest, to look at: report.html", session.folder)
+    logger.info(
+        "finished: %s/report.html to look at, weights in checkpoints/latest", session.folder
+    )
     return session
 
 
