@@ -84,9 +84,7 @@ def main(config: ConfigDict) -> Session:
         session.close()
     session.accelerator.wait_for_everyone()
     session.accelerator.end_training()
-    logger.info(
-        "finished: %s/report.html to look at, weights in checkpoints/latest", session.folder
-    )
+    logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
     return session
 
 

@@ -27,6 +27,7 @@ FILE = "report.html"
 SCRIPTS = ("dom.js", "curves.js", "head.js", "samples.js", "main.js")
 PICTURE_BYTES = 10_000_000  # of all runs together; other things take little
 SHARES = {"eval": 2 / 3, "train": 1 / 3}
+EPOCHS = {"eval": 40, "train": 20}  # with pictures, at most: it takes 20 to 40 ms to shrink one
 MOST_SAMPLES = 64  # of an epoch
 
 
@@ -84,7 +85,7 @@ def _samples(run: Run, kind: str, budget: float) -> dict[str, Any]:
     shots = {epoch: read_shots(path, MOST_SAMPLES) for epoch, path in run.shots[kind].items()}
     shots = {epoch: shown for epoch, shown in shots.items() if shown}
     paths = {epoch: [shot.picture for shot in shown] for epoch, shown in shots.items()}
-    pictures = fit(paths, budget, _best(run, shots))
+    pictures = fit(paths, budget, EPOCHS[kind], _best(run, shots))
     texts: dict[str, int] = {}
     return {
         "of": len(shots),

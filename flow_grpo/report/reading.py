@@ -51,9 +51,7 @@ def read_run(folder: Path, name: str = "") -> Run:
         raise UserError(f"no run at {folder}: name the folder of a run, like logs/RUN")
     rows = read_metrics(folder)
     if not rows:
-        raise UserError(
-            f"{folder / 'metrics.jsonl'} is empty: the first evaluation is not done yet"
-        )
+        raise UserError(f"no metrics in {folder} yet: wait for the run's first evaluation")
     return Run(name or folder.name, folder, rows, _read_config(folder), _find_shots(folder))
 
 
