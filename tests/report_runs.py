@@ -10,20 +10,27 @@ from PIL import Image
 from flow_grpo.run.tracking import save_samples
 
 
-def pictures(count: int, edge: int, seed: int = 0) -> list[Image.Image]:
+def pictures(count: int, edge: int, seed: int = 0, grain: float = 8) -> list[Image.Image]:
     """Blurred noise with some grain: it takes as many bytes as photographs do."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
         small = Image.fromarray(rng.integers(0, 255, (12, 12, 3), np.uint8))
         whole = np.asarray(small.resize((edge, edge), Image.Resampling.BICUBIC)).astype(np.int16)
-        grain = rng.normal(0, 8, whole.shape)
-        found.append(Image.fromarray((whole + grain).clip(0, 255).astype(np.uint8)))
+        noise = rng.normal(0, grain, whole.shape)
+        found.append(Image.fromarray((whole + noise).clip(0, 255).astype(np.uint8)))
     return found
 
 
 def make_run(
-    folder: Path, *, epochs: int, prompts: int, edge: int = 24, metrics: int = 3, last: str = "\n"
+    folder: Path,
+    *,
+    epochs: int,
+    prompts: int,
+    edge: int = 24,
+    grain: float = 8,
+    metrics: int = 3,
+    last: str = "\n",
 ) -> Path:
     """With an evaluation and training samples of each epoch, all with the same few pictures."""
     folder.mkdir(parents=True)
@@ -38,7 +45,8 @@ def make_run(
     texts = [f"prompt number {i}" for i in range(prompts)]
     scores = [i / prompts for i in range(prompts)]
     first = folder / "samples/eval-00000"
-    save_samples(first, pictures(prompts, edge), prompt=texts, avg=scores, ocr=scores)
+    drawn = pictures(prompts, edge, grain=grain)
+    save_samples(first, drawn, prompt=texts, avg=scores, ocr=scores)
     for epoch in range(1, epochs + 1):
         for kind in ("eval", "train"):
             copy = folder / f"samples/{kind}-{epoch:05d}"

@@ -9,6 +9,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from importlib.resources import files
@@ -41,7 +42,8 @@ def write_page(folders: list[Path], out: Path) -> None:
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; name another with --out") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def write_at_end(folder: Path, check: Callable[[], None]) -> None:
