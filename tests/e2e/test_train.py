@@ -60,7 +60,8 @@ def test_a_run_leaves_what_it_promises(train):
     kept = {"latest", "best", "checkpoint-4", f"checkpoint-{best}"}
     assert {p.name for p in checkpoints.iterdir()} == kept
     samples = [json.loads(x) for x in (run / "samples/train-00002/samples.jsonl").open()]
-    assert set(samples[0]) == {"file", "prompt", "jpeg_compressibility", "avg", "advantage", "group"}
+    names = {"file", "prompt", "jpeg_compressibility", "avg", "advantage", "group"}
+    assert set(samples[0]) == names
     assert samples[0]["prompt"].startswith("train prompt")
     assert len(samples) == len(pictures(run / "samples/train-00002")) == 4
     assert list(run.rglob("events.out.tfevents*"))

@@ -162,6 +162,7 @@ function buildChart(data, name, details) {
         const values = smoothed(line.points.map((point) => point[1]), state.smoothing);
         line.raw.setAttribute("d", line.points.length > 1 ? path(line.points) : `${path(line.points)}h0`);
         line.raw.classList.toggle("faint", on);
+        line.raw.classList.toggle("single", line.points.length === 1);
         line.smooth.setAttribute("d", on ? path(line.points.map((point, i) => [point[0], values[i]])) : "");
       }
     },

@@ -35,6 +35,10 @@ function shownEpochs(data) {
   return [...new Set(epochs)].sort((a, b) => a - b);
 }
 
+// by a model that answers questions
+const answered = (data) => data.runs.some((run) => Object.keys(KINDS).some((kind) =>
+  run[kind].samples.some((own) => own.some((sample) => sample.answer !== undefined))));
+
 function promptText(text) {
   const node = el("p", { class: "prompt", text, dir: "auto" });
   if (text.length < 70) return node;
@@ -107,7 +111,7 @@ function drawPictures(data) {
   }
   refill(section,
     el("div", { class: "bar sticky" },
-      el("h2", { id: "pictures-title", text: "How the pictures change" }),
+      el("h2", { id: "pictures-title", text: `How the ${answered(data) ? "answers" : "pictures"} change` }),
       el("div", { class: "control grow" }, el("label", { for: "epoch", text: "Epoch" }), slider, told, epochs.length > 1 ? play : null)),
     ...thinNotes(data), evolution.node, extremes, group);
   show(epochs.indexOf(state.epoch));
@@ -197,7 +201,7 @@ function drawExtremes(data, place) {
     const count = Math.min(EXTREMES, Math.floor(ranked.length / 2));
     if (!count) return [];
     const strip = (title, chosen) => el("div", { class: "strip" }, el("h4", { text: title }),
-      el("div", { class: "cards small" }, ...chosen.map((sample) => sampleCard(sample, names, []))));
+      el("div", { class: answered(data) ? "cards" : "cards small" }, ...chosen.map((sample) => sampleCard(sample, names, []))));
     return [el("div", {},
       el("p", { class: "quiet" }, data.runs.length > 1 ? runDot(number) : null, `${data.runs.length > 1 ? `${run.name}, ` : ""}epoch ${epoch}, ${KINDS[state.kind]}`),
       el("div", { class: "strips" }, strip("Best", ranked.slice(0, count)), strip("Worst", ranked.slice(-count).reverse())))];
@@ -248,7 +252,7 @@ function drawGroup(data, place) {
       chooser("group-choice", "Prompt", options, state.group, (value) => { state.group = value; drawGroup(data, place); byId("group-choice").focus(); })),
     promptText(samples[0].prompt),
     el("p", { class: "quiet", text: facts.filter(Boolean).join(" · ") }),
-    el("div", { class: "cards small" }, ...samples.map((sample) => {
+    el("div", { class: answered(data) ? "cards" : "cards small" }, ...samples.map((sample) => {
       const card = sampleCard(sample, names, []);
       card.firstChild.remove(); // the prompt is that of all
       return card;
