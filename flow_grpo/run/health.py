@@ -17,7 +17,7 @@ RATIO = 0.05  # from 1, however wide the clip is: log-ratios are means over pixe
 CLIPPED = 0.5  # of the losses
 FLAT, FLAT_EPOCHS = 0.95, 3  # share of groups that score alike, for that many epochs in a row
 KL = 1.0  # the mean step has left the noise of the reference's
-KL_JUMP, KL_FLOOR = 10, 1e-3  # times the largest before; no jump below the floor
+KL_JUMP, KL_FLOOR = 10, 1e-4  # times the largest before; no jump below the floor
 SPIKE, SPIKE_WINDOW, SPIKE_AFTER = 10, 20, 3  # times the median of up to 20 epochs, at least 3
 FAILED = 0.05  # of the samples
 RISE = 0.5  # of the reward, in spreads within a group at the start
@@ -60,15 +60,16 @@ def on_policy(rows: Rows) -> Finding | None:
 
 def ratio_drift(rows: Rows) -> Finding | None:
     for row in having(rows, "train/ratio_mean"):
-        ratio, clip = row["train/ratio_mean"], row.get("train/clip_range") or RATIO
-        if abs(ratio - 1) > min(clip, RATIO):
+        off = abs(row["train/ratio_mean"] - 1)
+        most = min(row.get("train/clip_range") or RATIO, RATIO)
+        if off > most:
             return Finding(
                 "ratio drift",
                 row["epoch"],
-                f"the mean ratio is {ratio:.4g}, further from 1 than {min(clip, RATIO):.1e}: "
-                "an epoch takes the policy away from the one that sampled",
-                "lower train.learning_rate, make fewer updates per epoch, or lower the clip range "
-                f"if it is above {RATIO}",
+                f"the mean ratio is off 1 by {off:.1e}, more than {most:.1e}: an epoch takes the "
+                "policy away from the one that sampled",
+                "lower train.learning_rate, make fewer updates per epoch, or lower a clip range "
+                f"above {RATIO}",
             )
     return None
 
@@ -140,7 +141,7 @@ def gradient_norm(rows: Rows) -> Finding | None:
             return Finding(
                 "gradient norm",
                 row["epoch"],
-                f"the gradient norm is {now:.2g}, {now / usual:.0f} times its median so far",
+                f"the gradient norm is {now:.2g}, {now / usual:.3g} times its median so far",
                 "a spike precedes collapse: lower train.learning_rate or train.max_grad_norm",
             )
         if now == 0 and (row.get(SAME) or 0) < FLAT:  # else the flat groups say it
