@@ -134,15 +134,15 @@ def test_gradients_neither_jump_nor_vanish(norm, share, words):
 
 @pytest.mark.parametrize(("failed", "samples", "told"), [(1, 20, 0), (2, 20, 1), (2, None, 0)])
 def test_a_share_of_samples_has_no_score(failed, samples, told):
-    """Which has no name where the logs are old and do not tell how many samples there were."""
+    """Old logs do not tell how many samples there were."""
     table = rows(reward__failed=[0, failed], reward__samples=[samples] * 2)
-    for name, share in (("a", 0), ("b", 1)):
-        table[1] |= {f"reward/{name}": 0.5, f"reward/{name}/std": 0.1}
-        table[1] |= {f"reward/{name}/failed": share * failed}
+    table[1] |= {"reward/a": 0.5, "reward/a/failed": 0, "reward/b": None, "reward/b/failed": failed}
     found = only("failed rewards", table)
     assert bool(found) == told
     if found:
-        assert found.text.startswith("2 of 20 samples could not be scored, most of them by b")
+        assert found.text.startswith(
+            "2 of 20 samples could not be scored, most of them by reward/b"
+        )
 
 
 @pytest.mark.parametrize(
@@ -173,22 +173,26 @@ def test_epochs_are_compared_with_those_whose_noise_began_at_the_same_step():
 @pytest.mark.parametrize(
     ("avg", "other", "told"),
     [
-        ([0.5, 0.7, 0.8], [0.5, 0.4, 0.4], True),
-        ([0.5, 0.7, 0.8], [0.5, 0.4, 0.46], False),  # not twice
-        ([0.5, 0.7, 0.55], [0.5, 0.4, 0.4], False),  # the other one has not risen either
+        ([0.5, 0.7, 0.8], [0.5, 0.35, 0.35], True),
+        ([0.5, 0.7, 0.8], [0.5, 0.35, 0.46], False),  # not twice
+        ([0.5, 0.7, 0.55], [0.5, 0.35, 0.35], False),  # the other one has not risen either
     ],
 )
-@pytest.mark.parametrize("part", ["reward", "eval"])
-def test_one_reward_rises_while_another_falls(part, avg, other, told):
-    """By half its spread, twice in a row; one that was not asked for has no value."""
+@pytest.mark.parametrize(("part", "spread"), [("reward", 0.14), ("eval", 0.29)])
+def test_one_reward_rises_while_another_falls(part, spread, avg, other, told):
+    """By its spread in training, or half of it in evaluations, twice in a row; one that was not
+    asked for has no value."""
     table = rewards(avg)
     for row, value in zip(table, other, strict=True):
-        row |= {f"{part}/b": value, f"{part}/b/std": 0.1, f"{part}/c": None, f"{part}/c/std": None}
+        row |= {f"{part}/b": value, f"{part}/b/std": spread}
+        row |= {f"{part}/c": None, f"{part}/c/std": None}
+    wider = [{**row, f"{part}/b/std": 1.1 * spread} for row in table]
+    assert only("second reward", wider) is None
     found = only("second reward", table)
     assert bool(found) == told
     if found:
         assert found.epoch == 3
-        assert f"rose from 0.5 to 0.8 while {part}/b fell from 0.5 to 0.4" in found.text
+        assert f"rose from 0.5 to 0.8 while {part}/b fell from 0.5 to 0.35" in found.text
 
 
 def test_an_evaluation_before_training_counts_as_the_start():

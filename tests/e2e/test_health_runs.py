@@ -97,7 +97,7 @@ RUNS = {
             "train.learning_rate": 3e-3,
         },
         {
-            "failed rewards": "4 of 16 samples could not be scored, most of them by failing",
+            "failed rewards": "4 of 16 samples could not be scored, most of them by reward/failing",
             "diversity": "the reward may be hacked",
             "second reward": "while reward/dark fell from",
         },
