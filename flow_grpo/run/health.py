@@ -14,7 +14,7 @@ from flow_grpo.rewards import TOTAL
 from flow_grpo.run.console import Record
 
 OFF_POLICY = 0.1  # of the clip range
-RATIO = 0.05  # from 1, however wide the clip is: log-ratios are means over pixels
+RATIO = 0.01  # from 1, however wide the clip is: log-ratios are means over pixels
 CLIPPED = 0.5  # of the losses
 FLAT, FLAT_EPOCHS = 0.95, 3  # share of groups that score alike, for that many epochs in a row
 KL = 1.0  # of any kl_type: as far as the noise is wide, or the velocity long

@@ -56,7 +56,7 @@ RUNS = {
             "train.kl_type": "velocity",
         },
         {
-            "ratio drift": "more than 5.0e-02: an epoch takes the policy away",
+            "ratio drift": "more than 1.0e-02: an epoch takes the policy away",
             "velocity norm": "the norm of the velocity grew from",
             "KL": "the KL to the reference is",
             "flat groups": "to 9: the task is solved",
