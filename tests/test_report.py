@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 import threading
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from flow_grpo.report.reading import read_shots
 from flow_grpo.report.serving import build_server
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.run.grid import score_text
-from flow_grpo.run.health import CHECKS
+from flow_grpo.run.health import CHECKS, examine
 from flow_grpo.run.tracking import save_samples
 
 HOSTILE = "</script><script>window.hacked=1</script><!-- \" ' & 🦊 \u2028 @@DATA@@"
@@ -164,10 +165,9 @@ def test_the_health_of_a_run_is_told(tmp_path):
     assert page.build([run])["runs"][0]["health"] == {"checks": len(CHECKS), "findings": []}
     rows = [{"epoch": 1, "step": 1, "train/ratio_mean": 2.0, "train/clip_range": 0.1}]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    [finding] = page.build([run])["runs"][0]["health"]["findings"]
-    assert finding["epoch"] == 1
-    assert "the mean ratio is 2" in finding["text"]
-    assert "train.learning_rate" in finding["advice"]
+    findings = page.build([run])["runs"][0]["health"]["findings"]
+    assert findings == [asdict(finding) for finding in examine(rows)]
+    assert findings[0]["epoch"] == 1
 
 
 def test_a_report_goes_into_the_first_runs_folder_or_where_it_is_wanted(
