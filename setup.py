@@ -43,7 +43,10 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
-    package_data={"reward_server": ["openapi.json"]},
+    package_data={
+        "flow_grpo.report": ["page.html", "page.css", "scripts/*.js"],
+        "reward_server": ["openapi.json"],
+    },
     cmdclass={"build_py": BuildWithShared},
     entry_points={"console_scripts": ["flow-grpo = flow_grpo.run.command:main"]},
     install_requires=[

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from plot import panels, read_metrics
+from plot import panels
 from runs import OWN_FIELDS, SIGNS, TASKS, Run, resolve, train_all
 
 from flow_grpo.errors import Stopped, UserError
 from flow_grpo.run.arguments import Parser
+from flow_grpo.run.reading import read_metrics
 
 WORK = ("time/sample", "time/reward_wait", "time/train")
 

@@ -9,10 +9,10 @@ from subprocess import Popen
 from typing import Any
 
 from ml_collections import ConfigDict
-from plot import read_metrics
 
 from flow_grpo.errors import UserError
 from flow_grpo.run.presets import get_config
+from flow_grpo.run.reading import read_metrics
 from flow_grpo.run.resume import PLACES
 from flow_grpo.run.saved import override
 from flow_grpo.run.tracking import dotted

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from flow_grpo.algorithms import ALGORITHMS, Algorithm, Setup
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, Size, check_model, load_adapter
+from flow_grpo.report.page import write_at_end
 from flow_grpo.rewards import WeightedReward, close_scorers
 from flow_grpo.run import trackers, tracking
 from flow_grpo.run.accelerator import build_accelerator
@@ -124,10 +125,12 @@ class Session:
         return f"go on with the same command and --config.run_name={name} --config.resume=auto"
 
     def close(self) -> None:
-        """Also of a run that was stopped: what the trackers hold is written."""
+        """Also of a run that was stopped: what the trackers hold is written, and the report."""
         try:
             close_scorers(self.reward, self.eval_reward)
             trackers.close(self.accelerator)
+            if self.lock is not None:
+                write_at_end(self.folder, self.lock.check)
         finally:
             if self.lock is not None:
                 self.lock.release()

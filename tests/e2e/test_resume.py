@@ -218,6 +218,7 @@ def test_a_signal_ends_the_run_in_good_order(
     assert "Traceback" not in stderr
     lines = train.metrics()
     assert [line["epoch"] for line in lines] == list(range(len(lines)))
+    assert (train.logdir / "run/report.html").is_file()
     checkpoint = latest(train)
     progress = json.loads((checkpoint / "state/progress.json").read_text())
     assert progress["epoch"] == len(lines) - 1

@@ -46,7 +46,8 @@ def test_a_run_leaves_what_it_promises(train):
         *(f"train/{n}" for n in ("clip_low", "clip_high", "ratio_mean", "ratio_min", "ratio_max")),
         *(f"time/{n}" for n in ("sample", "reward_wait", "train", "eval", "save")),
         *("perf/images_per_s", "perf/peak_mem_gb", "perf/passes", "reward/diversity"),
-        "train/first_update_ratio_dev",
+        *("train/first_update_ratio_dev", "train/clip_range", "train/noisy_from"),
+        *("reward/samples", "train/velocity_norm"),
     }
     assert expected | {"epoch", "step"} == set(lines[-1])
 
@@ -59,7 +60,8 @@ def test_a_run_leaves_what_it_promises(train):
     kept = {"latest", "best", "checkpoint-4", f"checkpoint-{best}"}
     assert {p.name for p in checkpoints.iterdir()} == kept
     samples = [json.loads(x) for x in (run / "samples/train-00002/samples.jsonl").open()]
-    assert set(samples[0]) == {"file", "prompt", "jpeg_compressibility", "avg", "advantage"}
+    names = {"file", "prompt", "jpeg_compressibility", "avg", "advantage", "group"}
+    assert set(samples[0]) == names
     assert samples[0]["prompt"].startswith("train prompt")
     assert len(samples) == len(pictures(run / "samples/train-00002")) == 4
     assert list(run.rglob("events.out.tfevents*"))
