@@ -10,6 +10,17 @@ from pathlib import Path
 import warm
 
 ROOT = Path(__file__).parents[1]
+# what is started that way needs not import torch again
+WARM = (sys.executable, warm.__file__)
+
+
+def torchrun(processes: int = 2) -> tuple[str, ...]:
+    run = ("-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone")
+    return (*WARM, *run, warm.__file__)
+
+
+def accelerate(*options: str) -> tuple[str, ...]:
+    return (*WARM, "-m", "accelerate.commands.launch", *options, warm.__file__)
 
 
 class Runner:
@@ -50,7 +61,7 @@ class Runner:
         return subprocess.Popen(
             [*launcher, *self.command(*extra, **overrides)],
             cwd=ROOT,
-            env=environment(),
+            env=environment(warm.__file__ in launcher),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -91,8 +102,9 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+def environment(warmed: bool = False) -> dict[str, str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    return {**env, **warm.address(env)} if warmed else env
 
 
 def python_path() -> str:

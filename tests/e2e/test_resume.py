@@ -6,16 +6,16 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from planted import plant, renew_manifest
-from runner import Runner, free_port
+from runner import Runner
 from safetensors.torch import load_file
 from serving import wait_until
+from test_engines import zero
 
 # the average has to come back too
 SHORT = {"eval_freq": 2, "save_freq": 2, "num_checkpoint_limit": 0, "train__ema_update_interval": 1}
@@ -245,15 +245,11 @@ def test_a_full_disk_is_told_and_harms_nothing(train, tmp_path):
 def test_deepspeed_uses_what_has_changed_and_runs_no_code(train, tmp_path, monkeypatch):
     """Its own loader would unpickle anything."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    launcher = (
-        *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1"),
-        *("--main_process_port", free_port()),
-        "--config_file=scripts/accelerate_configs/deepspeed_zero2.yaml",
-    )
-    first = train(launcher=launcher, eval_freq=0)
+    launched = zero(2, processes=1)
+    first = train(**launched, eval_freq=0)
     assert first.returncode == 0, first.stderr
     changed = {"num_epochs": 2, "train__learning_rate": 1e-5, "eval_freq": 0, "resume": "auto"}
-    second = train(launcher=launcher, **changed)
+    second = train(**launched, **changed)
     assert second.returncode == 0, second.stderr
     assert "resumed with another train.learning_rate: 1e-05, it was 0.0003" in second.stdout
     assert [line.get("train/lr") for line in train.metrics()] == [None, 3e-4, 1e-5]
@@ -262,7 +258,7 @@ def test_deepspeed_uses_what_has_changed_and_runs_no_code(train, tmp_path, monke
     trace = tmp_path / "trace"
     plant(path, trace, zipped=True)
     renew_manifest(latest(train))
-    third = train(launcher=launcher, **changed)
+    third = train(**launched, **changed)
     assert third.returncode != 0
     assert f"pytorch_model/{path.name} is damaged, of another way to dist" in third.stderr
     assert "or holds more than data, which is never run" in third.stderr
