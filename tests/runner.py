@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -94,12 +93,6 @@ def files_of_repo() -> set[str]:
     places = [ROOT, *(ROOT / name for name in ("config", "dataset", "docs", "scripts"))]
     names = {str(place / name) for place in places for name in os.listdir(place)}
     return {name for name in names if not Path(name).name.startswith((".", "__", "build"))}
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def environment(warmed: bool = False) -> dict[str, str]:

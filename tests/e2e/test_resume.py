@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from planted import plant, renew_manifest
-from runner import Runner
+from runner import WARM, Runner
 from safetensors.torch import load_file
 from serving import wait_until
 from test_engines import zero
@@ -95,13 +95,13 @@ def test_ten_kills_at_random_moments_cost_only_time(train, whole):
     """Each attempt lives a little longer than it takes to get to work."""
     moments = random.Random(0)
     for _ in range(10):
-        process = train.start(num_epochs=4, resume="auto", **SHORT)
+        process = train.start(num_epochs=4, resume="auto", launcher=WARM, **SHORT)
         for line in process.stdout:
             if line.startswith("run directory"):
                 break
         time.sleep(moments.uniform(0, 2.5))
         process.kill()
-        process.wait()
+        process.communicate()
     done = train(num_epochs=4, resume="auto", **SHORT)
     assert done.returncode == 0, done.stderr
     assert_same_state(latest(whole), latest(train))
@@ -121,7 +121,7 @@ def test_a_killed_run_of_any_method_goes_on_as_if_nothing_was(train, method):
     fields = {"num_epochs": 3, "state_freq": 1, **SHORT, **method}
     done = train(run_name="whole", **fields)
     assert done.returncode == 0, done.stderr
-    killed = train.start(**fields)
+    killed = train.start(launcher=WARM, **fields)
     for line in killed.stdout:
         if line.startswith("epoch 2/"):
             break
@@ -166,7 +166,8 @@ def test_of_two_that_go_on_at_once_one_writes(train, tmp_path, monkeypatch):
     killed.kill()
     killed.communicate()
     assert [p.name for p in sorted(train.logdir.iterdir())] == [".run.lock", "run"]
-    both = [train.start(num_epochs=1, resume="auto", eval_freq=0, **gate) for _ in range(2)]
+    fields = {"num_epochs": 1, "resume": "auto", "eval_freq": 0, **gate}
+    both = [train.start(launcher=WARM, **fields) for _ in range(2)]
     wait_until(lambda: any(process.poll() is not None for process in both), 300)
     (tmp_path / "open").touch()
     ended = [(process.communicate(timeout=300), process.returncode) for process in both]
@@ -199,6 +200,7 @@ def test_a_signal_ends_the_run_in_good_order(
         eval_freq=0,
         state_freq=state_freq,
         save_freq=0,
+        launcher=WARM,
         reward_fn="{'slow': 1.0}",
         custom_rewards="{'slow': 'slow_reward:score'}",
         eval_reward_fn="{'jpeg_compressibility': 1.0}",

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import requests
+from runner import WARM
 from serving import Server, wait_until
 
 SLOW_JPEG = """
@@ -77,7 +78,8 @@ def kill_within_an_epoch(server: Server) -> None:
 
 
 def test_a_server_that_comes_back_costs_nothing(train, server, slow_jpeg):
-    process = train.start(reward_servers=f"{{'slow': '{server.url}'}}", **slow_jpeg)
+    servers = f"{{'slow': '{server.url}'}}"
+    process = train.start(launcher=WARM, reward_servers=servers, **slow_jpeg)
     kill_within_an_epoch(server)
     with pytest.raises(requests.ConnectionError):
         requests.get(f"{server.url}/healthz", timeout=5)
@@ -96,9 +98,8 @@ def test_a_server_that_comes_back_costs_nothing(train, server, slow_jpeg):
 
 
 def test_a_server_that_stays_down_ends_the_run_in_time_with_a_checkpoint(train, server, slow_jpeg):
-    process = train.start(
-        reward_servers=f"{{'slow': '{server.url}'}}", reward_timeout=6.0, **slow_jpeg
-    )
+    servers = f"{{'slow': '{server.url}'}}"
+    process = train.start(launcher=WARM, reward_servers=servers, reward_timeout=6.0, **slow_jpeg)
     kill_within_an_epoch(server)
     killed = time.monotonic()
     _, stderr = process.communicate(timeout=120)
