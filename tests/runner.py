@@ -71,15 +71,15 @@ class Runner:
         return [json.loads(line) for line in lines]
 
 
-def run_script(*words: object) -> subprocess.CompletedProcess:
-    """Any script with its arguments, in the root of the repo."""
+def run_script(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """Any script with its arguments, in the root of the repo unless another folder is given."""
     command = [str(word) for word in words]
-    done = warm.run(command, cwd=ROOT, env=environment(), timeout=600)
+    done = warm.run(command, cwd=cwd, env=environment(), timeout=600)
     if done is not None:
         return done
     return subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT,
+        cwd=cwd,
         env=environment(),
         capture_output=True,
         text=True,

@@ -206,7 +206,7 @@ def test_a_signal_ends_the_run_in_good_order(
         eval_reward_fn="{'jpeg_compressibility': 1.0}",
     )
     for line in process.stdout:
-        if line.startswith("epoch 2/"):
+        if line.startswith("epoch 1/"):
             break
     time.sleep(0.7)  # sampling is over, scoring is not
     process.send_signal(signal_number)

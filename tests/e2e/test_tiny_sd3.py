@@ -1,8 +1,6 @@
 """The small model that ships in the repo, and what can be done with it."""
 
 import json
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,7 +36,8 @@ def test_plain_diffusers_draws_a_readable_sign(tmp_path):
         "    picture.save(f'{seed}.png')\n"
         "assert not any(name.startswith('flow_grpo') for name in sys.modules)\n"
     )
-    subprocess.run([sys.executable, "draw.py", MODEL], cwd=tmp_path, check=True)
+    done = run_script(tmp_path / "draw.py", MODEL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     pictures = [Image.open(tmp_path / f"{seed}.png") for seed in range(4)]
     with OcrScorer(workers=1) as ocr:
         scores = ocr(pictures, ['a sign that says "MAPLE"'] * 4, [{}] * 4)
