@@ -178,11 +178,17 @@ if __name__ == "__main__" and sys.argv[1] != "--serve":
     hand_on(sys.argv[1:])
 elif __name__ == "__main__":
     import accelerate  # noqa: F401
-    import diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3  # noqa: F401
     import ml_collections.config_flags  # noqa: F401
     import peft  # noqa: F401
     import torch._dynamo  # noqa: F401
     import transformers  # noqa: F401
+    from diffusers import (  # noqa: F401
+        FluxPipeline,
+        QwenImagePipeline,
+        StableDiffusion3Pipeline,
+        WanPipeline,
+        ZImagePipeline,
+    )
 
     gc.freeze()  # else each child copies the memory of all that was imported, to look for garbage
     sys.argv = serve(socket.socket(fileno=int(sys.argv[2])))
