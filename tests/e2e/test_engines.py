@@ -79,7 +79,7 @@ def test_zero_trains_as_data_parallelism_does(deepspeed, data_parallel, tiny_sd3
     assert pipeline.get_active_adapters()
 
 
-FULL = {"use_lora": False, "num_epochs": 1, "mixed_precision": "bf16"}
+FULL = {"use_lora": False, "num_epochs": 1, "mixed_precision": "bf16", "eval_prompts": 2}
 
 
 @pytest.mark.slow

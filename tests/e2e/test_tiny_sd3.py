@@ -56,6 +56,7 @@ def evaluate(run, out, *arguments, **overrides) -> tuple[dict, np.ndarray]:
 def test_evaluation_does_not_depend_on_batches_or_processes(run, tmp_path):
     """Pictures agree up to float32 rounding, one 8-bit level."""
     fields = {"eval_prompts": 11, "log_images": 11, "device": "cpu"}
+    fields["reward_options"] = "{'ocr': {'workers': 1}}"
     whole, grid = evaluate(run, tmp_path / "whole", **fields)
     assert whole["prompts"] == len(whole["scores"]) == 11
     assert whole["means"]["ocr"] == pytest.approx(np.mean([s["ocr"] for s in whole["scores"]]))
