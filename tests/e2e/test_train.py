@@ -113,13 +113,15 @@ def test_a_checkpoint_loaded_by_diffusers_draws_the_evaluation_pictures(train, t
             "train__batch_size": 2,
             "train__num_inner_epochs": 2,
             "train__kl_type": "gaussian",
-            "mixed_precision": "bf16",
+            "mixed_precision": "bf16",  # which is slow here
+            "sample__num_batches_per_epoch": 1,
         },
     ],
     ids=["window", "cps-unguided", "full-finetuning", "half-precision"],
 )
 def test_the_other_settings_run(train, overrides):
-    done = train(num_epochs=2, save_freq=0, **overrides)  # LoRA starts to matter in the second
+    # LoRA starts to matter in the second
+    done = train(num_epochs=2, save_freq=0, eval_prompts=1, log_images=0, **overrides)
     assert done.returncode == 0, done.stderr
     last = train.metrics()[-1]
     assert last["train/grad_norm"] > 0
