@@ -8,7 +8,7 @@ import pytest
 from flow_grpo.run.health import CHECKS, Finding, examine
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
-LOGS = sorted(p for p in RESULTS.rglob("*.jsonl") if p.parent.name != "health")
+LOGS = sorted(RESULTS.rglob("*.jsonl"))
 # Runs of docs/results that are not healthy: all pictures become alike, or the KL passes 1 (the
 # window of mix moves to steps with less noise, which these logs do not tell)
 ILL = {
@@ -20,6 +20,11 @@ ILL = {
     "tiny_mix-2": {"diversity"},
     "tiny_mix-3": {"diversity"},
     **{f"tiny_rwr-{i}": {"diversity"} for i in (1, 2, 3)},
+    # made to be ill, for docs/metrics.md
+    "constant": {"flat groups"},
+    "narrow_clip": {"ratio drift", "clip shares"},
+    "white": {"diversity", "velocity norm"},
+    "wide_clip": {"ratio drift", "failed rewards", "velocity norm"},
 }
 
 

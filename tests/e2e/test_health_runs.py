@@ -122,7 +122,9 @@ def ill(tmp_path, tiny_sd3, caplog):
         config.num_epochs = len(options.get("levels", "four"))
         with caplog.at_level(logging.WARNING, "flow_grpo"):
             main(config)
-        return examine(read_metrics(tmp_path / "run"))
+        rows = read_metrics(tmp_path / "run")
+        assert all(row["train/velocity_norm"] > 0 for row in rows[1:])
+        return examine(rows)
 
     return run
 
