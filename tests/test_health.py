@@ -20,6 +20,9 @@ ILL = {
     "tiny_mix-2": {"diversity"},
     "tiny_mix-3": {"diversity"},
     **{f"tiny_rwr-{i}": {"diversity"} for i in (1, 2, 3)},
+    "scenes-tiny_mix-2": {"diversity"},
+    "tiny_mixed-1": {"diversity"},
+    "tiny_mixed-2": {"diversity"},
     # made to be ill, for docs/metrics.md
     "constant": {"flat groups"},
     "narrow_clip": {"ratio drift", "clip shares"},
