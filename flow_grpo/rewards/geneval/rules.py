@@ -19,6 +19,7 @@ import numpy as np
 from flow_grpo.errors import UserError
 
 RELATIONS = ("left of", "right of", "above", "below")
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 # Centres must be apart by more than this share of the summed sizes of their boxes.
 MARGIN = 0.1
