@@ -165,7 +165,8 @@ function buildEvolution(data) {
         if (pair) fillSlot(slots[0], first[0].get(key), names, [`start, epoch ${starts[0].epoch}`]);
         now.forEach((each, place) => {
           const slot = slots[pair ? 1 : place], sample = found[place].get(key);
-          const label = several ? [runDot(place), `${data.runs[place].name}, epoch ${each.epoch}`] : [`epoch ${each.epoch}`];
+          const when = each.epoch === null ? "no evaluation" : `epoch ${each.epoch}`;
+          const label = several ? [runDot(place), `${data.runs[place].name}, ${when}`] : [when];
           fillSlot(slot, sample, names, label, each.epoch === starts[place].epoch ? null : first[place].get(key));
         });
       }
