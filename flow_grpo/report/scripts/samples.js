@@ -13,7 +13,9 @@ function placeOf(epochs, epoch) {
 function at(run, kind, epoch) {
   const { epochs, samples, texts } = run[kind], place = placeOf(epochs, epoch);
   if (place < 0) return { epoch: null, samples: [] };
-  return { epoch: epochs[place], samples: samples[place].map((sample) => ({ ...sample, prompt: texts[sample.prompt] })) };
+  // a reward may have the name of something that every object has, like "constructor"
+  const own = (scores) => Object.assign(Object.create(null), scores);
+  return { epoch: epochs[place], samples: samples[place].map((sample) => ({ ...sample, prompt: texts[sample.prompt], scores: own(sample.scores) })) };
 }
 
 // the same prompt may be there several times, each with a noise of its own
