@@ -203,7 +203,7 @@ def test_lengths_are_known_without_reading_pictures(network, prompts, tmp_path):
     asked = small_vlm.questions(tmp_path / "q")
     assert [encoder.length(q) for q in asked] == [len(p) for p in prompts]
     encoder.check_lengths(asked, most=max(map(len, prompts)))
-    with pytest.raises(UserError, match="row of 'Compare.* has .* tokens, more than max_prompt"):
+    with pytest.raises(UserError, match=r"row of 'Compare.* has .* tokens, more than max_prompt"):
         encoder.check_lengths(asked, most=len(prompts[2]) - 1)
 
 
