@@ -1,16 +1,18 @@
 """Several prompt sets in one run, and test prompts where a set has none of its own."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import attrgetter
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flow_grpo.errors import UserError
-from flow_grpo.sampling.rows import Prompt
 
+T = TypeVar("T")
 FORM = 'write it like "path/a:0.7,path/b:0.3"'
 HELD_OUT, MOST_HELD_OUT = 0.1, 256
 
@@ -87,20 +89,24 @@ def check_groups(source: Source, rows: int, groups: int, of: int) -> None:
 
 
 def hold_out(
-    prompts: list[Prompt], rng: np.random.Generator, source: str
-) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, test): a tenth for testing, with no text in both. Both keep their order."""
-    texts = sorted({p.prompt for p in prompts})
+    prompts: list[T],
+    rng: np.random.Generator,
+    source: str,
+    key: Callable[[T], Any] = attrgetter("prompt"),
+) -> tuple[list[T], list[T]]:
+    """(train, test): a tenth for testing, with no `key` (the text) in both. Both keep their
+    order."""
+    texts = sorted({key(p) for p in prompts})
     if len(texts) < 2:
         raise UserError(
             f"{source} has one prompt, so none can be held out for testing; add prompts, or give "
             "it a test set of its own"
         )
     wanted = min(max(1, round(HELD_OUT * len(prompts))), MOST_HELD_OUT)
-    count, chosen, rows = 0, set(), Counter(p.prompt for p in prompts)
+    count, chosen, rows = 0, set(), Counter(map(key, prompts))
     for i in rng.permutation(len(texts))[:-1]:  # one is left to train on
         if count < wanted:
             chosen.add(texts[i])
             count += rows[texts[i]]
-    train = [p for p in prompts if p.prompt not in chosen]
-    return train, [p for p in prompts if p.prompt in chosen]
+    train = [p for p in prompts if key(p) not in chosen]
+    return train, [p for p in prompts if key(p) in chosen]

@@ -27,6 +27,15 @@ def read_parquet(path: Path, column: str) -> list[Prompt]:
         raise UserError(f"{path} is not a whole parquet file: {first_line(error)}") from error
 
 
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """All of a parquet file, pictures as their bytes."""
+    parquet = _import("pyarrow.parquet", f"{path} needs pyarrow")
+    try:
+        return parquet.read_table(path).to_pylist()
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not a whole parquet file: {first_line(error)}") from error
+
+
 def is_hub_name(source: str) -> bool:
     """owner/name, unless it looks like a path on this machine that was mistyped."""
     path = Path(source)

@@ -14,9 +14,8 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerB
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.loading import explained
-from flow_grpo.vlm.questions import Question
+from flow_grpo.vlm.questions import MARK, Picture, Question
 
-MARK = "<image>"  # in the text of a question: a picture stands here
 QUESTION = "{question}"
 
 
@@ -102,7 +101,8 @@ class PromptEncoder:
         return [i for one in ids for i in [one] * (next(left) if one == self.image_token else 1)]
 
     def _text(self, question: Question, pictures: int) -> str:
-        messages = [{"role": "system", "content": self._system}] if self._system else []
+        system = question.system or self._system
+        messages = [{"role": "system", "content": system}] if system else []
         content = _content(self._format.replace(QUESTION, question.text), pictures, question.where)
         messages.append({"role": "user", "content": content})
         return self.tokenizer.apply_chat_template(
@@ -124,7 +124,7 @@ def _content(text: str, pictures: int, where: str) -> list[dict[str, str]]:
     return [part for part in content if part.get("text") != ""]
 
 
-def open_picture(source: "str | Path | bytes", where: str) -> Image.Image:
+def open_picture(source: Picture, where: str) -> Image.Image:
     """Its size is known, its pixels are not yet read."""
     try:
         return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
@@ -132,18 +132,25 @@ def open_picture(source: "str | Path | bytes", where: str) -> Image.Image:
         raise UserError(f"{where}: cannot read its picture: {first_line(error)}") from error
 
 
-def read_picture(source: "str | Path | bytes", where: str) -> Image.Image:
+def read_picture(source: Picture, where: str) -> Image.Image:
     try:
         return open_picture(source, where).convert("RGB")
     except (OSError, SyntaxError) as error:  # PIL raises both for files that are cut off
         raise UserError(f"{where}: cannot read its picture: {first_line(error)}") from error
 
 
-def load_processors(model: str) -> tuple[PreTrainedTokenizerBase, Any]:
-    """The tokenizer and the image processor of a folder or hub id."""
+def load_processors(
+    model: str, revision: str = "main", *, min_pixels: int = 0, max_pixels: int = 0
+) -> tuple[PreTrainedTokenizerBase, Any]:
+    """The tokenizer and the image processor of a folder or hub id; pictures are resized to so many
+    pixels, where a number is given."""
+    pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    pixels = {name: number for name, number in pixels.items() if number}
     with explained("pretrained.model", model, "a vision-language model"):
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        images = AutoImageProcessor.from_pretrained(model, backend="pil")
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
+        images = AutoImageProcessor.from_pretrained(
+            model, revision=revision, backend="pil", **pixels
+        )
     if not tokenizer.chat_template:
         tokenizer.chat_template = _template_of_processor(model)
     return tokenizer, images

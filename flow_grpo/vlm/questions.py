@@ -1,14 +1,230 @@
-"""Questions, from files."""
+"""Questions with pictures and answers, from files. Every mistake names file and line.
 
+Three layouts are read as they are, row by row: ours (`question`, `images`, `answer`), EasyR1's
+(`problem`, `images`, `answer`) and LMM-R1's (`message`, a chat as a JSON string, and `answer`).
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
+
+from PIL import Image
+
+from flow_grpo.errors import UserError, first_line, with_nearest
+from flow_grpo.sampling.mixing import hold_out
+from flow_grpo.sampling.rows import read_text
+from flow_grpo.sampling.seeding import Stream, numpy_rng
+from flow_grpo.sampling.tables import as_json, read_table
+
+logger = logging.getLogger("flow_grpo")
+
+MARK = "<image>"  # in a text: a picture stands here
+ENDINGS = (".jsonl", ".json", ".parquet")
+TEXTS = ("question", "problem", "message")  # of which a row has one
+PICTURES = ("images", "image")
+Picture = Path | bytes  # a file, or what is in it
 
 
 @dataclass(frozen=True)
 class Question:
     text: str
-    images: tuple[str | Path | bytes, ...] = ()
+    images: tuple[Picture, ...] = ()  # for each MARK in the text; without marks, all come first
     answer: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    where: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)  # handed to the rewards
+    where: str = ""  # file and line
+    system: str = ""  # told to the model before the question, where the row says so itself
+
+
+def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[Question]]:
+    """(train, test) of a folder with a file of each, or of one file, a tenth of which is held out
+    by the seed."""
+    path = Path(source)
+    train = find_questions(path, "train")
+    if train is None:
+        wanted = " or ".join(f"train{ending}" for ending in ENDINGS)
+        message = f"no questions at {source}: it must be a folder with {wanted}, or such a file"
+        beside = [] if path.exists() else map(str, path.parent.glob("*"))
+        raise UserError(with_nearest(message, str(source), beside))
+    test = find_questions(path, "test")
+    if test is None:
+        rng = numpy_rng(seed, Stream.HOLD_OUT)
+        train, test = hold_out(train, rng, str(source), key=_content)
+        logger.info(
+            "%s has no test questions: held out %d by seed=%d; for your own, give a folder with a "
+            "train and a test file",
+            *(source, len(test), seed),
+        )
+    return train, test
+
+
+def find_questions(path: Path, split: str) -> list[Question] | None:
+    """None where there is no such split. Folders as the hub has them will do:
+    data/train-00000-of-00001.parquet."""
+    if path.is_file():
+        return read_questions(path) if split == "train" else None
+    for ending in ENDINGS:
+        if (path / f"{split}{ending}").is_file():
+            return read_questions(path / f"{split}{ending}")
+    parts = sorted([*path.glob(f"{split}-*.parquet"), *path.glob(f"data/{split}-*.parquet")])
+    return [question for part in parts for question in read_questions(part)] or None
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Pictures are looked for beside the file, and looked at; they are not kept."""
+    if path.suffix not in ENDINGS:
+        raise UserError(f"cannot read questions from {path}: it must be {' or '.join(ENDINGS)}")
+    try:
+        rows = list(_rows(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if not rows:
+        raise UserError(f"{path} is empty; it must have one question per row")
+    return [to_question(row, path.parent, where) for where, row in rows]
+
+
+def to_question(row: Any, folder: Path, where: str) -> Question:
+    """`folder`: where paths of pictures start."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: needs an object with question and answer, got {str(row)[:80]}")
+    name = next((name for name in TEXTS if row.get(name) is not None), None)
+    if name is None:
+        raise UserError(
+            f"{where}: has no {', '.join(TEXTS[:-1])} or {TEXTS[-1]}, it has: {', '.join(row)}"
+        )
+    system, text, sources = "", row[name], _listed(row, where)
+    if name == "message":
+        if sources:
+            raise UserError(f"{where}: has a message and images; the message names its pictures")
+        system, text, sources = _chat(text, where)
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f'{where}: needs a text in "{name}", got {text!r}')
+    marks = text.count(MARK)
+    if marks not in (0, len(sources)):
+        raise UserError(
+            f"{where}: its text has {MARK} {marks} times and the row has {len(sources)} pictures; "
+            f"write {MARK} once for each, or not at all, and all come first"
+        )
+    answer = row.get("answer")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
+        raise UserError(f'{where}: needs a text or a number in "answer", got {answer!r}')
+    images = tuple(_picture(each, folder, where) for each in sources)
+    rest = {k: v for k, v in row.items() if k not in (*PICTURES, "message")}
+    metadata = {**as_json(rest), "question": text, "answer": str(answer)}
+    return Question(text, images, str(answer), metadata, where, system)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each row with its place."""
+    if path.suffix == ".parquet":
+        yield from ((f"{path} row {n}", row) for n, row in enumerate(read_table(path), 1))
+    elif path.suffix == ".json":
+        rows = _json(read_text(path), str(path))
+        if not isinstance(rows, list):
+            raise UserError(f"{path}: must hold a list of rows, got {type(rows).__name__}")
+        yield from ((f"{path} row {n}", row) for n, row in enumerate(rows, 1))
+    else:
+        lines = enumerate(read_text(path).split("\n"), 1)
+        for number, line in lines:
+            if line.strip():
+                yield f"{path}:{number}", _json(line, f"{path}:{number}")
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({first_line(error)})") from error
+
+
+def _listed(row: dict[str, Any], where: str) -> list[Any]:
+    """What its columns of pictures name."""
+    name = next((name for name in PICTURES if row.get(name) is not None), None)
+    given = row[name] if name else []
+    given = given if isinstance(given, list) else [given]
+    if any(not isinstance(each, str | bytes | dict) for each in given):
+        raise UserError(f'{where}: "{name}" must be a list of paths or of bytes, got {given!r:.80}')
+    return given
+
+
+def _chat(message: Any, where: str) -> tuple[str, str, list[Any]]:
+    """(system prompt, text with marks, pictures) of a chat that ends with the question."""
+    chat = _json(message, f"{where}: message") if isinstance(message, str) else message
+    if not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
+        raise UserError(f"{where}: message must be a list of turns, as a JSON string")
+    roles = [turn.get("role") for turn in chat]
+    if roles not in (["user"], ["system", "user"]):
+        raise UserError(
+            f"{where}: message has the roles {', '.join(map(str, roles))}; it must be one question "
+            "of the user, after a system prompt or none"
+        )
+    texts, sources = [], []
+    for turn in chat:
+        content = turn.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        pieces = [_part(part, sources, where) for part in parts or []]
+        texts.append("".join(pieces))
+    return "".join(texts[:-1]), texts[-1], sources
+
+
+def _part(part: Any, sources: list[Any], where: str) -> str:
+    """Its text; a picture goes to `sources` and leaves a mark."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    source = part.get(kind) if kind in ("image", "image_url") else None
+    source = source.get("url") if kind == "image_url" and isinstance(source, dict) else source
+    if not isinstance(source, str):
+        raise UserError(f"{where}: message has a part that is no text and no image: {part!r:.80}")
+    sources.append(source)
+    return MARK
+
+
+def _picture(source: Any, folder: Path, where: str) -> Picture:
+    """A file that is there or bytes, and of a picture; the pixels are read when they are needed."""
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str):
+        source = _from_text(source, folder, where)
+    if not isinstance(source, Path | bytes):
+        raise UserError(f"{where}: a picture must have bytes or a path, got {source!r:.80}")
+    if isinstance(source, Path) and not source.is_file():
+        raise UserError(f"{where}: there is no picture {source}; paths start at {folder}")
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            image.verify()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        shown = f"{len(source)} bytes" if isinstance(source, bytes) else source
+        raise UserError(f"{where}: cannot read picture {shown} ({first_line(error)})") from error
+    return source
+
+
+def _from_text(source: str, folder: Path, where: str) -> Picture:
+    """A path, or one of the two kinds of URL that need no network."""
+    scheme, _, rest = source.partition(":")
+    if scheme in ("http", "https"):
+        raise UserError(f"{where}: {source[:80]} is not fetched; save it, and give its path")
+    if scheme == "file":
+        return folder / unquote(source.removeprefix("file://"))
+    if scheme == "data":
+        try:
+            return base64.b64decode(rest.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise UserError(f"{where}: a picture is not base64 ({error})") from error
+    return folder / source
+
+
+def _content(question: Question) -> tuple[str, ...]:
+    """By which two rows are the same question."""
+    images = (
+        hashlib.sha256(each).hexdigest() if isinstance(each, bytes) else str(each)
+        for each in question.images
+    )
+    return (question.text, *images)

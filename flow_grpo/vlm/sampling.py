@@ -38,6 +38,7 @@ def sample_answers(
 
     Each prompt is read once, for all its answers.
     """
+    network.eval()  # in training, a model that recomputes activations keeps no cache
     device = next(network.parameters()).device
     inputs, cache = left_padded(prompts, pad).to(device), DynamicCache()
     hidden = network.hidden(inputs, past_key_values=cache, use_cache=True)[:, -1]

@@ -29,6 +29,15 @@ def generalized_advantages(
     return advantages, advantages + values
 
 
+def whitened(values: Tensor, total: Tensor) -> Tensor:
+    """With mean 0 and variance 1 over all processes, whose count, sum and sum of squares are
+    `total` (3,)."""
+    count, first, second = total.tolist()
+    mean = first / count
+    deviation = max(second / count - mean**2, 0.0) ** 0.5
+    return (values - mean) / (deviation + 1e-8)
+
+
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
     """Of every token; values that moved further than `clip` from the old ones gain nothing."""
     held = old_values + (values - old_values).clamp(-clip, clip)
