@@ -173,3 +173,10 @@ def early_letters(answers: list[str], questions: list[str], metadata: list[dict]
 
 def same_for_all(answers: list[str], questions: list[str], metadata: list[dict]) -> list[float]:
     return [1.0] * len(answers)
+
+
+def flat_for_some(answers: list[str], questions: list[str], metadata: list[dict]) -> list[float]:
+    """The same for all answers to every other question."""
+    letters = early_letters(answers, questions, metadata)
+    flat = [int(own["answer"]) % 2 for own in metadata]
+    return [0.5 if same else own for own, same in zip(letters, flat, strict=True)]

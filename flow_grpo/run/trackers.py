@@ -138,9 +138,7 @@ def log_pictures(
     rows = [
         Shown(
             still(image),
-            " ".join(
-                word for name in TEXTS if name in columns for word in columns[name][i].split()
-            ),
+            " ".join(word for name in texts for word in columns[name][i].split()),
             tuple(f"{name} {_text(columns[name][i])}" for name in names),
         )
         for i, image in enumerate(images)
