@@ -1,0 +1,6 @@
+"""Writes dataset/shapes_qa: questions about pictures of coloured shapes; see `--help`."""
+
+from tiny_vlm.data import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""Makes the small model that ships in assets/tiny-vlm; see `--help` and its model card."""
+
+from tiny_vlm.pretrain import main
+
+if __name__ == "__main__":
+    main()

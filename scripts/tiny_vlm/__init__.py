@@ -1,0 +1,1 @@
+"""The small vision-language model: its pictures, its questions and its pretraining."""

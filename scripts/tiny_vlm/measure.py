@@ -1,0 +1,108 @@
+"""Asks a finished small model questions, as its users will: with transformers' own generate."""
+
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+
+from flow_grpo.rewards.pictures import to_pil
+from tiny_vlm.batches import Tables
+from tiny_vlm.texts import TASKS, TEMPLATES, final_answer
+
+SAMPLES = 8  # per question, for pass@8
+ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Asked:
+    text: str
+    picture: Image.Image | None
+    first: int  # what the right answer adds up
+    second: int
+    task: int
+
+    @property
+    def answer(self) -> str:
+        return str(self.first + self.second)
+
+
+@dataclass(frozen=True)
+class Results:
+    texts: list[str]  # greedy answers
+    greedy: float  # share of right answers in right tags
+    tags: float  # share of right tags
+    seen: float  # share of greedy answers that name the right numbers to add, in any form
+    sampled: float
+    pass_at_8: float
+    greedy_by_task: dict[str, float]
+
+    def figures(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "texts"}
+
+
+def draw_questions(count: int, *, seed: int, sums: int | None = None) -> list[Asked]:
+    """Without noise, on the CPU: the same for a seed on any machine."""
+    tables = Tables(torch.device("cpu"))
+    drawn = tables.draw(count, torch.Generator().manual_seed(seed), sums=sums)
+    pictures = [None] * drawn.num_sums + to_pil(drawn.pictures)
+    numbers = zip(drawn.template.tolist(), drawn.first.tolist(), drawn.second.tolist(), strict=True)
+    return [
+        Asked(TEMPLATES[template].text, picture, first, second, TEMPLATES[template].task)
+        for (template, first, second), picture in zip(numbers, pictures, strict=True)
+    ]
+
+
+@torch.no_grad()
+def answer(model, processor, questions: list[Asked], *, sample: bool = False) -> list[str]:
+    texts = []
+    for start in range(0, len(questions), ROWS_AT_ONCE):
+        rows = questions[start : start + ROWS_AT_ONCE]
+        prompts = [
+            processor.apply_chat_template([_message(row)], add_generation_prompt=True)
+            for row in rows
+        ]
+        pictures = [row.picture for row in rows if row.picture]
+        inputs = processor(
+            text=prompts, images=pictures or None, padding=True, return_tensors="pt"
+        ).to(model.device)
+        options = (
+            {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {}
+        )
+        tokens = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+        texts += processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return texts
+
+
+def _message(row: Asked) -> dict:
+    picture = [{"type": "image"}] if row.picture else []
+    return {"role": "user", "content": [*picture, {"type": "text", "text": row.text}]}
+
+
+def measure(model, processor, questions: list[Asked]) -> Results:
+    texts = answer(model, processor, questions)
+    right = [final_answer(text) == row.answer for text, row in zip(texts, questions, strict=True)]
+    seen = [
+        text.removeprefix("<think>").startswith(f"{row.first}+{row.second}")
+        for text, row in zip(texts, questions, strict=True)
+    ]
+    repeated = [row for row in questions for _ in range(SAMPLES)]
+    sampled = answer(model, processor, repeated, sample=True)
+    hits = [final_answer(text) == row.answer for text, row in zip(sampled, repeated, strict=True)]
+    groups = [hits[i : i + SAMPLES] for i in range(0, len(hits), SAMPLES)]
+    by_task = {
+        name: _mean([r for r, row in zip(right, questions, strict=True) if row.task == task])
+        for task, name in enumerate(TASKS)
+    }
+    return Results(
+        texts=texts,
+        greedy=_mean(right),
+        tags=_mean([final_answer(text) is not None for text in texts]),
+        seen=_mean(seen),
+        sampled=_mean(hits),
+        pass_at_8=_mean([any(group) for group in groups]),
+        greedy_by_task=by_task,
+    )
+
+
+def _mean(values: list[bool]) -> float:
+    return round(sum(values) / max(1, len(values)), 4)

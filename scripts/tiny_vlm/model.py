@@ -1,0 +1,158 @@
+"""The small Qwen3-VL and its processor, of transformers' own classes."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.paddleocr_vl import PaddleOCRVLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from tiny_vlm.pictures import FRAMES, HEIGHT, MERGE, PATCH, WIDTH
+from tiny_vlm.texts import (
+    END,
+    IMAGE,
+    PAD,
+    SPECIAL,
+    START,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCABULARY,
+)
+
+MAX_FOLDER_MIB = 8
+MAX_LENGTH = 512
+MAX_ANSWER = 48  # tokens; the longest in the training data has 38
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "<|im_start|>"
+    "{%- if message.content is string -%}{{ message.content }}"
+    "{%- else -%}"
+    "{%- for part in message.content -%}"
+    "{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>"
+    "{%- else -%}{{ part.text }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- endif -%}"
+    "<|im_end|>"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>{%- endif -%}"
+)
+
+
+def build_model(*, text_layers: int = 6, vision_layers: int = 4) -> Qwen3VLForConditionalGeneration:
+    """3.8 M parameters, random."""
+    text = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": text_layers,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_LENGTH,
+        "tie_word_embeddings": True,
+        "pad_token_id": PAD,
+        "bos_token_id": START,
+        "eos_token_id": END,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "depth": vision_layers,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_heads": 4,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": FRAMES,
+        "out_hidden_size": 192,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [1],
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    model = Qwen3VLForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(
+        bos_token_id=START,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        max_new_tokens=MAX_ANSWER,
+        do_sample=False,
+        # an image token without its picture breaks the next forward
+        suppress_tokens=[IMAGE, VIDEO],
+    )
+    return model
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per character; characters that are not in the vocabulary become padding."""
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=SPECIAL[PAD]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[PAD],
+        eos_token=SPECIAL[END],
+        padding_side="left",
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+        extra_special_tokens={
+            "image_token": SPECIAL[IMAGE],
+            "video_token": SPECIAL[VIDEO],
+        },
+    )
+
+
+def build_processor() -> PaddleOCRVLProcessor:
+    """Of a class that makes Qwen-VL's inputs without a video processor, which needs torchvision."""
+    images = Qwen2VLImageProcessorPil(
+        patch_size=PATCH,
+        merge_size=MERGE,
+        temporal_patch_size=FRAMES,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        min_pixels=HEIGHT * WIDTH,
+        max_pixels=HEIGHT * WIDTH,
+    )
+    return PaddleOCRVLProcessor(images, build_tokenizer(), chat_template=CHAT_TEMPLATE)
+
+
+def save_half(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
+    """Writes model and processor, weights in float16; loaded plainly, they are float32 again."""
+    largest = torch.finfo(torch.float16).max
+    for name, value in model.state_dict().items():
+        if value.is_floating_point() and not value.abs().max() < largest:
+            raise RuntimeError(f"{name} does not fit in float16 or is not finite")
+    model.half().save_pretrained(folder)
+    build_processor().save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for section in (config, config["text_config"], config["vision_config"]):
+        section["dtype"] = "float32"
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def check_size(folder: Path) -> None:
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+    if size > MAX_FOLDER_MIB:
+        raise RuntimeError(f"{folder} holds {size:.2f} MiB, at most {MAX_FOLDER_MIB} may be")

@@ -1,0 +1,133 @@
+"""Makes the small vision-language model: draws questions, trains, saves and measures."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from tiny.loop import Learner, fit
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from tiny_vlm.batches import Tables
+from tiny_vlm.card import sample_grid, write_card
+from tiny_vlm.measure import draw_questions, measure
+from tiny_vlm.model import build_model, build_processor, check_size, save_half
+from tiny_vlm.static import StaticForward
+from tiny_vlm.texts import PAD
+
+TRAINING_TIME_SHARE = 0.8  # of the time limit; the rest is for measuring
+TOY = {
+    "steps": 3,
+    "batch_size": 11,
+    "eval_questions": 8,
+    "text_layers": 2,
+    "vision_layers": 2,
+    "device": "cpu",
+}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("assets/tiny-vlm"), help="new folder for the model")
+    add("--steps", type=int, default=6000)
+    add("--batch-size", type=int, default=2048)
+    add("--lr", type=float, default=2e-3, help="peak")
+    add("--text-layers", type=int, default=6)
+    add("--vision-layers", type=int, default=4)
+    add("--eval-questions", type=int, default=512, help="to measure with at the end")
+    add("--time-limit", type=float, default=440.0, help="seconds; trains less to keep it")
+    add("--seed", type=int, default=0)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--toy", action="store_true", help="a few small steps on CPU, to see that it runs")
+    if parser.parse_known_args(argv)[0].toy:
+        parser.set_defaults(**TOY)
+    args = parser.parse_args(argv)
+
+    def fail(message: str) -> NoReturn:
+        parser.exit(2, f"{parser.prog}: error: {message}\n")
+
+    if args.out.exists():
+        fail(f"{args.out} already exists; remove it or name a new folder with --out")
+    if args.time_limit <= 0:
+        fail(f"--time-limit must be more than 0 seconds, got {args.time_limit:g}")
+    changed = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in vars(args).items()
+        if name not in ("out", "device") and value != parser.get_default(name)
+    ]
+    args.command = " ".join(["python scripts/pretrain_tiny_vlm.py", *changed])
+    return args
+
+
+def train(args: argparse.Namespace, model: torch.nn.Module, tables: Tables) -> list[dict]:
+    device = torch.device(args.device)
+    cuda = device.type == "cuda"
+    forward = StaticForward(model, tables.length, compiled=cuda)
+    learner = Learner(model.parameters())
+    generator = torch.Generator(device).manual_seed(args.seed)
+
+    def step() -> Tensor:
+        batch = tables.batch(args.batch_size, generator)
+        learner.begin()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
+            log_probs = forward.answer_log_probs(batch)
+        counts = batch.answers != PAD
+        loss = -(log_probs * counts).sum() / counts.sum()
+        learner.update(loss)
+        return loss.detach()
+
+    log = fit(
+        learner,
+        lambda _: step,
+        steps=args.steps,
+        seconds=TRAINING_TIME_SHARE * args.time_limit,
+        peak_lr=args.lr,
+        name="pretraining",
+    )
+    learner.use_average()
+    return log
+
+
+def main(argv: list[str] | None = None) -> None:
+    start = time.monotonic()
+    args = parse_args(argv)
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    model = build_model(text_layers=args.text_layers, vision_layers=args.vision_layers).to(device)
+    tables = Tables(device)
+    log = train(args, model, tables)
+    training_seconds = time.monotonic() - start
+    save_half(model, args.out)
+    args.out.joinpath("training.json").write_text(json.dumps(log) + "\n")
+
+    # Measured on what was written, so that rounding to half precision is in the figures.
+    model = AutoModelForImageTextToText.from_pretrained(args.out).to(device)
+    questions = draw_questions(args.eval_questions, seed=args.seed + 10**6)
+    results = measure(model, build_processor(), questions)
+    sample_grid(questions, results.texts).save(args.out / "samples.png")
+    minutes = (time.monotonic() - start) / 60
+    write_card(
+        args.out,
+        results=results,
+        questions=questions,
+        command=args.command,
+        minutes=minutes,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU",
+        steps=log[-1]["step"] + 1,
+        batch_size=args.batch_size,
+        parameters=model.num_parameters(),
+    )
+    check_size(args.out)
+    figures = {
+        **results.figures(),
+        "loss": log[-1]["loss"],
+        "steps": log[-1]["step"] + 1,
+        "training_seconds": round(training_seconds, 1),
+        "minutes": round(minutes, 2),
+        "out": str(args.out),
+    }
+    print(json.dumps(figures))

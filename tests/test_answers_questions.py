@@ -1,0 +1,193 @@
+"""Questions with pictures, from files in the layouts that people have."""
+
+import base64
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+from runner import ROOT
+from tiny_vlm.data import DEFAULT_SEED, build, write
+
+from flow_grpo.errors import UserError
+from flow_grpo.vlm.questions import find_questions, load_questions, read_questions
+
+
+def png(colour: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 8), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pictures").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "pictures" / f"{name}.png").write_bytes(png())
+    (tmp_path / "pictures" / "broken.png").write_bytes(png()[:40])
+    (tmp_path / "pictures" / "text.png").write_text("no picture")
+    return tmp_path
+
+
+def write_lines(path: Path, *rows: dict | str) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def chat(*content: dict | str, role: str = "user", system: str = "") -> str:
+    parts = [{"type": "text", "text": p} if isinstance(p, str) else p for p in content]
+    turns = [{"role": "system", "content": system}] if system else []
+    return json.dumps([*turns, {"role": role, "content": parts}])
+
+
+def test_our_layout_with_no_one_and_two_pictures(folder):
+    one, two = "pictures/a.png", "pictures/b.png"
+    path = write_lines(
+        folder / "train.jsonl",
+        {"question": "What is 1+1?", "answer": 2},
+        {"question": "How many?", "images": [one], "answer": "3", "level": "easy"},
+        "",
+        {"question": "Is <image> like <image>?", "images": [one, two], "answer": "no"},
+    )
+    questions = read_questions(path)
+    assert [len(q.images) for q in questions] == [0, 1, 2]
+    assert questions[0].answer == questions[0].metadata["answer"] == "2"
+    assert questions[1].metadata == {"question": "How many?", "answer": "3", "level": "easy"}
+    assert questions[2].images == (folder / one, folder / two)
+    assert [q.where for q in questions] == [f"{path}:{n}" for n in (1, 2, 4)]
+
+
+def test_easyr1s_layout_loads_unchanged(folder):
+    picture = {"bytes": png("blue"), "path": None}
+    rows = [
+        {"images": [picture], "problem": "<image>Find x.", "answer": "\\frac{1}{2}", "id": 7},
+        {"images": [{"bytes": None, "path": "../pictures/a.png"}], "problem": "y?", "answer": "3"},
+        {"images": [], "problem": "What is 2+2?", "answer": "4"},
+    ]
+    (folder / "data").mkdir()
+    path = folder / "data" / "train-00000-of-00001.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    questions = find_questions(folder, "train")
+    assert questions[0].images == (png("blue"),)
+    assert questions[0].text == "<image>Find x."
+    assert questions[0].metadata["id"] == 7
+    assert "images" not in questions[0].metadata
+    assert questions[2].images == ()
+    assert questions[1].where == f"{path} row 2"
+    as_lines = {"problem": "<image>Find x.", "images": ["pictures/a.png"], "answer": "3"}
+    assert len(read_questions(write_lines(folder / "val.jsonl", as_lines))[0].images) == 1
+
+
+def test_lmm_r1s_layout_loads_unchanged(folder):
+    absolute = f"file://{folder}/pictures/a.png"
+    inline = "data:image/png;base64," + base64.b64encode(png()).decode()
+    rows = [
+        {"message": chat({"type": "image", "image": absolute}, "How many?"), "answer": "$3$"},
+        {"message": chat("Solve x=1.", system="Think first."), "answer": "1"},
+        {
+            "message": chat("First ", {"type": "image", "image": inline}, " last"),
+            "answer": "2",
+        },
+    ]
+    path = folder / "math.json"
+    path.write_text(json.dumps(rows))
+    questions = read_questions(path)
+    assert [q.text for q in questions] == ["<image>How many?", "Solve x=1.", "First <image> last"]
+    assert questions[0].images == (folder / "pictures/a.png",)
+    assert questions[1].system == "Think first."
+    assert questions[2].images == (png(),)
+    assert questions[2].where == f"{path} row 3"
+    assert questions[0].answer == "$3$"
+
+
+BAD = {
+    '{"question": "x"': "not JSON",
+    '["x"]': "needs an object",
+    '{"prompt": "x", "answer": "1"}': "has no question, problem or message, it has: prompt, answer",
+    '{"question": "x"}': 'needs a text or a number in "answer", got None',
+    '{"question": " ", "answer": "1"}': 'needs a text in "question"',
+    '{"question": "x", "images": ["pictures/c.png"], "answer": "1"}': "there is no picture",
+    '{"question": "x", "images": ["pictures/text.png"], "answer": "1"}': "cannot read picture",
+    '{"question": "x", "images": ["pictures/broken.png"], "answer": "1"}': "cannot read picture",
+    '{"question": "x", "images": [{"path": null}], "answer": "1"}': "must have bytes or a path",
+    '{"question": "x", "images": [3], "answer": "1"}': '"images" must be a list of paths',
+    '{"question": "x", "images": ["http://x/y.png"], "answer": "1"}': "is not fetched",
+    '{"question": "<image>x", "answer": "1"}': "has <image> 1 times and the row has 0 pictures",
+    '{"question": "<image>x", "images": ["pictures/a.png", "pictures/b.png"], "answer": "1"}': (
+        "has <image> 1 times and the row has 2 pictures"
+    ),
+    '{"message": "[{", "answer": "1"}': "message: not JSON",
+    '{"message": "{}", "answer": "1"}': "must be a list of turns",
+}
+
+
+@pytest.mark.parametrize(("row", "rule"), BAD.items(), ids=range(len(BAD)))
+def test_a_bad_row_is_named_with_file_and_line(folder, row, rule):
+    good = {"question": "x", "answer": "1"}
+    path = write_lines(folder / "bad.jsonl", good, row, good)
+    with pytest.raises(UserError) as error:
+        read_questions(path)
+    assert str(error.value).startswith(f"{path}:2: ")
+    assert rule in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_chat_of_several_turns_is_refused(folder):
+    path = write_lines(folder / "x.jsonl", {"message": chat("x", role="assistant"), "answer": "1"})
+    with pytest.raises(UserError, match=r"x.jsonl:1: message has the roles assistant"):
+        read_questions(path)
+
+
+def test_folders_that_are_not_there_or_empty_are_told(folder):
+    with pytest.raises(UserError, match=r"no questions at .*shapes_qb.*did you mean .*shapes_qa"):
+        load_questions(ROOT / "dataset" / "shapes_qb", 0)
+    with pytest.raises(UserError, match="is empty"):
+        load_questions(write_lines(folder / "train.jsonl"), 0)
+    with pytest.raises(UserError, match=r"it must be .jsonl or .json or .parquet"):
+        read_questions(folder / "pictures" / "a.png")
+
+
+def test_without_a_test_file_a_tenth_is_held_out_by_the_seed(folder):
+    rows = [{"question": "How many?", "images": ["pictures/a.png"], "answer": "1"}] * 3
+    rows += [{"question": f"What is {n}+1?", "answer": n + 1} for n in range(27)]
+    path = write_lines(folder / "all.jsonl", *rows)
+    train, test = load_questions(path, seed=1)
+    assert len(train) + len(test) == 30
+    assert 3 <= len(test) <= 5
+    assert not {(q.text, q.images) for q in train} & {(q.text, q.images) for q in test}
+    assert load_questions(path, seed=1) == (train, test)
+    assert load_questions(path, seed=2) != (train, test)
+
+
+def test_the_questions_that_ship_are_what_their_script_draws(tmp_path):
+    folder = ROOT / "dataset" / "shapes_qa"
+    write(tmp_path, build(DEFAULT_SEED))
+    for split in ("train", "test"):
+        assert (tmp_path / f"{split}.jsonl").read_text() == (folder / f"{split}.jsonl").read_text()
+    drawn = sorted((tmp_path / "images").iterdir())
+    assert [p.name for p in drawn] == sorted(p.name for p in (folder / "images").iterdir())
+    for path in drawn[::20]:  # machines may round a value to either side
+        ours, theirs = (np.array(Image.open(p), int) for p in (path, folder / "images" / path.name))
+        assert np.abs(ours - theirs).max() <= 1
+
+
+def test_the_questions_that_ship_are_small_mixed_and_held_out():
+    folder = ROOT / "dataset" / "shapes_qa"
+    train, test = load_questions(folder, 0)
+    assert (len(train), len(test)) == (448, 192)
+    for questions in (train, test):
+        tasks = Counter(q.metadata["task"] for q in questions)
+        assert len(tasks) == 4
+        assert min(tasks.values()) > 25
+        assert {len(q.images) for q in questions} == {0, 1}
+        assert {q.answer for q in questions if q.images} == set("01234")
+    assert not {q.text for q in train if not q.images} & {q.text for q in test if not q.images}
+    pictures = [q.images[0].read_bytes() for q in (*train, *test) if q.images]
+    assert len(set(pictures)) == len(pictures)
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) < 2 * 2**20

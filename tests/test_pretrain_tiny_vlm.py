@@ -1,0 +1,128 @@
+"""Pretraining of the small vision-language model, at toy length and without a GPU."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from tiny_vlm.batches import Tables
+from tiny_vlm.measure import answer, draw_questions
+from tiny_vlm.model import build_model, build_processor
+from tiny_vlm.pretrain import main, parse_args
+from tiny_vlm.static import StaticForward
+from tiny_vlm.texts import ANSWER_SHARES, TEMPLATES, answer_text, final_answer
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp("tiny_vlm") / "model"
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        main(["--toy", "--out", str(folder)])
+    return folder, json.loads(output.getvalue().splitlines()[-1])
+
+
+def prompts_and_pictures(count: int, processor) -> dict:
+    """What transformers takes, of `draw_questions(count, seed=3)`."""
+    rows = draw_questions(count, seed=3)
+    content = [
+        [{"type": "image"}] * bool(row.picture) + [{"type": "text", "text": row.text}]
+        for row in rows
+    ]
+    texts = [
+        processor.apply_chat_template([{"role": "user", "content": c}], add_generation_prompt=True)
+        for c in content
+    ]
+    pictures = [row.picture for row in rows if row.picture]
+    return processor(
+        text=texts, images=pictures, padding=True, padding_side="right", return_tensors="pt"
+    )
+
+
+def test_the_forward_with_fixed_shapes_is_transformers_own():
+    torch.manual_seed(0)
+    model = build_model(text_layers=2, vision_layers=3).eval()
+    for parameter in model.parameters():  # biases start at 0, which hides mistakes
+        torch.nn.init.normal_(parameter, std=0.1)
+    tables = Tables(torch.device("cpu"))
+    drawn = tables.draw(11, torch.Generator().manual_seed(3))
+    batch = tables.assemble(drawn, torch.zeros(11, tables.answer_length, dtype=torch.long))
+    inputs = prompts_and_pictures(11, build_processor())
+    length = inputs["input_ids"].shape[1]
+    mask = inputs["attention_mask"].bool()
+    assert torch.equal(batch.ids[:, :length][mask], inputs["input_ids"][mask])
+    torch.testing.assert_close(batch.patches, inputs["pixel_values"])
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+        got = model.lm_head(StaticForward(model, tables.length).hidden(batch))[:, :length]
+    torch.testing.assert_close(got[mask], wanted[mask], rtol=1e-4, atol=1e-4)
+
+
+def test_answers_are_faulty_as_often_as_they_should_be():
+    tables = Tables(torch.device("cpu"))
+    processor = build_processor()
+    batch = tables.batch(4000, torch.Generator().manual_seed(0))
+    texts = processor.tokenizer.batch_decode(batch.answers, skip_special_tokens=True)
+    sums = [final_answer(text) is not None for text in texts[: batch.num_sums]]
+    wanted = ANSWER_SHARES[3][0] + ANSWER_SHARES[3][1]
+    assert sum(sums) / len(sums) == pytest.approx(wanted, abs=0.06)
+    assert "<think>" in texts[-1] or "=" in texts[-1]
+
+
+def test_a_question_counts_what_its_picture_shows():
+    """Shapes of the asked colour cover the picture where there are some, and only there."""
+    rows = [row for row in draw_questions(300, seed=1) if row.text.startswith("How many green")]
+    assert len(rows) > 10
+    for row in rows:
+        pixels = torch.tensor(np.array(row.picture).reshape(-1, 3))
+        red, green, blue = pixels.unbind(1)
+        has_green = bool(((green > 180) & (red < 100) & (blue < 100)).any())
+        assert row.first + row.second <= 4
+        if row.answer != "0":
+            assert has_green
+    assert {row.answer for row in draw_questions(300, seed=1) if row.picture} == set("01234")
+
+
+def test_every_right_answer_reads_as_right():
+    assert final_answer(answer_text(3, 4)) == "7"
+    assert [final_answer(answer_text(3, 4, way)) for way in (1, 2, 3)] == ["3", None, None]
+    assert len({template.text for template in TEMPLATES}) == len(TEMPLATES) == 127
+
+
+@pytest.mark.slow
+def test_the_script_writes_what_stock_transformers_loads(made):
+    folder, figures = made
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert not list(folder.glob("*.py"))
+    text = 'How many red circles?  <think> "7/8" </think>\n'
+    assert processor.tokenizer.decode(processor.tokenizer(text).input_ids) == text
+    assert len(answer(model, processor, draw_questions(6, seed=2))) == 6
+    assert figures["out"] == str(folder)
+    assert 0 <= figures["greedy"] <= figures["pass_at_8"] + 1
+
+
+@pytest.mark.slow
+def test_the_folder_is_small_half_precision_and_has_a_card(made):
+    folder, figures = made
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.float16}  # noqa: SIM118
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 8 * 2**20
+    card = folder.joinpath("README.md").read_text()
+    assert f"| greedy: right, in right tags | {figures['greedy']:.3f} |" in card
+    assert str(folder) not in card
+    assert folder.joinpath("samples.png").is_file()
+    assert json.loads(folder.joinpath("training.json").read_text())[-1]["step"] == 2
+
+
+def test_an_existing_folder_is_not_written_over(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["--toy", "--out", str(tmp_path)])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path} already exists" in line
