@@ -11,7 +11,8 @@ from flow_grpo.vlm.batches import Inputs, left_padded
 from flow_grpo.vlm.network import AnswerModel
 from flow_grpo.vlm.prompts import Prompt
 
-LOOK = 8  # steps of a GPU between two looks at whether all answers have ended
+LOOK = 4  # steps between two looks at which answers have ended, for which a GPU is waited
+MOST_ALIVE = 0.8  # share of the rows that go on, for the others to be left out
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,33 @@ def sample_answers(
     draws = None if generators is None else uniform(generators, max_new_tokens).to(device)
     stops = torch.tensor(stop, device=device)
 
-    width, tokens, log_probs = inputs.input_ids.shape[1], [], []
-    done = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    width, count = inputs.input_ids.shape[1], len(rows)
+    tokens = torch.full((count, max_new_tokens), pad, device=device)
+    log_probs = torch.zeros(count, max_new_tokens, dtype=_precise(hidden), device=device)
+    alive = torch.arange(count, device=device)  # the rows that are computed
     for i in range(max_new_tokens):
         scores = network.log_probs(hidden)
-        token = scores.argmax(-1) if draws is None else choose(scores, draws[:, i])
-        tokens.append(token.where(~done, pad))
-        log_probs.append(scores.gather(-1, token[:, None])[:, 0])
-        done |= torch.isin(token, stops)
-        look = device.type == "cpu" or i % LOOK == LOOK - 1
-        if i + 1 == max_new_tokens or (look and done.all()):
+        token = scores.argmax(-1) if draws is None else choose(scores, draws[alive, i])
+        tokens[alive, i] = token
+        log_probs[alive, i] = scores.gather(-1, token[:, None])[:, 0]
+        if i + 1 == max_new_tokens:
             break
+        if i % LOOK == LOOK - 1:
+            going = ~torch.isin(tokens[alive, : i + 1], stops).any(1)
+            if not going.any():
+                break
+            if going.sum() <= MOST_ALIVE * len(alive):
+                cache.batch_select_indices(going.nonzero()[:, 0])
+                alive, token, seen = alive[going], token[going], seen[going]
         step = Inputs(
-            input_ids=tokens[-1][:, None],
+            input_ids=token[:, None],
             attention_mask=seen[..., : width + i + 1],
-            position_ids=(first + i).expand(3, -1)[..., None],
+            position_ids=(first[alive] + i).expand(3, -1)[..., None],
             pixel_values=None,
             image_grid_thw=None,
         )
         hidden = network.hidden(step, past_key_values=cache, use_cache=True)[:, 0]
-    return _cut(torch.stack(tokens, 1).cpu(), torch.stack(log_probs, 1).cpu(), stops.cpu())
+    return _cut(tokens.cpu(), log_probs.cpu(), stops.cpu())
 
 
 def uniform(generators: Sequence[torch.Generator], count: int) -> Tensor:
@@ -88,6 +96,10 @@ def choose(log_probs: Tensor, draw: Tensor) -> Tensor:
     passed = torch.searchsorted(reached, draw[:, None] * total, right=True)
     last = torch.searchsorted(reached, total)  # that has any, should a draw round up to 1
     return torch.minimum(passed, last)[:, 0]
+
+
+def _precise(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def _cut(tokens: Tensor, log_probs: Tensor, stops: Tensor) -> Sampled:
