@@ -24,7 +24,7 @@ def tiny_vlm() -> ConfigDict:
     config.eval_questions = 128
     config.reward_fn = ConfigDict({"math_answer": 0.9, "answer_format": 0.1})
     config.use_lora = False
-    config.num_epochs, config.eval_freq, config.save_freq = 30, 10, 10
+    config.num_epochs, config.eval_freq, config.save_freq = 12, 4, 4
     config.sample.questions_per_epoch, config.sample.group_size = 16, 8
     config.sample.max_new_tokens = 40
     config.train.learning_rate = 1e-4
