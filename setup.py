@@ -71,6 +71,8 @@ setup(
         "geneval": GENEVAL,
         "ocr": OCR,
         "server": SERVER,
+        # checks answers; also comes with torch
+        "vlm": ["sympy>=1.14"],
         # reads its own models without paddlepaddle, through onnxruntime
         "paddleocr": ["paddleocr>=3.7", "onnxruntime>=1.31", "Levenshtein>=0.27"],
         # draws curves, and the fonts of the small model's training pictures

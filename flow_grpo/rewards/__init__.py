@@ -9,6 +9,7 @@ each image. This module stays light: scorers are imported when they are built.
 """
 
 import importlib
+import importlib.util
 import inspect
 import math
 import os
@@ -16,6 +17,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +46,8 @@ Scorer = Callable[[list[Sample], list[str], list[dict]], Any]
 
 REWARDS = {
     "aesthetic": "flow_grpo.rewards.aesthetic:Aesthetic",
+    "answer_format": "flow_grpo.rewards.answers.scorers:AnswerFormat",
+    "choice": "flow_grpo.rewards.answers.scorers:Choice",
     "clipscore": "flow_grpo.rewards.clip:ClipScore",
     "deqa": "flow_grpo.rewards.deqa:DeQA",
     "geneval": "flow_grpo.rewards.geneval:GenEval",
@@ -50,7 +55,9 @@ REWARDS = {
     "imagereward": "flow_grpo.rewards.imagereward:ImageReward",
     "jpeg_compressibility": "flow_grpo.rewards.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "flow_grpo.rewards.jpeg:jpeg_incompressibility",
+    "math_answer": "flow_grpo.rewards.answers.scorers:MathAnswer",
     "ocr": "flow_grpo.rewards.ocr:OcrScorer",
+    "overlong": "flow_grpo.rewards.answers.scorers:Overlong",
     "pickscore": "flow_grpo.rewards.clip:PickScore",
     "qwenvl": "flow_grpo.rewards.vlm:QwenVl",
     "qwenvl_ocr": "flow_grpo.rewards.vlm:QwenVlOcr",
@@ -345,18 +352,31 @@ def _build(
 
 
 def import_scorer(name: str, path: str) -> Any:
-    module_name, _, attribute = str(path).partition(":")
+    module_name, _, attribute = str(path).rpartition(":")
     if not module_name or not attribute:
-        raise UserError(f"custom_rewards.{name}={path!r} must read 'package.module:function'")
+        raise UserError(
+            f"custom_rewards.{name}={path!r} must read 'package.module:function' or "
+            "'path/to/file.py:function'"
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a reward module beside one's own config
     try:
-        scorer = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, SyntaxError) as error:
+        from_file = module_name.endswith(".py")
+        module = _run_file(module_name) if from_file else importlib.import_module(module_name)
+        scorer = getattr(module, attribute)
+    except (ImportError, AttributeError, SyntaxError, OSError) as error:
         raise UserError(f"reward {name!r}: cannot import {path!r} ({error})") from error
     if not callable(scorer):
         raise UserError(f"reward {name!r}: {path!r} is a {type(scorer).__name__}, not callable")
     return scorer
+
+
+def _run_file(path: str) -> ModuleType:
+    """As a module of its own, so that rewards of two files of one name do not mix."""
+    spec = importlib.util.spec_from_file_location(f"reward_file_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _takes(scorer: type, parameter: str) -> bool:

@@ -1,0 +1,201 @@
+"""The rewards themselves. Where an answer cannot be checked it has no score, and a reason."""
+
+import re
+import time
+from importlib.util import find_spec
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.answers.maths import LOOSE, Unreadable, exact, plain, read
+from flow_grpo.rewards.answers.texts import (
+    MAX_FINAL,
+    MAX_TEXT,
+    check_texts,
+    final_answer,
+    is_well_formed,
+)
+from flow_grpo.rewards.failure import Failed, NotAsked
+from flow_grpo.rewards.pool import WorkerPool
+
+MEMORY_GIB = 2.0  # address space of a worker
+SHARE = 4  # checks per worker between two looks at the clock
+
+
+class MathAnswer:
+    """1 where the final answer equals the truth in the metadata, else 0.
+
+    It stands in answer tags or in a box (\\boxed), or, `untagged`, is the whole answer where there
+    are neither. What is no plain number is checked by sympy in `workers` processes; a check that
+    takes longer than `timeout` seconds, or comes after `budget` seconds of others, has no score.
+    Logs as `unread` the share of answers that are no formula.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float = 5.0,
+        workers: int = 1,
+        budget: float = 60.0,
+        untagged: bool = False,
+    ) -> None:
+        for name, value in (("timeout", timeout), ("workers", workers), ("budget", budget)):
+            if value <= 0:
+                raise UserError(f"math_answer's {name} is {value}: it must be more than 0")
+        if find_spec("sympy") is None:
+            raise UserError("math_answer needs sympy: pip install -e '.[vlm]'")
+        self._untagged = untagged
+        self._budget, self._share = budget, SHARE * workers
+        factory = "flow_grpo.rewards.answers.checker:sympy_checker"
+        options = {"memory_gib": MEMORY_GIB}
+        self.pool = WorkerPool(factory, options, workers=workers, timeout=timeout, max_deaths=1)
+
+    def __call__(
+        self, answers: list[str], questions: list[str], metadata: list[dict]
+    ) -> tuple[list[float], dict[str, list[float]]]:
+        check_texts("math_answer", answers)
+        found: list[float | tuple[str, str]] = []
+        unread = []
+        for answer, own in zip(answers, metadata, strict=True):
+            try:
+                found.append(self._quick(answer, str(own["answer"])))
+                unread.append(0.0)
+            except Unreadable:
+                found.append(0.0)
+                unread.append(1.0)
+        checked = self._checked(dict.fromkeys(pair for pair in found if isinstance(pair, tuple)))
+        return [checked.get(each, each) for each in found], {"unread": unread}
+
+    def why_not(self, question: str, metadata: dict) -> str | None:
+        return None if str(metadata.get("answer", "")).strip() else "it has no answer to check with"
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _quick(self, text: str, truth: str) -> float | tuple[str, str]:
+        """The score, or a pair of formulas that take more to compare."""
+        if len(text) > MAX_TEXT:
+            return Failed(f"an answer of {len(text)} characters is not checked")
+        answer = final_answer(text)
+        if answer is None and not self._untagged:
+            return 0.0
+        answer = text.strip() if answer is None else answer
+        if len(answer) > MAX_FINAL:
+            return Failed(f"a final answer of {len(answer)} characters is not checked")
+        return quick_check(answer, final_answer(truth) or truth)
+
+    def _checked(self, pairs: dict[tuple[str, str], None]) -> dict[tuple[str, str], float]:
+        start, scores, left = time.monotonic(), {}, list(pairs)
+        while left:
+            part, left = left[: self._share], left[self._share :]
+            for pair, result in zip(part, self.pool.map(part), strict=True):
+                scores[pair] = result if isinstance(result, Failed) else float(result)
+            if time.monotonic() - start > self._budget:
+                late = Failed(f"not checked: other answers took {self._budget:g} s")
+                return scores | dict.fromkeys(left, late)
+        return scores
+
+
+def quick_check(answer: str, truth: str) -> float | tuple[str, str]:
+    """1 or 0 where that is known without algebra, else the two formulas.
+
+    Raises `Unreadable` where the answer is no formula, and the truth is one.
+    """
+    answer, truth = plain(answer), plain(truth)
+    if _squeezed(answer) == _squeezed(truth):
+        return 1.0
+    try:
+        wanted = read(truth)
+    except Unreadable as error:
+        # of words, which are all there is to compare
+        return Failed(f"its truth {truth[:60]!r}: {error}") if "\\" in truth else 0.0
+    given = read(answer)
+    if ("%" in answer) != ("%" in truth):  # 50 and 0.5 will both do for 50%
+        bare = [read(text.replace("%", "")) for text in (answer, truth)]
+        if exact(bare[0]) is not None and exact(bare[0]) == exact(bare[1]):
+            return 1.0
+    left, right = exact(given), exact(wanted)
+    if left is None or right is None:
+        return (answer, truth)
+    loose = LOOSE * abs(right) if "." in answer or "." in truth else 0
+    return float(abs(left - right) <= loose)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split()).casefold()
+
+
+class AnswerFormat:
+    """1 for <think>...</think><answer>...</answer> and nothing else, or, `boxed`, for
+    <think>...</think> and a \\boxed answer after it; else 0."""
+
+    def __init__(self, *, boxed: bool = False) -> None:
+        self._boxed = boxed
+
+    def __call__(
+        self, answers: list[str], questions: list[str], metadata: list[dict]
+    ) -> list[float]:
+        check_texts("answer_format", answers)
+        return [float(is_well_formed(answer, self._boxed)) for answer in answers]
+
+
+class Choice:
+    """1 where the letter of a multiple choice is right, else 0; questions whose truth is no letter
+    do not ask for it."""
+
+    _LETTER = re.compile(r"\(?([A-Ea-e])\)?[.:]?|\(?([A-E])[).:,]\s?.*", re.DOTALL)
+    _SPOKEN = re.compile(r"\b(?:answer|option|choice)(?: is)?:?\s*\(?([A-E])\b(?!')")
+
+    def __call__(
+        self, answers: list[str], questions: list[str], metadata: list[dict]
+    ) -> list[float]:
+        check_texts("choice", answers)
+        return [
+            NotAsked() if self.why_not(question, own) else self._score(answer, own["answer"])
+            for answer, question, own in zip(answers, questions, metadata, strict=True)
+        ]
+
+    def why_not(self, question: str, metadata: dict) -> str | None:
+        truth = metadata.get("answer", "")
+        return None if self.letter(str(truth)) else f"its answer {truth!r} is none of A to E"
+
+    def letter(self, text: str) -> str | None:
+        """In tags or a box, alone or before its text; or as in "the answer is B"."""
+        if len(text) > MAX_TEXT:
+            return None
+        final = final_answer(text)
+        said = plain(text if final is None else final)
+        if match := self._LETTER.fullmatch(said):
+            return (match[1] or match[2]).upper()
+        spoken = self._SPOKEN.findall(said)
+        return spoken[-1] if spoken else None
+
+    def _score(self, answer: str, truth: str) -> float:
+        if len(answer) > MAX_TEXT:
+            return Failed(f"an answer of {len(answer)} characters is not checked")
+        return float(self.letter(answer) == self.letter(str(truth)))
+
+
+class Overlong:
+    """0 up to `limit` less `buffer` tokens, then down to -1 at the limit (DAPO's soft punishment).
+
+    `limit`: by default what an answer may have at most; a `buffer` below 1 is a share of it.
+    """
+
+    def __init__(self, *, buffer: float = 0.2, limit: int | None = None) -> None:
+        if buffer <= 0 or (limit is not None and limit < 1):
+            raise UserError(f"overlong: buffer={buffer} and limit={limit} must be more than 0")
+        self._buffer, self._limit = buffer, limit
+
+    def __call__(
+        self, answers: list[str], questions: list[str], metadata: list[dict]
+    ) -> list[float]:
+        check_texts("overlong", answers)
+        return [self._score(own) for own in metadata]
+
+    def _score(self, metadata: dict) -> float:
+        limit = self._limit or metadata.get("max_new_tokens")
+        tokens = metadata.get("answer_tokens")
+        if limit is None or tokens is None:
+            return Failed("overlong needs answer_tokens and max_new_tokens in the metadata")
+        buffer = min(limit, self._buffer * limit if self._buffer < 1 else self._buffer)
+        over = (tokens - (limit - buffer)) / buffer
+        return -min(1.0, max(0.0, over))
