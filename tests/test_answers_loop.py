@@ -18,6 +18,9 @@ from transformers import AutoModelForImageTextToText
 
 from flow_grpo.advantages import ESTIMATORS
 from flow_grpo.errors import UserError
+from flow_grpo.run.help import reasons
+from flow_grpo.run.tracking import dotted
+from flow_grpo.vlm import fields, presets
 from flow_grpo.vlm.check import check
 from flow_grpo.vlm.losses import AGGREGATIONS, KINDS
 from flow_grpo.vlm.plan import AnswerPlan
@@ -263,6 +266,32 @@ def test_wrong_settings_are_told_in_one_line(fields, message):
         check(answer_runs.config_of(**fields))
     assert str(told.value).startswith(message)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["", *presets.PRESETS])
+def test_presets_hold_to_the_rules(name):
+    config = presets.get_config(name)
+    check(config)
+    for processes in (1, 2, 4, 8):
+        plan = AnswerPlan(
+            processes,
+            config.sample.questions_per_epoch,
+            config.sample.group_size,
+            config.train.updates_per_epoch,
+            config.train.num_inner_epochs,
+            config.sample.batch_size,
+        )
+        assert plan.batch_size * processes <= plan.samples
+    assert not [
+        field
+        for field, _ in dotted(config.to_dict())
+        if not reasons(fields).get(field) and not field.startswith(("reward_", "eval_reward_fn"))
+    ]
+
+
+def test_a_preset_that_is_not_there_is_told():
+    with pytest.raises(UserError, match=r"unknown preset 'tiny_vml'.* did you mean 'tiny_vlm'"):
+        presets.get_config("tiny_vml")
 
 
 def test_numbers_that_do_not_divide_are_told(run):

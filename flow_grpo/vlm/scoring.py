@@ -12,7 +12,7 @@ from flow_grpo.vlm.rollout import BASELINE, ENDED, LENGTH, Sample
 
 def reward_metadata(question: Question, tokens: int, max_new_tokens: int) -> dict[str, Any]:
     """What rewards are told of an answer beside its text: the truth, and how long it is."""
-    lengths = {"tokens": tokens, "max_new_tokens": max_new_tokens}
+    lengths = {"answer_tokens": tokens, "max_new_tokens": max_new_tokens}
     return {**question.metadata, "answer": question.answer, **lengths}
 
 
