@@ -50,8 +50,12 @@ class ScoreRequest(BaseModel):
     # The first mistake is enough: a list of them would be many times as large as the body.
     reward: Text = Field(description="a name from GET /v1/rewards")
     images: list[Sample] = Field(
+        [],
         description="PNG, WebP or JPEG files in base64; of a clip the list of its frames",
         fail_fast=True,
+    )
+    answers: list[Text] | None = Field(
+        None, description="texts to score, in the place of images", fail_fast=True
     )
     prompts: list[Text] = Field(description="one per image", fail_fast=True)
     metadata: list[dict[str, Any]] | None = Field(
@@ -70,6 +74,10 @@ class ScoreRequest(BaseModel):
                     {"name": shown(name), "fields": fields},
                 )
         return data
+
+    @property
+    def samples(self) -> list[Any]:
+        return self.images if self.answers is None else self.answers
 
 
 class ScoreResponse(BaseModel):

@@ -98,10 +98,13 @@ class Service:
     async def score(self, request: ScoreRequest) -> BatchScores:
         self._check(request)
         desk = self._open_desk(request.reward)
-        metadata = request.metadata or [{} for _ in request.images]
+        metadata = request.metadata or [{} for _ in request.samples]
         self._accepted += 1
         try:
             with desk.room.hold(_pictures(request)) as place:
+                if request.answers is not None:  # texts: nothing to decode
+                    parts = desk.batcher.submit(request.answers, request.prompts, metadata)
+                    return await _scores(desk.batcher.name, parts)
                 images = await asyncio.get_running_loop().run_in_executor(
                     self._decoders, self._decode, request.images, place
                 )
@@ -150,9 +153,11 @@ class Service:
                 f"unknown reward {shown(request.reward)}; this server has "
                 f"{', '.join(self.desks) or 'none'}; start it with --rewards to have others",
             )
-        images, prompts = len(request.images), len(request.prompts)
+        images, prompts = len(request.samples), len(request.prompts)
+        if request.images and request.answers is not None:
+            raise ApiError("invalid_request", "there are images and answers; send one of them")
         if not images:
-            raise ApiError("no_images", "images is empty; send at least one image")
+            raise ApiError("no_images", "images is empty; send at least one image, or one answer")
         pictures, most = _pictures(request), self.limits.max_images
         if pictures > most:
             what = "images" if pictures == images else "frames of clips"
@@ -215,7 +220,7 @@ class Service:
 
 def _pictures(request: ScoreRequest) -> int:
     """How many there are, each frame of a clip counted."""
-    return sum(1 if isinstance(sample, str) else len(sample) for sample in request.images)
+    return sum(1 if isinstance(sample, str) else len(sample) for sample in request.samples)
 
 
 async def _scores(name: str, parts: "list[Future[BatchScores]]") -> BatchScores:

@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pictures").mkdir()
     for name in ("a", "b"):
         (tmp_path / "pictures" / f"{name}.png").write_bytes(png())
-    (tmp_path / "pictures" / "broken.png").write_bytes(png()[:40])
+    (tmp_path / "pictures" / "broken.png").write_bytes(png()[:-20])
     (tmp_path / "pictures" / "text.png").write_text("no picture")
     return tmp_path
 

@@ -227,7 +227,7 @@ def test_a_function_of_ones_own_by_module_or_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["math_answer", "answer_format", "choice", "overlong"])
 def test_pictures_are_refused_by_name(name):
     [scorer] = build_scorers([name]).values()
-    with pytest.raises(UserError, match=f"'{name}' scores the answers of train_vlm.py"):
+    with pytest.raises(TypeError, match=f"'{name}' scores answers"):
         scorer([object()], [""], [{"answer": "A"}])
 
 

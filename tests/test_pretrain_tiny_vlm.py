@@ -8,13 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runner import ROOT
 from safetensors import safe_open
 from tiny_vlm.batches import Tables
 from tiny_vlm.measure import answer, draw_questions
 from tiny_vlm.model import build_model, build_processor
 from tiny_vlm.pretrain import main, parse_args
 from tiny_vlm.static import StaticForward
-from tiny_vlm.texts import ANSWER_SHARES, TEMPLATES, answer_text, final_answer
+from tiny_vlm.texts import (
+    ANSWER_SHARES,
+    ONE_COLOUR,
+    ONE_SHAPE,
+    SUM,
+    TEMPLATES,
+    TWO_SHAPES,
+    answer_text,
+    final_answer,
+)
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
@@ -118,6 +128,29 @@ def test_the_folder_is_small_half_precision_and_has_a_card(made):
     assert str(folder) not in card
     assert folder.joinpath("samples.png").is_file()
     assert json.loads(folder.joinpath("training.json").read_text())[-1]["step"] == 2
+
+
+@pytest.mark.slow
+def test_the_model_that_ships_sees_well_and_answers_badly():
+    """Greedy, it solves one kind of question; of eight samples one is right for each kind."""
+    folder = ROOT / "assets" / "tiny-vlm"
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    rows = draw_questions(20, seed=5)
+    texts = answer(model, processor, rows)
+    right = {task: set() for task in range(4)}
+    for text, row in zip(texts, rows, strict=True):
+        right[row.task].add(final_answer(text) == row.answer)
+    assert right[ONE_COLOUR] == {True}
+    assert right[ONE_SHAPE] == right[SUM] == {False}
+    assert False in right[TWO_SHAPES]  # right where nothing is to be added
+    assert all(f"{row.first}+{row.second}" in text for text, row in zip(texts, rows, strict=True))
+    torch.manual_seed(0)
+    eight = [row for row in rows[::4] for _ in range(8)]
+    sampled = answer(model, processor, eight, sample=True)
+    hits = [final_answer(text) == row.answer for text, row in zip(sampled, eight, strict=True)]
+    assert sum(any(hits[i : i + 8]) for i in range(0, 40, 8)) >= 4
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 8 * 2**20
 
 
 def test_an_existing_folder_is_not_written_over(tmp_path, capsys):

@@ -57,7 +57,7 @@ class RemoteScorer:
         self._max_body = min(limit["max_body_bytes"] for limit in limits)
 
     def __call__(
-        self, images: list[Sample], prompts: list[str], metadata: list[dict]
+        self, images: list[Sample] | list[str], prompts: list[str], metadata: list[dict]
     ) -> tuple[list[float], dict[str, list[float]]]:
         deadline = time.monotonic() + self._timeout
         servers = len(self._servers.urls)
@@ -67,11 +67,12 @@ class RemoteScorer:
         chunk = math.ceil(len(images) / max(1, rounds * servers))  # as many for each server
 
         parts = [slice(i, i + chunk) for i in range(0, len(images), chunk or 1)]
+        kind = "answers" if images and isinstance(images[0], str) else "images"
 
         def score(request: tuple[slice, int]) -> BatchScores:
             part, turn = request
             encoded = [_encoded(image) for image in images[part]]
-            return self._score(encoded, prompts[part], metadata[part], turn, deadline)
+            return self._score(encoded, prompts[part], metadata[part], turn, deadline, kind)
 
         requests = [(part, next(self._turns)) for part in parts]
         scores = joined(map_in_threads(score, requests, self._threads))
@@ -84,14 +85,18 @@ class RemoteScorer:
         metadata: list[dict],
         turn: int,
         deadline: float,
+        kind: str,
     ) -> BatchScores:
         half = len(images) // 2
         if half and sum(map(_characters, images)) > BODY_SHARE * self._max_body:
             parts = (slice(half), slice(half, None))
             return joined(
-                [self._score(images[p], prompts[p], metadata[p], turn, deadline) for p in parts]
+                [
+                    self._score(images[p], prompts[p], metadata[p], turn, deadline, kind)
+                    for p in parts
+                ]
             )
-        body = {"reward": self.name, "images": images, "prompts": prompts, "metadata": metadata}
+        body = {"reward": self.name, kind: images, "prompts": prompts, "metadata": metadata}
         try:
             answer = self._servers.post("/v1/score", body, deadline=deadline, start=turn)
             return _parse(answer, len(images))
@@ -135,7 +140,10 @@ class RemoteScorer:
         return CLIP if self.name in clips else DEFAULT, limits
 
 
-def _encoded(sample: Sample) -> str | list[str]:
+def _encoded(sample: Sample | str) -> str | list[str]:
+    """Answers travel as they are."""
+    if isinstance(sample, str):
+        return sample
     return [png_base64(frame) for frame in sample] if is_clip(sample) else png_base64(sample)
 
 

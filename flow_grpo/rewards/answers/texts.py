@@ -2,8 +2,6 @@
 
 import re
 
-from flow_grpo.errors import UserError
-
 MAX_TEXT = 100_000  # characters of an answer that is looked at, and of what it says in the end
 MAX_FINAL = 2_000
 _OPEN, _CLOSE = "<answer>", "</answer>"
@@ -56,4 +54,4 @@ def _tags(boxed: bool) -> tuple[str, ...]:
 
 def check_texts(reward: str, answers: list) -> None:
     if any(not isinstance(answer, str) for answer in answers):
-        raise UserError(f"reward {reward!r} scores the answers of train_vlm.py, not pictures")
+        raise TypeError(f"{reward!r} scores answers (scripts/train_vlm.py), not pictures")
