@@ -85,7 +85,9 @@ def log(session: Run, record: dict[str, float | None]) -> None:
         rows = read_metrics(session.folder)
         for finding in examine(rows):
             if finding.epoch == record["epoch"]:  # others were said when they began
-                logger.warning("epoch %d: %s; %s", finding.epoch, finding.text, finding.advice)
+                logger.warning(
+                    "health, epoch %d: %s; %s", finding.epoch, finding.text, finding.advice
+                )
     trackers.log(session.accelerator, record)
     last, rewards = session.config.num_epochs, session.reward.weights
     left = session.pace.left(record, last)

@@ -138,8 +138,8 @@ def ill(tmp_path, tiny_sd3, caplog):
 def test_what_is_wrong_is_said_once_with_what_to_change(ill, caplog, name):
     rewards, options, fields, expected = RUNS[name]
     found = ill(rewards, options, fields)
-    said = [message for message in caplog.messages if message.startswith("epoch ")]
-    assert sorted(said) == sorted(f"epoch {f.epoch}: {f.text}; {f.advice}" for f in found)
+    said = [message for message in caplog.messages if message.startswith("health, ")]
+    assert sorted(said) == sorted(f"health, epoch {f.epoch}: {f.text}; {f.advice}" for f in found)
     texts = {finding.check: finding.text for finding in found}
     for check, words in expected.items():
         assert words in texts.get(check, ""), texts
