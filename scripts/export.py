@@ -1,10 +1,11 @@
-"""Merge a checkpoint into its model: a pipeline folder that diffusers loads by itself.
+"""Merge a checkpoint into its model: a folder that diffusers or transformers load by themselves.
 
     python scripts/export.py --checkpoint logs/RUN --out exported
     python scripts/export.py --checkpoint logs/RUN/checkpoints/checkpoint-8 --raw \
         --model assets/tiny-sd3 --dtype bfloat16 --out exported
 
-Afterwards `DiffusionPipeline.from_pretrained("exported")` needs neither peft nor this repo.
+Afterwards `DiffusionPipeline.from_pretrained("exported")`, or for a model that answers
+`AutoModelForImageTextToText.from_pretrained("exported")`, needs neither peft nor this repo.
 """
 
 import logging
@@ -17,6 +18,7 @@ from diffusers.utils import logging as diffusers_logging
 from flow_grpo.errors import UserError
 from flow_grpo.run.arguments import Parser
 from flow_grpo.run.export import Source, export
+from flow_grpo.vlm import export as vlm
 
 
 def main() -> None:
@@ -36,14 +38,15 @@ def main() -> None:
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         default="float32",
-        help="how the transformer is stored; the other parts are copied as they are",
+        help="how weights are stored; parts that were not trained are copied as they are",
     )
     args = parser.parse_args()
     diffusers_logging.set_verbosity(logging.CRITICAL)  # what is wrong is told below, in one line
     try:
         source = Source.find(args.checkpoint, raw=args.raw)
         model, revision = (args.model, "main") if args.model else source.trained_model()
-        export(source, model, args.out, getattr(torch, args.dtype), revision)
+        write = vlm.export if vlm.answers(source, model) else export
+        write(source, model, args.out, getattr(torch, args.dtype), revision)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -11,7 +11,8 @@ $usage
 Trains the small model that ships in the repo to draw signs that OCR can read, on CPU or GPU.
 The first time it makes .venv (or \$VENV) with python3 (or \$PYTHON), and installs into it.
 
-  PRESET                 tiny_awm if none is given; tiny_ocr for GRPO, others: docs/algorithms.md
+  PRESET                 tiny_awm if none is given; tiny_ocr for GRPO, others: docs/algorithms.md;
+                         vlm trains a small model to answer questions about pictures: docs/vlm.md
   --config.FIELD=VALUE   another value of a field, e.g. --config.seed=1: docs/configuration.md
 
 Curves, pictures and checkpoints go to logs/quickstart-DATE-TIME; report.html there shows them.
@@ -37,9 +38,21 @@ for argument in "$@"; do
     *) fail "unknown argument '$argument'" ;;
     esac
 done
+run="quickstart-$(date +%Y%m%d-%H%M%S)"
+if [[ "$preset" == vlm ]]; then
+    EXTRAS=vlm,plot source "$(dirname "$0")/venv.sh"
+    "$VENV/bin/python" scripts/train_vlm.py --config config/vlm.py:tiny_vlm "$@" \
+        --config.logdir=logs --config.run_name="$run"
+    "$VENV/bin/python" scripts/plot.py curve "logs/$run" --metric eval/avg reward/avg \
+        --out "logs/$run/curve.png"
+    last="$(ls -d "logs/$run/samples/eval-"* | tail -n 1)"
+    echo "to go on: source $VENV/bin/activate, then see docs/vlm.md"
+    echo "answers to held-out questions: before logs/$run/samples/eval-00000, after $last"
+    echo "for transformers' from_pretrained: logs/$run/checkpoints/latest/model"
+    exit
+fi
 EXTRAS=ocr,plot source "$(dirname "$0")/venv.sh"
 
-run="quickstart-$(date +%Y%m%d-%H%M%S)"
 "$VENV/bin/python" scripts/train.py --config "config/grpo.py:$preset" "$@" \
     --config.logdir=logs --config.run_name="$run"
 "$VENV/bin/python" scripts/plot.py curve "logs/$run" --metric eval/ocr reward/ocr \

@@ -18,21 +18,19 @@ from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import Batch
 from flow_grpo.algorithms.base import Scored, with_gradient
-from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.run import cli, dry, tracking
 from flow_grpo.run.gpu import lighter_evaluation, lighter_training
 from flow_grpo.run.memory import advice_when_short
-from flow_grpo.run.outage import describe_outage
-from flow_grpo.run.session import Session, build_dynamics, build_session, image_size
-from flow_grpo.run.stopping import StopRequested
-from flow_grpo.run.writing import (
-    finish_epoch,
-    is_due,
-    save,
-    write_samples,
-    write_training_samples,
+from flow_grpo.run.running import (
+    carry_out,
+    check_training,
+    evaluation_metrics,
+    stop_at_outage,
+    take_update,
 )
+from flow_grpo.run.session import Session, build_dynamics, build_session, image_size
+from flow_grpo.run.writing import finish_epoch, is_due, write_samples, write_training_samples
 from flow_grpo.sampling.data import Draw, Prompt, epoch_draws
 from flow_grpo.sampling.rollout import (
     Denoiser,
@@ -49,7 +47,6 @@ from flow_grpo.training.metrics import (
     TrainingStats,
     group_distance,
     reward_metrics,
-    score_metrics,
 )
 
 logger = logging.getLogger("flow_grpo")
@@ -72,18 +69,7 @@ def main(config: ConfigDict) -> Session:
     logger.info(session.plan.describe())
     if session.adapter.compiled:
         logger.info("the first epoch compiles the model, which takes a minute or two")
-    try:
-        with session.stop, advice_when_short(lighter_training(session.config, session.plan)):
-            train(session)
-    except StopRequested as request:
-        if session.progress.record.get("step") == session.progress.step:  # else it is redone
-            save(session)
-        where = f"in epoch {session.progress.epoch + 1}"
-        raise Stopped(f"stopped {where}; {session.how_to_go_on()}") from request
-    finally:
-        session.close()
-    session.accelerator.wait_for_everyone()
-    session.accelerator.end_training()
+    carry_out(session, train, lighter_training(session.config, session.plan))
     logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
     return session
 
@@ -107,12 +93,7 @@ def train(session: Session) -> None:
         session.stop.check()
         drawn = sum(len(s.trajectory) for s in samples)
         session.policy.count(drawn * config.sample.num_steps)
-        if outage := describe_outage(
-            session.accelerator, session.reward, scored.rewards, config.max_failed_fraction
-        ):
-            raise RewardOutage(
-                f"epoch {done}: {outage}; saved {save(session)}; {session.how_to_go_on()}"
-            )
+        stop_at_outage(session, done, scored.rewards)
         if ahead is None:  # else they are at work
             session.reward.rest()
         credit = session.algorithm.credit(scored)
@@ -300,11 +281,7 @@ def train_epoch(
         metrics["train/noisy_from"] = min(starts)
     if session.stale is not None:
         metrics["train/staleness"] = staleness
-    if not math.isfinite(metrics["train/loss"]):
-        raise UserError(
-            f"the loss is not finite after step {session.progress.step}; lower "
-            "train.learning_rate or use mixed_precision=no; the last checkpoint is intact"
-        )
+    check_training(session, metrics)
     return metrics
 
 
@@ -322,22 +299,6 @@ def in_updates(
         for own in (torch.from_numpy(credit[index]),)
     ]
     return [micro_batches[i : i + per_update] for i in range(0, len(micro_batches), per_update)]
-
-
-def take_update(session: Session, stats: TrainingStats) -> None:
-    """Once the gradients of an update are there."""
-    accelerator, progress = session.accelerator, session.progress
-    if accelerator.sync_gradients:
-        norm = session.config.train.max_grad_norm
-        stats.add_grad_norm(accelerator.clip_grad_norm_(session.policy.parameters(), norm))
-    session.optimizer.step()
-    session.optimizer.zero_grad()
-    if accelerator.sync_gradients:
-        progress.step += 1
-        session.policy.moved()
-        if session.ema is not None and not accelerator.optimizer_step_was_skipped:
-            session.ema.update(progress.step)
-        session.stop.check()
 
 
 def mean_distance(session: Session, samples: list[SampledBatch]) -> float:
@@ -373,16 +334,7 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
     prompts = [p.prompt for p in session.test_prompts]
     write_samples(session, "eval", epoch, result.images, prompt=prompts, **result.scores)
     session.eval_reward.rest()
-    outage = describe_outage(
-        session.accelerator, session.eval_reward, result.scores, config.max_failed_fraction
-    )
-    if outage and epoch == 0:
-        raise RewardOutage(f"evaluation before training: {outage}")
-    metrics = score_metrics("eval", result.scores, session.test_sets())
-    if outage:
-        logger.warning("evaluation after epoch %d: %s", epoch, outage)
-        metrics[f"eval/{TOTAL}"] = math.nan  # what is left is no measure of the model
-    return metrics
+    return evaluation_metrics(session, epoch, result.scores, session.test_sets())
 
 
 if __name__ == "__main__":

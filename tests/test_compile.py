@@ -46,6 +46,7 @@ def test_what_is_compiled_samples_and_trains_alike():
     log_probs, ratio, gradient = step(compiled=False)
     assert torch.equal(ratio, torch.ones(3))
     torch._dynamo.reset()
+    # a file for each graph, not for each kernel: most of the time goes into compiling C++
     with torch._inductor.config.patch(cpp_wrapper=True):
         compiled = step(compiled=True)
     assert torch.equal(compiled[1], torch.ones(3))

@@ -119,14 +119,14 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> DiffusionPipel
     pipeline = small.build(full.family, **full.text)
     parts = pipeline.components
     torch.manual_seed(0)
-    with device, _default(dtype):
+    with device, default_dtype(dtype):
         parts["transformer"] = type(parts["transformer"])(**full.transformer)
         parts["vae"] = type(parts["vae"])(**full.vae)
     return type(pipeline)(**parts)
 
 
 @contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

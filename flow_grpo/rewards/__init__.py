@@ -184,18 +184,22 @@ class WeightedReward:
         height: int,
         frames: int,
     ) -> None:
-        """Try each scorer of this machine on a picture of noise, or a clip, for the first prompt
-        that asks for it."""
-        asked = self.asked(prompts, metadata)
+        """Try each scorer on a picture of noise, or a clip."""
         noise = np.random.default_rng(0).integers(256, size=(frames, height, width, 3), dtype="u1")
         clip = [Image.fromarray(frame) for frame in noise]
+        self.rehearse_with(clip if frames > 1 else clip[0], prompts, metadata)
+
+    def rehearse_with(self, sample: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
+        """Try each scorer of this machine on `sample`, for the first prompt that asks for it."""
+        asked = self.asked(prompts, metadata)
         for name, guarded in self._guarded.items():
             if (
                 not guarded.has_policy and asked[name]
             ):  # servers answer for themselves, maybe slowly
                 count, first = 2 if name in self.judges else 1, asked[name][0]
-                samples = [clip if frames > 1 else clip[0]] * count
-                guarded.rehearse(samples, [prompts[first]] * count, [metadata[first]] * count)
+                guarded.rehearse(
+                    [sample] * count, [prompts[first]] * count, [metadata[first]] * count
+                )
 
     def end_if_broken(self) -> None:
         """Before a whole epoch is drawn for a reward whose code fails batch after batch."""

@@ -2,8 +2,10 @@
 anything is loaded."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
+from types import ModuleType
 from typing import Any, get_args
 
 from ml_collections import ConfigDict
@@ -12,9 +14,10 @@ from flow_grpo.advantages import ESTIMATORS
 from flow_grpo.algorithms import ALGORITHMS, check_settings
 from flow_grpo.errors import UserError, with_nearest
 from flow_grpo.models.base import GuidanceGradient
-from flow_grpo.run import old_names, trackers
+from flow_grpo.run import fields, old_names, trackers
 from flow_grpo.run.cli import OPEN_FIELDS, suggestion
 from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
+from flow_grpo.run.tracking import dotted
 from flow_grpo.sde import KINDS, SOLVERS
 from flow_grpo.training.plan import BatchPlan
 
@@ -77,33 +80,53 @@ CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
 WIDE_FOR_CPS = 1e-4
 
 
+@dataclass(frozen=True)
+class Rules:
+    """Of single fields; those that a config has not are passed over."""
+
+    choices: Mapping[str, Collection[str]]
+    at_least: Mapping[str, float]
+    at_most: Mapping[str, float]
+    above_zero: Collection[str]
+    below_one: Collection[str]
+
+
+RULES = Rules(CHOICES, AT_LEAST, AT_MOST, ABOVE_ZERO, BELOW_ONE)
+
+
+def check_values(values: dict[str, Any], rules: Rules) -> None:
+    flat = dict(dotted(values))
+
+    def ruled(names: Collection[str]) -> Iterator[tuple[str, Any]]:
+        yield from ((name, flat[name]) for name in names if flat.get(name) is not None)
+
+    for name, value in ruled(rules.choices):
+        if value not in rules.choices[name]:
+            known = ", ".join(map(repr, rules.choices[name]))
+            message = f"{name}={value!r} must be one of {known}"
+            raise UserError(with_nearest(message, value, filter(None, rules.choices[name])))
+    for name, value in ruled(rules.at_least):
+        if value < rules.at_least[name]:
+            raise UserError(f"{name}={value} must be at least {rules.at_least[name]}")
+    for name, value in ruled(rules.at_most):
+        if value > rules.at_most[name]:
+            raise UserError(f"{name}={value} must be at most {rules.at_most[name]}")
+    for name, value in ruled(rules.above_zero):
+        if value <= 0:
+            raise UserError(f"{name}={value} must be above 0")
+    for name, value in ruled(rules.below_one):
+        if not 0 <= value < 1:
+            raise UserError(f"{name}={value} must be at least 0 and below 1")
+    trackers.parse(values["log_with"])
+    if values["train"]["offload_optimizer"] and values["train"]["use_8bit_adam"]:
+        raise UserError("train.offload_optimizer=True does not go with train.use_8bit_adam=True")
+
+
 def check(config: ConfigDict) -> None:
     check_fields(config)
     old_names.check_values(config)
     values = config.to_dict()
-
-    def field(name: str):
-        section, _, key = name.rpartition(".")
-        return values[section][key] if section else values[key]
-
-    for name, allowed in CHOICES.items():
-        if field(name) not in allowed:
-            known = ", ".join(map(repr, allowed))
-            message = f"{name}={field(name)!r} must be one of {known}"
-            raise UserError(with_nearest(message, field(name), filter(None, allowed)))
-    for name, least in AT_LEAST.items():
-        if field(name) is not None and field(name) < least:
-            raise UserError(f"{name}={field(name)} must be at least {least}")
-    for name, most in AT_MOST.items():
-        if field(name) > most:
-            raise UserError(f"{name}={field(name)} must be at most {most}")
-    for name in ABOVE_ZERO:
-        if field(name) is not None and field(name) <= 0:
-            raise UserError(f"{name}={field(name)} must be above 0")
-    for name in BELOW_ONE:
-        if not 0 <= field(name) < 1:
-            raise UserError(f"{name}={field(name)} must be at least 0 and below 1")
-    trackers.parse(config.log_with)
+    check_values(values, RULES)
     if config.sample.sde_type == "cps" and config.sample.noise_level > 1:
         raise UserError(
             f"sample.noise_level={config.sample.noise_level} must be at most 1 for sde_type='cps'"
@@ -117,8 +140,6 @@ def check(config: ConfigDict) -> None:
             )
     for name, algorithm in ALGORITHMS.items():
         check_settings(name, algorithm.Settings(**values[name]))
-    if config.train.offload_optimizer and config.train.use_8bit_adam:
-        raise UserError("train.offload_optimizer=True does not go with train.use_8bit_adam=True")
     if config.sample.merge_lora and not config.use_lora:
         raise UserError("sample.merge_lora=True needs use_lora=True")
     if config.sample.guidance_scale > 1 and not config.train.cfg:
@@ -128,9 +149,9 @@ def check(config: ConfigDict) -> None:
         )
 
 
-def check_fields(config: ConfigDict) -> None:
+def check_fields(config: ConfigDict, of: ModuleType = fields) -> None:
     """Refuse other fields than those of fields.py, and values of other types."""
-    default = get_config()
+    default = of.get_config()
     known, given = dict(_fields(default)), dict(_fields(config))
     for name in known.keys() & given.keys():
         if isinstance(known[name], ConfigDict):
@@ -145,7 +166,7 @@ def check_fields(config: ConfigDict) -> None:
     if missing := [name for name in absent if name.rpartition(".")[0] not in absent]:
         problems.append(f"it lacks {_some(missing)}")
     if problems:
-        way_out = "start from flow_grpo.run.fields.get_config() and change what differs"
+        way_out = f"start from {of.__name__}.get_config() and change what differs"
         raise UserError(f"the config does not fit: {'; '.join([*problems, way_out])}")
     for name, value in given.items():
         section, _, key = name.rpartition(".")

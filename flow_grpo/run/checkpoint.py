@@ -155,7 +155,7 @@ def weights_in(folder: Path) -> Path:
     """The weights to load: of a run its newest that are whole, of a checkpoint its average."""
     damage = None
     for place in [*reversed(list_checkpoints(folder / "checkpoints"))] or [folder]:
-        names = ("ema_lora", "lora", "ema_transformer", "transformer")
+        names = ("ema_lora", "lora", "ema_transformer", "transformer", "ema_model", "model")
         found = next((place / name for name in names if (place / name).is_dir()), place)
         damage = damage_of_weights(found)
         if damage is None and list(found.glob("*.safetensors")):

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import diffusers
@@ -18,8 +19,8 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from flow_grpo.algorithms import ALGORITHMS
 from flow_grpo.errors import UserError, first_line, nearest
-from flow_grpo.run import old_names
-from flow_grpo.run.fields import FLOW_GRPO_NAMES, get_config
+from flow_grpo.run import fields, old_names
+from flow_grpo.run.fields import FLOW_GRPO_NAMES
 from flow_grpo.run.mistakes import is_first_process, told_plainly
 from flow_grpo.run.places import find_config
 from flow_grpo.run.whole_dicts import whole_dict
@@ -27,7 +28,7 @@ from flow_grpo.run.whole_dicts import whole_dict
 OPEN_FIELDS = (  # dicts with names of the user's
     *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
 )
-NO_CONFIG = "--config is missing; name one, e.g. --config config/grpo.py:tiny_ocr"
+NO_CONFIG = "--config is missing; name one, e.g. --config "
 KINDS = {  # of fields, and what to write on the command line
     bool: "True or False",
     int: "a whole number",
@@ -46,12 +47,13 @@ def run(
     *,
     default: str | None = None,
     dry_run: Callable[[ConfigDict], Any] | None = None,
+    of: ModuleType = fields,
 ) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
 
     `default` is the config to take where none is named, `dry_run` what to call in place of `main`
-    with --dry_run. What is returned is never freed: gloo was seen to wait for ever when the last
-    reference to a process group went.
+    with --dry_run; `of` has the fields of the config. What is returned is never freed: gloo was
+    seen to wait for ever when the last reference to a process group went.
     """
     set_up_logging()
     config = config_flags.DEFINE_config_file(
@@ -65,9 +67,9 @@ def run(
         if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
             argv = [argv[0], f"--config={default}", *argv[1:]]
         if {"--help", "-h", "--helpshort", "--helpfull"} & {*argv}:
-            print(told_plainly(lambda: _usage(argv), debug=True))
+            print(told_plainly(lambda: _usage(argv, of), debug=True))
             sys.exit()
-        return told_plainly(lambda: _parse(_with_our_configs(argv)), debug="--debug" in argv)
+        return told_plainly(lambda: _parse(_with_our_configs(argv), of), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
         call = dry_run if dry_run and flags.FLAGS.dry_run else main
@@ -103,16 +105,16 @@ def set_up_logging() -> None:
     ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], of: ModuleType = fields) -> list[str]:
     config = check_names(argv)
     if config is None and any(arg.startswith("--config.") for arg in argv):
-        raise UserError(NO_CONFIG)
+        raise UserError(NO_CONFIG + of.EXAMPLE)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
         raise UserError(plainly(error, config, argv)) from error
     if flags.FLAGS.config is None:
-        raise UserError(NO_CONFIG)
+        raise UserError(NO_CONFIG + of.EXAMPLE)
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
     return rest
@@ -132,14 +134,14 @@ def plainly(error: Exception, config: ConfigDict | None, argv: list[str]) -> str
     return f"{mistake}; --help lists all options"
 
 
-def _usage(argv: list[str]) -> str:
+def _usage(argv: list[str], of: ModuleType) -> str:
     from flow_grpo.run import help  # it needs all algorithms
 
     paths = _config_paths(_with_our_configs(argv))
-    config = _load(paths[-1]) if paths else get_config()
+    config = _load(paths[-1]) if paths else of.get_config()
     own = flags.FLAGS.flags_by_module_dict()
     ours = [*own.get(argv[0], []), *own.get(__name__, [])]
-    return help.usage(sys.modules["__main__"].__doc__ or "", ours, config)
+    return help.usage(sys.modules["__main__"].__doc__ or "", ours, config, of)
 
 
 def _with_our_configs(argv: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from flow_grpo.models.lora_files import Misfit, attach_lora, replace_weights
 from flow_grpo.run.checkpoint import PREFIX, damage_of_weights, weights_in
 
 TRAINED = "transformer"  # the part of a pipeline that runs train
-NAMES = ("lora", "transformer")  # what weights are called in a checkpoint, if not averaged
+NAMES = ("lora", "transformer", "model")  # what weights are called in a checkpoint, if not averaged
 
 
 @dataclass(frozen=True)

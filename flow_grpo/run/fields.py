@@ -10,6 +10,7 @@ from ml_collections.config_dict import placeholder
 from flow_grpo.algorithms import ALGORITHMS
 from flow_grpo.rewards import REWARDS
 
+EXAMPLE = "config/grpo.py:tiny_ocr"
 FLOW_GRPO_NAMES = (
     *("beta", "kl_type", "adv_clip_max"),
     *("clip_range", "clip_range_low", "clip_range_high"),
@@ -19,41 +20,7 @@ FLOW_GRPO_NAMES = (
 def get_config() -> ConfigDict:
     config = ConfigDict()
 
-    # --- the run -----------------------------------------------------------------------------
-    # Folder under `logdir`; empty takes the date and time.
-    config.run_name = ""
-    config.logdir = "logs"
-    # "auto" goes on with the run of this name where it was stopped, if there is one; a path
-    # (of a run or a checkpoint) starts a new run from that state; "none" starts a new run.
-    config.resume = "none"
-    # All prompts, noise, windows and LoRA weights follow from it, for any number of processes.
-    config.seed = 42
-    config.num_epochs = 100
-    # Epochs between evaluations on the test prompts; 0 evaluates before and after the run only.
-    config.eval_freq = 10
-    # Epochs between checkpoints; the last epoch is always saved.
-    config.save_freq = 10
-    # Newest checkpoints to keep, besides the best; 0 keeps all.
-    config.num_checkpoint_limit = 5
-    # Epochs between states to resume from, of which the newest is kept: a run that is killed
-    # loses at most this many. Larger for full fine-tuning, whose state is three models.
-    config.state_freq = 1
-    # Seconds after which processes give up on one that does not answer any more.
-    config.distributed_timeout = 600
-    # Pictures written with each evaluation, of the test prompts and of the training samples.
-    config.log_images = 16
-    # "", or some of wandb, tensorboard, swanlab, trackio and mlflow, as in "wandb,tensorboard".
-    # metrics.jsonl is always written. docs/metrics.md says how to log without a network.
-    config.log_with = ""
-    config.project_name = "flow_grpo"
-    # "no", "bf16" or "fp16": the dtype of the frozen weights. LoRA weights stay in float32.
-    # Half precision moves the on-policy ratio off 1; train/first_update_ratio_dev shows it.
-    config.mixed_precision = "no"
-    # Let a GPU round the inputs of float32 products to 10 bits (TF32): faster, and the on-policy
-    # ratio moves off 1. Nothing changes in half precision.
-    config.allow_tf32 = False
-    # "auto" takes a CUDA GPU where there is one; "cpu" never does.
-    config.device = "auto"
+    run_fields(config)
 
     # --- the model ---------------------------------------------------------------------------
     config.pretrained = ConfigDict()
@@ -94,23 +61,7 @@ def get_config() -> ConfigDict:
     config.prompt_fn = "auto"
     # Test prompts to evaluate on, from the start of the file; 0 means all.
     config.eval_prompts = 0
-    # Rewards and their weights. On the command line: --config.reward_fn="{'ocr': 1.0}"
-    config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
-    # Those of the evaluation; empty means the same.
-    config.eval_reward_fn = ConfigDict()
-    # Names for rewards of your own: {"mine": "my_pkg.my_module:my_reward"}
-    config.custom_rewards = ConfigDict()
-    # Keyword arguments of rewards that are classes: {"ocr": {"engine": "rapidocr"}}. All take
-    # "frames", what they see of a video: "first", "middle", "mean of N" or "clip".
-    config.reward_options = ConfigDict()
-    # Reward servers, "http://a:18085,http://b:18085", that score a reward instead of this process.
-    config.reward_servers = ConfigDict({name: "" for name in REWARDS})
-    # What to do when a batch cannot be scored: try again this often, within so many seconds for
-    # all attempts together; then its scores are missing.
-    config.reward_retries = 8
-    config.reward_timeout = 300.0
-    # The run saves and stops when more than this share of an epoch's scores are missing.
-    config.max_failed_fraction = 0.2
+    reward_fields(config)
 
     # --- sampling ----------------------------------------------------------------------------
     config.sample = sample = ConfigDict()
@@ -164,6 +115,90 @@ def get_config() -> ConfigDict:
     train.gradient_accumulation_steps = 4
     # Passes over an epoch's samples. More reuse, less on-policy.
     train.num_inner_epochs = 1
+    update_fields(train)
+    # "grpo", "dr_grpo" (no division), "rloo", "reinforce_pp", "remax" (less the reward of a sample
+    # without noise), "gdpo" or "pairwise" (share of wins over the others of the group).
+    train.advantage = "grpo"
+    # Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only.
+    train.cfg = True
+    # "both" halves of guidance have a gradient, as the policy that sampled has it. "conditional"
+    # takes the unconditional half as a constant: biased, for less time and memory.
+    train.guidance_gradient = "both"
+    # Without a window: train the first of the steps, up to this share.
+    train.timestep_fraction = 1.0
+    weight_fields(train)
+
+    # --- the algorithm -----------------------------------------------------------------------
+    # What turns rewards into a loss; docs/algorithms.md compares them. Each has a section of its
+    # own name, whose fields and reasons are in flow_grpo/algorithms/NAME.py.
+    config.algorithm = "grpo"
+    for name, algorithm in ALGORITHMS.items():
+        config[name] = section(algorithm.Settings)
+    # Flow-GRPO's names for fields of grpo: one value, two names.
+    for name in FLOW_GRPO_NAMES:
+        train[name] = config.grpo.get_ref(name)
+    return config
+
+
+def run_fields(config: ConfigDict) -> None:
+    """Those of every run, whatever it trains."""
+    # Folder under `logdir`; empty takes the date and time.
+    config.run_name = ""
+    config.logdir = "logs"
+    # "auto" goes on with the run of this name where it was stopped, if there is one; a path
+    # (of a run or a checkpoint) starts a new run from that state; "none" starts a new run.
+    config.resume = "none"
+    # All prompts, noise, windows and LoRA weights follow from it, for any number of processes.
+    config.seed = 42
+    config.num_epochs = 100
+    # Epochs between evaluations on the test prompts; 0 evaluates before and after the run only.
+    config.eval_freq = 10
+    # Epochs between checkpoints; the last epoch is always saved.
+    config.save_freq = 10
+    # Newest checkpoints to keep, besides the best; 0 keeps all.
+    config.num_checkpoint_limit = 5
+    # Epochs between states to resume from, of which the newest is kept: a run that is killed
+    # loses at most this many. Larger for full fine-tuning, whose state is three models.
+    config.state_freq = 1
+    # Seconds after which processes give up on one that does not answer any more.
+    config.distributed_timeout = 600
+    # Pictures written with each evaluation, of the test prompts and of the training samples.
+    config.log_images = 16
+    # "", or some of wandb, tensorboard, swanlab, trackio and mlflow, as in "wandb,tensorboard".
+    # metrics.jsonl is always written. docs/metrics.md says how to log without a network.
+    config.log_with = ""
+    config.project_name = "flow_grpo"
+    # "no", "bf16" or "fp16": the dtype of the frozen weights. LoRA weights stay in float32.
+    # Half precision moves the on-policy ratio off 1; train/first_update_ratio_dev shows it.
+    config.mixed_precision = "no"
+    # Let a GPU round the inputs of float32 products to 10 bits (TF32): faster, and the on-policy
+    # ratio moves off 1. Nothing changes in half precision.
+    config.allow_tf32 = False
+    # "auto" takes a CUDA GPU where there is one; "cpu" never does.
+    config.device = "auto"
+
+
+def reward_fields(config: ConfigDict) -> None:
+    # Rewards and their weights. On the command line: --config.reward_fn="{'ocr': 1.0}"
+    config.reward_fn = ConfigDict({"jpeg_compressibility": 1.0})
+    # Those of the evaluation; empty means the same.
+    config.eval_reward_fn = ConfigDict()
+    # Names for rewards of your own: {"mine": "my_pkg.my_module:my_reward"}
+    config.custom_rewards = ConfigDict()
+    # Keyword arguments of rewards that are classes: {"ocr": {"engine": "rapidocr"}}. All take
+    # "frames", what they see of a video: "first", "middle", "mean of N" or "clip".
+    config.reward_options = ConfigDict()
+    # Reward servers, "http://a:18085,http://b:18085", that score a reward instead of this process.
+    config.reward_servers = ConfigDict({name: "" for name in REWARDS})
+    # What to do when a batch cannot be scored: try again this often, within so many seconds for
+    # all attempts together; then its scores are missing.
+    config.reward_retries = 8
+    config.reward_timeout = 300.0
+    # The run saves and stops when more than this share of an epoch's scores are missing.
+    config.max_failed_fraction = 0.2
+
+
+def update_fields(train: ConfigDict) -> None:
     # Recompute activations in the backward pass: more time, far less memory.
     train.gradient_checkpointing = False
     # Adam's two moments in 8 bits (bitsandbytes, GPU only): worth it for full fine-tuning.
@@ -178,16 +213,9 @@ def get_config() -> ConfigDict:
     # Gradients here can be as small as 1e-8: a larger epsilon would swallow them.
     train.adam_epsilon = 1e-8
     train.max_grad_norm = 1.0
-    # "grpo", "dr_grpo" (no division), "rloo", "reinforce_pp", "remax" (less the reward of a sample
-    # without noise), "gdpo" or "pairwise" (share of wins over the others of the group).
-    train.advantage = "grpo"
-    # Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only.
-    train.cfg = True
-    # "both" halves of guidance have a gradient, as the policy that sampled has it. "conditional"
-    # takes the unconditional half as a constant: biased, for less time and memory.
-    train.guidance_gradient = "both"
-    # Without a window: train the first of the steps, up to this share.
-    train.timestep_fraction = 1.0
+
+
+def weight_fields(train: ConfigDict) -> None:
     # Evaluate and save a moving average of the weights beside the weights themselves.
     train.ema = True
     train.ema_decay = 0.9
@@ -198,16 +226,9 @@ def get_config() -> ConfigDict:
     # Start from this LoRA; it brings its own rank and alpha.
     train.lora_path = ""
 
-    # --- the algorithm -----------------------------------------------------------------------
-    # What turns rewards into a loss; docs/algorithms.md compares them. Each has a section of its
-    # own name, whose fields and reasons are in flow_grpo/algorithms/NAME.py.
-    config.algorithm = "grpo"
-    for name, algorithm in ALGORITHMS.items():
-        config[name] = section(algorithm.Settings)
-    # Flow-GRPO's names for fields of grpo: one value, two names.
-    for name in FLOW_GRPO_NAMES:
-        train[name] = config.grpo.get_ref(name)
-    return config
+
+# whose comments are the reasons of fields
+PARTS = (get_config, run_fields, reward_fields, update_fields, weight_fields)
 
 
 def section(settings: type) -> ConfigDict:

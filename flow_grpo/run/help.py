@@ -5,6 +5,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 from absl.flags import Flag
 from ml_collections import ConfigDict
@@ -14,9 +15,12 @@ from flow_grpo.run import fields
 from flow_grpo.run.tracking import dotted
 
 
-def reasons() -> dict[str, str]:
+def reasons(of: ModuleType = fields) -> dict[str, str]:
     """By field: the comments above it in fields.py, or what an algorithm's settings say of it."""
-    found = dict(_comments(inspect.getsource(fields.get_config).splitlines()))
+    lines = [line for part in of.PARTS for line in inspect.getsource(part).splitlines()]
+    found = dict(_comments(lines))
+    if of is not fields:
+        return found
     for name, algorithm in ALGORITHMS.items():
         for each in dataclasses.fields(algorithm.Settings):
             found[f"{name}.{each.name}"] = each.metadata["reason"]
@@ -43,15 +47,17 @@ def _comments(lines: list[str]) -> Iterator[tuple[str, str]]:
             comment, ended = [], True
 
 
-def usage(description: str, flags: Iterable[Flag], config: ConfigDict) -> str:
+def usage(
+    description: str, flags: Iterable[Flag], config: ConfigDict, of: ModuleType = fields
+) -> str:
     lines = [f"  --{flag.name}\n        {flag.help}" for flag in flags]
     parts = [description.strip(), "options:", *lines, "fields, as this config has them:"]
-    return "\n".join([*parts, field_list(config)])
+    return "\n".join([*parts, field_list(config, of=of)])
 
 
-def field_list(config: ConfigDict, width: int = 88) -> str:
+def field_list(config: ConfigDict, width: int = 88, of: ModuleType = fields) -> str:
     """--config.NAME=VALUE of this config, each with its reason below."""
-    why, lines = reasons(), []
+    why, lines = reasons(of), []
     for name, value in dotted(config.to_dict()):
         lines.append(f"  --config.{name}={value!r}")
         lines += textwrap.wrap(

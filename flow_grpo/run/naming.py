@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-WEIGHTS = ("lora", "ema_lora", "transformer", "ema_transformer")  # folders of a checkpoint
+WEIGHTS = tuple(  # folders of a checkpoint
+    f"{prefix}{name}" for prefix in ("", "ema_") for name in ("lora", "transformer", "model")
+)
 
 
 def short_names(paths: list[Path]) -> list[str]:

@@ -2,32 +2,27 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
-from torch.optim import Optimizer
 
 from flow_grpo.algorithms import ALGORITHMS, Algorithm, Setup
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, Size, check_model, load_adapter
-from flow_grpo.report.page import write_at_end
-from flow_grpo.rewards import WeightedReward, close_scorers
-from flow_grpo.run import trackers, tracking
+from flow_grpo.run import trackers
 from flow_grpo.run.accelerator import build_accelerator
+from flow_grpo.run.base import Run
 from flow_grpo.run.check import check, unusual
-from flow_grpo.run.checkpoint import Progress
-from flow_grpo.run.console import Pace
 from flow_grpo.run.gpu import can_compile, can_replay, lighter_settings
 from flow_grpo.run.hub import download_revision
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.memory import advice_when_short
+from flow_grpo.run.optimizer import adam_settings, build_optimizer
 from flow_grpo.run.places import find_files
 from flow_grpo.run.prompts import build_prompts
 from flow_grpo.run.restore import load_progress
@@ -41,7 +36,6 @@ from flow_grpo.sde import Solver
 from flow_grpo.speed.lora import MergedLora, is_plain
 from flow_grpo.training.distributed import on_all_or_none
 from flow_grpo.training.ema import Ema
-from flow_grpo.training.offload import offload_state
 from flow_grpo.training.plan import BatchPlan
 from flow_grpo.training.policy import Policy
 from flow_grpo.training.shards import is_sharded
@@ -52,30 +46,19 @@ logger = logging.getLogger("flow_grpo")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass
-class Session:
-    """What lives as long as the run."""
+@dataclass(kw_only=True)
+class Session(Run):
+    """Of a model that draws."""
 
-    config: ConfigDict
-    accelerator: Accelerator
     plan: BatchPlan
     prompts: list[Prompt]
     prompt_sets: list[tuple[int, int]]  # rows and groups of an epoch, of each
     test_prompts: list[Prompt]
-    reward: WeightedReward
-    eval_reward: WeightedReward
     adapter: ModelAdapter
     algorithm: Algorithm
     policy: Policy
-    optimizer: Optimizer
-    ema: Ema | None
     merged: MergedLora | None
     stale: Snapshot | None  # the weights that sampled the epoch to be trained next
-    folder: Path
-    progress: Progress
-    stop: StopSignals
-    lock: RunLock | None  # on the main process
-    pace: Pace = field(default_factory=Pace)
 
     def noisy_steps(self, epoch: int, first: int) -> range:
         """Of the batch whose first sample is `first`."""
@@ -99,10 +82,6 @@ class Session:
             with self.behaviour():
                 self.stale.blend(0)
 
-    def averaged(self) -> AbstractContextManager:
-        """The weights to evaluate: their moving average, where there is one."""
-        return self.ema.applied() if self.ema is not None else nullcontext()
-
     def without_noise(self, epoch: int) -> Callable[[], AbstractContextManager]:
         """The weights to take steps without noise with, merged with LoRA as it is now if wanted."""
         if self.merged is None:
@@ -119,28 +98,6 @@ class Session:
         )
         exact = self.config.mixed_precision == "no" and self.accelerator.device.type == "cpu"
         return {"batch": plain, "sample": exact}
-
-    def how_to_go_on(self) -> str:
-        name = self.folder.name
-        return f"go on with the same command and --config.run_name={name} --config.resume=auto"
-
-    def close(self) -> None:
-        """Also of a run that was stopped: what the trackers hold is written, and the report."""
-        try:
-            close_scorers(self.reward, self.eval_reward)
-            trackers.close(self.accelerator)
-            if self.lock is not None:
-                write_at_end(self.folder, self.lock.check)
-        finally:
-            if self.lock is not None:
-                self.lock.release()
-
-    def check_lock(self) -> None:
-        """Before anything is written, on all processes: the folder is still this run's."""
-        on_all_or_none(self.accelerator, lambda: self.lock and self.lock.check())
-
-    def bar(self, items: Iterable, name: str, total: int | None = None) -> Iterable:
-        return tracking.progress_bar(items, name, self.accelerator, total)
 
 
 def build_session(
@@ -223,10 +180,7 @@ def _build_session(
     )
     if config.sample.merge_lora and not all(map(is_plain, policy.lora_layers)):
         raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
-    optimizer = build_optimizer(config, accelerator, policy)
-    if train.offload_optimizer:
-        offload_state(optimizer)
-    optimizer = policy.prepare(accelerator, optimizer)
+    optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
     merged = MergedLora(policy.lora_layers) if config.sample.merge_lora else None
     if can_compile(config, accelerator):
         adapter.compile()
@@ -272,35 +226,6 @@ def _build_session(
         stop=StopSignals(accelerator),
         lock=lock,
     )
-
-
-def adam_settings(config: ConfigDict) -> dict[str, Any]:
-    train = config.train
-    return {
-        "lr": train.learning_rate,
-        "betas": (train.adam_beta1, train.adam_beta2),
-        "weight_decay": train.adam_weight_decay,
-        "eps": train.adam_epsilon,
-    }
-
-
-def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: Policy) -> Optimizer:
-    train = config.train
-    settings = adam_settings(config)
-    on_gpu = accelerator.device.type == "cuda"
-    if not train.use_8bit_adam:
-        # in fp16 a fused step hides from the moving average which updates were skipped
-        fused = on_gpu and config.mixed_precision != "fp16"
-        return torch.optim.AdamW(policy.parameters(), fused=fused, **settings)
-    if not on_gpu:
-        raise UserError("train.use_8bit_adam=True needs a GPU; this run is on the CPU")
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise UserError(
-            "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
-        ) from error
-    return AdamW8bit(policy.parameters(), **settings)
 
 
 def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:

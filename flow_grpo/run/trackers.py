@@ -132,15 +132,17 @@ def log_pictures(
     """On the main process."""
     if not images or not accelerator.trackers:
         return
-    scores = shown_rewards(name for name in columns if name not in ("prompt", "advantage"))
+    scores = shown_rewards(name for name in columns if name not in (*TEXTS, "advantage"))
     names = [*scores, *(["advantage"] if "advantage" in columns else [])]
+    texts = [name for name in TEXTS if name in columns]
     rows = [
         Shown(
             still(image),
-            " ".join(columns["prompt"][i].split()),
+            " ".join(word for name in texts for word in columns[name][i].split()),
             tuple(f"{name} {_text(columns[name][i])}" for name in names),
         )
         for i, image in enumerate(images)
+        if image is not None
     ]
     for tracker in accelerator.trackers:
         with _kept_going(tracker):
@@ -182,6 +184,7 @@ def _show_in_mlflow(
     mlflow.log_dict({"samples": texts}, f"samples/{kind}-{epoch:05d}.json")
 
 
+TEXTS = ("prompt", "answer", "truth")  # columns of samples that are no numbers
 SHOW = {
     "wandb": _show_list,
     "swanlab": _show_list,

@@ -47,17 +47,17 @@ def append_metrics(path: Path, record: dict[str, float | None]) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def save_samples(folder: Path, images: list[Sample], **columns: Sequence) -> None:
+def save_samples(folder: Path, images: list[Sample | None], **columns: Sequence) -> None:
     """PNG files, or GIF files of clips, and a samples.jsonl that says what each is: a score that
     failed is null there, one that its prompt does not ask for is left out. Columns may be longer
-    than images."""
+    than images, and a sample may have no image."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for i, image in enumerate(images):
                 row = {name: values[i] for name, values in columns.items()}
                 record = {name: _jsonable(v) for name, v in row.items() if v != NotAsked()}
-                files = save_sample(image, folder, f"{i:04d}")
+                files = {} if image is None else save_sample(image, folder, f"{i:04d}")
                 file.write(json.dumps({**files, **record}) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error

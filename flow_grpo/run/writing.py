@@ -15,6 +15,7 @@ from flow_grpo.rewards import TOTAL
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.run import trackers, tracking
+from flow_grpo.run.base import Run
 from flow_grpo.run.checkpoint import STATE, save_checkpoint
 from flow_grpo.run.console import epoch_line
 from flow_grpo.run.health import examine
@@ -30,7 +31,7 @@ def is_due(epoch: int, every: int, last: int) -> bool:
 
 
 def finish_epoch(
-    session: Session, epoch: int, metrics: dict[str, float], timer: tracking.Timer
+    session: Run, epoch: int, metrics: dict[str, float], timer: tracking.Timer
 ) -> None:
     """Write down what the epoch did, so that a run that is killed goes on from here."""
     config, progress = session.config, session.progress
@@ -47,14 +48,14 @@ def finish_epoch(
     log(session, tracking.record(epoch, progress.step, metrics, timer))
 
 
-def can_save(session: Session) -> bool:
+def can_save(session: Run) -> bool:
     """Torch takes an empty step of Adam to collect the state of an FSDP optimizer that has taken
     none, which changes its first real one."""
     fsdp = session.accelerator.distributed_type == DistributedType.FSDP
     return session.progress.step > 0 or not fsdp
 
 
-def save(session: Session, *, best: bool = False) -> Path:
+def save(session: Run, *, best: bool = False) -> Path:
     """Write a checkpoint of everything as it is now; returns its folder."""
     accelerator, policy = session.accelerator, session.policy
     session.check_lock()
@@ -78,13 +79,15 @@ def save(session: Session, *, best: bool = False) -> Path:
     )
 
 
-def log(session: Session, record: dict[str, float | None]) -> None:
+def log(session: Run, record: dict[str, float | None]) -> None:
     if session.accelerator.is_main_process:
         tracking.append_metrics(session.folder / "metrics.jsonl", record)
         rows = read_metrics(session.folder)
         for finding in examine(rows):
             if finding.epoch == record["epoch"]:  # others were said when they began
-                logger.warning("epoch %d: %s; %s", finding.epoch, finding.text, finding.advice)
+                logger.warning(
+                    "health, epoch %d: %s; %s", finding.epoch, finding.text, finding.advice
+                )
     trackers.log(session.accelerator, record)
     last, rewards = session.config.num_epochs, session.reward.weights
     left = session.pace.left(record, last)
@@ -92,7 +95,7 @@ def log(session: Session, record: dict[str, float | None]) -> None:
 
 
 def write_samples(
-    session: Session, kind: str, epoch: int, images: list[Sample], **columns: Sequence
+    session: Run, kind: str, epoch: int, images: list[Sample], **columns: Sequence
 ) -> None:
     """Of an evaluation: files in samples/, and pictures for the trackers."""
     if not session.accelerator.is_main_process:

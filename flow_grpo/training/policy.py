@@ -1,7 +1,6 @@
 """What is trained: LoRA on the transformer, or all of it; and the reference it is held to."""
 
 import copy
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flow_grpo.errors import UserError
@@ -28,14 +27,14 @@ from flow_grpo.speed.transfer import send
 from flow_grpo.training.plan import largest_divisor
 from flow_grpo.training.shards import is_sharded, whole_state
 from flow_grpo.training.snapshot import Snapshot
+from flow_grpo.training.trained import Trained
 
 Fixed = Literal["reference", "old", "current"]
 # 32 latents of 512 px: on an H200 a pass of 27 takes 5 % less time for each than one of 9.
 MAX_PASS = 32 * 16 * 64 * 64
-TRAINED, LORA_SHAPE = "trained.safetensors", "lora.json"
 
 
-class Policy:
+class Policy(Trained):
     """The transformer being trained, as every process calls it.
 
     `module` is the wrapped module after `prepare`; call that one, always, so that distribution
@@ -57,7 +56,7 @@ class Policy:
     ) -> None:
         self.adapter = adapter
         self.dynamics = dynamics
-        self.transformer = adapter.transformer
+        self.transformer = self.network = adapter.transformer
         self.use_lora = use_lora
         self._frozen = None
         if use_lora:
@@ -120,60 +119,14 @@ class Policy:
     def _is_unused(self, name: str) -> bool:
         return self.adapter.unused is not None and bool(re.fullmatch(self.adapter.unused, name))
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.transformer.parameters() if p.requires_grad]
-
     def prepare(
         self, accelerator: Accelerator, optimizer: torch.optim.Optimizer
     ) -> torch.optim.Optimizer:
         if not is_sharded(accelerator):  # engines that do gather them layer by layer
             fold_lora(self.transformer)
         self.module, optimizer = accelerator.prepare(self.transformer, optimizer)
-        accelerator.register_save_state_pre_hook(self._save_trained)
-        accelerator.register_load_state_pre_hook(self._load_trained)
+        self.register(accelerator)
         return optimizer
-
-    def _save_trained(self, models: list, weights: list[dict], folder: str) -> None:
-        """In place of the whole model, whose frozen part every run can load again."""
-        if PartialState().is_main_process:
-            shape = json.dumps(self._lora_shape())
-            (Path(folder) / LORA_SHAPE).write_text(shape + "\n", encoding="utf-8")
-        if weights:  # none where DeepSpeed or FSDP have written their own
-            weights.clear()
-            if PartialState().is_main_process:
-                save_file(whole_state(self.trained()), Path(folder) / TRAINED)
-
-    def _load_trained(self, models: list, folder: str) -> None:
-        path = Path(folder) / LORA_SHAPE
-        shape = json.loads(path.read_text("utf-8")) if path.exists() else self._lora_shape()
-        if shape != self._lora_shape():
-            raise ValueError(f"LoRA has rank and alpha {shape} there and {self._lora_shape()} here")
-        if models:
-            models.clear()
-            saved = load_file(Path(folder) / TRAINED)
-            trained = self.trained()
-            if odd := saved.keys() ^ trained.keys():
-                where = "the checkpoint" if min(odd) in saved else "this model"
-                raise ValueError(f"only {where} has weights named {min(odd)}")
-            for name, parameter in trained.items():
-                if saved[name].shape != parameter.shape:  # copy_ would repeat a LoRA of rank 1
-                    raise ValueError(
-                        f"{name} has the shape {list(saved[name].shape)} there and "
-                        f"{list(parameter.shape)} here"
-                    )
-                parameter.data.copy_(saved[name])
-
-    def _lora_shape(self) -> list[list[float]]:
-        """Rank and alpha, all there are: weights do not tell alpha, by which they are scaled."""
-        shapes = {
-            (layer.r[name], layer.lora_alpha[name])
-            for layer in self.lora_layers
-            for name in layer.active_adapters
-        }
-        return [list(shape) for shape in sorted(shapes)]
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
 
     @property
     def denoiser(self) -> Denoiser:

@@ -30,13 +30,16 @@ RUNS = {
         {"bright": "Bright"},
         {"levels": [0.0] * 4, "scales": [1e-12, 1e-12, 1e-12, 1.0]},
         {
-            "train.batch_size": 4,  # not the one that sampled: other rounding
-            "train.gradient_accumulation_steps": 2,
+            "sample.train_batch_size": 4,  # one group, trained one by one: other rounding,
+            "sample.noise_level": 0.05,  # which little noise makes much of
+            "sample.guidance_scale": 1.0,
+            "train.batch_size": 1,
+            "train.gradient_accumulation_steps": 4,
             "train.num_inner_epochs": 5,
-            "train.learning_rate": 0.01,
+            "train.learning_rate": 1.5e-3,
             "train.clip_range": 1e-7,
             "train.beta": 1e-4,
-            "train.kl_type": "velocity",
+            "train.kl_type": "gaussian",
         },
         {
             "on-policy ratios": "on-policy ratios are off 1 by",
@@ -87,6 +90,7 @@ RUNS = {
             "height": 32,
             "width": 96,
             "max_failed_fraction": 0.5,
+            "sample.guidance_scale": 1.0,
             "algorithm": "awm",
             "awm.times": 2,
             "awm.old_beta": 0.1,
@@ -134,8 +138,8 @@ def ill(tmp_path, tiny_sd3, caplog):
 def test_what_is_wrong_is_said_once_with_what_to_change(ill, caplog, name):
     rewards, options, fields, expected = RUNS[name]
     found = ill(rewards, options, fields)
-    said = [message for message in caplog.messages if message.startswith("epoch ")]
-    assert sorted(said) == sorted(f"epoch {f.epoch}: {f.text}; {f.advice}" for f in found)
+    said = [message for message in caplog.messages if message.startswith("health, ")]
+    assert sorted(said) == sorted(f"health, epoch {f.epoch}: {f.text}; {f.advice}" for f in found)
     texts = {finding.check: finding.text for finding in found}
     for check, words in expected.items():
         assert words in texts.get(check, ""), texts

@@ -1,0 +1,79 @@
+"""Hold a config against its fields and their rules, before anything is loaded."""
+
+from dataclasses import replace
+
+from ml_collections import ConfigDict
+
+from flow_grpo.advantages import ESTIMATORS, SCALES
+from flow_grpo.errors import UserError
+from flow_grpo.run.check import RULES, check_fields, check_values
+from flow_grpo.vlm import fields
+from flow_grpo.vlm.losses import AGGREGATIONS, DIVERGENCES, KINDS
+
+GAE = "gae"  # the estimator that is PPO's
+OWN = replace(
+    RULES,
+    choices={
+        **RULES.choices,
+        "train.loss": KINDS,
+        "train.aggregation": AGGREGATIONS,
+        "train.kl": DIVERGENCES,
+        "train.kl_in": ("loss", "reward"),
+        "train.advantage": (*ESTIMATORS, GAE),
+        "train.advantage_scale": SCALES,
+        "mixed_precision": ("no", "bf16"),
+    },
+    at_least={
+        **RULES.at_least,
+        "eval_questions": 0,
+        "min_pixels": 0,
+        "max_pixels": 0,
+        "max_prompt_length": 0,
+        "sample.questions_per_epoch": 1,
+        "sample.group_size": 1,
+        "sample.batch_size": 1,
+        "sample.max_new_tokens": 1,
+        "sample.refills": 0,
+        "train.updates_per_epoch": 1,
+        "train.num_inner_epochs": 1,
+        "train.tokens_per_batch": 1,
+        "train.clip_low": 0,
+        "train.clip_high": 0,
+        "train.dual_clip": 0,
+        "train.beta": 0,
+        "train.discount": 0,
+        "train.gae_decay": 0,
+        "train.value_weight": 0,
+    },
+    at_most={**RULES.at_most, "train.clip_low": 1, "train.discount": 1, "train.gae_decay": 1},
+    above_zero=[
+        *RULES.above_zero,
+        "sample.temperature",
+        "train.value_clip",
+    ],
+)
+
+
+def check(config: ConfigDict) -> None:
+    check_fields(config, fields)
+    check_values(config.to_dict(), OWN)
+    sample, train = config.sample, config.train
+    if 0 < train.dual_clip <= 1 + train.clip_high:
+        raise UserError(
+            f"train.dual_clip={train.dual_clip} must be above 1 + train.clip_high="
+            f"{1 + train.clip_high:g}, or 0 for none"
+        )
+    if sample.group_size == 1 and train.advantage not in ("reinforce_pp", "remax", GAE):
+        raise UserError(
+            f"sample.group_size=1 leaves train.advantage={train.advantage!r} nothing to compare; "
+            "use groups of 2 or more, or train.advantage='reinforce_pp', 'remax' or 'gae'"
+        )
+    if sample.refills and (sample.group_size == 1 or train.advantage == GAE):
+        raise UserError(
+            f"sample.refills={sample.refills} replaces groups whose rewards are all the same; it "
+            "does not go with sample.group_size=1 or train.advantage='gae'"
+        )
+    if 0 < config.max_pixels < config.min_pixels:
+        raise UserError(
+            f"min_pixels={config.min_pixels} must be at most max_pixels={config.max_pixels}"
+        )

@@ -1,0 +1,113 @@
+"""Every field of a run that trains a model that answers, its default and why it is there. Presets
+change them: flow_grpo/vlm/presets.py."""
+
+from ml_collections import ConfigDict
+
+from flow_grpo.run.fields import reward_fields, run_fields, update_fields, weight_fields
+
+EXAMPLE = "config/vlm.py:tiny_vlm"
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+
+    run_fields(config)
+
+    # --- the model ---------------------------------------------------------------------------
+    config.pretrained = ConfigDict()
+    # A folder of transformers or a hub id: Qwen2.5-VL or Qwen3-VL.
+    config.pretrained.model = "Qwen/Qwen2.5-VL-3B-Instruct"
+    # Branch, tag or commit of a hub id. A folder has none: leave it at "main".
+    config.pretrained.revision = "main"
+    # Pixels of a picture at least and at most, which is resized where it has fewer or more; 0 is
+    # what the model's own image processor says. A picture of Qwen2.5-VL has a token for each
+    # 28 x 28 pixels.
+    config.min_pixels = 0
+    config.max_pixels = 0
+    # False trains the whole model and keeps a frozen copy for the KL: three times the memory.
+    config.use_lora = True
+
+    # --- questions and rewards ---------------------------------------------------------------
+    # A folder with train and test files (.jsonl, .parquet), or one such file: docs/vlm.md.
+    config.dataset = "dataset/shapes_qa"
+    # Test questions to evaluate on, from the start of the file; 0 means all.
+    config.eval_questions = 0
+    # Told to the model before each question; empty for none.
+    config.system_prompt = ""
+    # What the model is asked, with the question in the place of {question}.
+    config.question_format = "{question}"
+    # Tokens of a prompt, its pictures included. A longer one is refused, never cut; 0 is what the
+    # model's positions leave for it.
+    config.max_prompt_length = 0
+    reward_fields(config)
+
+    # --- sampling ----------------------------------------------------------------------------
+    config.sample = sample = ConfigDict()
+    # Distinct questions of an epoch, over all processes.
+    sample.questions_per_epoch = 64
+    # Answers to each. An advantage compares an answer with its group.
+    sample.group_size = 8
+    # Answers that a process samples together, and questions that it evaluates together.
+    sample.batch_size = 128
+    # An answer is cut off there.
+    sample.max_new_tokens = 1024
+    # By which scores of tokens are divided, in sampling and in training. Evaluation is greedy.
+    sample.temperature = 1.0
+    # Where all answers to a question get the same reward there is nothing to learn: draw another
+    # question instead, up to this many times an epoch (DAPO's dynamic sampling).
+    sample.refills = 0
+
+    # --- training ----------------------------------------------------------------------------
+    config.train = train = ConfigDict()
+    # Updates that the samples of an epoch are divided into.
+    train.updates_per_epoch = 2
+    # Passes over an epoch's samples. More reuse, less on-policy.
+    train.num_inner_epochs = 1
+    # Tokens of a micro-batch, padding included. A prompt counts once for its answers in there.
+    train.tokens_per_batch = 16384
+    # Leave the vision tower as it is.
+    train.freeze_vision = True
+    # The policy that sampled, for the ratio: computed again before the first update (True), so that
+    # the ratio is exactly 1 there, or as sampling found it, which costs nothing. Half precision
+    # wants True.
+    train.recompute_old = False
+    # "clip" (PPO's), "gspo" (one ratio for an answer) or "cispo" (weights are clipped, not
+    # gradients).
+    train.loss = "clip"
+    # The ratio is held within 1 - clip_low and 1 + clip_high; DAPO raises the upper end to .28.
+    train.clip_low = 0.2
+    train.clip_high = 0.2
+    # The loss of a negative advantage is held at this ratio, 3 in most papers; 0 is no bound.
+    train.dual_clip = 0.0
+    # Mean over "token"s of an update, over tokens and then answers ("sequence"), or a sum over
+    # tokens divided by a "constant" (Dr. GRPO), so that length has no part in it.
+    train.aggregation = "token"
+    # Weight of the KL to the reference; 0 needs no reference.
+    train.beta = 0.0
+    # "k1", "k2" or "k3", and whether it is part of the "loss" or of the "reward", where it is k1
+    # in all papers. In the loss, k1 has no use: its gradient is 0 on average.
+    train.kl = "k3"
+    train.kl_in = "loss"
+    # "grpo", "dr_grpo" (no division), "rloo", "reinforce_pp", "remax" (less the reward of a greedy
+    # answer), "gdpo", "pairwise", or "gae": PPO with a value head.
+    train.advantage = "grpo"
+    # What grpo divides by: standard deviation of the "group" or the "batch", or "none".
+    train.advantage_scale = "group"
+    # Of advantage="gae": discount and decay per token, weight of the values' loss, and how far a
+    # value may move in an epoch.
+    train.discount = 1.0
+    train.gae_decay = 0.95
+    train.value_weight = 0.1
+    train.value_clip = 0.2
+    update_fields(train)
+    weight_fields(train)
+    # Other than for pictures: steps are small already, and an average lags.
+    train.ema = False
+    # Usual for language models, and of their size.
+    train.learning_rate = 1e-5
+    train.adam_weight_decay = 0.01
+    return config
+
+
+# whose comments are the reasons of fields
+PARTS = (run_fields, reward_fields, get_config, update_fields, weight_fields)

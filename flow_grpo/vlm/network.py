@@ -1,0 +1,93 @@
+"""The model being trained, and the log-probabilities of its tokens: one function for the policy
+that sampled, the one that is trained and the reference."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flow_grpo.vlm.batches import Inputs, PackedBatch
+
+MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+LOGITS = 2**26  # of one chunk, in float32: 256 MiB
+
+
+class AnswerModel(nn.Module):
+    """A vision-language model of transformers, with a value head where one is asked for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        with_value: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.compute_dtype = compute_dtype
+        width = model.config.text_config.hidden_size
+        self.value = nn.Linear(width, 1, dtype=torch.float32) if with_value else None
+        if self.value is not None:
+            nn.init.zeros_(self.value.weight)
+            nn.init.zeros_(self.value.bias)
+        # a picture's token in an answer would ask for a picture that is not there
+        marks = [getattr(model.config, name, None) for name in MARKS]
+        self.banned = [mark for mark in marks if mark is not None]
+
+    def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """`log_probs` (R, T), 0 where there is no token, and `values` (R, T) with a value head."""
+        hidden = self.hidden(batch.inputs)
+        chosen = hidden[batch.row[:, None], batch.column][batch.mask]  # (tokens, width)
+        log_probs = self.token_log_probs(chosen, batch.tokens[batch.mask])
+        out = {"log_probs": _spread(log_probs, batch.mask)}
+        if self.value is not None:
+            values = self.value(chosen.to(self.value.weight.dtype))[:, 0]
+            out["values"] = _spread(values, batch.mask)
+        return out
+
+    def hidden(self, inputs: Inputs, **cache) -> Tensor:
+        """Last hidden states (B, S, width)."""
+        with self._cast(inputs.input_ids.device):
+            hidden = self.model.model(**inputs.as_arguments(), **cache).last_hidden_state
+        return hidden + self._unseen_tower(inputs)
+
+    def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """(N,) of `tokens` after the hidden states (N, width), in chunks that fit in memory."""
+
+        def chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
+            return self.log_probs(hidden).gather(-1, tokens[:, None])[:, 0]
+
+        size = max(1, LOGITS // self.model.config.text_config.vocab_size)
+        if len(hidden) <= size:
+            return chunk(hidden, tokens)
+        pairs = zip(hidden.split(size), tokens.split(size), strict=True)
+        return torch.cat([checkpoint(chunk, *pair, use_reentrant=False) for pair in pairs])
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """(N, vocabulary), in float32 or better: of every token that may be sampled."""
+        with self._cast(hidden.device):
+            logits = self.model.lm_head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        logits[:, self.banned] = -torch.inf
+        return logits.log_softmax(-1)
+
+    def _cast(self, device: torch.device) -> AbstractContextManager:
+        if self.compute_dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.compute_dtype)
+
+    def _unseen_tower(self, inputs: Inputs) -> Tensor | float:
+        """0, with a gradient of 0 for a vision tower that is trained and had nothing to see: DDP
+        waits for the gradient of every weight."""
+        tower = self.model.model.visual
+        if inputs.pixel_values is not None or not torch.is_grad_enabled():
+            return 0.0
+        trained = [p for p in tower.parameters() if p.requires_grad]
+        return 0.0 * sum(p.sum() for p in trained) if trained else 0.0
+
+
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)

@@ -1,0 +1,68 @@
+"""The arithmetic of an epoch: checked before anything is loaded, printed before it starts."""
+
+from dataclasses import dataclass
+
+from flow_grpo.errors import UserError
+from flow_grpo.training.plan import largest_divisor
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    num_processes: int
+    questions: int
+    group_size: int
+    updates_per_pass: int
+    inner_epochs: int
+    most_at_once: int  # samples of a process
+
+    def __post_init__(self) -> None:
+        parts = self.updates_per_pass * self.num_processes
+        if self.samples % parts:
+            raise UserError(
+                f"{self.samples} samples per epoch = sample.questions_per_epoch={self.questions} x "
+                f"sample.group_size={self.group_size} do not divide into train.updates_per_epoch="
+                f"{self.updates_per_pass} updates x {self.num_processes} processes; change one of "
+                "these numbers"
+            )
+
+    @property
+    def samples(self) -> int:
+        return self.questions * self.group_size
+
+    @property
+    def per_process(self) -> int:
+        return self.samples // self.num_processes
+
+    @property
+    def batch_size(self) -> int:
+        """Sampled together: equal parts of what a process samples."""
+        return largest_divisor(self.per_process, self.most_at_once)
+
+    @property
+    def updates(self) -> int:
+        return self.updates_per_pass * self.inner_epochs
+
+    def update(self, number: int) -> slice:
+        """The samples of an update, by index."""
+        size = self.samples // self.updates_per_pass
+        return slice(number * size, (number + 1) * size)
+
+    def check_questions(self, rows: int, source: str) -> None:
+        if rows < self.questions:
+            raise UserError(
+                f"{source} has {rows} questions but an epoch needs {self.questions} distinct ones; "
+                "add questions or lower sample.questions_per_epoch"
+            )
+
+    def describe(self) -> str:
+        return "\n".join(
+            [
+                f"samples per epoch     {self.samples} = {self.questions} questions x "
+                f"{self.group_size} answers",
+                f"sampled together      {self.batch_size}, on each of {self.num_processes} "
+                "processes",
+                f"samples per update    {self.samples // self.updates_per_pass}",
+                f"updates per epoch     {self.updates} (train.num_inner_epochs="
+                f"{self.inner_epochs})",
+            ]
+        )

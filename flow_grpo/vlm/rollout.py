@@ -1,0 +1,141 @@
+"""The samples of an epoch: which question each answers, who samples it, and what it scored."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flow_grpo.rewards import TOTAL
+from flow_grpo.sampling.seeding import Stream, numpy_rng
+from flow_grpo.vlm.batches import Answer
+from flow_grpo.vlm.network import AnswerModel
+from flow_grpo.vlm.plan import AnswerPlan
+from flow_grpo.vlm.prompts import Prompt, PromptEncoder
+from flow_grpo.vlm.questions import Question
+from flow_grpo.vlm.sampling import sample_answers
+
+# columns beside the rewards', under names that no reward can have
+BASELINE, LENGTH, ENDED = (f"{TOTAL}/{name}" for name in ("baseline", "length", "ended"))
+
+
+@dataclass(frozen=True)
+class Sample:
+    row: int  # of the data set
+    tokens: Tensor  # (T,)
+    log_probs: Tensor  # (T,), of the policy that sampled
+    ended: bool  # False: cut off
+    text: str
+
+
+@dataclass
+class Rollout:
+    """An epoch's samples by index, of which index // group size is the group, on all processes.
+
+    A process holds those that it sampled; scores and lengths are known to all.
+    """
+
+    plan: AnswerPlan
+    rows: np.ndarray  # (groups,), the question of each
+    spare: list[int]  # questions to take instead
+    samples: dict[int, Sample] = field(default_factory=dict)
+    prompts: dict[int, Prompt] = field(default_factory=dict)  # by row
+    scores: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) each
+
+    @classmethod
+    def draw(cls, plan: AnswerPlan, questions: int, seed: int, epoch: int) -> "Rollout":
+        order = numpy_rng(seed, Stream.PROMPTS, epoch).permutation(questions)
+        return cls(plan, order[: plan.questions], order[plan.questions :].tolist())
+
+    @property
+    def groups(self) -> np.ndarray:
+        return np.arange(self.plan.samples) // self.plan.group_size
+
+    @property
+    def rewards(self) -> dict[str, np.ndarray]:
+        return {n: v for n, v in self.scores.items() if n not in (BASELINE, LENGTH, ENDED)}
+
+    def metrics(self) -> dict[str, float]:
+        """Of the lengths of answers."""
+        return {
+            "answer/length": float(self.scores[LENGTH].mean()),
+            "answer/length_max": float(self.scores[LENGTH].max()),
+            "answer/cut_off": float(1 - self.scores[ENDED].mean()),
+        }
+
+    def has_spread(self) -> np.ndarray:
+        """(N,) bool: whether rewards differ in the group of each sample."""
+        total = self.scores[TOTAL].reshape(-1, self.plan.group_size)
+        scored = ~np.isnan(total)
+        low = np.where(scored, total, np.inf).min(1)
+        high = np.where(scored, total, -np.inf).max(1)
+        return np.repeat(high > low, self.plan.group_size)
+
+    def refill(self) -> np.ndarray:
+        """Other questions for groups without spread, as far as there are any; the indices that are
+        to be sampled for them."""
+        flat = np.flatnonzero(~self.has_spread()[:: self.plan.group_size])[: len(self.spare)]
+        self.rows[flat] = self.spare[: len(flat)]
+        del self.spare[: len(flat)]
+        return np.flatnonzero(np.isin(self.groups, flat))
+
+    def own(self, process: int, wanted: np.ndarray) -> list[int]:
+        """Those of the indices that a process samples: an equal share of each update."""
+        parts = np.arange(self.plan.samples)
+        parts = parts.reshape(self.plan.updates_per_pass, self.plan.num_processes, -1)
+        return [i for i in parts[:, process].ravel().tolist() if i in set(wanted.tolist())]
+
+    def row_of(self, index: int) -> int:
+        return int(self.rows[index // self.plan.group_size])
+
+    def answer(self, index: int) -> Answer:
+        """As it is trained."""
+        sample = self.samples[index]
+        return Answer(sample.row, self.prompts[sample.row], sample.tokens)
+
+    def store(self, scores: dict[str, np.ndarray], index: np.ndarray) -> None:
+        """Scores of these samples, of all processes, in the order of the index."""
+        for name in {**self.scores, **scores}:
+            column = self.scores.setdefault(name, np.full(self.plan.samples, np.nan))
+            column[index] = scores.get(name, np.nan)
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A network, and how it is asked."""
+
+    network: AnswerModel
+    encoder: PromptEncoder
+    max_new_tokens: int
+    stop: tuple[int, ...]  # end tokens
+
+    @property
+    def pad(self) -> int:
+        pad = self.encoder.tokenizer.pad_token_id
+        return self.stop[0] if pad is None else pad
+
+    def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
+        return {row: self.encoder.encode(questions[row]) for row in dict.fromkeys(rows)}
+
+    def answer(
+        self,
+        prompts: dict[int, Prompt],
+        rows: list[int],
+        generators: list[torch.Generator] | None = None,
+    ) -> list[Sample]:
+        """One for each of `rows`; without generators the greedy one."""
+        places = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+        sampled = sample_answers(
+            self.network,
+            [prompts[row] for row in places],
+            [places[row] for row in rows],
+            generators=generators,
+            max_new_tokens=self.max_new_tokens,
+            stop=self.stop,
+            pad=self.pad,
+        )
+        columns = (rows, sampled.tokens, sampled.log_probs, sampled.ended)
+        return [
+            Sample(row, tokens, log_probs, ended, self.encoder.decode(tokens.tolist()))
+            for row, tokens, log_probs, ended in zip(*columns, strict=True)
+        ]

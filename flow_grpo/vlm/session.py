@@ -1,0 +1,217 @@
+"""Turn a config into the objects of a run that trains a model that answers."""
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
+from ml_collections import ConfigDict
+from torch import nn
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards import WeightedReward
+from flow_grpo.run import trackers
+from flow_grpo.run.accelerator import build_accelerator
+from flow_grpo.run.base import Run
+from flow_grpo.run.lock import RunLock
+from flow_grpo.run.memory import advice_when_short
+from flow_grpo.run.optimizer import adam_settings, build_optimizer
+from flow_grpo.run.places import find_files
+from flow_grpo.run.restore import load_progress
+from flow_grpo.run.resume import Start, find_start, prepare_folder
+from flow_grpo.run.scoring import build_rewards, eval_weights
+from flow_grpo.run.stopping import StopSignals
+from flow_grpo.training.distributed import on_all_or_none
+from flow_grpo.training.ema import Ema
+from flow_grpo.vlm.check import GAE, check
+from flow_grpo.vlm.plan import AnswerPlan
+from flow_grpo.vlm.policy import AnswerPolicy, load_model
+from flow_grpo.vlm.prompts import PromptEncoder, load_processors
+from flow_grpo.vlm.questions import Question, load_questions
+from flow_grpo.vlm.rollout import Answerer
+from flow_grpo.vlm.scoring import reward_metadata
+
+logger = logging.getLogger("flow_grpo")
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
+Load = Callable[[ConfigDict, Accelerator], nn.Module]
+
+
+@dataclass(kw_only=True)
+class VlmSession(Run):
+    plan: AnswerPlan
+    questions: list[Question]
+    test_questions: list[Question]
+    policy: AnswerPolicy
+    answerer: Answerer
+
+
+def build_session(config: ConfigDict, load: Load | None = None) -> VlmSession:
+    """Everything the run needs; whatever is cheap to check is checked before weights load."""
+    with ExitStack() as until_built:
+        session = _build_session(config, load or _load, until_built)
+        until_built.pop_all()  # the session holds its folder until it is closed
+    return session
+
+
+def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> VlmSession:
+    check(config)
+    find_files(config)
+    _refuse_engines()
+    accelerator = build_accelerator(
+        config, log_with=trackers.parse(config.log_with) or None, project_dir=config.logdir
+    )
+    plan = AnswerPlan(
+        num_processes=accelerator.num_processes,
+        questions=config.sample.questions_per_epoch,
+        group_size=config.sample.group_size,
+        updates_per_pass=config.train.updates_per_epoch,
+        inner_epochs=config.train.num_inner_epochs,
+        most_at_once=config.sample.batch_size,
+    )
+    as_json = json.loads(config.to_json_best_effort())
+    start, lock = find_start(accelerator, as_json, until_built)
+    questions, test_questions = load_questions(config.dataset, config.seed)
+    test_questions = test_questions[: config.eval_questions or None]
+    plan.check_questions(len(questions), config.dataset)
+    reward, eval_reward = on_all_or_none(
+        accelerator, lambda: _build_rewards(config, accelerator, questions, test_questions)
+    )
+
+    with advice_when_short(lighter_settings(config)):
+        model = load(config, accelerator)
+    tokenizer, images = load_processors(
+        config.pretrained.model,
+        config.pretrained.revision,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+    )
+    encoder = PromptEncoder(
+        tokenizer,
+        images,
+        model,
+        system_prompt=config.system_prompt,
+        question_format=config.question_format,
+    )
+    most = _longest_prompt(config, model)
+    on_all_or_none(accelerator, lambda: encoder.check_lengths([*questions, *test_questions], most))
+    train = config.train
+    policy = AnswerPolicy(
+        model,
+        parts=[tokenizer, images],
+        use_lora=config.use_lora,
+        rank=train.lora_rank,
+        alpha=train.lora_alpha,
+        lora_path=train.lora_path,
+        freeze_vision=train.freeze_vision,
+        with_reference=train.beta > 0,
+        with_value=train.advantage == GAE,
+        temperature=config.sample.temperature,
+        gradient_checkpointing=train.gradient_checkpointing,
+        compute_dtype=torch.bfloat16 if config.mixed_precision == "bf16" else None,
+        seed=config.seed,
+    )
+    optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
+    ema = None
+    if train.ema:
+        ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
+        ema.prepare(accelerator)
+    progress = load_progress(accelerator, start.checkpoint, optimizer, adam_settings(config))
+    _open(config, accelerator, start, lock, as_json)
+    return VlmSession(
+        config=config,
+        accelerator=accelerator,
+        plan=plan,
+        questions=questions,
+        test_questions=test_questions,
+        reward=reward,
+        eval_reward=eval_reward,
+        policy=policy,
+        answerer=Answerer(
+            policy.network, encoder, config.sample.max_new_tokens, _end_tokens(model, tokenizer)
+        ),
+        optimizer=optimizer,
+        ema=ema,
+        folder=start.folder,
+        progress=progress,
+        stop=StopSignals(accelerator),
+        lock=lock,
+    )
+
+
+def _refuse_engines() -> None:
+    for engine in ("DEEPSPEED", "FSDP"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
+            raise UserError(
+                f"train_vlm.py does not run with {engine} yet; start it with torchrun, or with "
+                "accelerate launch --multi_gpu (DDP)"
+            )
+
+
+def _build_rewards(
+    config: ConfigDict,
+    accelerator: Accelerator,
+    questions: list[Question],
+    test_questions: list[Question],
+) -> list[WeightedReward]:
+    rewards = build_rewards(config, accelerator, config.reward_fn.to_dict(), eval_weights(config))
+    for reward, asked in zip(rewards, (questions, test_questions), strict=True):
+        texts = [q.text for q in asked]
+        metadata = [reward_metadata(q, 0, config.sample.max_new_tokens) for q in asked]
+        reward.check(texts, metadata)
+        reward.rehearse_with("No idea.", texts, metadata)
+    return rewards
+
+
+def _load(config: ConfigDict, accelerator: Accelerator) -> nn.Module:
+    return load_model(
+        config.pretrained.model,
+        accelerator.device,
+        DTYPES[config.mixed_precision],
+        config.pretrained.revision,
+    )
+
+
+def _longest_prompt(config: ConfigDict, model: nn.Module) -> int:
+    positions = model.config.text_config.max_position_embeddings
+    left = positions - config.sample.max_new_tokens
+    if left < 1 or config.max_prompt_length > left:
+        raise UserError(
+            f"max_prompt_length={config.max_prompt_length} and sample.max_new_tokens="
+            f"{config.sample.max_new_tokens} do not fit into the model's {positions} positions"
+        )
+    return config.max_prompt_length or left
+
+
+def _end_tokens(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return tuple(ends) if isinstance(ends, list) else (ends,)
+
+
+def _open(
+    config: ConfigDict,
+    accelerator: Accelerator,
+    start: Start,
+    lock: RunLock | None,
+    as_json: dict[str, Any],
+) -> None:
+    if config.log_with:
+        on_all_or_none(
+            accelerator,
+            lambda: trackers.start(accelerator, config.project_name, start.folder, as_json),
+        )
+    on_all_or_none(accelerator, lambda: lock and prepare_folder(start, as_json))
+
+
+def lighter_settings(config: ConfigDict) -> list[str]:
+    """Options that need less memory, of those that the run has not yet."""
+    batch, tokens = config.sample.batch_size // 2, config.train.tokens_per_batch // 2
+    lighter = [f"--config.sample.batch_size={batch} --config.train.tokens_per_batch={tokens}"]
+    if not config.train.gradient_checkpointing:
+        lighter.append("--config.train.gradient_checkpointing=True")
+    return lighter

@@ -1,0 +1,149 @@
+"""Time and memory of training a model that answers, of a published size, with random weights.
+
+    python scripts/benchmark_vlm.py --shape qwen2.5-vl-3b --answers 64 --group 8 --new_tokens 512
+
+Prints one line of JSON: seconds per answer and GiB of sampling and of training, and how near
+sampling comes to the time that reading weights and cache takes at the memory's bandwidth.
+"""
+
+import json
+import time
+
+import torch
+
+from flow_grpo.run.arguments import Parser
+from flow_grpo.sampling.rollout import sample_generators
+from flow_grpo.vlm.batches import Answer, micro_batches, packed
+from flow_grpo.vlm.losses import Counts, policy_loss, token_weights
+from flow_grpo.vlm.policy import AnswerPolicy
+from flow_grpo.vlm.prompts import Prompt
+from flow_grpo.vlm.sampling import Sampled, sample_answers
+from flow_grpo.vlm.shapes import SHAPES, build
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-vl-3b")
+    parser.add_argument("--answers", type=int, default=64, help="sampled together")
+    parser.add_argument("--group", type=int, default=8, help="answers to a question")
+    parser.add_argument("--text_tokens", type=int, default=128, help="of a question")
+    parser.add_argument("--side", type=int, default=448, help="pixels of its square picture")
+    parser.add_argument("--new_tokens", type=int, default=512, help="of an answer")
+    parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second; H200")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    half = device.type == "cuda"
+    model = build(args.shape, device, torch.bfloat16 if half else torch.float32)
+    weights = sum(p.numel() for p in model.parameters())
+    policy = AnswerPolicy(
+        model,
+        parts=[],
+        use_lora=not args.full,
+        gradient_checkpointing=args.gradient_checkpointing,
+        compute_dtype=torch.bfloat16 if half else None,
+    )
+    prompts = [make_prompt(model, args.text_tokens, args.side, i) for i in range(questions(args))]
+    rows = [i // args.group for i in range(args.answers)]
+    sampled, sampling = measured(device, lambda: sample(policy, prompts, rows, args.new_tokens))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=half)
+    _, training = measured(device, lambda: update(policy, optimizer, prompts, rows, sampled, args))
+    bytes_read = decoding_bytes(model, weights, args, len(prompts[0]))
+    print(
+        json.dumps(
+            {
+                "shape": args.shape,
+                "parameters": weights,
+                "prompt_tokens": len(prompts[0]),
+                "sampling_s_per_answer": sampling["seconds"] / args.answers,
+                "sampling_tokens_per_s": args.answers * args.new_tokens / sampling["seconds"],
+                "sampling_gib": sampling["gib"],
+                "training_s_per_answer": training["seconds"] / args.answers,
+                "training_gib": training["gib"],
+                "share_of_bandwidth": bytes_read / args.bandwidth / sampling["seconds"],
+            }
+        )
+    )
+
+
+def questions(args) -> int:
+    return -(-args.answers // args.group)
+
+
+def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) -> Prompt:
+    """A picture of noise and random words."""
+    config, generator = model.config, torch.Generator().manual_seed(seed)
+    vision = config.vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    count = side // unit * vision.spatial_merge_size  # patches of a side
+    grids = torch.tensor([[1, count, count]])
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    words = torch.randint(10, 1000, (text_tokens,), generator=generator)
+    tokens = count**2 // vision.spatial_merge_size**2
+    marks = [config.vision_start_token_id, *[config.image_token_id] * tokens]
+    ids = torch.cat([torch.tensor([*marks, config.vision_end_token_id]), words])
+    kinds = (ids == config.image_token_id).int()[None]
+    positions, _ = model.model.get_rope_index(
+        ids[None], mm_token_type_ids=kinds, image_grid_thw=grids
+    )
+    pixels = torch.randn(count**2, values, generator=generator)
+    return Prompt(ids, positions[:, 0], int(positions.max()) + 1, pixels, grids)
+
+
+def sample(policy: AnswerPolicy, prompts: list[Prompt], rows: list[int], count: int) -> Sampled:
+    generators = sample_generators(0, 0, list(range(len(rows))))
+    return sample_answers(
+        policy.network,
+        prompts,
+        rows,
+        generators=generators,
+        max_new_tokens=count,
+        stop=[-1],  # no token: all answers are of full length
+        pad=0,
+    )
+
+
+def update(policy, optimizer, prompts, rows, sampled: Sampled, args) -> None:
+    device = next(policy.network.parameters()).device
+    answers = [Answer(r, prompts[r], t) for r, t in zip(rows, sampled.tokens, strict=True)]
+    counts = Counts(tokens=float(args.answers * args.new_tokens), answers=float(args.answers))
+    for part in micro_batches(answers, args.budget):
+        batch = packed(answers[part], 0).to(device)
+        old = torch.stack(sampled.log_probs[part]).to(device)
+        advantages = torch.ones(len(old), 1, device=device)
+        scores = policy.scores(batch)["log_probs"]
+        clip = {"clip_low": 0.2, "clip_high": 0.2}
+        loss = policy_loss("clip", scores, old, advantages, batch.mask, **clip).loss
+        (loss * token_weights("token", batch.mask, counts, args.new_tokens)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def decoding_bytes(model: torch.nn.Module, weights: int, args, prompt: int) -> float:
+    """What all steps of sampling read at least: the language model's weights, and the cache."""
+    text, size = model.config.text_config, next(model.parameters()).element_size()
+    tower = sum(p.numel() for p in model.model.visual.parameters())
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head * size
+    seen = args.new_tokens * prompt + args.new_tokens**2 / 2  # tokens of the cache, over all steps
+    return args.new_tokens * (weights - tower) * size + args.answers * seen * per_token
+
+
+def measured(device: torch.device, call):
+    """The second time: the first one warms up."""
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    return result, {"seconds": time.perf_counter() - start, "gib": peak}
+
+
+if __name__ == "__main__":
+    main()

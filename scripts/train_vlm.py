@@ -1,0 +1,318 @@
+"""Train a vision-language model with online reinforcement learning.
+
+    python scripts/train_vlm.py --config config/vlm.py:PRESET [--config.sample.group_size=16 ...]
+    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ...
+
+One epoch: sample a group of answers to each question, score them, turn scores into advantages, and
+update the weights with a clipped policy objective on the tokens of the answers.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from ml_collections import ConfigDict
+from torch import Tensor
+
+from flow_grpo.algorithms.base import Loss
+from flow_grpo.rewards import TOTAL
+from flow_grpo.run import cli, tracking
+from flow_grpo.run.running import (
+    carry_out,
+    check_training,
+    evaluation_metrics,
+    stop_at_outage,
+    take_update,
+)
+from flow_grpo.run.writing import finish_epoch, is_due
+from flow_grpo.sampling.rollout import sample_generators
+from flow_grpo.sampling.seeding import Stream, numpy_rng
+from flow_grpo.training.distributed import gather_scores
+from flow_grpo.training.metrics import TrainingStats, reward_metrics
+from flow_grpo.vlm import fields
+from flow_grpo.vlm.batches import PackedBatch, micro_batches, packed
+from flow_grpo.vlm.check import GAE
+from flow_grpo.vlm.credit import Fixed, answer_advantages, penalties, token_advantages
+from flow_grpo.vlm.losses import Counts, divergence, policy_loss, token_weights
+from flow_grpo.vlm.rollout import LENGTH, Rollout
+from flow_grpo.vlm.scoring import PendingAnswers
+from flow_grpo.vlm.session import VlmSession, build_session, lighter_settings
+from flow_grpo.vlm.showing import write_answers
+from flow_grpo.vlm.value import value_loss
+
+logger = logging.getLogger("flow_grpo")
+
+
+def main(config: ConfigDict) -> VlmSession:
+    session = build_session(config)
+    logger.info("run directory         %s", session.folder)
+    logger.info(session.plan.describe())
+    carry_out(session, train, lighter_settings(config))
+    logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
+    return session
+
+
+def train(session: VlmSession) -> None:
+    config, progress = session.config, session.progress
+    if progress.epoch < 0:
+        timer = tracking.Timer()
+        with timer("eval"):
+            metrics = run_evaluation(session, epoch=0)
+        finish_epoch(session, 0, metrics, timer)
+
+    for epoch in range(progress.epoch, config.num_epochs):
+        done, timer = epoch + 1, tracking.Timer()
+        rollout = sample_epoch(session, epoch, timer)
+        stop_at_outage(session, done, rollout.rewards)
+        session.reward.rest()
+        solved = config.sample.refills > 0 and not rollout.has_spread().any()
+        metrics = {**reward_metrics(rollout.rewards, rollout.groups), **rollout.metrics()}
+        if not solved:
+            with timer("train"):
+                fixed = prepare(session, rollout)
+                give_credit(session, rollout, fixed)
+                metrics |= train_epoch(session, epoch, rollout, fixed)
+        metrics["perf/answers_per_s"] = session.plan.samples / sum(timer.seconds.values())
+        metrics["perf/peak_mem_gb"] = tracking.peak_memory_gb(session.accelerator.device)
+        if solved or is_due(done, config.eval_freq, config.num_epochs):
+            with timer("eval"):
+                if not solved:
+                    save_training_samples(session, done, rollout, fixed)
+                metrics |= run_evaluation(session, done)
+        finish_epoch(session, done, metrics, timer)
+        if solved:
+            logger.info(
+                "epoch %d: answers to a question all scored alike, for every question drawn (mean "
+                "%.3f): there is nothing left to learn from, so training ends here",
+                *(done, metrics[f"reward/{TOTAL}"]),
+            )
+            return
+
+
+def sample_epoch(session: VlmSession, epoch: int, timer: tracking.Timer) -> Rollout:
+    """Answers to the questions of an epoch, scored; with `sample.refills`, questions whose answers
+    all score alike give way to others."""
+    config, plan = session.config, session.plan
+    rollout = Rollout.draw(plan, len(session.questions), config.seed, epoch)
+    wanted = np.arange(plan.samples)
+    for attempt in range(config.sample.refills + 1):
+        own = rollout.own(session.accelerator.process_index, wanted)
+        with timer("sample"):
+            pending = sample_answers(session, epoch, attempt, rollout, own)
+        with timer("reward_wait"):
+            scores = [each.result() for each in pending]
+        index = np.array(own, dtype=np.int64)
+        rollout.store(gather_scores(session.accelerator, index, scores), wanted)
+        session.stop.check()
+        wanted = rollout.refill() if attempt < config.sample.refills else []
+        if not len(wanted):
+            break
+    return rollout
+
+
+def sample_answers(
+    session: VlmSession, epoch: int, attempt: int, rollout: Rollout, own: list[int]
+) -> list[PendingAnswers]:
+    """Those of this process; each batch is scored while the next one is sampled."""
+    config, answerer, pending = session.config, session.answerer, []
+    size = session.plan.batch_size
+    batches = [own[i : i + size] for i in range(0, len(own), size)]
+    for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
+        session.reward.end_if_broken()
+        rows = [rollout.row_of(index) for index in batch]
+        new = [row for row in rows if row not in rollout.prompts]
+        rollout.prompts |= answerer.encode(session.questions, new)
+        keys = [index + attempt * session.plan.samples for index in batch]
+        generators = sample_generators(config.seed, epoch, keys)
+        samples = answerer.answer(rollout.prompts, rows, generators)
+        rollout.samples |= dict(zip(batch, samples, strict=True))
+        greedy = []
+        if config.train.advantage == "remax":
+            greedy = answerer.answer(rollout.prompts, list(dict.fromkeys(rows)))
+        most = config.sample.max_new_tokens
+        pending.append(
+            PendingAnswers.submit(session.reward, session.questions, most, samples, greedy)
+        )
+    return pending
+
+
+def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
+    """Of this process's samples: what takes a forward without gradients, where anything does."""
+    train, policy = session.config.train, session.policy
+    fixed = {index: Fixed(sample.log_probs) for index, sample in rollout.samples.items()}
+    again, with_reference = train.recompute_old or train.advantage == GAE, train.beta > 0
+    if not (again or with_reference):
+        return fixed
+    for part, batch in packed_batches(session, rollout, sorted(fixed)):
+        scores = policy.fixed_scores(batch) if again else {}
+        if with_reference:
+            scores["reference"] = policy.reference(batch)
+        for row, index in enumerate(part):
+            there = batch.mask[row]
+            own = {name: column[row][there].cpu() for name, column in scores.items()}
+            old = own["log_probs"] if train.recompute_old else fixed[index].old
+            fixed[index] = Fixed(old, own.get("reference"), own.get("values"))
+    return fixed
+
+
+def give_credit(session: VlmSession, rollout: Rollout, fixed: dict[int, Fixed]) -> None:
+    """Advantages into `fixed`."""
+    train, accelerator = session.config.train, session.accelerator
+    in_reward = train.beta > 0 and train.kl_in == "reward"
+    lost = penalties(fixed, train.kl, train.beta) if in_reward else {}
+    if train.advantage == GAE:
+        settings = {"discount": train.discount, "decay": train.gae_decay}
+        token_advantages(accelerator, rollout, fixed, lost, **settings)
+        return
+    reward, scale = session.reward, train.advantage_scale
+    credit = answer_advantages(
+        accelerator, rollout, reward.weights, reward.judges, train.advantage, scale, lost
+    )
+    for index, own in fixed.items():
+        own.advantages = torch.full_like(own.old, credit[index])
+
+
+def train_epoch(
+    session: VlmSession, epoch: int, rollout: Rollout, fixed: dict[int, Fixed]
+) -> dict[str, float]:
+    """Update the weights on the epoch's answers.
+
+    Counts are those of all processes, so that neither processes nor micro-batches change the loss.
+    """
+    config, plan, accelerator = session.config, session.plan, session.accelerator
+    stats, sampled_at, lengths = TrainingStats(), session.progress.step, rollout.scores[LENGTH]
+    learns = rollout.has_spread() if config.sample.refills else np.full(plan.samples, True)
+    for inner in range(plan.inner_epochs):
+        order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner)
+        for n, u in enumerate(order.permutation(plan.updates_per_pass), 1):
+            members = np.zeros_like(learns)
+            members[plan.update(u)] = learns[plan.update(u)]
+            if not members.any():
+                continue
+            counts = Counts(tokens=float(lengths[members].sum()), answers=float(members.sum()))
+            own = [index for index in sorted(fixed) if members[index]]
+            kept = [i for i in own if has_gradient(session, fixed[i])] or own[:1] or [min(fixed)]
+            stats.leave_out(int(lengths[own].sum() - lengths[kept].sum()))
+            batches = list(packed_batches(session, rollout, kept))
+            name = f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}"
+            for last, (part, batch) in session.bar(marked(batches), name, len(batches)):
+                alone = nullcontext() if last else accelerator.no_sync(session.policy.module)
+                with alone:
+                    weights = token_weights(
+                        config.train.aggregation, batch.mask, counts, config.sample.max_new_tokens
+                    ) * float(bool(own))
+                    loss = answer_loss(session, batch, [fixed[i] for i in part], weights, counts)
+                    # DDP takes the mean over processes
+                    accelerator.backward(loss.per_sample.sum() / counts.tokens * plan.num_processes)
+                stats.add(loss, on_policy=session.progress.step == sampled_at)
+            take_update(session, stats)
+    metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
+    metrics["train/clip_range"] = min(config.train.clip_low, config.train.clip_high)
+    check_training(session, metrics)
+    return metrics
+
+
+def answer_loss(
+    session: VlmSession, batch: PackedBatch, fixed: list[Fixed], weights: Tensor, counts: Counts
+) -> Loss:
+    """Of every token in a micro-batch, times the tokens of the update: their mean is the loss."""
+    train, mask = session.config.train, batch.mask
+    old, advantages = stack(fixed, "old", mask), stack(fixed, "advantages", mask)
+    scores = session.policy.scores(batch)
+    policy = policy_loss(
+        train.loss,
+        scores["log_probs"],
+        old,
+        advantages,
+        mask,
+        clip_low=train.clip_low,
+        clip_high=train.clip_high,
+        dual_clip=train.dual_clip,
+    )
+    loss, columns = policy.loss, {"policy_loss": policy.loss}
+    if train.beta > 0:
+        kl = divergence(train.kl, scores["log_probs"], stack(fixed, "reference", mask))
+        loss = loss + train.beta * kl if train.kl_in == "loss" else loss
+        columns["kl"] = kl
+    if train.advantage == GAE:
+        before, returns = stack(fixed, "values", mask), stack(fixed, "returns", mask)
+        columns["value_loss"] = value_loss(scores["values"], before, returns, train.value_clip)
+        loss = loss + train.value_weight * columns["value_loss"]
+    columns |= {
+        "ratio": policy.ratio,
+        "approx_kl": 0.5 * (scores["log_probs"] - old) ** 2,
+        "entropy": -old,  # an estimate, of the policy that sampled
+        "clip_low": policy.clipped_low.float(),
+        "clip_high": policy.clipped_high.float(),
+    }
+    weighted = (loss * weights * counts.tokens)[mask]
+    return Loss(weighted, {name: column[mask].detach() for name, column in columns.items()})
+
+
+def stack(fixed: list[Fixed], name: str, mask: Tensor) -> Tensor:
+    """One column of all answers, (R, T), 0 where there is no token."""
+    values = torch.cat([getattr(own, name) for own in fixed]).to(mask.device)
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def has_gradient(session: VlmSession, own: Fixed) -> bool:
+    train = session.config.train
+    in_loss = train.beta > 0 and train.kl_in == "loss"
+    return in_loss or train.advantage == GAE or bool(own.advantages.any())
+
+
+def packed_batches(
+    session: VlmSession, rollout: Rollout, index: list[int]
+) -> Iterator[tuple[list[int], PackedBatch]]:
+    """The micro-batches of these samples, in their order."""
+    answers, pad = [rollout.answer(i) for i in index], session.answerer.pad
+    for part in micro_batches(answers, session.config.train.tokens_per_batch):
+        yield index[part], packed(answers[part], pad).to(session.accelerator.device)
+
+
+def marked(batches: list) -> Iterator[tuple[bool, tuple[list[int], PackedBatch]]]:
+    for number, batch in enumerate(batches, 1):
+        yield number == len(batches), batch
+
+
+def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
+    """Rewards of greedy answers to the test questions."""
+    config, accelerator, questions = session.config, session.accelerator, session.test_questions
+    rows = list(range(accelerator.process_index, len(questions), accelerator.num_processes))
+    size, pending = config.sample.batch_size, []
+    with session.averaged():
+        batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+        for batch in session.bar(batches, "evaluate"):
+            session.eval_reward.end_if_broken()
+            prompts = session.answerer.encode(questions, batch)
+            answers = session.answerer.answer(prompts, batch)
+            most = config.sample.max_new_tokens
+            pending.append(PendingAnswers.submit(session.eval_reward, questions, most, answers))
+    session.stop.check()
+    scores = gather_scores(accelerator, np.array(rows), [each.result() for each in pending])
+    session.eval_reward.rest()
+    said = gather_object([(s.row, s.text) for each in pending for s in each.samples])
+    shown = sorted(said)[: config.log_images]
+    rewards = {name: scores[name] for name in (*session.eval_reward.weights, TOTAL)}
+    asked, texts = [questions[row] for row, _ in shown], [text for _, text in shown]
+    write_answers(session, "eval", epoch, asked, texts, **rewards)
+    lengths = {"eval/length": float(scores.pop(LENGTH).mean())}
+    return {**evaluation_metrics(session, epoch, rewards), **lengths}
+
+
+def save_training_samples(
+    session: VlmSession, epoch: int, rollout: Rollout, fixed: dict[int, Fixed]
+) -> None:
+    shown = sorted(fixed)[: session.config.log_images]
+    samples = [rollout.samples[index] for index in shown]
+    columns = {name: rollout.scores[name][shown] for name in (*session.reward.weights, TOTAL)}
+    columns["advantage"] = [float(fixed[index].advantages.mean()) for index in shown]
+    asked = [session.questions[sample.row] for sample in samples]
+    write_answers(session, "train", epoch, asked, [sample.text for sample in samples], **columns)
+
+
+if __name__ == "__main__":
+    cli.run(main, of=fields)

@@ -1,0 +1,76 @@
+"""Short runs of scripts/train_vlm.py in this process, and as a script for several processes.
+
+    torchrun --nproc_per_node 2 tests/answer_runs.py '[{"logdir": ..., "exact": true}]'
+
+With `exact` in float64, where runs that should be equal are, to the last digits.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import small_vlm
+import torch
+from ml_collections import ConfigDict
+from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+from flow_grpo.vlm.fields import get_config
+from flow_grpo.vlm.session import VlmSession, build_session
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import train_vlm
+
+FIELDS = {
+    "device": "cpu",
+    "run_name": "run",
+    "eval_freq": 0,
+    "eval_questions": 2,
+    "log_images": 2,
+    "num_checkpoint_limit": 0,
+    "sample.questions_per_epoch": 4,
+    "sample.group_size": 4,
+    "sample.max_new_tokens": 10,
+    "train.learning_rate": 1e-3,
+    "train.lora_rank": 4,
+}
+
+
+def config_of(reward: str = "early_letters", **fields: Any) -> ConfigDict:
+    config = get_config()
+    config.update_from_flattened_dict({**FIELDS, **fields})
+    config.custom_rewards = ConfigDict({"mine": f"small_vlm:{reward}"})
+    config.reward_fn = ConfigDict({"mine": 1.0})
+    return config
+
+
+def run(exact: bool = False, **fields: Any) -> VlmSession:
+    """`fields` are dotted; a session that is closed."""
+    session = build_session(config_of(**fields), load=_load_exact if exact else None)
+    try:
+        train_vlm.train(session)
+    finally:
+        session.close()
+    return session
+
+
+def _load_exact(config: ConfigDict, accelerator: Any) -> torch.nn.Module:
+    """transformers takes some steps in float32, whatever the weights are in."""
+    modeling_qwen3_vl.Qwen3VLTextRMSNorm.forward = _norm
+    modeling_qwen3_vl.apply_rotary_pos_emb_vision = _rotate
+    return small_vlm.build().double()
+
+
+def _norm(self, hidden: torch.Tensor) -> torch.Tensor:
+    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    return self.weight * hidden * scale
+
+
+def _rotate(q, k, cos, sin):
+    cos, sin, half = cos.unsqueeze(-2), sin.unsqueeze(-2), modeling_qwen3_vl.rotate_half
+    return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+if __name__ == "__main__":
+    for one in json.loads(sys.argv[1]):
+        run(**one)

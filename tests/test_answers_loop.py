@@ -1,0 +1,321 @@
+"""Whole runs of scripts/train_vlm.py on a small random model."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import answer_runs
+import numpy as np
+import pytest
+import small_vlm
+import torch
+import train_vlm
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from flow_grpo.advantages import ESTIMATORS
+from flow_grpo.errors import UserError
+from flow_grpo.run.export import Source
+from flow_grpo.run.help import reasons
+from flow_grpo.run.tracking import dotted
+from flow_grpo.vlm import export, fields, presets
+from flow_grpo.vlm.check import check
+from flow_grpo.vlm.losses import AGGREGATIONS, KINDS
+from flow_grpo.vlm.plan import AnswerPlan
+from flow_grpo.vlm.rollout import Rollout
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("answers")
+    model, data = small_vlm.save(folder / "model"), small_vlm.small_data(folder / "data")
+    return {"pretrained.model": str(model), "dataset": str(data)}
+
+
+@pytest.fixture
+def run(places, tmp_path):
+    def run(**fields: Any):
+        return answer_runs.run(**{**places, "logdir": str(tmp_path), **fields})
+
+    return run
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    state = folder / "checkpoints/latest/state"
+    moments = torch.load(state / "optimizer.bin")["state"]
+    return {
+        **load_file(state / "trained.safetensors"),
+        **{f"{i}.{name}": value for i, own in moments.items() for name, value in own.items()},
+    }
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    first, second = state_of(one), state_of(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for a, b in zip(metrics_of(one), metrics_of(other), strict=True):
+        for name in a:
+            if not name.startswith(("time/", "perf/")):
+                assert a[name] == b[name], name
+
+
+WHOLE = {"num_epochs": 3, "eval_freq": 1, "train.ema": True, "train.ema_update_interval": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(places, tmp_path_factory) -> Path:
+    """Three epochs that nothing disturbs."""
+    logdir = tmp_path_factory.mktemp("whole")
+    return answer_runs.run(**{**places, "logdir": str(logdir), **WHOLE}).folder
+
+
+def test_a_run_leaves_what_the_image_trainer_leaves(whole):
+    lines = metrics_of(whole)
+    assert [line["epoch"] for line in lines] == [0, 1, 2, 3]
+    assert lines[-1]["step"] == 6
+    expected = {"reward/avg", "reward/mine", "reward/std_within_group", "reward/zero_std_ratio"}
+    expected |= {f"train/{name}" for name in ("loss", "policy_loss", "grad_norm", "lr")}
+    expected |= {f"train/{name}" for name in ("ratio_mean", "clip_low", "clip_high", "approx_kl")}
+    expected |= {"answer/length", "answer/cut_off", "time/sample", "time/train", "eval/avg"}
+    assert expected <= lines[-1].keys()
+    for line in lines[1:]:
+        assert line["train/first_update_ratio_dev"] <= 1e-5
+    for kind in ("train-00003", "eval-00003"):
+        rows = (whole / "samples" / kind / "samples.jsonl").read_text().splitlines()
+        assert len(rows) == 2
+        for row in map(json.loads, rows):
+            assert {"prompt", "answer", "truth", "mine", "avg"} <= row.keys()
+            assert ("file" in row) == (row["prompt"] != "What is 1+2?")
+    config = json.loads((whole / "config.json").read_text())
+    assert config["sample"]["group_size"] == 4
+
+
+def test_two_epochs_and_one_more_are_three_bit_for_bit(run, whole):
+    run(**{**WHOLE, "num_epochs": 2})
+    assert_same_run(run(**WHOLE, resume="auto").folder, whole)
+
+
+def test_a_run_that_dies_ten_times_ends_with_the_same_weights(run, whole, monkeypatch):
+    """Between any two updates and in the middle of sampling and saving."""
+
+    class Death(BaseException):
+        pass
+
+    def dying(function, calls):
+        def call(*args, **kwargs):
+            if next(calls) == 0:
+                raise Death
+            return function(*args, **kwargs)
+
+        return call
+
+    deaths = [("finish_epoch", 0), ("take_update", 1), ("answer_loss", 0), ("take_update", 2)]
+    deaths += [("prepare", 0), ("give_credit", 0), ("finish_epoch", 0), ("sample_answers", 1)]
+    deaths += [("run_evaluation", 0), ("finish_epoch", 0)]
+    assert len(deaths) == 10
+    for name, after in deaths:
+        with monkeypatch.context() as patch:
+            calls = itertools.count(after, -1)
+            patch.setattr(train_vlm, name, dying(getattr(train_vlm, name), calls))
+            with pytest.raises(Death):
+                run(**WHOLE, resume="auto")
+    assert_same_run(run(**WHOLE, resume="auto").folder, whole)
+
+
+@pytest.mark.parametrize("advantage", [*ESTIMATORS, "gae"])
+def test_every_estimator_trains(run, advantage):
+    fields = {"train.advantage": advantage, "num_epochs": 1, "train.beta": 0.01}
+    line = metrics_of(run(**fields, **{"train.kl_in": "reward", "train.kl": "k1"}).folder)[-1]
+    assert line["train/grad_norm"] > 0
+    assert line["train/kl"] == pytest.approx(0, abs=0.02)
+    assert ("train/value_loss" in line) == (advantage == "gae")
+
+
+@pytest.mark.parametrize(("loss", "aggregation"), [*zip(KINDS, AGGREGATIONS, strict=True)])
+def test_every_loss_trains(run, loss, aggregation):
+    fields = {"train.loss": loss, "train.aggregation": aggregation, "train.dual_clip": 3.0}
+    fields |= {"train.recompute_old": True, "train.beta": 0.01, "num_epochs": 1}
+    fields |= {"train.tokens_per_batch": 60, "train.gradient_checkpointing": True}
+    line = metrics_of(run(**fields).folder)[-1]
+    assert line["train/first_update_ratio_dev"] == 0  # where old log-probabilities are recomputed
+    assert line["train/grad_norm"] > 0
+
+
+def test_micro_batches_do_not_change_the_run(run):
+    """Nor how many answers are sampled together."""
+    one = run(run_name="one", num_epochs=1)
+    two = run(
+        run_name="two", num_epochs=1, **{"train.tokens_per_batch": 50, "sample.batch_size": 3}
+    )
+    first, second = metrics_of(one.folder)[-1], metrics_of(two.folder)[-1]
+    assert first["reward/avg"] == second["reward/avg"]
+    assert first["train/loss"] == pytest.approx(second["train/loss"], abs=1e-6)
+    assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-3)
+
+
+def test_full_fine_tuning_saves_what_transformers_load(run, places, tmp_path):
+    session = run(num_epochs=1, use_lora=False, **{"train.freeze_vision": False})
+    saved = session.folder / "checkpoints/latest/model"
+    model = AutoModelForImageTextToText.from_pretrained(saved)
+    trained = dict(session.policy.model.named_parameters())
+    start = AutoModelForImageTextToText.from_pretrained(places["pretrained.model"])
+    start = dict(start.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, trained[name])
+        assert not torch.equal(parameter, start[name]), name  # the tower too
+    assert (saved / "tokenizer_config.json").is_file()
+    assert (saved / "preprocessor_config.json").is_file()
+
+
+def test_lora_is_loaded_by_peft_and_merged(run, places, tmp_path):
+    session = run(num_epochs=1)
+    base = AutoModelForImageTextToText.from_pretrained(places["pretrained.model"])
+    frozen = {name: p.clone() for name, p in base.named_parameters() if "visual" in name}
+    model = PeftModel.from_pretrained(base, session.folder / "checkpoints/latest/lora")
+    ids = torch.tensor([[7, 8, 9, 10]])
+    with torch.no_grad():
+        trained = session.policy.model(input_ids=ids).logits
+        loaded = model(input_ids=ids).logits
+        source = Source.find(session.folder)
+        assert export.answers(source, places["pretrained.model"])
+        export.export(source, places["pretrained.model"], tmp_path / "exported")
+        exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported")
+        merged = exported(input_ids=ids).logits
+    assert torch.equal(trained, loaded)
+    assert (trained - merged).abs().max() < 1e-5
+    for name, parameter in frozen.items():
+        assert torch.equal(parameter, dict(session.policy.model.named_parameters())[name])
+
+
+def test_flat_groups_are_refilled_and_none_of_them_is_trained(places, tmp_path):
+    fields = {**places, "logdir": str(tmp_path), "num_epochs": 1, "sample.refills": 3}
+    fields |= {"reward": "flat_for_some", "sample.questions_per_epoch": 2}
+    seen = []
+
+    def watched(session, batch, fixed, weights, counts):
+        seen.extend(own.advantages for own in fixed)
+        return answer_loss(session, batch, fixed, weights, counts)
+
+    answer_loss, train_vlm.answer_loss = train_vlm.answer_loss, watched
+    try:
+        session = answer_runs.run(**fields)
+    finally:
+        train_vlm.answer_loss = answer_loss
+    line = metrics_of(session.folder)[-1]
+    assert line["reward/zero_std_ratio"] == 0
+    assert len(seen) == 8  # two groups of four, both with spread
+
+
+def test_a_data_set_that_is_solved_ends_the_run_with_a_sentence(run, caplog, monkeypatch):
+    monkeypatch.setattr(train_vlm.logger, "propagate", True)
+    with caplog.at_level("INFO"):
+        session = run(reward="same_for_all", num_epochs=5, **{"sample.refills": 1})
+    assert "answers to a question all scored alike, for every question drawn (mean 1.000)" in (
+        caplog.text
+    )
+    lines = metrics_of(session.folder)
+    assert [line["epoch"] for line in lines] == [0, 1]
+    assert lines[-1]["eval/avg"] == 1
+    assert (session.folder / "checkpoints/latest").exists()
+
+
+AT_ONCE = {"most_at_once": 8}
+
+
+def test_refills_take_other_questions_while_there_are_any():
+    plan = AnswerPlan(1, questions=3, group_size=2, updates_per_pass=1, inner_epochs=1, **AT_ONCE)
+    rollout = Rollout.draw(plan, questions=5, seed=1, epoch=0)
+    first, spare = rollout.rows.copy(), list(rollout.spare)
+    assert sorted([*first.tolist(), *spare]) == list(range(5))
+    rollout.store({"avg": np.array([0.0, 1.0, 1.0, 1.0, np.nan, 1.0])}, np.arange(6))
+    assert rollout.has_spread().tolist() == [True, True, False, False, False, False]
+    assert rollout.refill().tolist() == [2, 3, 4, 5]
+    assert rollout.rows.tolist() == [first[0], *spare]
+    assert rollout.refill().tolist() == []  # none is left
+
+
+def test_processes_share_the_samples_of_each_update():
+    def shares(processes: int) -> list[list[int]]:
+        plan = AnswerPlan(processes, 4, 4, updates_per_pass=2, inner_epochs=1, most_at_once=3)
+        rollout = Rollout.draw(plan, 8, seed=1, epoch=0)
+        return [rollout.own(p, np.arange(16)) for p in range(processes)]
+
+    assert shares(1) == [list(range(16))]
+    assert shares(2) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    assert AnswerPlan(2, 4, 4, 2, 1, most_at_once=3).batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"train.loss": "ppo"}, "train.loss='ppo' must be one of 'clip', 'gspo', 'cispo'"),
+        ({"train.advantage": "vine"}, "train.advantage='vine' must be one of"),
+        ({"train.dual_clip": 1.1}, "train.dual_clip=1.1 must be above 1 + train.clip_high=1.2"),
+        ({"sample.group_size": 1}, "sample.group_size=1 leaves train.advantage='grpo' nothing"),
+        ({"sample.temperature": 0.0}, "sample.temperature=0.0 must be above 0"),
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be one of 'no', 'bf16'"),
+        ({"sample.refills": 1, "train.advantage": "gae"}, "sample.refills=1 replaces groups"),
+        ({"min_pixels": 9, "max_pixels": 4}, "min_pixels=9 must be at most max_pixels=4"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+    ],
+)
+def test_wrong_settings_are_told_in_one_line(fields, message):
+    with pytest.raises(UserError) as told:
+        check(answer_runs.config_of(**fields))
+    assert str(told.value).startswith(message)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["", *presets.PRESETS])
+def test_presets_hold_to_the_rules(name):
+    config = presets.get_config(name)
+    check(config)
+    for processes in (1, 2, 4, 8):
+        plan = AnswerPlan(
+            processes,
+            config.sample.questions_per_epoch,
+            config.sample.group_size,
+            config.train.updates_per_epoch,
+            config.train.num_inner_epochs,
+            config.sample.batch_size,
+        )
+        assert plan.batch_size * processes <= plan.samples
+
+
+def test_every_field_has_a_reason():
+    known = reasons(fields)
+    names = [name for name, _ in dotted(fields.get_config().to_dict())]
+    without = [n for n in names if not known.get(n) and not n.startswith("reward_")]
+    assert not without
+    assert known["train.clip_high"].startswith("The ratio is held within")
+
+
+def test_a_preset_that_is_not_there_is_told():
+    with pytest.raises(UserError, match=r"unknown preset 'tiny_vml'.* did you mean tiny_vlm\?"):
+        presets.get_config("tiny_vml")
+
+
+def test_numbers_that_do_not_divide_are_told(run):
+    with pytest.raises(UserError, match=r"16 samples per epoch = .* do not divide into"):
+        run(**{"train.updates_per_epoch": 3})
+    with pytest.raises(UserError, match="has 8 questions but an epoch needs 9"):
+        run(**{"sample.questions_per_epoch": 9, "train.updates_per_epoch": 1})
+    with pytest.raises(UserError, match=r"train.jsonl.* has .* tokens, more than max_prompt"):
+        run(max_prompt_length=12)
+    with pytest.raises(UserError, match="do not fit into the model's 256 positions"):
+        run(**{"sample.max_new_tokens": 300})
+
+
+def test_the_value_head_learns_the_reward(run):
+    session = run(num_epochs=2, **{"train.advantage": "gae", "train.value_weight": 1.0})
+    assert session.policy.network.value.bias.item() > 0
+    lines = metrics_of(session.folder)
+    assert math.isfinite(lines[-1]["train/value_loss"])
+    assert lines[1]["train/first_update_ratio_dev"] <= 1e-5

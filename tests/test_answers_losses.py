@@ -1,0 +1,216 @@
+"""The losses of answers: gradients, aggregation, KL, GAE."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flow_grpo.advantages import compute_advantages
+from flow_grpo.vlm.losses import (
+    AGGREGATIONS,
+    DIVERGENCES,
+    KINDS,
+    Counts,
+    divergence,
+    policy_loss,
+    token_weights,
+)
+from flow_grpo.vlm.value import generalized_advantages, token_rewards, value_loss
+
+LENGTHS = torch.tensor([5, 2, 4, 1])
+MASK = torch.arange(5) < LENGTHS[:, None]
+COUNTS = Counts(tokens=float(LENGTHS.sum()), answers=4.0)
+ADVANTAGES = torch.tensor([[1.5], [-0.7], [0.4], [-2.0]], dtype=torch.float64)
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+
+
+def numbers(seed: int, scale: float) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(4, 5, generator=generator, dtype=torch.float64)
+
+
+OLD = numbers(0, 1.0) - 2.0
+NEW = OLD + numbers(1, 0.35)  # some ratios in the clip range, some beyond either end
+REFERENCE = OLD + numbers(2, 0.3)
+
+
+def total(kind: str, aggregation: str, new: Tensor, dual: float = 0.0, beta: str = "") -> Tensor:
+    loss = policy_loss(kind, new, OLD, ADVANTAGES, MASK, dual_clip=dual, **CLIP).loss
+    if beta:
+        loss = loss + 0.1 * divergence(beta, new, REFERENCE)
+    return (loss * token_weights(aggregation, MASK, COUNTS, max_new_tokens=8)).sum()
+
+
+def finite_differences(function, at: Tensor, step: float = 1e-6) -> Tensor:
+    gradient = torch.zeros_like(at)
+    for place in itertools.product(*map(range, at.shape)):
+        up, down = at.clone(), at.clone()
+        up[place] += step
+        down[place] -= step
+        gradient[place] = (function(up) - function(down)) / (2 * step)
+    return gradient
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(
+    ("kind", "dual", "beta"),
+    [("clip", 0.0, ""), ("clip", 1.1, ""), ("gspo", 0.0, ""), ("gspo", 1.1, "")]
+    + [("clip", 0.0, kl) for kl in DIVERGENCES],
+)
+def test_gradients_equal_finite_differences(kind, dual, beta, aggregation):
+    new = NEW.clone().requires_grad_()
+    total(kind, aggregation, new, dual, beta).backward()
+    expected = finite_differences(lambda x: total(kind, aggregation, x, dual, beta), NEW)
+    assert torch.allclose(new.grad, expected, atol=1e-8)
+    assert new.grad[~MASK].abs().max() == 0
+    assert new.grad[MASK].abs().max() > 0
+    ratio = policy_loss(kind, NEW, OLD, ADVANTAGES, MASK, **CLIP)
+    if kind == "clip":  # both ends are there, else the test would not see them
+        assert ratio.clipped_low[MASK].any()
+        assert ratio.clipped_high[MASK].any()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_cispo_is_a_policy_gradient_with_fixed_clipped_weights(aggregation):
+    """Finite differences of the log-probabilities, weights held as they are."""
+    weights = (NEW - OLD).exp().clamp(0.8, 1.3)
+
+    def held(new: Tensor) -> Tensor:
+        own = token_weights(aggregation, MASK, COUNTS, max_new_tokens=8)
+        return (-weights * ADVANTAGES * new * own).sum()
+
+    new = NEW.clone().requires_grad_()
+    total("cispo", aggregation, new).backward()
+    assert torch.allclose(new.grad, finite_differences(held, NEW), atol=1e-8)
+    assert (new.grad[MASK] != 0).all()  # also beyond the clip range
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    far, old = torch.full((1, 1), 3.0), torch.zeros(1, 1)
+    mask, negative = torch.ones(1, 1, dtype=torch.bool), -torch.ones(1, 1)
+    free = policy_loss("clip", far, old, negative, mask, **CLIP).loss
+    bound = policy_loss("clip", far, old, negative, mask, dual_clip=3.0, **CLIP).loss
+    assert free.item() == pytest.approx(np.exp(3.0))
+    assert bound.item() == 3.0
+    positive = policy_loss("clip", far, old, -negative, mask, dual_clip=3.0, **CLIP).loss
+    assert positive.item() == pytest.approx(-1.3)
+
+
+def test_gspo_has_one_ratio_for_an_answer_the_geometric_mean():
+    ratio = policy_loss("gspo", NEW, OLD, ADVANTAGES, MASK, **CLIP).ratio
+    for row, length in enumerate(LENGTHS):
+        own = (NEW - OLD)[row, :length].mean().exp()
+        assert torch.allclose(ratio[row, :length], own.expand(length))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_parts_of_an_update_add_up_to_the_whole(aggregation):
+    """So neither micro-batches nor processes change what is minimized."""
+    whole = total("clip", aggregation, NEW)
+    parts = []
+    for rows in ([0], [1, 2], [3]):
+        longest = int(LENGTHS[rows].max())  # a part is padded to its own longest
+        new, old, mask = (t[rows, :longest] for t in (NEW, OLD, MASK))
+        loss = policy_loss("clip", new, old, ADVANTAGES[rows], mask, **CLIP).loss
+        parts.append((loss * token_weights(aggregation, mask, COUNTS, 8)).sum())
+    assert torch.allclose(torch.stack(parts).sum(), whole, atol=1e-12)
+
+
+def test_what_the_aggregations_average():
+    sums = {name: token_weights(name, MASK, COUNTS, 8).sum(1) for name in AGGREGATIONS}
+    assert torch.allclose(sums["token"], LENGTHS / 12)
+    assert torch.allclose(sums["sequence"], torch.full((4,), 0.25))
+    assert torch.allclose(sums["constant"], LENGTHS / 32)
+
+
+def test_divergences_of_known_distributions():
+    """All expectations over a distribution that can be written down."""
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    reference = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+    kl = (policy * (policy / reference).log()).sum()
+    means = {k: (policy * divergence(k, policy.log(), reference.log())).sum() for k in DIVERGENCES}
+    assert torch.allclose(means["k1"], kl)
+    assert torch.allclose(means["k3"], kl)
+    assert means["k2"] == pytest.approx(kl.item(), rel=0.2)  # biased, little near the reference
+    assert (divergence("k3", policy.log(), reference.log()) >= 0).all()
+
+
+def test_gae_by_hand_at_unequal_lengths():
+    """discount .9, decay .8; the second answer is two tokens long."""
+    rewards = token_rewards(torch.tensor([1.0, 2.0]), None, MASK[:2, :3])
+    assert rewards.tolist() == [[0.0, 0.0, 1.0], [0.0, 2.0, 0.0]]
+    values = torch.tensor([[0.5, 0.4, 0.3], [1.0, 0.5, 99.0]])  # what is padding does not count
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    advantages, returns = generalized_advantages(rewards, values, mask, discount=0.9, decay=0.8)
+    # first: deltas .9 * .4 - .5 = -.14, .9 * .3 - .4 = -.13, 1 - .3 = .7
+    a2, a1 = 0.7, -0.13 + 0.72 * 0.7
+    a0 = -0.14 + 0.72 * a1
+    # second: deltas .9 * .5 - 1 = -.55, 2 - .5 = 1.5
+    b1, b0 = 1.5, -0.55 + 0.72 * 1.5
+    expected = torch.tensor([[a0, a1, a2], [b0, b1, 0.0]])
+    assert torch.allclose(advantages, expected, atol=1e-6)
+    assert torch.allclose(returns[mask], (expected + values)[mask], atol=1e-6)
+
+
+def test_without_discount_and_decay_advantages_are_what_is_left_to_gain():
+    rewards = torch.tensor([[0.1, 0.2, 0.7]])
+    values, mask = torch.tensor([[0.3, 0.6, 0.2]]), torch.ones(1, 3, dtype=torch.bool)
+    advantages, _ = generalized_advantages(rewards, values, mask, discount=1.0, decay=1.0)
+    assert torch.allclose(advantages, torch.tensor([[1.0, 0.9, 0.7]]) - values)
+
+
+def test_penalties_come_with_each_token():
+    penalty = torch.ones(2, 3)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    rewards = token_rewards(torch.tensor([1.0, 2.0]), 0.5 * penalty, mask)
+    assert rewards.tolist() == [[-0.5, -0.5, 0.5], [1.5, 0.0, 0.0]]
+
+
+def test_the_value_loss_gains_nothing_beyond_its_clip():
+    values = torch.tensor([[1.0]], requires_grad=True)
+    loss = value_loss(values, torch.zeros(1, 1), torch.full((1, 1), 2.0), clip=0.5)
+    assert loss.item() == pytest.approx(0.5 * 1.5**2)  # of the held value .5
+    loss.sum().backward()
+    assert values.grad.item() == 0
+
+
+def test_rloo_is_unbiased_on_a_policy_that_can_be_enumerated():
+    """Over all triples of samples of a three-way policy: the mean of sum A grad log p is the
+    gradient of the expected reward."""
+    logits = torch.tensor([0.2, -0.4, 0.7], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([1.0, 0.3, -0.5], dtype=torch.float64)
+    (exact,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
+    estimate = torch.zeros(3, dtype=torch.float64)
+    for three in itertools.product(range(3), repeat=3):
+        chosen = list(three)
+        log_probs = logits.log_softmax(0)[chosen]
+        advantages = compute_advantages(
+            rewards[chosen].numpy(), np.zeros(3, dtype=int), estimator="rloo"
+        )
+        mask = torch.ones(3, 1, dtype=torch.bool)
+        counts = Counts(tokens=3.0, answers=3.0)
+        loss = policy_loss(
+            "clip",
+            log_probs[:, None],
+            log_probs[:, None].detach(),
+            torch.from_numpy(advantages)[:, None],
+            mask,
+            **CLIP,
+        ).loss
+        loss = (loss * token_weights("sequence", mask, counts, 1)).sum()
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        estimate -= log_probs.sum().exp().detach() * gradient
+    assert torch.allclose(estimate, exact, atol=1e-12)
+
+
+def test_kinds_are_all_tried():
+    assert set(KINDS) == {"clip", "gspo", "cispo"}
+    for call in (
+        lambda: policy_loss("ppo", NEW, OLD, ADVANTAGES, MASK, **CLIP),
+        lambda: token_weights("mean", MASK, COUNTS, 8),
+        lambda: divergence("k4", NEW, OLD),
+    ):
+        with pytest.raises(ValueError, match="choose one of"):
+            call()

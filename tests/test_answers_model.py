@@ -1,0 +1,223 @@
+"""Token log-probabilities and sampled answers of small random models of both families."""
+
+from dataclasses import replace
+
+import pytest
+import small_vlm
+import torch
+from torch import Tensor
+
+from flow_grpo.errors import UserError
+from flow_grpo.sampling.rollout import sample_generators
+from flow_grpo.vlm.batches import Answer, micro_batches, packed
+from flow_grpo.vlm.network import AnswerModel
+from flow_grpo.vlm.prompts import Prompt
+from flow_grpo.vlm.questions import Question
+from flow_grpo.vlm.sampling import Sampled, choose, sample_answers
+
+FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+ROWS = [0, 0, 1, 1, 1, 2, 2]  # questions of the samples below
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def network(request) -> AnswerModel:
+    return AnswerModel(small_vlm.build(request.param), temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def prompts(network, tmp_path_factory) -> list[Prompt]:
+    encoder = small_vlm.encoder(network.model)
+    return [encoder.encode(q) for q in small_vlm.questions(tmp_path_factory.mktemp("questions"))]
+
+
+def sample(network, prompts, rows=ROWS, index=None, **settings) -> Sampled:
+    index = list(range(len(rows))) if index is None else index
+    settings = {"max_new_tokens": 24, "stop": [small_vlm.EOS], "pad": small_vlm.PAD, **settings}
+    settings.setdefault("generators", sample_generators(1, 2, index))
+    return sample_answers(network, prompts, rows, **settings)
+
+
+@pytest.fixture(scope="module")
+def sampled(network, prompts) -> Sampled:
+    return sample(network, prompts)
+
+
+def answers(prompts, sampled: Sampled, rows=ROWS) -> list[Answer]:
+    return [Answer(r, prompts[r], t) for r, t in zip(rows, sampled.tokens, strict=True)]
+
+
+def log_probs(network, answers: list[Answer]) -> list[Tensor]:
+    batch = packed(answers, small_vlm.PAD)
+    values = network(batch)["log_probs"]
+    return [row[own] for row, own in zip(values, batch.mask, strict=True)]
+
+
+def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_log_probs_of_decoding_and_training_agree(network, prompts, sampled):
+    assert len({len(tokens) for tokens in sampled.tokens}) > 1  # unequal lengths
+    with torch.no_grad():
+        trained = log_probs(network, answers(prompts, sampled))
+    assert furthest(trained, sampled.log_probs) < 2e-6
+
+
+def test_a_mixed_batch_equals_each_row_alone(network, prompts, sampled):
+    """No, one and two pictures, several answers to each."""
+    rows = answers(prompts, sampled)
+    with torch.no_grad():
+        together = log_probs(network, rows)
+        alone = [log_probs(network, [row])[0] for row in rows]
+    assert furthest(together, alone) < 1e-5
+
+
+def test_log_probs_are_those_of_transformers_own_forward(network, prompts, sampled):
+    """One row, unpadded, with transformers' own positions and causal mask."""
+    for answer in answers(prompts, sampled):
+        prompt = answer.prompt
+        ids = torch.cat([prompt.ids, answer.tokens])[None]
+        extra = {}
+        if prompt.pixels is not None:
+            extra = {"pixel_values": prompt.pixels, "image_grid_thw": prompt.grids}
+            extra["mm_token_type_ids"] = (ids == small_vlm.IMAGE).int()
+        with torch.no_grad():
+            network.model.model.rope_deltas = None
+            logits = network.model(input_ids=ids, **extra).logits[0, len(prompt) - 1 : -1]
+            logits = logits / network.temperature
+            logits[:, network.banned] = -torch.inf
+            expected = logits.log_softmax(-1).gather(-1, answer.tokens[:, None])[:, 0]
+            ours = log_probs(network, [answer])[0]
+        assert float((ours - expected).abs().max()) < 1e-5
+
+
+def test_pictures_matter(network, prompts, sampled):
+    """Else all of the above would hold for a model that does not look."""
+    own = answers(prompts, sampled)[2]
+    other = replace(own.prompt, pixels=-own.prompt.pixels)
+    with torch.no_grad():
+        seen, inverted = (
+            log_probs(network, [Answer(0, p, own.tokens)]) for p in (own.prompt, other)
+        )
+    assert furthest(seen, inverted) > 1e-3
+
+
+def test_the_tower_runs_once_per_picture_of_a_group(network, prompts, sampled, monkeypatch):
+    seen, tower = [], network.model.model.visual
+    forward = tower.forward
+
+    def counted(pixels, grid_thw, **kwargs):
+        seen.append(len(grid_thw))
+        return forward(pixels, grid_thw=grid_thw, **kwargs)
+
+    monkeypatch.setattr(tower, "forward", counted)
+    with torch.no_grad():
+        log_probs(network, answers(prompts, sampled))
+        sample(network, prompts, max_new_tokens=3)
+    assert seen == [3, 3]  # the pictures of a question with one and of a question with two
+
+
+def test_any_split_into_batches_samples_the_same_tokens(network, prompts, sampled):
+    for part in ([0], [1, 2], [3, 4, 5, 6]):
+        rows = [ROWS[i] for i in part]
+        own = sample(network, prompts, rows, part)
+        for i, tokens in zip(part, own.tokens, strict=True):
+            assert torch.equal(tokens, sampled.tokens[i])
+    other = sample(network, prompts, index=[i + 100 for i in range(len(ROWS))])
+    assert any(not torch.equal(a, b) for a, b in zip(other.tokens, sampled.tokens, strict=True))
+
+
+def test_answers_end_at_the_end_token_or_are_cut_off(network, prompts, sampled):
+    longer = sample(network, prompts, rows=[0] * 64, max_new_tokens=40)
+    assert {True, False} == set(longer.ended)
+    for tokens, ended in zip(longer.tokens, longer.ended, strict=True):
+        places = (tokens == small_vlm.EOS).nonzero()[:, 0].tolist()
+        assert places == ([len(tokens) - 1] if ended else [])
+        assert ended or len(tokens) == 40
+
+
+def test_greedy_takes_the_likeliest_token(network, prompts):
+    greedy = sample(network, prompts, [0, 1, 2], generators=None, max_new_tokens=6)
+    answer = Answer(1, prompts[1], greedy.tokens[1])
+    batch = packed([answer], small_vlm.PAD)
+    with torch.no_grad():
+        hidden = network.hidden(batch.inputs)[0, batch.column[0]]
+        assert torch.equal(network.log_probs(hidden).argmax(-1), answer.tokens)
+
+
+def test_no_picture_token_is_ever_sampled(network):
+    """Of 1e5, from a model that likes them best."""
+    log_p = torch.zeros(1000, small_vlm.VOCABULARY)
+    log_p[:, network.banned] = 20.0
+    head = torch.nn.Linear(small_vlm.VOCABULARY, small_vlm.VOCABULARY, bias=False)
+    head.weight.data = torch.eye(small_vlm.VOCABULARY)
+    own, network.model.lm_head = network.model.lm_head, head
+    try:
+        scores = network.log_probs(log_p)
+    finally:
+        network.model.lm_head = own
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(100, 1000, generator=generator, dtype=torch.float64)
+    tokens = torch.cat([choose(scores, draw) for draw in draws])
+    assert len(tokens) == 100_000
+    assert not set(network.banned) & set(tokens.tolist())
+    assert set(tokens.tolist()) == set(range(small_vlm.VOCABULARY)) - set(network.banned)
+
+
+def test_draws_at_both_ends_choose_a_token_with_probability():
+    scores = torch.tensor([[-torch.inf, 0.25, 0.75, -torch.inf]]).log()
+    scores[:, 0] = scores[:, 3] = -torch.inf
+    for draw, token in [(0.0, 1), (0.2499, 1), (0.2501, 2), (1.0, 2)]:
+        assert choose(scores, torch.tensor([draw], dtype=torch.float64)).tolist() == [token]
+
+
+def test_large_vocabularies_are_scored_in_chunks(network, prompts, sampled, monkeypatch):
+    rows = answers(prompts, sampled)
+    whole = torch.cat(log_probs(network, rows))
+    whole.sum().backward()
+    weight = network.model.lm_head.weight
+    gradient, weight.grad = weight.grad.clone(), None
+    monkeypatch.setattr("flow_grpo.vlm.network.LOGITS", 10 * small_vlm.VOCABULARY)
+    parts = torch.cat(log_probs(network, rows))
+    parts.sum().backward()
+    in_parts = weight.grad.clone()
+    network.zero_grad()
+    assert torch.allclose(whole, parts, atol=1e-6)
+    assert torch.allclose(gradient, in_parts, atol=1e-4)
+
+
+def test_micro_batches_keep_to_the_budget_and_the_order(prompts, sampled):
+    rows = answers(prompts, sampled)
+    slices = list(micro_batches(rows, budget=120))
+    assert [i for part in slices for i in range(len(rows))[part]] == list(range(len(rows)))
+    assert len(slices) > 1
+    for part in slices:
+        batch = packed(rows[part], small_vlm.PAD)
+        assert batch.inputs.input_ids.numel() <= 120 or part.stop - part.start == 1
+    assert list(micro_batches(rows, budget=10**6)) == [slice(0, len(rows))]
+    assert len(list(micro_batches(rows, budget=1))) == len(rows)
+
+
+def test_lengths_are_known_without_reading_pictures(network, prompts, tmp_path):
+    encoder = small_vlm.encoder(network.model)
+    asked = small_vlm.questions(tmp_path / "q")
+    assert [encoder.length(q) for q in asked] == [len(p) for p in prompts]
+    encoder.check_lengths(asked, most=max(map(len, prompts)))
+    with pytest.raises(UserError, match=r"row of 'Compare.* has .* tokens, more than max_prompt"):
+        encoder.check_lengths(asked, most=len(prompts[2]) - 1)
+
+
+def test_questions_that_do_not_fit_their_pictures_are_named(network, tmp_path):
+    encoder = small_vlm.encoder(network.model)
+    path = tmp_path / "a.png"
+    small_vlm.picture(0).save(path)
+    (tmp_path / "cut.png").write_bytes(path.read_bytes()[:100])
+    cases = {
+        "marks 2 places": ("<image> or <image>", (path,)),
+        "2 places for them": ("<|image_pad|>?", (path,)),
+        "cannot read its picture": ("?", (tmp_path / "none.png",)),
+        "its picture: .*trunc": ("?", (tmp_path / "cut.png",)),
+    }
+    for reason, (text, images) in cases.items():
+        with pytest.raises(UserError, match=f"data.jsonl line 3.*{reason}"):
+            encoder.encode(Question(text, images, "", {}, "data.jsonl line 3"))

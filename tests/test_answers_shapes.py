@@ -1,0 +1,34 @@
+"""Models of published sizes, and the script that measures them."""
+
+import json
+
+import pytest
+import torch
+from runner import run_script
+
+from flow_grpo.vlm import shapes
+
+BILLIONS = {
+    "qwen2.5-vl-3b": 3.75,
+    "qwen2.5-vl-7b": 8.29,
+    "qwen3-vl-4b": 4.44,
+    "qwen3-vl-8b": 8.77,
+}
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_they_have_as_many_parameters_as_the_models_they_stand_for(name):
+    model = shapes.build(name, torch.device("meta"), torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
+        BILLIONS[name], abs=0.01
+    )
+
+
+def test_the_benchmark_prints_what_it_measured():
+    sizes = ("--answers=4", "--group=2", "--text_tokens=8", "--side=56", "--new_tokens=6")
+    done = run_script("scripts/benchmark_vlm.py", "--shape=small", *sizes)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["prompt_tokens"] == 4 + 2 + 8
+    assert found["sampling_s_per_answer"] > 0
+    assert found["training_s_per_answer"] > 0
