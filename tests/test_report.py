@@ -129,7 +129,8 @@ def test_a_run_that_is_being_written_is_shown_as_far_as_it_is(tmp_path):
 
 def test_a_failed_score_is_told_from_one_that_was_not_asked_for(tmp_path):
     scores = {"ocr": [0.5, NotAsked()], "clip": np.array([np.nan, -np.inf])}
-    save_samples(tmp_path, pictures(2, 8), prompt=["a", "b"], **scores, group=np.array([3, 4]))
+    columns = {"truth": ["7", "8"], **scores, "group": np.array([3, 4])}
+    save_samples(tmp_path, pictures(2, 8), prompt=["a", "b"], **columns)
     first, second = read_shots(tmp_path, 9)
     assert (first.scores, first.group) == ({"ocr": 0.5, "clip": None}, 3)
     assert (second.scores, second.group) == ({}, 4)

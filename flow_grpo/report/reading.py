@@ -13,7 +13,7 @@ from flow_grpo.run.naming import short_names
 from flow_grpo.run.reading import read_metrics
 
 SAMPLES = re.compile(r"(eval|train)-(\d+)")
-NOT_SCORES = ("file", "still", "prompt", "answer", "advantage", "group")
+NOT_SCORES = ("file", "still", "prompt", "answer", "truth", "advantage", "group")
 
 
 @dataclass(frozen=True)

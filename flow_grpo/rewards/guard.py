@@ -37,7 +37,7 @@ RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
 # Logged beside rewards, or written of a sample beside its scores: one of them would be lost.
 RESERVED = (
     *("avg", "diversity", "failed", "samples", "std_within_group", "zero_std_ratio"),
-    *("prompt", "advantage", "group", "answer", "file", "still"),
+    *("prompt", "advantage", "group", "answer", "truth", "file", "still"),
 )
 
 
