@@ -9,8 +9,9 @@ from setuptools.command.build_py import build_py
 OCR = ["rapidocr>=3.10", "onnxruntime>=1.31", "Levenshtein>=0.27"]
 # versions before 4 run code that comes with a dataset
 DATA = ["datasets>=4.0", "pyarrow>=21.0"]
+DEMO = ["gradio>=6.31"]
 SERVER = ["fastapi>=0.162", "prometheus-client>=0.26", "uvicorn[standard]>=0.54"]
-GENEVAL = ["scipy>=1.17"]
+GENEVAL = ["opencv-python-headless>=5.0", "scipy>=1.17"]
 # mlflow-skinny for a tracking server or a folder; mlflow itself takes 540 MB
 TRACKERS = [
     "mlflow-skinny>=3.17",
@@ -42,7 +43,10 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
-    package_data={"reward_server": ["openapi.json"]},
+    package_data={
+        "flow_grpo.report": ["page.html", "page.css", "scripts/*.js"],
+        "reward_server": ["openapi.json"],
+    },
     cmdclass={"build_py": BuildWithShared},
     entry_points={"console_scripts": ["flow-grpo = flow_grpo.run.command:main"]},
     install_requires=[
@@ -65,6 +69,7 @@ setup(
         # parquet files and Hugging Face datasets of prompts
         "data": DATA,
         "deepspeed": ["deepspeed>=0.19"],
+        "demo": DEMO,
         "tensorboard": ["tensorboard>=2.21"],
         "trackers": TRACKERS,
         "wandb": ["wandb>=0.31"],
@@ -79,6 +84,7 @@ setup(
         "plot": ["matplotlib>=3.11"],
         "test": [
             *DATA,
+            *DEMO,
             *GENEVAL,
             *OCR,
             *SERVER,
@@ -91,6 +97,7 @@ setup(
             "mutmut>=3.8,<4",
             "nbclient>=0.11",
             "openai>=3.49",  # `transformers serve`, which the judges are tested with
+            "playwright>=1.65",  # with a chromium of the system: pages
             "pytest>=9.2",
             "pytest-xdist>=3.8",
             "ruff>=0.17",

@@ -43,6 +43,11 @@ def mean_square(difference: Tensor) -> Tensor:
     return (difference**2).flatten(1).mean(1)
 
 
+def root_mean_square(velocity: Tensor) -> Tensor:
+    """Per sample, (B,), without a gradient: to log."""
+    return mean_square(velocity.detach().float()).sqrt()
+
+
 def kl_to_reference(
     kind: KL,
     *,

@@ -1,8 +1,8 @@
-"""Compare training methods at equal numbers of model evaluations: presets x seeds, one figure with
-bands over the seeds (OUT.png) and one table (OUT.md).
+"""Compare training methods at equal numbers of model evaluations: presets x seeds, on one task or
+several: one figure with bands over the seeds (OUT.png) and a table of each task (OUT.md).
 
     python scripts/compare.py tiny_ocr tiny_awm tiny_nft --seeds 1 2 3 --passes 100000 \
-        --out docs/results/compare [--config.FIELD=VALUE ...]
+        --out docs/results/compare [--tasks signs scenes] [--config.FIELD=VALUE ...]
 
 Each run is a folder under --logdir. The same command goes on where it was stopped.
 """
@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from plot import figure, read_metrics
-from runs import OWN_FIELDS, resolve, run_name, train_all
+from plot import panels
+from runs import OWN_FIELDS, SIGNS, TASKS, Run, resolve, train_all
 
 from flow_grpo.errors import Stopped, UserError
 from flow_grpo.run.arguments import Parser
+from flow_grpo.run.reading import read_metrics
 
 WORK = ("time/sample", "time/reward_wait", "time/train")
 
@@ -38,9 +39,14 @@ class Epoch:
     diversity: float | None
 
 
+Runs = dict[str, list[list[Epoch]]]  # of each method those of its seeds
+
+
 def read_run(folder: Path) -> list[Epoch]:
+    """`folder` may also be a metrics file, without its ending."""
     epochs, seconds = [], 0.0
-    for row in read_metrics(folder):
+    alone = folder.parent / f"{folder.name}.jsonl"
+    for row in read_metrics(alone if alone.is_file() else folder):
         passes = row.get("perf/passes", None if row["epoch"] else 0)
         if passes is None:
             raise UserError(f"{folder} has no perf/passes: an older version wrote it; train anew")
@@ -119,40 +125,54 @@ def short(value: float | None, note: str = "") -> str:
     return f"{value / size:g}{unit}{note}"
 
 
-def table(runs: dict[str, list[list[Epoch]]], end: int, threshold: float, command: str) -> str:
-    """Markdown, and how it was made."""
+def table(runs: Runs, end: int, threshold: float) -> str:
+    """Of one task, in Markdown."""
     head = ["method", "held-out reward, before -> after"]
     head += [f"{unit} to {threshold:g}" for unit in ("passes", "seconds")]
     head += ["KL at the end", "diversity, first -> last epoch"]
     rows = [table_row(name, [cut(r, end) for r in of], threshold) for name, of in runs.items()]
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     totals = {name: min(run[-1].passes for run in of) for name, of in runs.items()}
+    ended = [f"{name} ended at {total:,} passes." for name, total in totals.items() if total < end]
+    return "\n".join([*lines, "", *ended])
+
+
+def report(tasks: dict[str, Runs], end: int, threshold: float, command: str) -> str:
+    """The table of each task, and how they were made."""
+    parts = [table(runs, end, threshold) for runs in tasks.values()]
+    if len(tasks) > 1:
+        parts = [f"## {task}\n\n{part}" for task, part in zip(tasks, parts, strict=True)]
     notes = [
         f"Means over the seeds (lowest to highest), after at most {end:,} passes of a sample",
         "through the transformer: forward 1, forward and backward 3. Seconds are of sampling,",
         "scoring and training, without evaluations.",
-        *(f"{name} ended at {total:,} passes." for name, total in totals.items() if total < end),
     ]
-    return "\n".join([*lines, "", *notes, "", f"    {command}", ""])
+    return "\n\n".join([*parts, "\n".join(notes), f"    {command}\n"])
 
 
-def draw(runs: dict[str, list[list[Epoch]]], end: int, threshold: float, out: Path) -> None:
-    with figure(out, x="transformer passes (thousands)", y="held-out reward") as axes:
-        for name, of in runs.items():
-            passes, rewards = band(of, end)
-            passes = passes / 1000
-            [line] = axes.plot(passes, rewards.mean(0), drawstyle="steps-post", label=name)
-            low, high = rewards.min(0), rewards.max(0)
-            axes.fill_between(
-                passes, low, high, step="post", color=line.get_color(), alpha=0.15, linewidth=0
-            )
-        axes.axhline(threshold, color="grey", linestyle=":", linewidth=1)
+def draw(tasks: dict[str, Runs], end: int, threshold: float, out: Path) -> None:
+    """A panel for each task."""
+    with panels(out, len(tasks), x="transformer passes (thousands)") as every:
+        for axes, (task, runs) in zip(every, tasks.items(), strict=True):
+            axes.set_ylabel("held-out reward" + (f", {task}" if len(tasks) > 1 else ""))
+            for name, of in runs.items():
+                passes, rewards = band(of, end)
+                passes = passes / 1000
+                label = name if axes is every[0] else ""  # the colours are the same in all
+                [line] = axes.plot(passes, rewards.mean(0), drawstyle="steps-post", label=label)
+                low, high = rewards.min(0), rewards.max(0)
+                axes.fill_between(
+                    passes, low, high, step="post", color=line.get_color(), alpha=0.15, linewidth=0
+                )
+            axes.axhline(threshold, color="grey", linestyle=":", linewidth=1)
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("presets", nargs="*", help="of config/grpo.py")
     parser.add_argument("--seeds", nargs="*", type=int, default=[])
+    tasks = "signs: as the presets are; scenes: the shapes of dataset/scenes"
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[SIGNS], help=tasks)
     parser.add_argument("--passes", type=int, help="where to cut; else where the shortest run ends")
     parser.add_argument("--threshold", type=float, default=0.9, help="a held-out reward")
     parser.add_argument("--out", type=Path, required=True, help="without .png and .md")
@@ -160,7 +180,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which slows each")
     parser.add_argument("--no-train", action="store_true", help="show the runs as they are")
     args, overrides = parser.parse_known_args()
-    for name, values in {"presets": args.presets, "--seeds": args.seeds}.items():
+    lists = {"presets": args.presets, "--seeds": args.seeds, "--tasks": args.tasks}
+    for name, values in lists.items():
         if not values or len({*values}) < len(values):
             raise UserError(f"{name} must be one or more, each once, not {values}")
     for name, value in {"--passes": args.passes, "--jobs": args.jobs}.items():
@@ -181,19 +202,26 @@ def compare() -> None:
         raise UserError("figures need matplotlib: pip install -e .[plot]")
     if not args.no_train:
         # all methods with one seed, then with the next: what is there early can be compared
-        wanted = [(preset, seed) for seed in args.seeds for preset in args.presets]
-        for preset, seed in wanted:
-            resolve(preset, seed, overrides)
+        wanted = [Run(t, p, s) for s in args.seeds for t in args.tasks for p in args.presets]
+        for run in wanted:
+            resolve(run, overrides)
         make_folders(args.out.parent, args.logdir)
         if not train_all(wanted, args.logdir, overrides, args.jobs):
             sys.exit(1)
-    runs = {p: [read_run(args.logdir / run_name(p, s)) for s in args.seeds] for p in args.presets}
-    end = args.passes or min(run[-1].passes for of in runs.values() for run in of)
+    tasks = {
+        task: {
+            preset: [read_run(args.logdir / Run(task, preset, s).name) for s in args.seeds]
+            for preset in args.presets
+        }
+        for task in args.tasks
+    }
+    every = [run for runs in tasks.values() for of in runs.values() for run in of]
+    end = args.passes or min(run[-1].passes for run in every)
     options = [a for a in sys.argv[1:] if a != "--no-train"]
     command = shlex.join(["python", "scripts/compare.py", *options])
-    text = table(runs, end, args.threshold, command)
+    text = report(tasks, end, args.threshold, command)
     make_folders(args.out.parent)
-    draw(runs, end, args.threshold, Path(f"{args.out}.png"))
+    draw(tasks, end, args.threshold, Path(f"{args.out}.png"))
     Path(f"{args.out}.md").write_text(text, encoding="utf-8")
     print(text)
 

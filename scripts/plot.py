@@ -20,23 +20,9 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.run.arguments import Parser
 from flow_grpo.run.grid import picture_grid, score_text
 from flow_grpo.run.naming import short_names
+from flow_grpo.run.reading import read_metrics
 
 EVALUATION = re.compile(r"eval-(\d+)")  # a folder of a run's samples
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """A row per epoch; `run` is a run folder or a metrics.jsonl file."""
-    path = run / "metrics.jsonl" if run.is_dir() else run
-    if not path.is_file():
-        raise UserError(f"no metrics at {path}: name a run folder or a metrics file")
-    rows, lines = [], path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):  # the last one is cut where a run was killed
-                raise UserError(f"line {number} of {path} is no JSON; mend or remove it") from error
-    return rows
 
 
 def read_curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
@@ -76,19 +62,13 @@ def panels(out: Path, count: int, *, x: str) -> Iterator[list[Any]]:
     every[-1].set_xlabel(x)
     for axes in every:
         axes.grid(alpha=0.3)
-        many = len(axes.get_legend_handles_labels()[1]) > 5
-        axes.legend(ncols=2 if many else 1, fontsize="small" if many else None)
+        labels = len(axes.get_legend_handles_labels()[1])
+        if labels:
+            axes.legend(ncols=2 if labels > 5 else 1, fontsize="small" if labels > 5 else None)
     drawn.tight_layout()
     with writing(out):
         drawn.savefig(out, dpi=120)
     plt.close(drawn)
-
-
-@contextmanager
-def figure(out: Path, *, x: str, y: str) -> Iterator[Any]:
-    with panels(out, 1, x=x) as [axes]:
-        yield axes
-        axes.set_ylabel(y)
 
 
 def plot_curve(runs: list[Path], metrics: list[str], out: Path) -> None:

@@ -15,7 +15,7 @@ The first time it makes .venv (or \$VENV) with python3 (or \$PYTHON), and instal
                          vlm trains a small model to answer questions about pictures: docs/vlm.md
   --config.FIELD=VALUE   another value of a field, e.g. --config.seed=1: docs/configuration.md
 
-Curves, pictures and checkpoints go to logs/quickstart-DATE-TIME.
+Curves, pictures and checkpoints go to logs/quickstart-DATE-TIME; report.html there shows them.
 EOF
     exit
     ;;
@@ -60,6 +60,7 @@ EXTRAS=ocr,plot source "$(dirname "$0")/venv.sh"
 last="$(ls -d "logs/$run/samples/eval-"* | tail -n 1)"
 "$VENV/bin/python" scripts/plot.py pictures "logs/$run/samples/eval-00000" "$last" \
     --count 24 --out "logs/$run/before_after.png"
+echo "open this first: logs/$run/report.html (curves, pictures epoch by epoch, health)"
 echo "to go on: source $VENV/bin/activate, then see README.md"
 echo "held-out words, before (left of each pair) and after: logs/$run/before_after.png"
 echo "checkpoint for diffusers' load_lora_weights: $(ls -d "logs/$run/checkpoints/"*/ema_lora | sort -V | tail -n 1)"

@@ -1,43 +1,55 @@
-"""Train presets x seeds, some side by side; what is done is not done again. See compare.py."""
+"""Train methods with seeds, some side by side; what is done is not done again. See compare.py."""
 
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from absl import flags
-from ml_collections import config_flags
-from plot import read_metrics
+from ml_collections import ConfigDict
 
 from flow_grpo.errors import UserError
-from flow_grpo.run.cli import check_name, plainly
 from flow_grpo.run.presets import get_config
+from flow_grpo.run.reading import read_metrics
 from flow_grpo.run.resume import PLACES
+from flow_grpo.run.saved import override
 from flow_grpo.run.tracking import dotted
 
 ROOT = Path(__file__).parents[1]
 OWN_FIELDS = ("seed", *PLACES)  # set for each run
+SIGNS = "signs"  # what the presets of the small model are for
+TASKS = {  # what differs from the preset
+    SIGNS: {},
+    "scenes": {
+        "dataset": "dataset/scenes",
+        "reward_fn": {"geneval": 1.0},
+        "reward_options": {"geneval": {"detector": "shapes"}},
+    },
+}
 
 
-def run_name(preset: str, seed: int) -> str:
-    return f"{preset}-{seed}"
+@dataclass(frozen=True)
+class Run:
+    task: str
+    preset: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        task = "" if self.task == SIGNS else f"{self.task}-"
+        return f"{task}{self.preset}-{self.seed}"
 
 
-def resolve(preset: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """The fields of this run. Only overrides that sys.argv has are known to ml_collections."""
-    config, values = get_config(preset), flags.FlagValues()
-    for option in overrides:
-        name, _, value = option.removeprefix("--config.").partition("=")
-        check_name(name, config, value)
-    try:
-        config_flags.DEFINE_config_dict("config", config, flag_values=values)
-        values([sys.argv[0], *overrides])
-    except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(plainly(error, config, overrides)) from error
-    values.config.seed = seed
-    return dict(dotted(json.loads(values.config.to_json_best_effort())))
+def resolve(run: Run, overrides: list[str]) -> dict[str, Any]:
+    """The fields of this run."""
+    config = get_config(run.preset)
+    for name, value in TASKS[run.task].items():
+        config[name] = ConfigDict(value) if isinstance(value, dict) else value
+    config = override(config, overrides)
+    config.seed = run.seed
+    return dict(dotted(json.loads(config.to_json_best_effort())))
 
 
 def is_done(folder: Path, now: dict[str, Any]) -> bool:
@@ -59,24 +71,25 @@ def is_done(folder: Path, now: dict[str, Any]) -> bool:
     return bool(epochs) and epochs[-1]["epoch"] >= now["num_epochs"]
 
 
-def start(name: str, preset: str, seed: int, logdir: Path, overrides: list[str]) -> Popen:
-    fields = {"seed": seed, "run_name": name, "logdir": logdir, "resume": "auto"}
+def start(run: Run, logdir: Path, overrides: list[str]) -> Popen:
+    fields = TASKS[run.task] | {"seed": run.seed}
+    fields |= {"run_name": run.name, "logdir": logdir, "resume": "auto"}
     command = [
         sys.executable,
         ROOT / "scripts/train.py",
-        f"--config={ROOT}/config/grpo.py:{preset}",
+        f"--config={ROOT}/config/grpo.py:{run.preset}",
     ]
     command += [f"--config.{field}={value}" for field, value in fields.items()]
-    with (logdir / f"{name}.log").open("ab") as log:
+    with (logdir / f"{run.name}.log").open("ab") as log:
         # in a session of its own, so that it hears of Ctrl-C from us only, once
         return Popen([*command, *overrides], stdout=log, stderr=log, start_new_session=True)
 
 
-def train_all(runs: list[tuple[str, int]], logdir: Path, overrides: list[str], jobs: int) -> bool:
+def train_all(runs: list[Run], logdir: Path, overrides: list[str], jobs: int) -> bool:
     """Those that are not done yet, `jobs` side by side; whether all are now. One that fails does
     not stop the others."""
-    wanted = {run_name(preset, seed): (preset, seed) for preset, seed in runs}
-    waiting = [n for n, run in wanted.items() if not is_done(logdir / n, resolve(*run, overrides))]
+    wanted = {run.name: run for run in runs}
+    waiting = [n for n, run in wanted.items() if not is_done(logdir / n, resolve(run, overrides))]
     count, failed, running = len(wanted) - len(waiting), [], {}
     if count:
         print(f"{count}/{len(wanted)}  done before", flush=True)
@@ -84,7 +97,7 @@ def train_all(runs: list[tuple[str, int]], logdir: Path, overrides: list[str], j
         while waiting or running:
             while waiting and len(running) < jobs:
                 name = waiting.pop(0)
-                process = start(name, *wanted[name], logdir, overrides)
+                process = start(wanted[name], logdir, overrides)
                 running[name] = process, time.monotonic()
             time.sleep(0.1)
             for name in [n for n, (process, _) in running.items() if process.poll() is not None]:

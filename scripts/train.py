@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 from flow_grpo.algorithms import Batch
 from flow_grpo.algorithms.base import Scored, with_gradient
 from flow_grpo.rewards import TOTAL, PendingScores
-from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.run import cli, dry, tracking
 from flow_grpo.run.gpu import lighter_evaluation, lighter_training
 from flow_grpo.run.memory import advice_when_short
@@ -31,7 +30,7 @@ from flow_grpo.run.running import (
     take_update,
 )
 from flow_grpo.run.session import Session, build_dynamics, build_session, image_size
-from flow_grpo.run.writing import finish_epoch, is_due, write_samples
+from flow_grpo.run.writing import finish_epoch, is_due, write_samples, write_training_samples
 from flow_grpo.sampling.data import Draw, Prompt, epoch_draws
 from flow_grpo.sampling.rollout import (
     Denoiser,
@@ -58,7 +57,7 @@ BASELINE = f"{TOTAL}/baseline"  # a name that no reward can have
 class SampledBatch:
     draw: Draw
     trajectory: Trajectory
-    images: torch.Tensor | None  # (B, 3, H, W) or (B, F, 3, H, W), of the first batch, to show
+    images: torch.Tensor | None  # (B, 3, H, W) or (B, F, 3, H, W), of the first group, to show
     scores: PendingScores  # {reward name: (B,)}, computed in the background
     distance: torch.Tensor  # (2,), of pictures within a group: see group_distance
     step: int  # optimizer updates of the weights that sampled it
@@ -71,7 +70,7 @@ def main(config: ConfigDict) -> Session:
     if session.adapter.compiled:
         logger.info("the first epoch compiles the model, which takes a minute or two")
     carry_out(session, train, lighter_training(session.config, session.plan))
-    logger.info("finished: %s/checkpoints/latest, pictures in samples/", session.folder)
+    logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
     return session
 
 
@@ -115,7 +114,8 @@ def train(session: Session) -> None:
         }
         if is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
-                save_training_samples(session, done, samples[0], credit)
+                shown = [(s.draw, s.images) for s in samples if s.images is not None]
+                write_training_samples(session, done, shown, scored, credit)
                 metrics |= run_evaluation(session, done)
         finish_epoch(session, done, metrics, timer)
 
@@ -164,7 +164,7 @@ def sample_epoch(session: Session, epoch: int, step: int = 0) -> list[SampledBat
         )
         images, scores = decode_and_score(session, trajectory, chosen)
         distance = group_distance(images, draw.row)
-        shown = None if samples else images
+        shown = None if len(samples) * len(images) >= session.plan.group_size else images
         samples.append(SampledBatch(draw, trajectory, shown, scores, distance, step))
     # while a GPU is still at the last batch, unless the encoders would have to join it there
     if epoch + 1 < config.num_epochs and not config.offload_idle:
@@ -275,9 +275,13 @@ def train_epoch(
                         stats.add(loss, on_policy=session.progress.step == sampled_at)
                         take_update(session, stats)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
+    if algorithm.trust:
+        metrics["train/clip_range"] = algorithm.trust
+    if starts := [s.trajectory.steps[0] for s in samples if s.trajectory.steps]:
+        metrics["train/noisy_from"] = min(starts)
     if session.stale is not None:
         metrics["train/staleness"] = staleness
-    check_training(session, metrics, algorithm.trust)
+    check_training(session, metrics)
     return metrics
 
 
@@ -331,20 +335,6 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
     write_samples(session, "eval", epoch, result.images, prompt=prompts, **result.scores)
     session.eval_reward.rest()
     return evaluation_metrics(session, epoch, result.scores, session.test_sets())
-
-
-def save_training_samples(
-    session: Session, epoch: int, sampled: SampledBatch, credit: np.ndarray
-) -> None:
-    write_samples(
-        session,
-        "train",
-        epoch,
-        to_pil(sampled.images[: session.config.log_images]),
-        prompt=[session.prompts[row].prompt for row in sampled.draw.row],
-        **sampled.scores.result(),
-        advantage=credit[sampled.draw.index],
-    )
 
 
 if __name__ == "__main__":

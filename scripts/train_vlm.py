@@ -51,7 +51,7 @@ def main(config: ConfigDict) -> VlmSession:
     logger.info("run directory         %s", session.folder)
     logger.info(session.plan.describe())
     carry_out(session, train, lighter_settings(config))
-    logger.info("finished: %s/checkpoints/latest, answers in samples/", session.folder)
+    logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
     return session
 
 
@@ -210,7 +210,8 @@ def train_epoch(
                 stats.add(loss, on_policy=session.progress.step == sampled_at)
             take_update(session, stats)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
-    check_training(session, metrics, min(config.train.clip_low, config.train.clip_high))
+    metrics["train/clip_range"] = min(config.train.clip_low, config.train.clip_high)
+    check_training(session, metrics)
     return metrics
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,17 @@ from pathlib import Path
 import warm
 
 ROOT = Path(__file__).parents[1]
+# what is started that way needs not import torch again
+WARM = (sys.executable, warm.__file__)
+
+
+def torchrun(processes: int = 2) -> tuple[str, ...]:
+    run = ("-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone")
+    return (*WARM, *run, warm.__file__)
+
+
+def accelerate(*options: str) -> tuple[str, ...]:
+    return (*WARM, "-m", "accelerate.commands.launch", *options, warm.__file__)
 
 
 class Runner:
@@ -50,7 +60,7 @@ class Runner:
         return subprocess.Popen(
             [*launcher, *self.command(*extra, **overrides)],
             cwd=ROOT,
-            env=environment(),
+            env=environment(warm.__file__ in launcher),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -61,15 +71,15 @@ class Runner:
         return [json.loads(line) for line in lines]
 
 
-def run_script(*words: object) -> subprocess.CompletedProcess:
-    """Any script with its arguments, in the root of the repo."""
+def run_script(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """Any script with its arguments, in the root of the repo unless another folder is given."""
     command = [str(word) for word in words]
-    done = warm.run(command, cwd=ROOT, env=environment(), timeout=600)
+    done = warm.run(command, cwd=cwd, env=environment(), timeout=600)
     if done is not None:
         return done
     return subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT,
+        cwd=cwd,
         env=environment(),
         capture_output=True,
         text=True,
@@ -85,14 +95,9 @@ def files_of_repo() -> set[str]:
     return {name for name in names if not Path(name).name.startswith((".", "__", "build"))}
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+def environment(warmed: bool = False) -> dict[str, str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    return {**env, **warm.address(env)} if warmed else env
 
 
 def python_path() -> str:

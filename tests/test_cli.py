@@ -36,7 +36,7 @@ def write(path, body: str) -> str:
 @pytest.mark.parametrize("body", BODIES)
 def test_what_is_wrong_in_a_config_file_is_told_with_its_line(tmp_path, body):
     with pytest.raises(UserError, match=BODIES[body]) as error:
-        cli._check_names(["train.py", write(tmp_path / "mine.py", body)])
+        cli.check_names(["train.py", write(tmp_path / "mine.py", body)])
     assert "\n" not in str(error.value)
 
 
@@ -52,24 +52,24 @@ def test_a_file_without_a_config(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(UserError, match=f"cannot load --config .*{message}") as error:
-        cli._check_names(["train.py", f"--config={path}"])
+        cli.check_names(["train.py", f"--config={path}"])
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"cannot load --config .*none\.py: .*No such file"):
-        cli._check_names(["train.py", f"--config={tmp_path / 'none.py'}"])
+        cli.check_names(["train.py", f"--config={tmp_path / 'none.py'}"])
 
 
 def test_flow_grpos_names_are_translated_on_the_command_line(tmp_path):
     config = write(tmp_path / "mine.py", "return base()")
-    cli._check_names(["train.py", config, "--config.logdir=logs/ocr"])
+    cli.check_names(["train.py", config, "--config.logdir=logs/ocr"])
     for name, ours in old_names.RENAMED.items():
-        cli._check_names(["train.py", config, f"--config.{ours}=1"])
+        cli.check_names(["train.py", config, f"--config.{ours}=1"])
         with pytest.raises(UserError, match=f"unknown config key '{name}'; it is {ours} here"):
-            cli._check_names(["train.py", config, f"--config.{name}=1"])
+            cli.check_names(["train.py", config, f"--config.{name}=1"])
 
 
 def test_two_names_of_one_field_cannot_have_two_values(tmp_path):
     config = write(tmp_path / "mine.py", "return base()")
-    cli._check_names(["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.1"])
+    cli.check_names(["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.1"])
     message = r"^train\.beta=\.1 and grpo\.beta=\.2 are two names of one field; give one$"
     with pytest.raises(UserError, match=message):
-        cli._check_names(["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.2"])
+        cli.check_names(["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.2"])

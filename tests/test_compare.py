@@ -20,7 +20,7 @@ from compare import (
     with_range,
 )
 from PIL import Image
-from runs import is_done, resolve, train_all
+from runs import SIGNS, TASKS, Run, is_done, resolve, train_all
 
 from flow_grpo.errors import UserError
 from flow_grpo.run.lock import RunLock
@@ -184,6 +184,31 @@ def test_the_command_writes_the_table_and_the_figure(tmp_path, monkeypatch, caps
     assert "\nfast ended at 1,500 passes.\n" in text
 
 
+def test_each_task_has_a_table_and_a_panel(tmp_path, monkeypatch):
+    for seed in (1, 2):
+        write_run(tmp_path / f"logs/slow-{seed}", SLOW)
+        folder = write_run(tmp_path / f"logs/scenes-slow-{seed}", FAST)
+        (folder / "metrics.jsonl").rename(tmp_path / f"logs/scenes-slow-{seed}.jsonl")
+    options = ["slow", "--seeds", 1, 2, "--logdir", tmp_path / "logs", "--no-train"]
+    for tasks in ("signs", "scenes"), ("signs",):
+        out = tmp_path / str(len(tasks))
+        assert run_main(monkeypatch, *options, "--tasks", *tasks, "--out", out) == 0
+    both, text = Image.open(tmp_path / "2.png"), (tmp_path / "2.md").read_text()
+    assert text.index("## signs") < text.index("| slow | 0.60 -> 0.60 |") < text.index("## scenes")
+    assert text.index("## scenes") < text.index("| slow | 0.50 -> 1.00 |")
+    assert both.height > Image.open(tmp_path / "1.png").height
+    assert "##" not in (tmp_path / "1.md").read_text()
+
+
+def test_a_task_is_another_dataset_and_reward(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py"])
+    signs, scenes = (resolve(Run(task, "tiny_awm", 1), []) for task in TASKS)
+    different = {name for name in {*signs, *scenes} if signs.get(name) != scenes.get(name)}
+    assert {name.split(".")[0] for name in different} == {"dataset", "reward_fn", "reward_options"}
+    assert scenes["reward_fn.geneval"] == 1.0
+    assert "reward_fn.ocr" not in scenes
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -191,6 +216,7 @@ def test_the_command_writes_the_table_and_the_figure(tmp_path, monkeypatch, caps
         (["--seeds", "1"], "presets must be one or more"),
         (["tiny_ocr", "tiny_ocr", "--seeds", "1"], "each once"),
         (["tiny_ocr", "nothing", "--seeds", "1"], "unknown preset 'nothing'"),
+        (["tiny_ocr", "--seeds", "1", "--tasks", "signs", "signs"], "--tasks must be one or more"),
         (["tiny_ocr", "--seeds", "1", "--passes", "0"], "--passes=0 must be at least 1"),
         (["tiny_ocr", "--seeds", "1", "--jobs", "0"], "--jobs=0 must be at least 1"),
         (["tiny_ocr", "--seeds", "1", "--colour=red"], "unexpected argument '--colour=red'"),
@@ -223,7 +249,7 @@ def test_a_run_is_done_when_it_has_all_epochs_of_the_same_config(tmp_path, monke
     folder = tmp_path / "tiny_ocr-1"
     override = "--config.num_epochs=4"
     monkeypatch.setattr(sys, "argv", ["compare.py", override])
-    wanted = resolve("tiny_ocr", 1, [override])
+    wanted = resolve(Run(SIGNS, "tiny_ocr", 1), [override])
     assert wanted["num_epochs"] == 4
     assert not is_done(folder, wanted)
     write_run(folder, SLOW)
@@ -248,7 +274,7 @@ def test_runs_are_trained_once_and_one_that_fails_does_not_stop_the_others(
     overrides = [f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()]
     monkeypatch.setattr(sys, "argv", ["compare.py", *overrides])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    runs = [("pickscore_sd3", 1), ("general_ocr_sd3", 1)]
+    runs = [Run(SIGNS, "pickscore_sd3", 1), Run(SIGNS, "general_ocr_sd3", 1)]
     lock = RunLock(tmp_path / "pickscore_sd3-1")  # as if it were being trained already
     assert not train_all(runs, tmp_path, overrides, jobs=2)
     lock.release()
@@ -261,7 +287,7 @@ def test_runs_are_trained_once_and_one_that_fails_does_not_stop_the_others(
     first, second = capsys.readouterr().out.splitlines()
     assert first == "1/2  done before"
     assert second.startswith("2/2  pickscore_sd3-1  ")
-    assert [len(lines_of(tmp_path / f"{preset}-1")) for preset, _ in runs] == [2, 2]
+    assert [len(lines_of(tmp_path / run.name)) for run in runs] == [2, 2]
     assert train_all(runs, tmp_path, overrides, jobs=1)
     assert capsys.readouterr().out == "2/2  done before\n"
 

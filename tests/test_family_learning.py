@@ -31,20 +31,20 @@ def dataset(tmp_path_factory) -> Path:
     return folder
 
 
-def held_out_rewards(family: Family, method: str, seed: int, dataset: Path, tmp: Path) -> list:
+def held_out_rewards(family: Family, method: str, dataset: Path, tmp: Path) -> list:
     """Of 16 prompts, before and after training."""
-    config = short_config(tmp, f"seed-{seed}")
+    config = short_config(tmp, "run")
     per_gpu_batches(config, gpus=1, groups=8, group_size=8, max_batch=64, updates=1)
     config.update_from_flattened_dict(
         {
-            "pretrained.model": str(save_small(family, tmp / f"model-{seed}")),
+            "pretrained.model": str(save_small(family, tmp / "model")),
             "dataset": str(dataset),
             "height": 32,
             "width": 32,
             "max_sequence_length": 32,
             "use_lora": False,
-            "seed": seed,
-            "num_epochs": 8,
+            "seed": 1,
+            "num_epochs": 6,
             "eval_freq": 0,
             "log_images": 16,
             "algorithm": method,
@@ -69,7 +69,6 @@ def held_out_rewards(family: Family, method: str, seed: int, dataset: Path, tmp:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_rewards_rise(family, method, dataset, tmp_path):
-    for seed in (1, 2):
-        before, after = held_out_rewards(family, method, seed, dataset, tmp_path)
-        change = np.subtract(after, before)
-        assert change.mean() > 3 * change.std(ddof=1) / len(change) ** 0.5
+    before, after = held_out_rewards(family, method, dataset, tmp_path)
+    change = np.subtract(after, before)
+    assert change.mean() > 3 * change.std(ddof=1) / len(change) ** 0.5

@@ -86,3 +86,9 @@ def test_a_seed_makes_the_same_prompts_and_nothing_is_overwritten(tmp_path):
     assert "is there already" in again.stderr
     assert len(again.stderr.splitlines()) == 1
     assert rows_of(tmp_path / "a") == a
+
+
+def test_the_shipped_scenes_are_what_the_script_makes(tmp_path):
+    done = run_script(SCRIPT, "scenes", tmp_path / "scenes", "--size", "1920")
+    assert done.returncode == 0, done.stderr
+    assert rows_of(tmp_path / "scenes") == rows_of(Path("dataset/scenes"))

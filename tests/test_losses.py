@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from flow_grpo.losses import adapted_weight, clipped_policy_loss, kl_to_reference
+from flow_grpo.losses import (
+    adapted_weight,
+    clipped_policy_loss,
+    kl_to_reference,
+    root_mean_square,
+)
 
 
 def policy_loss(log_ratio, advantage, **kwargs):
@@ -105,3 +110,11 @@ def test_an_unknown_kl_is_named():
 def test_the_weight_of_the_kl_follows_its_target(kl, expected):
     """Target .2: doubled above .3, halved below .1333."""
     assert adapted_weight(0.04, kl, 0.2) == pytest.approx(expected)
+
+
+def test_the_norm_of_a_velocity_is_per_sample_and_has_no_gradient():
+    velocity = torch.tensor([[[3.0, -5.0]], [[0.0, 2.0]]], requires_grad=True)
+    norm = root_mean_square(velocity)
+    assert not norm.requires_grad
+    torch.testing.assert_close(norm, torch.tensor([17.0, 2.0]).sqrt())
+    assert root_mean_square(velocity.bfloat16()).dtype == torch.float32

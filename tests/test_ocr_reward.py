@@ -247,10 +247,8 @@ def test_small_signs_pass_at_20_per_second_or_more(scorer: OcrScorer) -> None:
         scorer(images, prompts, [{}] * len(images))
         return len(images) / (time.perf_counter() - start)
 
-    # The best of three, because the machine may be busy with something else for a while.
-    rates = [pictures_per_second() for _ in range(3)]
-    print(f"{max(rates):.0f} signs per second")
-    assert max(rates) >= 20
+    # Up to three times, because the machine may be busy with something else for a while.
+    assert any(pictures_per_second() >= 20 for _ in range(3))
 
 
 def test_a_corrupt_picture_is_nan_and_the_others_are_scored(scorer: OcrScorer) -> None:

@@ -38,7 +38,7 @@ def test_a_field_of_flow_grpos_is_known_or_told_what_to_use(name):
         assert not old_names.hint(name)
         return
     with pytest.raises(UserError) as error:
-        cli._check_names(["train.py", f"--config={ROOT}/config/base.py", f"--config.{name}=1"])
+        cli.check_names(["train.py", f"--config={ROOT}/config/base.py", f"--config.{name}=1"])
     told = str(error.value)
     assert told == f"unknown config key '{name}'; {old_names.hint(name)}"
     assert "\n" not in told

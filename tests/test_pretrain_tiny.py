@@ -1,13 +1,12 @@
 """Pretraining of the small model, at toy length and without a GPU."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from runner import run_script
 from tiny.flow import encode
 from tiny.graphs import graphed
 from tiny.loop import Learner, fit, learning_rate
@@ -17,14 +16,11 @@ from tiny.prompts import KEYWORDS
 
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_tiny.py"
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    command = [sys.executable, str(SCRIPT), "--toy", "--out", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = run_script("scripts/pretrain_tiny.py", "--toy", "--out", folder)
     assert result.returncode == 0, result.stderr
     return folder, result.stdout
 

@@ -43,7 +43,7 @@ def load(monkeypatch):
         argv, values = [script, *words], flags.FlagValues()
         monkeypatch.setattr(sys, "argv", argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        cli._check_names(argv)
+        cli.check_names(argv)
         config_flags.DEFINE_config_file("config", flag_values=values)
         values(argv)
         check(values.config)

@@ -1,14 +1,21 @@
 """Scripts in processes of their own that need not import torch and its like again.
 
 A process that has imported them forks for each script: what runs there is the script, by its path
-and with its arguments, as `python SCRIPT ARGUMENTS` would. It saves five seconds each time.
+and with its arguments, as `python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS` would. It saves
+five seconds each time.
+
+For launchers, and for tests that send signals, `python tests/warm.py SCRIPT ARGUMENTS` is a process
+that hands on its environment, output and signals, and ends as the script does.
 """
 
+import contextlib
 import functools
 import gc
 import json
 import os
+import re
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -16,33 +23,29 @@ import sys
 import tempfile
 from pathlib import Path
 
-CHANGES = (  # of the environment, in every test or by accelerate, and of no matter to scripts
-    *("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+SOCKET = "FLOW_GRPO_WARM_SOCKET"
+CHANGES = re.compile(  # of the environment, that no library reads before the script starts
+    r"PYTEST_CURRENT_TEST|PYTHONPATH|PYTORCH_NVML_BASED_CUDA_CHECK|(ACCELERATE|DS|FSDP)_.*"
+    r"|(.*_)?RANK|(.*_)?WORLD_SIZE|ROLE_NAME|(MASTER|TORCHELASTIC|TORCH_NCCL|_MLFLOW)_.*"
+    rf"|{SOCKET}"
 )
 
 
 def run(arguments: list[str], *, cwd: Path, env: dict[str, str], timeout: float):
     """As subprocess.run does it, of a script and its arguments; None where another environment is
     asked for, which libraries may have read when they were imported."""
-    env = {name: value for name, value in env.items() if name not in CHANGES}
-    channel = _start(json.dumps(env, sort_keys=True))
-    if channel is None:
-        return None
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        request = json.dumps([arguments, str(cwd)]).encode()
-        socket.send_fds(channel, [request], [out.fileno(), err.fileno()])
-        pid = int(channel.recv(64))
+    with (
+        _connect(address(env)[SOCKET]) as channel,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
+        if _ask(channel, arguments, str(cwd), env, [out.fileno(), err.fileno()]) is None:
+            return None
         channel.settimeout(timeout)
         try:
             status = int(channel.recv(64))
-        except TimeoutError:
-            os.kill(pid, signal.SIGKILL)
-            channel.settimeout(None)
-            channel.recv(64)
+        except TimeoutError:  # that nobody waits any more ends the script
             raise subprocess.TimeoutExpired(arguments, timeout) from None
-        finally:
-            channel.settimeout(None)
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -50,56 +53,147 @@ def run(arguments: list[str], *, cwd: Path, env: dict[str, str], timeout: float)
     return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(status), *texts)
 
 
-_environments: set[str] = set()
-
-
 @functools.cache
-def _start(environment: str) -> socket.socket | None:
-    """Once, for the environment of the first script."""
-    if _environments:
-        return None
-    _environments.add(environment)
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages
-    subprocess.Popen(
-        [sys.executable, __file__, str(there.fileno())],
-        pass_fds=[there.fileno()],
-        env=json.loads(environment),
-        stdin=subprocess.DEVNULL,
-    )
-    there.close()
-    return here
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="warm-")
 
 
-def serve(channel: socket.socket) -> list[str]:
-    """In a child, the arguments of its script; the parent goes on until nobody asks any more."""
+def address(env: dict[str, str]) -> dict[str, str]:
+    """What a process that runs this file must find in its environment."""
+    path = Path(_folder().name, "socket")
+    if not path.exists():
+        own = ("PYTHONPATH",)
+        _start(path, {k: v for k, v in env.items() if k in own or not CHANGES.fullmatch(k)})
+    return {SOCKET: str(path)}
+
+
+def _start(path: Path, env: dict[str, str]) -> None:
+    """For the environment of the first script; it ends with this process."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:  # whole messages
+        listener.bind(str(path))
+        listener.listen(64)
+        _started.append(
+            subprocess.Popen(
+                [sys.executable, __file__, "--serve", str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                env=env,
+                stdin=subprocess.PIPE,
+            )
+        )
+
+
+_started: list[subprocess.Popen] = []
+
+
+def _connect(path: str) -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.connect(path)
+    return channel
+
+
+def _ask(channel: socket.socket, arguments, folder: str, env, files: list[int]) -> int | None:
+    """The process that runs the script."""
+    request = json.dumps([arguments, folder, dict(env)]).encode()
+    socket.send_fds(channel, [request], files)
+    return int(channel.recv(64)) or None
+
+
+def hand_on(arguments: list[str]) -> None:
+    """In the small process: signals one way, how it ended the other."""
+    with _connect(os.environ[SOCKET]) as channel:
+        numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        pid = _ask(channel, arguments, os.getcwd(), os.environ, [1, 2])
+        if pid is None:
+            os.execv(sys.executable, [sys.executable, *arguments])
+
+        def send(number: int, _) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+        for number in numbers:
+            signal.signal(number, send)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        code = os.waitstatus_to_exitcode(int(channel.recv(64)))
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def serve(listener: socket.socket) -> list[str]:
+    """In a child's child, the arguments of its script; the child waits for it. The parent goes on
+    until standard input ends."""
     while True:
-        request, files, _, _ = socket.recv_fds(channel, 2**20, 2)
-        if not request:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
             sys.exit()
-        arguments, folder = json.loads(request)
-        pid = os.fork()
-        if pid == 0:
-            channel.close()
-            for file, number in zip(files, (1, 2), strict=True):
-                os.dup2(file, number)
-                os.close(file)
-            os.chdir(folder)
-            return arguments
-        for file in files:
+        channel, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return _follow(channel)
+        channel.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _follow(channel: socket.socket) -> list[str]:
+    request, files, _, _ = socket.recv_fds(channel, 2**20, 2)
+    if not request:
+        os._exit(0)
+    arguments, folder, env = json.loads(request)
+    other = {name for name, _ in env.items() ^ os.environ.items()}
+    if not all(CHANGES.fullmatch(name) for name in other):
+        channel.sendall(b"0")
+        os._exit(0)
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        files.insert(0, os.open(os.devnull, os.O_RDONLY))
+        for number, file in enumerate(files):
+            os.dup2(file, number)
             os.close(file)
-        channel.sendall(str(pid).encode())
-        channel.sendall(str(os.waitpid(pid, 0)[1]).encode())
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(env)
+        paths = env.get("PYTHONPATH", "").split(os.pathsep)
+        script = folder if arguments[0] == "-m" else str(Path(arguments[0]).resolve().parent)
+        sys.path = [script, *paths, *(path for path in sys.path[1:] if path not in paths)]
+        return arguments
+    for file in files:
+        os.close(file)
+    channel.sendall(str(pid).encode())
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([ended, channel], [], [])
+    if ended not in ready:  # who asked is gone
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        channel.sendall(str(status).encode())
+    os._exit(0)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] != "--serve":
+    hand_on(sys.argv[1:])
+elif __name__ == "__main__":
     import accelerate  # noqa: F401
-    import diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3  # noqa: F401
     import ml_collections.config_flags  # noqa: F401
     import peft  # noqa: F401
     import torch._dynamo  # noqa: F401
     import transformers  # noqa: F401
+    from diffusers import (  # noqa: F401
+        FluxPipeline,
+        QwenImagePipeline,
+        StableDiffusion3Pipeline,
+        WanPipeline,
+        ZImagePipeline,
+    )
 
     gc.freeze()  # else each child copies the memory of all that was imported, to look for garbage
-    sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv = serve(socket.socket(fileno=int(sys.argv[2])))
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,7 +1,7 @@
 """Writes compositional prompts in GenEval's layout, one JSON object per line.
 
     python dataset/geneval/make_prompts.py coco dataset/geneval --size 50000
-    python dataset/geneval/make_prompts.py scenes dataset/scenes --size 600
+    python dataset/geneval/make_prompts.py scenes dataset/scenes --size 1920
 
 coco: things of COCO's 80 classes; test_unseen_metadata.jsonl has classes that training never sees.
 scenes: coloured shapes, as the small model of this repo draws them.
@@ -116,7 +116,7 @@ def scene_single(kind: tuple[str, str]) -> list[Row]:
 
 
 def scene_pair(a: tuple[str, str], b: tuple[str, str], rng: random.Random) -> list[Row]:
-    counts = rng.choice([(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (3, 1)])
+    counts = rng.choice([(1, 2), (2, 1), (2, 2), (1, 3), (3, 1)])
     return [
         scene([(*a, 1), (*b, 1)], rng.choice(RELATIONS[:2])),
         scene([(*a, counts[0]), (*b, counts[1])]),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flow_grpo.algorithms.base import Algorithm, Batch, Loss, Setup
 from flow_grpo.algorithms.settings import setting
-from flow_grpo.losses import KL, KLS, kl_to_reference, mean_square
+from flow_grpo.losses import KL, KLS, kl_to_reference, mean_square, root_mean_square
 from flow_grpo.sampling.rollout import Dynamics, draw_noise, take_step
 from flow_grpo.sampling.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.speed.transfer import send
@@ -134,7 +134,8 @@ class ForwardProcess(Algorithm):
         if "old" in self.fixed and at.old is None:
             at = replace(at, old=velocity.detach())
         policy_loss, columns = self.objective(velocity, at, batch)
-        loss, columns = policy_loss, {"policy_loss": policy_loss, **columns}
+        norm = root_mean_square(velocity)
+        loss, columns = policy_loss, {"policy_loss": policy_loss, "velocity_norm": norm, **columns}
         if at.reference is not None:
             columns["kl"] = kl = self.kl(policy.dynamics, velocity, at)
             loss = loss + self.kl_weight * kl

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flow_grpo.algorithms.base import Algorithm, Batch, Loss, Setup, trajectory_steps
 from flow_grpo.algorithms.settings import setting
-from flow_grpo.losses import KL, KLS, kl_to_reference
+from flow_grpo.losses import KL, KLS, kl_to_reference, root_mean_square
 from flow_grpo.sampling.rollout import Trajectory, take_step
 from flow_grpo.sde import Step
 
@@ -139,6 +139,7 @@ class TrajectoryAlgorithm(Algorithm):
         policy_loss = policy_loss * self._weight(taken)
         half_square = 0.5 * taken.log_ratio.detach() ** 2
         columns = {"policy_loss": policy_loss, "approx_kl": half_square, **columns}
+        columns["velocity_norm"] = root_mean_square(velocity)
         loss = policy_loss
         if prepared.reference is not None:
             reference = prepared.reference[:, j]

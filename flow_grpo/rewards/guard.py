@@ -34,8 +34,11 @@ NOT_RETRIED = (
 )
 DOWN_SHARE = 0.1  # of the time-out, for an earlier batch that hangs to come to its end
 RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
-# Logged beside the rewards: the mean of one with such a name would be lost.
-RESERVED = ("avg", "diversity", "failed", "std_within_group", "zero_std_ratio")
+# Logged beside rewards, or written of a sample beside its scores: one of them would be lost.
+RESERVED = (
+    *("avg", "diversity", "failed", "samples", "std_within_group", "zero_std_ratio"),
+    *("prompt", "advantage", "group", "answer", "file", "still"),
+)
 
 
 NO_PICTURE = Failed("its pixels are not numbers (NaN)")

@@ -1,4 +1,4 @@
-"""Command lines of the scripts that take no config."""
+"""Command lines of the scripts whose config, if any, comes from elsewhere."""
 
 import argparse
 from typing import NoReturn
@@ -9,6 +9,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.fail(f"{message}; --help says more")
+
+    def parse_with_fields(self) -> tuple[argparse.Namespace, list[str]]:
+        """Also the options --config.FIELD=VALUE."""
+        args, rest = self.parse_known_args()
+        for word in rest:
+            if not word.startswith("--config."):
+                self.error(f"unexpected argument {word!r}")
+        return args, rest
 
     def fail(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from torch import nn
 from torch.optim import Optimizer
 
+from flow_grpo.report.page import write_at_end
 from flow_grpo.rewards import WeightedReward, close_scorers
 from flow_grpo.run import trackers, tracking
 from flow_grpo.run.checkpoint import Progress
@@ -55,10 +56,12 @@ class Run:
         return f"go on with the same command and --config.run_name={name} --config.resume=auto"
 
     def close(self) -> None:
-        """Also of a run that was stopped: what the trackers hold is written."""
+        """Also of a run that was stopped: what the trackers hold is written, and the report."""
         try:
             close_scorers(self.reward, self.eval_reward)
             trackers.close(self.accelerator)
+            if self.lock is not None:
+                write_at_end(self.folder, self.lock.check)
         finally:
             if self.lock is not None:
                 self.lock.release()

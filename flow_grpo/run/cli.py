@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import diffusers
 import transformers
@@ -72,17 +72,22 @@ def run(
         return told_plainly(lambda: _parse(_with_our_configs(argv), of), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
-        code, call = 0, dry_run if dry_run and flags.FLAGS.dry_run else main
-        try:
-            _kept = told_plainly(lambda: call(config.value), debug=flags.FLAGS.debug)
-        except SystemExit as end:
-            code = end.code
-        # Python aborts when it ends while a reward still computes in a thread of its own.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        call = dry_run if dry_run and flags.FLAGS.dry_run else main
+        call_and_exit(lambda: call(config.value), debug=flags.FLAGS.debug)
 
     app.run(start, flags_parser=parse)
+
+
+def call_and_exit(call: Callable[[], Any], *, debug: bool) -> NoReturn:
+    """Python aborts when it ends while a reward still computes in a thread of its own."""
+    code = 0
+    try:
+        _kept = told_plainly(call, debug=debug)
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def set_up_logging() -> None:
@@ -101,7 +106,7 @@ def set_up_logging() -> None:
 
 
 def _parse(argv: list[str], of: ModuleType = fields) -> list[str]:
-    config = _check_names(argv)
+    config = check_names(argv)
     if config is None and any(arg.startswith("--config.") for arg in argv):
         raise UserError(NO_CONFIG + of.EXAMPLE)
     try:
@@ -153,7 +158,7 @@ def _with_our_configs(argv: list[str]) -> list[str]:
     return found
 
 
-def _check_names(argv: list[str]) -> ConfigDict | None:
+def check_names(argv: list[str]) -> ConfigDict | None:
     """Load the config alone and hold the overrides against it: absl would only name a key."""
     paths = _config_paths(argv)
     if not paths:

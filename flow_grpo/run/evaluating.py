@@ -1,7 +1,7 @@
 """Score a model and checkpoints of it, all on the same prompts and noise."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -34,12 +34,19 @@ logger = logging.getLogger("flow_grpo")
 
 
 def evaluate_all(
-    config: ConfigDict, checkpoints: list[str], out: Path, *, pictures: int | None = None
+    config: ConfigDict,
+    checkpoints: list[str],
+    out: Path,
+    *,
+    pictures: int | None = None,
+    prompts: list[Prompt] | None = None,
+    write: Callable = results.write,
 ) -> list[Scored]:
     """Score each of `checkpoints` ("base": the model as it is) and write the new folder `out`.
 
     `pictures` of each are saved, of the first prompts. None saves all; of clips, which are large,
-    those that the grid shows.
+    those that the grid shows. `prompts` stand in for the test prompts of the config, `write` for
+    what is written beside the pictures.
     """
     check(config)
     find_files(config)
@@ -47,7 +54,7 @@ def evaluate_all(
         raise UserError(f"{out} already exists; choose another --out or remove it")
     candidates = find_candidates(checkpoints)
     accelerator = build_accelerator(config)
-    prompts = build_test_prompts(config)
+    prompts = prompts or build_test_prompts(config)
     if pictures is None:
         pictures = config.log_images if config.frames > 1 else len(prompts)
     scored, outage = [], None
@@ -65,7 +72,7 @@ def evaluate_all(
     finally:
         close_scorers(reward)
     if accelerator.is_main_process:
-        results.write(out, settings(config, prompts), scored, prompts)
+        write(out, settings(config, prompts), scored, prompts)
         logger.info("%s\nwrote %s", results.console(scored, len(prompts)), out)
     if outage:
         raise RewardOutage(f"{outage}; wrote {out}")

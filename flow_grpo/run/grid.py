@@ -1,11 +1,13 @@
 """Pictures side by side, with captions, headings and scores."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.run.clips import still
 
@@ -77,7 +79,10 @@ def paired_grid(
 
 
 def score_text(score: float | None) -> str:
-    if score is None:
+    """None or NaN: it failed."""
+    if score == NotAsked():
+        return "-"
+    if score is None or math.isnan(score):
         return "failed"
     return f"{score:.2g}" if 0 < abs(score) < 0.1 else f"{score:.2f}"
 

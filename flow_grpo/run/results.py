@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.candidates import Candidate
 from flow_grpo.run.clips import still
@@ -43,7 +45,8 @@ class Scored:
     def lines(self, row: int) -> list[str]:
         """The scores of a picture, as they stand under it."""
         names = columns(self.result)
-        return [f"{name} {score_text(self.result.score(name, row))}" for name in names]
+        scores = self.result.scores
+        return [f"{name} {score_text(float(scores[name][row]))}" for name in names]
 
 
 def save_pictures(out: Path, scored: Scored, prompts: list[Prompt], count: int) -> None:
@@ -79,9 +82,14 @@ def write(out: Path, settings: dict[str, Any], scored: list[Scored], prompts: li
         scores = [score_text(only.result.score(TOTAL, i)) for i in range(len(shown))]
         save_grid(out, only.result.images, shown, scores)
     else:
-        lines = {each.name: [each.lines(i) for i in range(len(shown))] for each in scored}
-        pictures = {each.name: [still(image) for image in each.result.images] for each in scored}
-        paired_grid(pictures, shown, lines).save(out / "grid.png")
+        comparison(scored, shown).save(out / "grid.png")
+
+
+def comparison(scored: list[Scored], shown: list[str]) -> Image.Image:
+    """A column per candidate, a row for each of the prompts that are `shown`."""
+    lines = {each.name: [each.lines(i) for i in range(len(shown))] for each in scored}
+    pictures = {each.name: [still(image) for image in each.result.images] for each in scored}
+    return paired_grid(pictures, shown, lines)
 
 
 def report(scored: Scored, first: Scored, prompts: list[Prompt]) -> dict[str, Any]:

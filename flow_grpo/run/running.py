@@ -14,7 +14,7 @@ from flow_grpo.run.memory import advice_when_short
 from flow_grpo.run.outage import describe_outage
 from flow_grpo.run.stopping import StopRequested
 from flow_grpo.run.writing import save
-from flow_grpo.training.metrics import TrainingStats, off_policy_warning, score_metrics
+from flow_grpo.training.metrics import TrainingStats, score_metrics
 
 logger = logging.getLogger("flow_grpo")
 AnyRun = TypeVar("AnyRun", bound=Run)
@@ -78,13 +78,10 @@ def take_update(session: Run, stats: TrainingStats) -> None:
         session.stop.check()
 
 
-def check_training(session: Run, metrics: dict[str, float], trust: float | None) -> None:
-    """Of an epoch; `trust` is the clip range, where there is one."""
+def check_training(session: Run, metrics: dict[str, float]) -> None:
+    """Of an epoch."""
     if not math.isfinite(metrics["train/loss"]):
         raise UserError(
             f"the loss is not finite after step {session.progress.step}; lower "
             "train.learning_rate or use mixed_precision=no; the last checkpoint is intact"
         )
-    deviation = metrics.get("train/first_update_ratio_dev", 0.0)
-    if trust and (warning := off_policy_warning(deviation, trust)):
-        logger.warning(warning)

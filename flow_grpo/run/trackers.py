@@ -204,7 +204,7 @@ def _sheet(row: Shown, epoch: int) -> Image.Image:
 
 
 def _text(value: float) -> str:
-    return score_text(float(value) if np.isfinite(value) else None)
+    return score_text(float(value))
 
 
 def _of_mlflow(name: str) -> str:

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.run.clips import save_sample
 
@@ -46,13 +48,15 @@ def append_metrics(path: Path, record: dict[str, float | None]) -> None:
 
 
 def save_samples(folder: Path, images: list[Sample | None], **columns: Sequence) -> None:
-    """PNG files, or GIF files of clips, and a samples.jsonl that says what each is; columns may be
-    longer than images, and a sample may have none."""
+    """PNG files, or GIF files of clips, and a samples.jsonl that says what each is: a score that
+    failed is null there, one that its prompt does not ask for is left out. Columns may be longer
+    than images, and a sample may have no image."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for i, image in enumerate(images):
-                record = {name: _jsonable(values[i]) for name, values in columns.items()}
+                row = {name: values[i] for name, values in columns.items()}
+                record = {name: _jsonable(v) for name, v in row.items() if v != NotAsked()}
                 files = {} if image is None else save_sample(image, folder, f"{i:04d}")
                 file.write(json.dumps({**files, **record}) + "\n")
     except OSError as error:
@@ -60,8 +64,8 @@ def save_samples(folder: Path, images: list[Sample | None], **columns: Sequence)
 
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, int | str):
-        return value
+    if isinstance(value, int | str | np.integer):
+        return value if isinstance(value, str) else int(value)
     return float(value) if math.isfinite(value) else None
 
 

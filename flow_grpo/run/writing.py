@@ -5,14 +5,23 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
 from accelerate.utils import DistributedType
+from torch import Tensor
 
+from flow_grpo.algorithms.base import Scored
 from flow_grpo.rewards import TOTAL
 from flow_grpo.rewards.frames import Sample
+from flow_grpo.rewards.pictures import to_pil
 from flow_grpo.run import trackers, tracking
 from flow_grpo.run.base import Run
 from flow_grpo.run.checkpoint import STATE, save_checkpoint
 from flow_grpo.run.console import epoch_line
+from flow_grpo.run.health import examine
+from flow_grpo.run.reading import read_metrics
+from flow_grpo.run.session import Session
+from flow_grpo.sampling.data import Draw
 
 logger = logging.getLogger("flow_grpo")
 
@@ -73,6 +82,12 @@ def save(session: Run, *, best: bool = False) -> Path:
 def log(session: Run, record: dict[str, float | None]) -> None:
     if session.accelerator.is_main_process:
         tracking.append_metrics(session.folder / "metrics.jsonl", record)
+        rows = read_metrics(session.folder)
+        for finding in examine(rows):
+            if finding.epoch == record["epoch"]:  # others were said when they began
+                logger.warning(
+                    "health, epoch %d: %s; %s", finding.epoch, finding.text, finding.advice
+                )
     trackers.log(session.accelerator, record)
     last, rewards = session.config.num_epochs, session.reward.weights
     left = session.pace.left(record, last)
@@ -87,4 +102,27 @@ def write_samples(
         return
     tracking.save_samples(session.folder / "samples" / f"{kind}-{epoch:05d}", images, **columns)
     step = session.progress.step
+    columns = {name: values for name, values in columns.items() if name != "group"}
     trackers.log_pictures(session.accelerator, kind, images, columns, epoch=epoch, step=step)
+
+
+def write_training_samples(
+    session: Session,
+    epoch: int,
+    shown: list[tuple[Draw, Tensor]],
+    scored: Scored,
+    credit: np.ndarray,
+) -> None:
+    """The first of this process: at least one whole group, if the process drew one."""
+    config, index = session.config, np.concatenate([draw.index for draw, _ in shown])
+    count = max(config.log_images, session.plan.group_size) if config.log_images else 0
+    write_samples(
+        session,
+        "train",
+        epoch,
+        to_pil(torch.cat([images for _, images in shown])[:count]),
+        prompt=[session.prompts[row].prompt for draw, _ in shown for row in draw.row],
+        **{name: values[index] for name, values in scored.rewards.items()},
+        advantage=credit[index],
+        group=scored.groups[index],
+    )

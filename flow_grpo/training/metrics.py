@@ -51,19 +51,10 @@ def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[s
     by_group = [total[scored & (groups == g)] for g in np.unique(groups[scored])]
     return {
         **score_metrics("reward", rewards),
+        "reward/samples": len(total),
         "reward/std_within_group": mean_of_scored(np.array([np.std(r) for r in by_group])),
         "reward/zero_std_ratio": mean_of_scored(np.array([np.ptp(r) == 0.0 for r in by_group])),
     }
-
-
-def off_policy_warning(deviation: float, clip: float) -> str | None:
-    """Ratios before the first update are 1 but for rounding; near the clip range it matters."""
-    if deviation <= clip / 10:
-        return None
-    return (
-        f"on-policy ratios are off 1 by {deviation:.1e}, more than a tenth of the clip range "
-        f"{clip:.1e}: rounding decides what is clipped; docs/metrics.md says what helps"
-    )
 
 
 class TrainingStats:

@@ -1,16 +1,14 @@
 """Two real processes."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
 from light import FLAT_FOR_SOME, LIGHT
 from PIL import Image
+from runner import torchrun
 from safetensors.torch import load_file
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 
 
 def share_off(lora: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -39,7 +37,7 @@ def test_two_processes_of_four_equal_one_of_eight(train, slices, reward):
     one = train(
         run_name="one", sample__train_batch_size=8, train__batch_size=8 // slices, **settings
     )
-    two = train(run_name="two", launcher=TORCHRUN, train__batch_size=4 // slices, **settings)
+    two = train(run_name="two", launcher=torchrun(), train__batch_size=4 // slices, **settings)
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("epoch 2/2") == 1  # one process speaks

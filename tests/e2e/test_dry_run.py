@@ -2,13 +2,11 @@
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from runner import files_of_repo, run_script
+from runner import files_of_repo, run_script, torchrun
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 ESTIMATES = ("memory", "time per epoch", "time per evaluation", "time of the run")
 
 
@@ -67,7 +65,7 @@ def test_a_run_of_that_name_is_left_alone(train):
 
 @pytest.mark.slow
 def test_two_processes_tell_it_once(train, tmp_path):
-    done = train("--dry_run", launcher=TORCHRUN, device="cpu")
+    done = train("--dry_run", launcher=torchrun(), device="cpu")
     lines = told(done)
     assert lines["samples per epoch"] == "16 = 4 per batch x 2 batches x 2 processes"
     assert "at the peak, for each process, of " in lines["memory"]

@@ -1,14 +1,12 @@
 """DeepSpeed, two CPU processes: the same run as plain data parallelism, in other hands."""
 
-import sys
-
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from light import LIGHT
-from runner import Runner, free_port
+from runner import Runner, accelerate, torchrun
 from safetensors.torch import load_file
-from test_distributed import TORCHRUN, share_off
+from test_distributed import share_off
 
 SETTINGS = {
     **LIGHT,
@@ -25,10 +23,17 @@ SETTINGS = {
 LORA = "checkpoints/latest/{}/pytorch_lora_weights.safetensors"
 
 
+def zero(stage: int, processes: int) -> dict:
+    """How a stage of ZeRO is started."""
+    file = f"scripts/accelerate_configs/deepspeed_zero{stage}.yaml"
+    options = (f"--num_processes={processes}", "--main_process_port=0", f"--config_file={file}")
+    return {"launcher": accelerate(*options), "script": "tests/deepspeed_train.py"}
+
+
 @pytest.fixture(scope="module")
 def data_parallel(short_runs, tmp_path_factory) -> Runner:
     runner = Runner(tmp_path_factory.mktemp("ddp"), **{**short_runs, **SETTINGS})
-    done = runner(launcher=TORCHRUN, device="cpu")
+    done = runner(launcher=torchrun(), device="cpu")
     assert done.returncode == 0, done.stderr
     return runner
 
@@ -40,12 +45,7 @@ def deepspeed(monkeypatch, short_runs, tmp_path):
     runner = Runner(tmp_path / "logs", **{**short_runs, **SETTINGS})
 
     def run(stage: int, **overrides) -> Runner:
-        launcher = (
-            *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2"),
-            *("--main_process_port", free_port()),
-            f"--config_file=scripts/accelerate_configs/deepspeed_zero{stage}.yaml",
-        )
-        done = runner(launcher=launcher, **overrides)
+        done = runner(**zero(stage, processes=2), **overrides)
         assert done.returncode == 0, done.stderr
         return runner
 
@@ -79,7 +79,7 @@ def test_zero_trains_as_data_parallelism_does(deepspeed, data_parallel, tiny_sd3
     assert pipeline.get_active_adapters()
 
 
-FULL = {"use_lora": False, "num_epochs": 1, "mixed_precision": "bf16"}
+FULL = {"use_lora": False, "num_epochs": 1, "mixed_precision": "bf16", "eval_prompts": 2}
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_all_weights_can_be_trained_with_zero(deepspeed, stage):
 @pytest.mark.slow
 def test_all_weights_can_be_trained_with_data_parallelism(short_runs, tmp_path):
     runner = Runner(tmp_path, **{**short_runs, **SETTINGS, **FULL})
-    done = runner(launcher=TORCHRUN, device="cpu")
+    done = runner(launcher=torchrun(), device="cpu")
     assert done.returncode == 0, done.stderr
     assert_all_weights_trained(runner)
 

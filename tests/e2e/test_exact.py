@@ -1,16 +1,14 @@
 """What is promised of any split of an epoch, and of resuming with another, where it is exact."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import exact_run
 import pytest
 import torch
-from runner import ROOT, python_path
+from runner import ROOT, environment, torchrun
 from safetensors.torch import load_file
 
 # 48 samples in two updates: processes, batch, micro-batch, micro-batches per update
@@ -48,11 +46,10 @@ class Runs:
             for one in every:
                 exact_run.run(**one)
             return
-        launcher = ("-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone")
         done = subprocess.run(
-            [sys.executable, *launcher, exact_run.__file__, json.dumps(every)],
+            [*torchrun(processes), exact_run.__file__, json.dumps(every)],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+            env=environment(warmed=True),
             capture_output=True,
             text=True,
         )

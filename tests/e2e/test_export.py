@@ -9,18 +9,13 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from policies import policy_of
-from runner import ROOT, Runner
+from runner import Runner, run_script
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.run.export import Source, export
-
-
-def run_export(*args) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/export.py", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +52,7 @@ def full_checkpoint(tiny_sd3, tmp_path_factory) -> Path:
 def exported(lora_run, tmp_path_factory) -> Path:
     """By the command, with the model named in the run's config."""
     out = tmp_path_factory.mktemp("exported") / "new" / "pipeline"
-    done = run_export("--checkpoint", lora_run, "--out", out)
+    done = run_script("scripts/export.py", "--checkpoint", lora_run, "--out", out)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert str(out) in done.stdout
@@ -208,7 +203,7 @@ def test_a_transformer_with_more_or_fewer_weights_is_refused(full_checkpoint, ti
 def test_mistakes_are_told_in_one_line(lora_run, tiny_sd3, tmp_path):
     build_tiny_sd3(width=64).save_pretrained(tmp_path / "other")
     command = ["--checkpoint", lora_run, "--model", tmp_path / "other", "--out", tmp_path / "out"]
-    done = run_export(*command)
+    done = run_script("scripts/export.py", *command)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1

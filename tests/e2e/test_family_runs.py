@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, save_prompts, save_small
+from runner import WARM
 from safetensors.torch import load_file
 from test_bad_input import assert_told
 from test_exact import Runs, assert_equal
@@ -54,7 +55,7 @@ def test_a_kill_costs_only_time(dataset, train, tmp_path):
     settings |= {"num_epochs": 3, "eval_freq": 0, "train__ema_update_interval": 1}
     whole = train(run_name="whole", **settings)
     assert whole.returncode == 0, whole.stderr
-    process = train.start(run_name="killed", **settings)
+    process = train.start(run_name="killed", launcher=WARM, **settings)
     for line in process.stdout:
         if line.startswith("epoch 1/"):
             break

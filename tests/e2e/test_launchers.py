@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from runner import environment
+from runner import accelerate, environment, torchrun
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-ACCELERATE = (
-    *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2"),
-    *("--main_process_port=0", "--config_file=scripts/accelerate_configs/multi_gpu.yaml"),
+ACCELERATE = accelerate(
+    *("--num_processes=2", "--main_process_port=0"),
+    "--config_file=scripts/accelerate_configs/multi_gpu.yaml",
 )
 OURS = (
     *(sys.executable, "scripts/multi_node/launch.py", "torchrun"),
@@ -94,8 +94,8 @@ def test_what_one_process_met_is_told_and_not_that_others_lost_it(tmp_path):
         "    distributed.all_reduce(torch.ones(1))\n"
         "told_plainly(main, debug=False)\n"
     )
-    command = [*TORCHRUN, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    command, env = [*torchrun(), str(script)], environment(warmed=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode != 0
     assert_report_ends_with(done.stderr, "error: GPU 1 is full")
     assert "lost contact" not in done.stderr

@@ -6,16 +6,16 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from planted import plant, renew_manifest
-from runner import Runner, free_port
+from runner import WARM, Runner
 from safetensors.torch import load_file
 from serving import wait_until
+from test_engines import zero
 
 # the average has to come back too
 SHORT = {"eval_freq": 2, "save_freq": 2, "num_checkpoint_limit": 0, "train__ema_update_interval": 1}
@@ -95,13 +95,13 @@ def test_ten_kills_at_random_moments_cost_only_time(train, whole):
     """Each attempt lives a little longer than it takes to get to work."""
     moments = random.Random(0)
     for _ in range(10):
-        process = train.start(num_epochs=4, resume="auto", **SHORT)
+        process = train.start(num_epochs=4, resume="auto", launcher=WARM, **SHORT)
         for line in process.stdout:
             if line.startswith("run directory"):
                 break
         time.sleep(moments.uniform(0, 2.5))
         process.kill()
-        process.wait()
+        process.communicate()
     done = train(num_epochs=4, resume="auto", **SHORT)
     assert done.returncode == 0, done.stderr
     assert_same_state(latest(whole), latest(train))
@@ -121,7 +121,7 @@ def test_a_killed_run_of_any_method_goes_on_as_if_nothing_was(train, method):
     fields = {"num_epochs": 3, "state_freq": 1, **SHORT, **method}
     done = train(run_name="whole", **fields)
     assert done.returncode == 0, done.stderr
-    killed = train.start(**fields)
+    killed = train.start(launcher=WARM, **fields)
     for line in killed.stdout:
         if line.startswith("epoch 2/"):
             break
@@ -166,7 +166,8 @@ def test_of_two_that_go_on_at_once_one_writes(train, tmp_path, monkeypatch):
     killed.kill()
     killed.communicate()
     assert [p.name for p in sorted(train.logdir.iterdir())] == [".run.lock", "run"]
-    both = [train.start(num_epochs=1, resume="auto", eval_freq=0, **gate) for _ in range(2)]
+    fields = {"num_epochs": 1, "resume": "auto", "eval_freq": 0, **gate}
+    both = [train.start(launcher=WARM, **fields) for _ in range(2)]
     wait_until(lambda: any(process.poll() is not None for process in both), 300)
     (tmp_path / "open").touch()
     ended = [(process.communicate(timeout=300), process.returncode) for process in both]
@@ -199,12 +200,13 @@ def test_a_signal_ends_the_run_in_good_order(
         eval_freq=0,
         state_freq=state_freq,
         save_freq=0,
+        launcher=WARM,
         reward_fn="{'slow': 1.0}",
         custom_rewards="{'slow': 'slow_reward:score'}",
         eval_reward_fn="{'jpeg_compressibility': 1.0}",
     )
     for line in process.stdout:
-        if line.startswith("epoch 2/"):
+        if line.startswith("epoch 1/"):
             break
     time.sleep(0.7)  # sampling is over, scoring is not
     process.send_signal(signal_number)
@@ -218,6 +220,7 @@ def test_a_signal_ends_the_run_in_good_order(
     assert "Traceback" not in stderr
     lines = train.metrics()
     assert [line["epoch"] for line in lines] == list(range(len(lines)))
+    assert (train.logdir / "run/report.html").is_file()
     checkpoint = latest(train)
     progress = json.loads((checkpoint / "state/progress.json").read_text())
     assert progress["epoch"] == len(lines) - 1
@@ -245,15 +248,11 @@ def test_a_full_disk_is_told_and_harms_nothing(train, tmp_path):
 def test_deepspeed_uses_what_has_changed_and_runs_no_code(train, tmp_path, monkeypatch):
     """Its own loader would unpickle anything."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    launcher = (
-        *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1"),
-        *("--main_process_port", free_port()),
-        "--config_file=scripts/accelerate_configs/deepspeed_zero2.yaml",
-    )
-    first = train(launcher=launcher, eval_freq=0)
+    launched = zero(2, processes=1)
+    first = train(**launched, eval_freq=0)
     assert first.returncode == 0, first.stderr
     changed = {"num_epochs": 2, "train__learning_rate": 1e-5, "eval_freq": 0, "resume": "auto"}
-    second = train(launcher=launcher, **changed)
+    second = train(**launched, **changed)
     assert second.returncode == 0, second.stderr
     assert "resumed with another train.learning_rate: 1e-05, it was 0.0003" in second.stdout
     assert [line.get("train/lr") for line in train.metrics()] == [None, 3e-4, 1e-5]
@@ -262,7 +261,7 @@ def test_deepspeed_uses_what_has_changed_and_runs_no_code(train, tmp_path, monke
     trace = tmp_path / "trace"
     plant(path, trace, zipped=True)
     renew_manifest(latest(train))
-    third = train(launcher=launcher, **changed)
+    third = train(**launched, **changed)
     assert third.returncode != 0
     assert f"pytorch_model/{path.name} is damaged, of another way to dist" in third.stderr
     assert "or holds more than data, which is never run" in third.stderr

@@ -1,22 +1,18 @@
 """The small model that ships in the repo, and what can be done with it."""
 
 import json
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from PIL import Image
+from runner import ROOT, run_script, torchrun
 
 from flow_grpo.rewards.ocr import OcrScorer
 
-ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "assets" / "tiny-sd3"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 TINY_OCR = "config/grpo.py:tiny_ocr"
 QUICKSTART = "config/grpo.py:tiny_awm"
 
@@ -40,7 +36,8 @@ def test_plain_diffusers_draws_a_readable_sign(tmp_path):
         "    picture.save(f'{seed}.png')\n"
         "assert not any(name.startswith('flow_grpo') for name in sys.modules)\n"
     )
-    subprocess.run([sys.executable, "draw.py", MODEL], cwd=tmp_path, check=True)
+    done = run_script(tmp_path / "draw.py", MODEL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     pictures = [Image.open(tmp_path / f"{seed}.png") for seed in range(4)]
     with OcrScorer(workers=1) as ocr:
         scores = ocr(pictures, ['a sign that says "MAPLE"'] * 4, [{}] * 4)
@@ -59,12 +56,13 @@ def evaluate(run, out, *arguments, **overrides) -> tuple[dict, np.ndarray]:
 def test_evaluation_does_not_depend_on_batches_or_processes(run, tmp_path):
     """Pictures agree up to float32 rounding, one 8-bit level."""
     fields = {"eval_prompts": 11, "log_images": 11, "device": "cpu"}
+    fields["reward_options"] = "{'ocr': {'workers': 1}}"
     whole, grid = evaluate(run, tmp_path / "whole", **fields)
     assert whole["prompts"] == len(whole["scores"]) == 11
     assert whole["means"]["ocr"] == pytest.approx(np.mean([s["ocr"] for s in whole["scores"]]))
     for name, others in {
         "small": {"sample__test_batch_size": 3},
-        "two": {"sample__test_batch_size": 2, "launcher": TORCHRUN},
+        "two": {"sample__test_batch_size": 2, "launcher": torchrun()},
     }.items():
         part, part_grid = evaluate(run, tmp_path / name, **others, **fields)
         assert part["scores"] == whole["scores"]
@@ -107,14 +105,13 @@ def test_the_preset_learns_to_draw_signs(run, tmp_path):
     trained, _ = evaluate(run, tmp_path / "trained", f"--checkpoint={checkpoint}")
     assert trained["means"]["ocr"] == pytest.approx(after, abs=0.01)
 
-    plot = [sys.executable, "scripts/plot.py"]
     samples = run.logdir / "run/samples"
     out = tmp_path / "pictures.png"
     for arguments in (
         ["curve", str(run.logdir / "run"), "--metric", "reward/ocr", "eval/ocr"],
         ["pictures", str(samples / "eval-00000"), str(samples / "eval-00002")],
     ):
-        subprocess.run([*plot, *arguments, "--out", str(out)], cwd=ROOT, check=True)
+        assert run_script("scripts/plot.py", *arguments, "--out", out).returncode == 0
         assert Image.open(out).width > 300
 
 

@@ -3,12 +3,10 @@
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import warm
-from runner import ROOT, environment
+from runner import ROOT, run_script
 
 from flow_grpo.run.command import commands
 from flow_grpo.run.fields import get_config
@@ -36,12 +34,7 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess:
         arguments[0] = str(commands()[arguments[0]])
     elif program == "flow-grpo":
         arguments = [str(ROOT / "flow_grpo/run/command.py"), *arguments]
-    done = warm.run(arguments, cwd=folder, env=environment(), timeout=600)
-    if done is not None:
-        return done
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True
-    )
+    return run_script(*arguments, cwd=folder)
 
 
 @pytest.mark.slow

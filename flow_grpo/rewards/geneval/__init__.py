@@ -13,7 +13,8 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.geneval.rules import TAGS, judge, parse_task
 
-DETECTORS = ("mask2former", "shapes")
+# each with the module it needs, and whose it is
+NEEDS = {"mask2former": ("scipy", "scipy"), "shapes": ("cv2", "opencv-python-headless")}
 SCORES = ("graded", "strict")
 
 
@@ -41,11 +42,12 @@ class GenEval:
         batch_size: int = 16,
         offload: bool = False,
     ) -> None:
-        for name, value, known in (("detector", detector, DETECTORS), ("score", score, SCORES)):
+        for name, value, known in (("detector", detector, NEEDS), ("score", score, SCORES)):
             if value not in known:
                 raise UserError(f"{name}={value!r} must be one of {', '.join(known)}")
-        if find_spec("scipy") is None:
-            raise UserError("the reward geneval needs scipy: pip install flow_grpo[geneval]")
+        needed, package = NEEDS[detector]
+        if find_spec(needed) is None:
+            raise UserError(f"detector={detector!r} needs {package}: pip install {package}")
         self.strict = score == "strict"
         # each brings packages of its own
         if detector == "shapes":

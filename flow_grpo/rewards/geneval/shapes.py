@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+import cv2
 import numpy as np
 from PIL import Image
-from scipy import ndimage
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.geneval.palette import RGB, SHAPES
@@ -37,10 +37,16 @@ def detect(image: Image.Image) -> list[Detection]:
     size = scale * image.width, scale * image.height
     image = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
     pixels = np.asarray(image, dtype=np.float32) / 255
-    coloured = np.ptp(pixels, axis=2) > GREY
+    red, green, blue = np.moveaxis(pixels, 2, 0)
+    highest, lowest = (
+        np.maximum(np.maximum(red, green), blue),
+        np.minimum(np.minimum(red, green), blue),
+    )
+    coloured = highest - lowest > GREY
     palette = np.array(list(RGB.values()), dtype=np.float32)
-    nearest = _hues(pixels) @ _hues(palette).T  # (H, W, colours): how alike
-    label = np.where(coloured, nearest.argmax(axis=2), -1)
+    alike = _hues(pixels[coloured]) @ _hues(palette).T  # (coloured pixels, colours)
+    label = np.full(coloured.shape, -1)
+    label[coloured] = alike.argmax(axis=1)
     found = []
     for number, colour in enumerate(RGB):
         found += _of_colour(label == number, colour, scale)
@@ -55,17 +61,19 @@ def _hues(colours: np.ndarray) -> np.ndarray:
 
 def _of_colour(mask: np.ndarray, colour: str, scale: int) -> list[Detection]:
     found = []
-    parts, _ = ndimage.label(mask)
-    for part, (rows, columns) in enumerate(ndimage.find_objects(parts), 1):
-        own = parts[rows, columns] == part
-        height, width = own.shape
-        if own.sum() < SMALLEST * mask.size:
+    number, parts, boxes, _ = cv2.connectedComponentsWithStats(
+        mask.astype(np.uint8), connectivity=4
+    )
+    for part in range(1, number):  # 0 is all the rest
+        left, top, width, height, area = boxes[part].tolist()
+        if area < SMALLEST * mask.size:
             continue
+        own = parts[top : top + height, left : left + width] == part
         alike = {name: _overlap(own, _drawn(name, width, height)) for name in SHAPES}
         name = max(alike, key=alike.get)
         if alike[name] < LIKE or max(width, height) > LONGEST * min(width, height):
             name = SMUDGE
-        edges = (columns.start, rows.start, columns.stop, rows.stop)
+        edges = (left, top, left + width, top + height)
         box = tuple(edge / scale for edge in edges)  # in the picture's own pixels
         found.append(Detection(name, alike.get(name, 1.0), box, colour))
     return found

@@ -1,0 +1,260 @@
+// Pictures: how they change over epochs, the best and the worst, and one group of samples.
+
+const KINDS = { eval: "test prompts", train: "training samples" };
+const EXTREMES = 4;
+
+// where an epoch stands in the list: the last at or before it, else the first; -1 of none
+function placeOf(epochs, epoch) {
+  let place = epochs.length ? 0 : -1;
+  epochs.forEach((own, i) => { if (own <= epoch) place = i; });
+  return place;
+}
+
+function at(run, kind, epoch) {
+  const { epochs, samples, texts } = run[kind], place = placeOf(epochs, epoch);
+  if (place < 0) return { epoch: null, samples: [] };
+  return { epoch: epochs[place], samples: samples[place].map((sample) => ({ ...sample, prompt: texts[sample.prompt] })) };
+}
+
+// the same prompt may be there several times, each with a noise of its own
+function byPrompt(samples) {
+  const found = new Map(), seen = new Map();
+  for (const sample of samples) {
+    const number = seen.get(sample.prompt) || 0;
+    seen.set(sample.prompt, number + 1);
+    found.set(JSON.stringify([sample.prompt, number]), sample);
+  }
+  return found;
+}
+
+const scoreNames = (samples) => shownRewards([...new Set(samples.flatMap((sample) => Object.keys(sample.scores)))]);
+
+function shownEpochs(data) {
+  const of = (kind) => data.runs.flatMap((run) => run[kind].epochs);
+  const epochs = of("eval").length ? of("eval") : of("train");
+  return [...new Set(epochs)].sort((a, b) => a - b);
+}
+
+// by a model that answers questions
+const answered = (data) => data.runs.some((run) => Object.keys(KINDS).some((kind) =>
+  run[kind].samples.some((own) => own.some((sample) => sample.answer !== undefined))));
+
+function promptText(text) {
+  const node = el("p", { class: "prompt", text, dir: "auto" });
+  if (text.length < 70) return node;
+  const whole = el("button", {
+    class: "prompt", type: "button", "aria-expanded": "false", text, dir: "auto",
+    onclick: () => whole.setAttribute("aria-expanded", String(whole.classList.toggle("whole"))),
+  });
+  return whole;
+}
+
+function buildSlot() {
+  const picture = el("img", { alt: "", onload: () => picture.classList.toggle("small", picture.naturalWidth < 160) });
+  const answer = el("p", { class: "answer", dir: "auto" });
+  const nothing = el("p", { class: "nothing", text: "no picture" });
+  const label = el("p", { class: "label" }), scores = el("ul", { class: "scores" });
+  const node = el("figure", { class: "slot" }, picture, answer, nothing, el("figcaption", {}, label, scores));
+  return { node, picture, answer, nothing, label, scores };
+}
+
+function fillSlot(slot, sample, names, label, before) {
+  const { picture, answer, scores } = slot;
+  picture.hidden = !(sample && sample.picture);
+  if (sample && sample.picture) {
+    if (picture.getAttribute("src") !== sample.picture) picture.src = sample.picture;
+    picture.alt = sample.prompt;
+  } else picture.removeAttribute("src");
+  answer.hidden = !(sample && sample.answer !== undefined);
+  answer.textContent = sample && sample.answer !== undefined ? sample.answer : "";
+  slot.nothing.hidden = !picture.hidden || !answer.hidden;
+  slot.label.replaceChildren(...label);
+  scores.replaceChildren(...(sample ? names.map((name) => scoreLine(name, sample, before)) : []));
+}
+
+function scoreLine(name, sample, before) {
+  const value = sample.scores[name], old = before && before.scores[name];
+  const parts = Object.entries(sample.scores).filter(([part]) => part.startsWith(`${name}/`))
+    .map(([part, number]) => `${part} ${scoreText(number)}`).join("\n");
+  const moved = typeof value === "number" && typeof old === "number" ? value - old : 0;
+  const difference = Math.abs(moved) < 0.005 && Math.abs(moved) < 0.05 * Math.abs(old || 0) ? 0 : moved;
+  return el("li", { title: parts || null },
+    el("span", { class: "quiet", text: name }),
+    el("span", { class: value === null ? "failed" : "", text: scoreText(value) }),
+    difference ? el("span", { class: difference > 0 ? "up" : "down", text: `${difference > 0 ? "+" : "−"}${scoreText(Math.abs(difference))}` }) : null);
+}
+
+function drawPictures(data) {
+  const section = byId("pictures"), epochs = shownEpochs(data);
+  stopPlaying();
+  section.hidden = !epochs.length;
+  if (!epochs.length) return;
+  if (state.follow || !epochs.includes(state.epoch)) {
+    state.epoch = state.epoch === null || state.follow ? last(epochs) : epochs[placeOf(epochs, state.epoch)];
+  }
+  const slider = el("input", {
+    type: "range", id: "epoch", min: 0, max: epochs.length - 1, step: 1, value: epochs.indexOf(state.epoch),
+    oninput: () => { stopPlaying(); show(Number(slider.value)); },
+  });
+  const told = el("output", { for: "epoch", id: "epoch-told" });
+  const play = el("button", { type: "button", id: "play", text: "Play", onclick: () => startPlaying(slider, epochs, show) });
+  const evolution = buildEvolution(data);
+  const extremes = el("div", { id: "extremes" }), group = el("div", { id: "group" });
+  function show(place) {
+    state.epoch = epochs[place];
+    state.follow = place === epochs.length - 1;
+    told.textContent = `epoch ${state.epoch}`;
+    slider.setAttribute("aria-valuetext", told.textContent);
+    evolution.show(state.epoch);
+    drawExtremes(data, extremes);
+    drawGroup(data, group);
+  }
+  refill(section,
+    el("div", { class: "bar sticky" },
+      el("h2", { id: "pictures-title", text: `How the ${answered(data) ? "answers" : "pictures"} change` }),
+      el("div", { class: "control grow" }, el("label", { for: "epoch", text: "Epoch" }), slider, told, epochs.length > 1 ? play : null)),
+    ...thinNotes(data), evolution.node, extremes, group);
+  show(epochs.indexOf(state.epoch));
+}
+
+function thinNotes(data) {
+  const notes = data.runs.flatMap((run) => Object.entries(KINDS)
+    .filter(([kind]) => run[kind].epochs.length < run[kind].of)
+    .map(([kind, name]) => `${data.runs.length > 1 ? `${run.name}: ` : ""}${run[kind].epochs.length} of ${run[kind].of} epochs with ${name} are on this page, to keep it small; all pictures are in the run's samples folder.`));
+  return notes.map((text) => el("p", { class: "quiet thinned", text }));
+}
+
+let playing = 0;
+function stopPlaying() {
+  clearInterval(playing);
+  playing = 0;
+  if (byId("play")) byId("play").textContent = "Play";
+}
+
+function startPlaying(slider, epochs, show) {
+  if (playing) return stopPlaying();
+  byId("play").textContent = "Stop";
+  let place = Number(slider.value) === epochs.length - 1 ? -1 : Number(slider.value);
+  playing = setInterval(() => {
+    place += 1;
+    slider.value = place;
+    show(place);
+    if (place === epochs.length - 1) stopPlaying();
+  }, Math.max(150, Math.min(700, 8000 / epochs.length)));
+}
+
+// of one run the start beside the epoch that is chosen, of several this epoch of each
+function buildEvolution(data) {
+  const several = data.runs.length > 1;
+  const starts = data.runs.map((run) => ({ run, ...at(run, "eval", -1) }));
+  const keys = [...new Set(starts.flatMap((start) => [...byPrompt(start.samples).keys()]))];
+  const names = scoreNames(starts.flatMap((start) => start.samples));
+  const pair = !several && starts[0].run.eval.epochs.length > 1;
+  const cards = keys.map((key) => {
+    const slots = Array.from({ length: several ? data.runs.length : pair ? 2 : 1 }, buildSlot);
+    const node = el("article", { class: "card" }, promptText(JSON.parse(key)[0]), el("div", { class: "slots" }, ...slots.map((slot) => slot.node)));
+    return { key, slots, node };
+  });
+  const first = starts.map((start) => byPrompt(start.samples));
+  return {
+    node: el("div", { class: several ? "cards broad" : "cards", id: "evolution" }, ...cards.map((card) => card.node)),
+    show(epoch) {
+      const now = data.runs.map((run) => at(run, "eval", epoch));
+      const found = now.map((each) => byPrompt(each.samples));
+      for (const { key, slots } of cards) {
+        if (pair) fillSlot(slots[0], first[0].get(key), names, [`start, epoch ${starts[0].epoch}`]);
+        now.forEach((each, place) => {
+          const slot = slots[pair ? 1 : place], sample = found[place].get(key);
+          const label = several ? [runDot(place), `${data.runs[place].name}, epoch ${each.epoch}`] : [`epoch ${each.epoch}`];
+          fillSlot(slot, sample, names, label, each.epoch === starts[place].epoch ? null : first[place].get(key));
+        });
+      }
+    },
+  };
+}
+
+function chooser(id, label, options, chosen, onchange) {
+  const select = el("select", { id, onchange: () => onchange(select.value) },
+    ...options.map(([value, text]) => el("option", { value, text })));
+  select.value = chosen;
+  return el("label", { class: "control", for: id }, label, select);
+}
+
+function total(sample, names) {
+  const value = sample.scores.avg === undefined ? sample.scores[names[0]] : sample.scores.avg;
+  return typeof value === "number" ? value : null;
+}
+
+function sampleCard(sample, names, label) {
+  const slot = buildSlot();
+  fillSlot(slot, sample, names, label);
+  if (sample.advantage !== undefined) slot.node.append(advantageBar(sample.advantage));
+  return el("article", { class: "card one" }, promptText(sample.prompt), el("div", { class: "slots" }, slot.node));
+}
+
+function drawExtremes(data, place) {
+  const kinds = Object.entries(KINDS).filter(([kind]) => data.runs.some((run) => run[kind].epochs.length));
+  if (!kinds.some(([kind]) => kind === state.kind)) state.kind = kinds[0][0];
+  const rows = data.runs.flatMap((run, number) => {
+    const { epoch, samples } = at(run, state.kind, state.epoch), names = scoreNames(samples);
+    const ranked = samples.filter((sample) => total(sample, names) !== null).sort((a, b) => total(b, names) - total(a, names));
+    const count = Math.min(EXTREMES, Math.floor(ranked.length / 2));
+    if (!count) return [];
+    const strip = (title, chosen) => el("div", { class: "strip" }, el("h4", { text: title }),
+      el("div", { class: answered(data) ? "cards" : "cards small" }, ...chosen.map((sample) => sampleCard(sample, names, []))));
+    return [el("div", {},
+      el("p", { class: "quiet" }, data.runs.length > 1 ? runDot(number) : null, `${data.runs.length > 1 ? `${run.name}, ` : ""}epoch ${epoch}, ${KINDS[state.kind]}`),
+      el("div", { class: "strips" }, strip("Best", ranked.slice(0, count)), strip("Worst", ranked.slice(-count).reverse())))];
+  });
+  place.hidden = !rows.length && kinds.length < 2;
+  refill(place,
+    el("div", { class: "bar" }, el("h3", { text: "Best and worst" }),
+      kinds.length > 1 ? chooser("kind", "of", kinds, state.kind, (value) => { state.kind = value; drawExtremes(data, place); byId("kind").focus(); }) : null),
+    ...rows);
+}
+
+function advantageBar(advantage) {
+  const fillBar = el("span", { class: advantage < 0 ? "minus" : "plus" });
+  fillBar.style.width = `${Math.min(50, Math.abs(advantage) * 25)}%`;
+  return el("p", { class: "advantage" }, el("span", { class: "quiet", text: "advantage" }),
+    el("span", { text: scoreText(advantage) }), el("span", { class: "scale", "aria-hidden": "true" }, fillBar));
+}
+
+// all samples of one prompt, of the training epoch at or before the slider's
+function drawGroup(data, place) {
+  const drawn = data.runs.map((run, number) => ({ run, number, ...at(run, "train", state.epoch) })).filter((each) => each.samples.length);
+  place.hidden = !drawn.length;
+  if (!drawn.length) return;
+  const groups = drawn.map((each) => {
+    const found = new Map();
+    for (const sample of each.samples) {
+      const key = sample.group === undefined ? sample.prompt : String(sample.group);
+      found.set(key, [...(found.get(key) || []), sample]);
+    }
+    return [...found.values()];
+  });
+  const options = groups.flatMap((own, i) => own.map((samples, j) => {
+    const prompt = samples[0].prompt, short = prompt.length > 60 ? `${prompt.slice(0, 60)}…` : prompt;
+    return [`${drawn[i].number}/${j}`, data.runs.length > 1 ? `${drawn[i].run.name}: ${short}` : short];
+  }));
+  if (!options.some(([value]) => value === state.group)) state.group = options[0][0];
+  const [number, chosen] = state.group.split("/").map(Number), i = drawn.findIndex((each) => each.number === number);
+  const samples = [...groups[i][chosen]].sort((a, b) => (b.advantage || 0) - (a.advantage || 0)), names = scoreNames(samples);
+  const size = drawn[i].run.config.sample && drawn[i].run.config.sample.num_image_per_prompt;
+  const scores = samples.map((sample) => total(sample, names)).filter((value) => value !== null);
+  const mean = scores.reduce((a, b) => a + b, 0) / scores.length;
+  const spread = Math.sqrt(scores.reduce((sum, value) => sum + (value - mean) ** 2, 0) / scores.length);
+  const facts = [`epoch ${drawn[i].epoch}`, size > samples.length ? `${samples.length} of the ${size} samples of this group` : plural(samples.length, "sample"),
+    scores.length ? `mean ${scoreText(mean)}, spread ${scoreText(spread)}` : null,
+    scores.length < samples.length ? `${samples.length - scores.length} failed` : null];
+  refill(place,
+    el("div", { class: "bar" }, el("h3", { text: "One prompt, all its samples" }),
+      chooser("group-choice", "Prompt", options, state.group, (value) => { state.group = value; drawGroup(data, place); byId("group-choice").focus(); })),
+    promptText(samples[0].prompt),
+    el("p", { class: "quiet", text: facts.filter(Boolean).join(" · ") }),
+    el("div", { class: answered(data) ? "cards" : "cards small" }, ...samples.map((sample) => {
+      const card = sampleCard(sample, names, []);
+      card.firstChild.remove(); // the prompt is that of all
+      return card;
+    })));
+}

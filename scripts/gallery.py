@@ -1,0 +1,71 @@
+"""Draw prompts with a model and checkpoints of a run, on one picture and one page.
+
+    python scripts/gallery.py logs/RUN --out gallery
+    python scripts/gallery.py logs/RUN --checkpoints 40 80 best --prompts mine.txt --out gallery
+
+Writes gallery.png, gallery.html, which needs no other file and no network, and the pictures with
+their scores to samples/. All else is as the run's config has it; --config.FIELD=VALUE changes it.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+from flow_grpo.run import cli
+from flow_grpo.run.arguments import Parser
+from flow_grpo.run.candidates import BASE
+from flow_grpo.run.checkpoint import LATEST
+from flow_grpo.run.evaluating import evaluate_all
+from flow_grpo.run.places import find_files
+from flow_grpo.run.prompts import build_test_prompts
+from flow_grpo.run.saved import config_of_run
+from flow_grpo.sampling.data import read_file
+from flow_grpo.show import gallery
+from flow_grpo.show.weights import find_checkpoints
+
+COUNT = 8
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the folder of a run, logs/RUN")
+    parser.add_argument(
+        "--checkpoints",
+        nargs="+",
+        default=[LATEST],
+        metavar="NAME",
+        help="latest, best, a step or a path; the base always comes first",
+    )
+    parser.add_argument("--prompts", type=Path, help="a .txt, .jsonl, .csv or .parquet file")
+    parser.add_argument(
+        "--count", type=int, help=f"how many prompts; of a file all, of the run's tests {COUNT}"
+    )
+    parser.add_argument("--out", type=Path, default=Path("gallery"), help="new folder")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
+    args, options = parser.parse_with_fields()
+    if args.count is not None and args.count < 1:
+        parser.error(f"--count {args.count} must be at least 1")
+    cli.set_up_logging()
+    cli.call_and_exit(lambda: draw(args, options), debug=args.debug)
+
+
+def draw(args: Namespace, options: list[str]) -> None:
+    config = config_of_run(args.run, options)
+    checkpoints = find_checkpoints(args.run, args.checkpoints)
+    find_files(config)
+    if args.prompts:
+        prompts = read_file(args.prompts, config.dataset_column)[: args.count]
+    else:
+        prompts = build_test_prompts(config)[: args.count or COUNT]
+    config.log_images = len(prompts)
+    evaluate_all(
+        config,
+        [BASE, *map(str, checkpoints)],
+        args.out,
+        pictures=len(prompts),
+        prompts=prompts,
+        write=gallery.write,
+    )
+
+
+if __name__ == "__main__":
+    main()

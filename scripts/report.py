@@ -1,0 +1,54 @@
+"""One HTML page of a run: curves, pictures as they evolve, health. Several runs are compared.
+
+    python scripts/report.py logs/RUN [logs/RUN2 ...] [--out FILE]
+    python scripts/report.py logs/RUN --watch        # a page on this machine that follows the run
+
+Without --out it is report.html in the first run's folder.
+"""
+
+import sys
+from pathlib import Path
+
+from flow_grpo.errors import UserError
+from flow_grpo.report.page import FILE, write_page
+from flow_grpo.report.serving import build_server
+from flow_grpo.run.arguments import Parser
+
+
+def watch(folders: list[Path], host: str, port: int) -> None:
+    server = build_server(folders, host, port)
+    print(f"follow the run at http://{host}:{server.server_port}; Ctrl-C ends it", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, like logs/RUN")
+    parser.add_argument("--out", type=Path, help=f"if not given, {FILE} in the first run's folder")
+    parser.add_argument("--watch", action="store_true", help="serve a page that follows the runs")
+    parser.add_argument("--port", type=int, default=8700, help="of --watch; 0 takes any free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="of --watch; 0.0.0.0 lets everybody in your network in"
+    )
+    args = parser.parse_args()
+    try:
+        if args.watch and args.out:
+            raise UserError("--watch writes no file; leave out --out")
+        if args.watch:
+            watch(args.runs, args.host, args.port)
+            return
+        out = args.out or args.runs[0] / FILE
+        write_page(args.runs, out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()

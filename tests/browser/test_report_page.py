@@ -1,0 +1,278 @@
+"""The report in a real browser, of a run that was really trained."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from runner import ROOT, Runner, environment
+
+from flow_grpo.report.page import write_page
+from flow_grpo.run.grid import score_text
+from flow_grpo.run.health import examine
+from flow_grpo.run.reading import read_metrics
+from flow_grpo.run.tracking import dotted
+
+pytestmark = pytest.mark.browser
+
+PROMPTS = [
+    "<img src=x onerror=\"window.hacked = 'img'\">",
+    "</script><script>window.hacked = 'script'</script>",
+    "quotes \" and ' and &amp; and 🦊",
+    "long " * 400,
+    *(f"prompt number {i}" for i in range(4)),
+]
+
+
+@pytest.fixture(scope="module")
+def run(short_runs, tmp_path_factory) -> Path:
+    """Two epochs, with an evaluation of each."""
+    root = tmp_path_factory.mktemp("report")
+    for split in ("train", "test"):
+        (root / f"{split}.txt").write_text("\n".join(PROMPTS) + "\n")
+    trained = Runner(root / "logs", **{**short_runs, "dataset": root})
+    done = trained(
+        num_epochs=2,
+        eval_freq=1,
+        log_images=6,
+        sample__train_batch_size=2,
+        sample__num_batches_per_epoch=4,
+        train__batch_size=2,
+        train__learning_rate=0.05,  # pictures change
+        train__ema=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"finished: {root}/logs/run/report.html" in done.stdout
+    return root / "logs/run"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def look(browser: Browser, file: Path, **options) -> tuple[Page, list[str]]:
+    """The page, with all of its curves drawn, and what went wrong: requests, errors, scripts."""
+    page = browser.new_page(**options)
+    wrong: list[str] = []
+    page.on("request", lambda r: r.url.startswith(("file:", "data:")) or wrong.append(r.url))
+    page.on("console", lambda m: m.type == "error" and wrong.append(m.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(file.as_uri())
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    expect(page.locator("path.raw:not([d])")).to_have_count(0)
+    return page, wrong
+
+
+def points(page: Page, number: int = 0) -> dict[str, int]:
+    """How many each curve of a run has."""
+    paths = page.eval_on_selector_all(
+        f"path.raw[data-run='{number}']",
+        "all => all.map((p) => [p.closest('figure').dataset.metric, p.getAttribute('d')])",
+    )
+    return {name: len(re.findall("[ML]", path)) for name, path in paths}
+
+
+def logged(run: Path) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in read_metrics(run):
+        for name, value in row.items():
+            if "/" in name and value is not None:
+                counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def pictures(page: Page) -> list[str]:
+    return page.eval_on_selector_all("#evolution img", "all => all.map((each) => each.src)")
+
+
+def samples(run: Path, folder: str) -> list[dict]:
+    lines = (run / "samples" / folder / "samples.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_it_opens_from_a_file_and_asks_nobody(run, browser):
+    page, wrong = look(browser, run / "report.html")
+    assert page.title() == "run"
+    assert logged(run) == points(page)
+    assert len(logged(run)) > 20
+    shown = page.locator("#verdict").inner_text()
+    found = examine(read_metrics(run))
+    assert all(finding.text in shown for finding in found)
+    assert bool(found) or "Healthy" in shown
+    assert "finished" in page.locator("#head").inner_text()
+    assert not page.locator(".thinned").count()
+    page.wait_for_timeout(200)
+    assert wrong == []
+    page.close()
+
+
+def test_the_slider_shows_the_same_prompts_epoch_by_epoch(run, browser):
+    page, wrong = look(browser, run / "report.html")
+    slider, told = page.locator("#epoch"), page.locator("#epoch-told")
+    assert told.inner_text() == "epoch 2"
+    prompts = page.locator("#evolution .prompt").all_inner_texts()
+    assert [" ".join(p.split()) for p in prompts] == [" ".join(p.split()) for p in PROMPTS[:6]]
+    seen = {2: pictures(page)}
+    slider.focus()
+    for epoch, key in ((1, "ArrowLeft"), (0, "Home")):
+        page.keyboard.press(key)
+        assert told.inner_text() == f"epoch {epoch}"
+        seen[epoch] = pictures(page)
+        rows = samples(run, f"eval-{epoch:05d}")
+        values = [score_text(row["jpeg_compressibility"]) for row in rows]
+        scores = page.locator("#evolution .slot:nth-child(2) .scores li span:nth-child(2)")
+        assert scores.all_inner_texts() == values
+    for epoch in seen:
+        assert len(seen[epoch]) == 2 * 6
+        assert seen[epoch][::2] == seen[0][1::2]  # the start stands beside each
+    assert len({tuple(seen[epoch][1::2]) for epoch in seen}) == 3
+    assert page.locator("#extremes .card").count() == 6
+    assert wrong == []
+    page.close()
+
+
+def test_a_group_is_there_as_a_whole_with_its_advantages(run, browser):
+    """Though it was drawn in two batches."""
+    page, _ = look(browser, run / "report.html")
+    rows = samples(run, "train-00002")
+    group = [row for row in rows if row["group"] == rows[0]["group"]]
+    assert len(group) == 4
+    shown = page.locator("#group .advantage span:nth-child(2)").all_inner_texts()
+    values = sorted((row["advantage"] for row in group), reverse=True)
+    assert [float(text) for text in shown] == pytest.approx(values, abs=0.006)
+    assert page.locator("#group .card img").count() == 4
+    page.close()
+
+
+def test_smoothing_adds_a_line_and_keeps_the_points(run, browser):
+    page, _ = look(browser, run / "report.html")
+    smooth = page.locator("[data-metric='eval/avg'] path.smooth")
+    assert not smooth.get_attribute("d")
+    page.locator("#smoothing").fill("0.6")
+    expect(smooth).to_have_attribute("d", re.compile("M.*L.*L"))
+    assert logged(run) == points(page)
+    page.locator("[data-metric='eval/avg'] svg").hover()
+    row = read_metrics(run)[1]
+    told = page.locator("[data-metric='eval/avg'] .told").inner_text().split()
+    assert told[:2] == ["epoch", "1"]
+    assert float(told[2]) == pytest.approx(row["eval/avg"], rel=1e-3)
+    page.close()
+
+
+def test_nothing_that_a_run_says_runs(run, browser, tmp_path):
+    hostile = tmp_path / "<img src=x onerror=hacked=1>"
+    shutil.copytree(run, hostile)
+    config = json.loads((hostile / "config.json").read_text())
+    config["dataset"] = "<script>window.hacked = 'config'</script>"
+    (hostile / "config.json").write_text(json.dumps(config))
+    rows = read_metrics(hostile)
+    rows[-1]["eval/<img src=x onerror=hacked=1>"] = 1.0
+    (hostile / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = hostile / "samples/eval-00002"
+    line = {"file": "0000.png", "prompt": PROMPTS[0], "answer": PROMPTS[1], PROMPTS[1]: None}
+    (folder / "samples.jsonl").write_text(json.dumps(line) + "\n")
+    write_page([hostile], tmp_path / "page.html")
+    page, wrong = look(browser, tmp_path / "page.html")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.hacked") is None
+    assert wrong == []
+    assert page.locator("h1").inner_text() == hostile.name
+    shown = page.locator("body").inner_text()
+    for text in (*PROMPTS[:3], config["dataset"], "eval/<img src=x onerror=hacked=1>"):
+        assert text in shown
+    assert page.locator("#evolution .answer:visible").inner_text() == PROMPTS[1]
+    assert page.locator("img:not([src^='data:image/webp'])[src]").count() == 0
+    page.close()
+
+
+def test_two_runs_are_compared(run, browser, tmp_path):
+    other = run.parent / "other"
+    shutil.copytree(run, other)
+    config = json.loads((other / "config.json").read_text())
+    config["train"]["learning_rate"] = 0.5
+    (other / "config.json").write_text(json.dumps(config))
+    lines = (other / "metrics.jsonl").read_text().splitlines()
+    (other / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    shutil.rmtree(other / "samples/eval-00002")
+    write_page([run, other], tmp_path / "both.html")
+    page, wrong = look(browser, tmp_path / "both.html")
+    assert points(page, 0) == logged(run)
+    assert points(page, 1) == logged(other)
+    fields = page.locator("#differences tbody th").all_inner_texts()
+    assert fields == ["train.learning_rate"]
+    first = dict(dotted(json.loads((run / "config.json").read_text())))["train.learning_rate"]
+    assert page.locator("#differences td").all_inner_texts() == [json.dumps(first), "0.5"]
+    slots = page.locator("#evolution .card").first.locator(".slot")
+    assert [text.split("\n")[0] for text in slots.all_inner_texts()] == [
+        *("run, epoch 2", "other, epoch 1")
+    ]
+    page.locator("#epoch").fill("1")
+    left, right = pictures(page)[:2]
+    assert left == right  # the same run, at the same epoch
+    assert page.locator("#verdict .verdict").count() == 2
+    assert wrong == []
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_it_without_scrolling_sideways(run, browser, scheme):
+    size = {"width": 360, "height": 640}
+    page, wrong = look(browser, run / "report.html", viewport=size, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    slider = page.locator("#epoch").bounding_box()
+    assert slider["width"] > 80
+    assert slider["x"] + slider["width"] <= 360
+    card = page.locator("#evolution .card").first.bounding_box()
+    assert card["width"] > 300
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, re.findall(r"\d+", background)[:3])) > 384
+    assert light == (scheme == "light")
+    assert wrong == []
+    page.close()
+
+
+def test_watching_shows_a_new_epoch_without_a_reload(run, browser, tmp_path):
+    going = tmp_path / "going"
+    shutil.copytree(run, going)
+    lines = (going / "metrics.jsonl").read_text().splitlines()
+    (going / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:30])
+    for kind in ("eval", "train"):
+        shutil.move(going / f"samples/{kind}-00002", tmp_path / kind)
+    command = [sys.executable, "scripts/report.py", str(going), "--watch", "--port=0"]
+    server = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        address = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())[0]
+        page, asked = browser.new_page(), []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(address)
+        page.locator("#smoothing").fill("0.4")
+        page.locator("#epoch").fill("0")
+        assert page.locator("#epoch").get_attribute("max") == "1"
+        page.evaluate("window.same = true")
+        for kind in ("eval", "train"):
+            shutil.move(tmp_path / kind, going / f"samples/{kind}-00002")
+        (going / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        expect(page.locator("#epoch")).to_have_attribute("max", "2", timeout=30_000)
+        assert page.evaluate("window.same")
+        assert page.locator("#smoothing").input_value() == "0.4"
+        assert page.locator("#epoch").input_value() == "0"
+        page.locator("#epoch").fill("2")
+        assert page.locator("#epoch-told").inner_text() == "epoch 2"
+        curve = page.locator("[data-metric='eval/avg'] path.raw")
+        expect(curve).to_have_attribute("d", re.compile("M.*L.*L"))
+        assert all(url.startswith((address, "data:")) for url in asked)
+        page.close()
+    finally:
+        server.kill()
+        server.communicate()

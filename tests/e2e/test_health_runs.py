@@ -1,0 +1,149 @@
+"""Every sentence about a run's health, provoked by a run."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+from sessions import short_config
+
+from flow_grpo.run.health import CHECKS, Finding, examine
+from flow_grpo.run.reading import read_metrics
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from train import main
+
+SMALL = {"resolution": 32, "height": 0, "width": 0}
+QUICK = {"eval_prompts": 1, "eval_freq": 0, "save_freq": 0, "log_images": 0}
+ONE_BATCH = {  # two groups of four
+    "sample.train_batch_size": 8,
+    "sample.num_batches_per_epoch": 1,
+    "sample.num_image_per_prompt": 4,
+    "train.batch_size": 8,
+    "train.gradient_accumulation_steps": 1,
+}
+
+# Reward functions of ill_rewards.py, their options, config fields, and what is said of the run
+RUNS = {
+    "a narrow clip, and a reward that is sudden": (
+        {"bright": "Bright"},
+        {"levels": [0.0] * 4, "scales": [1e-12, 1e-12, 1e-12, 1.0]},
+        {
+            "sample.train_batch_size": 4,  # one group, trained one by one: other rounding,
+            "sample.noise_level": 0.05,  # which little noise makes much of
+            "sample.guidance_scale": 1.0,
+            "train.batch_size": 1,
+            "train.gradient_accumulation_steps": 4,
+            "train.num_inner_epochs": 5,
+            "train.learning_rate": 1.5e-3,
+            "train.clip_range": 1e-7,
+            "train.beta": 1e-4,
+            "train.kl_type": "gaussian",
+        },
+        {
+            "on-policy ratios": "on-policy ratios are off 1 by",
+            "clip shares": "of the losses were clipped",
+            "KL": "the KL to the reference jumped from",
+            "gradient norm": "times its median so far",
+        },
+    ),
+    "a clip far too wide, and a reward that is soon at its highest": (
+        {"bright": "Bright"},
+        {"levels": [0.0, 0.0, 9.0, 9.0, 9.0], "scales": [1.0, 1.0, 0.0, 0.0, 0.0]},
+        {
+            "train.num_inner_epochs": 3,
+            "train.learning_rate": 0.5,
+            "train.clip_range": 1.0,
+            "train.beta": 1e-4,
+            "train.kl_type": "velocity",
+        },
+        {
+            "ratio drift": "more than 1.0e-02: an epoch takes the policy away",
+            "velocity norm": "the norm of the velocity grew from",
+            "KL": "the KL to the reference is",
+            "flat groups": "to 9: the task is solved",
+        },
+    ),
+    "a reward too faint, then dppo's small trust region, then a constant reward": (
+        {"bright": "Bright"},
+        {"levels": [0.0] * 5, "scales": [1e-35, 1.0, 0.0, 0.0, 0.0]},
+        {
+            "algorithm": "dppo",
+            "dppo.delta": 1e-12,
+            "dppo.beta": 0.0,
+            "train.num_inner_epochs": 5,
+            "train.learning_rate": 0.01,
+        },
+        {
+            "gradient norm": "the gradient is 0 though rewards differ",
+            "clip shares": "of the losses were masked",
+            "flat groups": "there is nothing to learn from",
+        },
+    ),
+    "a reward for blank pictures, and one that fails": (
+        {"white": "white", "dark": "dark", "failing": "every_fourth_fails"},
+        {},
+        {
+            "pretrained.model": "assets/tiny-sd3",
+            "resolution": 0,
+            "height": 32,
+            "width": 96,
+            "max_failed_fraction": 0.5,
+            "sample.guidance_scale": 1.0,
+            "algorithm": "awm",
+            "awm.times": 2,
+            "awm.old_beta": 0.1,
+            "awm.kl_beta": 0.0,
+            "sample.num_batches_per_epoch": 2,
+            "sample.num_image_per_prompt": 8,
+            "train.num_inner_epochs": 2,
+            "train.learning_rate": 3e-3,
+        },
+        {
+            "failed rewards": "4 of 16 samples could not be scored, most of them by reward/failing",
+            "diversity": "the reward may be hacked",
+            "second reward": "while reward/dark fell from",
+        },
+    ),
+}
+
+
+@pytest.fixture
+def ill(tmp_path, tiny_sd3, caplog):
+    """Runs of two prompts; returns what is wrong with one."""
+
+    def run(rewards: dict[str, str], options: dict, fields: dict) -> list[Finding]:
+        for split in ("train", "test"):
+            (tmp_path / f"{split}.txt").write_text('a sign that says "ACE"\na sign of "OAK"\n')
+        config = short_config(tmp_path, "run")
+        own = {"pretrained.model": str(tiny_sd3), "dataset": str(tmp_path), **SMALL}
+        config.update_from_flattened_dict({**own, **QUICK, **ONE_BATCH, **fields})
+        config.eval_reward_fn = config.reward_fn
+        config.reward_fn = ConfigDict({name: 0.1**i for i, name in enumerate(rewards)})
+        config.custom_rewards = ConfigDict({n: f"ill_rewards:{f}" for n, f in rewards.items()})
+        config.reward_options = ConfigDict({name: options for name in rewards if options})
+        config.num_epochs = len(options.get("levels", "four"))
+        with caplog.at_level(logging.WARNING, "flow_grpo"):
+            main(config)
+        rows = read_metrics(tmp_path / "run")
+        assert all(row["train/velocity_norm"] > 0 for row in rows[1:])
+        return examine(rows)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_wrong_is_said_once_with_what_to_change(ill, caplog, name):
+    rewards, options, fields, expected = RUNS[name]
+    found = ill(rewards, options, fields)
+    said = [message for message in caplog.messages if message.startswith("health, ")]
+    assert sorted(said) == sorted(f"health, epoch {f.epoch}: {f.text}; {f.advice}" for f in found)
+    texts = {finding.check: finding.text for finding in found}
+    for check, words in expected.items():
+        assert words in texts.get(check, ""), texts
+
+
+def test_these_runs_provoke_every_check():
+    assert {check for *_, expected in RUNS.values() for check in expected} == set(CHECKS)

@@ -1,0 +1,113 @@
+"""What GenEval's detector costs, at full size with random weights.
+
+PYTHONPATH=.:tests python tests/gpu/geneval_cost.py
+"""
+
+import json
+import tempfile
+import time
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from small_clip import write_processor
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    Mask2FormerConfig,
+    Mask2FormerForUniversalSegmentation,
+    Mask2FormerImageProcessorPil,
+    SwinConfig,
+)
+
+from flow_grpo.rewards.geneval.coco import NAMES
+from flow_grpo.rewards.geneval.mask2former import Mask2Former
+from flow_grpo.rewards.geneval.rules import Detection, parse_task
+
+PICTURES, SIDE = 64, 512
+SIZES = {  # what the detector looks at
+    "384 x 384": {"height": 384, "width": 384},
+    "800 x 800": {"shortest_edge": 800, "longest_edge": 1333},
+}
+VISION = dict(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16
+)
+TEXT = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+
+
+def save_detector(folder: Path, size: dict[str, int]) -> None:
+    """facebook/mask2former-swin-small-coco-instance's shape."""
+    stages = ["stage1", "stage2", "stage3", "stage4"]
+    swin = SwinConfig(
+        embed_dim=96, depths=[2, 2, 18, 2], num_heads=[3, 6, 12, 24], out_features=stages
+    )
+    labels = dict(enumerate(NAMES))
+    config = Mask2FormerConfig(
+        backbone_config=swin, id2label=labels, label2id={name: i for i, name in labels.items()}
+    )
+    Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
+    Mask2FormerImageProcessorPil(size=size).save_pretrained(folder)
+
+
+def save_clip(folder: Path) -> None:
+    """openai/clip-vit-large-patch14's shape, with a vocabulary of letters."""
+    letters = write_processor(folder)
+    sizes = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
+    preprocessor = {"image_processor_type": "CLIPImageProcessor", **sizes}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    config = CLIPConfig(
+        text_config={**TEXT, "vocab_size": letters, "eos_token_id": letters - 1},
+        vision_config={**VISION, "patch_size": 14},
+        projection_dim=768,
+    )
+    CLIPModel(config).save_pretrained(folder)
+
+
+def seconds(call) -> float:
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, (PICTURES, SIDE, SIDE, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(pixels) for pixels in noise]
+    task = parse_task({"tag": "single_object", "include": [{"class": "dog", "count": 1}]})
+    mask = np.ones((SIDE, SIDE), dtype=bool)
+    thing = Detection("dog", 1.0, (0, 0, SIDE, SIDE), mask=mask)
+    with tempfile.TemporaryDirectory() as folder:
+        save_clip(Path(folder, "clip"))
+        for (size, values), dtype in product(SIZES.items(), ("float32", "bfloat16")):
+            save_detector(Path(folder, "detector"), values)
+            torch.cuda.reset_peak_memory_stats()
+            found = Mask2Former(
+                model=f"{folder}/detector",
+                clip=f"{folder}/clip",
+                threshold=0.3,
+                counting_threshold=0.9,
+                dtype=dtype,
+                device=device,
+                batch_size=16,
+                offload=False,
+            )
+            look = seconds(partial(found, pictures, [task] * PICTURES)) / PICTURES
+            name = seconds(partial(found._colour, pictures[0], thing))
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            print(
+                f"{size}, {dtype}: {look * 1e3:.1f} ms a picture, {name * 1e3:.1f} ms more for "
+                f"each thing whose colour is asked for, {peak:.2f} GiB",
+                flush=True,
+            )
+            del found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Each check, on rows that do and do not make it speak."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flow_grpo.run.health import CHECKS, Finding, examine
+
+RESULTS = Path(__file__).parents[1] / "docs/results"
+LOGS = sorted(RESULTS.rglob("*.jsonl"))
+# Runs of docs/results that are not healthy: all pictures become alike, or the KL passes 1 (the
+# window of mix moves to steps with less noise, which these logs do not tell)
+ILL = {
+    "tiny_awm-1": {"diversity"},
+    "tiny_awm-2": {"diversity"},
+    "tiny_awm-3": {"flat groups"},  # solved
+    "tiny_dpo-3": {"KL"},
+    "tiny_mix-1": {"diversity", "flat groups"},
+    "tiny_mix-2": {"diversity"},
+    "tiny_mix-3": {"diversity"},
+    **{f"tiny_rwr-{i}": {"diversity"} for i in (1, 2, 3)},
+    # made to be ill, for docs/metrics.md
+    "constant": {"flat groups"},
+    "narrow_clip": {"ratio drift", "clip shares"},
+    "white": {"diversity", "velocity norm"},
+    "wide_clip": {"ratio drift", "failed rewards", "velocity norm"},
+}
+
+
+def rows(**columns: list) -> list[dict]:
+    """A column for each metric, __ for the slash; epochs count from 1."""
+    names = [name.replace("__", "/") for name in columns]
+    values = zip(*columns.values(), strict=True)
+    return [{"epoch": i, **dict(zip(names, v, strict=True))} for i, v in enumerate(values, 1)]
+
+
+def only(check: str, table: list[dict]) -> Finding | None:
+    """What is found, all of it by one check."""
+    found = examine(table)
+    assert {finding.check for finding in found} <= {check}
+    return found[0] if found else None
+
+
+def rewards(avg: list[float], spread: float = 0.2, **columns: list) -> list[dict]:
+    return rows(reward__avg=avg, reward__std_within_group=[spread] * len(avg), **columns)
+
+
+@pytest.mark.parametrize(("deviation", "epoch"), [(0.0625, None), (0.07, 2)])
+def test_ratios_before_an_update_are_off_by_a_tenth_of_the_clip_range(deviation, epoch):
+    table = rows(train__first_update_ratio_dev=[0, deviation, 0.1], train__clip_range=[0.625] * 3)
+    found = only("on-policy ratios", table[:2])
+    assert (found and found.epoch) == epoch
+    if epoch:
+        assert found.text == (
+            "on-policy ratios are off 1 by 7.0e-02, more than a tenth of the clip range 6.2e-01: "
+            "rounding decides what is clipped"
+        )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "clip", "most"),
+    [
+        (1.0009, 1e-3, None),
+        (0.998, 1e-3, "1.0e-03"),
+        (1.009, 1.0, None),  # however wide the clip is
+        (1.011, 1.0, "1.0e-02"),
+        (0.98, None, "1.0e-02"),  # dppo has none
+    ],
+)
+def test_the_mean_ratio_stays_within_the_clip_range_of_1(ratio, clip, most):
+    found = only("ratio drift", rows(train__ratio_mean=[1, ratio], train__clip_range=[clip] * 2))
+    assert bool(found) == bool(most)
+    if found:
+        assert f"is off 1 by {abs(ratio - 1):.1e}, more than {most}" in found.text
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ({"train__clip_low": [0.3], "train__clip_high": [0.2]}, None),
+        ({"train__clip_low": [0.3], "train__clip_high": [0.21]}, "51% of the losses were clipped"),
+        ({"train__masked": [0.5]}, None),
+        ({"train__masked": [0.75]}, "75% of the losses were masked"),
+    ],
+)
+def test_more_than_half_without_a_gradient(columns, text):
+    found = only("clip shares", rows(**columns))
+    assert found.text.startswith(text) if text else found is None
+
+
+@pytest.mark.parametrize(
+    ("share", "avg", "words"),
+    [
+        ([0, 1, 1, 0.9], [0.2] * 4, None),
+        ([0, 1, 0.95, 1], [0.2, 0.9, 0.9, 0.9], "rose from 0.2 to 0.9: the task is solved"),
+        ([0, 1, 0.95, 1], [0.2, 0.1, 0.1, 0.1], "from 0.2 to 0.1: there is nothing to learn"),
+        ([1, 1, 1, 1], [0.2, 0.9, 0.9, 0.9], "from 0.2 to 0.9: there is nothing to learn"),
+    ],
+)
+def test_groups_that_score_alike_are_solved_or_hopeless(share, avg, words):
+    found = only("flat groups", rewards(avg, reward__zero_std_ratio=share))
+    assert words in found.text if words else found is None
+
+
+@pytest.mark.parametrize(
+    ("kl", "words"),
+    [
+        ([1e-5, 1e-4, 1e-3, 9e-3], None),
+        ([1e-9, 1e-8, 1e-8, 9e-5], None),  # still nothing
+        ([0.001, 0.001, 0.02], None),  # too early to tell
+        ([0.001, 0.002, 0.001, 0.021], "jumped from 0.002 to 0.021"),
+        ([1.0, 1.1], "the KL to the reference is 1.1"),
+    ],
+)
+def test_kl_grows_slowly(kl, words):
+    found = only("KL", rows(train__kl=kl))
+    assert words in found.text if words else found is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "share", "words"),
+    [
+        ([1, 9, 2, 20], 0, None),
+        ([1, 2, 21], 0, None),  # too early to tell
+        ([1, 9, 2, 21], 0, "the gradient norm is 21, 10.5 times its median so far"),
+        ([1] * 10 + [30] * 20 + [200], 0, "is 30, 30 times"),
+        ([30] * 21 + [1] * 11 + [11], 0, "is 11, 11 times"),  # of the last 20
+        ([1, 0], 0.9, "the gradient is 0 though rewards differ"),
+        ([1, 0], 1.0, None),  # which the groups say
+    ],
+)
+def test_gradients_neither_jump_nor_vanish(norm, share, words):
+    found = only(
+        "gradient norm", rows(train__grad_norm=norm, reward__zero_std_ratio=[share] * len(norm))
+    )
+    assert words in found.text if words else found is None
+
+
+@pytest.mark.parametrize(("failed", "samples", "told"), [(1, 20, 0), (2, 20, 1), (2, None, 0)])
+def test_a_share_of_samples_has_no_score(failed, samples, told):
+    """Old logs do not tell how many samples there were."""
+    table = rows(reward__failed=[0, failed], reward__samples=[samples] * 2)
+    table[1] |= {"reward/a": 0.5, "reward/a/failed": 0, "reward/b": None, "reward/b/failed": failed}
+    found = only("failed rewards", table)
+    assert bool(found) == told
+    if found:
+        assert found.text.startswith(
+            "2 of 20 samples could not be scored, most of them by reward/b"
+        )
+
+
+@pytest.mark.parametrize(
+    ("avg", "diversity", "told"),
+    [
+        ([0.5, 0.61], [0.4, 0.19], True),
+        ([0.5, 0.61], [0.4, 0.2], False),
+        ([0.5, 0.59], [0.4, 0.19], False),  # the reward has not risen by half a spread
+    ],
+)
+def test_a_reward_that_rises_as_pictures_become_alike_may_be_hacked(avg, diversity, told):
+    found = only("diversity", rewards(avg, reward__diversity=diversity))
+    assert bool(found) == told
+    if found:
+        assert "rose from 0.5 to 0.61" in found.text
+        assert "fell from 0.4 to 0.19" in found.text
+
+
+def test_epochs_are_compared_with_those_whose_noise_began_at_the_same_step():
+    """A window that moves changes the diversity and the norm of the velocity by itself."""
+    columns = dict(train__velocity_norm=[1, 2, 1.2, 2.5], reward__diversity=[0.4, 0.1, 0.3, 0.1])
+    moving = rewards([0.2, 0.4, 0.6, 0.8], **columns, train__noisy_from=[0, 1, 0, 1])
+    assert examine(moving) == []
+    still = [{**row, "train/noisy_from": 0} for row in moving]
+    assert [(f.check, f.epoch) for f in examine(still)] == [("diversity", 2), ("velocity norm", 2)]
+
+
+@pytest.mark.parametrize(
+    ("avg", "other", "told"),
+    [
+        ([0.5, 0.7, 0.8], [0.5, 0.35, 0.35], True),
+        ([0.5, 0.7, 0.8], [0.5, 0.35, 0.46], False),  # not twice
+        ([0.5, 0.7, 0.55], [0.5, 0.35, 0.35], False),  # the other one has not risen either
+    ],
+)
+@pytest.mark.parametrize(("part", "spread"), [("reward", 0.14), ("eval", 0.29)])
+def test_one_reward_rises_while_another_falls(part, spread, avg, other, told):
+    """By its spread in training, or half of it in evaluations, twice in a row; one that was not
+    asked for has no value."""
+    table = rewards(avg)
+    for row, value in zip(table, other, strict=True):
+        row |= {f"{part}/b": value, f"{part}/b/std": spread}
+        row |= {f"{part}/c": None, f"{part}/c/std": None}
+    wider = [{**row, f"{part}/b/std": 1.1 * spread} for row in table]
+    assert only("second reward", [wider[0], *table[1:]]) is None
+    assert only("second reward", [table[0], *wider[1:]]) is None
+    found = only("second reward", table)
+    assert bool(found) == told
+    if found:
+        assert found.epoch == 3
+        assert f"rose from 0.5 to 0.8 while {part}/b fell from 0.5 to 0.35" in found.text
+
+
+def test_an_evaluation_before_training_counts_as_the_start():
+    table = [{"epoch": 0, "eval/b": 0.9, "eval/b/std": 0.1}, *rewards([0.5, 0.8, 0.8])]
+    for row in table[1:]:
+        row |= {"eval/b": 0.7, "eval/b/std": 0.1}
+    assert "eval/b fell from 0.9 to 0.7" in only("second reward", table).text
+
+
+@pytest.mark.parametrize(("norm", "told"), [(1.5, False), (1.6, True)])
+def test_velocities_grow_by_half(norm, told):
+    found = only("velocity norm", rows(train__velocity_norm=[1, 0.5, norm]))
+    assert bool(found) == told
+    if found:
+        assert found.text.startswith("the norm of the velocity grew from 1 to 1.6")
+
+
+def test_runs_of_any_length_and_method_can_be_examined():
+    assert examine([]) == []
+    assert examine([{"epoch": 0, "step": 0, "time/eval": 1.0}]) == []
+    assert examine([{"epoch": 0, "eval/avg": None}, {"epoch": 1, "train/kl": None}]) == []
+
+
+@pytest.mark.parametrize("log", LOGS, ids=lambda log: log.stem)
+def test_of_real_runs_only_the_ill_are_told_of(log):
+    """And what is said does not change as rows are added: it is said in the epoch it begins."""
+    table = [json.loads(line) for line in log.open()]
+    found = examine(table)
+    assert {finding.check for finding in found} == ILL.get(log.stem, set())
+    assert all(finding.check in CHECKS for finding in found)
+    for i in range(len(table)):
+        until = [finding for finding in found if finding.epoch <= table[i]["epoch"]]
+        assert examine(table[: i + 1]) == until

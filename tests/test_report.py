@@ -1,0 +1,276 @@
+"""The report of a run: what is read, what becomes of the pictures, and who is answered."""
+
+import base64
+import hashlib
+import http.client
+import io
+import json
+import logging
+import re
+import sys
+import threading
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import report
+from PIL import Image
+from report_runs import make_run, pictures
+
+from flow_grpo.errors import UserError
+from flow_grpo.report import page
+from flow_grpo.report.pictures import fit, thinned
+from flow_grpo.report.reading import read_shots
+from flow_grpo.report.serving import build_server
+from flow_grpo.rewards.failure import NotAsked
+from flow_grpo.run.grid import score_text
+from flow_grpo.run.health import CHECKS, examine
+from flow_grpo.run.tracking import save_samples
+
+HOSTILE = "</script><script>window.hacked=1</script><!-- \" ' & 🦊 \u2028 @@DATA@@"
+
+
+def call(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
+    report.main()
+
+
+def data_of(text: str) -> dict:
+    """What a browser finds in the page."""
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+
+
+def test_500_epochs_of_16_prompts_stay_under_15_mb(tmp_path):
+    """Pictures of noise, which nothing makes small."""
+    run = make_run(tmp_path / "run", epochs=500, prompts=16, edge=100, metrics=50, grain=60)
+    page.write_page([run], run / "report.html")
+    assert 3e6 < (run / "report.html").stat().st_size < 15e6
+    data = data_of((run / "report.html").read_text("utf-8"))["runs"][0]
+    assert len(data["epochs"]) == len(data["metrics"]["eval/m49"]) == 501
+    for kind, of in (("eval", 501), ("train", 500)):
+        assert data[kind]["of"] == of
+        assert 5 <= len(data[kind]["epochs"]) <= 42
+        assert data[kind]["epochs"][-1] == 500
+        assert all(len(own) == 16 for own in data[kind]["samples"])
+        assert all(
+            s["picture"].startswith("data:image/webp;base64,") for s in data[kind]["samples"][0]
+        )
+    assert data["eval"]["epochs"][0] == 0
+
+
+def test_epochs_are_thinned_evenly_and_later_ones_do_not_change_which():
+    assert thinned([0, 1, 2], 3) == [0, 1, 2]
+    assert thinned([*range(0, 100, 5)], 6) == [0, 20, 40, 60, 80, 95]
+    assert thinned([*range(0, 100, 5)], 6, keep=[35]) == [0, 20, 35, 40, 60, 80, 95]
+    before, after = thinned([*range(30)], 8), thinned([*range(31)], 8)
+    assert before[:-1] == after[:-1]
+
+
+def test_where_there_is_little_room_pictures_are_smaller_then_fewer(tmp_path):
+    files = {}
+    for epoch in range(6):
+        save_samples(tmp_path / str(epoch), pictures(2, 300, epoch), prompt=["a", "b"])
+        files[epoch] = sorted((tmp_path / str(epoch)).glob("*.png"))
+    for budget, edges, epochs in ((1e6, {256}, 6), (60_000, {192, 128, 96}, 6), (10_000, {96}, 2)):
+        found = fit(files, budget, 40)
+        uris = [uri for own in found.values() for uri in own]
+        assert sum(map(len, uris)) <= budget
+        sizes = {max(open_uri(uri).size) for uri in uris}
+        assert len(sizes) == 1
+        assert sizes <= edges
+        assert len(found) == epochs
+        assert list(found)[-1] == 5
+
+
+def open_uri(uri: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+
+
+def test_small_pictures_are_not_enlarged_and_clips_move(tmp_path):
+    clip = [Image.new("RGB", (64, 48), (20 * i, 0, 0)) for i in range(12)]
+    save_samples(tmp_path, [Image.new("RGB", (30, 20)), clip], prompt=["a", "b"])
+    [[picture, moving]] = fit({0: [s.picture for s in read_shots(tmp_path, 9)]}, 1e6, 40).values()
+    assert open_uri(picture).size == (30, 20)
+    assert open_uri(moving).size == (64, 48)
+    assert open_uri(moving).n_frames == 10
+
+
+def test_a_run_that_is_being_written_is_shown_as_far_as_it_is(tmp_path):
+    run = make_run(tmp_path / "run", epochs=2, prompts=2, last='\n{"epoch": 3, "ev')
+    (run / "samples/eval-00001/samples.jsonl").unlink()  # not to change the others, its links
+    (run / "samples/eval-00001/samples.jsonl").write_text(
+        '{"file": "0000.png", "prompt": "a"}\n{"fi'
+    )
+    (run / "samples/eval-00002/0001.png").unlink()
+    (run / "samples/eval-00002/0001.png").write_bytes(b"\x89PNG\r\n")
+    (run / "config.json").unlink()
+    data = page.build([run])["runs"][0]
+    assert data["epochs"] == [0, 1, 2]
+    assert [len(own) for own in data["eval"]["samples"]] == [2, 1, 2]
+    assert ["picture" in sample for sample in data["eval"]["samples"][2]] == [True, False]
+
+
+def test_a_failed_score_is_told_from_one_that_was_not_asked_for(tmp_path):
+    scores = {"ocr": [0.5, NotAsked()], "clip": np.array([np.nan, -np.inf])}
+    save_samples(tmp_path, pictures(2, 8), prompt=["a", "b"], **scores, group=np.array([3, 4]))
+    first, second = read_shots(tmp_path, 9)
+    assert (first.scores, first.group) == ({"ocr": 0.5, "clip": None}, 3)
+    assert (second.scores, second.group) == ({}, 4)
+    assert [score_text(s) for s in (0.5, None, np.nan, NotAsked(), -np.inf)] == [
+        *("0.50", "failed", "failed", "-", "-")
+    ]
+
+
+def test_text_of_a_run_stays_text(tmp_path):
+    run = make_run(tmp_path / "<b>&run", epochs=1, prompts=1)
+    save_samples(run / "samples/eval-00001", pictures(1, 8), prompt=[HOSTILE], answer=[HOSTILE])
+    (run / "config.json").write_text(json.dumps({"seed": float("inf"), "name": HOSTILE}))
+    text = page.render(page.build([run]))
+    [block] = re.findall(r'id="data">(.*?)</script>', text, re.S)
+    assert "<" not in block
+    data = json.loads(block, parse_constant=pytest.fail)["runs"][0]
+    assert data["eval"]["texts"] == [HOSTILE]
+    assert data["eval"]["samples"][1][0]["answer"] == HOSTILE
+    assert data["config"] == {"seed": "Infinity", "name": HOSTILE}
+    assert "<title>&lt;b&gt;&amp;run</title>" in text
+    assert text.count("<script") == text.count("</script") == 2
+
+
+def test_nothing_runs_but_the_pages_own_script_and_it_asks_nobody(tmp_path):
+    run = make_run(tmp_path / "run", epochs=1, prompts=1)
+    text = page.render(page.build([run]))
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)[1]
+    assert policy.startswith("default-src 'none'; img-src data:; ")
+    assert "unsafe" not in policy
+    assert "connect-src" not in policy
+    for tag in ("style", "script"):
+        own = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.S)[1]
+        digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert not re.search(r"(?:src|href)=\"(?!data:)", text)
+    assert "connect-src 'self'" in page.render(page.build([run]), version="1")
+
+
+def test_a_file_that_leads_out_of_the_folder_is_not_shown(tmp_path):
+    run = make_run(tmp_path / "run", epochs=1, prompts=1)
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    rows = [{"file": str(tmp_path / "secret.png"), "prompt": "a"}]
+    (run / "samples/eval-00001/samples.jsonl").unlink()
+    (run / "samples/eval-00001/samples.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert "picture" not in page.build([run])["runs"][0]["eval"]["samples"][1][0]
+
+
+def test_the_health_of_a_run_is_told(tmp_path):
+    run = make_run(tmp_path / "run", epochs=1, prompts=1)
+    assert page.build([run])["runs"][0]["health"] == {"checks": len(CHECKS), "findings": []}
+    rows = [{"epoch": 1, "step": 1, "train/ratio_mean": 2.0, "train/clip_range": 0.1}]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    findings = page.build([run])["runs"][0]["health"]["findings"]
+    assert findings == [asdict(finding) for finding in examine(rows)]
+    assert findings[0]["epoch"] == 1
+
+
+def test_a_report_goes_into_the_first_runs_folder_or_where_it_is_wanted(
+    tmp_path, monkeypatch, capsys
+):
+    runs = [make_run(tmp_path / name, epochs=1, prompts=1) for name in ("one", "two")]
+    call(monkeypatch, *runs)
+    assert capsys.readouterr().out == f"wrote {runs[0] / 'report.html'}\n"
+    assert [run["name"] for run in data_of((runs[0] / "report.html").read_text())["runs"]] == [
+        *("one", "two")
+    ]
+    call(monkeypatch, runs[1], "--out", tmp_path / "new/a.html")
+    assert (tmp_path / "new/a.html").is_file()
+    assert not [*tmp_path.rglob(".*")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["no/run"], "no run at no/run"),
+        (["EMPTY"], "no metrics at "),
+        (["STARTED"], "yet: wait for the run's first evaluation"),
+        (["RUN", "RUN"], "a run is named twice"),
+        (["RUN", "--out", "RUN/metrics.jsonl/a.html"], "cannot write "),
+        (["RUN", "--watch", "--out", "a.html"], "leave out --out"),
+        (["RUN", "--watch", "--port", "99999"], "choose another --port"),
+        (["RUN", "--watch", "--host", "192.0.2.1"], "cannot serve at 192.0.2.1:8700"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(tmp_path, monkeypatch, capsys, arguments, told):
+    make_run(tmp_path / "RUN", epochs=1, prompts=1)
+    for name in ("EMPTY", "STARTED"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "STARTED/metrics.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        call(monkeypatch, *arguments)
+    assert end.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+    assert not [*tmp_path.rglob("*.html")]
+
+
+def test_a_run_ends_as_it_would_have_without_a_report(tmp_path, caplog):
+    def taken_over() -> None:
+        raise UserError("it was taken over")
+
+    run = make_run(tmp_path / "run", epochs=1, prompts=1)
+    (tmp_path / "new").mkdir()
+    with caplog.at_level(logging.INFO):
+        page.write_at_end(tmp_path / "new", lambda: None)
+        assert not caplog.messages
+        page.write_at_end(run, taken_over)
+        assert caplog.messages == ["no report was written: it was taken over"]
+    assert not [*tmp_path.rglob("*.html")]
+    page.write_at_end(run, lambda: None)
+    assert (run / "report.html").is_file()
+
+
+@pytest.fixture
+def served(tmp_path):
+    run = make_run(tmp_path / "run", epochs=1, prompts=1)
+    server = build_server([run], "127.0.0.1", 0)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield run, server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+def ask(port: int, path: str, host: str = "localhost", method: str = "GET") -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request(method, path, headers={"Host": host})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_a_page_that_follows_a_run_asks_for_what_is_new(served):
+    run, port = served
+    status, text = ask(port, "/")
+    version = re.search(r'data-version="(\w+)"', text)[1]
+    assert status == 200
+    assert ask(port, f"/data.json?have={version}") == (204, "")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 2, "step": 2, "eval/avg": 0.5}\n')
+    status, text = ask(port, f"/data.json?have={version}")
+    assert status == 200
+    assert json.loads(text)["runs"][0]["epochs"] == [0, 1, 2]
+    (run / "metrics.jsonl").unlink()
+    assert ask(port, "/data.json")[0] == 200  # what was there before
+
+
+def test_it_serves_no_file_and_no_other_name(served):
+    _, port = served
+    for path in (
+        "/metrics.jsonl",
+        "/config.json",
+        "/../config.json",
+        "/samples/eval-00000/0000.png",
+    ):
+        assert ask(port, path)[0] == 404
+    for host in ("evil.example", f"evil.example:{port}", ""):
+        assert ask(port, "/data.json", host)[0] == 403
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"):
+        assert ask(port, "/data.json", host)[0] == 200
+    assert ask(port, "/", method="POST")[0] == 501
