@@ -62,6 +62,7 @@ def wish(**values) -> Wish:
         ({"guidance": 20.5}, "guidance is 20.5; it must be a number from 0 to 20"),
         ({"guidance": -1}, "guidance is -1; it must be a number from 0 to 20"),
         ({"guidance": float("nan")}, "guidance is nan; it must be a number from 0 to 20"),
+        ({"guidance": 10**400}, "guidance is 1000"),
         ({"guidance": None}, "guidance is None; it must be a number from 0 to 20"),
         ({"seed": -1}, "seed is -1; it must be a whole number from 0 to 4294967295"),
         ({"seed": float("inf")}, "seed is inf; it must be a whole number from 0 to 4294967295"),

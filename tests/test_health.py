@@ -20,6 +20,9 @@ ILL = {
     "tiny_mix-2": {"diversity"},
     "tiny_mix-3": {"diversity"},
     **{f"tiny_rwr-{i}": {"diversity"} for i in (1, 2, 3)},
+    "scenes-tiny_mix-2": {"diversity"},
+    "tiny_mixed-1": {"diversity"},
+    "tiny_mixed-2": {"diversity"},
     # made to be ill, for docs/metrics.md
     "constant": {"flat groups"},
     "narrow_clip": {"ratio drift", "clip shares"},
@@ -218,6 +221,7 @@ def test_velocities_grow_by_half(norm, told):
 
 def test_runs_of_any_length_and_method_can_be_examined():
     assert examine([]) == []
+    assert only("failed rewards", rows(reward__failed=[3], reward__samples=[4])).epoch == 1
     assert examine([{"epoch": 0, "step": 0, "time/eval": 1.0}]) == []
     assert examine([{"epoch": 0, "eval/avg": None}, {"epoch": 1, "train/kl": None}]) == []
 

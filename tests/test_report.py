@@ -95,6 +95,23 @@ def test_small_pictures_are_not_enlarged_and_clips_move(tmp_path):
     assert open_uri(moving).n_frames == 10
 
 
+def test_damaged_and_giant_pictures_are_left_out(tmp_path):
+    clip = pictures(4, 16)
+    save_samples(tmp_path, [clip], prompt=["a"])
+    whole = (tmp_path / "0000.gif").read_bytes()
+    cut = [tmp_path / f"{size}.gif" for size in range(0, len(whole), len(whole) // 20)]
+    for path in cut:
+        path.write_bytes(whole[: int(path.stem)])
+    giant = tmp_path / "giant.bmp"
+    small = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(small, "BMP")
+    edges = (30_000).to_bytes(4, "little") * 2
+    giant.write_bytes(small.getvalue()[:18] + edges + small.getvalue()[26:])
+    [found] = fit({0: [*cut, giant, tmp_path / "0000.gif"]}, 1e6, 40).values()
+    assert found[0] is found[-2] is None
+    assert found[-1] is not None
+
+
 def test_a_run_that_is_being_written_is_shown_as_far_as_it_is(tmp_path):
     run = make_run(tmp_path / "run", epochs=2, prompts=2, last='\n{"epoch": 3, "ev')
     (run / "samples/eval-00001/samples.jsonl").unlink()  # not to change the others, its links
@@ -192,6 +209,8 @@ def test_a_report_goes_into_the_first_runs_folder_or_where_it_is_wanted(
         (["STARTED"], "yet: wait for the run's first evaluation"),
         (["RUN", "RUN"], "a run is named twice"),
         (["RUN", "--out", "RUN/metrics.jsonl/a.html"], "cannot write "),
+        (["RUN", "--out", "."], "cannot write .: it is a folder"),
+        (["ODD"], "line 1 of ODD/metrics.jsonl is no JSON with an epoch"),
         (["RUN", "--watch", "--out", "a.html"], "leave out --out"),
         (["RUN", "--watch", "--port", "99999"], "choose another --port"),
         (["RUN", "--watch", "--host", "192.0.2.1"], "cannot serve at 192.0.2.1:8700"),
@@ -199,9 +218,10 @@ def test_a_report_goes_into_the_first_runs_folder_or_where_it_is_wanted(
 )
 def test_a_mistake_is_told_in_one_line(tmp_path, monkeypatch, capsys, arguments, told):
     make_run(tmp_path / "RUN", epochs=1, prompts=1)
-    for name in ("EMPTY", "STARTED"):
+    for name in ("EMPTY", "STARTED", "ODD"):
         (tmp_path / name).mkdir()
     (tmp_path / "STARTED/metrics.jsonl").write_text("")
+    (tmp_path / "ODD/metrics.jsonl").write_text('["eval/avg"]\n{"epoch": 1}\n')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         call(monkeypatch, *arguments)
@@ -273,4 +293,5 @@ def test_it_serves_no_file_and_no_other_name(served):
         assert ask(port, "/data.json", host)[0] == 403
     for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"):
         assert ask(port, "/data.json", host)[0] == 200
+    assert ask(port, "/", "[")[0] == ask(port, "http://[")[0] == 400
     assert ask(port, "/", method="POST")[0] == 501

@@ -20,10 +20,9 @@ from typing import Any
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.geneval.coco import NAMES
 from flow_grpo.rewards.geneval.palette import RGB, SHAPES
-from flow_grpo.rewards.geneval.rules import RELATIONS
+from flow_grpo.rewards.geneval.rules import COLOURS, RELATIONS
 from flow_grpo.run.arguments import Parser
 
-COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 UNCOLOURED = ("person",)  # a purple person is no fair question
 UNSEEN = 20  # classes

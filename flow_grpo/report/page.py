@@ -33,6 +33,8 @@ MOST_SAMPLES = 64  # of an epoch
 
 
 def write_page(folders: list[Path], out: Path) -> None:
+    if out.is_dir():
+        raise UserError(f"cannot write {out}: it is a folder; name a file with --out")
     page = render(build(folders))
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     try:

@@ -65,7 +65,7 @@ def _encode_file(path: Path, edge: int) -> str | None:
     """None where it cannot be read: it is being written, or was removed."""
     try:
         return _encode(path, path.stat().st_mtime_ns, edge)
-    except (OSError, ValueError, SyntaxError):  # Pillow has all three of damaged files
+    except Exception:  # Pillow raises errors of many kinds for damaged files
         return None
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -57,9 +58,12 @@ def build_server(folders: list[Path], host: str, port: int) -> ThreadingHTTPServ
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked = urlsplit(self.path)
+            try:
+                asked = urlsplit(self.path)
+                name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+            except ValueError:  # brackets that do not close
+                return self._answer(400, "text/plain", "this is no address")
             # else a page of somebody else's, under a name that leads here, could read the data
-            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
             if host in LOCAL and name not in LOCAL:
                 return self._answer(403, "text/plain", f"this server answers {host} only")
             if asked.path not in ("/", "/data.json"):
@@ -80,8 +84,9 @@ def build_server(folders: list[Path], host: str, port: int) -> ThreadingHTTPServ
             self.send_header("X-Content-Type-Options", "nosniff")
             if status != 204:
                 self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            with suppress(ConnectionError):  # whoever asked has left
+                self.end_headers()
+                self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
             """Every two seconds would be too much."""

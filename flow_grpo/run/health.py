@@ -158,8 +158,8 @@ def failed_rewards(rows: Rows) -> Told | None:
     for row in having(rows, "reward/failed", "reward/samples"):
         failed, samples = row["reward/failed"], row["reward/samples"]
         if failed > FAILED * samples:
-            each = [k for k in row if re.fullmatch("reward/[^/]+/failed", k)]
-            worst = max(each, key=lambda key: row[key]).removesuffix("/failed")
+            each = {k: n for k, n in row.items() if re.fullmatch("reward/[^/]+/failed", k) and n}
+            worst = max(each, key=each.get, default="reward/?").removesuffix("/failed")
             return (
                 row["epoch"],
                 f"{failed} of {samples} samples could not be scored, most of them by {worst}; "

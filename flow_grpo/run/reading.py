@@ -12,11 +12,14 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise UserError(f"no metrics at {path}: name a run folder or a metrics file")
-    rows, lines = [], path.read_text(encoding="utf-8").splitlines()
+    rows, lines = [], path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+            rows.append(row | {"epoch": int(row["epoch"])})
+        except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):  # the last one is cut where a run was killed
-                raise UserError(f"line {number} of {path} is no JSON; mend or remove it") from error
+                raise UserError(
+                    f"line {number} of {path} is no JSON with an epoch; mend or remove it"
+                ) from error
     return rows

@@ -16,13 +16,13 @@ import gradio as gr
 from flow_grpo.errors import UserError
 from flow_grpo.run.clips import save_sample
 from flow_grpo.run.session import eval_guidance
+from flow_grpo.show.gallery import SMALL
 from flow_grpo.show.limits import MOST_SEED
 from flow_grpo.show.painter import Drawn, Painter
 
 QUEUE = 8  # who comes when as many wait is told so
 KEPT = 64  # drawings whose files can still be looked at
 EXAMPLES = 4
-SMALL = 256  # pixels: narrower pictures are enlarged, and their pixels stay sharp
 FONTS = ["system-ui", "sans-serif"]  # of the reader's machine
 CSS = """
 .gradio-container {max-width: 1000px !important; margin: 0 auto !important}
@@ -42,7 +42,10 @@ def build_page(painter: Painter, folder: Path) -> gr.Blocks:
 
     @told
     def draw(*values: Any) -> list[Any]:
-        drawn = painter.draw(limits.wish(*values))
+        wish = limits.wish(*values)
+        if painter.run and wish.weights is None:
+            raise UserError("no trained weights are chosen; choose some")
+        drawn = painter.draw(wish)
         place = folder / uuid.uuid4().hex
         place.mkdir()
         files.append(place)

@@ -177,6 +177,7 @@ def test_only_this_machine_reaches_it(process, url):
     [
         (0, "x" * 2001, "the prompt has 2001 characters; at most 2000 are drawn"),
         (1, "../../../etc", "there is no such checkpoint any more; reload the page and choose one"),
+        (1, None, "no trained weights are chosen; choose some"),
         (2, 51, "steps is 51; it must be a whole number from 2 to 50"),
         (2, "<b>9</b>", "steps is &#x27;&lt;b&gt;9&lt;/b&gt;&#x27;; it must be a whole number"),
         (3, 1e9, "guidance is 1000000000.0; it must be a number from 0 to 20"),

@@ -1,6 +1,7 @@
 """The report in a real browser, of a run that was really trained."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -8,14 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from report_runs import make_run
 from runner import ROOT, Runner, environment
 
 from flow_grpo.report.page import write_page
+from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.run.grid import score_text
 from flow_grpo.run.health import examine
 from flow_grpo.run.reading import read_metrics
-from flow_grpo.run.tracking import dotted
+from flow_grpo.run.tracking import dotted, save_samples
 
 pytestmark = pytest.mark.browser
 
@@ -191,6 +195,23 @@ def test_nothing_that_a_run_says_runs(run, browser, tmp_path):
         assert text in shown
     assert page.locator("#evolution .answer:visible").inner_text() == PROMPTS[1]
     assert page.locator("img:not([src^='data:image/webp'])[src]").count() == 0
+    page.close()
+
+
+def test_a_run_without_evaluations_and_with_odd_numbers_and_names_is_shown(browser, tmp_path):
+    whole, odd = make_run(tmp_path / "whole", epochs=1, prompts=2), tmp_path / "odd"
+    folder = odd / "samples/train-00001"
+    drawn = [Image.new("RGB", (8, 8))] * 2
+    scores = {"constructor": [0.5, NotAsked()], "avg": [math.nan, 0.5], "advantage": [math.nan, 1]}
+    save_samples(folder, drawn, prompt=["a", "a"], **scores)
+    row = {"epoch": 1, "reward/avg": None, "train/a": 5e-324, "train/b": -1e300, "time/train": 0}
+    (odd / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    write_page([odd, whole], tmp_path / "page.html")
+    page, wrong = look(browser, tmp_path / "page.html")
+    assert wrong == []
+    assert {"train/a", "train/b", "time/train"} <= {*points(page)}
+    labels = page.locator("#evolution .label").all_inner_texts()
+    assert labels == ["odd, no evaluation", "whole, epoch 1"] * 2
     page.close()
 
 

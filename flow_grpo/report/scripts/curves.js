@@ -22,9 +22,10 @@ function smoothed(values, weight) {
 }
 
 function niceTicks(low, high, count) {
-  if (low === high) {
+  const least = 1e-300; // smaller steps have no power of ten
+  if (high - low < least) {
     const margin = Math.abs(low) * 0.1;
-    [low, high] = low === 0 ? [0, 1] : [low - margin, high + margin];
+    [low, high] = margin < least ? [0, 1] : [low - margin, high + margin];
   }
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);

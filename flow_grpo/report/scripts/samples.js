@@ -13,7 +13,9 @@ function placeOf(epochs, epoch) {
 function at(run, kind, epoch) {
   const { epochs, samples, texts } = run[kind], place = placeOf(epochs, epoch);
   if (place < 0) return { epoch: null, samples: [] };
-  return { epoch: epochs[place], samples: samples[place].map((sample) => ({ ...sample, prompt: texts[sample.prompt] })) };
+  // a reward may have the name of something that every object has, like "constructor"
+  const own = (scores) => Object.assign(Object.create(null), scores);
+  return { epoch: epochs[place], samples: samples[place].map((sample) => ({ ...sample, prompt: texts[sample.prompt], scores: own(sample.scores) })) };
 }
 
 // the same prompt may be there several times, each with a noise of its own
@@ -165,7 +167,8 @@ function buildEvolution(data) {
         if (pair) fillSlot(slots[0], first[0].get(key), names, [`start, epoch ${starts[0].epoch}`]);
         now.forEach((each, place) => {
           const slot = slots[pair ? 1 : place], sample = found[place].get(key);
-          const label = several ? [runDot(place), `${data.runs[place].name}, epoch ${each.epoch}`] : [`epoch ${each.epoch}`];
+          const when = each.epoch === null ? "no evaluation" : `epoch ${each.epoch}`;
+          const label = several ? [runDot(place), `${data.runs[place].name}, ${when}`] : [when];
           fillSlot(slot, sample, names, label, each.epoch === starts[place].epoch ? null : first[place].get(key));
         });
       }

@@ -13,14 +13,10 @@ from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImagePr
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.clip import ClipScore
 from flow_grpo.rewards.geneval.coco import own_name
-from flow_grpo.rewards.geneval.rules import Detection, Task
+from flow_grpo.rewards.geneval.rules import COLOURS, Detection, Task
 from flow_grpo.rewards.loading import explained, load_network
 from flow_grpo.rewards.model import FrozenModel
 
-COLOURS = (
-    *("red", "orange", "yellow", "green", "blue"),
-    *("purple", "pink", "brown", "black", "white"),
-)
 TEMPLATES = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
 GROUND = (0x99, 0x99, 0x99)  # takes the place of what is not the thing
 

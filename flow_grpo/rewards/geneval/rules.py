@@ -19,8 +19,9 @@ import numpy as np
 from flow_grpo.errors import UserError
 
 RELATIONS = ("left of", "right of", "above", "below")
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-# Boxes must be apart by this share of their summed sizes before one is beside the other.
+# Centres must be apart by more than this share of the summed sizes of their boxes.
 MARGIN = 0.1
 # Of the direction from one centre to the other: within 60 degrees of the axis.
 SLANT = 0.5
