@@ -148,6 +148,34 @@ def test_every_loss_trains(run, loss, aggregation):
     assert line["train/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_half_precision_trains_weights_in_float32(run, use_lora):
+    fields = {"mixed_precision": "bf16", "use_lora": use_lora, "train.recompute_old": True}
+    session = run(**fields, num_epochs=1, **{"train.beta": 0.01, "train.advantage": "gae"})
+    line = metrics_of(session.folder)[-1]
+    assert line["train/first_update_ratio_dev"] == 0
+    assert line["train/grad_norm"] > 0
+    assert {p.dtype for p in session.policy.parameters()} == {torch.float32}
+    frozen = {p.dtype for p in session.policy.network.parameters() if not p.requires_grad}
+    assert frozen == {torch.bfloat16}
+
+
+def test_a_run_starts_from_a_lora(run):
+    first = run(run_name="first", num_epochs=1)
+    lora = str(first.folder / "checkpoints/latest/lora")
+    second = run(run_name="second", num_epochs=1, **{"train.lora_path": lora})
+    after, before = metrics_of(first.folder)[-1], metrics_of(second.folder)[0]
+    assert before["eval/avg"] == pytest.approx(after["eval/avg"], abs=1e-6)
+    start, end = (
+        load_file(f"{lora}/adapter_model.safetensors"),
+        load_file(second.folder / "checkpoints/latest/lora/adapter_model.safetensors"),
+    )
+    assert start.keys() == end.keys()
+    assert any(not torch.equal(start[name], end[name]) for name in start)
+    with pytest.raises(UserError, match="cannot be loaded as a LoRA of this model"):
+        run(run_name="third", **{"train.lora_path": str(first.folder)})
+
+
 def test_micro_batches_do_not_change_the_run(run):
     """Nor how many answers are sampled together."""
     one = run(run_name="one", num_epochs=1)

@@ -16,7 +16,10 @@ from flow_grpo.errors import UserError
 logger = logging.getLogger("flow_grpo")
 
 
-def build_accelerator(config: ConfigDict, *, accumulation_steps: int = 1, **kwargs) -> Accelerator:
+def build_accelerator(
+    config: ConfigDict, *, accumulation_steps: int = 1, autocast: bool = True, **kwargs
+) -> Accelerator:
+    """`autocast=False`: what is trained casts by itself, in sampling as in training."""
     # accelerate knows the option below by its old name only
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
@@ -48,7 +51,7 @@ def build_accelerator(config: ConfigDict, *, accumulation_steps: int = 1, **kwar
         # with cpu=True accelerate would turn DeepSpeed and FSDP into plain data parallelism
         cpu=on_cpu and not (deepspeed or fsdp),
         # DeepSpeed would cast LoRA to half precision, which cannot hold steps of 1e-4
-        mixed_precision="no" if deepspeed else config.mixed_precision,
+        mixed_precision="no" if deepspeed or not autocast else config.mixed_precision,
         kwargs_handlers=handlers,
         **kwargs,
     )

@@ -23,7 +23,7 @@ class Inputs:
     """What the model takes."""
 
     input_ids: Tensor  # (B, S)
-    attention_mask: Tensor  # (B, 1, S, S), True where a token sees another
+    segments: Tensor  # (B, S): PROMPT, PADDING or the number of an answer
     position_ids: Tensor  # (3, B, S)
     pixel_values: Tensor | None  # of the pictures of all rows
     image_grid_thw: Tensor | None
@@ -33,7 +33,8 @@ class Inputs:
         return replace(self, **{n: t.to(device) for n, t in own.items() if t is not None})
 
     def as_arguments(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"attention_mask": attention(own.pop("segments")), **own}
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _inputs(
     seen = [prompt for prompt in prompts if prompt.pixels is not None]
     return Inputs(
         input_ids=torch.stack(ids),
-        attention_mask=attention(torch.stack(segments)),
+        segments=torch.stack(segments),
         position_ids=torch.stack(positions, 1),
         pixel_values=torch.cat([p.pixels for p in seen]) if seen else None,
         image_grid_thw=torch.cat([p.grids for p in seen]) if seen else None,
@@ -128,10 +129,10 @@ def _inputs(
 def attention(segments: Tensor) -> Tensor:
     """(B, 1, S, S): a token sees what came before it of its prompt and its own answer. Padding sees
     itself, as a row that sees nothing has no softmax."""
-    before = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool).tril()
+    place = torch.arange(segments.shape[1], device=segments.device)
     seen, sees = segments[:, None, :], segments[:, :, None]
-    allowed = before & ((seen == PROMPT) | (seen == sees)) & (seen != PADDING)
-    return (allowed | torch.eye(segments.shape[1], dtype=torch.bool))[:, None]
+    allowed = (place <= place[:, None]) & ((seen == PROMPT) | (seen == sees)) & (seen != PADDING)
+    return (allowed | (place == place[:, None]))[:, None]
 
 
 def _filled(values: Tensor, length: int) -> Tensor:

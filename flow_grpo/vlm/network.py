@@ -50,9 +50,12 @@ class AnswerModel(nn.Module):
 
     def hidden(self, inputs: Inputs, **cache) -> Tensor:
         """Last hidden states (B, S, width)."""
-        with self._cast(inputs.input_ids.device):
-            hidden = self.model.model(**inputs.as_arguments(), **cache).last_hidden_state
+        hidden = self.forward_model(**inputs.as_arguments(), **cache)
         return hidden + self._unseen_tower(inputs)
+
+    def forward_model(self, **arguments) -> Tensor:
+        with self._cast(arguments["input_ids"].device):
+            return self.model.model(**arguments).last_hidden_state
 
     def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """(N,) of `tokens` after the hidden states (N, width), in chunks that fit in memory."""

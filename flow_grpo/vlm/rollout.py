@@ -83,7 +83,8 @@ class Rollout:
         """Those of the indices that a process samples: an equal share of each update."""
         parts = np.arange(self.plan.samples)
         parts = parts.reshape(self.plan.updates_per_pass, self.plan.num_processes, -1)
-        return [i for i in parts[:, process].ravel().tolist() if i in set(wanted.tolist())]
+        shares = parts[:, process].ravel()
+        return shares[np.isin(shares, wanted)].tolist()
 
     def row_of(self, index: int) -> int:
         return int(self.rows[index // self.plan.group_size])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from flow_grpo.vlm.batches import Inputs, left_padded
+from flow_grpo.vlm.batches import PADDING, left_padded
 from flow_grpo.vlm.network import AnswerModel
 from flow_grpo.vlm.prompts import Prompt
 
@@ -46,8 +46,7 @@ def sample_answers(
     chosen = torch.tensor(rows, device=device)
     cache.batch_select_indices(chosen)
     hidden = hidden[chosen]
-    # the last token of a prompt sees all of it
-    seen = inputs.attention_mask[chosen, :, -1:]
+    seen = (inputs.segments[chosen] != PADDING)[:, None, None]
     seen = torch.cat([seen, seen.new_ones(*seen.shape[:3], max_new_tokens)], -1)
     first = torch.tensor([prompts[row].following for row in rows], device=device)
     draws = None if generators is None else uniform(generators, max_new_tokens).to(device)
@@ -71,14 +70,13 @@ def sample_answers(
             if going.sum() <= MOST_ALIVE * len(alive):
                 cache.batch_select_indices(going.nonzero()[:, 0])
                 alive, token, seen = alive[going], token[going], seen[going]
-        step = Inputs(
+        hidden = network.forward_model(
             input_ids=token[:, None],
             attention_mask=seen[..., : width + i + 1],
             position_ids=(first[alive] + i).expand(3, -1)[..., None],
-            pixel_values=None,
-            image_grid_thw=None,
-        )
-        hidden = network.hidden(step, past_key_values=cache, use_cache=True)[:, 0]
+            past_key_values=cache,
+            use_cache=True,
+        )[:, 0]
     return _cut(tokens.cpu(), log_probs.cpu(), stops.cpu())
 
 

@@ -63,7 +63,10 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
     find_files(config)
     _refuse_engines()
     accelerator = build_accelerator(
-        config, log_with=trackers.parse(config.log_with) or None, project_dir=config.logdir
+        config,
+        autocast=False,
+        log_with=trackers.parse(config.log_with) or None,
+        project_dir=config.logdir,
     )
     plan = AnswerPlan(
         num_processes=accelerator.num_processes,
