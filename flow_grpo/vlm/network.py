@@ -11,6 +11,7 @@ from flow_grpo.vlm.batches import Inputs, PackedBatch
 
 MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 LOGITS = 2**26  # of one chunk, in float32: 256 MiB
+SMALL_HEAD = 2**20  # weights, for which float64 costs next to nothing
 
 
 class AnswerModel(nn.Module):
@@ -71,11 +72,18 @@ class AnswerModel(nn.Module):
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """(N, vocabulary), in float32 or better: of every token that may be sampled."""
-        with self._cast(hidden.device):
-            logits = self.model.lm_head(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        logits = self._logits(hidden) / self.temperature
         logits[:, self.banned] = -torch.inf
-        return logits.log_softmax(-1)
+        return logits.log_softmax(-1).to(torch.promote_types(hidden.dtype, torch.float32))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.lm_head
+        if self.compute_dtype is None and head.weight.numel() <= SMALL_HEAD:
+            # most of what is between decoding and training is the rounding of this product
+            return nn.functional.linear(hidden.double(), head.weight.double())
+        with self._cast(hidden.device):
+            logits = head(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _cast(self, device: torch.device) -> AbstractContextManager:
         if self.compute_dtype is None:
