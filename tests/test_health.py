@@ -23,6 +23,8 @@ ILL = {
     "scenes-tiny_mix-2": {"diversity"},
     "tiny_mixed-1": {"diversity"},
     "tiny_mixed-2": {"diversity"},
+    **{f"no_leash-{i}": {"diversity"} for i in (1, 2)},
+    **{f"leash_0.1-{i}": {"diversity"} for i in (1, 3)},
     # made to be ill, for docs/metrics.md
     "constant": {"flat groups"},
     "narrow_clip": {"ratio drift", "clip shares"},
@@ -76,6 +78,14 @@ def test_the_mean_ratio_stays_within_the_clip_range_of_1(ratio, clip, most):
     assert bool(found) == bool(most)
     if found:
         assert f"is off 1 by {abs(ratio - 1):.1e}, more than {most}" in found.text
+
+
+@pytest.mark.parametrize(("ratio", "ill"), [(1.15, False), (1.25, True)])
+def test_ratios_of_answers_may_move_within_the_clip(ratio, ill):
+    columns = {"train__ratio_mean": [ratio], "train__clip_range": [0.2], "answer__length": [9]}
+    assert bool(only("ratio drift", rows(**columns))) == ill
+    deviation = {**columns, "train__ratio_mean": [1.0], "train__first_update_ratio_dev": [0.1]}
+    assert "train.recompute_old=True" in only("on-policy ratios", rows(**deviation)).advice
 
 
 @pytest.mark.parametrize(

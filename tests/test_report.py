@@ -149,6 +149,7 @@ def test_text_of_a_run_stays_text(tmp_path):
     data = json.loads(block, parse_constant=pytest.fail)["runs"][0]
     assert data["eval"]["texts"] == [HOSTILE]
     assert data["eval"]["samples"][1][0]["answer"] == HOSTILE
+    assert len(page.shortened("long " * 9999)) == page.LONGEST_ANSWER + 1
     assert data["config"] == {"seed": "Infinity", "name": HOSTILE}
     assert "<title>&lt;b&gt;&amp;run</title>" in text
     assert text.count("<script") == text.count("</script") == 2

@@ -30,6 +30,7 @@ PICTURE_BYTES = 10_000_000  # of all runs together; other things take little
 SHARES = {"eval": 2 / 3, "train": 1 / 3}
 EPOCHS = {"eval": 40, "train": 20}  # with pictures, at most: it takes 20 to 40 ms to shrink one
 MOST_SAMPLES = 64  # of an epoch
+LONGEST_ANSWER = 4000  # letters; samples.jsonl has all of it
 
 
 def write_page(folders: list[Path], out: Path) -> None:
@@ -114,11 +115,15 @@ def _sample(shot: Shot, picture: str | None, texts: dict[str, int]) -> dict[str,
         "prompt": texts.setdefault(shot.prompt, len(texts)),
         "scores": {name: _rounded(value) for name, value in shot.scores.items()},
         "picture": picture,
-        "answer": shot.answer,
+        "answer": shot.answer and shortened(shot.answer),
         "advantage": _rounded(shot.advantage),
         "group": shot.group,
     }
     return {name: value for name, value in sample.items() if value is not None}
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_ANSWER else f"{text[:LONGEST_ANSWER]}…"
 
 
 def _rounded(value: float | None) -> float | None:

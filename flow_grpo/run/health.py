@@ -14,7 +14,7 @@ from flow_grpo.rewards import TOTAL
 from flow_grpo.run.console import Record
 
 OFF_POLICY = 0.1  # of the clip range
-RATIO = 0.01  # from 1, however wide the clip is: log-ratios are means over pixels
+RATIO = 0.01  # from 1, however wide the clip is, of pictures: log-ratios are means over pixels
 CLIPPED = 0.5  # of the losses
 FLAT, FLAT_EPOCHS = 0.95, 3  # share of groups that score alike, for that many epochs in a row
 KL = 1.0  # of any kl_type: as far as the noise is wide, or the velocity long
@@ -51,27 +51,35 @@ def on_policy(rows: Rows) -> Told | None:
     for row in having(rows, "train/first_update_ratio_dev", "train/clip_range"):
         deviation, clip = row["train/first_update_ratio_dev"], row["train/clip_range"]
         if deviation > OFF_POLICY * clip:
+            advice = "make train.batch_size equal to sample.train_batch_size, raise the clip range"
+            if of_answers(row):
+                advice = "set train.recompute_old=True"
             return (
                 row["epoch"],
                 f"on-policy ratios are off 1 by {deviation:.1e}, more than a tenth of the clip "
                 f"range {clip:.1e}: rounding decides what is clipped",
-                "make train.batch_size equal to sample.train_batch_size, raise the clip range, or "
-                "use mixed_precision=no",
+                f"{advice}, or use mixed_precision=no",
             )
     return None
+
+
+def of_answers(row: Record) -> bool:
+    """A run of scripts/train_vlm.py, whose ratios are those of tokens."""
+    return "answer/length" in row
 
 
 def ratio_drift(rows: Rows) -> Told | None:
     for row in having(rows, "train/ratio_mean"):
         off = abs(row["train/ratio_mean"] - 1)
-        most = min(row.get("train/clip_range") or RATIO, RATIO)
+        clip = row.get("train/clip_range") or RATIO
+        most = clip if of_answers(row) else min(clip, RATIO)
         if off > most:
             return (
                 row["epoch"],
                 f"the mean ratio is off 1 by {off:.1e}, more than {most:.1e}: an epoch takes the "
                 "policy away from the one that sampled",
                 "lower train.learning_rate, make fewer updates per epoch, or lower a clip range "
-                f"above {RATIO}",
+                f"above {most:g}",
             )
     return None
 
@@ -119,7 +127,7 @@ def kl(rows: Rows) -> Told | None:
     most, seen = 0.0, 0
     for row in having(rows, "train/kl"):
         now = row["train/kl"]
-        jumped = seen >= SPIKE_AFTER and now > KL_JUMP * most and now > KL_FLOOR
+        jumped = seen >= SPIKE_AFTER and now > KL_JUMP * most > 0 and now > KL_FLOOR
         if now > KL or jumped:
             what = f"jumped from {most:.2g} to {now:.2g}" if jumped else f"is {now:.2g}"
             return (

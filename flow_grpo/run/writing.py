@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from flow_grpo.algorithms.base import Scored
+from flow_grpo.errors import UserError
 from flow_grpo.rewards import TOTAL
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.rewards.pictures import to_pil
@@ -82,16 +83,23 @@ def save(session: Run, *, best: bool = False) -> Path:
 def log(session: Run, record: dict[str, float | None]) -> None:
     if session.accelerator.is_main_process:
         tracking.append_metrics(session.folder / "metrics.jsonl", record)
-        rows = read_metrics(session.folder)
-        for finding in examine(rows):
-            if finding.epoch == record["epoch"]:  # others were said when they began
-                logger.warning(
-                    "health, epoch %d: %s; %s", finding.epoch, finding.text, finding.advice
-                )
+        say_health(session.folder, record["epoch"])
     trackers.log(session.accelerator, record)
     last, rewards = session.config.num_epochs, session.reward.weights
     left = session.pace.left(record, last)
     logger.info(epoch_line(record, rewards, session.eval_reward.weights, last, left))
+
+
+def say_health(folder: Path, epoch: int) -> None:
+    """What began in this epoch; the rest was said when it began."""
+    try:
+        found = examine(read_metrics(folder))
+    except UserError as error:  # a file that was damaged is no reason to stop
+        logger.warning("health is not known: %s", error)
+        return
+    for finding in found:
+        if finding.epoch == epoch:
+            logger.warning("health, epoch %d: %s; %s", epoch, finding.text, finding.advice)
 
 
 def write_samples(
