@@ -7,7 +7,6 @@ import sys
 import pytest
 from runner import accelerate, environment, torchrun
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 ACCELERATE = accelerate(
     *("--num_processes=2", "--main_process_port=0"),
     "--config_file=scripts/accelerate_configs/multi_gpu.yaml",
@@ -44,7 +43,7 @@ def slow_first(tmp_path):
 
 
 def test_the_report_of_torchrun_ends_with_the_mistake(train, slow_first):
-    done = train(launcher=TORCHRUN, config=slow_first, sample__num_stepz=3)
+    done = train(launcher=torchrun(), config=slow_first, sample__num_stepz=3)
     assert done.returncode != 0
     mistake = "error: unknown config key 'sample.num_stepz'; did you mean sample.num_steps?"
     assert_report_ends_with(done.stderr, mistake)
