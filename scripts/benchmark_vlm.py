@@ -1,4 +1,4 @@
-"""Time and memory of training a model that answers, of a published size, with random weights.
+"""Time and memory of training a model that answers: a published size, with random weights.
 
     python scripts/benchmark_vlm.py --shape qwen2.5-vl-3b --answers 64 --group 8 --new_tokens 512
 

@@ -62,6 +62,7 @@ def test_it_lists_its_commands_with_a_line_each(flow_grpo):
     assert all(len(line) < 100 for line in told.splitlines())
     for name in ("train", "evaluate", "benchmark", "compare", "plot", "export", "make-small"):
         assert name in commands()
+    assert {"train-vlm", "report", "demo", "gallery"} <= commands().keys()
 
 
 def test_an_unknown_command_is_told_in_one_line(flow_grpo):
@@ -69,7 +70,9 @@ def test_an_unknown_command_is_told_in_one_line(flow_grpo):
     assert done.returncode == 2
     assert done.stderr == "error: unknown command 'trian'; did you mean train?\n"
     done = flow_grpo("xyz")
-    assert done.stderr.startswith("error: unknown command 'xyz'; choose one of benchmark, compare")
+    assert done.stderr.startswith(
+        "error: unknown command 'xyz'; choose one of benchmark, benchmark-vlm, "
+    )
 
 
 def test_a_mistake_is_one_line_as_with_the_scripts(flow_grpo):

@@ -1,7 +1,6 @@
 """The OCR reward: what counts as a match, and what it reads."""
 
 import io
-import math
 import os
 import signal
 import time
@@ -18,6 +17,7 @@ from signs import WORDS, mono_bold, prompt, sign
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward, close_scorers, ocr
+from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.ocr import OcrScorer, ocr_score, quoted_text
 
 # Text and score
@@ -267,9 +267,9 @@ def test_a_corrupt_picture_is_nan_and_the_others_are_scored(scorer: OcrScorer) -
     assert scores[1].reason.startswith("OSError: ")
 
 
-def test_a_prompt_without_quoted_text_is_nan(scorer: OcrScorer) -> None:
+def test_a_prompt_without_quoted_text_does_not_ask_for_it(scorer: OcrScorer) -> None:
     scores = scorer([sign("CAT")] * 2, ["a cat", prompt("CAT")], [{}] * 2)
-    assert math.isnan(scores[0])
+    assert isinstance(scores[0], NotAsked)
     assert scores[1] == 1.0
 
 

@@ -106,7 +106,7 @@ def test_offloaded_moments_train_the_same_weights():
 
 def test_a_run_offloads_if_it_is_told_to(make_session, monkeypatch):
     told = []
-    monkeypatch.setattr("flow_grpo.run.session.offload_state", told.append)
+    monkeypatch.setattr("flow_grpo.run.optimizer.offload_state", told.append)
     session = make_session(**{"train.offload_optimizer": True})
     assert told == [session.optimizer.optimizer]
 

@@ -14,7 +14,10 @@ from flow_grpo.run.places import ROOT
 
 SCRIPTS = ROOT / "scripts"
 # for work on the repo itself, or used by other scripts
-NOT_COMMANDS = ("mutants", "pretrain_tiny", "pretrain_tiny_vlm", "reference_loops", "runs")
+NOT_COMMANDS = (
+    *("health_figures", "make_shapes_qa", "mutants"),
+    *("pretrain_tiny", "pretrain_tiny_vlm", "reference_loops", "runs"),
+)
 
 
 def commands() -> dict[str, Path]:

@@ -156,7 +156,7 @@ def tiny_mixed(gpus: int) -> ConfigDict:
 
 
 TINY = (
-    *(tiny_geneval, tiny_mixed),
     *(tiny_ocr, tiny_grpo_guard, tiny_dppo, tiny_mix),
     *(tiny_nft, tiny_awm, tiny_dgpo, tiny_dpo, tiny_sft, tiny_rwr),
+    *(tiny_geneval, tiny_mixed),
 )
