@@ -2,8 +2,10 @@
 
 import signal
 import subprocess
+import tempfile
 
 import pytest
+import warm
 from runner import WARM, environment, run_script
 from serving import is_running, wait_until
 
@@ -20,18 +22,30 @@ def script(tmp_path):
     return path
 
 
+@pytest.fixture(scope="module")
+def own_server():
+    """For the environment as it is now: other tests may have changed it since theirs started."""
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm, "_folder", lambda: folder)
+        yield
+    folder.cleanup()
+
+
 def test_the_exit_code_is_the_scripts(script):
     done = run_script(script, "leave")
     assert done.returncode == 3
     assert done.stdout.split()[1:] == ["None", "leave"]
 
 
+@pytest.mark.usefixtures("own_server")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_reaches_the_script(script, number):
     command, env = [*WARM, script, "stay"], {**environment(warmed=True), "RANK": "1"}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     pid, *rest = process.stdout.readline().split()
     assert rest == ["1", "stay"]
+    assert int(pid) != process.pid  # forked
     process.send_signal(number)
     assert process.wait(60) == -number
     wait_until(lambda: not is_running(int(pid)), 60)
