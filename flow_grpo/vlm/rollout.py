@@ -1,6 +1,8 @@
 """The samples of an epoch: which question each answers, who samples it, and what it scored."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -103,7 +105,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Answerer:
-    """A network, and how it is asked."""
+    """A network, and how it is asked. Engines other than transformers' are subclasses."""
+
+    # whether log-probabilities of answers are those that training computes
+    exact: ClassVar[bool] = True
 
     network: AnswerModel
     encoder: PromptEncoder
@@ -114,6 +119,11 @@ class Answerer:
     def pad(self) -> int:
         pad = self.encoder.tokenizer.pad_token_id
         return self.stop[0] if pad is None else pad
+
+    def awake(self) -> AbstractContextManager:
+        """While it is entered, it answers, with the weights as they are on entering. Call it on all
+        processes."""
+        return nullcontext()
 
     def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
         return {row: self.encoder.encode(questions[row]) for row in dict.fromkeys(rows)}
