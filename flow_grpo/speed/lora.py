@@ -35,15 +35,6 @@ def is_plain(layer: lora.LoraLayer) -> bool:
     )
 
 
-def lora_sum(layer: lora.LoraLayer, weight: Tensor) -> Tensor:
-    """The weight of a layer with its LoRA added, in float32 or better."""
-    total = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    for name in layer.active_adapters:
-        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-        total = torch.addmm(total, b, a, alpha=layer.scaling[name])
-    return total
-
-
 class MergedLora:
     """The sums of weights and LoRA, to compute with where nothing is trained.
 
@@ -61,7 +52,10 @@ class MergedLora:
         """After LoRA has changed."""
         noise: dict[torch.Size, Tensor] = {}  # one for each shape
         for layer, weight, out in zip(self.layers, self.before, self.sums, strict=True):
-            total = lora_sum(layer, weight)
+            total = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            for name in layer.active_adapters:
+                a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+                total = torch.addmm(total, b, a, alpha=layer.scaling[name])
             if out.dtype in DROPPED_BITS:
                 if out.shape not in noise:
                     noise[out.shape] = rounding_noise(out, seed)

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from flow_grpo.errors import UserError
-from flow_grpo.speed.lora import DROPPED_BITS, lora_sum, rounded_at_random, rounding_noise
+from flow_grpo.speed.lora import DROPPED_BITS, rounded_at_random, rounding_noise
 from flow_grpo.training.shards import gathered, whole
 from flow_grpo.vlm.prompts import Prompt, PromptEncoder, read_picture
 from flow_grpo.vlm.questions import Question
@@ -170,20 +170,26 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
     for name, weight in model.named_parameters():
         owner, _, kind = name.rpartition(".")
-        layer = layers.get(owner.removesuffix(".base_layer"))
+        base = owner.removesuffix(".base_layer")
         if "lora_" in name:
             continue
-        if layer is None:
+        if base in layers and kind == "weight":
+            with gathered(layers[base].parameters()):
+                value = _with_lora(layers[base], weight)
+        else:
             with gathered([weight]):
                 value = whole(weight)
-            yield name, value
-            continue
-        with gathered(layer.parameters()):
-            value = whole(lora_sum(layer, weight) if kind == "weight" else weight)
-        if weight.dtype in DROPPED_BITS and kind == "weight":
-            # to the nearest, most of what LoRA has learned would be lost
-            value = rounded_at_random(value, weight.dtype, rounding_noise(weight, seed=0))
-        yield f"{owner.removesuffix('.base_layer')}.{kind}", value.to(weight.dtype)
+        yield f"{base}.{kind}", value
+
+
+def _with_lora(layer: lora.LoraLayer, weight: Tensor) -> Tensor:
+    total = whole(weight).to(torch.promote_types(weight.dtype, torch.float32))
+    for adapter in layer.active_adapters:
+        total += whole(layer.get_delta_weight(adapter))
+    if weight.dtype in DROPPED_BITS:
+        # to the nearest, most of what LoRA has learned would be lost
+        total = rounded_at_random(total, weight.dtype, rounding_noise(weight, seed=0))
+    return total.to(weight.dtype)
 
 
 def mend(model: nn.Module) -> None:
