@@ -65,8 +65,7 @@ def train(session: VlmSession) -> None:
 
     for epoch in range(progress.epoch, config.num_epochs):
         done, timer = epoch + 1, tracking.Timer()
-        with session.answerer.awake():
-            rollout = sample_epoch(session, epoch, timer)
+        rollout = sample_epoch(session, epoch, timer)
         stop_at_outage(session, done, rollout.rewards)
         session.reward.rest()
         solved = config.sample.refills > 0 and not rollout.has_spread().any()
@@ -104,7 +103,7 @@ def sample_epoch(session: VlmSession, epoch: int, timer: tracking.Timer) -> Roll
     wanted = np.arange(plan.samples)
     for attempt in range(config.sample.refills + 1):
         own = rollout.own(session.accelerator.process_index, wanted)
-        with timer("sample"):
+        with timer("sample"), session.answerer.awake():
             pending = sample_answers(session, epoch, attempt, rollout, own)
         with timer("reward_wait"):
             scores = [each.result() for each in pending]

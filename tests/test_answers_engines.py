@@ -255,7 +255,7 @@ def engine(tmp_path_factory) -> tuple[VllmAnswerer, list, Path]:
     policy = policy_with_lora("qwen3_vl")
     policy.network.temperature = 0.7
     encoder = small_vlm.encoder(policy.model)
-    answerer = VllmAnswerer(policy.network, encoder, 10, (2, 9), None, None, sleeps=False)
+    answerer = VllmAnswerer(policy.network, encoder, 10, (2, 9), engine=None, sleeps=False)
     return answerer, small_vlm.questions(folder / "data"), folder
 
 

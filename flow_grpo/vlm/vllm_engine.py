@@ -18,7 +18,7 @@ from peft.tuners import lora
 from PIL import Image
 from torch import Tensor, nn
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, first_line
 from flow_grpo.speed.lora import DROPPED_BITS, rounded_at_random, rounding_noise
 from flow_grpo.training.shards import gathered, whole
 from flow_grpo.vlm.prompts import Prompt, PromptEncoder, read_picture
@@ -56,7 +56,6 @@ class VllmAnswerer(Answerer):
     """The engine's log-probabilities are near those of the network, and not the same."""
 
     engine: Any  # vllm.LLM
-    files: TemporaryDirectory  # that it was built from
     sleeps: bool  # what has memory of its own can give it back
 
     exact: ClassVar[bool] = False
@@ -227,30 +226,40 @@ def build_answerer(
     from vllm import LLM
 
     on_gpu = device.type != "cpu"
-    files = engine_files(source, revision, ours)
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    engine = LLM(
-        files.name,
-        dtype=dtype,
-        seed=seed,
-        max_model_len=longest_prompt + ours.max_new_tokens,
-        gpu_memory_utilization=memory,
-        # it joins the processes that there are, which without it would all take the first GPU
-        distributed_executor_backend="external_launcher" if num_processes > 1 else None,
-        enable_sleep_mode=on_gpu,
-        enforce_eager=not on_gpu,
-        # on a CPU, half of a prompt is more than seeds of requests survive
-        enable_chunked_prefill=on_gpu,
-        limit_mm_per_prompt={"image": max(1, pictures), "video": 0},
-        logprobs_mode="processed_logprobs",  # after temperature and bans
-        generation_config="vllm",  # no top-p of the model's own
-    )
+    with engine_files(source, revision, ours) as folder, _explained(memory):
+        engine = LLM(
+            folder,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=longest_prompt + ours.max_new_tokens,
+            gpu_memory_utilization=memory,
+            # it joins the processes that there are; without it they would all take the first GPU
+            distributed_executor_backend="external_launcher" if num_processes > 1 else None,
+            enable_sleep_mode=on_gpu,
+            enforce_eager=not on_gpu,
+            # on a CPU, half of a prompt is more than seeds of requests survive
+            enable_chunked_prefill=on_gpu,
+            limit_mm_per_prompt={"image": max(1, pictures), "video": 0},
+            logprobs_mode="processed_logprobs",  # after temperature and bans
+            generation_config="vllm",  # no top-p of the model's own
+        )
     torch.set_num_threads(threads)  # it takes these for the whole process
     torch.set_float32_matmul_precision(precision)
     if on_gpu:
         engine.sleep(level=SLEEP_LEVEL)
     known = {name: getattr(ours, name) for name in ("network", "encoder", "max_new_tokens", "stop")}
-    return VllmAnswerer(**known, engine=engine, files=files, sleeps=on_gpu)
+    return VllmAnswerer(**known, engine=engine, sleeps=on_gpu)
+
+
+@contextmanager
+def _explained(memory: float) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:  # nearly always of memory
+        raise UserError(
+            f"vLLM does not start with sample.vllm_memory={memory}: {first_line(error)}"
+        ) from error
 
 
 def engine_files(source: str, revision: str, ours: Answerer) -> TemporaryDirectory:
