@@ -1,6 +1,7 @@
 """Random vision-language models of both families, small enough for any test."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,12 @@ def questions(folder: Path) -> list[Question]:
         question("How many?", paths[0]),
         question("Compare <image> with <image>!", paths[1], paths[2]),
     ]
+
+
+def odd_question(folder: Path) -> Question:
+    """About a picture that is resized before it is read."""
+    picture(3, 37, 61).save(folder / "odd.png")
+    return replace(questions(folder)[1], images=(folder / "odd.png",))
 
 
 def small_data(folder: Path, train: int = 8, test: int = 4) -> Path:

@@ -43,7 +43,8 @@ class Setup:
             temperature=0.8,
             compute_dtype=torch.bfloat16 if ON_GPU else None,
         )
-        self.questions = small_vlm.questions(folder / "data")
+        data = folder / "data"
+        self.questions = [*small_vlm.questions(data), small_vlm.odd_question(data)]
         self.ours = Answerer(
             self.policy.network, small_vlm.encoder(model), NEW_TOKENS, (small_vlm.EOS,)
         )
