@@ -68,6 +68,7 @@ def train(session: VlmSession) -> None:
         rollout = sample_epoch(session, epoch, timer)
         stop_at_outage(session, done, rollout.rewards)
         session.reward.rest()
+        session.answerer.rest()
         solved = config.sample.refills > 0 and not rollout.has_spread().any()
         metrics = {**reward_metrics(rollout.rewards, rollout.groups), **rollout.metrics()}
         if not solved:
@@ -291,6 +292,7 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
             answers = session.answerer.answer(prompts, batch)
             most = config.sample.max_new_tokens
             pending.append(PendingAnswers.submit(session.eval_reward, questions, most, answers))
+    session.answerer.rest()
     session.stop.check()
     scores = gather_scores(accelerator, np.array(rows), [each.result() for each in pending])
     session.eval_reward.rest()

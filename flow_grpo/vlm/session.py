@@ -135,7 +135,11 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         eval_reward=eval_reward,
         policy=policy,
         answerer=Answerer(
-            policy.network, encoder, config.sample.max_new_tokens, _end_tokens(model, tokenizer)
+            policy.network,
+            encoder,
+            config.sample.max_new_tokens,
+            _end_tokens(model, tokenizer),
+            cuda_graphs=config.cuda_graphs,
         ),
         optimizer=optimizer,
         ema=ema,
