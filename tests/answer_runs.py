@@ -1,8 +1,9 @@
 """Short runs of scripts/train_vlm.py in this process, and as a script for several processes.
 
-    torchrun --nproc_per_node 2 tests/answer_runs.py '[{"logdir": ..., "exact": true}]'
+    torchrun --nproc_per_node 2 tests/answer_runs.py '[{"logdir": ..., "exact": true}]' [--sharded]
 
-With `exact` in float64, where runs that should be equal are, to the last digits.
+With `exact` in float64, where runs that should be equal are, to the last digits; `--sharded` by
+FSDP2.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 import small_vlm
 import torch
+from fsdp_on_cpu import shard_on_cpu
 from ml_collections import ConfigDict
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
@@ -72,5 +74,7 @@ def _rotate(q, k, cos, sin):
 
 
 if __name__ == "__main__":
+    if "--sharded" in sys.argv:
+        shard_on_cpu()
     for one in json.loads(sys.argv[1]):
         run(**one)
