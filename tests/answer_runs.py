@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 tests/answer_runs.py '[{"logdir": ..., "exact": true}]' [ENGINE]
 
 With `exact` in float64, where runs that should be equal are, to the last digits. ENGINE: `fsdp2`;
-or `zero`, whose stage is the run's `stage`.
+or `zero`, for runs that have a `zero` file of DeepSpeed's settings.
 """
 
 import json
@@ -40,6 +40,7 @@ FIELDS = {
     "train.learning_rate": 1e-3,
     "train.lora_rank": 4,
 }
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 def config_of(reward: str = "early_letters", **fields: Any) -> ConfigDict:
@@ -66,7 +67,7 @@ def run_by_two(runs: list[dict], *engine: str) -> None:
     done = subprocess.run(
         [sys.executable, *launcher, __file__, json.dumps(runs), *engine],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=300,
@@ -75,11 +76,11 @@ def run_by_two(runs: list[dict], *engine: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _take_stage(stage: int) -> None:
-    """As `accelerate launch` would with our file for that stage."""
+def _take_settings(zero: str) -> None:
+    """As `accelerate launch` would; every run may have its own."""
     AcceleratorState._reset_state()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = zero
 
 
 def _load_exact(config: ConfigDict, accelerator: Any) -> torch.nn.Module:
@@ -107,6 +108,6 @@ if __name__ == "__main__":
 
         deepspeed.ops.__compatible_ops__ = {}  # kernels that it would compile first, for minutes
     for one in json.loads(sys.argv[1]):
-        if "stage" in one:
-            _take_stage(one.pop("stage"))
+        if "zero" in one:
+            _take_settings(one.pop("zero"))
         run(**one)

@@ -1,6 +1,7 @@
 """scripts/train_vlm.py with FSDP2 and DeepSpeed, in two real processes."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import answer_runs
@@ -39,15 +40,13 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def runs(folder: Path, how: str, **fields) -> list[dict]:
+def runs(folder: Path, how: str, names: Iterable[str] = RUNS, **fields) -> list[dict]:
     places = {
         "pretrained.model": str(folder / "model"),
         "dataset": str(folder / "data"),
         "logdir": str(folder / how),
     }
-    return [
-        {**COMMON, **places, "run_name": name, **own, **fields} for name, own in RUNS.items()
-    ]
+    return [{**COMMON, **places, "run_name": name, **RUNS[name], **fields} for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +105,40 @@ def test_what_fsdp2_saves_loads_with_stock_libraries(folder, fsdp2):
     for parameter, value in loaded.items():
         own = saved[parameter.replace(".default", "")]
         torch.testing.assert_close(value.detach().double(), own, rtol=0, atol=1e-6)
+
+
+# Adam would blow up the rounding of gradients next to zero
+FLOAT32 = {"train.learning_rate": 1e-2, "train.adam_epsilon": 1e-3, "num_epochs": 2}
+
+
+@pytest.fixture(scope="module")
+def zero(folder) -> dict[tuple[int, str], Path]:
+    """Runs by stage of ZeRO and what is trained; the third is stopped and resumed."""
+    stages = {1: ["lora"], 2: ["full"], 3: ["lora", "full"]}
+    every = []
+    for stage, names in stages.items():
+        # else weights as small as these would not be sharded
+        settings = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        file = folder / f"zero{stage}.json"
+        file.write_text(json.dumps({"zero_optimization": settings}))
+        own = runs(folder, f"zero{stage}", names, zero=str(file), **FLOAT32)
+        if stage == 3:
+            every += [{**one, "num_epochs": 1} for one in own]
+        every += [{**one, "resume": "auto"} for one in own]
+    answer_runs.run_by_two(every, "zero")
+    for one in runs(folder, "float32", RESUMED, **FLOAT32):
+        answer_runs.run(**one)
+    return {(s, name): folder / f"zero{s}" / name for s, names in stages.items() for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "name"), [(1, "lora"), (2, "full"), (3, "lora"), (3, "full")])
+def test_zero_trains_what_one_process_does(folder, zero, stage, name):
+    alone, sharded = folder / "float32" / name, zero[stage, name]
+    for one, two in zip(metrics(alone), metrics(sharded), strict=True):
+        assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
+    for file in WEIGHTS[name]:
+        one, two = weights(alone, file), weights(sharded, file)
+        assert one.keys() == two.keys()
+        for parameter in one:
+            torch.testing.assert_close(one[parameter], two[parameter], rtol=0, atol=1e-5)
