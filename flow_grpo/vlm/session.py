@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import parse_flag_from_env
 from ml_collections import ConfigDict
 from torch import nn
 
@@ -61,7 +60,6 @@ def build_session(config: ConfigDict, load: Load | None = None) -> VlmSession:
 def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> VlmSession:
     check(config)
     find_files(config)
-    _refuse_engines()
     accelerator = build_accelerator(
         config,
         autocast=False,
@@ -135,7 +133,7 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         eval_reward=eval_reward,
         policy=policy,
         answerer=Answerer(
-            policy.network,
+            policy.whole,
             encoder,
             config.sample.max_new_tokens,
             _end_tokens(model, tokenizer),
@@ -148,15 +146,6 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         stop=StopSignals(accelerator),
         lock=lock,
     )
-
-
-def _refuse_engines() -> None:
-    for engine in ("DEEPSPEED", "FSDP"):
-        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
-            raise UserError(
-                f"train_vlm.py does not run with {engine} yet; start it with torchrun, or with "
-                "accelerate launch --multi_gpu (DDP)"
-            )
 
 
 def _build_rewards(
