@@ -34,7 +34,7 @@ from flow_grpo.training.metrics import TrainingStats, reward_metrics
 from flow_grpo.vlm import fields
 from flow_grpo.vlm.batches import PackedBatch, micro_batches, packed
 from flow_grpo.vlm.check import GAE
-from flow_grpo.vlm.credit import Fixed, answer_advantages, penalties, token_advantages
+from flow_grpo.vlm.credit import Fixed, answer_advantages, penalties, reweigh, token_advantages
 from flow_grpo.vlm.losses import Counts, divergence, policy_loss, token_weights
 from flow_grpo.vlm.rollout import LENGTH, Rollout
 from flow_grpo.vlm.scoring import PendingAnswers
@@ -67,12 +67,14 @@ def train(session: VlmSession) -> None:
         rollout = sample_epoch(session, epoch, timer)
         stop_at_outage(session, done, rollout.rewards)
         session.reward.rest()
-        session.answerer.rest()
         solved = config.sample.refills > 0 and not rollout.has_spread().any()
         metrics = {**reward_metrics(rollout.rewards, rollout.groups), **rollout.metrics()}
         if not solved:
             with timer("train"):
                 fixed = prepare(session, rollout)
+                if not session.answerer.exact:
+                    cap = config.train.importance_cap
+                    metrics |= reweigh(session.accelerator, rollout, fixed, cap)
                 give_credit(session, rollout, fixed)
                 metrics |= train_epoch(session, epoch, rollout, fixed)
         metrics["perf/answers_per_s"] = session.plan.samples / sum(timer.seconds.values())
@@ -100,7 +102,7 @@ def sample_epoch(session: VlmSession, epoch: int, timer: tracking.Timer) -> Roll
     wanted = np.arange(plan.samples)
     for attempt in range(config.sample.refills + 1):
         own = rollout.own(session.accelerator.process_index, wanted)
-        with timer("sample"), session.policy.gathered():
+        with timer("sample"), session.answerer.awake():
             pending = sample_answers(session, epoch, attempt, rollout, own)
         with timer("reward_wait"):
             scores = [each.result() for each in pending]
@@ -143,7 +145,8 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
     """Of this process's samples: what takes a forward without gradients, where anything does."""
     train, policy = session.config.train, session.policy
     fixed = {index: Fixed(sample.log_probs) for index, sample in rollout.samples.items()}
-    again, with_reference = train.recompute_old or train.advantage == GAE, train.beta > 0
+    recompute_old = train.recompute_old or not session.answerer.exact
+    again, with_reference = recompute_old or train.advantage == GAE, train.beta > 0
     if not (again or with_reference):
         return fixed
     with policy.gathered():
@@ -154,7 +157,7 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
             for row, index in enumerate(part):
                 there = batch.mask[row]
                 own = {name: column[row][there].cpu() for name, column in scores.items()}
-                old = own["log_probs"] if train.recompute_old else fixed[index].old
+                old = own["log_probs"] if recompute_old else fixed[index].old
                 fixed[index] = Fixed(old, own.get("reference"), own.get("values"))
     return fixed
 
@@ -249,6 +252,9 @@ def answer_loss(
         "clip_low": policy.clipped_low.float(),
         "clip_high": policy.clipped_high.float(),
     }
+    if not session.answerer.exact:
+        columns["importance"] = stack(fixed, "importance", mask)
+        weights = weights * columns["importance"]
     weighted = (loss * weights * counts.tokens)[mask]
     return Loss(weighted, {name: column[mask].detach() for name, column in columns.items()})
 
@@ -279,7 +285,7 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     config, accelerator, questions = session.config, session.accelerator, session.test_questions
     rows = list(range(accelerator.process_index, len(questions), accelerator.num_processes))
     size, pending = config.sample.batch_size, []
-    with session.averaged(), session.policy.gathered():
+    with session.averaged(), session.answerer.awake():
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         for batch in session.bar(batches, "evaluate"):
             session.eval_reward.end_if_broken()
@@ -287,7 +293,6 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
             answers = session.answerer.answer(prompts, batch)
             most = config.sample.max_new_tokens
             pending.append(PendingAnswers.submit(session.eval_reward, questions, most, answers))
-    session.answerer.rest()
     session.stop.check()
     scores = gather_scores(accelerator, np.array(rows), [each.result() for each in pending])
     session.eval_reward.rest()

@@ -1,6 +1,7 @@
 """Random vision-language models of both families, small enough for any test."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,8 @@ VISION = {
     "temporal_patch_size": 2,
     "out_hidden_size": 32,
 }
+WIDE_TEXT = {"hidden_size": 128, "head_dim": 32}
+WIDE_VISION = {"hidden_size": 64, "out_hidden_size": 128}
 MARKS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -66,16 +69,19 @@ MARKS = {
 }
 
 
-def build(family: str = "qwen3_vl", seed: int = 0) -> nn.Module:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+def build(family: str = "qwen3_vl", seed: int = 0, wide: bool = False) -> nn.Module:
+    """With `wide` heads, for vLLM, which has no smaller ones."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    rope["mrope_section"] = [8, 4, 4] if wide else [2, 1, 1]
+    text, vision = ({**TEXT, **WIDE_TEXT}, {**VISION, **WIDE_VISION}) if wide else (TEXT, VISION)
     if family == "qwen3_vl":
-        text = {**TEXT, "rope_parameters": {**rope, "mrope_interleaved": True}}
-        vision = {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+        text = {**text, "rope_parameters": {**rope, "mrope_interleaved": True}}
+        vision = {**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
         config, kind = Qwen3VLConfig, Qwen3VLForConditionalGeneration
     else:
-        text = {**TEXT, "rope_parameters": rope}
+        text = {**text, "rope_parameters": rope}
         # windows of 2 x 2 merged patches, and one layer that sees all of a picture
-        vision = {**VISION, "window_size": 32, "fullatt_block_indexes": [1]}
+        vision = {**vision, "window_size": 32, "fullatt_block_indexes": [1]}
         config, kind = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     with seeded(seed):
         model = kind(config(text_config=text, vision_config=vision, **MARKS)).eval()
@@ -116,8 +122,8 @@ def build_image_processor() -> Qwen2VLImageProcessorPil:
     )
 
 
-def save(folder: Path, family: str = "qwen3_vl") -> Path:
-    for part in (build(family), build_tokenizer(), build_image_processor()):
+def save(folder: Path, family: str = "qwen3_vl", wide: bool = False) -> Path:
+    for part in (build(family, wide=wide), build_tokenizer(), build_image_processor()):
         part.save_pretrained(folder)
     return folder
 
@@ -147,6 +153,12 @@ def questions(folder: Path) -> list[Question]:
         question("How many?", paths[0]),
         question("Compare <image> with <image>!", paths[1], paths[2]),
     ]
+
+
+def odd_question(folder: Path) -> Question:
+    """About a picture that is resized before it is read."""
+    picture(3, 37, 61).save(folder / "odd.png")
+    return replace(questions(folder)[1], images=(folder / "odd.png",))
 
 
 def small_data(folder: Path, train: int = 8, test: int = 4) -> Path:

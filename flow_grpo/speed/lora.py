@@ -78,6 +78,13 @@ class MergedLora:
             torch._foreach_copy_(self.weights, self.before)
 
 
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded at random to what `dtype` holds, the same way every time."""
+    if dtype not in DROPPED_BITS:
+        return x.to(dtype)
+    return rounded_at_random(x, dtype, rounding_noise(x.to(dtype), seed=0)).to(dtype)
+
+
 def rounding_noise(like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator(like.device).manual_seed(seed)
     most = 1 << DROPPED_BITS[like.dtype]

@@ -14,8 +14,7 @@ from flow_grpo.speed.lora import (
     is_plain,
     lora_layers,
     merged_weight,
-    rounded_at_random,
-    rounding_noise,
+    narrowed,
     without_lora,
 )
 from flow_grpo.speed.replay import WARM_UP, GraphMemory
@@ -150,8 +149,7 @@ def _for_sampling(step: Step, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
     for name, module in step.named_modules():
         if module in step.lora:
             weight = merged_weight(module, module.base_layer.weight)
-            noise = rounding_noise(weight.to(dtype), seed=0)
-            yield f"{name}.base_layer.weight", rounded_at_random(weight, dtype, noise).to(dtype)
+            yield f"{name}.base_layer.weight", narrowed(weight, dtype)
         elif isinstance(module, nn.Linear) and ".lora_" not in name:
             for part, weight in module.named_parameters(recurse=False):
                 if weight.dtype != dtype:

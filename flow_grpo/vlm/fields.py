@@ -56,6 +56,12 @@ def get_config() -> ConfigDict:
     sample.max_new_tokens = 1024
     # By which scores of tokens are divided, in sampling and in training. Evaluation is greedy.
     sample.temperature = 1.0
+    # What samples: "transformers" is the forward that trains, with a cache; "vllm" is faster on
+    # long answers, and what it samples is not quite the policy (train.importance_cap).
+    sample.engine = "transformers"
+    # Of engine="vllm": the share of a GPU's memory that it may fill with weights and cache while it
+    # samples, beside what is trained. While the weights are trained it has none.
+    sample.vllm_memory = 0.4
     # Where all answers to a question get the same reward there is nothing to learn: draw another
     # question instead, up to this many times an epoch (DAPO's dynamic sampling).
     sample.refills = 0
@@ -74,6 +80,9 @@ def get_config() -> ConfigDict:
     # the ratio is exactly 1 there, or as sampling found it, which costs nothing. Half precision
     # wants True.
     train.recompute_old = False
+    # Of sample.engine="vllm", whose tokens are not quite the policy's: each is weighted by how much
+    # likelier the policy makes it, up to this bound (2 in most papers); 0 gives no weights.
+    train.importance_cap = 2.0
     # "clip" (PPO's), "gspo" (one ratio for an answer) or "cispo" (weights are clipped, not
     # gradients).
     train.loss = "clip"

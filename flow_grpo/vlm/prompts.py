@@ -26,6 +26,7 @@ class Prompt:
     following: int  # the position of an answer's first token
     pixels: Tensor | None  # (patches, values) of all its pictures
     grids: Tensor | None  # (pictures, 3): patches in time, height and width
+    pictures: tuple[Image.Image, ...] = ()  # for an engine that makes its own patches
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -79,14 +80,20 @@ class PromptEncoder:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def check_lengths(self, questions: Sequence[Question], most: int) -> None:
-        """Refuse a question that does not fit: what is cut off may be the question itself."""
+    def check_lengths(self, questions: Sequence[Question], most: int) -> int:
+        """Refuse a question that does not fit: what is cut off may be the question itself.
+
+        Returns the length of the longest.
+        """
+        longest = 0
         for question in questions:
-            if (length := self.length(question)) > most:
+            longest = max(longest, length := self.length(question))
+            if length > most:
                 raise UserError(
                     f"{question.where} has {length} tokens, more than max_prompt_length={most}; "
                     "leave it out, shrink its pictures or raise --config.max_prompt_length"
                 )
+        return longest
 
     def _expanded(self, question: Question, counts: Sequence[int]) -> list[int]:
         """The token ids, each picture's placeholder repeated as often as it has tokens."""

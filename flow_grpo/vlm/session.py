@@ -27,13 +27,14 @@ from flow_grpo.run.scoring import build_rewards, eval_weights
 from flow_grpo.run.stopping import StopSignals
 from flow_grpo.training.distributed import on_all_or_none
 from flow_grpo.training.ema import Ema
-from flow_grpo.vlm.check import GAE, check
+from flow_grpo.vlm.check import GAE, VLLM, check
 from flow_grpo.vlm.plan import AnswerPlan
 from flow_grpo.vlm.policy import AnswerPolicy, load_model
 from flow_grpo.vlm.prompts import PromptEncoder, load_processors
 from flow_grpo.vlm.questions import Question, load_questions
 from flow_grpo.vlm.rollout import Answerer
 from flow_grpo.vlm.scoring import reward_metadata
+from flow_grpo.vlm.vllm_engine import build_answerer, check_platform
 
 logger = logging.getLogger("flow_grpo")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
@@ -66,6 +67,8 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         log_with=trackers.parse(config.log_with) or None,
         project_dir=config.logdir,
     )
+    if config.sample.engine == VLLM:
+        check_platform(accelerator.device)
     plan = AnswerPlan(
         num_processes=accelerator.num_processes,
         questions=config.sample.questions_per_epoch,
@@ -99,7 +102,8 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         question_format=config.question_format,
     )
     most = _longest_prompt(config, model)
-    on_all_or_none(accelerator, lambda: encoder.check_lengths([*questions, *test_questions], most))
+    every = [*questions, *test_questions]
+    longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))
     train = config.train
     policy = AnswerPolicy(
         model,
@@ -121,6 +125,26 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
     if train.ema:
         ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
         ema.prepare(accelerator)
+    answerer = Answerer(
+        policy,
+        encoder,
+        config.sample.max_new_tokens,
+        _end_tokens(model, tokenizer),
+        cuda_graphs=config.cuda_graphs,
+    )
+    if config.sample.engine == VLLM:
+        answerer = build_answerer(
+            answerer,
+            source=config.pretrained.model,
+            revision=config.pretrained.revision,
+            device=accelerator.device,
+            dtype=DTYPES[config.mixed_precision],
+            num_processes=accelerator.num_processes,
+            longest_prompt=longest,
+            pictures=max(len(question.images) for question in every),
+            memory=config.sample.vllm_memory,
+            seed=config.seed,
+        )
     progress = load_progress(accelerator, start.checkpoint, optimizer, adam_settings(config))
     _open(config, accelerator, start, lock, as_json)
     return VlmSession(
@@ -132,13 +156,7 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         reward=reward,
         eval_reward=eval_reward,
         policy=policy,
-        answerer=Answerer(
-            policy.whole,
-            encoder,
-            config.sample.max_new_tokens,
-            _end_tokens(model, tokenizer),
-            cuda_graphs=config.cuda_graphs,
-        ),
+        answerer=answerer,
         optimizer=optimizer,
         ema=ema,
         folder=start.folder,
