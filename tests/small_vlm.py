@@ -1,17 +1,22 @@
-"""Random vision-language models of both families, small enough for any test."""
+"""Random vision-language models of all families, small enough for any test."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
@@ -66,24 +71,41 @@ MARKS = {
 }
 
 
+FAMILIES = {
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+}
+
+
 def build(family: str = "qwen3_vl", seed: int = 0) -> nn.Module:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-    if family == "qwen3_vl":
-        text = {**TEXT, "rope_parameters": {**rope, "mrope_interleaved": True}}
-        vision = {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-        config, kind = Qwen3VLConfig, Qwen3VLForConditionalGeneration
-    else:
-        text = {**TEXT, "rope_parameters": rope}
-        # windows of 2 x 2 merged patches, and one layer that sees all of a picture
-        vision = {**VISION, "window_size": 32, "fullatt_block_indexes": [1]}
-        config, kind = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    config, kind = FAMILIES[family]
     with seeded(seed):
-        model = kind(config(text_config=text, vision_config=vision, **MARKS)).eval()
+        model = kind(config(**settings_of(family))).eval()
         for parameter in model.parameters():  # larger than at the start: pictures have to matter
             parameter.data += 0.1 * torch.randn_like(parameter)
     own = model.generation_config
     own.eos_token_id, own.pad_token_id, own.bos_token_id = EOS, PAD, BOS
     return model
+
+
+def settings_of(family: str) -> dict[str, Any]:
+    """What sets the families apart: how positions are laid out, what the tower is made of, whether
+    the head is the embedding."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    text, marks = {**TEXT, "rope_parameters": rope}, MARKS
+    if family == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+        vision = {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    elif family == "qwen2_5_vl":
+        # windows of 2 x 2 merged patches, and one layer that sees all of a picture
+        vision = {**VISION, "window_size": 32, "fullatt_block_indexes": [1]}
+    else:
+        own = {"embed_dim": 16, "hidden_size": TEXT["hidden_size"], "mlp_ratio": 2}
+        shared = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
+        vision = {**{name: VISION[name] for name in shared}, **own}
+        marks = {**MARKS, "tie_word_embeddings": False}  # as the larger models of all families
+    return {"text_config": text, "vision_config": vision, **marks}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -119,6 +141,34 @@ def build_image_processor() -> Qwen2VLImageProcessorPil:
 def save(folder: Path, family: str = "qwen3_vl") -> Path:
     for part in (build(family), build_tokenizer(), build_image_processor()):
         part.save_pretrained(folder)
+    return folder
+
+
+def save_as_published(folder: Path, family: str) -> Path:
+    """As Qwen2-VL and Qwen2.5-VL are on the hub: an older layout of weights and config, and the
+    chat template in a file of its own."""
+    model, tokenizer = build(family), build_tokenizer()
+    config = settings_of(family)
+    rope = config["text_config"].pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    config = {
+        **{"model_type": family, "architectures": [type(model).__name__]},
+        **{"rope_scaling": scaling, "rope_theta": rope["rope_theta"]},
+        **config.pop("text_config"),
+        **config,
+    }
+    template = {"chat_template": tokenizer.chat_template}
+    tokenizer.chat_template = None
+    for part in (tokenizer, build_image_processor(), model.generation_config):
+        part.save_pretrained(folder)
+    for name, content in {"config.json": config, "chat_template.json": template}.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    weights = {}
+    for name, weight in model.state_dict().items():
+        if name != "lm_head.weight" or not config["tie_word_embeddings"]:
+            older = re.sub(r"^model\.language_model", "model", name)
+            weights[re.sub(r"^model\.visual", "visual", older)] = weight.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
