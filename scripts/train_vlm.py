@@ -1,7 +1,7 @@
 """Train a vision-language model with online reinforcement learning.
 
     python scripts/train_vlm.py --config config/vlm.py:PRESET [--config.sample.group_size=16 ...]
-    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ...
+    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ... [--dry_run]
 
 One epoch: sample a group of answers to each question, score them, turn scores into advantages, and
 update the weights with a clipped policy objective on the tokens of the answers.
@@ -36,6 +36,7 @@ from flow_grpo.vlm import fields
 from flow_grpo.vlm.batches import PackedBatch, micro_batches, packed
 from flow_grpo.vlm.check import GAE
 from flow_grpo.vlm.credit import Fixed, answer_advantages, penalties, token_advantages
+from flow_grpo.vlm.dry import AnswerLoop
 from flow_grpo.vlm.losses import Counts, divergence, policy_loss, token_weights
 from flow_grpo.vlm.rollout import LENGTH, Rollout
 from flow_grpo.vlm.scoring import PendingAnswers
@@ -315,4 +316,5 @@ def save_training_samples(
 
 
 if __name__ == "__main__":
-    cli.run(main, of=fields)
+    loop = AnswerLoop(sample_epoch, prepare, give_credit, train_epoch, run_evaluation)
+    cli.run(main, of=fields, dry_run=loop.dry_run)

@@ -230,3 +230,9 @@ def flat_for_some(answers: list[str], questions: list[str], metadata: list[dict]
     letters = early_letters(answers, questions, metadata)
     flat = [int(own["answer"]) % 2 for own in metadata]
     return [0.5 if same else own for own, same in zip(letters, flat, strict=True)]
+
+
+def outage(answers: list[str], questions: list[str], metadata: list[dict]) -> list[float]:
+    if len(answers) > 1:  # it is tried on one before training
+        raise OSError("no such weights")
+    return [0.0]
