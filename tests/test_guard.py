@@ -240,6 +240,6 @@ def test_a_reward_is_tried_on_what_it_will_see():
 def test_a_reward_that_hangs_is_told():
     release = threading.Event()
     guard = guarded(lambda *batch: release.wait(30), timeout=0.2)
-    with pytest.raises(UserError, match=r"'mine' hangs: no score for one image in reward_timeout=0.2 s"):
+    with pytest.raises(UserError, match=r"'mine' hangs: no score for one image in \S+=0.2 s"):
         weighted(guard).rehearse(["p"], [{}], 8, 8, 1)
     release.set()
