@@ -307,10 +307,13 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
 def save_training_samples(
     session: VlmSession, epoch: int, rollout: Rollout, fixed: dict[int, Fixed]
 ) -> None:
-    shown = sorted(fixed)[: session.config.log_images]
+    """The first ones of this process, by their groups: one whole group at least."""
+    most = session.config.log_images
+    shown = sorted(fixed)[: max(most, session.plan.group_size) if most else 0]
     samples = [rollout.samples[index] for index in shown]
     columns = {name: rollout.scores[name][shown] for name in (*session.reward.weights, TOTAL)}
     columns["advantage"] = [float(fixed[index].advantages.mean()) for index in shown]
+    columns["group"] = rollout.groups[shown]
     asked = [session.questions[sample.row] for sample in samples]
     write_answers(session, "train", epoch, asked, [sample.text for sample in samples], **columns)
 

@@ -103,6 +103,13 @@ def test_the_first_update_is_on_policy(runs, kind):
     assert line["train/grad_norm"] > 0
 
 
+def test_a_whole_group_of_training_answers_is_kept_to_be_looked_at(runs):
+    path = runs.lora.folder / "samples/train-00001/samples.jsonl"
+    rows = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [row["group"] for row in rows] == [0] * 4
+    assert len({(row["prompt"], row["truth"]) for row in rows}) == 1
+
+
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_sampling_training_and_the_model_itself_agree(runs, kind):
     """On trained weights: tokens as they were sampled, trained in a mixed batch and alone, and by
