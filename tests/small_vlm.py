@@ -159,9 +159,20 @@ def save_as_published(folder: Path, family: str) -> Path:
     }
     template = {"chat_template": tokenizer.chat_template}
     tokenizer.chat_template = None
-    for part in (tokenizer, build_image_processor(), model.generation_config):
+    for part in (tokenizer, model.generation_config):
         part.save_pretrained(folder)
-    for name, content in {"config.json": config, "chat_template.json": template}.items():
+    pictures = build_image_processor()
+    shared = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
+    files = {
+        "config.json": config,
+        "chat_template.json": template,
+        "preprocessor_config.json": {
+            **{name: getattr(pictures, name) for name in shared},
+            **{"min_pixels": 16 * 16, "max_pixels": 64 * 64},
+            "image_processor_type": "Qwen2VLImageProcessor",
+        },
+    }
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     weights = {}
     for name, weight in model.state_dict().items():

@@ -18,11 +18,13 @@ from flow_grpo.run.export import Source
 from flow_grpo.sampling.rollout import sample_generators
 from flow_grpo.vlm import export as vlm_export
 from flow_grpo.vlm.batches import Answer, packed
-from flow_grpo.vlm.prompts import load_processors
+from flow_grpo.vlm.prompts import PromptEncoder, load_processors
+from flow_grpo.vlm.questions import Question
 from flow_grpo.vlm.rollout import Sample
 from flow_grpo.vlm.session import VlmSession
 
 ROWS = [0, 0, 1, 1, 2, 2]  # questions without pictures, with one and with two
+LARGER = {"min_pixels": 128 * 128, "max_pixels": 256 * 256}
 LAYERS = (nn.Linear, nn.Conv3d)
 
 
@@ -168,3 +170,15 @@ def test_the_script_exports_the_same(runs, tmp_path):
     assert done.returncode == 0, done.stderr
     files = [(path / "model.safetensors").read_bytes() for path in (out, export(runs.lora))]
     assert files[0] == files[1]
+
+
+def test_pictures_are_resized_as_the_run_says(runs, tmp_path):
+    """By the limits of its image processor where it says nothing."""
+    path = tmp_path / "large.png"
+    small_vlm.picture(0, 128, 192).save(path)
+    question, model = Question("How many?", (path,)), runs.full.policy.model
+    for limits, patches in [({}, [6, 8]), ({"max_pixels": 1024}, [2, 4]), (LARGER, [16, 24])]:
+        encoder = PromptEncoder(*load_processors(str(runs.start), **limits), model)
+        prompt = encoder.encode(question)
+        assert prompt.grids.tolist() == [[1, *patches]]
+        assert encoder.length(question) == len(prompt)

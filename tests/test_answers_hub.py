@@ -1,6 +1,7 @@
 """Questions under a Hugging Face name, and folders that are laid out as the hub has them."""
 
 import io
+import shutil
 from pathlib import Path
 
 import answer_runs
@@ -12,6 +13,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from flow_grpo.errors import UserError
+from flow_grpo.run.export import Source
+from flow_grpo.vlm import export
 from flow_grpo.vlm.prompts import load_processors
 from flow_grpo.vlm.questions import load_questions
 
@@ -136,3 +139,11 @@ def test_a_run_takes_model_and_questions_from_the_cache(cache, tmp_path):
     session = answer_runs.run(**fields, logdir=str(tmp_path / "logs"), num_epochs=1)
     assert session.progress.step == 2
     assert {q.answer for q in session.questions} == set("012345")
+    # a LoRA that was taken out of its run, of a model by its name
+    lora = shutil.copytree(session.folder / "checkpoints/latest/lora", tmp_path / "mine")
+    source = Source.find(lora)
+    assert source.run is None
+    assert export.answers(source, "someone/small")
+    assert not export.answers(source, "someone/other")
+    export.export(source, "someone/small", tmp_path / "exported")
+    assert (tmp_path / "exported/model.safetensors").is_file()
