@@ -9,7 +9,6 @@ update the weights with a clipped policy objective on the tokens of the answers.
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from flow_grpo.run.running import (
 from flow_grpo.run.writing import finish_epoch, is_due
 from flow_grpo.sampling.rollout import sample_generators
 from flow_grpo.sampling.seeding import Stream, numpy_rng
-from flow_grpo.training.distributed import gather_scores
+from flow_grpo.training.distributed import accumulated, gather_scores, in_step
 from flow_grpo.training.metrics import TrainingStats, reward_metrics
 from flow_grpo.vlm import fields
 from flow_grpo.vlm.batches import PackedBatch, micro_batches, packed
@@ -69,6 +68,7 @@ def train(session: VlmSession) -> None:
         rollout = sample_epoch(session, epoch, timer)
         stop_at_outage(session, done, rollout.rewards)
         session.reward.rest()
+        session.answerer.rest()
         solved = config.sample.refills > 0 and not rollout.has_spread().any()
         metrics = {**reward_metrics(rollout.rewards, rollout.groups), **rollout.metrics()}
         if not solved:
@@ -101,7 +101,7 @@ def sample_epoch(session: VlmSession, epoch: int, timer: tracking.Timer) -> Roll
     wanted = np.arange(plan.samples)
     for attempt in range(config.sample.refills + 1):
         own = rollout.own(session.accelerator.process_index, wanted)
-        with timer("sample"):
+        with timer("sample"), session.policy.gathered():
             pending = sample_answers(session, epoch, attempt, rollout, own)
         with timer("reward_wait"):
             scores = [each.result() for each in pending]
@@ -147,15 +147,16 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
     again, with_reference = train.recompute_old or train.advantage == GAE, train.beta > 0
     if not (again or with_reference):
         return fixed
-    for part, batch in packed_batches(session, rollout, sorted(fixed)):
-        scores = policy.fixed_scores(batch) if again else {}
-        if with_reference:
-            scores["reference"] = policy.reference(batch)
-        for row, index in enumerate(part):
-            there = batch.mask[row]
-            own = {name: column[row][there].cpu() for name, column in scores.items()}
-            old = own["log_probs"] if train.recompute_old else fixed[index].old
-            fixed[index] = Fixed(old, own.get("reference"), own.get("values"))
+    with policy.gathered():
+        for part, batch in packed_batches(session, rollout, sorted(fixed)):
+            scores = policy.fixed_scores(batch) if again else {}
+            if with_reference:
+                scores["reference"] = policy.reference(batch)
+            for row, index in enumerate(part):
+                there = batch.mask[row]
+                own = {name: column[row][there].cpu() for name, column in scores.items()}
+                old = own["log_probs"] if train.recompute_old else fixed[index].old
+                fixed[index] = Fixed(old, own.get("reference"), own.get("values"))
     return fixed
 
 
@@ -197,18 +198,18 @@ def train_epoch(
             own = [index for index in sorted(fixed) if members[index]]
             kept = [i for i in own if has_gradient(session, fixed[i])] or own[:1] or [min(fixed)]
             stats.leave_out(int(lengths[own].sum() - lengths[kept].sum()))
-            batches = list(packed_batches(session, rollout, kept))
+            batches = in_step(accelerator, list(packed_batches(session, rollout, kept)))
             name = f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}"
-            for last, (part, batch) in session.bar(marked(batches), name, len(batches)):
-                alone = nullcontext() if last else accelerator.no_sync(session.policy.module)
-                with alone:
-                    weights = token_weights(
-                        config.train.aggregation, batch.mask, counts, config.sample.max_new_tokens
-                    ) * float(bool(own))
-                    loss = answer_loss(session, batch, [fixed[i] for i in part], weights, counts)
-                    # DDP takes the mean over processes
-                    accelerator.backward(loss.per_sample.sum() / counts.tokens * plan.num_processes)
-                stats.add(loss, on_policy=session.progress.step == sampled_at)
+            steps = accumulated(accelerator, session.policy.module, batches)
+            for (part, batch), counted in session.bar(steps, name, len(batches)):
+                weights = token_weights(
+                    config.train.aggregation, batch.mask, counts, config.sample.max_new_tokens
+                ) * float(bool(own) and counted)
+                loss = answer_loss(session, batch, [fixed[i] for i in part], weights, counts)
+                # gradients are the mean over processes
+                accelerator.backward(loss.per_sample.sum() / counts.tokens * plan.num_processes)
+                if counted:
+                    stats.add(loss, on_policy=session.progress.step == sampled_at)
             take_update(session, stats)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
     metrics["train/clip_range"] = min(config.train.clip_low, config.train.clip_high)
@@ -274,17 +275,12 @@ def packed_batches(
         yield index[part], packed(answers[part], pad).to(session.accelerator.device)
 
 
-def marked(batches: list) -> Iterator[tuple[bool, tuple[list[int], PackedBatch]]]:
-    for number, batch in enumerate(batches, 1):
-        yield number == len(batches), batch
-
-
 def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     """Rewards of greedy answers to the test questions."""
     config, accelerator, questions = session.config, session.accelerator, session.test_questions
     rows = list(range(accelerator.process_index, len(questions), accelerator.num_processes))
     size, pending = config.sample.batch_size, []
-    with session.averaged():
+    with session.averaged(), session.policy.gathered():
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         for batch in session.bar(batches, "evaluate"):
             session.eval_reward.end_if_broken()
@@ -292,6 +288,7 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
             answers = session.answerer.answer(prompts, batch)
             most = config.sample.max_new_tokens
             pending.append(PendingAnswers.submit(session.eval_reward, questions, most, answers))
+    session.answerer.rest()
     session.stop.check()
     scores = gather_scores(accelerator, np.array(rows), [each.result() for each in pending])
     session.eval_reward.rest()

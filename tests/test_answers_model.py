@@ -10,10 +10,11 @@ from torch import Tensor
 from flow_grpo.errors import UserError
 from flow_grpo.sampling.rollout import sample_generators
 from flow_grpo.vlm.batches import Answer, micro_batches, packed
+from flow_grpo.vlm.decoding import choose
 from flow_grpo.vlm.network import AnswerModel
 from flow_grpo.vlm.prompts import Prompt
 from flow_grpo.vlm.questions import Question
-from flow_grpo.vlm.sampling import Sampled, choose, sample_answers
+from flow_grpo.vlm.sampling import Sampled, Sampler
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 ROWS = [0, 0, 1, 1, 1, 2, 2]  # questions of the samples below
@@ -33,8 +34,8 @@ def prompts(network, tmp_path_factory) -> list[Prompt]:
 def sample(network, prompts, rows=ROWS, index=None, **settings) -> Sampled:
     index = list(range(len(rows))) if index is None else index
     settings = {"max_new_tokens": 24, "stop": [small_vlm.EOS], "pad": small_vlm.PAD, **settings}
-    settings.setdefault("generators", sample_generators(1, 2, index))
-    return sample_answers(network, prompts, rows, **settings)
+    generators = settings.pop("generators", sample_generators(1, 2, index))
+    return Sampler(network, **settings).sample(prompts, rows, generators)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from flow_grpo.vlm.network import AnswerModel
 from flow_grpo.vlm.plan import AnswerPlan
 from flow_grpo.vlm.prompts import Prompt, PromptEncoder
 from flow_grpo.vlm.questions import Question
-from flow_grpo.vlm.sampling import sample_answers
+from flow_grpo.vlm.sampling import Sampler
 
 # columns beside the rewards', under names that no reward can have
 BASELINE, LENGTH, ENDED = (f"{TOTAL}/{name}" for name in ("baseline", "length", "ended"))
@@ -101,7 +101,7 @@ class Rollout:
             column[index] = scores.get(name, np.nan)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answerer:
     """A network, and how it is asked."""
 
@@ -109,6 +109,8 @@ class Answerer:
     encoder: PromptEncoder
     max_new_tokens: int
     stop: tuple[int, ...]  # end tokens
+    cuda_graphs: bool = True
+    sampler: Sampler | None = None
 
     @property
     def pad(self) -> int:
@@ -126,17 +128,22 @@ class Answerer:
     ) -> list[Sample]:
         """One for each of `rows`; without generators the greedy one."""
         places = {row: i for i, row in enumerate(dict.fromkeys(rows))}
-        sampled = sample_answers(
-            self.network,
-            [prompts[row] for row in places],
-            [places[row] for row in rows],
-            generators=generators,
-            max_new_tokens=self.max_new_tokens,
-            stop=self.stop,
-            pad=self.pad,
-        )
+        if self.sampler is None:
+            self.sampler = Sampler(
+                self.network,
+                max_new_tokens=self.max_new_tokens,
+                stop=self.stop,
+                pad=self.pad,
+                cuda_graphs=self.cuda_graphs,
+            )
+        asked = [prompts[row] for row in places]
+        sampled = self.sampler.sample(asked, [places[row] for row in rows], generators)
         columns = (rows, sampled.tokens, sampled.log_probs, sampled.ended)
         return [
             Sample(row, tokens, log_probs, ended, self.encoder.decode(tokens.tolist()))
             for row, tokens, log_probs, ended in zip(*columns, strict=True)
         ]
+
+    def rest(self) -> None:
+        """Before weights change: give back the memory that sampling takes."""
+        self.sampler = None

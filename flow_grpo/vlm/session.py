@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import parse_flag_from_env
 from ml_collections import ConfigDict
 from torch import nn
 
@@ -67,7 +66,6 @@ def _build_session(
 ) -> VlmSession:
     check(config)
     find_files(config)
-    _refuse_engines()
     accelerator = build_accelerator(
         config,
         autocast=False,
@@ -141,7 +139,11 @@ def _build_session(
         eval_reward=eval_reward,
         policy=policy,
         answerer=Answerer(
-            policy.network, encoder, config.sample.max_new_tokens, _end_tokens(model, tokenizer)
+            policy.whole,
+            encoder,
+            config.sample.max_new_tokens,
+            _end_tokens(model, tokenizer),
+            cuda_graphs=config.cuda_graphs,
         ),
         optimizer=optimizer,
         ema=ema,
@@ -150,15 +152,6 @@ def _build_session(
         stop=StopSignals(accelerator),
         lock=lock,
     )
-
-
-def _refuse_engines() -> None:
-    for engine in ("DEEPSPEED", "FSDP"):
-        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
-            raise UserError(
-                f"train_vlm.py does not run with {engine} yet; start it with torchrun, or with "
-                "accelerate launch --multi_gpu (DDP)"
-            )
 
 
 def _build_rewards(

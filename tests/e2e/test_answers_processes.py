@@ -1,16 +1,12 @@
 """scripts/train_vlm.py in two real processes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import answer_runs
 import pytest
 import small_vlm
 import torch
-from runner import ROOT, python_path
 from safetensors.torch import load_file
 
 # all weights, so that the tower is waited for where a micro-batch has no picture
@@ -37,17 +33,7 @@ def logdirs(tmp_path_factory) -> dict[int, Path]:
         own = {**common, "logdir": str(folder / str(processes))}
         return [{**own, "run_name": name, **fields} for name, fields in RUNS.items()]
 
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-    done = subprocess.run(
-        [sys.executable, *launcher, answer_runs.__file__, json.dumps(runs(2))],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    answer_runs.run_by_two(runs(2))
     for one in runs(1):
         answer_runs.run(**one)
     return {processes: folder / str(processes) for processes in (1, 2)}
