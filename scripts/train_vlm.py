@@ -1,7 +1,7 @@
 """Train a vision-language model with online reinforcement learning.
 
     python scripts/train_vlm.py --config config/vlm.py:PRESET [--config.sample.group_size=16 ...]
-    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ...
+    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ... [--dry_run]
 
 One epoch: sample a group of answers to each question, score them, turn scores into advantages, and
 update the weights with a clipped policy objective on the tokens of the answers.
@@ -35,6 +35,7 @@ from flow_grpo.vlm import fields
 from flow_grpo.vlm.batches import PackedBatch, micro_batches, packed
 from flow_grpo.vlm.check import GAE
 from flow_grpo.vlm.credit import Fixed, answer_advantages, penalties, reweigh, token_advantages
+from flow_grpo.vlm.dry import AnswerLoop
 from flow_grpo.vlm.losses import Counts, divergence, policy_loss, token_weights
 from flow_grpo.vlm.rollout import LENGTH, Rollout
 from flow_grpo.vlm.scoring import PendingAnswers
@@ -308,13 +309,17 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
 def save_training_samples(
     session: VlmSession, epoch: int, rollout: Rollout, fixed: dict[int, Fixed]
 ) -> None:
-    shown = sorted(fixed)[: session.config.log_images]
+    """The first ones of this process, by their groups: one whole group at least."""
+    most = session.config.log_images
+    shown = sorted(fixed)[: max(most, session.plan.group_size) if most else 0]
     samples = [rollout.samples[index] for index in shown]
     columns = {name: rollout.scores[name][shown] for name in (*session.reward.weights, TOTAL)}
     columns["advantage"] = [float(fixed[index].advantages.mean()) for index in shown]
+    columns["group"] = rollout.groups[shown]
     asked = [session.questions[sample.row] for sample in samples]
     write_answers(session, "train", epoch, asked, [sample.text for sample in samples], **columns)
 
 
 if __name__ == "__main__":
-    cli.run(main, of=fields)
+    loop = AnswerLoop(sample_epoch, prepare, give_credit, train_epoch, run_evaluation)
+    cli.run(main, of=fields, dry_run=loop.dry_run)

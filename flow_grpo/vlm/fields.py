@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
 
     # --- the model ---------------------------------------------------------------------------
     config.pretrained = ConfigDict()
-    # A folder of transformers or a hub id: Qwen2.5-VL or Qwen3-VL.
+    # A folder of transformers or a hub id: Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
     config.pretrained.model = "Qwen/Qwen2.5-VL-3B-Instruct"
     # Branch, tag or commit of a hub id. A folder has none: leave it at "main".
     config.pretrained.revision = "main"
@@ -31,7 +31,8 @@ def get_config() -> ConfigDict:
     config.use_lora = True
 
     # --- questions and rewards ---------------------------------------------------------------
-    # A folder with train and test files (.jsonl, .parquet), or one such file: docs/vlm.md.
+    # A folder with train and test files (.jsonl, .parquet), one such file, or a Hugging Face name
+    # like "hiyouga/geometry3k": docs/vlm.md.
     config.dataset = "dataset/shapes_qa"
     # Test questions to evaluate on, from the start of the file; 0 means all.
     config.eval_questions = 0

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.loading import explained
@@ -159,14 +160,15 @@ def load_processors(
             model, revision=revision, backend="pil", **pixels
         )
     if not tokenizer.chat_template:
-        tokenizer.chat_template = _template_of_processor(model)
+        tokenizer.chat_template = _template_of_processor(model, revision)
     return tokenizer, images
 
 
-def _template_of_processor(model: str) -> str:
-    path = Path(model) / "chat_template.json"
+def _template_of_processor(model: str, revision: str) -> str:
+    """Of models that were published before tokenizers had one."""
     try:
-        return json.loads(path.read_text("utf-8"))["chat_template"]
+        path = cached_file(model, "chat_template.json", revision=revision)
+        return json.loads(Path(path).read_text("utf-8"))["chat_template"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"pretrained.model={model!r} has no chat template; name a model that was tuned to chat"

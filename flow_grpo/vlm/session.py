@@ -39,6 +39,7 @@ from flow_grpo.vlm.vllm_engine import build_answerer, check_platform
 logger = logging.getLogger("flow_grpo")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
 Load = Callable[[ConfigDict, Accelerator], nn.Module]
+Begin = Callable[..., tuple[Start, RunLock | None]]
 
 
 @dataclass(kw_only=True)
@@ -50,15 +51,20 @@ class VlmSession(Run):
     answerer: Answerer
 
 
-def build_session(config: ConfigDict, load: Load | None = None) -> VlmSession:
-    """Everything the run needs; whatever is cheap to check is checked before weights load."""
+def build_session(
+    config: ConfigDict, load: Load | None = None, begin: Begin = find_start
+) -> VlmSession:
+    """Everything the run needs; whatever is cheap to check is checked before weights load. `begin`
+    finds and locks the run folder, which without a lock is left alone."""
     with ExitStack() as until_built:
-        session = _build_session(config, load or _load, until_built)
+        session = _build_session(config, load or _load, begin, until_built)
         until_built.pop_all()  # the session holds its folder until it is closed
     return session
 
 
-def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> VlmSession:
+def _build_session(
+    config: ConfigDict, load: Load, begin: Begin, until_built: ExitStack
+) -> VlmSession:
     check(config)
     find_files(config)
     accelerator = build_accelerator(
@@ -78,7 +84,7 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         most_at_once=config.sample.batch_size,
     )
     as_json = json.loads(config.to_json_best_effort())
-    start, lock = find_start(accelerator, as_json, until_built)
+    start, lock = begin(accelerator, as_json, until_built)
     questions, test_questions = load_questions(config.dataset, config.seed)
     test_questions = test_questions[: config.eval_questions or None]
     plan.check_questions(len(questions), config.dataset)
