@@ -65,7 +65,8 @@ def export(session: VlmSession) -> Path:
 def answers(session: VlmSession) -> list[Sample]:
     prompts = session.answerer.encode(session.questions, ROWS)
     generators = sample_generators(1, 2, list(range(len(ROWS))))
-    return session.answerer.answer(prompts, ROWS, generators)
+    with session.answerer.awake():
+        return session.answerer.answer(prompts, ROWS, generators)
 
 
 def trained_log_probs(session: VlmSession, samples: list[Sample]) -> list[Tensor]:
