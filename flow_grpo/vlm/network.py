@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flow_grpo.vlm.batches import Inputs, PackedBatch
+from flow_grpo.vlm.tower import each_once
 
 MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 LOGITS = 2**26  # of one chunk, in float32: 256 MiB
@@ -51,7 +52,8 @@ class AnswerModel(nn.Module):
 
     def hidden(self, inputs: Inputs, **cache) -> Tensor:
         """Last hidden states (B, S, width)."""
-        hidden = self.forward_model(**inputs.as_arguments(), **cache)
+        with each_once(self.model.model.visual, inputs.image_grid_thw, inputs.shown):
+            hidden = self.forward_model(**inputs.as_arguments(), **cache)
         return hidden + self._unseen_tower(inputs)
 
     def forward_model(self, **arguments) -> Tensor:
