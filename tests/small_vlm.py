@@ -180,3 +180,12 @@ def flat_for_some(answers: list[str], questions: list[str], metadata: list[dict]
     letters = early_letters(answers, questions, metadata)
     flat = [int(own["answer"]) % 2 for own in metadata]
     return [0.5 if same else own for own, same in zip(letters, flat, strict=True)]
+
+
+def letters_or_nothing(answers: list[str], questions: list[str], metadata: list[dict]) -> list:
+    """One question cannot be scored."""
+    letters = early_letters(answers, questions, metadata)
+    return [
+        float("nan") if own["answer"] == "5" else letter
+        for letter, own in zip(letters, metadata, strict=True)
+    ]
