@@ -70,6 +70,22 @@ def test_a_run_leaves_what_the_image_trainer_leaves(run):
     assert config["sample"]["group_size"] == 4
 
 
+def test_the_moving_average_is_evaluated(run):
+    fields = {"train.ema": True, "train.ema_update_interval": 1, "train.learning_rate": 0.03}
+    session = run(num_epochs=2, eval_questions=4, log_images=4, **fields)
+
+    def answers() -> list[str]:
+        rows = list(range(4))
+        prompts = session.answerer.encode(session.test_questions, rows)
+        return [sample.text for sample in session.answerer.answer(prompts, rows)]
+
+    shown = (session.folder / "samples/eval-00002/samples.jsonl").read_text().splitlines()
+    shown = [json.loads(line)["answer"] for line in shown]
+    assert answers() != shown
+    with session.averaged():
+        assert answers() == shown
+
+
 @pytest.mark.parametrize("advantage", [*ESTIMATORS, "gae"])
 def test_every_estimator_trains(run, advantage):
     fields = {"train.advantage": advantage, "num_epochs": 1, "train.beta": 0.01}
@@ -180,11 +196,22 @@ def trained(monkeypatch) -> list[tuple[list[Fixed], PackedBatch, Counts]]:
     ("questions", "flat"),
     [(2, 0), (8, 0.5)],  # with others to take instead, and without
 )
-def test_groups_without_spread_are_refilled_and_never_trained(run, trained, questions, flat):
+def test_groups_without_spread_are_refilled_and_never_trained(
+    run, trained, questions, flat, monkeypatch
+):
     """Not even for the KL, which would pull at them too."""
     fields = {"reward": "flat_for_some", "sample.questions_per_epoch": questions}
     fields |= {"sample.refills": 3, "train.beta": 0.01}
+    keys, sample_generators = [], train_vlm.sample_generators
+
+    def watched(seed, epoch, index):
+        keys.extend(index)
+        return sample_generators(seed, epoch, index)
+
+    monkeypatch.setattr(train_vlm, "sample_generators", watched)
     line = metrics_of(run(num_epochs=1, **fields).folder)[-1]
+    assert len(keys) == len(set(keys))  # no answer takes the random numbers of another
+    assert len(keys) > 8
     assert line["reward/zero_std_ratio"] == flat
     learnt = [own for fixed, _, _ in trained for own in fixed]
     assert len(learnt) == 4 * questions * (1 - flat)

@@ -123,6 +123,22 @@ def test_log_probs_are_those_of_transformers_own_forward(network, prompts, sampl
         assert float((ours - expected).abs().max()) < 1e-5
 
 
+def test_values_are_those_of_the_places_that_predict_the_tokens(network, prompts, sampled):
+    valued = AnswerModel(network.model, with_value=True)
+    valued.value.weight.data = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    rows = answers(prompts, sampled)
+    batch = packed(rows, small_vlm.PAD)
+    values = valued(batch)["values"]
+    for answer, own, mask in zip(rows[:2], values, batch.mask, strict=False):  # without pictures
+        ids = torch.cat([answer.prompt.ids, answer.tokens])[None]
+        hidden = network.model.model(input_ids=ids).last_hidden_state[0]
+        expected = valued.value(hidden[len(answer.prompt) - 1 : -1])[:, 0]
+        assert torch.allclose(own[mask], expected, atol=1e-4)
+    values.sum().backward()  # they teach the model, not only their head
+    assert next(network.model.model.language_model.layers.parameters()).grad.abs().max() > 0
+    network.zero_grad()
+
+
 def test_pictures_matter(network, prompts, sampled):
     """Else all of the above would hold for a model that does not look."""
     own = answers(prompts, sampled)[2]
