@@ -90,7 +90,7 @@ def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) 
         ids[None], mm_token_type_ids=kinds, image_grid_thw=grids
     )
     pixels = torch.randn(count**2, values, generator=generator)
-    return Prompt(ids, positions[:, 0], int(positions.max()) + 1, pixels, grids)
+    return Prompt(ids, positions[:, 0], int(positions.max()) + 1, pixels, grids, (seed,))
 
 
 def sample(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flow_grpo.vlm.batches import PADDING, Inputs, PackedBatch
+from flow_grpo.vlm.tower import each_once
 
 MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 LOGITS = 2**26  # of one chunk, in float32: 256 MiB
@@ -57,9 +58,12 @@ class AnswerModel(nn.Module):
 
     def hidden(self, inputs: Inputs, **cache) -> Tensor:
         """Last hidden states (B, S, width)."""
-        if not self._tower_is_awaited(inputs):
-            return self.forward_model(**inputs.as_arguments(), **cache)
-        return self.forward_model(**self._with_blank(inputs).as_arguments(), **cache)[:, :-1]
+        awaited = self._tower_is_awaited(inputs)
+        if awaited:
+            inputs = self._with_blank(inputs)
+        with each_once(self.model.model.visual, inputs.image_grid_thw, inputs.shown):
+            hidden = self.forward_model(**inputs.as_arguments(), **cache)
+        return hidden[:, :-1] if awaited else hidden
 
     def forward_model(self, **arguments) -> Tensor:
         with self._cast(arguments["input_ids"].device):
@@ -122,6 +126,7 @@ class AnswerModel(nn.Module):
             position_ids=nn.functional.pad(inputs.position_ids, (0, 1)),
             pixel_values=torch.zeros(side * side, width, device=ids.device),
             image_grid_thw=grid,
+            shown=grid.new_zeros(1),
         )
 
 

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class Prompt:
     following: int  # the position of an answer's first token
     pixels: Tensor | None  # (patches, values) of all its pictures
     grids: Tensor | None  # (pictures, 3): patches in time, height and width
+    sources: tuple[Hashable, ...]  # of its pictures: one that is the same is the same picture
     pictures: tuple[Image.Image, ...] = ()  # for an engine that makes its own patches
 
     def __len__(self) -> int:
@@ -68,7 +69,7 @@ class PromptEncoder:
         kinds = (ids == self.image_token).int()[None]
         positions, _ = self._rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)
         positions = positions[:, 0]
-        return Prompt(ids, positions, int(positions.max()) + 1, pixels, grids)
+        return Prompt(ids, positions, int(positions.max()) + 1, pixels, grids, question.images)
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures alone."""
