@@ -72,6 +72,7 @@ class AnswerLoop(Rehearsal):
         rollout = self.sample(small, epoch, timer)
         refuse_outage(small, rollout.rewards)
         small.reward.rest()
+        small.answerer.rest()
         start = now(device)
         fixed = self.prepare(small, rollout)
         self.give_credit(small, rollout, fixed)
