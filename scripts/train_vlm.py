@@ -1,7 +1,7 @@
 """Train a vision-language model with online reinforcement learning.
 
     python scripts/train_vlm.py --config config/vlm.py:PRESET [--config.sample.group_size=16 ...]
-    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ...
+    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ... [--dry_run]
 
 One epoch: sample a group of answers to each question, score them, turn scores into advantages, and
 update the weights with a clipped policy objective on the tokens of the answers.
@@ -9,7 +9,6 @@ update the weights with a clipped policy objective on the tokens of the answers.
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -30,12 +29,13 @@ from flow_grpo.run.running import (
 from flow_grpo.run.writing import finish_epoch, is_due
 from flow_grpo.sampling.rollout import sample_generators
 from flow_grpo.sampling.seeding import Stream, numpy_rng
-from flow_grpo.training.distributed import gather_scores
+from flow_grpo.training.distributed import accumulated, gather_scores, in_step
 from flow_grpo.training.metrics import TrainingStats, reward_metrics
 from flow_grpo.vlm import fields
 from flow_grpo.vlm.batches import PackedBatch, micro_batches, packed
 from flow_grpo.vlm.check import GAE
 from flow_grpo.vlm.credit import Fixed, answer_advantages, penalties, reweigh, token_advantages
+from flow_grpo.vlm.dry import AnswerLoop
 from flow_grpo.vlm.losses import Counts, divergence, policy_loss, token_weights
 from flow_grpo.vlm.rollout import LENGTH, Rollout
 from flow_grpo.vlm.scoring import PendingAnswers
@@ -150,15 +150,16 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
     again, with_reference = recompute_old or train.advantage == GAE, train.beta > 0
     if not (again or with_reference):
         return fixed
-    for part, batch in packed_batches(session, rollout, sorted(fixed)):
-        scores = policy.fixed_scores(batch) if again else {}
-        if with_reference:
-            scores["reference"] = policy.reference(batch)
-        for row, index in enumerate(part):
-            there = batch.mask[row]
-            own = {name: column[row][there].cpu() for name, column in scores.items()}
-            old = own["log_probs"] if recompute_old else fixed[index].old
-            fixed[index] = Fixed(old, own.get("reference"), own.get("values"))
+    with policy.gathered():
+        for part, batch in packed_batches(session, rollout, sorted(fixed)):
+            scores = policy.fixed_scores(batch) if again else {}
+            if with_reference:
+                scores["reference"] = policy.reference(batch)
+            for row, index in enumerate(part):
+                there = batch.mask[row]
+                own = {name: column[row][there].cpu() for name, column in scores.items()}
+                old = own["log_probs"] if recompute_old else fixed[index].old
+                fixed[index] = Fixed(old, own.get("reference"), own.get("values"))
     return fixed
 
 
@@ -200,18 +201,18 @@ def train_epoch(
             own = [index for index in sorted(fixed) if members[index]]
             kept = [i for i in own if has_gradient(session, fixed[i])] or own[:1] or [min(fixed)]
             stats.leave_out(int(lengths[own].sum() - lengths[kept].sum()))
-            batches = list(packed_batches(session, rollout, kept))
+            batches = in_step(accelerator, list(packed_batches(session, rollout, kept)))
             name = f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}"
-            for last, (part, batch) in session.bar(marked(batches), name, len(batches)):
-                alone = nullcontext() if last else accelerator.no_sync(session.policy.module)
-                with alone:
-                    weights = token_weights(
-                        config.train.aggregation, batch.mask, counts, config.sample.max_new_tokens
-                    ) * float(bool(own))
-                    loss = answer_loss(session, batch, [fixed[i] for i in part], weights, counts)
-                    # DDP takes the mean over processes
-                    accelerator.backward(loss.per_sample.sum() / counts.tokens * plan.num_processes)
-                stats.add(loss, on_policy=session.progress.step == sampled_at)
+            steps = accumulated(accelerator, session.policy.module, batches)
+            for (part, batch), counted in session.bar(steps, name, len(batches)):
+                weights = token_weights(
+                    config.train.aggregation, batch.mask, counts, config.sample.max_new_tokens
+                ) * float(bool(own) and counted)
+                loss = answer_loss(session, batch, [fixed[i] for i in part], weights, counts)
+                # gradients are the mean over processes
+                accelerator.backward(loss.per_sample.sum() / counts.tokens * plan.num_processes)
+                if counted:
+                    stats.add(loss, on_policy=session.progress.step == sampled_at)
             take_update(session, stats)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
     metrics["train/clip_range"] = min(config.train.clip_low, config.train.clip_high)
@@ -280,11 +281,6 @@ def packed_batches(
         yield index[part], packed(answers[part], pad).to(session.accelerator.device)
 
 
-def marked(batches: list) -> Iterator[tuple[bool, tuple[list[int], PackedBatch]]]:
-    for number, batch in enumerate(batches, 1):
-        yield number == len(batches), batch
-
-
 def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     """Rewards of greedy answers to the test questions."""
     config, accelerator, questions = session.config, session.accelerator, session.test_questions
@@ -313,13 +309,17 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
 def save_training_samples(
     session: VlmSession, epoch: int, rollout: Rollout, fixed: dict[int, Fixed]
 ) -> None:
-    shown = sorted(fixed)[: session.config.log_images]
+    """The first ones of this process, by their groups: one whole group at least."""
+    most = session.config.log_images
+    shown = sorted(fixed)[: max(most, session.plan.group_size) if most else 0]
     samples = [rollout.samples[index] for index in shown]
     columns = {name: rollout.scores[name][shown] for name in (*session.reward.weights, TOTAL)}
     columns["advantage"] = [float(fixed[index].advantages.mean()) for index in shown]
+    columns["group"] = rollout.groups[shown]
     asked = [session.questions[sample.row] for sample in samples]
     write_answers(session, "train", epoch, asked, [sample.text for sample in samples], **columns)
 
 
 if __name__ == "__main__":
-    cli.run(main, of=fields)
+    loop = AnswerLoop(sample_epoch, prepare, give_credit, train_epoch, run_evaluation)
+    cli.run(main, of=fields, dry_run=loop.dry_run)

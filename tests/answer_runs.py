@@ -1,18 +1,24 @@
 """Short runs of scripts/train_vlm.py in this process, and as a script for several processes.
 
-    torchrun --nproc_per_node 2 tests/answer_runs.py '[{"logdir": ..., "exact": true}]'
+    torchrun --nproc_per_node 2 tests/answer_runs.py '[{"logdir": ..., "exact": true}]' [ENGINE]
 
-With `exact` in float64, where runs that should be equal are, to the last digits.
+With `exact` in float64, where runs that should be equal are, to the last digits. ENGINE: `fsdp2`;
+or `zero`, for runs that have a `zero` file of DeepSpeed's settings.
 """
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import small_vlm
 import torch
+from accelerate.state import AcceleratorState
+from fsdp_on_cpu import shard_on_cpu
 from ml_collections import ConfigDict
+from runner import ROOT, python_path
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from flow_grpo.vlm.fields import get_config
@@ -34,6 +40,7 @@ FIELDS = {
     "train.learning_rate": 1e-3,
     "train.lora_rank": 4,
 }
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 def config_of(reward: str = "early_letters", **fields: Any) -> ConfigDict:
@@ -54,6 +61,56 @@ def run(exact: bool = False, **fields: Any) -> VlmSession:
     return session
 
 
+def run_by_two(runs: list[dict], *engine: str) -> None:
+    """Each after the other, by two processes that start once."""
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
+    done = subprocess.run(
+        [sys.executable, *launcher, __file__, json.dumps(runs), *engine],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _take_settings(zero: str) -> None:
+    """As `accelerate launch` would; every run may have its own."""
+    AcceleratorState._reset_state()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = zero
+
+
+def run_watched(**fields: Any) -> None:
+    """Each process leaves, in `seen-<process>.jsonl` of the run: the tokens that it sampled and
+    their rewards, by index, and of each micro-batch whether it had a picture."""
+    prepare, answer_loss, lines = train_vlm.prepare, train_vlm.answer_loss, []
+
+    def watched_prepare(session, rollout):
+        lines.append(
+            {
+                "tokens": {i: sample.tokens.tolist() for i, sample in rollout.samples.items()},
+                "rewards": {i: rollout.scores["avg"][i] for i in rollout.samples},
+                "pictures": [],
+            }
+        )
+        return prepare(session, rollout)
+
+    def watched_loss(session, batch, fixed, weights, counts):
+        lines[-1]["pictures"].append([session.progress.step, batch.inputs.shown is not None])
+        return answer_loss(session, batch, fixed, weights, counts)
+
+    train_vlm.prepare, train_vlm.answer_loss = watched_prepare, watched_loss
+    try:
+        session = run(**fields)
+    finally:
+        train_vlm.prepare, train_vlm.answer_loss = prepare, answer_loss
+    path = session.folder / f"seen-{session.accelerator.process_index}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def _load_exact(config: ConfigDict, accelerator: Any) -> torch.nn.Module:
     """transformers takes some steps in float32, whatever the weights are in."""
     modeling_qwen3_vl.Qwen3VLTextRMSNorm.forward = _norm
@@ -72,5 +129,13 @@ def _rotate(q, k, cos, sin):
 
 
 if __name__ == "__main__":
+    if "fsdp2" in sys.argv:
+        shard_on_cpu()
+    if "zero" in sys.argv:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__ = {}  # kernels that it would compile first, for minutes
     for one in json.loads(sys.argv[1]):
-        run(**one)
+        if "zero" in one:
+            _take_settings(one.pop("zero"))
+        run_watched(**one)

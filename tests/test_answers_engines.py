@@ -93,12 +93,13 @@ class OtherTemperature(Answerer):
     @contextmanager
     def awake(self):
         self.woken.append(True)
-        yield
+        with super().awake():
+            yield
         self.woken.append(False)
 
     def answer(self, prompts, rows, generators=None):
         assert self.woken[-1]
-        network, own = self.network, self.network.temperature
+        network, own = self.policy.network, self.policy.network.temperature
         network.temperature = own * self.factor
         try:
             return super().answer(prompts, rows, generators)
@@ -116,7 +117,7 @@ def run_with(kind: type[Answerer], folder: Path, **fields) -> tuple[list[dict], 
     places = {"pretrained.model": str(model), "dataset": str(data), "logdir": str(folder / "logs")}
     session = build_session(answer_runs.config_of(**places, num_epochs=1, **fields))
     own = session.answerer
-    session.answerer = kind(own.network, own.encoder, own.max_new_tokens, own.stop)
+    session.answerer = kind(own.policy, own.encoder, own.max_new_tokens, own.stop)
     calls, answer_loss = [], train_vlm.answer_loss
 
     def watched(session, batch, fixed, weights, counts):
@@ -254,7 +255,7 @@ def engine(tmp_path_factory) -> tuple[VllmAnswerer, list[Question]]:
     policy = policy_with_lora("qwen3_vl")
     policy.network.temperature = 0.7
     encoder = small_vlm.encoder(policy.model)
-    answerer = VllmAnswerer(policy.network, encoder, 10, (2, 9), engine=None, sleeps=False)
+    answerer = VllmAnswerer(policy, encoder, 10, (2, 9), engine=None, sleeps=False)
     questions = small_vlm.questions(folder / "data")
     return answerer, [*questions, small_vlm.odd_question(folder / "data")]
 

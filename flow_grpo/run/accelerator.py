@@ -58,7 +58,7 @@ def build_accelerator(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # it steps and clips by itself, and asks for the batch size though no batch passes it
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
-            train_micro_batch_size_per_gpu=config.train.batch_size,
+            train_micro_batch_size_per_gpu=1,
             gradient_clipping=config.train.max_grad_norm,
         )
         # under ZeRO-3 transformers would share out the text encoders, which nothing gathers again

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import ALGORITHMS, Algorithm, Setup
@@ -38,7 +37,7 @@ from flow_grpo.training.distributed import on_all_or_none
 from flow_grpo.training.ema import Ema
 from flow_grpo.training.plan import BatchPlan
 from flow_grpo.training.policy import Policy
-from flow_grpo.training.shards import is_sharded
+from flow_grpo.training.shards import is_sharded, runs_in_step
 from flow_grpo.training.snapshot import Snapshot
 
 logger = logging.getLogger("flow_grpo")
@@ -93,11 +92,8 @@ class Session(Run):
         """Of what has no gradient: whole batches where processes need not run equally many
         forwards, single samples not in half precision or on a GPU, where batches of another size
         round too differently."""
-        plain = self.accelerator.distributed_type in (
-            *(DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU),
-        )
         exact = self.config.mixed_precision == "no" and self.accelerator.device.type == "cpu"
-        return {"batch": plain, "sample": exact}
+        return {"batch": not runs_in_step(self.accelerator), "sample": exact}
 
 
 def build_session(

@@ -1,15 +1,17 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 
 from flow_grpo.errors import UserError
+from flow_grpo.training.shards import is_sharded, runs_in_step
 
-Result = TypeVar("Result")
+Batch, Result = TypeVar("Batch"), TypeVar("Result")
 
 
 def on_all_or_none(accelerator: Accelerator, call: Callable[[], Result]) -> Result:
@@ -26,6 +28,33 @@ def on_all_or_none(accelerator: Accelerator, call: Callable[[], Result]) -> Resu
     if mistakes:
         raise UserError(mistakes[0])
     return result
+
+
+def in_step(accelerator: Accelerator, batches: Sequence[Batch]) -> list[tuple[Batch, bool]]:
+    """The micro-batches of an update, and whether each counts.
+
+    Where every backward is a joint effort, a process that has fewer than another repeats its first,
+    and has to give it no weight.
+    """
+    counted = [(batch, True) for batch in batches]
+    if not runs_in_step(accelerator):
+        return counted
+    most = max(gather_object([len(batches)]))
+    return counted + [(batches[0], False)] * (most - len(batches))
+
+
+def accumulated(
+    accelerator: Accelerator, module: nn.Module, batches: Sequence[Batch]
+) -> Iterator[Batch]:
+    """The micro-batches of an update, each to run forward and backward: the gradients add up, and
+    the last one exchanges them. Those of sharded weights are exchanged at once, as nobody has room
+    for all of them."""
+    for number, batch in enumerate(batches, 1):
+        last = number == len(batches)
+        accelerator.sync_gradients = last
+        at_once = last or is_sharded(accelerator)
+        with nullcontext() if at_once else accelerator.no_sync(module):
+            yield batch
 
 
 def gather_rows(

@@ -1,12 +1,13 @@
 """Whole weights, where DeepSpeed ZeRO-3 or FSDP2 shared them out. Call these on all processes."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -17,15 +18,28 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP
 
 
-def gathered(parameters: Iterable[Tensor]) -> AbstractContextManager:
-    """While it is entered, parameters that ZeRO-3 has shared out are whole, and can be changed
-    as long as all processes change them alike."""
+def runs_in_step(accelerator: Accelerator) -> bool:
+    """Whether every backward is a joint effort, so that all processes must run equally many."""
+    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+
+
+def gathered(parameters: Iterable[Tensor], *, fixed: bool = False) -> AbstractContextManager:
+    """While it is entered, parameters that ZeRO-3 has shared out are whole. Unless they are
+    `fixed`, they can be changed as long as all processes change them alike."""
     shared = [p for p in parameters if hasattr(p, "ds_id")]
     if not shared:
         return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(shared, modifier_rank=0)
+    return deepspeed.zero.GatheredParameters(shared, modifier_rank=None if fixed else 0)
+
+
+def hold_with(module: nn.Module, weight: Tensor) -> None:
+    """Tell ZeRO-3 that the forward of `module` uses a weight that belongs to a layer within."""
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        deepspeed.zero.register_external_parameter(module, weight)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -44,5 +58,28 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
 @torch.no_grad()
 def whole_state(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU."""
-    with gathered(named.values()):
+    with gathered(named.values(), fixed=True):
         return {name: whole(parameter).cpu() for name, parameter in named.items()}
+
+
+def hollow_copy(module: nn.Module) -> nn.Module:
+    """Without weights, for `filled`. Made before an engine puts its hooks on the module, it runs
+    without any, so that processes may call it as often as each likes."""
+    weights = list(module.parameters())
+    memo = {id(w): nn.Parameter(w.detach().new_empty(0), requires_grad=False) for w in weights}
+    return copy.deepcopy(module, memo)
+
+
+@contextmanager
+def filled(hollow: nn.Module, module: nn.Module) -> Iterator[None]:
+    """While it is entered, the hollow copy has the weights of `module`, whole, each in the dtype
+    that the copy has it in."""
+    pairs = list(zip(hollow.parameters(), module.parameters(), strict=True))
+    try:
+        for place, weight in pairs:  # one by one, so that little is held twice
+            with gathered([weight], fixed=True):
+                place.data = whole(weight).to(place.device, place.dtype)
+        yield
+    finally:
+        for place, _ in pairs:
+            place.data = place.new_empty(0)

@@ -1,13 +1,16 @@
 """The model being trained, and the log-probabilities of its tokens: one function for the policy
 that sampled, the one that is trained and the reference."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flow_grpo.vlm.batches import Inputs, PackedBatch
+from flow_grpo.vlm.batches import PADDING, Inputs, PackedBatch
+from flow_grpo.vlm.tower import each_once
 
 MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 LOGITS = 2**26  # of one chunk, in float32: 256 MiB
@@ -34,9 +37,13 @@ class AnswerModel(nn.Module):
         if self.value is not None:
             nn.init.zeros_(self.value.weight)
             nn.init.zeros_(self.value.bias)
+        if compute_dtype is not None:
+            fuse_norms(model)
         # a picture's token in an answer would ask for a picture that is not there
         marks = [getattr(model.config, name, None) for name in MARKS]
         self.banned = [mark for mark in marks if mark is not None]
+        self._banned = torch.tensor(self.banned)
+        self.in_step = False  # whether other processes wait for every layer of a forward
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """`log_probs` (R, T), 0 where there is no token, and `values` (R, T) with a value head."""
@@ -51,8 +58,12 @@ class AnswerModel(nn.Module):
 
     def hidden(self, inputs: Inputs, **cache) -> Tensor:
         """Last hidden states (B, S, width)."""
-        hidden = self.forward_model(**inputs.as_arguments(), **cache)
-        return hidden + self._unseen_tower(inputs)
+        awaited = self._tower_is_awaited(inputs)
+        if awaited:
+            inputs = self._with_blank(inputs)
+        with each_once(self.model.model.visual, inputs.image_grid_thw, inputs.shown):
+            hidden = self.forward_model(**inputs.as_arguments(), **cache)
+        return hidden[:, :-1] if awaited else hidden
 
     def forward_model(self, **arguments) -> Tensor:
         with self._cast(arguments["input_ids"].device):
@@ -73,7 +84,9 @@ class AnswerModel(nn.Module):
     def log_probs(self, hidden: Tensor) -> Tensor:
         """(N, vocabulary), in float32 or better: of every token that may be sampled."""
         logits = self._logits(hidden) / self.temperature
-        logits[:, self.banned] = -torch.inf
+        if self._banned.device != logits.device:
+            self._banned = self._banned.to(logits.device)
+        logits.index_fill_(-1, self._banned, -torch.inf)
         return logits.log_softmax(-1).to(torch.promote_types(hidden.dtype, torch.float32))
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -82,7 +95,8 @@ class AnswerModel(nn.Module):
             # most of what is between decoding and training is the rounding of this product
             return nn.functional.linear(hidden.double(), head.weight.double())
         with self._cast(hidden.device):
-            logits = head(hidden)
+            # not by a call of the layer: processes may have different numbers of chunks
+            logits = nn.functional.linear(hidden, head.weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _cast(self, device: torch.device) -> AbstractContextManager:
@@ -90,15 +104,46 @@ class AnswerModel(nn.Module):
             return nullcontext()
         return torch.autocast(device.type, self.compute_dtype)
 
-    def _unseen_tower(self, inputs: Inputs) -> Tensor | float:
-        """0, with a gradient of 0 for a vision tower that is trained and had nothing to see: DDP
-        waits for the gradient of every weight."""
-        tower = self.model.model.visual
+    def _tower_is_awaited(self, inputs: Inputs) -> bool:
+        """Whether the vision tower has to run though it has nothing to see: where it is trained,
+        DDP waits for the gradient of every weight; where weights are sharded, processes that do
+        have pictures wait for this one's part of the tower."""
         if inputs.pixel_values is not None or not torch.is_grad_enabled():
-            return 0.0
-        trained = [p for p in tower.parameters() if p.requires_grad]
-        return 0.0 * sum(p.sum() for p in trained) if trained else 0.0
+            return False
+        return self.in_step or any(p.requires_grad for p in self.model.model.visual.parameters())
+
+    def _with_blank(self, inputs: Inputs) -> Inputs:
+        """With a blank picture of one token in a last column that nothing else sees."""
+        tower, rows = self.model.model.visual, len(inputs.input_ids)
+        ids = inputs.input_ids.new_zeros(rows, 1)
+        ids[0] = self.model.config.image_token_id
+        patch, side = tower.patch_embed, tower.spatial_merge_size
+        width = patch.in_channels * patch.temporal_patch_size * patch.patch_size**2
+        grid = torch.tensor([[1, side, side]], device=ids.device)
+        return Inputs(
+            input_ids=torch.cat([inputs.input_ids, ids], 1),
+            segments=torch.cat([inputs.segments, torch.full_like(ids, PADDING)], 1),
+            position_ids=nn.functional.pad(inputs.position_ids, (0, 1)),
+            pixel_values=torch.zeros(side * side, width, device=ids.device),
+            image_grid_thw=grid,
+            shown=grid.new_zeros(1),
+        )
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Each RMSNorm as one kernel instead of eight."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(_rms_norm, module, module.forward)
+
+
+def _rms_norm(module: nn.Module, usual: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    weight = module.weight
+    if hidden.dtype != weight.dtype:
+        return usual(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):  # which would cast to float32 and back
+        return nn.functional.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)

@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import explained
 from flow_grpo.speed.lora import lora_layers, without_lora
-from flow_grpo.training.shards import whole_state
+from flow_grpo.training.shards import filled, hold_with, hollow_copy, is_sharded, whole_state
 from flow_grpo.training.trained import Trained
 from flow_grpo.vlm.batches import PackedBatch
 from flow_grpo.vlm.network import AnswerModel
@@ -25,14 +26,15 @@ ADAPTER = "default"
 TOWER = "visual"
 # every linear layer, wherever the model keeps its layers
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-VISION = r".*visual.*\.(qkv|proj|linear_fc1|linear_fc2|gate_proj|up_proj|down_proj)"
+VISION = r".*visual.*\.(qkv|(gate_|up_|down_)?proj|(linear_)?fc[12]|mlp\.[02])"
 FLOAT = torch.float32
 
 
 class AnswerPolicy(Trained):
     """`module` is the wrapped network after `prepare`: training calls that one, so that
-    distribution sees every forward with gradients. The reference is the network with LoRA off, or a
-    frozen copy."""
+    distribution sees every forward with gradients. What needs no gradients calls `whole`, while
+    `gathered`: each process as often as it likes. That is the network itself, unless its weights
+    are sharded. The reference is `whole` with LoRA off, or a frozen copy."""
 
     def __init__(
         self,
@@ -75,15 +77,27 @@ class AnswerPolicy(Trained):
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module: nn.Module = self.network
+        self.whole = self.network
 
     @property
     def model(self) -> nn.Module:
         return self.network.model
 
     def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
+        if is_sharded(accelerator):
+            self.whole = _sampler(self.network)
+            self.network.in_step = True
+        if accelerator.distributed_type == DistributedType.FSDP:
+            blocks = list(self.model._no_split_modules)
+            accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = blocks
         self.module, optimizer = accelerator.prepare(self.network, optimizer)
+        hold_with(self.network, self.model.lm_head.weight)
         self.register(accelerator)
         return optimizer
+
+    def gathered(self) -> AbstractContextManager:
+        """While it is entered, `whole` has the weights as they are. Call it on all processes."""
+        return nullcontext() if self.whole is self.network else filled(self.whole, self.network)
 
     def scores(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Log-probabilities, and values where there is a head for them, with gradients."""
@@ -94,8 +108,8 @@ class AnswerPolicy(Trained):
     @torch.no_grad()
     def fixed_scores(self, batch: PackedBatch) -> dict[str, Tensor]:
         """The same without gradients, of the weights as they are."""
-        self.network.eval()
-        return self.network(batch)
+        self.whole.eval()
+        return self.whole(batch)
 
     @torch.no_grad()
     def reference(self, batch: PackedBatch) -> Tensor:
@@ -108,8 +122,8 @@ class AnswerPolicy(Trained):
         if self._frozen is not None:
             yield self._frozen
         else:
-            with without_lora(lora_layers(self.model)):
-                yield self.network
+            with without_lora(lora_layers(self.whole)):
+                yield self.whole
 
     def moved(self) -> None:
         """After an update of the weights: nothing here depends on them."""
@@ -134,6 +148,20 @@ class AnswerPolicy(Trained):
             part.save_pretrained(place)
 
 
+def _sampler(network: AnswerModel) -> AnswerModel:
+    """A hollow copy of it, to sample with. In half precision, matrices that autocast would cast for
+    every token are cast once, which halves the memory: all but those that embed tokens as well."""
+    whole = hollow_copy(network)
+    if network.compute_dtype is not None:
+        layers = list(whole.model.modules())
+        others = {w for m in layers if type(m) is not nn.Linear for w in m._parameters.values()}
+        for layer in layers:
+            for weight in layer.parameters(recurse=False):
+                if weight not in others:
+                    weight.data = weight.data.to(network.compute_dtype)
+    return whole
+
+
 def load_model(
     source: str, device: torch.device, dtype: torch.dtype, revision: str = "main"
 ) -> nn.Module:
@@ -141,8 +169,8 @@ def load_model(
         model = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, revision=revision)
     if not hasattr(getattr(model, "model", None), TOWER):
         raise UserError(
-            f"pretrained.model={source!r} is a {type(model).__name__}, and must be a Qwen2.5-VL or "
-            "a Qwen3-VL"
+            f"pretrained.model={source!r} is a {type(model).__name__}, and must be a Qwen2-VL, a "
+            "Qwen2.5-VL or a Qwen3-VL"
         )
     return model.to(device).eval()
 

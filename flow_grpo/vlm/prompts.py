@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.loading import explained
@@ -26,6 +27,7 @@ class Prompt:
     following: int  # the position of an answer's first token
     pixels: Tensor | None  # (patches, values) of all its pictures
     grids: Tensor | None  # (pictures, 3): patches in time, height and width
+    sources: tuple[Hashable, ...]  # of its pictures: one that is the same is the same picture
     pictures: tuple[Image.Image, ...] = ()  # for an engine that makes its own patches
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class PromptEncoder:
         kinds = (ids == self.image_token).int()[None]
         positions, _ = self._rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)
         positions = positions[:, 0]
-        return Prompt(ids, positions, int(positions.max()) + 1, pixels, grids)
+        return Prompt(ids, positions, int(positions.max()) + 1, pixels, grids, question.images)
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures alone."""
@@ -159,14 +161,15 @@ def load_processors(
             model, revision=revision, backend="pil", **pixels
         )
     if not tokenizer.chat_template:
-        tokenizer.chat_template = _template_of_processor(model)
+        tokenizer.chat_template = _template_of_processor(model, revision)
     return tokenizer, images
 
 
-def _template_of_processor(model: str) -> str:
-    path = Path(model) / "chat_template.json"
+def _template_of_processor(model: str, revision: str) -> str:
+    """Of models that were published before tokenizers had one."""
     try:
-        return json.loads(path.read_text("utf-8"))["chat_template"]
+        path = cached_file(model, "chat_template.json", revision=revision)
+        return json.loads(Path(path).read_text("utf-8"))["chat_template"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"pretrained.model={model!r} has no chat template; name a model that was tuned to chat"

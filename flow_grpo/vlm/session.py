@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import parse_flag_from_env
 from ml_collections import ConfigDict
 from torch import nn
 
@@ -40,6 +39,7 @@ from flow_grpo.vlm.vllm_engine import build_answerer, check_platform
 logger = logging.getLogger("flow_grpo")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
 Load = Callable[[ConfigDict, Accelerator], nn.Module]
+Begin = Callable[..., tuple[Start, RunLock | None]]
 
 
 @dataclass(kw_only=True)
@@ -51,18 +51,22 @@ class VlmSession(Run):
     answerer: Answerer
 
 
-def build_session(config: ConfigDict, load: Load | None = None) -> VlmSession:
-    """Everything the run needs; whatever is cheap to check is checked before weights load."""
+def build_session(
+    config: ConfigDict, load: Load | None = None, begin: Begin = find_start
+) -> VlmSession:
+    """Everything the run needs; whatever is cheap to check is checked before weights load. `begin`
+    finds and locks the run folder, which without a lock is left alone."""
     with ExitStack() as until_built:
-        session = _build_session(config, load or _load, until_built)
+        session = _build_session(config, load or _load, begin, until_built)
         until_built.pop_all()  # the session holds its folder until it is closed
     return session
 
 
-def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> VlmSession:
+def _build_session(
+    config: ConfigDict, load: Load, begin: Begin, until_built: ExitStack
+) -> VlmSession:
     check(config)
     find_files(config)
-    _refuse_engines()
     accelerator = build_accelerator(
         config,
         autocast=False,
@@ -80,7 +84,7 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         most_at_once=config.sample.batch_size,
     )
     as_json = json.loads(config.to_json_best_effort())
-    start, lock = find_start(accelerator, as_json, until_built)
+    start, lock = begin(accelerator, as_json, until_built)
     questions, test_questions = load_questions(config.dataset, config.seed)
     test_questions = test_questions[: config.eval_questions or None]
     plan.check_questions(len(questions), config.dataset)
@@ -128,7 +132,11 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
         ema.prepare(accelerator)
     answerer = Answerer(
-        policy.network, encoder, config.sample.max_new_tokens, _end_tokens(model, tokenizer)
+        policy,
+        encoder,
+        config.sample.max_new_tokens,
+        _end_tokens(model, tokenizer),
+        cuda_graphs=config.cuda_graphs,
     )
     if config.sample.engine == VLLM:
         answerer = build_answerer(
@@ -162,15 +170,6 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         stop=StopSignals(accelerator),
         lock=lock,
     )
-
-
-def _refuse_engines() -> None:
-    for engine in ("DEEPSPEED", "FSDP"):
-        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
-            raise UserError(
-                f"train_vlm.py does not run with {engine} yet; start it with torchrun, or with "
-                "accelerate launch --multi_gpu (DDP)"
-            )
 
 
 def _build_rewards(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.speed.lora import DROPPED_BITS, rounded_at_random, rounding_noise
+from flow_grpo.speed.lora import narrowed
 from flow_grpo.training.shards import gathered, whole
 from flow_grpo.vlm.prompts import Prompt, PromptEncoder, read_picture
 from flow_grpo.vlm.questions import Question
@@ -51,14 +51,14 @@ def check_platform(device: torch.device) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class VllmAnswerer(Answerer):
     """The engine's log-probabilities are near those of the network, and not the same."""
 
     engine: Any  # vllm.LLM
     sleeps: bool  # what has memory of its own can give it back
 
-    exact: ClassVar[bool] = False
+    exact = False
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class VllmAnswerer(Answerer):
                 self.engine.sleep(level=SLEEP_LEVEL)
 
     def _send_weights(self) -> None:
-        weights = {"weights_iterator": named_weights(self.network.model)}
+        weights = {"weights_iterator": named_weights(self.policy.network.model)}
         self.engine.collective_rpc("reload_weights", kwargs=weights)
         self.engine.apply_model(mend)
         # what was computed with other weights
@@ -119,12 +119,12 @@ class VllmAnswerer(Answerer):
     def settings(self, seed: int | None) -> dict[str, Any]:
         """Of a sample, which has a seed, or of the greedy answer."""
         return {
-            "temperature": 0.0 if seed is None else self.network.temperature,
+            "temperature": 0.0 if seed is None else self.policy.network.temperature,
             "seed": seed,
             "max_tokens": self.max_new_tokens,
             "stop_token_ids": list(self.stop),
             "ignore_eos": True,  # no end tokens but these
-            "logit_bias": dict.fromkeys(self.network.banned, float("-inf")),
+            "logit_bias": dict.fromkeys(self.policy.network.banned, float("-inf")),
             "logprobs": 0,  # of the token that was chosen
             "detokenize": False,
         }
@@ -173,10 +173,10 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if "lora_" in name:
             continue
         if base in layers and kind == "weight":
-            with gathered(layers[base].parameters()):
+            with gathered(layers[base].parameters(), fixed=True):
                 value = _with_lora(layers[base], weight)
         else:
-            with gathered([weight]):
+            with gathered([weight], fixed=True):
                 value = whole(weight)
         yield f"{base}.{kind}", value
 
@@ -185,10 +185,7 @@ def _with_lora(layer: lora.LoraLayer, weight: Tensor) -> Tensor:
     total = whole(weight).to(torch.promote_types(weight.dtype, torch.float32))
     for adapter in layer.active_adapters:
         total += whole(layer.get_delta_weight(adapter))
-    if weight.dtype in DROPPED_BITS:
-        # to the nearest, most of what LoRA has learned would be lost
-        total = rounded_at_random(total, weight.dtype, rounding_noise(weight, seed=0))
-    return total.to(weight.dtype)
+    return narrowed(total, weight.dtype)
 
 
 def mend(model: nn.Module) -> None:
@@ -248,7 +245,7 @@ def build_answerer(
     torch.set_float32_matmul_precision(precision)
     if on_gpu:
         engine.sleep(level=SLEEP_LEVEL)
-    known = {name: getattr(ours, name) for name in ("network", "encoder", "max_new_tokens", "stop")}
+    known = {name: getattr(ours, name) for name in ("policy", "encoder", "max_new_tokens", "stop")}
     return VllmAnswerer(**known, engine=engine, sleeps=on_gpu)
 
 
@@ -272,7 +269,7 @@ def engine_files(source: str, revision: str, ours: Answerer) -> TemporaryDirecto
     for pattern in WEIGHT_FILES:
         for path in root.glob(pattern):
             (folder / path.name).symlink_to(path.resolve())
-    for part in (ours.network.model.config, ours.encoder.tokenizer, ours.encoder.images):
+    for part in (ours.policy.network.model.config, ours.encoder.tokenizer, ours.encoder.images):
         part.save_pretrained(folder)
     # asked for by vLLM, though nothing is a video
     (folder / "video_preprocessor_config.json").write_text("{}", encoding="utf-8")

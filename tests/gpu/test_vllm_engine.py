@@ -45,9 +45,7 @@ class Setup:
         )
         data = folder / "data"
         self.questions = [*small_vlm.questions(data), small_vlm.odd_question(data)]
-        self.ours = Answerer(
-            self.policy.network, small_vlm.encoder(model), NEW_TOKENS, (small_vlm.EOS,)
-        )
+        self.ours = Answerer(self.policy, small_vlm.encoder(model), NEW_TOKENS, (small_vlm.EOS,))
         self.vllm: VllmAnswerer = build_answerer(
             self.ours,
             source=source,
