@@ -73,10 +73,7 @@ def train(session: VlmSession) -> None:
         if not solved:
             with timer("train"):
                 fixed = prepare(session, rollout)
-                if not session.answerer.exact:
-                    cap = config.train.importance_cap
-                    metrics |= reweigh(session.accelerator, rollout, fixed, cap)
-                give_credit(session, rollout, fixed)
+                metrics |= give_credit(session, rollout, fixed)
                 metrics |= train_epoch(session, epoch, rollout, fixed)
         metrics["perf/answers_per_s"] = session.plan.samples / sum(timer.seconds.values())
         metrics["perf/peak_mem_gb"] = tracking.peak_memory_gb(session.accelerator.device)
@@ -163,21 +160,26 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
     return fixed
 
 
-def give_credit(session: VlmSession, rollout: Rollout, fixed: dict[int, Fixed]) -> None:
-    """Advantages into `fixed`."""
+def give_credit(session: VlmSession, rollout: Rollout, fixed: dict[int, Fixed]) -> dict[str, float]:
+    """Advantages into `fixed`, and weights of tokens where the policy is not quite what sampled
+    them; how far off that was."""
     train, accelerator = session.config.train, session.accelerator
+    off = {}
+    if not session.answerer.exact:
+        off = reweigh(accelerator, rollout, fixed, train.importance_cap)
     in_reward = train.beta > 0 and train.kl_in == "reward"
     lost = penalties(fixed, train.kl, train.beta) if in_reward else {}
     if train.advantage == GAE:
         settings = {"discount": train.discount, "decay": train.gae_decay}
         token_advantages(accelerator, rollout, fixed, lost, **settings)
-        return
+        return off
     reward, scale = session.reward, train.advantage_scale
     credit = answer_advantages(
         accelerator, rollout, reward.weights, reward.judges, train.advantage, scale, lost
     )
     for index, own in fixed.items():
         own.advantages = torch.full_like(own.old, credit[index])
+    return off
 
 
 def train_epoch(

@@ -22,12 +22,13 @@ from safetensors import safe_open
 from flow_grpo.errors import UserError
 from flow_grpo.sampling.rollout import sample_generators
 from flow_grpo.vlm import check
+from flow_grpo.vlm.dry import AnswerLoop
 from flow_grpo.vlm.losses import Counts, importance_weights, policy_loss, token_weights
 from flow_grpo.vlm.policy import ADAPTER, AnswerPolicy
 from flow_grpo.vlm.prompts import Prompt
 from flow_grpo.vlm.questions import Question
 from flow_grpo.vlm.rollout import Answerer
-from flow_grpo.vlm.session import build_session
+from flow_grpo.vlm.session import VlmSession, build_session
 from flow_grpo.vlm.vllm_engine import (
     VllmAnswerer,
     engine_files,
@@ -111,13 +112,18 @@ class SameTemperature(OtherTemperature):
     factor: ClassVar[float] = 1.0
 
 
-def run_with(kind: type[Answerer], folder: Path, **fields) -> tuple[list[dict], list]:
-    """Metrics, and what each call of the loss got and gave."""
+def session_with(kind: type[Answerer], folder: Path, **fields) -> VlmSession:
     model, data = small_vlm.save(folder / "model"), small_vlm.small_data(folder / "data")
     places = {"pretrained.model": str(model), "dataset": str(data), "logdir": str(folder / "logs")}
     session = build_session(answer_runs.config_of(**places, num_epochs=1, **fields))
     own = session.answerer
     session.answerer = kind(own.policy, own.encoder, own.max_new_tokens, own.stop)
+    return session
+
+
+def run_with(kind: type[Answerer], folder: Path, **fields) -> tuple[list[dict], list]:
+    """Metrics, and what each call of the loss got and gave."""
+    session = session_with(kind, folder, **fields)
     calls, answer_loss = [], train_vlm.answer_loss
 
     def watched(session, batch, fixed, weights, counts):
@@ -181,6 +187,17 @@ def test_an_engine_that_is_not_off_trains_as_ours(tmp_path):
     assert "train/importance" not in ours[-1]
     for name in ("train/loss", "train/grad_norm", "reward/avg"):
         assert lines[-1][name] == pytest.approx(ours[-1][name], rel=1e-3, abs=1e-6)
+
+
+def test_a_dry_run_goes_through_another_engine_too(tmp_path):
+    session = session_with(OtherTemperature, tmp_path)
+    steps = (train_vlm.sample_epoch, train_vlm.prepare, train_vlm.give_credit)
+    loop = AnswerLoop(*steps, train_vlm.train_epoch, train_vlm.run_evaluation)
+    try:
+        measured, *_ = loop.measure(session, tmp_path / "out")
+    finally:
+        session.close()
+    assert measured.train > 0
 
 
 # --- what vLLM is sent ---------------------------------------------------------------------------
@@ -309,7 +326,7 @@ def said(prompt: list[int], tokens: list[int], reason: str) -> SimpleNamespace:
 
 def test_answers_are_read_and_another_prompt_is_refused(engine):
     answerer, _ = engine
-    prompt = Prompt(torch.tensor([1, 40, 41]), torch.zeros(3, 3), 3, None, None)
+    prompt = Prompt(torch.tensor([1, 40, 41]), torch.zeros(3, 3), 3, None, None, ())
     sample = answerer._sample(7, prompt, said([1, 40, 41], [50, 51, 2], "stop"))
     assert (sample.row, sample.tokens.tolist(), sample.ended) == (7, [50, 51, 2], True)
     assert sample.log_probs.tolist() == [0, -0.5, -1]

@@ -39,7 +39,7 @@ class AnswerLoop(Rehearsal):
 
     sample: Callable[[VlmSession, int, Timer], Rollout]
     prepare: Callable[[VlmSession, Rollout], ByIndex]
-    give_credit: Callable[[VlmSession, Rollout, ByIndex], None]
+    give_credit: Callable[[VlmSession, Rollout, ByIndex], dict[str, float]]
     train: Callable[[VlmSession, int, Rollout, ByIndex], dict[str, float]]
     evaluate: Callable[[VlmSession, int], dict[str, float]]
 
@@ -72,7 +72,6 @@ class AnswerLoop(Rehearsal):
         rollout = self.sample(small, epoch, timer)
         refuse_outage(small, rollout.rewards)
         small.reward.rest()
-        small.answerer.rest()
         start = now(device)
         fixed = self.prepare(small, rollout)
         self.give_credit(small, rollout, fixed)

@@ -135,7 +135,8 @@ def test_greedy_answers_are_ours(setup):
     rows = list(range(len(setup.questions)))
     with setup.vllm.awake():
         theirs = setup.vllm.answer(setup.prompts, rows)
-    ours = setup.ours.answer(setup.prompts, rows)
+    with setup.ours.awake():
+        ours = setup.ours.answer(setup.prompts, rows)
     if not ON_GPU:
         assert [s.tokens.tolist() for s in theirs] == [s.tokens.tolist() for s in ours]
         assert [s.text for s in theirs] == [s.text for s in ours]
