@@ -18,7 +18,7 @@ import torch
 from accelerate.state import AcceleratorState
 from fsdp_on_cpu import shard_on_cpu
 from ml_collections import ConfigDict
-from runner import ROOT, python_path
+from runner import ROOT, environment, torchrun
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from flow_grpo.vlm.fields import get_config
@@ -40,7 +40,6 @@ FIELDS = {
     "train.learning_rate": 1e-3,
     "train.lora_rank": 4,
 }
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 def config_of(reward: str = "early_letters", **fields: Any) -> ConfigDict:
@@ -63,11 +62,10 @@ def run(exact: bool = False, **fields: Any) -> VlmSession:
 
 def run_by_two(runs: list[dict], *engine: str) -> None:
     """Each after the other, by two processes that start once."""
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     done = subprocess.run(
-        [sys.executable, *launcher, __file__, json.dumps(runs), *engine],
+        [*torchrun(), __file__, json.dumps(runs), *engine],
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path()},
+        env={**environment(warmed=True), "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -212,6 +212,8 @@ def test_main_has_help(bash):
         ("train_deepspeed.sh config/base.py", "deepspeed_zero2.yaml --num_processes 3"),
         ("train_deepspeed.sh config/base.py 3 8", "deepspeed_zero3.yaml --num_processes 8"),
         ("train_fsdp2.sh config/base.py 2", "fsdp2.yaml --num_processes 2"),
+        ("train_fsdp2.sh config/vlm.py:tiny_vlm 2", "scripts/train_vlm.py --config config/vlm.py:"),
+        ("train_1gpu.sh config/vlm.py:tiny_vlm", "scripts/train_vlm.py --config config/vlm.py:"),
     ],
 )
 def test_single_node_scripts_start_what_they_say(bash, arguments, command):

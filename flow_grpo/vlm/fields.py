@@ -78,11 +78,11 @@ def get_config() -> ConfigDict:
     # Leave the vision tower as it is.
     train.freeze_vision = True
     # The policy that sampled, for the ratio: computed again before the first update (True), so that
-    # the ratio is exactly 1 there, or as sampling found it, which costs nothing. Half precision
-    # wants True.
+    # the ratio is exactly 1 there, or as sampling found it, which costs nothing. In half precision
+    # and with vLLM it is always computed again.
     train.recompute_old = False
-    # Of sample.engine="vllm", whose tokens are not quite the policy's: each is weighted by how much
-    # likelier the policy makes it, up to this bound (2 in most papers); 0 gives no weights.
+    # In half precision and with vLLM, what samples is not quite the policy: a token is weighted by
+    # how much likelier the policy makes it, up to this bound (2 in most papers); 0 is no weights.
     train.importance_cap = 2.0
     # "clip" (PPO's), "gspo" (one ratio for an answer) or "cispo" (weights are clipped, not
     # gradients).

@@ -85,7 +85,7 @@ class AnswerPolicy(Trained):
 
     def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
         if is_sharded(accelerator):
-            self.whole = _sampler(self.network)
+            self.whole = sampler(self.network)
             self.network.in_step = True
         if accelerator.distributed_type == DistributedType.FSDP:
             blocks = list(self.model._no_split_modules)
@@ -148,7 +148,7 @@ class AnswerPolicy(Trained):
             part.save_pretrained(place)
 
 
-def _sampler(network: AnswerModel) -> AnswerModel:
+def sampler(network: AnswerModel) -> AnswerModel:
     """A hollow copy of it, to sample with. In half precision, matrices that autocast would cast for
     every token are cast once, which halves the memory: all but those that embed tokens as well."""
     whole = hollow_copy(network)

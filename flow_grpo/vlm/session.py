@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 from ml_collections import ConfigDict
 from torch import nn
 
@@ -40,6 +42,11 @@ logger = logging.getLogger("flow_grpo")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
 Load = Callable[[ConfigDict, Accelerator], nn.Module]
 Begin = Callable[..., tuple[Start, RunLock | None]]
+# settings of FSDP that must be off, and why
+SHARDING = {
+    "fsdp_activation_checkpointing": "use --config.train.gradient_checkpointing=True",
+    "fsdp_cpu_ram_efficient_loading": "every process loads the model, tied weights and reference",
+}
 
 
 @dataclass(kw_only=True)
@@ -67,6 +74,7 @@ def _build_session(
 ) -> VlmSession:
     check(config)
     find_files(config)
+    _check_sharding()
     accelerator = build_accelerator(
         config,
         autocast=False,
@@ -170,6 +178,21 @@ def _build_session(
         stop=StopSignals(accelerator),
         lock=lock,
     )
+
+
+def _check_sharding() -> None:
+    """Of the accelerate config, which `accelerate launch` hands on in the environment."""
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return
+    version = os.environ.get("FSDP_VERSION", "1")
+    if version != "2":
+        raise UserError(
+            f"fsdp_version: {version} in the accelerate config must be 2, as in "
+            "scripts/accelerate_configs/fsdp2.yaml"
+        )
+    for name, instead in SHARDING.items():
+        if parse_flag_from_env(name.upper()):
+            raise UserError(f"{name}: true in the accelerate config must be false; {instead}")
 
 
 def _build_rewards(

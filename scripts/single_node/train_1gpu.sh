@@ -6,4 +6,4 @@ usage='train_1gpu.sh CONFIG [--config.key=value ...]'
 source "$(dirname "${BASH_SOURCE[0]}")/start.sh"
 
 read_config "$@"
-exec "$python" scripts/train.py --config "$config" "${@:2}"
+exec "$python" "$script" --config "$config" "${@:2}"

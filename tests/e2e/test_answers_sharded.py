@@ -14,21 +14,19 @@ from transformers import AutoModelForImageTextToText
 
 # micro-batches of which one process has more than the other, most with and some without pictures
 COMMON = {"train.tokens_per_batch": 40, "train.beta": 0.1, "num_epochs": 1, "eval_freq": 1}
+RESUMED = {"num_epochs": 2, "resume": "auto"}
 RUNS = {
-    "lora": {"train.ema": True},
+    "lora": {"train.ema": True, "train.advantage": "gae"},  # with a value head
     "full": {
         "use_lora": False,
         "train.freeze_vision": False,
         "train.gradient_checkpointing": True,
         "train.recompute_old": True,
     },
-    "ppo": {"train.advantage": "gae", "train.kl_in": "reward", "train.kl": "k1"},
 }
-RESUMED = ("lora", "full")  # stopped after an epoch where they are sharded
 WEIGHTS = {
     "lora": ("lora/adapter_model", "ema_lora/adapter_model"),
     "full": ("model/model",),
-    "ppo": ("lora/adapter_model",),
 }
 
 
@@ -51,16 +49,15 @@ def runs(folder: Path, how: str, names: Iterable[str] = RUNS, **fields) -> list[
 
 @pytest.fixture(scope="module")
 def alone(folder) -> Path:
-    for one in runs(folder, "alone", exact=True):
-        answer_runs.run(**{**one, "num_epochs": 1 + (one["run_name"] in RESUMED)})
+    for name, epochs in {"lora": 1, "full": 2}.items():
+        answer_runs.run(**runs(folder, "alone", [name], exact=True, num_epochs=epochs)[0])
     return folder / "alone"
 
 
 @pytest.fixture(scope="module")
 def fsdp2(folder) -> Path:
-    first = runs(folder, "fsdp2", exact=True)
-    again = [{**one, "num_epochs": 2, "resume": "auto"} for one in first]
-    answer_runs.run_by_two([*first, *(r for r in again if r["run_name"] in RESUMED)], "fsdp2")
+    again = runs(folder, "fsdp2", ["full"], exact=True, **RESUMED)
+    answer_runs.run_by_two([*runs(folder, "fsdp2", exact=True), *again], "fsdp2")
     return folder / "fsdp2"
 
 
@@ -77,13 +74,14 @@ def weights(run: Path, file: str) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_fsdp2_trains_what_one_process_does_and_can_be_resumed(alone, fsdp2, name):
+    assert (fsdp2 / name / "checkpoints/latest/state/pytorch_model_fsdp_0").is_dir()
     for one, two in zip(metrics(alone / name), metrics(fsdp2 / name), strict=True):
-        assert one == pytest.approx(two, abs=1e-9)
+        assert one == pytest.approx(two, abs=1e-6 if name == "ppo" else 1e-9)  # values are float32
     for file in WEIGHTS[name]:
         one, two = (weights(logdir / name, file) for logdir in (alone, fsdp2))
         assert one.keys() == two.keys()
         for parameter in one:
-            torch.testing.assert_close(one[parameter], two[parameter], rtol=0, atol=1e-8)
+            torch.testing.assert_close(one[parameter], two[parameter], rtol=0, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -108,33 +106,33 @@ def test_what_fsdp2_saves_loads_with_stock_libraries(folder, fsdp2):
 
 
 # Adam would blow up the rounding of gradients next to zero
-FLOAT32 = {"train.learning_rate": 1e-2, "train.adam_epsilon": 1e-3, "num_epochs": 2}
+FLOAT32 = {"train.learning_rate": 1e-2, "train.adam_epsilon": 1e-3}
+STAGES = {1: ["lora"], 2: ["full"], 3: ["lora", "full"]}
 
 
 @pytest.fixture(scope="module")
 def zero(folder) -> dict[tuple[int, str], Path]:
-    """Runs by stage of ZeRO and what is trained; the third is stopped and resumed."""
-    stages = {1: ["lora"], 2: ["full"], 3: ["lora", "full"]}
+    """Runs by stage of ZeRO and what is trained; LoRA is stopped after an epoch and resumed."""
     every = []
-    for stage, names in stages.items():
+    for stage, names in STAGES.items():
         # else weights as small as these would not be sharded
         settings = {"stage": stage, "stage3_param_persistence_threshold": 0}
         file = folder / f"zero{stage}.json"
         file.write_text(json.dumps({"zero_optimization": settings}))
         own = runs(folder, f"zero{stage}", names, zero=str(file), **FLOAT32)
-        if stage == 3:
-            every += [{**one, "num_epochs": 1} for one in own]
-        every += [{**one, "resume": "auto"} for one in own]
+        every += [*own, *({**one, **RESUMED} for one in own if one["run_name"] == "lora")]
     answer_runs.run_by_two(every, "zero")
-    for one in runs(folder, "float32", RESUMED, **FLOAT32):
-        answer_runs.run(**one)
-    return {(s, name): folder / f"zero{s}" / name for s, names in stages.items() for name in names}
+    for name, epochs in {"lora": 2, "full": 1}.items():
+        answer_runs.run(**runs(folder, "float32", [name], **FLOAT32, num_epochs=epochs)[0])
+    return {(s, name): folder / f"zero{s}" / name for s, names in STAGES.items() for name in names}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "name"), [(1, "lora"), (2, "full"), (3, "lora"), (3, "full")])
+@pytest.mark.parametrize(("stage", "name"), [(s, n) for s, names in STAGES.items() for n in names])
 def test_zero_trains_what_one_process_does(folder, zero, stage, name):
     alone, sharded = folder / "float32" / name, zero[stage, name]
+    parts = list((sharded / "checkpoints/latest/state/pytorch_model").glob("*optim_states.pt"))
+    assert len(parts) == 2
     for one, two in zip(metrics(alone), metrics(sharded), strict=True):
         assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
     for file in WEIGHTS[name]:

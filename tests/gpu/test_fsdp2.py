@@ -37,15 +37,28 @@ def start(logdir: Path, run_name: str, *launcher: str, **fields) -> subprocess.P
         "reward_fn": "{'jpeg_incompressibility': 1.0}",
         **{name.replace("__", "."): value for name, value in fields.items()},
     }
+    return run(*launcher, "scripts/train.py", "--config=config/grpo.py:tiny_ocr", **settings)
+
+
+def run(*command: str, **settings) -> subprocess.Popen:
     arguments = [f"--config.{name}={value}" for name, value in settings.items()]
-    command = [*launcher, "scripts/train.py", "--config=config/grpo.py:tiny_ocr", *arguments]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        [*command, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
     )
 
 
-def fsdp2() -> tuple[str, ...]:
+def finish(*processes: subprocess.Popen) -> None:
+    for process in processes:
+        _, said = process.communicate(timeout=200)
+        assert process.returncode == 0, said.decode()
+
+
+def launched(engine: str = "fsdp2") -> tuple[str, ...]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -53,7 +66,7 @@ def fsdp2() -> tuple[str, ...]:
     return (
         *launcher,
         *("--main_process_port", port),
-        "--config_file=scripts/accelerate_configs/fsdp2.yaml",
+        f"--config_file=scripts/accelerate_configs/{engine}.yaml",
     )
 
 
@@ -66,16 +79,11 @@ def logdir(tmp_path_factory) -> Path:
     """Of runs side by side, since most of their time is that of imports: alone, and sharded."""
     folder = tmp_path_factory.mktemp("logs")
 
-    def finish(*processes: subprocess.Popen) -> None:
-        for process in processes:
-            _, said = process.communicate(timeout=200)
-            assert process.returncode == 0, said.decode()
-
     finish(
         *(start(folder, f"{k}-alone", sys.executable, **KINDS[k]) for k in KINDS),
-        *(start(folder, f"{k}-sharded", *fsdp2(), **KINDS[k], num_epochs=2) for k in KINDS),
+        *(start(folder, f"{k}-sharded", *launched(), **KINDS[k], num_epochs=2) for k in KINDS),
     )
-    finish(*(start(folder, f"{k}-sharded", *fsdp2(), **KINDS[k], resume="auto") for k in KINDS))
+    finish(*(start(folder, f"{k}-sharded", *launched(), **KINDS[k], resume="auto") for k in KINDS))
     return folder
 
 
