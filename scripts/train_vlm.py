@@ -34,7 +34,14 @@ from flow_grpo.training.metrics import TrainingStats, reward_metrics
 from flow_grpo.vlm import fields
 from flow_grpo.vlm.batches import PackedBatch, micro_batches, packed
 from flow_grpo.vlm.check import GAE
-from flow_grpo.vlm.credit import Fixed, answer_advantages, penalties, reweigh, token_advantages
+from flow_grpo.vlm.credit import (
+    Fixed,
+    answer_advantages,
+    penalties,
+    reweigh,
+    stacked,
+    token_advantages,
+)
 from flow_grpo.vlm.dry import AnswerLoop
 from flow_grpo.vlm.losses import Counts, divergence, policy_loss, token_weights
 from flow_grpo.vlm.rollout import LENGTH, Rollout
@@ -143,20 +150,24 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
     """Of this process's samples: what takes a forward without gradients, where anything does."""
     train, policy = session.config.train, session.policy
     fixed = {index: Fixed(sample.log_probs) for index, sample in rollout.samples.items()}
-    recompute_old = train.recompute_old or not session.answerer.exact
+    recompute_old = recomputes(session)
     again, with_reference = recompute_old or train.advantage == GAE, train.beta > 0
     if not (again or with_reference):
         return fixed
+    updates = rollout.updates(with_spread=session.config.sample.refills > 0)
     with policy.gathered():
-        for part, batch in packed_batches(session, rollout, sorted(fixed)):
-            scores = policy.fixed_scores(batch) if again else {}
-            if with_reference:
-                scores["reference"] = policy.reference(batch)
-            for row, index in enumerate(part):
-                there = batch.mask[row]
-                own = {name: column[row][there].cpu() for name, column in scores.items()}
-                old = own["log_probs"] if recompute_old else fixed[index].old
-                fixed[index] = Fixed(old, own.get("reference"), own.get("values"))
+        # in the batches that they are trained in: others would round otherwise
+        for members in (*updates, ~updates.any(0)):
+            own = [index for index in sorted(fixed) if members[index]]
+            for part, batch in packed_batches(session, rollout, own):
+                scores = policy.fixed_scores(batch) if again else {}
+                if with_reference:
+                    scores["reference"] = policy.reference(batch)
+                for row, index in enumerate(part):
+                    there = batch.mask[row]
+                    new = {name: column[row][there].cpu() for name, column in scores.items()}
+                    old = new["log_probs"] if recompute_old else fixed[index].old
+                    fixed[index] = Fixed(old, new.get("reference"), new.get("values"))
     return fixed
 
 
@@ -191,19 +202,19 @@ def train_epoch(
     """
     config, plan, accelerator = session.config, session.plan, session.accelerator
     stats, sampled_at, lengths = TrainingStats(), session.progress.step, rollout.scores[LENGTH]
-    learns = rollout.has_spread() if config.sample.refills else np.full(plan.samples, True)
+    updates = rollout.updates(with_spread=config.sample.refills > 0)
     for inner in range(plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner)
         for n, u in enumerate(order.permutation(plan.updates_per_pass), 1):
-            members = np.zeros_like(learns)
-            members[plan.update(u)] = learns[plan.update(u)]
+            members = updates[u]
             if not members.any():
                 continue
             counts = Counts(tokens=float(lengths[members].sum()), answers=float(members.sum()))
             own = [index for index in sorted(fixed) if members[index]]
-            kept = [i for i in own if has_gradient(session, fixed[i])] or own[:1] or [min(fixed)]
-            stats.leave_out(int(lengths[own].sum() - lengths[kept].sum()))
-            batches = in_step(accelerator, list(packed_batches(session, rollout, kept)))
+            batches = training_batches(session, rollout, fixed, own)
+            trained = [index for part, _ in batches for index in part]
+            stats.leave_out(int(lengths[own].sum() - lengths[trained].sum()))
+            batches = in_step(accelerator, batches)
             name = f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}"
             steps = accumulated(accelerator, session.policy.module, batches)
             for (part, batch), counted in session.bar(steps, name, len(batches)):
@@ -227,7 +238,7 @@ def answer_loss(
 ) -> Loss:
     """Of every token in a micro-batch, times the tokens of the update: their mean is the loss."""
     train, mask = session.config.train, batch.mask
-    old, advantages = stack(fixed, "old", mask), stack(fixed, "advantages", mask)
+    old, advantages = stacked(fixed, "old", mask), stacked(fixed, "advantages", mask)
     scores = session.policy.scores(batch)
     policy = policy_loss(
         train.loss,
@@ -241,11 +252,11 @@ def answer_loss(
     )
     loss, columns = policy.loss, {"policy_loss": policy.loss}
     if train.beta > 0:
-        kl = divergence(train.kl, scores["log_probs"], stack(fixed, "reference", mask))
+        kl = divergence(train.kl, scores["log_probs"], stacked(fixed, "reference", mask))
         loss = loss + train.beta * kl if train.kl_in == "loss" else loss
         columns["kl"] = kl
     if train.advantage == GAE:
-        before, returns = stack(fixed, "values", mask), stack(fixed, "returns", mask)
+        before, returns = stacked(fixed, "values", mask), stacked(fixed, "returns", mask)
         columns["value_loss"] = value_loss(scores["values"], before, returns, train.value_clip)
         loss = loss + train.value_weight * columns["value_loss"]
     columns |= {
@@ -256,16 +267,25 @@ def answer_loss(
         "clip_high": policy.clipped_high.float(),
     }
     if not session.answerer.exact:
-        columns["importance"] = stack(fixed, "importance", mask)
+        columns["importance"] = stacked(fixed, "importance", mask)
         weights = weights * columns["importance"]
     weighted = (loss * weights * counts.tokens)[mask]
     return Loss(weighted, {name: column[mask].detach() for name, column in columns.items()})
 
 
-def stack(fixed: list[Fixed], name: str, mask: Tensor) -> Tensor:
-    """One column of all answers, (R, T), 0 where there is no token."""
-    values = torch.cat([getattr(own, name) for own in fixed]).to(mask.device)
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+def training_batches(
+    session: VlmSession, rollout: Rollout, fixed: dict[int, Fixed], own: list[int]
+) -> list[tuple[list[int], PackedBatch]]:
+    """Of an update, without what has no gradient; one at least, as other processes wait for it."""
+    learns = {i for i in own if has_gradient(session, fixed[i])}
+    kept = own if recomputes(session) else [i for i in own if i in learns]
+    batches = list(packed_batches(session, rollout, kept or own[:1] or [min(fixed)]))
+    return [(part, batch) for part, batch in batches if learns & set(part)] or batches[:1]
+
+
+def recomputes(session: VlmSession) -> bool:
+    """Whether log-probabilities of the policy that sampled are computed again before training."""
+    return session.config.train.recompute_old or not session.answerer.exact
 
 
 def has_gradient(session: VlmSession, own: Fixed) -> bool:

@@ -11,7 +11,7 @@ from flow_grpo.sampling.rollout import sample_generators
 from flow_grpo.speed.lora import lora_layers, without_lora
 from flow_grpo.vlm.batches import Answer, packed
 from flow_grpo.vlm.decoding import CHUNK, choose
-from flow_grpo.vlm.network import AnswerModel, fuse_norms
+from flow_grpo.vlm.network import AnswerModel, WideProduct, fuse_norms
 from flow_grpo.vlm.policy import AnswerPolicy
 from flow_grpo.vlm.sampling import Sampler
 
@@ -80,6 +80,20 @@ def test_fused_norms_are_the_models_own(family):
     fuse_norms(model)
     torch.testing.assert_close(norm(hidden), usual, rtol=1e-5, atol=1e-6)
     assert norm(hidden.bfloat16()).dtype == torch.float32  # weights of another type: as before
+
+
+def test_products_in_half_precision_are_not_rounded_to_it():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 32, generator=generator).bfloat16() for n in (3, 50))
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    exact = x.detach().double() @ weight.detach().double().T
+    product = WideProduct.apply(x, weight)
+    torch.testing.assert_close(product.double(), exact, rtol=1e-5, atol=1e-5)
+    (product * torch.arange(50.0)).sum().backward()
+    of_x = torch.arange(50.0, dtype=torch.float64) @ weight.detach().double()
+    torch.testing.assert_close(x.grad.double(), of_x.expand(3, -1), rtol=2e-2, atol=0.5)
+    of_weight = torch.arange(50.0, dtype=torch.float64)[:, None] * x.detach().double().sum(0)
+    torch.testing.assert_close(weight.grad.double(), of_weight, rtol=2e-2, atol=0.5)
 
 
 @given(

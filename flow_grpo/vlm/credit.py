@@ -1,6 +1,6 @@
 """Rewards -> advantages: one for all tokens of an answer, or one for each with a value head."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,12 @@ class Fixed:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     importance: Tensor | None = None  # where another engine sampled
+
+
+def stacked(fixed: Sequence[Fixed], name: str, mask: Tensor) -> Tensor:
+    """One column of several answers, (R, T), 0 where there is no token."""
+    values = torch.cat([getattr(own, name) for own in fixed]).to(mask.device)
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 def reweigh(

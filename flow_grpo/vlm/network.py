@@ -4,9 +4,11 @@ that sampled, the one that is trained and the reference."""
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from flow_grpo.vlm.batches import PADDING, Inputs, PackedBatch
@@ -91,10 +93,10 @@ class AnswerModel(nn.Module):
         if self.compute_dtype is None and head.weight.numel() <= SMALL_HEAD:
             # most of what is between decoding and training is the rounding of this product
             return nn.functional.linear(hidden.double(), head.weight.double())
-        with self._cast(hidden.device):
-            # not by a call of the layer: processes may have different numbers of chunks
-            logits = nn.functional.linear(hidden, head.weight)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # not by a call of the layer: processes may have different numbers of chunks
+        if self.compute_dtype is None:
+            return nn.functional.linear(hidden, head.weight)
+        return WideProduct.apply(hidden.to(self.compute_dtype), head.weight.to(self.compute_dtype))
 
     def _cast(self, device: torch.device) -> AbstractContextManager:
         if self.compute_dtype is None:
@@ -125,6 +127,26 @@ class AnswerModel(nn.Module):
             image_grid_thw=grid,
             shown=grid.new_zeros(1),
         )
+
+
+class WideProduct(torch.autograd.Function):
+    """x (N, width) times a weight (vocabulary, width), both in half precision, in float32: logits
+    that are rounded to half precision move log-probabilities by several hundredths."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.device.type == "cuda":
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
+        return x.float() @ weight.float().T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        gradient = gradient.to(x.dtype)
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        return of_x, gradient.T @ x if ctx.needs_input_grad[1] else None
 
 
 @cache

@@ -73,6 +73,14 @@ class Rollout:
         high = np.where(scored, total, -np.inf).max(1)
         return np.repeat(high > low, self.plan.group_size)
 
+    def updates(self, *, with_spread: bool) -> np.ndarray:
+        """(updates, N) bool: the samples of each, all of them or those whose groups have spread."""
+        learns = self.has_spread() if with_spread else np.full(self.plan.samples, True)
+        members = np.zeros((self.plan.updates_per_pass, self.plan.samples), bool)
+        for number, own in enumerate(map(self.plan.update, range(len(members)))):
+            members[number, own] = learns[own]
+        return members
+
     def refill(self) -> np.ndarray:
         """Other questions for groups without spread, as far as there are any; the indices that are
         to be sampled for them."""

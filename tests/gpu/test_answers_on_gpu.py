@@ -12,6 +12,7 @@ import torch
 
 from flow_grpo.sampling.rollout import sample_generators
 from flow_grpo.speed.lora import lora_layers
+from flow_grpo.vlm.batches import Answer, packed
 from flow_grpo.vlm.policy import AnswerPolicy
 from flow_grpo.vlm.sampling import Sampler
 from flow_grpo.vlm.shapes import build
@@ -47,6 +48,24 @@ def test_graphs_sample_what_plain_steps_do(use_lora, compute_dtype):
     assert len(graphed.step.recorded) > 2  # fewer slots as answers end
     fewer = answers(graphed, 5)
     assert all(map(torch.equal, plain.tokens, fewer.tokens))
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [True, False])
+def test_what_is_recomputed_is_what_training_computes(gradient_checkpointing):
+    model = build("small", CUDA, torch.bfloat16)
+    policy = AnswerPolicy(
+        model,
+        parts=[],
+        compute_dtype=torch.bfloat16,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    prompt = make_prompt(model, 40, 56, 0)
+    drawn = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(10, 1000, (50 + i,), generator=drawn) for i in range(6)]
+    batch = packed([Answer(0, prompt, own) for own in tokens], 0).to(CUDA)
+    scores = policy.scores(batch)["log_probs"]
+    assert scores.requires_grad
+    assert torch.equal(policy.fixed_scores(batch)["log_probs"], scores)
 
 
 def _furthest(one: torch.Tensor, two: torch.Tensor) -> float:
