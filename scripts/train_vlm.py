@@ -195,7 +195,8 @@ def train_epoch(
             counts = Counts(tokens=float(lengths[members].sum()), answers=float(members.sum()))
             own = [index for index in sorted(fixed) if members[index]]
             kept = [i for i in own if has_gradient(session, fixed[i])] or own[:1] or [min(fixed)]
-            stats.leave_out(int(lengths[own].sum() - lengths[kept].sum()))
+            if own:
+                stats.leave_out(int(lengths[own].sum() - lengths[kept].sum()))
             batches = list(packed_batches(session, rollout, kept))
             name = f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}"
             for last, (part, batch) in session.bar(marked(batches), name, len(batches)):
@@ -207,6 +208,8 @@ def train_epoch(
                     loss = answer_loss(session, batch, [fixed[i] for i in part], weights, counts)
                     # DDP takes the mean over processes
                     accelerator.backward(loss.per_sample.sum() / counts.tokens * plan.num_processes)
+                if not own:  # computed for the other processes alone
+                    loss = Loss(loss.per_sample[:0], {n: c[:0] for n, c in loss.columns.items()})
                 stats.add(loss, on_policy=session.progress.step == sampled_at)
             take_update(session, stats)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
