@@ -150,8 +150,8 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
     """Of this process's samples: what takes a forward without gradients, where anything does."""
     train, policy = session.config.train, session.policy
     fixed = {index: Fixed(sample.log_probs) for index, sample in rollout.samples.items()}
-    recompute_old = recomputes(session)
-    again, with_reference = recompute_old or train.advantage == GAE, train.beta > 0
+    again = session.recomputes_old or train.advantage == GAE
+    with_reference = train.beta > 0
     if not (again or with_reference):
         return fixed
     updates = rollout.updates(with_spread=session.config.sample.refills > 0)
@@ -166,7 +166,7 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
                 for row, index in enumerate(part):
                     there = batch.mask[row]
                     new = {name: column[row][there].cpu() for name, column in scores.items()}
-                    old = new["log_probs"] if recompute_old else fixed[index].old
+                    old = new["log_probs"] if session.recomputes_old else fixed[index].old
                     fixed[index] = Fixed(old, new.get("reference"), new.get("values"))
     return fixed
 
@@ -213,19 +213,21 @@ def train_epoch(
             own = [index for index in sorted(fixed) if members[index]]
             batches = training_batches(session, rollout, fixed, own)
             trained = [index for part, _ in batches for index in part]
-            stats.leave_out(int(lengths[own].sum() - lengths[trained].sum()))
+            if own:
+                stats.leave_out(int(lengths[own].sum() - lengths[trained].sum()))
             batches = in_step(accelerator, batches)
             name = f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}"
             steps = accumulated(accelerator, session.policy.module, batches)
             for (part, batch), counted in session.bar(steps, name, len(batches)):
+                counted = counted and bool(own)  # or other processes wait for it
                 weights = token_weights(
                     config.train.aggregation, batch.mask, counts, config.sample.max_new_tokens
-                ) * float(bool(own) and counted)
+                ) * float(counted)
                 loss = answer_loss(session, batch, [fixed[i] for i in part], weights, counts)
                 # gradients are the mean over processes
                 accelerator.backward(loss.per_sample.sum() / counts.tokens * plan.num_processes)
-                if counted:
-                    stats.add(loss, on_policy=session.progress.step == sampled_at)
+                loss = loss if counted else loss.of_none()
+                stats.add(loss, on_policy=session.progress.step == sampled_at)
             take_update(session, stats)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
     metrics["train/clip_range"] = min(config.train.clip_low, config.train.clip_high)
@@ -278,14 +280,9 @@ def training_batches(
 ) -> list[tuple[list[int], PackedBatch]]:
     """Of an update, without what has no gradient; one at least, as other processes wait for it."""
     learns = {i for i in own if has_gradient(session, fixed[i])}
-    kept = own if recomputes(session) else [i for i in own if i in learns]
+    kept = own if session.recomputes_old else [i for i in own if i in learns]
     batches = list(packed_batches(session, rollout, kept or own[:1] or [min(fixed)]))
     return [(part, batch) for part, batch in batches if learns & set(part)] or batches[:1]
-
-
-def recomputes(session: VlmSession) -> bool:
-    """Whether log-probabilities of the policy that sampled are computed again before training."""
-    return session.config.train.recompute_old or not session.answerer.exact
 
 
 def has_gradient(session: VlmSession, own: Fixed) -> bool:

@@ -284,7 +284,9 @@ def test_micro_batches_keep_to_the_budget_and_the_order(prompts, sampled):
     for part in slices:
         batch = packed(rows[part], small_vlm.PAD)
         assert batch.inputs.input_ids.numel() <= 120 or part.stop - part.start == 1
-    assert list(micro_batches(rows, budget=10**6)) == [slice(0, len(rows))]
+    whole = packed(rows, small_vlm.PAD).inputs.input_ids.numel()
+    assert list(micro_batches(rows, budget=whole)) == [slice(0, len(rows))]
+    assert len(list(micro_batches(rows, budget=whole - 1))) == 2
     assert len(list(micro_batches(rows, budget=1))) == len(rows)
 
 

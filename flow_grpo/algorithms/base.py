@@ -113,6 +113,10 @@ class Loss:
     per_sample: Tensor  # (B,), with gradient; its mean over the samples of an update is the loss
     columns: Mapping[str, Tensor]  # (B,) each
 
+    def of_none(self) -> "Loss":
+        """The same columns, for no sample."""
+        return Loss(self.per_sample[:0], {name: own[:0] for name, own in self.columns.items()})
+
 
 class Algorithm:
     """Defaults: sample by ode, take advantages for credit, train every sample."""

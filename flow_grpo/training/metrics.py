@@ -93,9 +93,9 @@ class TrainingStats:
         metrics = {f"train/{NAMES.get(name, name)}": mean for name, mean in means}
         if "ratio" in columns:
             ratio = columns["ratio"]
-            most = {"ratio_min": -ratio.min(), "ratio_max": ratio.max()}
+            most = {"ratio_min": _most(-ratio), "ratio_max": _most(ratio)}
             if self._deviation:
-                most["first_update_ratio_dev"] = torch.cat(self._deviation).max().double()
+                most["first_update_ratio_dev"] = _most(torch.cat(self._deviation)).double()
             # of all processes, the most of each
             values = accelerator.gather(torch.stack(list(most.values()))[None]).amax(0).tolist()
             metrics |= {f"train/{n}": v for n, v in zip(most, values, strict=True)}
@@ -103,6 +103,11 @@ class TrainingStats:
         # fp16 loss scaling starts with updates that overflow and are skipped
         norm = mean_of_scored(torch.stack(self._grad_norms).cpu().numpy())
         return {**metrics, "train/grad_norm": norm}
+
+
+def _most(values: Tensor) -> Tensor:
+    """-inf where this process has none: another one has."""
+    return values.max() if len(values) else values.new_tensor(-math.inf)
 
 
 def group_distance(images: Tensor, groups: np.ndarray) -> Tensor:

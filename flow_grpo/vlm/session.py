@@ -57,6 +57,11 @@ class VlmSession(Run):
     policy: AnswerPolicy
     answerer: Answerer
 
+    @property
+    def recomputes_old(self) -> bool:
+        """Whether log-probabilities of the policy that sampled are computed again for training."""
+        return self.config.train.recompute_old or not self.answerer.exact
+
 
 def build_session(
     config: ConfigDict, load: Load | None = None, begin: Begin = find_start
