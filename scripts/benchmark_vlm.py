@@ -17,7 +17,7 @@ from flow_grpo.vlm.batches import Answer, micro_batches, packed
 from flow_grpo.vlm.losses import Counts, policy_loss, token_weights
 from flow_grpo.vlm.policy import AnswerPolicy
 from flow_grpo.vlm.prompts import Prompt
-from flow_grpo.vlm.sampling import Sampled, sample_answers
+from flow_grpo.vlm.sampling import Sampled, Sampler
 from flow_grpo.vlm.shapes import SHAPES, build
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     )
     prompts = [make_prompt(model, args.text_tokens, args.side, i) for i in range(questions(args))]
     rows = [i // args.group for i in range(args.answers)]
-    sampled, sampling = measured(device, lambda: sample(policy, prompts, rows, args.new_tokens))
+    sampled, sampling = sample(policy, prompts, rows, args.new_tokens)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=half)
     _, training = measured(device, lambda: update(policy, optimizer, prompts, rows, sampled, args))
     bytes_read = decoding_bytes(model, weights, args, len(prompts[0]))
@@ -60,6 +60,7 @@ def main() -> None:
                 "sampling_s_per_answer": sampling["seconds"] / args.answers,
                 "sampling_tokens_per_s": args.answers * args.new_tokens / sampling["seconds"],
                 "sampling_gib": sampling["gib"],
+                "recording_s": sampling["first"] - sampling["seconds"],
                 "training_s_per_answer": training["seconds"] / args.answers,
                 "training_gib": training["gib"],
                 "share_of_bandwidth": bytes_read / args.bandwidth / sampling["seconds"],
@@ -89,19 +90,16 @@ def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) 
         ids[None], mm_token_type_ids=kinds, image_grid_thw=grids
     )
     pixels = torch.randn(count**2, values, generator=generator)
-    return Prompt(ids, positions[:, 0], int(positions.max()) + 1, pixels, grids)
+    return Prompt(ids, positions[:, 0], int(positions.max()) + 1, pixels, grids, (seed,))
 
 
-def sample(policy: AnswerPolicy, prompts: list[Prompt], rows: list[int], count: int) -> Sampled:
-    generators = sample_generators(0, 0, list(range(len(rows))))
-    return sample_answers(
-        policy.network,
-        prompts,
-        rows,
-        generators=generators,
-        max_new_tokens=count,
-        stop=[-1],  # no token: all answers are of full length
-        pad=0,
+def sample(
+    policy: AnswerPolicy, prompts: list[Prompt], rows: list[int], count: int
+) -> tuple[Sampled, dict[str, float]]:
+    sampler = Sampler(policy.network, max_new_tokens=count, stop=[-1], pad=0)  # none ends early
+    numbers = list(range(len(rows)))
+    return measured(
+        sampler.device, lambda: sampler.sample(prompts, rows, sample_generators(0, 0, numbers))
     )
 
 
@@ -132,17 +130,18 @@ def decoding_bytes(model: torch.nn.Module, weights: int, args, prompt: int) -> f
 
 
 def measured(device: torch.device, call):
-    """The second time: the first one warms up."""
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    """The second time: the first one warms up and records graphs."""
+    spent = []
+    for _ in range(2):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        result = call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spent.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    return result, {"seconds": time.perf_counter() - start, "gib": peak}
+    return result, {"first": spent[0], "seconds": spent[1], "gib": peak}
 
 
 if __name__ == "__main__":

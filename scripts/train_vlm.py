@@ -1,7 +1,7 @@
 """Train a vision-language model with online reinforcement learning.
 
     python scripts/train_vlm.py --config config/vlm.py:PRESET [--config.sample.group_size=16 ...]
-    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ...
+    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ... [--dry_run]
 
 One epoch: sample a group of answers to each question, score them, turn scores into advantages, and
 update the weights with a clipped policy objective on the tokens of the answers.
@@ -34,7 +34,8 @@ from flow_grpo.training.metrics import TrainingStats, reward_metrics
 from flow_grpo.vlm import fields
 from flow_grpo.vlm.batches import PackedBatch, micro_batches, packed
 from flow_grpo.vlm.check import GAE
-from flow_grpo.vlm.credit import Fixed, answer_advantages, penalties, token_advantages
+from flow_grpo.vlm.credit import Fixed, answer_advantages, penalties, reweigh, token_advantages
+from flow_grpo.vlm.dry import AnswerLoop
 from flow_grpo.vlm.losses import Counts, divergence, policy_loss, token_weights
 from flow_grpo.vlm.rollout import LENGTH, Rollout
 from flow_grpo.vlm.scoring import PendingAnswers
@@ -72,6 +73,9 @@ def train(session: VlmSession) -> None:
         if not solved:
             with timer("train"):
                 fixed = prepare(session, rollout)
+                if not session.answerer.exact:
+                    cap = config.train.importance_cap
+                    metrics |= reweigh(session.accelerator, rollout, fixed, cap)
                 give_credit(session, rollout, fixed)
                 metrics |= train_epoch(session, epoch, rollout, fixed)
         metrics["perf/answers_per_s"] = session.plan.samples / sum(timer.seconds.values())
@@ -99,7 +103,7 @@ def sample_epoch(session: VlmSession, epoch: int, timer: tracking.Timer) -> Roll
     wanted = np.arange(plan.samples)
     for attempt in range(config.sample.refills + 1):
         own = rollout.own(session.accelerator.process_index, wanted)
-        with timer("sample"), session.policy.gathered():
+        with timer("sample"), session.answerer.awake():
             pending = sample_answers(session, epoch, attempt, rollout, own)
         with timer("reward_wait"):
             scores = [each.result() for each in pending]
@@ -142,7 +146,8 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
     """Of this process's samples: what takes a forward without gradients, where anything does."""
     train, policy = session.config.train, session.policy
     fixed = {index: Fixed(sample.log_probs) for index, sample in rollout.samples.items()}
-    again, with_reference = train.recompute_old or train.advantage == GAE, train.beta > 0
+    recompute_old = train.recompute_old or not session.answerer.exact
+    again, with_reference = recompute_old or train.advantage == GAE, train.beta > 0
     if not (again or with_reference):
         return fixed
     with policy.gathered():
@@ -153,7 +158,7 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
             for row, index in enumerate(part):
                 there = batch.mask[row]
                 own = {name: column[row][there].cpu() for name, column in scores.items()}
-                old = own["log_probs"] if train.recompute_old else fixed[index].old
+                old = own["log_probs"] if recompute_old else fixed[index].old
                 fixed[index] = Fixed(old, own.get("reference"), own.get("values"))
     return fixed
 
@@ -248,6 +253,9 @@ def answer_loss(
         "clip_low": policy.clipped_low.float(),
         "clip_high": policy.clipped_high.float(),
     }
+    if not session.answerer.exact:
+        columns["importance"] = stack(fixed, "importance", mask)
+        weights = weights * columns["importance"]
     weighted = (loss * weights * counts.tokens)[mask]
     return Loss(weighted, {name: column[mask].detach() for name, column in columns.items()})
 
@@ -278,7 +286,7 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     config, accelerator, questions = session.config, session.accelerator, session.test_questions
     rows = list(range(accelerator.process_index, len(questions), accelerator.num_processes))
     size, pending = config.sample.batch_size, []
-    with session.averaged(), session.policy.gathered():
+    with session.averaged(), session.answerer.awake():
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         for batch in session.bar(batches, "evaluate"):
             session.eval_reward.end_if_broken()
@@ -301,13 +309,17 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
 def save_training_samples(
     session: VlmSession, epoch: int, rollout: Rollout, fixed: dict[int, Fixed]
 ) -> None:
-    shown = sorted(fixed)[: session.config.log_images]
+    """The first ones of this process, by their groups: one whole group at least."""
+    most = session.config.log_images
+    shown = sorted(fixed)[: max(most, session.plan.group_size) if most else 0]
     samples = [rollout.samples[index] for index in shown]
     columns = {name: rollout.scores[name][shown] for name in (*session.reward.weights, TOTAL)}
     columns["advantage"] = [float(fixed[index].advantages.mean()) for index in shown]
+    columns["group"] = rollout.groups[shown]
     asked = [session.questions[sample.row] for sample in samples]
     write_answers(session, "train", epoch, asked, [sample.text for sample in samples], **columns)
 
 
 if __name__ == "__main__":
-    cli.run(main, of=fields)
+    loop = AnswerLoop(sample_epoch, prepare, give_credit, train_epoch, run_evaluation)
+    cli.run(main, of=fields, dry_run=loop.dry_run)

@@ -81,6 +81,34 @@ def _take_settings(zero: str) -> None:
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = zero
 
 
+def run_watched(**fields: Any) -> None:
+    """Each process leaves, in `seen-<process>.jsonl` of the run: the tokens that it sampled and
+    their rewards, by index, and of each micro-batch whether it had a picture."""
+    prepare, answer_loss, lines = train_vlm.prepare, train_vlm.answer_loss, []
+
+    def watched_prepare(session, rollout):
+        lines.append(
+            {
+                "tokens": {i: sample.tokens.tolist() for i, sample in rollout.samples.items()},
+                "rewards": {i: rollout.scores["avg"][i] for i in rollout.samples},
+                "pictures": [],
+            }
+        )
+        return prepare(session, rollout)
+
+    def watched_loss(session, batch, fixed, weights, counts):
+        lines[-1]["pictures"].append([session.progress.step, batch.inputs.shown is not None])
+        return answer_loss(session, batch, fixed, weights, counts)
+
+    train_vlm.prepare, train_vlm.answer_loss = watched_prepare, watched_loss
+    try:
+        session = run(**fields)
+    finally:
+        train_vlm.prepare, train_vlm.answer_loss = prepare, answer_loss
+    path = session.folder / f"seen-{session.accelerator.process_index}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def _load_exact(config: ConfigDict, accelerator: Any) -> torch.nn.Module:
     """transformers takes some steps in float32, whatever the weights are in."""
     modeling_qwen3_vl.Qwen3VLTextRMSNorm.forward = _norm
@@ -108,4 +136,4 @@ if __name__ == "__main__":
     for one in json.loads(sys.argv[1]):
         if "zero" in one:
             _take_settings(one.pop("zero"))
-        run(**one)
+        run_watched(**one)

@@ -1,17 +1,23 @@
-"""Random vision-language models of both families, small enough for any test."""
+"""Random vision-language models of all families, small enough for any test."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
@@ -57,6 +63,8 @@ VISION = {
     "temporal_patch_size": 2,
     "out_hidden_size": 32,
 }
+WIDE_TEXT = {"hidden_size": 128, "head_dim": 32}
+WIDE_VISION = {"hidden_size": 64, "out_hidden_size": 128}
 MARKS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -66,24 +74,44 @@ MARKS = {
 }
 
 
-def build(family: str = "qwen3_vl", seed: int = 0) -> nn.Module:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-    if family == "qwen3_vl":
-        text = {**TEXT, "rope_parameters": {**rope, "mrope_interleaved": True}}
-        vision = {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-        config, kind = Qwen3VLConfig, Qwen3VLForConditionalGeneration
-    else:
-        text = {**TEXT, "rope_parameters": rope}
-        # windows of 2 x 2 merged patches, and one layer that sees all of a picture
-        vision = {**VISION, "window_size": 32, "fullatt_block_indexes": [1]}
-        config, kind = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+FAMILIES = {
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+}
+
+
+def build(family: str = "qwen3_vl", seed: int = 0, wide: bool = False) -> nn.Module:
+    """With `wide` heads, for vLLM, which has no smaller ones."""
+    config, kind = FAMILIES[family]
     with seeded(seed):
-        model = kind(config(text_config=text, vision_config=vision, **MARKS)).eval()
+        model = kind(config(**settings_of(family, wide))).eval()
         for parameter in model.parameters():  # larger than at the start: pictures have to matter
             parameter.data += 0.1 * torch.randn_like(parameter)
     own = model.generation_config
     own.eos_token_id, own.pad_token_id, own.bos_token_id = EOS, PAD, BOS
     return model
+
+
+def settings_of(family: str, wide: bool = False) -> dict[str, Any]:
+    """What sets the families apart: how positions are laid out, what the tower is made of, whether
+    the head is the embedding."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    rope["mrope_section"] = [8, 4, 4] if wide else [2, 1, 1]
+    text, tower = ({**TEXT, **WIDE_TEXT}, {**VISION, **WIDE_VISION}) if wide else (TEXT, VISION)
+    text, marks = {**text, "rope_parameters": rope}, MARKS
+    if family == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+        vision = {**tower, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    elif family == "qwen2_5_vl":
+        # windows of 2 x 2 merged patches, and one layer that sees all of a picture
+        vision = {**tower, "window_size": 32, "fullatt_block_indexes": [1]}
+    else:
+        own = {"embed_dim": 16, "hidden_size": TEXT["hidden_size"], "mlp_ratio": 2}
+        shared = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
+        vision = {**{name: VISION[name] for name in shared}, **own}
+        marks = {**MARKS, "tie_word_embeddings": False}  # as the larger models of all families
+    return {"text_config": text, "vision_config": vision, **marks}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -116,9 +144,48 @@ def build_image_processor() -> Qwen2VLImageProcessorPil:
     )
 
 
-def save(folder: Path, family: str = "qwen3_vl") -> Path:
-    for part in (build(family), build_tokenizer(), build_image_processor()):
+def save(folder: Path, family: str = "qwen3_vl", wide: bool = False) -> Path:
+    for part in (build(family, wide=wide), build_tokenizer(), build_image_processor()):
         part.save_pretrained(folder)
+    return folder
+
+
+def save_as_published(folder: Path, family: str) -> Path:
+    """As Qwen2-VL and Qwen2.5-VL are on the hub: an older layout of weights and config, and the
+    chat template in a file of its own."""
+    model, tokenizer = build(family), build_tokenizer()
+    config = settings_of(family)
+    rope = config["text_config"].pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    config = {
+        **{"model_type": family, "architectures": [type(model).__name__]},
+        **{"rope_scaling": scaling, "rope_theta": rope["rope_theta"]},
+        **config.pop("text_config"),
+        **config,
+    }
+    template = {"chat_template": tokenizer.chat_template}
+    tokenizer.chat_template = None
+    for part in (tokenizer, model.generation_config):
+        part.save_pretrained(folder)
+    pictures = build_image_processor()
+    shared = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
+    files = {
+        "config.json": config,
+        "chat_template.json": template,
+        "preprocessor_config.json": {
+            **{name: getattr(pictures, name) for name in shared},
+            **{"min_pixels": 16 * 16, "max_pixels": 64 * 64},
+            "image_processor_type": "Qwen2VLImageProcessor",
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    weights = {}
+    for name, weight in model.state_dict().items():
+        if name != "lm_head.weight" or not config["tie_word_embeddings"]:
+            older = re.sub(r"^model\.language_model", "model", name)
+            weights[re.sub(r"^model\.visual", "visual", older)] = weight.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -147,6 +214,12 @@ def questions(folder: Path) -> list[Question]:
         question("How many?", paths[0]),
         question("Compare <image> with <image>!", paths[1], paths[2]),
     ]
+
+
+def odd_question(folder: Path) -> Question:
+    """About a picture that is resized before it is read."""
+    picture(3, 37, 61).save(folder / "odd.png")
+    return replace(questions(folder)[1], images=(folder / "odd.png",))
 
 
 def small_data(folder: Path, train: int = 8, test: int = 4) -> Path:
@@ -180,3 +253,18 @@ def flat_for_some(answers: list[str], questions: list[str], metadata: list[dict]
     letters = early_letters(answers, questions, metadata)
     flat = [int(own["answer"]) % 2 for own in metadata]
     return [0.5 if same else own for own, same in zip(letters, flat, strict=True)]
+
+
+def outage(answers: list[str], questions: list[str], metadata: list[dict]) -> list[float]:
+    if len(answers) > 1:  # it is tried on one before training
+        raise OSError("no such weights")
+    return [0.0]
+
+
+def letters_or_nothing(answers: list[str], questions: list[str], metadata: list[dict]) -> list:
+    """One question cannot be scored."""
+    letters = early_letters(answers, questions, metadata)
+    return [
+        float("nan") if own["answer"] == "5" else letter
+        for letter, own in zip(letters, metadata, strict=True)
+    ]

@@ -33,13 +33,20 @@ def numbers(seed: int, scale: float) -> Tensor:
 
 OLD = numbers(0, 1.0) - 2.0
 NEW = OLD + numbers(1, 0.35)  # some ratios in the clip range, some beyond either end
+NEW[2] += 0.2  # now the ratios of whole answers are beyond these ends too
+NEW[3] = OLD[3] + 0.6  # and beyond the dual clip
 REFERENCE = OLD + numbers(2, 0.3)
+DUAL = 1.5
 
 
-def total(kind: str, aggregation: str, new: Tensor, dual: float = 0.0, beta: str = "") -> Tensor:
+def total(kind: str, aggregation: str, new: Tensor, dual: float = 0.0, kl: str = "") -> Tensor:
     loss = policy_loss(kind, new, OLD, ADVANTAGES, MASK, dual_clip=dual, **CLIP).loss
-    if beta:
-        loss = loss + 0.1 * divergence(beta, new, REFERENCE)
+    return summed(loss, aggregation, new, kl)
+
+
+def summed(loss: Tensor, aggregation: str, new: Tensor, kl: str) -> Tensor:
+    if kl:
+        loss = loss + 0.1 * divergence(kl, new, REFERENCE)
     return (loss * token_weights(aggregation, MASK, COUNTS, max_new_tokens=8)).sum()
 
 
@@ -54,37 +61,54 @@ def finite_differences(function, at: Tensor, step: float = 1e-6) -> Tensor:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("kl", ["", *DIVERGENCES])
 @pytest.mark.parametrize(
-    ("kind", "dual", "beta"),
-    [("clip", 0.0, ""), ("clip", 1.1, ""), ("gspo", 0.0, ""), ("gspo", 1.1, "")]
-    + [("clip", 0.0, kl) for kl in DIVERGENCES],
+    ("kind", "dual"),
+    [("clip", 0.0), ("clip", DUAL), ("gspo", 0.0), ("gspo", DUAL), ("cispo", 0.0)],
 )
-def test_gradients_equal_finite_differences(kind, dual, beta, aggregation):
+def test_gradients_equal_finite_differences(kind, dual, kl, aggregation):
+    """Of cispo with the weights held as they are, which have no gradient by its definition."""
+    held = (NEW - OLD).exp().clamp(0.8, 1.3)
+
+    def function(new: Tensor) -> Tensor:
+        if kind == "cispo":
+            return summed(-held * ADVANTAGES * new, aggregation, new, kl)
+        return total(kind, aggregation, new, dual, kl)
+
     new = NEW.clone().requires_grad_()
-    total(kind, aggregation, new, dual, beta).backward()
-    expected = finite_differences(lambda x: total(kind, aggregation, x, dual, beta), NEW)
-    assert torch.allclose(new.grad, expected, atol=1e-8)
+    loss = total(kind, aggregation, new, dual, kl)
+    loss.backward()
+    assert torch.allclose(loss, function(NEW))
+    assert torch.allclose(new.grad, finite_differences(function, NEW), atol=1e-8)
     assert new.grad[~MASK].abs().max() == 0
     assert new.grad[MASK].abs().max() > 0
-    ratio = policy_loss(kind, NEW, OLD, ADVANTAGES, MASK, **CLIP)
-    if kind == "clip":  # both ends are there, else the test would not see them
-        assert ratio.clipped_low[MASK].any()
-        assert ratio.clipped_high[MASK].any()
+    if not kl:  # all ways to be held are there, else the test would not see them
+        held = held_tokens(kind, dual)
+        assert all(one.any() for one in held)
+        assert torch.equal(new.grad == 0, ~MASK | sum(held, torch.zeros_like(MASK)))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_cispo_is_a_policy_gradient_with_fixed_clipped_weights(aggregation):
-    """Finite differences of the log-probabilities, weights held as they are."""
-    weights = (NEW - OLD).exp().clamp(0.8, 1.3)
+def held_tokens(kind: str, dual: float) -> list[Tensor]:
+    """Those without a gradient: beyond either end of the clip range, and beyond the dual clip."""
+    if kind == "cispo":
+        return []
+    log_ratio = torch.where(MASK, NEW - OLD, 0.0)
+    if kind == "gspo":
+        log_ratio = (log_ratio.sum(1) / LENGTHS)[:, None].expand_as(MASK)
+    ratio, gains = log_ratio.exp(), ADVANTAGES > 0
+    held = [MASK & gains & (ratio > 1.3), MASK & ~gains & (ratio < 0.8)]
+    return [*held, MASK & ~gains & (ratio > dual)] if dual else held
 
-    def held(new: Tensor) -> Tensor:
-        own = token_weights(aggregation, MASK, COUNTS, max_new_tokens=8)
-        return (-weights * ADVANTAGES * new * own).sum()
 
-    new = NEW.clone().requires_grad_()
-    total("cispo", aggregation, new).backward()
-    assert torch.allclose(new.grad, finite_differences(held, NEW), atol=1e-8)
-    assert (new.grad[MASK] != 0).all()  # also beyond the clip range
+def test_gradients_of_the_value_loss_equal_finite_differences():
+    old, returns = OLD, OLD + numbers(3, 0.5)
+    values = NEW.clone().requires_grad_()
+    value_loss(values, old, returns, clip=0.2).sum().backward()
+    expected = finite_differences(lambda x: value_loss(x, old, returns, clip=0.2).sum(), NEW)
+    assert torch.allclose(values.grad, expected, atol=1e-8)
+    held = values.grad == 0
+    assert held.any()
+    assert not held.all()
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages():
@@ -144,12 +168,10 @@ def test_gae_by_hand_at_unequal_lengths():
     values = torch.tensor([[0.5, 0.4, 0.3], [1.0, 0.5, 99.0]])  # what is padding does not count
     mask = torch.tensor([[True, True, True], [True, True, False]])
     advantages, returns = generalized_advantages(rewards, values, mask, discount=0.9, decay=0.8)
-    # first: deltas .9 * .4 - .5 = -.14, .9 * .3 - .4 = -.13, 1 - .3 = .7
-    a2, a1 = 0.7, -0.13 + 0.72 * 0.7
-    a0 = -0.14 + 0.72 * a1
-    # second: deltas .9 * .5 - 1 = -.55, 2 - .5 = 1.5
-    b1, b0 = 1.5, -0.55 + 0.72 * 1.5
-    expected = torch.tensor([[a0, a1, a2], [b0, b1, 0.0]])
+    # first: deltas .9 * .4 - .5 = -.14, .9 * .3 - .4 = -.13, 1 - .3 = .7, each and .9 * .8 = .72 of
+    # what comes after it: -.13 + .72 * .7 = .374, -.14 + .72 * .374 = .12928
+    # second: deltas .9 * .5 - 1 = -.55, 2 - .5 = 1.5; -.55 + .72 * 1.5 = .53
+    expected = torch.tensor([[0.12928, 0.374, 0.7], [0.53, 1.5, 0.0]])
     assert torch.allclose(advantages, expected, atol=1e-6)
     assert torch.allclose(returns[mask], (expected + values)[mask], atol=1e-6)
 
@@ -177,31 +199,35 @@ def test_the_value_loss_gains_nothing_beyond_its_clip():
 
 
 def test_rloo_is_unbiased_on_a_policy_that_can_be_enumerated():
-    """Over all triples of samples of a three-way policy: the mean of sum A grad log p is the
-    gradient of the expected reward."""
-    logits = torch.tensor([0.2, -0.4, 0.7], dtype=torch.float64, requires_grad=True)
-    rewards = torch.tensor([1.0, 0.3, -0.5], dtype=torch.float64)
-    (exact,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
-    estimate = torch.zeros(3, dtype=torch.float64)
-    for three in itertools.product(range(3), repeat=3):
-        chosen = list(three)
-        log_probs = logits.log_softmax(0)[chosen]
-        advantages = compute_advantages(
-            rewards[chosen].numpy(), np.zeros(3, dtype=int), estimator="rloo"
+    """Over all triples of its three answers, of one token and of two: the mean of the gradients
+    that training takes is the gradient of the expected reward."""
+    logits = torch.tensor([[0.2, -0.4], [0.7, 0.1]], dtype=torch.float64, requires_grad=True)
+    end, go_on = 0, 1
+    answers = [[end], [go_on, end], [go_on, go_on]]  # cut off after two
+    rewards = np.array([1.0, 0.3, -0.5])
+    mask = torch.tensor([[True, False], [True, True], [True, True]])
+
+    def log_probs() -> Tensor:
+        steps = logits.log_softmax(1)
+        rows = [[steps[t, token] for t, token in enumerate(answer)] for answer in answers]
+        return torch.stack(
+            [torch.stack([*row, *[steps.new_zeros(())] * (2 - len(row))]) for row in rows]
         )
-        mask = torch.ones(3, 1, dtype=torch.bool)
-        counts = Counts(tokens=3.0, answers=3.0)
-        loss = policy_loss(
-            "clip",
-            log_probs[:, None],
-            log_probs[:, None].detach(),
-            torch.from_numpy(advantages)[:, None],
-            mask,
-            **CLIP,
-        ).loss
-        loss = (loss * token_weights("sequence", mask, counts, 1)).sum()
-        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
-        estimate -= log_probs.sum().exp().detach() * gradient
+
+    chances = log_probs().sum(1).exp()
+    assert chances.sum().item() == pytest.approx(1)
+    (exact,) = torch.autograd.grad((chances * torch.from_numpy(rewards)).sum(), logits)
+    estimate = torch.zeros_like(exact)
+    for three in map(list, itertools.product(range(3), repeat=3)):
+        new, own = log_probs()[three], mask[three]
+        advantages = compute_advantages(rewards[three], np.zeros(3, dtype=int), estimator="rloo")
+        credit = torch.from_numpy(advantages)[:, None]
+        loss = policy_loss("clip", new, new.detach(), credit, own, **CLIP).loss
+        counts = Counts(tokens=float(own.sum()), answers=3.0)
+        # a constant in place of the length, which would favour short answers
+        loss = (loss * token_weights("constant", own, counts, max_new_tokens=1)).sum()
+        (gradient,) = torch.autograd.grad(loss, logits)
+        estimate -= chances[three].prod().detach() * gradient
     assert torch.allclose(estimate, exact, atol=1e-12)
 
 

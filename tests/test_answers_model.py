@@ -1,5 +1,7 @@
 """Token log-probabilities and sampled answers of small random models of both families."""
 
+import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,10 +12,12 @@ from torch import Tensor
 from flow_grpo.errors import UserError
 from flow_grpo.sampling.rollout import sample_generators
 from flow_grpo.vlm.batches import Answer, micro_batches, packed
+from flow_grpo.vlm.decoding import choose
 from flow_grpo.vlm.network import AnswerModel
+from flow_grpo.vlm.policy import AnswerPolicy
 from flow_grpo.vlm.prompts import Prompt
 from flow_grpo.vlm.questions import Question
-from flow_grpo.vlm.sampling import Sampled, choose, sample_answers
+from flow_grpo.vlm.sampling import Sampled, Sampler
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 ROWS = [0, 0, 1, 1, 1, 2, 2]  # questions of the samples below
@@ -33,8 +37,8 @@ def prompts(network, tmp_path_factory) -> list[Prompt]:
 def sample(network, prompts, rows=ROWS, index=None, **settings) -> Sampled:
     index = list(range(len(rows))) if index is None else index
     settings = {"max_new_tokens": 24, "stop": [small_vlm.EOS], "pad": small_vlm.PAD, **settings}
-    settings.setdefault("generators", sample_generators(1, 2, index))
-    return sample_answers(network, prompts, rows, **settings)
+    generators = settings.pop("generators", sample_generators(1, 2, index))
+    return Sampler(network, **settings).sample(prompts, rows, generators)
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +67,42 @@ def test_log_probs_of_decoding_and_training_agree(network, prompts, sampled):
     assert furthest(trained, sampled.log_probs) < 2e-6
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_old_log_probs_that_are_recomputed_are_exactly_those_of_training(
+    network, prompts, sampled, use_lora, recomputes
+):
+    """In rows of several answers; with gradient checkpointing too."""
+    policy = AnswerPolicy(
+        copy.deepcopy(network.model),
+        parts=[],
+        use_lora=use_lora,
+        rank=4,
+        freeze_vision=False,
+        temperature=network.temperature,
+        gradient_checkpointing=recomputes,
+    )
+    batch = packed(answers(prompts, sampled), small_vlm.PAD)
+    assert batch.row.tolist() == ROWS  # 2, 3 and 2 answers to a row
+    old = policy.fixed_scores(batch)["log_probs"]
+    new = policy.scores(batch)["log_probs"]
+    assert torch.equal(old, new)
+    assert new.requires_grad
+    assert furthest([old[batch.mask]], [torch.cat(sampled.log_probs)]) < 2e-6
+
+
 def test_a_mixed_batch_equals_each_row_alone(network, prompts, sampled):
-    """No, one and two pictures, several answers to each."""
+    """No, one and two pictures, several answers to each; in training and in decoding."""
     rows = answers(prompts, sampled)
+    assert [len(rows[i].prompt.sources) for i in (0, 2, 5)] == [0, 1, 2]
     with torch.no_grad():
         together = log_probs(network, rows)
         alone = [log_probs(network, [row])[0] for row in rows]
     assert furthest(together, alone) < 1e-5
+    for i, row in enumerate(ROWS):
+        own = sample(network, prompts[row : row + 1], [0], [i])
+        assert torch.equal(own.tokens[0], sampled.tokens[i])
+        assert furthest(own.log_probs, sampled.log_probs[i : i + 1]) < 1e-5
 
 
 def test_log_probs_are_those_of_transformers_own_forward(network, prompts, sampled):
@@ -91,6 +124,22 @@ def test_log_probs_are_those_of_transformers_own_forward(network, prompts, sampl
         assert float((ours - expected).abs().max()) < 1e-5
 
 
+def test_values_are_those_of_the_places_that_predict_the_tokens(network, prompts, sampled):
+    valued = AnswerModel(network.model, with_value=True)
+    valued.value.weight.data = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    rows = answers(prompts, sampled)
+    batch = packed(rows, small_vlm.PAD)
+    values = valued(batch)["values"]
+    for answer, own, mask in zip(rows[:2], values, batch.mask, strict=False):  # without pictures
+        ids = torch.cat([answer.prompt.ids, answer.tokens])[None]
+        hidden = network.model.model(input_ids=ids).last_hidden_state[0]
+        expected = valued.value(hidden[len(answer.prompt) - 1 : -1])[:, 0]
+        assert torch.allclose(own[mask], expected, atol=1e-4)
+    values.sum().backward()  # they teach the model, not only their head
+    assert next(network.model.model.language_model.layers.parameters()).grad.abs().max() > 0
+    network.zero_grad()
+
+
 def test_pictures_matter(network, prompts, sampled):
     """Else all of the above would hold for a model that does not look."""
     own = answers(prompts, sampled)[2]
@@ -102,19 +151,59 @@ def test_pictures_matter(network, prompts, sampled):
     assert furthest(seen, inverted) > 1e-3
 
 
-def test_the_tower_runs_once_per_picture_of_a_group(network, prompts, sampled, monkeypatch):
-    seen, tower = [], network.model.model.visual
+@pytest.fixture
+def seen(network, monkeypatch) -> list[int]:
+    """How many pictures the tower sees in each of its forwards."""
+    counts, tower = [], network.model.model.visual
     forward = tower.forward
 
     def counted(pixels, grid_thw, **kwargs):
-        seen.append(len(grid_thw))
+        counts.append(len(grid_thw))
         return forward(pixels, grid_thw=grid_thw, **kwargs)
 
     monkeypatch.setattr(tower, "forward", counted)
+    return counts
+
+
+def test_the_tower_runs_once_per_picture_of_a_group(network, prompts, sampled, seen):
     with torch.no_grad():
         log_probs(network, answers(prompts, sampled))
         sample(network, prompts, max_new_tokens=3)
     assert seen == [3, 3]  # the pictures of a question with one and of a question with two
+
+
+def test_the_tower_runs_once_for_a_picture_of_several_questions(network, tmp_path, seen):
+    """Of files and of bytes; the second question shows one picture twice."""
+    encoder = small_vlm.encoder(network.model)
+    _, one, two = small_vlm.questions(tmp_path)
+    small, large = two.images[0].read_bytes(), one.images[0]
+    asked = [
+        replace(two, images=(large, small)),
+        replace(two, images=(small, small)),
+        replace(one, text="How few?", images=(large,)),
+    ]
+    prompts = [encoder.encode(question) for question in asked]
+    together = sample(network, prompts, [0, 1, 1, 2])
+    rows = answers(prompts, together, [0, 1, 1, 2])
+    (trained := torch.cat(log_probs(network, rows))).sum().backward()
+    assert seen == [2, 2]
+    weight = next(network.model.model.visual.parameters())
+    gradient = weight.grad.clone()
+    network.zero_grad()
+
+    # as if all were distinct
+    numbers = itertools.count()
+    prompts = [replace(p, sources=tuple(next(numbers) for _ in p.sources)) for p in prompts]
+    alone = sample(network, prompts, [0, 1, 1, 2])
+    rows = answers(prompts, alone, [0, 1, 1, 2])
+    (expected := torch.cat(log_probs(network, rows))).sum().backward()
+    assert seen == [2, 2, 5, 5]
+    for ours, theirs in zip(together.tokens, alone.tokens, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.allclose(trained, expected, atol=1e-5)
+    assert torch.allclose(gradient, weight.grad, rtol=1e-3, atol=1e-4)
+    assert weight.grad.abs().max() > 0
+    network.zero_grad()
 
 
 def test_any_split_into_batches_samples_the_same_tokens(network, prompts, sampled):
@@ -145,23 +234,24 @@ def test_greedy_takes_the_likeliest_token(network, prompts):
         assert torch.equal(network.log_probs(hidden).argmax(-1), answer.tokens)
 
 
-def test_no_picture_token_is_ever_sampled(network):
-    """Of 1e5, from a model that likes them best."""
-    log_p = torch.zeros(1000, small_vlm.VOCABULARY)
-    log_p[:, network.banned] = 20.0
-    head = torch.nn.Linear(small_vlm.VOCABULARY, small_vlm.VOCABULARY, bias=False)
-    head.weight.data = torch.eye(small_vlm.VOCABULARY)
-    own, network.model.lm_head = network.model.lm_head, head
-    try:
-        scores = network.log_probs(log_p)
-    finally:
-        network.model.lm_head = own
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.rand(100, 1000, generator=generator, dtype=torch.float64)
-    tokens = torch.cat([choose(scores, draw) for draw in draws])
-    assert len(tokens) == 100_000
-    assert not set(network.banned) & set(tokens.tolist())
-    assert set(tokens.tolist()) == set(range(small_vlm.VOCABULARY)) - set(network.banned)
+def test_no_picture_token_is_ever_sampled(network, prompts, monkeypatch):
+    """Of 1e5, decoded from a model that likes them best: whatever the hidden state, the score of
+    one of them is far above all others."""
+    head = torch.nn.Linear(32, small_vlm.VOCABULARY, bias=False)
+    head.weight.data = network.model.lm_head.weight.data.clone()
+    towards = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    head.weight.data[network.banned] = torch.stack([towards, -towards] * 2) * 1000
+    monkeypatch.setitem(network.model._modules, "lm_head", head)
+    settings = {"max_new_tokens": 40, "stop": [-1]}  # none ends before
+    drawn = sample(network, prompts[1:2], [0] * 2500, **settings)
+    greedy = sample(network, prompts[1:2], [0], generators=None, **settings)
+    assert len(torch.cat(drawn.tokens)) == 100_000
+    for tokens in (torch.cat(drawn.tokens), *greedy.tokens):
+        assert not set(network.banned) & set(tokens.tolist())
+    assert torch.cat(drawn.log_probs).isfinite().all()
+    monkeypatch.setattr(network, "banned", [])  # else the test would show nothing
+    free = sample(network, prompts[1:2], [0] * 4, **settings)
+    assert all(set(tokens.tolist()) <= {3, 4, 5, 6} for tokens in free.tokens)
 
 
 def test_draws_at_both_ends_choose_a_token_with_probability():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from train import collect_rewards, run_evaluation, sample_behind, train_epoch
 
 from flow_grpo.errors import RewardOutage, UserError
-from flow_grpo.run.dry import Loop, count_work, measure, shrink, smallest_epoch
+from flow_grpo.run.dry import Loop, smallest_epoch
 from flow_grpo.training.plan import BatchPlan
 
 LOOP = Loop(sample_behind, collect_rewards, train_epoch, run_evaluation)
@@ -39,7 +39,7 @@ def test_a_few_batches_are_measured(make_session, tmp_path, name, fields, traine
     """Whole groups, and an update in each round: the optimizer's state counts as memory."""
     session = make_session(algorithm=name, **LONG, **fields)
     before = session.plan
-    measured, work, peak = measure(LOOP, session, tmp_path / "out")
+    measured, work, peak = LOOP.measure(session, tmp_path / "out")
     assert session.plan == before
     assert session.progress.step == 2
     assert session.optimizer.optimizer.state
@@ -49,13 +49,13 @@ def test_a_few_batches_are_measured(make_session, tmp_path, name, fields, traine
     assert work.evaluations == 1 + 3  # after epochs 3, 6 and 7
     assert work.micro_batches == trained
     assert work.ahead == (name == "grpo")
-    assert shrink(session, tmp_path).plan.samples == 4
+    assert LOOP.shrink(session, tmp_path).plan.samples == 4
 
 
 def test_what_is_left_of_a_resumed_run(make_session):
     session = make_session(**LONG)
     session.progress.epoch = 5
-    work = count_work(session)
+    work = LOOP.count_work(session)
     assert (work.epochs, work.evaluations) == (2, 2)
 
 
@@ -69,7 +69,7 @@ def test_a_reward_that_fails_ends_it(make_session, tmp_path):
     fields = {"reward_fn": {"broken": 1.0}, "custom_rewards": {"broken": "test_dry:broken"}}
     session = make_session(**LONG, **fields, reward_retries=0)
     with pytest.raises(RewardOutage, match=r"^dry run: reward 'broken' gave no score for 4 of 4"):
-        measure(LOOP, session, tmp_path / "out")
+        LOOP.measure(session, tmp_path / "out")
 
 
 def plans() -> st.SearchStrategy[BatchPlan | None]:

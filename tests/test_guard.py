@@ -1,5 +1,6 @@
 """A scorer that fails is tried again for a while, then missing; it never holds up the run."""
 
+import logging
 import math
 import sys
 import threading
@@ -7,12 +8,16 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from accelerate import Accelerator
 from PIL import Image
 
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers, failure
 from flow_grpo.rewards.failure import Failed, FailurePolicy
 from flow_grpo.rewards.guard import GuardedScorer
+from flow_grpo.run.outage import describe_outage
+
+PICTURE = Image.new("RGB", (8, 8))
 
 
 class Script:
@@ -41,7 +46,7 @@ def guarded(scorer, retries=2, timeout=20.0) -> GuardedScorer:
 
 def score(guard: GuardedScorer, count: int = 2) -> list[float]:
     pictures: Future = Future()
-    pictures.set_result([Image.new("RGB", (8, 8))] * count)
+    pictures.set_result([PICTURE] * count)
     return guard.submit(pictures, ["p"] * count, [{}] * count).result(timeout=30).values
 
 
@@ -66,10 +71,23 @@ def test_what_was_being_scored_when_the_run_ended_fails_without_a_word(caplog):
     reward = WeightedReward({"mine": guarded(script)}, {"mine": 1.0})
     close_scorers(reward)
     with caplog.at_level("WARNING"):
-        scores = reward([Image.new("RGB", (8, 8))], ["p"])
+        scores = reward([PICTURE], ["p"])
     assert math.isnan(scores["mine"][0])
     assert script.calls == 1
     assert not caplog.text
+
+
+@pytest.mark.parametrize(("sample", "kind"), [("Two.", "answer"), (PICTURE, "image")])
+def test_what_got_no_score_is_called_what_it_is(caplog, monkeypatch, sample, kind):
+    monkeypatch.setattr(logging.getLogger("flow_grpo"), "propagate", True)
+    reward = WeightedReward({"mine": guarded(Script([1.0, math.nan], [1.0]))}, {"mine": 1.0})
+    with caplog.at_level("WARNING"):
+        scores = reward([sample] * 2, ["p"] * 2)
+        reward([sample] * 2, ["p"] * 2)
+    assert f"'mine': 1 of 2 {kind}s got no score, the last because: it returned nan" in caplog.text
+    assert f"for 2 {kind}s; it must return one number per {kind} (NaN" in caplog.text
+    told = describe_outage(Accelerator(cpu=True), reward, scores, 0.2)
+    assert told.startswith(f"reward 'mine' gave no score for 1 of 2 {kind}s (max_failed")
 
 
 def test_while_it_is_down_each_batch_costs_one_attempt():
@@ -222,6 +240,6 @@ def test_a_reward_is_tried_on_what_it_will_see():
 def test_a_reward_that_hangs_is_told():
     release = threading.Event()
     guard = guarded(lambda *batch: release.wait(30), timeout=0.2)
-    with pytest.raises(UserError, match=r"'mine' hangs: no answer .* reward_timeout=0.2 s"):
+    with pytest.raises(UserError, match=r"'mine' hangs: no score for one image in \S+=0.2 s"):
         weighted(guard).rehearse(["p"], [{}], 8, 8, 1)
     release.set()

@@ -133,6 +133,7 @@ def test_a_failed_score_is_told_from_one_that_was_not_asked_for(tmp_path):
     save_samples(tmp_path, pictures(2, 8), prompt=["a", "b"], **columns)
     first, second = read_shots(tmp_path, 9)
     assert (first.scores, first.group) == ({"ocr": 0.5, "clip": None}, 3)
+    assert (first.truth, first.answer) == ("7", None)
     assert (second.scores, second.group) == ({}, 4)
     assert [score_text(s) for s in (0.5, None, np.nan, NotAsked(), -np.inf)] == [
         *("0.50", "failed", "failed", "-", "-")
@@ -141,7 +142,13 @@ def test_a_failed_score_is_told_from_one_that_was_not_asked_for(tmp_path):
 
 def test_text_of_a_run_stays_text(tmp_path):
     run = make_run(tmp_path / "<b>&run", epochs=1, prompts=1)
-    save_samples(run / "samples/eval-00001", pictures(1, 8), prompt=[HOSTILE], answer=[HOSTILE])
+    save_samples(
+        run / "samples/eval-00001",
+        pictures(1, 8),
+        prompt=[HOSTILE],
+        answer=[HOSTILE],
+        truth=[HOSTILE],
+    )
     (run / "config.json").write_text(json.dumps({"seed": float("inf"), "name": HOSTILE}))
     text = page.render(page.build([run]))
     [block] = re.findall(r'id="data">(.*?)</script>', text, re.S)
@@ -149,6 +156,7 @@ def test_text_of_a_run_stays_text(tmp_path):
     data = json.loads(block, parse_constant=pytest.fail)["runs"][0]
     assert data["eval"]["texts"] == [HOSTILE]
     assert data["eval"]["samples"][1][0]["answer"] == HOSTILE
+    assert data["eval"]["samples"][1][0]["truth"] == HOSTILE
     assert len(page.shortened("long " * 9999)) == page.LONGEST_ANSWER + 1
     assert data["config"] == {"seed": "Infinity", "name": HOSTILE}
     assert "<title>&lt;b&gt;&amp;run</title>" in text

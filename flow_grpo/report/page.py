@@ -116,6 +116,7 @@ def _sample(shot: Shot, picture: str | None, texts: dict[str, int]) -> dict[str,
         "scores": {name: _rounded(value) for name, value in shot.scores.items()},
         "picture": picture,
         "answer": shot.answer and shortened(shot.answer),
+        "truth": shot.truth and shortened(shot.truth),
         "advantage": _rounded(shot.advantage),
         "group": shot.group,
     }

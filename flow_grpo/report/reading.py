@@ -23,6 +23,7 @@ class Shot:
     prompt: str
     picture: Path | None  # an answer may stand in its place
     answer: str | None
+    truth: str | None  # what the answer should have been
     scores: dict[str, float | None]  # None: it failed
     advantage: float | None
     group: int | None
@@ -86,12 +87,13 @@ def _parse(folder: Path, lines: list[str]) -> Iterator[Shot]:
             continue
         if not isinstance(row, dict):
             continue
-        file, answer = row.get("file"), row.get("answer")
+        file, answer, truth = (row.get(name) for name in ("file", "answer", "truth"))
         yield Shot(
             str(row.get("prompt", "")),
             # by its name alone: a file that says otherwise does not lead out of the folder
             folder / Path(str(file)).name if file else None,
             None if answer is None else str(answer),
+            None if truth is None else str(truth),
             {str(name): value for name, value in row.items() if name not in NOT_SCORES},
             row.get("advantage"),
             row.get("group"),

@@ -113,6 +113,11 @@ class WeightedReward:
         return {n for n, s in self.scorers.items() if getattr(s, "compares_groups", False)}
 
     @property
+    def kind(self) -> str:
+        """What was scored last: "image" or "answer"."""
+        return next(iter(self._guarded.values())).kind
+
+    @property
     def last_errors(self) -> dict[str, str]:
         """Of each reward that failed, why it did so the last time."""
         return {name: g.last_error for name, g in self._guarded.items() if g.last_error}

@@ -71,6 +71,11 @@ def is_clip(sample: Any) -> bool:
     return isinstance(sample, list | tuple)
 
 
+def kind_of(samples: Sequence[Any]) -> str:
+    """What is being scored, in a word."""
+    return "answer" if samples and isinstance(samples[0], str) else "image"
+
+
 def mean_of_frames(scores: Sequence[float], counts: Sequence[int]) -> list[float]:
     """One score per sample, of which `counts` says how many scores follow one another: the mean
     over the frames that got one, and a `Failed` or `NotAsked` where none did."""

@@ -21,6 +21,7 @@ from flow_grpo.rewards.frames import (
     choose_frames,
     frame_rule,
     is_clip,
+    kind_of,
     mean_of_frames,
 )
 from flow_grpo.rewards.threads import SerialThread, in_background, run_coroutine
@@ -69,6 +70,7 @@ class GuardedScorer:
         self.name = name
         self.scorer = scorer
         self.last_error = ""
+        self.kind = "image"  # what it scores
         self.closed = False  # then a failure is no news
         self._policy = policy
         self.has_policy = has_policy
@@ -89,7 +91,8 @@ class GuardedScorer:
         wait([running], self._policy.timeout)
         if not running.done():
             limit = f"reward_timeout={self._policy.timeout:g}"
-            raise UserError(f"reward {self.name!r} hangs: no answer for one picture in {limit} s")
+            kind = kind_of(samples)
+            raise UserError(f"reward {self.name!r} hangs: no score for one {kind} in {limit} s")
         error = running.exception()
         if error is not None and is_mistake(error):
             reason = describe(error) + _place(error)
@@ -104,6 +107,7 @@ class GuardedScorer:
         """Of those that are pictures; None stands for one that was not a number."""
         try:
             images = pictures.result()
+            self.kind = kind_of(images)
             whole = [i for i, image in enumerate(images) if image is not None]
             batch = [[column[i] for i in whole] for column in (images, prompts, metadata)]
             scores = spread(self._attempts(*batch) if whole else BatchScores([]), whole, prompts)
@@ -152,8 +156,8 @@ class GuardedScorer:
         if missing and not self.closed:
             self.last_error = getattr(missing[-1], "reason", "it gave no score and no reason")
             log.warning(
-                "reward %r: %d of %d images got no score, the last because: %s",
-                *(self.name, len(missing), len(values), self.last_error),
+                "reward %r: %d of %d %ss got no score, the last because: %s",
+                *(self.name, len(missing), len(values), self.kind, self.last_error),
             )
 
 
@@ -194,10 +198,10 @@ def _call(
     """One that is async is waited for."""
     result = scorer(images, prompts, metadata)
     result = run_coroutine(result) if inspect.iscoroutine(result) else result
-    return parse_scores(result, len(images))
+    return parse_scores(result, len(images), kind_of(images))
 
 
-def parse_scores(result: Any, count: int) -> BatchScores:
+def parse_scores(result: Any, count: int, kind: str = "image") -> BatchScores:
     """Hold what a scorer returned against the contract."""
     extras: Mapping[str, Any] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
@@ -206,8 +210,8 @@ def parse_scores(result: Any, count: int) -> BatchScores:
         if not isinstance(name, str) or name in RESERVED_EXTRAS:
             raise ContractError(f"{name!r} cannot be the name of a further value")
     return BatchScores(
-        _numbers("scores", result, count),
-        {name: _numbers(f"{name!r}", values, count) for name, values in extras.items()},
+        _numbers("scores", result, count, kind),
+        {name: _numbers(f"{name!r}", values, count, kind) for name, values in extras.items()},
     )
 
 
@@ -232,15 +236,15 @@ def joined(parts: Sequence[BatchScores]) -> BatchScores:
     return BatchScores([value for part in parts for value in part.values], extras)
 
 
-def _numbers(what: str, values: Any, count: int) -> list[float]:
+def _numbers(what: str, values: Any, count: int, kind: str) -> list[float]:
     try:
         shape = np.shape([] if values is None else values)
     except ValueError as error:
         raise ContractError(f"it returned {what} that are lists of several lengths") from error
     if shape != (count,):
         raise ContractError(
-            f"it returned {what} of shape {shape} for {count} images; it must return one number "
-            "per image (NaN where it cannot score)"
+            f"it returned {what} of shape {shape} for {count} {kind}s; it must return one number "
+            f"per {kind} (NaN where it cannot score)"
         )
     return [_number(what, value) for value in values]
 

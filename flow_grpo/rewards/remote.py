@@ -8,7 +8,7 @@ from typing import Any
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked, describe
-from flow_grpo.rewards.frames import CLIP, DEFAULT, Sample, agreed_rule, is_clip
+from flow_grpo.rewards.frames import CLIP, DEFAULT, Sample, agreed_rule, is_clip, kind_of
 from flow_grpo.rewards.guard import BatchScores, joined, parse_scores
 from flow_grpo.rewards.http import Refused, ServerGroup, Unavailable, parse_urls
 from flow_grpo.rewards.pictures import png_base64
@@ -67,7 +67,7 @@ class RemoteScorer:
         chunk = math.ceil(len(images) / max(1, rounds * servers))  # as many for each server
 
         parts = [slice(i, i + chunk) for i in range(0, len(images), chunk or 1)]
-        kind = "answers" if images and isinstance(images[0], str) else "images"
+        kind = f"{kind_of(images)}s"
 
         def score(request: tuple[slice, int]) -> BatchScores:
             part, turn = request

@@ -1,8 +1,10 @@
-"""Models of the hub."""
+"""Models and data sets of the hub."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from diffusers import DiffusionPipeline
+from huggingface_hub import snapshot_download
 
 from flow_grpo.errors import UserError, first_line
 
@@ -25,3 +27,24 @@ def download_revision(model: str, revision: str) -> str:
         raise UserError(
             f"cannot load pretrained.model={model!r} at pretrained.revision={revision!r}: {reason}"
         ) from error
+
+
+def download_data(source: str, patterns: Sequence[str]) -> Path:
+    """The folder, in the hub's cache, with the files of a data set that match these patterns.
+
+    `source` is owner/name or owner/name@revision; EasyR1's owner/name@train is the newest too.
+    """
+    name, _, revision = source.removesuffix("@train").partition("@")
+    try:
+        found = snapshot_download(
+            name, repo_type="dataset", revision=revision or NEWEST, allow_patterns=list(patterns)
+        )
+    except Exception as error:  # of many kinds: no network, no such set, not allowed
+        at = f" --revision {revision}" if revision else ""
+        place = Path(name).name
+        raise UserError(
+            f"dataset={source!r} is no folder or file here, and cannot be had from the hub under "
+            f"that name ({first_line(error)}); fetch it where there is a network (hf download "
+            f"{name} --repo-type dataset{at} --local-dir {place}) and give --config.dataset={place}"
+        ) from error
+    return Path(found)

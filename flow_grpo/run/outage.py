@@ -23,7 +23,7 @@ def describe_outage(
             errors = gather_object([reward.last_errors.get(name, "")])
             last = next((error for error in errors if error), "none recorded")
             return (
-                f"reward {name!r} gave no score for {failed.sum()} of {len(failed)} images "
+                f"reward {name!r} gave no score for {failed.sum()} of {len(failed)} {reward.kind}s "
                 f"(max_failed_fraction={limit:g}); last error: {last}"
             )
     reward.forget_errors()

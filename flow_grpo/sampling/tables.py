@@ -40,7 +40,7 @@ def is_hub_name(source: str) -> bool:
     """owner/name, unless it looks like a path on this machine that was mistyped."""
     path = Path(source)
     named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
-    files = (".txt", ".jsonl", ".csv", ".parquet")
+    files = (".txt", ".jsonl", ".json", ".csv", ".parquet")
     return named and path.suffix not in files and not path.exists() and not path.parent.exists()
 
 

@@ -35,6 +35,15 @@ def is_plain(layer: lora.LoraLayer) -> bool:
     )
 
 
+def merged_weight(layer: lora.Linear, weight: Tensor) -> Tensor:
+    """LoRA added to the `weight` it sits on, in float32 or better."""
+    total = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    for name in layer.active_adapters:
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        total = torch.addmm(total, b, a, alpha=layer.scaling[name])
+    return total
+
+
 class MergedLora:
     """The sums of weights and LoRA, to compute with where nothing is trained.
 
@@ -52,10 +61,7 @@ class MergedLora:
         """After LoRA has changed."""
         noise: dict[torch.Size, Tensor] = {}  # one for each shape
         for layer, weight, out in zip(self.layers, self.before, self.sums, strict=True):
-            total = weight.to(torch.promote_types(weight.dtype, torch.float32))
-            for name in layer.active_adapters:
-                a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-                total = torch.addmm(total, b, a, alpha=layer.scaling[name])
+            total = merged_weight(layer, weight)
             if out.dtype in DROPPED_BITS:
                 if out.shape not in noise:
                     noise[out.shape] = rounding_noise(out, seed)
@@ -70,6 +76,13 @@ class MergedLora:
                 yield
         finally:
             torch._foreach_copy_(self.weights, self.before)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded at random to what `dtype` holds, the same way every time."""
+    if dtype not in DROPPED_BITS:
+        return x.to(dtype)
+    return rounded_at_random(x, dtype, rounding_noise(x.to(dtype), seed=0)).to(dtype)
 
 
 def rounding_noise(like: Tensor, seed: int) -> Tensor:

@@ -15,7 +15,7 @@ from flow_grpo.speed.lora import is_plain, lora_layers
 WARM_UP = 2  # runs before a recording: they compile, and choose kernels
 
 
-class _Memory:
+class GraphMemory:
     """Which all recordings share: one may write where another had its activations."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Replayed:
     def __init__(self, module: nn.Module) -> None:
         self._model = _Model(module)
         self._recordings: dict[tuple, _Recording] = {}
-        self._memory = _Memory()
+        self._memory = GraphMemory()
 
     def __call__(self, **inputs: Any) -> tuple[Tensor]:
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -135,7 +135,7 @@ class _Recording:
         inputs: dict[str, Tensor],
         trained: list[nn.Parameter],
         used: list[Tensor],  # what `forward` takes for them
-        memory: _Memory,
+        memory: GraphMemory,
     ) -> None:
         self.inputs, self.trained, self.memory = inputs, trained, memory
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

@@ -25,8 +25,9 @@ class Inputs:
     input_ids: Tensor  # (B, S)
     segments: Tensor  # (B, S): PROMPT, PADDING or the number of an answer
     position_ids: Tensor  # (3, B, S)
-    pixel_values: Tensor | None  # of the pictures of all rows
-    image_grid_thw: Tensor | None
+    pixel_values: Tensor | None  # of the distinct pictures of all rows
+    image_grid_thw: Tensor | None  # of every place where a picture stands
+    shown: Tensor | None  # (places,): the number of the picture there
 
     def to(self, device: torch.device) -> "Inputs":
         own = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -34,6 +35,7 @@ class Inputs:
 
     def as_arguments(self) -> dict[str, Any]:
         own = {f.name: getattr(self, f.name) for f in fields(self)}
+        own.pop("shown")
         return {"attention_mask": attention(own.pop("segments")), **own}
 
 
@@ -116,14 +118,33 @@ def _packed_row(group: Sequence[Answer]) -> tuple[Tensor, Tensor, Tensor, list[T
 def _inputs(
     ids: list[Tensor], positions: list[Tensor], segments: list[Tensor], prompts: Sequence[Prompt]
 ) -> Inputs:
-    seen = [prompt for prompt in prompts if prompt.pixels is not None]
+    pixels, grids, shown = _pictures(prompts)
     return Inputs(
         input_ids=torch.stack(ids),
         segments=torch.stack(segments),
         position_ids=torch.stack(positions, 1),
-        pixel_values=torch.cat([p.pixels for p in seen]) if seen else None,
-        image_grid_thw=torch.cat([p.grids for p in seen]) if seen else None,
+        pixel_values=pixels,
+        image_grid_thw=grids,
+        shown=shown,
     )
+
+
+def _pictures(prompts: Sequence[Prompt]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Pixels of the distinct pictures; the grid and the number of the picture of each place."""
+    patches, grids, shown, numbers = [], [], [], {}
+    for prompt in prompts:
+        if prompt.pixels is None:
+            continue
+        grids.append(prompt.grids)
+        pictures = prompt.pixels.split(prompt.grids.prod(-1).tolist())
+        for source, picture in zip(prompt.sources, pictures, strict=True):
+            if source not in numbers:
+                numbers[source] = len(numbers)
+                patches.append(picture)
+            shown.append(numbers[source])
+    if not shown:
+        return None, None, None
+    return torch.cat(patches), torch.cat(grids), torch.tensor(shown)
 
 
 def attention(segments: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Hold a config against its fields and their rules, before anything is loaded."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 from ml_collections import ConfigDict
 
@@ -11,10 +12,14 @@ from flow_grpo.vlm import fields
 from flow_grpo.vlm.losses import AGGREGATIONS, DIVERGENCES, KINDS
 
 GAE = "gae"  # the estimator that is PPO's
+VLLM = "vllm"
+ENGINES = ("transformers", VLLM)
+COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 OWN = replace(
     RULES,
     choices={
         **RULES.choices,
+        "sample.engine": ENGINES,
         "train.loss": KINDS,
         "train.aggregation": AGGREGATIONS,
         "train.kl": DIVERGENCES,
@@ -34,6 +39,7 @@ OWN = replace(
         "sample.batch_size": 1,
         "sample.max_new_tokens": 1,
         "sample.refills": 0,
+        "train.importance_cap": 0,
         "train.updates_per_epoch": 1,
         "train.num_inner_epochs": 1,
         "train.tokens_per_batch": 1,
@@ -45,10 +51,17 @@ OWN = replace(
         "train.gae_decay": 0,
         "train.value_weight": 0,
     },
-    at_most={**RULES.at_most, "train.clip_low": 1, "train.discount": 1, "train.gae_decay": 1},
+    at_most={
+        **RULES.at_most,
+        "sample.vllm_memory": 1,
+        "train.clip_low": 1,
+        "train.discount": 1,
+        "train.gae_decay": 1,
+    },
     above_zero=[
         *RULES.above_zero,
         "sample.temperature",
+        "sample.vllm_memory",
         "train.value_clip",
     ],
 )
@@ -58,6 +71,8 @@ def check(config: ConfigDict) -> None:
     check_fields(config, fields)
     check_values(config.to_dict(), OWN)
     sample, train = config.sample, config.train
+    if sample.engine == VLLM:
+        _check_vllm(sample.temperature)
     if 0 < train.dual_clip <= 1 + train.clip_high:
         raise UserError(
             f"train.dual_clip={train.dual_clip} must be above 1 + train.clip_high="
@@ -76,4 +91,17 @@ def check(config: ConfigDict) -> None:
     if 0 < config.max_pixels < config.min_pixels:
         raise UserError(
             f"min_pixels={config.min_pixels} must be at most max_pixels={config.max_pixels}"
+        )
+
+
+def _check_vllm(temperature: float) -> None:
+    if find_spec(VLLM) is None:
+        raise UserError(
+            "sample.engine='vllm' needs vLLM: pip install -e '.[vllm]', or use "
+            "sample.engine='transformers'"
+        )
+    if not COLDEST <= temperature <= HOTTEST:
+        raise UserError(
+            f"sample.temperature={temperature} must be from {COLDEST} to {HOTTEST} for "
+            "sample.engine='vllm'"
         )

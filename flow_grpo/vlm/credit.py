@@ -12,7 +12,7 @@ from flow_grpo.advantages import Estimator, Scale, compute_advantages
 from flow_grpo.algorithms.base import Scored
 from flow_grpo.rewards import TOTAL
 from flow_grpo.training.distributed import gather_rows
-from flow_grpo.vlm.losses import Divergence, divergence
+from flow_grpo.vlm.losses import Divergence, divergence, importance_weights
 from flow_grpo.vlm.rollout import BASELINE, Rollout
 from flow_grpo.vlm.value import generalized_advantages, token_rewards, whitened
 
@@ -28,6 +28,24 @@ class Fixed:
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    importance: Tensor | None = None  # where another engine sampled
+
+
+def reweigh(
+    accelerator: Accelerator, rollout: Rollout, fixed: Mapping[int, Fixed], cap: float
+) -> dict[str, float]:
+    """Importance weights into `fixed`, and how far the log-probabilities of the engine that sampled
+    are from the policy's own, over all processes."""
+    off = []
+    for index, own in fixed.items():
+        sampled = rollout.samples[index].log_probs
+        own.importance = importance_weights(own.old, sampled, cap)
+        off.append((own.old - sampled).abs().double())
+    every = torch.cat(off)
+    sums = torch.stack([every.sum(), every.new_tensor(len(every))])
+    total, count = accelerator.reduce(sums.to(accelerator.device)).tolist()
+    worst = accelerator.gather(every.max()[None].to(accelerator.device)).max()
+    return {"answer/engine_dev": total / count, "answer/engine_dev_max": float(worst)}
 
 
 def penalties(fixed: Mapping[int, Fixed], kind: Divergence, beta: float) -> dict[int, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
+from transformers.utils import cached_file
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.loading import explained
@@ -24,7 +25,10 @@ def answers(source: Source, model: str) -> bool:
     if source.run is not None:
         config = json.loads((source.run / "config.json").read_text("utf-8"))
         return "question_format" in config
-    return (Path(model) / "config.json").is_file()  # a pipeline has model_index.json
+    try:
+        return bool(cached_file(model, "config.json"))  # a pipeline has model_index.json
+    except OSError:
+        return False
 
 
 def export(

@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
 
     # --- the model ---------------------------------------------------------------------------
     config.pretrained = ConfigDict()
-    # A folder of transformers or a hub id: Qwen2.5-VL or Qwen3-VL.
+    # A folder of transformers or a hub id: Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
     config.pretrained.model = "Qwen/Qwen2.5-VL-3B-Instruct"
     # Branch, tag or commit of a hub id. A folder has none: leave it at "main".
     config.pretrained.revision = "main"
@@ -24,11 +24,15 @@ def get_config() -> ConfigDict:
     # 28 x 28 pixels.
     config.min_pixels = 0
     config.max_pixels = 0
+    # On a GPU, replay each step of sampling as a CUDA graph, which spares the host a thousand
+    # launches. A step is recorded in a second or two at the start of an epoch.
+    config.cuda_graphs = True
     # False trains the whole model and keeps a frozen copy for the KL: three times the memory.
     config.use_lora = True
 
     # --- questions and rewards ---------------------------------------------------------------
-    # A folder with train and test files (.jsonl, .parquet), or one such file: docs/vlm.md.
+    # A folder with train and test files (.jsonl, .parquet), one such file, or a Hugging Face name
+    # like "hiyouga/geometry3k": docs/vlm.md.
     config.dataset = "dataset/shapes_qa"
     # Test questions to evaluate on, from the start of the file; 0 means all.
     config.eval_questions = 0
@@ -53,6 +57,12 @@ def get_config() -> ConfigDict:
     sample.max_new_tokens = 1024
     # By which scores of tokens are divided, in sampling and in training. Evaluation is greedy.
     sample.temperature = 1.0
+    # What samples: "transformers" is the forward that trains, with a cache; "vllm" is faster on
+    # long answers, and what it samples is not quite the policy (train.importance_cap).
+    sample.engine = "transformers"
+    # Of engine="vllm": the share of a GPU's memory that it may fill with weights and cache while it
+    # samples, beside what is trained. While the weights are trained it has none.
+    sample.vllm_memory = 0.4
     # Where all answers to a question get the same reward there is nothing to learn: draw another
     # question instead, up to this many times an epoch (DAPO's dynamic sampling).
     sample.refills = 0
@@ -71,6 +81,9 @@ def get_config() -> ConfigDict:
     # the ratio is exactly 1 there, or as sampling found it, which costs nothing. Half precision
     # wants True.
     train.recompute_old = False
+    # Of sample.engine="vllm", whose tokens are not quite the policy's: each is weighted by how much
+    # likelier the policy makes it, up to this bound (2 in most papers); 0 gives no weights.
+    train.importance_cap = 2.0
     # "clip" (PPO's), "gspo" (one ratio for an answer) or "cispo" (weights are clipped, not
     # gradients).
     train.loss = "clip"

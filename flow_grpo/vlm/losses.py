@@ -65,6 +65,18 @@ def policy_loss(
     return PolicyLoss(loss, result.ratio, result.clipped_low, result.clipped_high)
 
 
+def importance_weights(old_log_probs: Tensor, sampled: Tensor, cap: float) -> Tensor:
+    """By how much the policy makes a token likelier than the engine that sampled it did, at most
+    `cap` (truncated importance sampling, Yao et al. 2025); 1 without a cap.
+
+    A mean over the engine's tokens with these weights is one over the policy's own, as far as no
+    weight is held at the cap.
+    """
+    if not cap:
+        return torch.ones_like(old_log_probs)
+    return (old_log_probs - sampled).exp().clamp(max=cap).detach()
+
+
 def divergence(kind: Divergence, log_probs: Tensor, reference: Tensor) -> Tensor:
     """Estimates of KL(policy, reference) from one sampled token each: k1 is unbiased, k3 too and
     never negative; of k2 the gradient is unbiased. (Of k1 it is 0 on average: it is for the

@@ -1,13 +1,16 @@
 """The model being trained, and the log-probabilities of its tokens: one function for the policy
 that sampled, the one that is trained and the reference."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flow_grpo.vlm.batches import PADDING, Inputs, PackedBatch
+from flow_grpo.vlm.tower import each_once
 
 MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 LOGITS = 2**26  # of one chunk, in float32: 256 MiB
@@ -34,9 +37,12 @@ class AnswerModel(nn.Module):
         if self.value is not None:
             nn.init.zeros_(self.value.weight)
             nn.init.zeros_(self.value.bias)
+        if compute_dtype is not None:
+            fuse_norms(model)
         # a picture's token in an answer would ask for a picture that is not there
         marks = [getattr(model.config, name, None) for name in MARKS]
         self.banned = [mark for mark in marks if mark is not None]
+        self._banned = torch.tensor(self.banned)
         self.in_step = False  # whether other processes wait for every layer of a forward
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
@@ -52,9 +58,12 @@ class AnswerModel(nn.Module):
 
     def hidden(self, inputs: Inputs, **cache) -> Tensor:
         """Last hidden states (B, S, width)."""
-        if not self._tower_is_awaited(inputs):
-            return self.forward_model(**inputs.as_arguments(), **cache)
-        return self.forward_model(**self._with_blank(inputs).as_arguments(), **cache)[:, :-1]
+        awaited = self._tower_is_awaited(inputs)
+        if awaited:
+            inputs = self._with_blank(inputs)
+        with each_once(self.model.model.visual, inputs.image_grid_thw, inputs.shown):
+            hidden = self.forward_model(**inputs.as_arguments(), **cache)
+        return hidden[:, :-1] if awaited else hidden
 
     def forward_model(self, **arguments) -> Tensor:
         with self._cast(arguments["input_ids"].device):
@@ -75,7 +84,9 @@ class AnswerModel(nn.Module):
     def log_probs(self, hidden: Tensor) -> Tensor:
         """(N, vocabulary), in float32 or better: of every token that may be sampled."""
         logits = self._logits(hidden) / self.temperature
-        logits[:, self.banned] = -torch.inf
+        if self._banned.device != logits.device:
+            self._banned = self._banned.to(logits.device)
+        logits.index_fill_(-1, self._banned, -torch.inf)
         return logits.log_softmax(-1).to(torch.promote_types(hidden.dtype, torch.float32))
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -115,8 +126,24 @@ class AnswerModel(nn.Module):
             position_ids=nn.functional.pad(inputs.position_ids, (0, 1)),
             pixel_values=torch.zeros(side * side, width, device=ids.device),
             image_grid_thw=grid,
+            shown=grid.new_zeros(1),
         )
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Each RMSNorm as one kernel instead of eight."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(_rms_norm, module, module.forward)
+
+
+def _rms_norm(module: nn.Module, usual: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    weight = module.weight
+    if hidden.dtype != weight.dtype:
+        return usual(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):  # which would cast to float32 and back
+        return nn.functional.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)

@@ -26,7 +26,7 @@ ADAPTER = "default"
 TOWER = "visual"
 # every linear layer, wherever the model keeps its layers
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-VISION = r".*visual.*\.(qkv|proj|linear_fc1|linear_fc2|gate_proj|up_proj|down_proj)"
+VISION = r".*visual.*\.(qkv|(gate_|up_|down_)?proj|(linear_)?fc[12]|mlp\.[02])"
 FLOAT = torch.float32
 
 
@@ -169,8 +169,8 @@ def load_model(
         model = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, revision=revision)
     if not hasattr(getattr(model, "model", None), TOWER):
         raise UserError(
-            f"pretrained.model={source!r} is a {type(model).__name__}, and must be a Qwen2.5-VL or "
-            "a Qwen3-VL"
+            f"pretrained.model={source!r} is a {type(model).__name__}, and must be a Qwen2-VL, a "
+            "Qwen2.5-VL or a Qwen3-VL"
         )
     return model.to(device).eval()
 

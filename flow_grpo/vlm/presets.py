@@ -37,7 +37,7 @@ def _full(model: str) -> ConfigDict:
     config.pretrained.model = model
     config.mixed_precision = "bf16"
     config.use_lora = False
-    config.dataset = "dataset/geometry3k"
+    config.dataset = "hiyouga/geometry3k"
     config.question_format = THINK_AND_BOX
     config.min_pixels, config.max_pixels = 512 * 512, 2048 * 2048
     config.max_prompt_length = 2048

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.loading import explained
@@ -26,6 +27,8 @@ class Prompt:
     following: int  # the position of an answer's first token
     pixels: Tensor | None  # (patches, values) of all its pictures
     grids: Tensor | None  # (pictures, 3): patches in time, height and width
+    sources: tuple[Hashable, ...]  # of its pictures: one that is the same is the same picture
+    pictures: tuple[Image.Image, ...] = ()  # for an engine that makes its own patches
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -66,7 +69,7 @@ class PromptEncoder:
         kinds = (ids == self.image_token).int()[None]
         positions, _ = self._rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)
         positions = positions[:, 0]
-        return Prompt(ids, positions, int(positions.max()) + 1, pixels, grids)
+        return Prompt(ids, positions, int(positions.max()) + 1, pixels, grids, question.images)
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures alone."""
@@ -79,14 +82,20 @@ class PromptEncoder:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def check_lengths(self, questions: Sequence[Question], most: int) -> None:
-        """Refuse a question that does not fit: what is cut off may be the question itself."""
+    def check_lengths(self, questions: Sequence[Question], most: int) -> int:
+        """Refuse a question that does not fit: what is cut off may be the question itself.
+
+        Returns the length of the longest.
+        """
+        longest = 0
         for question in questions:
-            if (length := self.length(question)) > most:
+            longest = max(longest, length := self.length(question))
+            if length > most:
                 raise UserError(
                     f"{question.where} has {length} tokens, more than max_prompt_length={most}; "
                     "leave it out, shrink its pictures or raise --config.max_prompt_length"
                 )
+        return longest
 
     def _expanded(self, question: Question, counts: Sequence[int]) -> list[int]:
         """The token ids, each picture's placeholder repeated as often as it has tokens."""
@@ -152,14 +161,15 @@ def load_processors(
             model, revision=revision, backend="pil", **pixels
         )
     if not tokenizer.chat_template:
-        tokenizer.chat_template = _template_of_processor(model)
+        tokenizer.chat_template = _template_of_processor(model, revision)
     return tokenizer, images
 
 
-def _template_of_processor(model: str) -> str:
-    path = Path(model) / "chat_template.json"
+def _template_of_processor(model: str, revision: str) -> str:
+    """Of models that were published before tokenizers had one."""
     try:
-        return json.loads(path.read_text("utf-8"))["chat_template"]
+        path = cached_file(model, "chat_template.json", revision=revision)
+        return json.loads(Path(path).read_text("utf-8"))["chat_template"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"pretrained.model={model!r} has no chat template; name a model that was tuned to chat"

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +20,11 @@ from urllib.parse import unquote
 from PIL import Image
 
 from flow_grpo.errors import UserError, first_line, with_nearest
+from flow_grpo.run.hub import download_data
 from flow_grpo.sampling.mixing import hold_out
 from flow_grpo.sampling.rows import read_text
 from flow_grpo.sampling.seeding import Stream, numpy_rng
-from flow_grpo.sampling.tables import as_json, read_table
+from flow_grpo.sampling.tables import Split, as_json, is_hub_name, read_table
 
 logger = logging.getLogger("flow_grpo")
 
@@ -30,6 +32,10 @@ MARK = "<image>"  # in a text: a picture stands here
 ENDINGS = (".jsonl", ".json", ".parquet")
 TEXTS = ("question", "problem", "message")  # of which a row has one
 PICTURES = ("images", "image")
+# names that a split may have, the first of which is there is read
+SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "val")}
+PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+FETCHED = [f"*{ending}" for ending in (*ENDINGS, *PICTURE_FILES)]
 Picture = Path | bytes  # a file, or what is in it
 
 
@@ -44,15 +50,13 @@ class Question:
 
 
 def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[Question]]:
-    """(train, test) of a folder with a file of each, or of one file, a tenth of which is held out
-    by the seed."""
-    path = Path(source)
+    """(train, test) of a folder with files of each, or of one file, a tenth of which is held out by
+    the seed; or of a Hugging Face name, whose files are fetched first."""
+    named = is_hub_name(str(source).partition("@")[0]) and not Path(source).exists()
+    path = download_data(str(source), FETCHED) if named else Path(source)
     train = find_questions(path, "train")
     if train is None:
-        wanted = " or ".join(f"train{ending}" for ending in ENDINGS)
-        message = f"no questions at {source}: it must be a folder with {wanted}, or such a file"
-        beside = [] if path.exists() else map(str, path.parent.glob("*"))
-        raise UserError(with_nearest(message, str(source), beside))
+        raise UserError(_nothing_to_train(source, path))
     test = find_questions(path, "test")
     if test is None:
         rng = numpy_rng(seed, Stream.HOLD_OUT)
@@ -65,16 +69,48 @@ def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[
     return train, test
 
 
-def find_questions(path: Path, split: str) -> list[Question] | None:
-    """None where there is no such split. Folders as the hub has them will do:
-    data/train-00000-of-00001.parquet."""
+def find_questions(path: Path, split: Split) -> list[Question] | None:
+    """None where there is no such split: a single file is all for training."""
     if path.is_file():
         return read_questions(path) if split == "train" else None
-    for ending in ENDINGS:
-        if (path / f"{split}{ending}").is_file():
-            return read_questions(path / f"{split}{ending}")
-    parts = sorted([*path.glob(f"{split}-*.parquet"), *path.glob(f"data/{split}-*.parquet")])
-    return [question for part in parts for question in read_questions(part)] or None
+    files = _files_of(path, split)
+    return [question for file in files for question in read_questions(file)] or None
+
+
+def _files_of(path: Path, split: Split) -> list[Path]:
+    """Of the first of the split's names that has any: one file, or as the hub has them, several
+    parts, data/train-00000-of-00002.parquet, or a folder of parts, data/train/0000.parquet."""
+    for name in SPLITS[split]:
+        for folder in (path, path / "data"):
+            for ending in ENDINGS:
+                if (folder / f"{name}{ending}").is_file():
+                    return [folder / f"{name}{ending}"]
+                if parts := sorted(folder.glob(f"{name}-*-of-*{ending}")):
+                    return _whole(parts)
+            if parts := sorted((folder / name).glob("*.parquet")):
+                return parts
+    return []
+
+
+def _whole(parts: list[Path]) -> list[Path]:
+    """A part that was not downloaded would go unnoticed."""
+    total = int(re.search(r"-of-(\d+)", parts[0].name)[1])
+    if len(parts) != total:
+        raise UserError(
+            f"{parts[0].parent} has {len(parts)} of the {total} parts that {parts[0].name} is one "
+            "of; download it again"
+        )
+    return parts
+
+
+def _nothing_to_train(source: str | Path, path: Path) -> str:
+    wanted = " or ".join(f"train{ending}" for ending in ENDINGS)
+    message = f"no questions at {source}: it must be a folder with {wanted}, or such a file"
+    if not path.exists():
+        return with_nearest(message, str(source), map(str, path.parent.glob("*")))
+    there = sorted(file for ending in ENDINGS for file in path.rglob(f"*{ending}"))
+    names = ", ".join(str(file.relative_to(path)) for file in there[:4])
+    return f"{message}; it has {names}" if there else message
 
 
 def read_questions(path: Path) -> list[Question]:

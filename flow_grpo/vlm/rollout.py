@@ -1,5 +1,7 @@
 """The samples of an epoch: which question each answers, who samples it, and what it scored."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,11 +11,11 @@ from torch import Tensor
 from flow_grpo.rewards import TOTAL
 from flow_grpo.sampling.seeding import Stream, numpy_rng
 from flow_grpo.vlm.batches import Answer
-from flow_grpo.vlm.network import AnswerModel
 from flow_grpo.vlm.plan import AnswerPlan
+from flow_grpo.vlm.policy import AnswerPolicy
 from flow_grpo.vlm.prompts import Prompt, PromptEncoder
 from flow_grpo.vlm.questions import Question
-from flow_grpo.vlm.sampling import sample_answers
+from flow_grpo.vlm.sampling import Sampler
 
 # columns beside the rewards', under names that no reward can have
 BASELINE, LENGTH, ENDED = (f"{TOTAL}/{name}" for name in ("baseline", "length", "ended"))
@@ -101,19 +103,44 @@ class Rollout:
             column[index] = scores.get(name, np.nan)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answerer:
-    """A network, and how it is asked."""
+    """The network that is trained, and how it is asked. Engines other than transformers' are
+    subclasses."""
 
-    network: AnswerModel
+    policy: AnswerPolicy
     encoder: PromptEncoder
     max_new_tokens: int
     stop: tuple[int, ...]  # end tokens
+    cuda_graphs: bool = True
+    sampler: Sampler | None = field(default=None, init=False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probabilities of answers are those that training computes."""
+        return self.policy.network.compute_dtype is None
 
     @property
     def pad(self) -> int:
         pad = self.encoder.tokenizer.pad_token_id
         return self.stop[0] if pad is None else pad
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """While it is entered, it answers, with the weights as they are on entering. Call it on all
+        processes."""
+        with self.policy.gathered():
+            self.sampler = Sampler(
+                self.policy.whole,
+                max_new_tokens=self.max_new_tokens,
+                stop=self.stop,
+                pad=self.pad,
+                cuda_graphs=self.cuda_graphs,
+            )
+            try:
+                yield
+            finally:
+                self.sampler = None  # and the memory that it takes
 
     def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
         return {row: self.encoder.encode(questions[row]) for row in dict.fromkeys(rows)}
@@ -126,15 +153,8 @@ class Answerer:
     ) -> list[Sample]:
         """One for each of `rows`; without generators the greedy one."""
         places = {row: i for i, row in enumerate(dict.fromkeys(rows))}
-        sampled = sample_answers(
-            self.network,
-            [prompts[row] for row in places],
-            [places[row] for row in rows],
-            generators=generators,
-            max_new_tokens=self.max_new_tokens,
-            stop=self.stop,
-            pad=self.pad,
-        )
+        asked = [prompts[row] for row in places]
+        sampled = self.sampler.sample(asked, [places[row] for row in rows], generators)
         columns = (rows, sampled.tokens, sampled.log_probs, sampled.ended)
         return [
             Sample(row, tokens, log_probs, ended, self.encoder.decode(tokens.tolist()))

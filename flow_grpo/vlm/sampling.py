@@ -8,11 +8,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flow_grpo.vlm.batches import PADDING, left_padded
+from flow_grpo.vlm.decoding import COLUMNS, Graphs, Slots, Step, uniform
 from flow_grpo.vlm.network import AnswerModel
 from flow_grpo.vlm.prompts import Prompt
 
 LOOK = 4  # steps between two looks at which answers have ended, for which a GPU is waited
-MOST_ALIVE = 0.8  # share of the rows that go on, for the others to be left out
+MOST_ALIVE = 0.8  # share of the slots whose answers go on, for the others to be left out
 
 
 @dataclass(frozen=True)
@@ -24,80 +25,90 @@ class Sampled:
     ended: list[bool]  # False: cut off after `max_new_tokens`
 
 
-@torch.no_grad()
-def sample_answers(
-    network: AnswerModel,
-    prompts: Sequence[Prompt],
-    rows: Sequence[int],
-    *,
-    generators: Sequence[torch.Generator] | None,
-    max_new_tokens: int,
-    stop: Sequence[int],
-    pad: int,
-) -> Sampled:
-    """An answer to `prompts[row]` for each of `rows`; without generators the likeliest tokens.
+class Sampler:
+    """Samples with the weights as they were when it was made. Memory that it takes on a GPU is free
+    again when it is gone."""
 
-    Each prompt is read once, for all its answers.
-    """
-    network.eval()  # in training, a model that recomputes activations keeps no cache
-    device = next(network.parameters()).device
-    inputs, cache = left_padded(prompts, pad).to(device), DynamicCache()
-    hidden = network.hidden(inputs, past_key_values=cache, use_cache=True)[:, -1]
-    chosen = torch.tensor(rows, device=device)
-    cache.batch_select_indices(chosen)
-    hidden = hidden[chosen]
-    seen = (inputs.segments[chosen] != PADDING)[:, None, None]
-    seen = torch.cat([seen, seen.new_ones(*seen.shape[:3], max_new_tokens)], -1)
-    first = torch.tensor([prompts[row].following for row in rows], device=device)
-    draws = None if generators is None else uniform(generators, max_new_tokens).to(device)
-    stops = torch.tensor(stop, device=device)
+    def __init__(
+        self,
+        network: AnswerModel,
+        *,
+        max_new_tokens: int,
+        stop: Sequence[int],  # end tokens
+        pad: int,
+        cuda_graphs: bool = True,
+    ) -> None:
+        self.network, self.steps, self.pad = network, max_new_tokens, pad
+        self.device = next(network.parameters()).device
+        self.stop = torch.tensor(stop, device=self.device)
+        step = Step(network)
+        self.graphed = cuda_graphs and self.device.type == "cuda"
+        self.step = Graphs(step) if self.graphed else step
+        self.slots: Slots | None = None
 
-    width, count = inputs.input_ids.shape[1], len(rows)
-    tokens = torch.full((count, max_new_tokens), pad, device=device)
-    log_probs = torch.zeros(count, max_new_tokens, dtype=_precise(hidden), device=device)
-    alive = torch.arange(count, device=device)  # the rows that are computed
-    for i in range(max_new_tokens):
-        scores = network.log_probs(hidden)
-        token = scores.argmax(-1) if draws is None else choose(scores, draws[alive, i])
-        tokens[alive, i] = token
-        log_probs[alive, i] = scores.gather(-1, token[:, None])[:, 0]
-        if i + 1 == max_new_tokens:
-            break
-        if i % LOOK == LOOK - 1:
-            going = ~torch.isin(tokens[alive, : i + 1], stops).any(1)
-            if not going.any():
-                break
-            if going.sum() <= MOST_ALIVE * len(alive):
-                cache.batch_select_indices(going.nonzero()[:, 0])
-                alive, token, seen = alive[going], token[going], seen[going]
-        hidden = network.forward_model(
-            input_ids=token[:, None],
-            attention_mask=seen[..., : width + i + 1],
-            position_ids=(first[alive] + i).expand(3, -1)[..., None],
-            past_key_values=cache,
-            use_cache=True,
-        )[:, 0]
-    return _cut(tokens.cpu(), log_probs.cpu(), stops.cpu())
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        rows: Sequence[int],
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> Sampled:
+        """An answer to `prompts[row]` for each of `rows`; without generators the likeliest tokens.
 
+        Each prompt is read once, for all its answers.
+        """
+        self.network.eval()  # in training, a model that recomputes activations keeps no cache
+        slots, width = self._read(prompts, rows, generators)
+        size, greedy = self._size(len(rows)), generators is None
+        for i in range(1, self.steps):
+            if i % LOOK == 0:
+                ended = torch.isin(slots.tokens[:, :i], self.stop).any(1)
+                ended[-1] = True  # nobody's
+                going = (~ended[slots.answer[:size]]).nonzero()[:, 0]
+                if not len(going):
+                    break
+                fewer = self._size(len(going))
+                if fewer <= MOST_ALIVE * size:
+                    slots.keep(going, width + i - 1)
+                    size = fewer
+            self.step.take(slots, size, self._columns(width + i), greedy=greedy)
+        answers = slice(0, len(rows))
+        return _cut(slots.tokens[answers].cpu(), slots.log_probs[answers].cpu(), self.stop.cpu())
 
-def uniform(generators: Sequence[torch.Generator], count: int) -> Tensor:
-    """(B, count) in [0, 1), a row of each generator."""
-    drawn = [torch.rand(count, generator=g, dtype=torch.float64) for g in generators]
-    return torch.stack(drawn)
+    def _read(
+        self,
+        prompts: Sequence[Prompt],
+        rows: Sequence[int],
+        generators: Sequence[torch.Generator] | None,
+    ) -> tuple[Slots, int]:
+        """The prompts, and the first token of every answer; the columns that prompts take."""
+        inputs, cache = left_padded(prompts, self.pad).to(self.device), DynamicCache()
+        hidden = self.network.hidden(inputs, past_key_values=cache, use_cache=True)[:, -1]
+        count, width = len(rows), inputs.input_ids.shape[1]
+        columns = self._columns(width + self.steps)
+        if self.slots is None or not self.slots.fits(count, columns):
+            self.slots = Slots(
+                cache, hidden, count, columns, self.steps, self.network.compute_dtype
+            )
+        chosen = torch.tensor(rows, device=self.device)
+        first = torch.tensor([prompts[row].following for row in rows], device=self.device)
+        draws = None if generators is None else uniform(generators, self.steps).to(self.device)
+        self.slots.fill(cache, inputs.segments != PADDING, chosen, first, draws, self.pad)
+        self.slots.write(self.network.log_probs(hidden[chosen]), greedy=draws is None)
+        return self.slots, width
 
+    def _size(self, answers: int) -> int:
+        """Slots that a step computes: with graphs one of a few numbers, for each of which there is
+        a recording."""
+        if not self.graphed:
+            return answers
+        size = self.slots.rows
+        while answers <= size // 2:
+            size //= 2
+        return size
 
-def choose(log_probs: Tensor, draw: Tensor) -> Tensor:
-    """The token at which the summed probabilities (B, vocabulary) pass `draw` (B,). In float64, so
-    that how a batch rounds does hardly ever decide; what has no probability is never chosen."""
-    reached = log_probs.double().exp().cumsum(-1)
-    total = reached[:, -1:].contiguous()
-    passed = torch.searchsorted(reached, draw[:, None] * total, right=True)
-    last = torch.searchsorted(reached, total)  # that has any, should a draw round up to 1
-    return torch.minimum(passed, last)[:, 0]
-
-
-def _precise(hidden: Tensor) -> torch.dtype:
-    return torch.promote_types(hidden.dtype, torch.float32)
+    def _columns(self, count: int) -> int:
+        return -(-count // COLUMNS) * COLUMNS if self.graphed else count
 
 
 def _cut(tokens: Tensor, log_probs: Tensor, stops: Tensor) -> Sampled:

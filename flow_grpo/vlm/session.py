@@ -29,17 +29,19 @@ from flow_grpo.run.scoring import build_rewards, eval_weights
 from flow_grpo.run.stopping import StopSignals
 from flow_grpo.training.distributed import on_all_or_none
 from flow_grpo.training.ema import Ema
-from flow_grpo.vlm.check import GAE, check
+from flow_grpo.vlm.check import GAE, VLLM, check
 from flow_grpo.vlm.plan import AnswerPlan
 from flow_grpo.vlm.policy import AnswerPolicy, load_model
 from flow_grpo.vlm.prompts import PromptEncoder, load_processors
 from flow_grpo.vlm.questions import Question, load_questions
 from flow_grpo.vlm.rollout import Answerer
 from flow_grpo.vlm.scoring import reward_metadata
+from flow_grpo.vlm.vllm_engine import build_answerer, check_platform
 
 logger = logging.getLogger("flow_grpo")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
 Load = Callable[[ConfigDict, Accelerator], nn.Module]
+Begin = Callable[..., tuple[Start, RunLock | None]]
 # settings of FSDP that must be off, and why
 SHARDING = {
     "fsdp_activation_checkpointing": "use --config.train.gradient_checkpointing=True",
@@ -56,15 +58,20 @@ class VlmSession(Run):
     answerer: Answerer
 
 
-def build_session(config: ConfigDict, load: Load | None = None) -> VlmSession:
-    """Everything the run needs; whatever is cheap to check is checked before weights load."""
+def build_session(
+    config: ConfigDict, load: Load | None = None, begin: Begin = find_start
+) -> VlmSession:
+    """Everything the run needs; whatever is cheap to check is checked before weights load. `begin`
+    finds and locks the run folder, which without a lock is left alone."""
     with ExitStack() as until_built:
-        session = _build_session(config, load or _load, until_built)
+        session = _build_session(config, load or _load, begin, until_built)
         until_built.pop_all()  # the session holds its folder until it is closed
     return session
 
 
-def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> VlmSession:
+def _build_session(
+    config: ConfigDict, load: Load, begin: Begin, until_built: ExitStack
+) -> VlmSession:
     check(config)
     find_files(config)
     _check_sharding()
@@ -74,6 +81,8 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         log_with=trackers.parse(config.log_with) or None,
         project_dir=config.logdir,
     )
+    if config.sample.engine == VLLM:
+        check_platform(accelerator.device)
     plan = AnswerPlan(
         num_processes=accelerator.num_processes,
         questions=config.sample.questions_per_epoch,
@@ -83,7 +92,7 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         most_at_once=config.sample.batch_size,
     )
     as_json = json.loads(config.to_json_best_effort())
-    start, lock = find_start(accelerator, as_json, until_built)
+    start, lock = begin(accelerator, as_json, until_built)
     questions, test_questions = load_questions(config.dataset, config.seed)
     test_questions = test_questions[: config.eval_questions or None]
     plan.check_questions(len(questions), config.dataset)
@@ -107,7 +116,8 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         question_format=config.question_format,
     )
     most = _longest_prompt(config, model)
-    on_all_or_none(accelerator, lambda: encoder.check_lengths([*questions, *test_questions], most))
+    every = [*questions, *test_questions]
+    longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))
     train = config.train
     policy = AnswerPolicy(
         model,
@@ -129,6 +139,26 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
     if train.ema:
         ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
         ema.prepare(accelerator)
+    answerer = Answerer(
+        policy,
+        encoder,
+        config.sample.max_new_tokens,
+        _end_tokens(model, tokenizer),
+        cuda_graphs=config.cuda_graphs,
+    )
+    if config.sample.engine == VLLM:
+        answerer = build_answerer(
+            answerer,
+            source=config.pretrained.model,
+            revision=config.pretrained.revision,
+            device=accelerator.device,
+            dtype=DTYPES[config.mixed_precision],
+            num_processes=accelerator.num_processes,
+            longest_prompt=longest,
+            pictures=max(len(question.images) for question in every),
+            memory=config.sample.vllm_memory,
+            seed=config.seed,
+        )
     progress = load_progress(accelerator, start.checkpoint, optimizer, adam_settings(config))
     _open(config, accelerator, start, lock, as_json)
     return VlmSession(
@@ -140,9 +170,7 @@ def _build_session(config: ConfigDict, load: Load, until_built: ExitStack) -> Vl
         reward=reward,
         eval_reward=eval_reward,
         policy=policy,
-        answerer=Answerer(
-            policy.whole, encoder, config.sample.max_new_tokens, _end_tokens(model, tokenizer)
-        ),
+        answerer=answerer,
         optimizer=optimizer,
         ema=ema,
         folder=start.folder,

@@ -4,7 +4,6 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from diffusers import StableDiffusion3Pipeline
@@ -13,6 +12,7 @@ from diffusers.utils import logging as diffusers_logging
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from tiny.card import sample_grid, score_signs, write_card
 from tiny.flow import LONG_T5, SHORT_T5, train_flow
+from tiny.options import Options
 from tiny.pictures import Degradation
 from tiny.pool import PromptPool
 from tiny.prompts import KEYWORDS
@@ -37,9 +37,8 @@ TOY = {
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     spoil = Degradation()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Options(__doc__.splitlines()[0], out="assets/tiny-sd3", time_limit=540.0)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("assets/tiny-sd3"), help="new folder for the pipeline")
     add("--vae-steps", type=int, default=4000)
     add("--vae-batch-size", type=int, default=512)
     add("--steps", type=int, default=7000, help="of flow matching")
@@ -60,21 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--wrong-share", type=float, default=spoil.wrong_share, help="of the scenes")
     add("--eval-words", type=int, default=96, help="held-out words to score at the end")
-    add("--time-limit", type=float, default=540.0, help="seconds; trains less to keep it")
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--toy", action="store_true", help="a few small steps on CPU, to see that it runs")
-    if parser.parse_known_args(argv)[0].toy:
-        parser.set_defaults(**TOY)
-    args = parser.parse_args(argv)
-
-    def fail(message: str) -> NoReturn:
-        parser.exit(2, f"{parser.prog}: error: {message}\n")
-
-    if args.out.exists():
-        fail(f"{args.out} already exists; remove it or name a new folder with --out")
-    if args.time_limit <= 0:
-        fail(f"--time-limit must be more than 0 seconds, got {args.time_limit:g}")
+    args = parser.read(argv, "scripts/pretrain_tiny.py", TOY)
     try:
         args.degradation = Degradation(
             args.blur_share,
@@ -84,19 +69,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             args.wrong_share,
         )
     except ValueError as error:
-        fail(str(error))
-    args.command = f"python scripts/pretrain_tiny.py{_changed(args, parser)}"
+        parser.fail(str(error))
     return args
-
-
-def _changed(args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """The options that differ from their defaults and shape the model, as on a command line."""
-    options = vars(args).items()
-    return "".join(
-        f" --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for name, value in options
-        if name not in ("out", "device", "degradation") and value != parser.get_default(name)
-    )
 
 
 def build_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:

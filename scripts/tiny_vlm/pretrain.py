@@ -3,11 +3,10 @@
 import argparse
 import json
 import time
-from pathlib import Path
-from typing import NoReturn
 
 import torch
 from tiny.loop import Learner, fit
+from tiny.options import Options
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -30,37 +29,15 @@ TOY = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Options(__doc__.splitlines()[0], out="assets/tiny-vlm", time_limit=440.0)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("assets/tiny-vlm"), help="new folder for the model")
     add("--steps", type=int, default=6000)
     add("--batch-size", type=int, default=2048)
     add("--lr", type=float, default=2e-3, help="peak")
     add("--text-layers", type=int, default=6)
     add("--vision-layers", type=int, default=4)
     add("--eval-questions", type=int, default=512, help="to measure with at the end")
-    add("--time-limit", type=float, default=440.0, help="seconds; trains less to keep it")
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--toy", action="store_true", help="a few small steps on CPU, to see that it runs")
-    if parser.parse_known_args(argv)[0].toy:
-        parser.set_defaults(**TOY)
-    args = parser.parse_args(argv)
-
-    def fail(message: str) -> NoReturn:
-        parser.exit(2, f"{parser.prog}: error: {message}\n")
-
-    if args.out.exists():
-        fail(f"{args.out} already exists; remove it or name a new folder with --out")
-    if args.time_limit <= 0:
-        fail(f"--time-limit must be more than 0 seconds, got {args.time_limit:g}")
-    changed = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for name, value in vars(args).items()
-        if name not in ("out", "device") and value != parser.get_default(name)
-    ]
-    args.command = " ".join(["python scripts/pretrain_tiny_vlm.py", *changed])
-    return args
+    return parser.read(argv, "scripts/pretrain_tiny_vlm.py", TOY)
 
 
 def train(args: argparse.Namespace, model: torch.nn.Module, tables: Tables) -> list[dict]:

@@ -297,3 +297,39 @@ def test_watching_shows_a_new_epoch_without_a_reload(run, browser, tmp_path):
     finally:
         server.kill()
         server.communicate()
+
+
+def test_answers_stand_side_by_side_below_their_question_and_the_truth(browser, tmp_path):
+    """Two groups of two answers, one question with a picture; mistakes are marked."""
+    run = tmp_path / "answers"
+    columns = {"prompt": ["How many?", "What is 1+2?"], "truth": ["2", "3"]}
+    drawn = [Image.new("RGB", (64, 32), "red"), None]
+    for epoch, said in enumerate([["1", "4"], ["2", "4"]]):
+        scores = [float(a == t) for a, t in zip(said, columns["truth"], strict=True)]
+        folder = run / f"samples/eval-{epoch:05d}"
+        save_samples(folder, drawn, **columns, answer=said, avg=scores)
+    groups = {
+        name: [value for value in values for _ in range(2)] for name, values in columns.items()
+    }
+    groups |= {"answer": ["2", "1", "3", "5"], "avg": [1.0, 0.0] * 2, "group": [0, 0, 1, 1]}
+    pictures = [drawn[0], drawn[0], None, None]
+    save_samples(run / "samples/train-00001", pictures, **groups, advantage=[1, -1] * 2)
+    rows = [{"epoch": epoch, "eval/avg": epoch / 2} for epoch in (0, 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_page([run], tmp_path / "page.html")
+    page, wrong = look(browser, tmp_path / "page.html")
+    assert wrong == []
+    card = page.locator("#evolution .card").first
+    assert card.locator("img:visible").count() == 1
+    assert card.locator(".truth").inner_text().split() == ["truth", "2"]
+    assert card.locator(".answer").all_inner_texts() == ["1", "2"]
+    assert card.locator(".answer.bad").inner_text() == "1"
+    assert card.locator(".answer.good").inner_text() == "2"
+    group = page.locator("#group")
+    assert "One question, all its answers" in group.inner_text()
+    assert group.locator(".answer").all_inner_texts() == ["2", "1"]
+    group.locator("select").select_option(label="What is 1+2? (3)")
+    assert group.locator(".answer").all_inner_texts() == ["3", "5"]
+    assert group.locator(".answer.bad").all_inner_texts() == ["5"]
+    assert group.locator("img:visible").count() == 0
+    page.close()

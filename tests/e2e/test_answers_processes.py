@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 # all weights, so that the tower is waited for where a micro-batch has no picture
 FULL = {"use_lora": False, "train.freeze_vision": False, "train.tokens_per_batch": 40}
 RUNS = {
+    "float32": {"num_epochs": 2, "exact": False},
     "full": {**FULL, "num_epochs": 2},
     "refilled": {"reward": "flat_for_some", "sample.refills": 2, "sample.questions_per_epoch": 2},
     "ppo": {"train.advantage": "gae", "train.beta": 0.1, "train.kl_in": "reward", "train.kl": "k1"},
@@ -28,20 +29,59 @@ def logdirs(tmp_path_factory) -> dict[int, Path]:
         "num_epochs": 1,
         "exact": True,
     }
+    # 2 x 4 = 1 x 8
+    batches = {1: {"sample.batch_size": 8}, 2: {"sample.batch_size": 4}}
 
     def runs(processes: int) -> list[dict]:
-        own = {**common, "logdir": str(folder / str(processes))}
+        own = {**common, **batches[processes], "logdir": str(folder / str(processes))}
         return [{**own, "run_name": name, **fields} for name, fields in RUNS.items()]
 
     answer_runs.run_by_two(runs(2))
     for one in runs(1):
-        answer_runs.run(**one)
+        answer_runs.run_watched(**one)
     return {processes: folder / str(processes) for processes in (1, 2)}
 
 
+def seen(folder: Path) -> list[dict]:
+    """By epoch: what all processes sampled, by index, and the micro-batches of each."""
+    files = sorted(folder.glob("seen-*.jsonl"))
+    epochs = zip(*(map(json.loads, path.read_text().splitlines()) for path in files), strict=True)
+    columns = ("tokens", "rewards")
+    return [
+        {
+            **{name: {k: v for own in parts for k, v in own[name].items()} for name in columns},
+            "pictures": [own["pictures"] for own in parts],
+        }
+        for parts in epochs
+    ]
+
+
 @pytest.mark.parametrize("name", RUNS)
+def test_two_processes_sample_what_one_does(logdirs, name):
+    """2 x 4 answers at a time and 1 x 8: the same tokens and rewards."""
+    one, two = (seen(logdir / name) for logdir in logdirs.values())
+    assert len(one) == len(two) == RUNS[name].get("num_epochs", 1)
+    for first, second in zip(one, two, strict=True):
+        assert len(first["tokens"]) == (8 if name == "refilled" else 16)
+        assert first["tokens"] == second["tokens"]
+        assert first["rewards"] == second["rewards"]
+        assert len(first["pictures"]) == 1
+        assert len(second["pictures"]) == 2
+
+
+def test_a_process_without_pictures_does_not_keep_the_other_waiting(logdirs):
+    """Where the tower is trained: one ends an update with words alone, the other with a picture."""
+    updates = []
+    for epoch in seen(logdirs[2] / "full"):
+        last = [dict(map(tuple, own)) for own in epoch["pictures"]]  # micro-batch of each update
+        assert last[0].keys() == last[1].keys()
+        updates += [{last[0][step], last[1][step]} for step in last[0]]
+    assert {True, False} in updates
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "float32"])
 def test_two_processes_train_what_one_does(logdirs, name):
-    """The same answers and rewards, and in float64 the same weights."""
+    """In float64, to the last digits."""
     lines, weights = [], []
     for folder in (logdir / name for logdir in logdirs.values()):
         lines.append(list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())))

@@ -1,6 +1,7 @@
 // Pictures: how they change over epochs, the best and the worst, and one group of samples.
 
 const KINDS = { eval: "test prompts", train: "training samples" };
+const KINDS_ASKED = { eval: "test questions", train: "training answers" };
 const EXTREMES = 4;
 
 // where an epoch stands in the list: the last at or before it, else the first; -1 of none
@@ -41,6 +42,33 @@ function shownEpochs(data) {
 const answered = (data) => data.runs.some((run) => Object.keys(KINDS).some((kind) =>
   run[kind].samples.some((own) => own.some((sample) => sample.answer !== undefined))));
 
+const isAnswer = (sample) => Boolean(sample) && sample.answer !== undefined;
+const kindsOf = (data) => (answered(data) ? KINDS_ASKED : KINDS);
+
+// halfway between the lowest and the highest reward of all answers on the page
+let middle = null;
+function findMiddle(data) {
+  const samples = data.runs.flatMap((run) => Object.keys(KINDS).flatMap((kind) => run[kind].samples.flat()));
+  const totals = known(samples.filter(isAnswer).map((sample) => sample.scores.avg));
+  const low = totals.reduce((a, b) => Math.min(a, b), Infinity), high = totals.reduce((a, b) => Math.max(a, b), -Infinity);
+  return low < high ? (low + high) / 2 : null;
+}
+
+function markOf(sample) {
+  const value = sample.scores.avg;
+  return middle === null || typeof value !== "number" ? "" : value > middle ? " good" : " bad";
+}
+
+// of a picture its prompt; of an answer the question, with its picture and the truth
+function headOf(sample) {
+  const asked = isAnswer(sample) && sample.picture, picture = asked ? el("img", {
+    class: "asked", src: sample.picture, alt: sample.prompt, onload: () => picture.classList.toggle("small", picture.naturalWidth < 160),
+  }) : null;
+  const truth = sample.truth === undefined ? null
+    : el("p", { class: "truth" }, el("span", { class: "quiet", text: "truth" }), el("span", { text: sample.truth, dir: "auto" }));
+  return [promptText(sample.prompt), picture, truth];
+}
+
 function promptText(text) {
   const node = el("p", { class: "prompt", text, dir: "auto" });
   if (text.length < 70) return node;
@@ -62,13 +90,14 @@ function buildSlot() {
 
 function fillSlot(slot, sample, names, label, before) {
   const { picture, answer, scores } = slot;
-  picture.hidden = !(sample && sample.picture);
-  if (sample && sample.picture) {
+  picture.hidden = !(sample && sample.picture) || isAnswer(sample);
+  if (!picture.hidden) {
     if (picture.getAttribute("src") !== sample.picture) picture.src = sample.picture;
     picture.alt = sample.prompt;
   } else picture.removeAttribute("src");
-  answer.hidden = !(sample && sample.answer !== undefined);
-  answer.textContent = sample && sample.answer !== undefined ? sample.answer : "";
+  answer.hidden = !isAnswer(sample);
+  answer.textContent = isAnswer(sample) ? sample.answer : "";
+  answer.className = `answer${isAnswer(sample) ? markOf(sample) : ""}`;
   slot.nothing.hidden = !picture.hidden || !answer.hidden;
   slot.label.replaceChildren(...label);
   scores.replaceChildren(...(sample ? names.map((name) => scoreLine(name, sample, before)) : []));
@@ -89,6 +118,7 @@ function scoreLine(name, sample, before) {
 function drawPictures(data) {
   const section = byId("pictures"), epochs = shownEpochs(data);
   stopPlaying();
+  middle = findMiddle(data);
   section.hidden = !epochs.length;
   if (!epochs.length) return;
   if (state.follow || !epochs.includes(state.epoch)) {
@@ -120,7 +150,7 @@ function drawPictures(data) {
 }
 
 function thinNotes(data) {
-  const notes = data.runs.flatMap((run) => Object.entries(KINDS)
+  const notes = data.runs.flatMap((run) => Object.entries(kindsOf(data))
     .filter(([kind]) => run[kind].epochs.length < run[kind].of)
     .map(([kind, name]) => `${data.runs.length > 1 ? `${run.name}: ` : ""}${run[kind].epochs.length} of ${run[kind].of} epochs with ${name} are on this page, to keep it small; all pictures are in the run's samples folder.`));
   return notes.map((text) => el("p", { class: "quiet thinned", text }));
@@ -149,17 +179,18 @@ function startPlaying(slider, epochs, show) {
 function buildEvolution(data) {
   const several = data.runs.length > 1;
   const starts = data.runs.map((run) => ({ run, ...at(run, "eval", -1) }));
-  const keys = [...new Set(starts.flatMap((start) => [...byPrompt(start.samples).keys()]))];
+  const first = starts.map((start) => byPrompt(start.samples));
+  const keys = [...new Set(first.flatMap((found) => [...found.keys()]))];
   const names = scoreNames(starts.flatMap((start) => start.samples));
   const pair = !several && starts[0].run.eval.epochs.length > 1;
   const cards = keys.map((key) => {
     const slots = Array.from({ length: several ? data.runs.length : pair ? 2 : 1 }, buildSlot);
-    const node = el("article", { class: "card" }, promptText(JSON.parse(key)[0]), el("div", { class: "slots" }, ...slots.map((slot) => slot.node)));
+    const asked = first.map((found) => found.get(key)).find(Boolean);
+    const node = el("article", { class: "card" }, ...headOf(asked), el("div", { class: "slots" }, ...slots.map((slot) => slot.node)));
     return { key, slots, node };
   });
-  const first = starts.map((start) => byPrompt(start.samples));
   return {
-    node: el("div", { class: several ? "cards broad" : "cards", id: "evolution" }, ...cards.map((card) => card.node)),
+    node: el("div", { class: several || answered(data) ? "cards broad" : "cards", id: "evolution" }, ...cards.map((card) => card.node)),
     show(epoch) {
       const now = data.runs.map((run) => at(run, "eval", epoch));
       const found = now.map((each) => byPrompt(each.samples));
@@ -188,15 +219,15 @@ function total(sample, names) {
   return typeof value === "number" ? value : null;
 }
 
-function sampleCard(sample, names, label) {
+function sampleCard(sample, names, head) {
   const slot = buildSlot();
-  fillSlot(slot, sample, names, label);
+  fillSlot(slot, sample, names, []);
   if (sample.advantage !== undefined) slot.node.append(advantageBar(sample.advantage));
-  return el("article", { class: "card one" }, promptText(sample.prompt), el("div", { class: "slots" }, slot.node));
+  return el("article", { class: "card one" }, ...head, el("div", { class: "slots" }, slot.node));
 }
 
 function drawExtremes(data, place) {
-  const kinds = Object.entries(KINDS).filter(([kind]) => data.runs.some((run) => run[kind].epochs.length));
+  const kinds = Object.entries(kindsOf(data)).filter(([kind]) => data.runs.some((run) => run[kind].epochs.length));
   if (!kinds.some(([kind]) => kind === state.kind)) state.kind = kinds[0][0];
   const rows = data.runs.flatMap((run, number) => {
     const { epoch, samples } = at(run, state.kind, state.epoch), names = scoreNames(samples);
@@ -204,9 +235,9 @@ function drawExtremes(data, place) {
     const count = Math.min(EXTREMES, Math.floor(ranked.length / 2));
     if (!count) return [];
     const strip = (title, chosen) => el("div", { class: "strip" }, el("h4", { text: title }),
-      el("div", { class: answered(data) ? "cards" : "cards small" }, ...chosen.map((sample) => sampleCard(sample, names, []))));
+      el("div", { class: answered(data) ? "cards" : "cards small" }, ...chosen.map((sample) => sampleCard(sample, names, headOf(sample)))));
     return [el("div", {},
-      el("p", { class: "quiet" }, data.runs.length > 1 ? runDot(number) : null, `${data.runs.length > 1 ? `${run.name}, ` : ""}epoch ${epoch}, ${KINDS[state.kind]}`),
+      el("p", { class: "quiet" }, data.runs.length > 1 ? runDot(number) : null, `${data.runs.length > 1 ? `${run.name}, ` : ""}epoch ${epoch}, ${kindsOf(data)[state.kind]}`),
       el("div", { class: "strips" }, strip("Best", ranked.slice(0, count)), strip("Worst", ranked.slice(-count).reverse())))];
   });
   place.hidden = !rows.length && kinds.length < 2;
@@ -237,27 +268,25 @@ function drawGroup(data, place) {
     return [...found.values()];
   });
   const options = groups.flatMap((own, i) => own.map((samples, j) => {
-    const prompt = samples[0].prompt, short = prompt.length > 60 ? `${prompt.slice(0, 60)}…` : prompt;
-    return [`${drawn[i].number}/${j}`, data.runs.length > 1 ? `${drawn[i].run.name}: ${short}` : short];
+    const { prompt, truth } = samples[0], short = prompt.length > 60 ? `${prompt.slice(0, 60)}…` : prompt;
+    const told = truth === undefined ? short : `${short} (${truth})`;
+    return [`${drawn[i].number}/${j}`, data.runs.length > 1 ? `${drawn[i].run.name}: ${told}` : told];
   }));
   if (!options.some(([value]) => value === state.group)) state.group = options[0][0];
   const [number, chosen] = state.group.split("/").map(Number), i = drawn.findIndex((each) => each.number === number);
   const samples = [...groups[i][chosen]].sort((a, b) => (b.advantage || 0) - (a.advantage || 0)), names = scoreNames(samples);
-  const size = drawn[i].run.config.sample && drawn[i].run.config.sample.num_image_per_prompt;
+  const settings = drawn[i].run.config.sample || {}, size = settings.num_image_per_prompt || settings.group_size;
+  const [title, one, what] = isAnswer(samples[0]) ? ["One question, all its answers", "Question", "answer"] : ["One prompt, all its samples", "Prompt", "sample"];
   const scores = samples.map((sample) => total(sample, names)).filter((value) => value !== null);
   const mean = scores.reduce((a, b) => a + b, 0) / scores.length;
   const spread = Math.sqrt(scores.reduce((sum, value) => sum + (value - mean) ** 2, 0) / scores.length);
-  const facts = [`epoch ${drawn[i].epoch}`, size > samples.length ? `${samples.length} of the ${size} samples of this group` : plural(samples.length, "sample"),
+  const facts = [`epoch ${drawn[i].epoch}`, size > samples.length ? `${samples.length} of the ${size} ${what}s of this group` : plural(samples.length, what),
     scores.length ? `mean ${scoreText(mean)}, spread ${scoreText(spread)}` : null,
     scores.length < samples.length ? `${samples.length - scores.length} failed` : null];
   refill(place,
-    el("div", { class: "bar" }, el("h3", { text: "One prompt, all its samples" }),
-      chooser("group-choice", "Prompt", options, state.group, (value) => { state.group = value; drawGroup(data, place); byId("group-choice").focus(); })),
-    promptText(samples[0].prompt),
+    el("div", { class: "bar" }, el("h3", { text: title }),
+      chooser("group-choice", one, options, state.group, (value) => { state.group = value; drawGroup(data, place); byId("group-choice").focus(); })),
+    ...headOf(samples[0]),
     el("p", { class: "quiet", text: facts.filter(Boolean).join(" · ") }),
-    el("div", { class: answered(data) ? "cards" : "cards small" }, ...samples.map((sample) => {
-      const card = sampleCard(sample, names, []);
-      card.firstChild.remove(); // the prompt is that of all
-      return card;
-    })));
+    el("div", { class: answered(data) ? "cards" : "cards small" }, ...samples.map((sample) => sampleCard(sample, names, []))));
 }

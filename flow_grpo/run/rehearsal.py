@@ -1,0 +1,207 @@
+"""`--dry_run` of a training script: build all that the run would, measure a few batches, tell what
+the run will take, and leave nothing behind."""
+
+import json
+import logging
+import math
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import psutil
+import torch
+from accelerate import Accelerator
+from ml_collections import ConfigDict
+from torch import Tensor
+
+from flow_grpo.errors import RewardOutage, Stopped
+from flow_grpo.run import estimate, tracking
+from flow_grpo.run.base import Run
+from flow_grpo.run.benchmarking import now
+from flow_grpo.run.memory import advice_when_short
+from flow_grpo.run.outage import describe_outage
+from flow_grpo.run.places import find_files
+from flow_grpo.run.resume import Start, find_start
+from flow_grpo.run.stopping import StopRequested
+
+logger = logging.getLogger("flow_grpo")
+
+ROUNDS = 2  # the first one, in which all warms up, is not counted
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A small one, on one process."""
+
+    seconds: tuple[float, float, float]  # sampling, waiting for rewards, training
+    batches: int  # sampled
+    trained: int  # micro-batches, or answers
+    held: float  # bytes that a sampled batch keeps until it is trained
+    remark: tuple[str, str] | None = None  # a line to tell, and how it begins
+
+
+class Rehearsal(ABC):
+    """Runs the functions of a training script, on a small part of its work."""
+
+    tests: ClassVar[str]  # where a session has what it evaluates on
+
+    @abstractmethod
+    def build(self, config: ConfigDict) -> Run:
+        """As the run would build it, by `build_quietly`."""
+
+    @abstractmethod
+    def describe(self, session: Run) -> str:
+        """What an evaluation has."""
+
+    @abstractmethod
+    def advice(self, session: Run) -> list[str]:
+        """Options that need less memory."""
+
+    @abstractmethod
+    def count_work(self, session: Run) -> estimate.Work: ...
+
+    @abstractmethod
+    def shrink(self, session: Run, folder: Path) -> Run:
+        """The same session with a small epoch, which writes to `folder`."""
+
+    @abstractmethod
+    def run_epoch(self, small: Run, epoch: int) -> Epoch:
+        """Sample, score and train."""
+
+    @abstractmethod
+    def run_evaluation(self, small: Run) -> None:
+        """As the one before training, which ends the run where rewards fail."""
+
+    def dry_run(self, config: ConfigDict) -> Run:
+        session = self.build(config)
+        try:
+            logger.info("%-21s %s; nothing is written now", "dry run", describe_start(session))
+            logger.info(session.plan.describe())
+            every = session.config.eval_freq
+            when = (
+                f"every {estimate.count(every, 'epoch')}" if every else "before and after the run"
+            )
+            logger.info("%-21s %s, %s", "evaluation", self.describe(session), when)
+            with (
+                session.stop,
+                tempfile.TemporaryDirectory() as folder,
+                advice_when_short(self.advice(session)),
+            ):
+                tell(session, *self.measure(session, Path(folder)))
+        except StopRequested as request:
+            raise Stopped("the dry run was stopped; nothing was written") from request
+        finally:
+            session.close()
+        session.accelerator.wait_for_everyone()
+        session.accelerator.end_training()
+        return session
+
+    def measure(self, session: Run, folder: Path) -> tuple[estimate.Measured, estimate.Work, float]:
+        """Seconds of the parts, how often the run has them, and GiB of a process at its peak."""
+        small, work = self.shrink(session, folder), self.count_work(session)
+        logger.info(
+            "%-21s %d of %d batches sampled, scored and trained, %d of %d of an evaluation, twice",
+            *("measured", self.count_work(small).batches, work.batches),
+            *(min(2, work.eval_batches), work.eval_batches),
+        )
+        first = max(session.progress.epoch, 0)
+        totals = []
+        for number in range(ROUNDS):
+            epoch = self.run_epoch(small, first + number)
+            evals = [
+                self._evaluate(small, batches, work.eval_batches)
+                for batches in (1, 2)[: work.eval_batches]
+            ]
+            totals.append(sum(epoch.seconds) + sum(evals))
+        if epoch.remark:
+            logger.info("%-21s %s", *epoch.remark)
+        sampling, waiting, training = epoch.seconds
+        measured = estimate.Measured(
+            sample=sampling / epoch.batches,
+            reward=estimate.reward_seconds(sampling, waiting, epoch.batches),
+            train=training / epoch.trained,
+            first_eval=evals[0],
+            next_eval=max(0.0, evals[-1] - evals[0]),
+            warm_up=max(0.0, totals[0] - totals[-1]),
+        )
+        more = (work.batches * (2 if work.ahead else 1) - epoch.batches) * epoch.held / 2**30
+        own = tracking.peak_memory_gb(session.accelerator.device) + more
+        peak = torch.tensor([own], device=session.accelerator.device)
+        return measured, work, session.accelerator.gather(peak).max().item()
+
+    def _evaluate(self, small: Run, batches: int, of: int) -> float:
+        """Seconds of so many batches."""
+        every = getattr(small, self.tests)
+        some = every[: math.ceil(len(every) * batches / of)]
+        start = now(small.accelerator.device)
+        self.run_evaluation(replace(small, **{self.tests: some}))
+        return now(small.accelerator.device) - start
+
+
+def build_quietly(
+    config: ConfigDict, check: Callable[[ConfigDict], None], build: Callable[..., Run]
+) -> Run:
+    """A session, with nothing written: no folder, lock, tracker or cache."""
+    check(config)
+    find_files(config)
+    asked = json.loads(config.to_json_best_effort())
+
+    def look(accelerator: Accelerator, *_: Any) -> tuple[Start, None]:
+        """A run of this name is found or refused as always; its lock is given back at once."""
+        with ExitStack() as at_once:
+            start, _ = find_start(accelerator, asked, at_once)
+        return start, None
+
+    for name in {"log_with", "prompt_cache"} & {*config}:
+        config[name] = ""
+    return build(config, begin=look)
+
+
+def describe_start(session: Run) -> str:
+    done, folder = session.progress.epoch, session.folder
+    if not folder.exists():
+        source = f", which goes on from {session.config.resume}" if done >= 0 else ""
+        return f"{folder} would be a new run{source}"
+    return f"{folder} would go on after epoch {done}" if done >= 0 else f"{folder} would start anew"
+
+
+def refuse_outage(small: Run, rewards: dict[str, np.ndarray]) -> None:
+    limit = small.config.max_failed_fraction
+    if outage := describe_outage(small.accelerator, small.reward, rewards, limit):
+        raise RewardOutage(f"dry run: {outage}")
+
+
+def epochs_left(session: Run) -> dict[str, int]:
+    """Epochs and evaluations that are still to be done, as `Work` has them."""
+    config, done = session.config, session.progress.epoch
+    evaluations = estimate.count_evaluations(done, config.num_epochs, config.eval_freq)
+    return {"epochs": config.num_epochs - max(done, 0), "evaluations": evaluations}
+
+
+def tensor_bytes(value: Any) -> int:
+    """Of all tensors in it."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if is_dataclass(value):
+        value = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(tensor_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def tell(session: Run, measured: estimate.Measured, work: estimate.Work, peak: float) -> None:
+    device = session.accelerator.device
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+        where = f"{total:.1f} GiB of the GPU"
+    else:
+        total = psutil.virtual_memory().total / 2**30
+        where = f"{total:.1f} GiB of this machine"
+    each = ", for each process" if session.plan.num_processes > 1 else ""
+    logger.info("%-21s %.1f GiB at the peak%s, of %s", "memory", peak, each, where)
+    logger.info(estimate.describe(measured, work))

@@ -1,0 +1,53 @@
+"""Models that answer on a GPU: steps of sampling as CUDA graphs give what plain steps give, and the
+small model learns.
+
+python -m pytest -q --noconftest tests/gpu        on a machine with a GPU
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flow_grpo.sampling.rollout import sample_generators
+from flow_grpo.speed.lora import lora_layers
+from flow_grpo.vlm.policy import AnswerPolicy
+from flow_grpo.vlm.sampling import Sampler
+from flow_grpo.vlm.shapes import build
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+from benchmark_vlm import make_prompt
+
+CUDA = torch.device("cuda")
+ROWS = [i // 4 for i in range(16)]
+STOP = list(range(0, 152000, 40))  # so many that answers end at unlike steps
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_graphs_sample_what_plain_steps_do(use_lora, compute_dtype):
+    model = build("small", CUDA, compute_dtype or torch.float32)
+    policy = AnswerPolicy(model, parts=[], use_lora=use_lora, compute_dtype=compute_dtype)
+    for layer in lora_layers(policy.model):
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.05)
+    prompts = [make_prompt(model, 20 + 7 * i, 56, i) for i in range(4)]
+
+    def answers(sampler: Sampler, count: int = len(ROWS)):
+        drawn = sample_generators(0, 0, list(range(count)))
+        return sampler.sample(prompts, ROWS[:count], drawn)
+
+    settings = {"max_new_tokens": 300, "stop": STOP, "pad": 0}
+    graphed = Sampler(policy.network, **settings)
+    plain = answers(Sampler(policy.network, **settings, cuda_graphs=False))
+    for _ in range(2):  # recorded, and replayed
+        again = answers(graphed)
+        assert all(map(torch.equal, plain.tokens, again.tokens))
+        assert max(map(_furthest, plain.log_probs, again.log_probs)) < 1e-5
+    assert len(graphed.step.recorded) > 2  # fewer slots as answers end
+    fewer = answers(graphed, 5)
+    assert all(map(torch.equal, plain.tokens, fewer.tokens))
+
+
+def _furthest(one: torch.Tensor, two: torch.Tensor) -> float:
+    return float((one - two).abs().max())

@@ -1,0 +1,150 @@
+"""What an update of answers is made of, written out with loops, in whole runs of two epochs: in the
+second, the weights have left the reference and the value head its zeros."""
+
+import math
+from dataclasses import dataclass
+
+import answer_runs
+import pytest
+import small_vlm
+import torch
+import train_vlm
+from torch import Tensor
+
+from flow_grpo.vlm.batches import packed
+from flow_grpo.vlm.credit import Fixed
+from flow_grpo.vlm.network import AnswerModel
+from flow_grpo.vlm.rollout import Rollout
+
+COMMON = {"num_epochs": 2, "train.updates_per_epoch": 1, "train.learning_rate": 0.01}
+BETA = 0.5
+
+
+@dataclass
+class Epoch:
+    rollout: Rollout
+    fixed: dict[int, Fixed]
+    greedy: dict[int, float]  # reward of the likeliest answer to each question
+    metrics: dict[str, float]
+
+    def mean(self, values: dict[int, Tensor]) -> float:
+        """Over the tokens of all answers."""
+        assert values.keys() == self.rollout.samples.keys()
+        return torch.cat(list(values.values())).double().mean().item()
+
+    def credit(self) -> dict[int, Tensor]:
+        return {i: own.advantages for i, own in self.fixed.items()}
+
+    def references(self) -> dict[int, Tensor]:
+        """Of a model that no training has touched."""
+        network, own = AnswerModel(small_vlm.build()), {}
+        for i in self.rollout.samples:
+            with torch.no_grad():
+                batch = packed([self.rollout.answer(i)], small_vlm.PAD)
+                own[i] = network(batch)["log_probs"][0]
+        return own
+
+
+@pytest.fixture
+def second_epoch(tmp_path, monkeypatch):
+    folder = small_vlm.save(tmp_path / "model")
+    places = {"pretrained.model": str(folder), "logdir": str(tmp_path / "logs")}
+    places["dataset"] = str(small_vlm.small_data(tmp_path / "data"))
+    epochs, train_epoch = [], train_vlm.train_epoch
+
+    def watched(session, epoch, rollout, fixed):
+        rows = list(rollout.prompts)
+        answers = session.answerer.answer(rollout.prompts, rows)
+        rewards = small_vlm.early_letters([a.text for a in answers], [], [])
+        metrics = train_epoch(session, epoch, rollout, fixed)
+        epochs.append(Epoch(rollout, fixed, dict(zip(rows, rewards, strict=True)), metrics))
+        return metrics
+
+    def run(**fields) -> Epoch:
+        monkeypatch.setattr(train_vlm, "train_epoch", watched)
+        answer_runs.run(**places, **{**COMMON, **fields})
+        assert len(epochs) == 2
+        assert all(own.old.abs().sum() > 0 for own in epochs[1].fixed.values())
+        return epochs[1]
+
+    return run
+
+
+def test_the_kl_in_the_loss(second_epoch):
+    epoch = second_epoch(**{"train.beta": BETA, "train.kl": "k3", "train.kl_in": "loss"})
+    references, kl = epoch.references(), {}
+    for i, own in epoch.fixed.items():
+        away = references[i] - own.old
+        kl[i] = away.exp() - away - 1
+    gain = epoch.mean(epoch.credit())
+    assert epoch.metrics["train/kl"] == pytest.approx(epoch.mean(kl), rel=1e-3)
+    assert epoch.metrics["train/kl"] > 1e-4
+    assert epoch.metrics["train/policy_loss"] == pytest.approx(-gain, abs=1e-5)
+    loss = -gain + BETA * epoch.mean(kl)
+    assert epoch.metrics["train/loss"] == pytest.approx(loss, abs=1e-5)
+    surprise = {i: -own.old for i, own in epoch.fixed.items()}
+    assert epoch.metrics["train/entropy"] == pytest.approx(epoch.mean(surprise))
+
+
+def test_the_kl_in_the_reward(second_epoch):
+    """What an answer loses is summed over its tokens; the loss has no KL then."""
+    settings = {"train.beta": BETA, "train.kl": "k1", "train.kl_in": "reward"}
+    epoch = second_epoch(**settings, **{"train.advantage": "dr_grpo"})
+    references, rewards = epoch.references(), epoch.rollout.scores["avg"]
+    lost = {i: BETA * (own.old - references[i]).sum().item() for i, own in epoch.fixed.items()}
+    assert max(map(abs, lost.values())) > 1e-2
+    for i, own in epoch.fixed.items():
+        group = [j for j in epoch.fixed if j // 4 == i // 4]
+        left = [rewards[j] - lost[j] for j in group]
+        expected = rewards[i] - lost[i] - sum(left) / 4
+        assert own.advantages.tolist() == pytest.approx([expected] * len(own.old), abs=1e-4)
+    gain = epoch.mean(epoch.credit())
+    assert epoch.metrics["train/loss"] == pytest.approx(-gain, abs=1e-5)
+    assert epoch.metrics["train/kl"] != 0
+
+
+def test_remax_compares_with_the_greedy_answer(second_epoch):
+    epoch = second_epoch(**{"train.advantage": "remax"})
+    assert len(set(epoch.greedy.values())) > 1
+    for i, own in epoch.fixed.items():
+        baseline = epoch.greedy[epoch.rollout.row_of(i)]
+        expected = epoch.rollout.scores["avg"][i] - baseline
+        assert own.advantages.tolist() == pytest.approx([expected] * len(own.old))
+
+
+def test_ppo_with_rewards_that_are_missing(second_epoch):
+    """Discount .9, decay .8, a KL in the reward, values and their loss."""
+    settings = {"train.beta": BETA, "train.kl": "k1", "train.kl_in": "reward"}
+    settings |= {"train.advantage": "gae", "train.discount": 0.9, "train.gae_decay": 0.8}
+    settings |= {"train.value_weight": 0.7, "sample.questions_per_epoch": 8}
+    epoch = second_epoch(**settings, reward="letters_or_nothing", max_failed_fraction=0.5)
+    references, rewards = epoch.references(), epoch.rollout.scores["avg"]
+    raw, without = {}, []
+    for i, own in epoch.fixed.items():
+        values, left = own.values.tolist(), (BETA * (own.old - references[i])).tolist()
+        assert any(values)
+        if math.isnan(rewards[i]):
+            without.append(i)
+            assert not own.advantages.any()
+            assert torch.equal(own.returns, own.values)
+            continue
+        raw[i], later = [0.0] * len(values), 0.0
+        for t in reversed(range(len(values))):
+            last = t == len(values) - 1
+            reward = (rewards[i] if last else 0.0) - left[t]
+            following = 0.0 if last else values[t + 1]
+            later = reward + 0.9 * following - values[t] + 0.9 * 0.8 * later
+            raw[i][t] = later
+        expected = [a + v for a, v in zip(raw[i], values, strict=True)]
+        assert own.returns.tolist() == pytest.approx(expected, abs=1e-4)
+    assert len(without) == 4
+    every = [a for own in raw.values() for a in own]
+    mean = sum(every) / len(every)
+    deviation = math.sqrt(sum((a - mean) ** 2 for a in every) / len(every))
+    for i, own in raw.items():
+        expected = [(a - mean) / deviation for a in own]
+        assert epoch.fixed[i].advantages.tolist() == pytest.approx(expected, abs=1e-3)
+    errors = {i: 0.5 * (own.values - own.returns) ** 2 for i, own in epoch.fixed.items()}
+    loss = -epoch.mean(epoch.credit()) + 0.7 * epoch.mean(errors)
+    assert epoch.metrics["train/value_loss"] == pytest.approx(epoch.mean(errors), rel=1e-4)
+    assert epoch.metrics["train/loss"] == pytest.approx(loss, abs=1e-4)

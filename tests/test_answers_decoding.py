@@ -1,0 +1,101 @@
+"""The steps of sampling: slots of fixed size, as CUDA graphs need them; how tokens are chosen."""
+
+import numpy as np
+import pytest
+import small_vlm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flow_grpo.sampling.rollout import sample_generators
+from flow_grpo.speed.lora import lora_layers, without_lora
+from flow_grpo.vlm.batches import Answer, packed
+from flow_grpo.vlm.decoding import CHUNK, choose
+from flow_grpo.vlm.network import AnswerModel, fuse_norms
+from flow_grpo.vlm.policy import AnswerPolicy
+from flow_grpo.vlm.sampling import Sampler
+
+SETTINGS = {"max_new_tokens": 24, "stop": [small_vlm.EOS, *range(20, 26)], "pad": small_vlm.PAD}
+ROWS = [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.fixture(scope="module", params=("qwen3_vl", "qwen2_5_vl"))
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def prompts(family, tmp_path_factory):
+    encoder = small_vlm.encoder(small_vlm.build(family))
+    return [encoder.encode(q) for q in small_vlm.questions(tmp_path_factory.mktemp("questions"))]
+
+
+def test_slots_in_powers_of_two_and_rounded_columns_sample_the_same(family, prompts):
+    """What a GPU does, step by step on the CPU."""
+    network = AnswerModel(small_vlm.build(family))
+    one = Sampler(network, **SETTINGS).sample(prompts, ROWS, generators(ROWS))
+    sampler = Sampler(network, **SETTINGS)
+    sampler.graphed = True
+    two = sampler.sample(prompts, ROWS, generators(ROWS))
+    assert len({len(tokens) for tokens in one.tokens}) > 3
+    fewer = sampler.sample(prompts[:2], ROWS[:4], generators(ROWS)[:4])  # in the same slots
+    assert sampler.slots.rows == len(ROWS)
+    assert sampler.slots.columns == 256
+    assert one.ended == two.ended
+    assert fewer.ended == one.ended[:4]
+    for other in (two, fewer):
+        for i, (tokens, log_probs) in enumerate(zip(other.tokens, other.log_probs, strict=True)):
+            assert torch.equal(tokens, one.tokens[i])
+            torch.testing.assert_close(log_probs, one.log_probs[i], rtol=0, atol=1e-5)
+
+
+def generators(rows):
+    return sample_generators(1, 2, list(range(len(rows))))
+
+
+def test_half_precision_samples_with_merged_lora(family, prompts):
+    policy = AnswerPolicy(
+        small_vlm.build(family).to(torch.bfloat16), parts=[], compute_dtype=torch.bfloat16
+    )
+    layers = lora_layers(policy.model)
+    torch.manual_seed(0)
+    for layer in layers:
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+    sampled = Sampler(policy.network, **SETTINGS).sample(prompts, ROWS, generators(ROWS))
+    answers = [Answer(r, prompts[r], t) for r, t in zip(ROWS, sampled.tokens, strict=True)]
+    batch = packed(answers, small_vlm.PAD)
+    old = torch.cat(sampled.log_probs)
+    trained = policy.fixed_scores(batch)["log_probs"][batch.mask]
+    with without_lora(layers):
+        without = policy.fixed_scores(batch)["log_probs"][batch.mask]
+    assert (old - trained).abs().mean() < 0.1 < 0.3 < (old - without).abs().mean()
+    assert not any(layer.disable_adapters for layer in layers)
+
+
+def test_fused_norms_are_the_models_own(family):
+    hidden = torch.randn(3, 5, small_vlm.TEXT["hidden_size"], dtype=torch.float64).float()
+    model = small_vlm.build(family)
+    norm = model.model.language_model.norm
+    usual = norm(hidden)
+    fuse_norms(model)
+    torch.testing.assert_close(norm(hidden), usual, rtol=1e-5, atol=1e-6)
+    assert norm(hidden.bfloat16()).dtype == torch.float32  # weights of another type: as before
+
+
+@given(
+    vocabulary=st.integers(2, 3 * CHUNK),
+    seed=st.integers(0, 2**32 - 1),
+    draw=st.floats(0, 1, exclude_max=True),
+)
+def test_a_draw_chooses_the_token_at_which_probabilities_pass_it(vocabulary, seed, draw):
+    rng = np.random.default_rng(seed)
+    p = rng.random(vocabulary) * (rng.random(vocabulary) < 0.3)  # many have none
+    p[rng.integers(vocabulary)] += 1
+    p /= p.sum()
+    with np.errstate(divide="ignore"):
+        log_probs = torch.from_numpy(np.log(p))[None]
+    token = int(choose(log_probs, torch.tensor([draw], dtype=torch.float64)))
+    reached = np.cumsum(p)
+    assert p[token] > 0
+    assert reached[token] - p[token] <= draw + 1e-9
+    assert reached[token] >= draw - 1e-9

@@ -1,0 +1,348 @@
+"""Answers that another engine sampled: what it is sent, and how its tokens are weighted.
+
+tests/gpu/test_vllm_engine.py runs vLLM itself, where it is installed.
+"""
+
+import itertools
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import answer_runs
+import pytest
+import small_vlm
+import torch
+import train_vlm
+from peft import PeftModel
+from safetensors import safe_open
+
+from flow_grpo.errors import UserError
+from flow_grpo.sampling.rollout import sample_generators
+from flow_grpo.vlm import check
+from flow_grpo.vlm.losses import Counts, importance_weights, policy_loss, token_weights
+from flow_grpo.vlm.policy import ADAPTER, AnswerPolicy
+from flow_grpo.vlm.prompts import Prompt
+from flow_grpo.vlm.questions import Question
+from flow_grpo.vlm.rollout import Answerer
+from flow_grpo.vlm.session import build_session
+from flow_grpo.vlm.vllm_engine import (
+    VllmAnswerer,
+    engine_files,
+    named_weights,
+    request,
+    unexpanded,
+)
+
+FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+
+
+# --- the weights of tokens -----------------------------------------------------------------------
+
+
+def test_importance_weights_are_ratios_up_to_the_cap():
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64, requires_grad=True)
+    engine = torch.tensor([0.4, 0.5, 0.1], dtype=torch.float64)
+    weights = importance_weights(policy.log(), engine.log(), cap=1.5)
+    assert torch.allclose(weights, torch.tensor([1.25, 0.6, 1.5], dtype=torch.float64))
+    assert not weights.requires_grad
+    assert importance_weights(policy.log(), engine.log(), cap=0).tolist() == [1, 1, 1]
+    assert importance_weights(engine, engine, cap=2.0).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.2, 100.0])
+def test_weights_make_an_engines_tokens_those_of_the_policy(cap):
+    """Over all answers of two tokens out of three: the mean over the engine's answers is the
+    gradient of the policy's expected reward, token by token, as far as no weight is held."""
+    logits = torch.tensor([[0.2, -0.4, 0.7], [0.5, 0.1, -0.9]], dtype=torch.float64)
+    logits.requires_grad_()
+    engine = torch.tensor([[0.0, 0.1, 0.4], [-0.3, 0.2, 0.0]], dtype=torch.float64).log_softmax(-1)
+    reward = torch.tensor([1.0, 0.3, -0.5], dtype=torch.float64)
+    mask, estimate, expected = torch.ones(1, 2, dtype=torch.bool), 0.0, 0.0
+    counts = Counts(tokens=2.0, answers=1.0)
+    for answer in itertools.product(range(3), repeat=2):
+        chosen = torch.tensor(answer)
+        new = logits.log_softmax(-1).gather(1, chosen[:, None]).T  # (1, 2)
+        theirs = engine.gather(1, chosen[:, None]).T
+        advantages = reward[chosen][None]  # each token has its own, so that tokens stand alone
+        loss = policy_loss(
+            "clip", new, new.detach(), advantages, mask, clip_low=0.2, clip_high=0.2
+        ).loss
+        weights = token_weights("token", mask, counts, 2)
+        (plain,) = torch.autograd.grad((loss * weights).sum(), logits, retain_graph=True)
+        weighted = loss * weights * importance_weights(new, theirs, cap)
+        (corrected,) = torch.autograd.grad(weighted.sum(), logits)
+        estimate = estimate + theirs.sum().exp() * corrected
+        expected = expected + new.detach().sum().exp() * plain
+    off = (estimate - expected).abs().max()
+    assert off < 1e-12 if cap == 100.0 else off > 1e-3
+
+
+# --- a run with an engine whose log-probabilities are not ours -----------------------------------
+
+
+class OtherTemperature(Answerer):
+    """An engine that is off: it samples at another temperature, and says so truthfully."""
+
+    exact: ClassVar[bool] = False
+    factor: ClassVar[float] = 1.5
+    woken: ClassVar[list[bool]] = []
+
+    @contextmanager
+    def awake(self):
+        self.woken.append(True)
+        with super().awake():
+            yield
+        self.woken.append(False)
+
+    def answer(self, prompts, rows, generators=None):
+        assert self.woken[-1]
+        network, own = self.policy.network, self.policy.network.temperature
+        network.temperature = own * self.factor
+        try:
+            return super().answer(prompts, rows, generators)
+        finally:
+            network.temperature = own
+
+
+class SameTemperature(OtherTemperature):
+    factor: ClassVar[float] = 1.0
+
+
+def run_with(kind: type[Answerer], folder: Path, **fields) -> tuple[list[dict], list]:
+    """Metrics, and what each call of the loss got and gave."""
+    model, data = small_vlm.save(folder / "model"), small_vlm.small_data(folder / "data")
+    places = {"pretrained.model": str(model), "dataset": str(data), "logdir": str(folder / "logs")}
+    session = build_session(answer_runs.config_of(**places, num_epochs=1, **fields))
+    own = session.answerer
+    session.answerer = kind(own.policy, own.encoder, own.max_new_tokens, own.stop)
+    calls, answer_loss = [], train_vlm.answer_loss
+
+    def watched(session, batch, fixed, weights, counts):
+        loss = answer_loss(session, batch, fixed, weights, counts)
+        calls.append((session, batch, [replace(f) for f in fixed], weights, counts, loss))
+        return loss
+
+    train_vlm.answer_loss = watched
+    try:
+        train_vlm.train(session)
+    finally:
+        train_vlm.answer_loss = answer_loss
+        session.close()
+    lines = (session.folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], calls
+
+
+@pytest.fixture(scope="module")
+def hot(tmp_path_factory):
+    OtherTemperature.woken.clear()
+    fields = {"sample.group_size": 8, "train.updates_per_epoch": 1, "train.beta": 0.1}
+    return run_with(OtherTemperature, tmp_path_factory.mktemp("hot"), **fields)
+
+
+def test_an_engine_that_is_off_is_told_and_weighted(hot):
+    (_, line), calls = hot
+    assert line["answer/engine_dev"] > 0.1
+    assert line["answer/engine_dev_max"] > 3 * line["answer/engine_dev"]
+    # old log-probabilities are computed again, as if recompute_old was set
+    assert line["train/first_update_ratio_dev"] == 0
+    # the mean of a ratio over what it is divided by is 1, but for chance and the bound of 2
+    assert line["train/importance"] == pytest.approx(1, abs=0.15)
+    weights = torch.cat([fixed.importance for *_, every, _, _, _ in calls for fixed in every])
+    assert weights.max() == 2
+    assert line["train/importance"] == pytest.approx(weights.mean().item(), abs=1e-5)
+
+
+def test_the_loss_of_a_token_is_multiplied_by_its_weight(hot):
+    session, batch, fixed, weights, counts, loss = hot[1][0]
+    ones = [replace(own, importance=torch.ones_like(own.old)) for own in fixed]
+    importance = torch.cat([own.importance for own in fixed])
+    assert torch.equal(loss.columns["importance"], importance)
+    # by the weights of the network that were trained since
+    plain = train_vlm.answer_loss(session, batch, ones, weights, counts)
+    weighted = train_vlm.answer_loss(session, batch, fixed, weights, counts)
+    assert torch.allclose(weighted.per_sample, plain.per_sample * importance, atol=1e-6)
+
+
+def test_engines_are_awake_while_they_answer_and_not_else(hot):
+    # evaluation, the epoch's answers, and the evaluation after them
+    assert OtherTemperature.woken == [True, False] * 3
+
+
+def test_an_engine_that_is_not_off_trains_as_ours(tmp_path):
+    lines, calls = run_with(SameTemperature, tmp_path / "same")
+    assert lines[-1]["answer/engine_dev_max"] <= 1e-5
+    weights = torch.cat([fixed.importance for *_, every, _, _, _ in calls for fixed in every])
+    assert torch.allclose(weights, torch.ones_like(weights), atol=1e-5)
+    ours, _ = run_with(Answerer, tmp_path / "ours", **{"train.recompute_old": True})
+    assert "answer/engine_dev" not in ours[-1]
+    assert "train/importance" not in ours[-1]
+    for name in ("train/loss", "train/grad_norm", "reward/avg"):
+        assert lines[-1][name] == pytest.approx(ours[-1][name], rel=1e-3, abs=1e-6)
+
+
+# --- what vLLM is sent ---------------------------------------------------------------------------
+
+
+def policy_with_lora(family: str, dtype: torch.dtype = torch.float32) -> AnswerPolicy:
+    policy = AnswerPolicy(small_vlm.build(family).to(dtype), parts=[], rank=4, freeze_vision=False)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in policy.model.named_parameters():
+        if "lora_B" in name:
+            weight.data = 0.1 * torch.randn(weight.shape, generator=generator)
+    return policy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_those_that_peft_merges_under_the_names_of_the_model(family, tmp_path):
+    policy = policy_with_lora(family)
+    policy.save(tmp_path)
+    sent = dict(named_weights(policy.model))
+    stock = small_vlm.build(family)
+    before = {name: weight.clone() for name, weight in stock.named_parameters()}
+    merged = PeftModel.from_pretrained(stock, tmp_path / "lora").merge_and_unload()
+    expected = dict(merged.named_parameters())
+    assert sent.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.allclose(sent[name], weight, atol=1e-6), name
+    moved = [name for name, weight in before.items() if not torch.equal(weight, sent[name])]
+    layers = [name for name, _ in policy.model.named_parameters() if f"lora_A.{ADAPTER}" in name]
+    assert len(moved) == len(layers) > 0
+    # nothing of the model itself has changed
+    assert all("lora_" in n or torch.equal(w, before[n.replace(".base_layer", "")])
+               for n, w in policy.model.named_parameters())  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_lora_weights_are_sent_as_they_are(family, tmp_path):
+    model = small_vlm.build(family)
+    policy = AnswerPolicy(model, parts=[], use_lora=False)
+    sent = dict(named_weights(policy.model))
+    assert all(torch.equal(sent[name], weight) for name, weight in model.named_parameters())
+    stock = small_vlm.build(family, seed=1)
+    missing, unexpected = stock.load_state_dict(sent, strict=False)
+    assert not unexpected
+    assert missing in ([], ["lm_head.weight"])  # tied to the embedding
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert len(file.keys()) == len(sent)
+        if family == "qwen3_vl":  # Qwen2.5-VL is stored under older names, and vLLM takes both
+            assert set(file.keys()) == set(sent)
+
+
+@torch.no_grad()
+def test_lora_is_not_rounded_away_in_half_precision():
+    policy = policy_with_lora("qwen3_vl", torch.bfloat16)
+    name = "model.language_model.layers.0.self_attn.q_proj"
+    layer = policy.model.get_submodule(name)
+    layer.lora_B[ADAPTER].weight *= 1e-5
+    before, added = layer.base_layer.weight, layer.get_delta_weight(ADAPTER).float()
+    sent = dict(named_weights(policy.model))[f"{name}.weight"]
+    assert sent.dtype == torch.bfloat16
+    nearest = (before.float() + added).bfloat16()
+    assert (nearest != before).float().mean() < 0.01
+    moved = sent.float() - before.float()
+    assert (moved != 0).sum() > 2 * (nearest != before).sum()
+    assert (moved[moved != 0].sign() == added[moved != 0].sign()).all()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> tuple[VllmAnswerer, list[Question]]:
+    """All of it but vLLM."""
+    folder = tmp_path_factory.mktemp("engine")
+    policy = policy_with_lora("qwen3_vl")
+    policy.network.temperature = 0.7
+    encoder = small_vlm.encoder(policy.model)
+    answerer = VllmAnswerer(policy, encoder, 10, (2, 9), engine=None, sleeps=False)
+    questions = small_vlm.questions(folder / "data")
+    return answerer, [*questions, small_vlm.odd_question(folder / "data")]
+
+
+def test_requests_are_prompts_with_one_mark_for_each_picture(engine):
+    answerer, questions = engine
+    prompts = answerer.encode(questions, [0, 1, 2, 3, 1])
+    assert list(prompts) == [0, 1, 2, 3]
+    for row, count in enumerate([0, 1, 2, 1]):
+        prompt, asked = prompts[row], request(prompts[row], answerer.encoder)
+        ids = asked["prompt_token_ids"]
+        assert ids.count(small_vlm.IMAGE) == count
+        assert [i for i in ids if i != small_vlm.IMAGE] == [
+            i for i in prompt.ids.tolist() if i != small_vlm.IMAGE
+        ]
+        pictures = asked.get("multi_modal_data", {"image": []})["image"]
+        assert len(pictures) == count
+        if count:  # of their last size: what is read again is the same
+            again = answerer.encoder.images(images=pictures, return_tensors="pt")
+            assert torch.equal(again["pixel_values"], prompt.pixels)
+            assert torch.equal(again["image_grid_thw"], prompt.grids)
+
+
+def test_two_pictures_side_by_side_keep_two_marks():
+    assert unexpanded([1, 5, 5, 5, 5, 5, 2], 5, [2, 3]) == [1, 5, 5, 2]
+    assert unexpanded([1, 7, 2], 5, []) == [1, 7, 2]
+
+
+def test_samples_have_seeds_of_their_own_and_no_tokens_of_pictures(engine):
+    answerer, _ = engine
+    seeds = [g.initial_seed() for g in sample_generators(42, 3, [0, 1, 2, 3])]
+    assert len(set(seeds)) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds[2:] == [g.initial_seed() for g in sample_generators(42, 3, [2, 3])]
+    settings = answerer.settings(seeds[0])
+    assert (settings["seed"], settings["temperature"]) == (seeds[0], 0.7)
+    assert (settings["max_tokens"], settings["stop_token_ids"]) == (10, [2, 9])
+    marks = [small_vlm.IMAGE, small_vlm.VIDEO, small_vlm.START, small_vlm.END]
+    assert settings["logit_bias"] == dict.fromkeys(marks, float("-inf"))
+    assert answerer.settings(None)["temperature"] == 0
+
+
+def said(prompt: list[int], tokens: list[int], reason: str) -> SimpleNamespace:
+    """As vLLM gives it."""
+    steps = [{token: SimpleNamespace(logprob=-0.5 * i)} for i, token in enumerate(tokens)]
+    out = SimpleNamespace(token_ids=tokens, logprobs=steps, finish_reason=reason)
+    return SimpleNamespace(prompt_token_ids=prompt, outputs=[out])
+
+
+def test_answers_are_read_and_another_prompt_is_refused(engine):
+    answerer, _ = engine
+    prompt = Prompt(torch.tensor([1, 40, 41]), torch.zeros(3, 3), 3, None, None)
+    sample = answerer._sample(7, prompt, said([1, 40, 41], [50, 51, 2], "stop"))
+    assert (sample.row, sample.tokens.tolist(), sample.ended) == (7, [50, 51, 2], True)
+    assert sample.log_probs.tolist() == [0, -0.5, -1]
+    assert sample.text == answerer.encoder.decode([50, 51])
+    assert not answerer._sample(7, prompt, said([1, 40, 41], [50], "length")).ended
+    with pytest.raises(UserError, match="vLLM reads 2 tokens in a prompt where training reads 3"):
+        answerer._sample(7, prompt, said([1, 40], [50], "length"))
+
+
+def test_the_engine_reads_the_weights_where_they_are(engine, tmp_path):
+    answerer, _ = engine
+    source = small_vlm.save(tmp_path / "model")
+    before = {path: path.read_bytes() for path in source.iterdir()}
+    with engine_files(str(source), "main", answerer) as folder:
+        links = [path for path in Path(folder).iterdir() if path.is_symlink()]
+        assert [path.name for path in links] == ["model.safetensors"]
+        names = {path.name for path in Path(folder).iterdir()}
+        assert {"config.json", "tokenizer.json", "video_preprocessor_config.json"} <= names
+    assert {path: path.read_bytes() for path in source.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("installed", "fields", "message"),
+    [
+        (False, {}, "sample.engine='vllm' needs vLLM: pip install -e '.[vllm]', or use"),
+        (True, {"sample.temperature": 2.5}, "sample.temperature=2.5 must be from 0.01 to 2.0 for"),
+        (True, {"sample.vllm_memory": 1.5}, "sample.vllm_memory=1.5 must be at most 1"),
+        (True, {"sample.vllm_memory": 0.0}, "sample.vllm_memory=0.0 must be above 0"),
+        (True, {"train.importance_cap": -1.0}, "train.importance_cap=-1.0 must be at least 0"),
+        (True, {"sample.engine": "vlm"}, "sample.engine='vlm' must be one of 'transformers', 'v"),
+    ],
+)
+def test_what_does_not_go_with_vllm_is_told_in_one_line(installed, fields, message, monkeypatch):
+    monkeypatch.setattr(check, "find_spec", lambda name: installed or None)
+    with pytest.raises(UserError) as told:
+        check.check(answer_runs.config_of(**{"sample.engine": "vllm", **fields}))
+    assert str(told.value).startswith(message)
+    assert "\n" not in str(told.value)

@@ -1,0 +1,185 @@
+"""Every family of models through the whole loop: all weights or LoRA, the vision tower trained,
+and what is left on the disk loaded by the libraries it was written for."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import answer_runs
+import pytest
+import small_vlm
+import torch
+from peft import PeftModel
+from runner import run_script
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText
+
+from flow_grpo.run.export import Source
+from flow_grpo.sampling.rollout import sample_generators
+from flow_grpo.vlm import export as vlm_export
+from flow_grpo.vlm.batches import Answer, packed
+from flow_grpo.vlm.prompts import PromptEncoder, load_processors
+from flow_grpo.vlm.questions import Question
+from flow_grpo.vlm.rollout import Sample
+from flow_grpo.vlm.session import VlmSession
+
+ROWS = [0, 0, 1, 1, 2, 2]  # questions without pictures, with one and with two
+LARGER = {"min_pixels": 128 * 128, "max_pixels": 256 * 256}
+LAYERS = (nn.Linear, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Runs:
+    start: Path
+    lora: VlmSession
+    full: VlmSession
+
+
+@pytest.fixture(scope="module", params=small_vlm.FAMILIES)
+def runs(request, tmp_path_factory) -> Runs:
+    """An epoch each, from the layout in which the family is published."""
+    family, folder = request.param, tmp_path_factory.mktemp(request.param)
+    save = small_vlm.save if family == "qwen3_vl" else small_vlm.save_as_published
+    start = save(folder / "model", family)
+    fields = {"pretrained.model": str(start), "dataset": str(small_vlm.small_data(folder / "data"))}
+    fields |= {"logdir": str(folder), "num_epochs": 1, "train.freeze_vision": False}
+    # larger steps for LoRA, whose first ones do nothing: one half of each product starts at 0
+    steps = {"train.learning_rate": 1e-2, "train.num_inner_epochs": 2}
+    lora = answer_runs.run(**fields, run_name="lora", **steps)
+    full = answer_runs.run(**fields, run_name="full", use_lora=False)
+    return Runs(start, lora, full)
+
+
+def load(folder: Path) -> nn.Module:
+    return AutoModelForImageTextToText.from_pretrained(folder)
+
+
+def export(session: VlmSession) -> Path:
+    out = session.folder / "exported"
+    if not out.exists():
+        source = Source.find(session.folder)
+        vlm_export.export(source, source.trained_model()[0], out)
+    return out
+
+
+def answers(session: VlmSession) -> list[Sample]:
+    prompts = session.answerer.encode(session.questions, ROWS)
+    generators = sample_generators(1, 2, list(range(len(ROWS))))
+    with session.answerer.awake():
+        return session.answerer.answer(prompts, ROWS, generators)
+
+
+def trained_log_probs(session: VlmSession, samples: list[Sample]) -> list[Tensor]:
+    prompts = session.answerer.encode(session.questions, ROWS)
+    rows = [Answer(s.row, prompts[s.row], s.tokens) for s in samples]
+    batch = packed(rows, session.answerer.pad)
+    found = session.policy.fixed_scores(batch)["log_probs"]
+    return [row[there] for row, there in zip(found, batch.mask, strict=True)]
+
+
+@torch.no_grad()
+def stock_logits(model: nn.Module, session: VlmSession, sample: Sample) -> Tensor:
+    """Of the answer's tokens, by the model's own forward: unpadded, with its own positions."""
+    prompt = session.answerer.encoder.encode(session.questions[sample.row])
+    ids, extra = torch.cat([prompt.ids, sample.tokens])[None], {}
+    if prompt.pixels is not None:
+        extra = {"pixel_values": prompt.pixels, "image_grid_thw": prompt.grids}
+        extra["mm_token_type_ids"] = (ids == small_vlm.IMAGE).int()
+    return model.eval()(input_ids=ids, **extra).logits[0, len(prompt) - 1 : -1]
+
+
+def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def assert_same_model(one: nn.Module, other: nn.Module, session: VlmSession, most: float) -> None:
+    for sample in answers(session):
+        ours, theirs = (stock_logits(model, session, sample) for model in (one, other))
+        assert (ours - theirs).abs().max() <= most
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_first_update_is_on_policy(runs, kind):
+    lines = (getattr(runs, kind).folder / "metrics.jsonl").read_text().splitlines()
+    line = json.loads(lines[-1])
+    assert line["train/first_update_ratio_dev"] <= 1e-5
+    assert line["train/grad_norm"] > 0
+
+
+def test_a_whole_group_of_training_answers_is_kept_to_be_looked_at(runs):
+    path = runs.lora.folder / "samples/train-00001/samples.jsonl"
+    rows = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [row["group"] for row in rows] == [0] * 4
+    assert len({(row["prompt"], row["truth"]) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_sampling_training_and_the_model_itself_agree(runs, kind):
+    """On trained weights: tokens as they were sampled, trained in a mixed batch and alone, and by
+    the forward of transformers."""
+    session = getattr(runs, kind)
+    samples = answers(session)
+    mixed = trained_log_probs(session, samples)
+    assert furthest(mixed, [s.log_probs for s in samples]) < 2e-6
+    assert furthest(mixed, [trained_log_probs(session, [s])[0] for s in samples]) < 1e-5
+    network, own = session.policy.network, []
+    for sample in samples:
+        logits = stock_logits(network.model, session, sample)
+        logits[:, network.banned] = -torch.inf
+        own.append(logits.log_softmax(-1).gather(-1, sample.tokens[:, None])[:, 0])
+    assert furthest(mixed, own) < 1e-5
+
+
+def test_transformers_load_what_was_trained(runs):
+    session = runs.full
+    saved = session.folder / "checkpoints/latest/model"
+    loaded, trained = load(saved), dict(session.policy.model.named_parameters())
+    start = dict(load(runs.start).named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, trained[name]), name
+        assert not torch.equal(parameter, start[name]), name  # the tower too
+    assert_same_model(loaded, session.policy.model, session, most=0)
+    assert_same_model(load(export(session)), loaded, session, most=0)
+    for folder in (saved, export(session)):  # training can start from either
+        assert load_processors(str(folder))[0].chat_template == small_vlm.TEMPLATE
+
+
+def test_peft_loads_the_lora_and_the_export_is_merged(runs):
+    session, start = runs.lora, load(runs.start)
+    loaded = PeftModel.from_pretrained(load(runs.start), session.folder / "checkpoints/latest/lora")
+    assert_same_model(loaded, session.policy.model, session, most=1e-6)
+    merged = load(export(session))
+    assert_same_model(merged, loaded, session, most=1e-5)
+    sample = answers(session)[-1]
+    both = [stock_logits(model, session, sample) for model in (merged, start)]
+    assert furthest(*([each] for each in both)) > 1e-3  # else nothing was trained
+
+
+def test_lora_trains_every_layer_of_the_tower(runs):
+    start, merged = load(runs.start), load(export(runs.lora))
+    before, after = (dict(model.model.visual.named_modules()) for model in (start, merged))
+    layers = [name for name, module in before.items() if isinstance(module, LAYERS)]
+    assert len(layers) >= 11
+    still = [name for name in layers if torch.equal(before[name].weight, after[name].weight)]
+    assert not still
+
+
+@pytest.mark.parametrize("runs", ["qwen2_5_vl"], indirect=True)
+def test_the_script_exports_the_same(runs, tmp_path):
+    folder, out = runs.lora.folder, tmp_path / "out"
+    done = run_script("scripts/export.py", "--checkpoint", folder, "--out", out)
+    assert done.returncode == 0, done.stderr
+    files = [(path / "model.safetensors").read_bytes() for path in (out, export(runs.lora))]
+    assert files[0] == files[1]
+
+
+def test_pictures_are_resized_as_the_run_says(runs, tmp_path):
+    """By the limits of its image processor where it says nothing."""
+    path = tmp_path / "large.png"
+    small_vlm.picture(0, 128, 192).save(path)
+    question, model = Question("How many?", (path,)), runs.full.policy.model
+    for limits, patches in [({}, [6, 8]), ({"max_pixels": 1024}, [2, 4]), (LARGER, [16, 24])]:
+        encoder = PromptEncoder(*load_processors(str(runs.start), **limits), model)
+        prompt = encoder.encode(question)
+        assert prompt.grids.tolist() == [[1, *patches]]
+        assert encoder.length(question) == len(prompt)
