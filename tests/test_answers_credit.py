@@ -54,7 +54,8 @@ def second_epoch(tmp_path, monkeypatch):
 
     def watched(session, epoch, rollout, fixed):
         rows = list(rollout.prompts)
-        answers = session.answerer.answer(rollout.prompts, rows)
+        with session.answerer.awake():
+            answers = session.answerer.answer(rollout.prompts, rows)
         rewards = small_vlm.early_letters([a.text for a in answers], [], [])
         metrics = train_epoch(session, epoch, rollout, fixed)
         epochs.append(Epoch(rollout, fixed, dict(zip(rows, rewards, strict=True)), metrics))

@@ -3,7 +3,7 @@ that sampled, the one that is trained and the reference."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ class AnswerModel(nn.Module):
         # a picture's token in an answer would ask for a picture that is not there
         marks = [getattr(model.config, name, None) for name in MARKS]
         self.banned = [mark for mark in marks if mark is not None]
-        self._banned = torch.tensor(self.banned)
         self.in_step = False  # whether other processes wait for every layer of a forward
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
@@ -84,9 +83,7 @@ class AnswerModel(nn.Module):
     def log_probs(self, hidden: Tensor) -> Tensor:
         """(N, vocabulary), in float32 or better: of every token that may be sampled."""
         logits = self._logits(hidden) / self.temperature
-        if self._banned.device != logits.device:
-            self._banned = self._banned.to(logits.device)
-        logits.index_fill_(-1, self._banned, -torch.inf)
+        logits.index_fill_(-1, _indices(tuple(self.banned), logits.device), -torch.inf)
         return logits.log_softmax(-1).to(torch.promote_types(hidden.dtype, torch.float32))
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -128,6 +125,12 @@ class AnswerModel(nn.Module):
             image_grid_thw=grid,
             shown=grid.new_zeros(1),
         )
+
+
+@cache
+def _indices(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, as a step that is recorded as a CUDA graph can send nothing to the GPU."""
+    return torch.tensor(values, dtype=torch.long, device=device)
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:

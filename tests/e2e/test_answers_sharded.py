@@ -78,12 +78,12 @@ def weights(run: Path, file: str) -> dict[str, torch.Tensor]:
 def test_fsdp2_trains_what_one_process_does_and_can_be_resumed(alone, fsdp2, name):
     assert (fsdp2 / name / "checkpoints/latest/state/pytorch_model_fsdp_0").is_dir()
     for one, two in zip(metrics(alone / name), metrics(fsdp2 / name), strict=True):
-        assert one == pytest.approx(two, abs=1e-9)
+        assert one == pytest.approx(two, abs=1e-6 if name == "ppo" else 1e-9)  # values are float32
     for file in WEIGHTS[name]:
         one, two = (weights(logdir / name, file) for logdir in (alone, fsdp2))
         assert one.keys() == two.keys()
         for parameter in one:
-            torch.testing.assert_close(one[parameter], two[parameter], rtol=0, atol=1e-8)
+            torch.testing.assert_close(one[parameter], two[parameter], rtol=0, atol=1e-7)
 
 
 @pytest.mark.slow
