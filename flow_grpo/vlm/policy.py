@@ -150,15 +150,19 @@ class AnswerPolicy(Trained):
 
 def sampler(network: AnswerModel) -> AnswerModel:
     """A hollow copy of it, to sample with. In half precision, matrices that autocast would cast for
-    every token are cast once, which halves the memory: all but those that embed tokens as well."""
+    every token are cast once, which halves the memory: all but those that embed tokens as well, and
+    LoRA, which is to be merged."""
     whole = hollow_copy(network)
     if network.compute_dtype is not None:
-        layers = list(whole.model.modules())
-        others = {w for m in layers if type(m) is not nn.Linear for w in m._parameters.values()}
-        for layer in layers:
-            for weight in layer.parameters(recurse=False):
-                if weight not in others:
-                    weight.data = weight.data.to(network.compute_dtype)
+        layers = dict(whole.model.named_modules())
+        others = {
+            weight
+            for name, layer in layers.items()
+            if type(layer) is not nn.Linear or ".lora_" in name
+            for weight in layer.parameters(recurse=False)
+        }
+        for weight in set(whole.model.parameters()) - others:
+            weight.data = weight.data.to(network.compute_dtype)
     return whole
 
 

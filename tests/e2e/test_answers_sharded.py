@@ -56,8 +56,10 @@ def alone(folder) -> Path:
 
 @pytest.fixture(scope="module")
 def fsdp2(folder) -> Path:
+    """And one in half precision, in a folder of its own."""
+    half = runs(folder, "half", ["lora"], mixed_precision="bf16")
     again = runs(folder, "fsdp2", ["full"], exact=True, **RESUMED)
-    answer_runs.run_by_two([*runs(folder, "fsdp2", exact=True), *again], "fsdp2")
+    answer_runs.run_by_two([*half, *runs(folder, "fsdp2", exact=True), *again], "fsdp2")
     return folder / "fsdp2"
 
 
@@ -82,6 +84,14 @@ def test_fsdp2_trains_what_one_process_does_and_can_be_resumed(alone, fsdp2, nam
         assert one.keys() == two.keys()
         for parameter in one:
             torch.testing.assert_close(one[parameter], two[parameter], rtol=0, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_half_precision_is_sharded_with_lora_in_float32(folder, fsdp2):
+    assert metrics(folder / "half/lora")[-1]["train/grad_norm"] > 0
+    trained = weights(folder / "half/lora", "lora/adapter_model")
+    assert {weight.dtype for weight in trained.values()} == {torch.float32}
+    assert any(weight.any() for name, weight in trained.items() if "lora_B" in name)
 
 
 @pytest.mark.slow
