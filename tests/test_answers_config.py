@@ -1,6 +1,7 @@
 """The fields of a run that trains a model that answers: their reasons, and mistakes in them."""
 
 import pytest
+import small_vlm
 from ml_collections import ConfigDict
 
 from flow_grpo.errors import UserError
@@ -40,3 +41,13 @@ def test_the_config_of_the_other_script_is_told(tmp_path):
     (tmp_path / "config.json").write_text(fields.get_config().to_json())
     with pytest.raises(UserError, match=r"is a run of scripts/train_vlm\.py; this works with"):
         config_of_run(tmp_path, [])
+
+
+def test_a_model_that_is_not_there_is_told_before_the_hub_is_asked(tmp_path):
+    small_vlm.save(tmp_path / "tiny")
+    config = fields.get_config()
+    config.pretrained.model = str(tmp_path / "tinny")
+    with pytest.raises(
+        UserError, match=r"no model at .*tinny': there is no .*did you mean .*tiny\?"
+    ):
+        check(config)

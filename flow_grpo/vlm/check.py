@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from ml_collections import ConfigDict
 
 from flow_grpo.advantages import ESTIMATORS, SCALES
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import ANSWER_REWARDS, REWARDS
 from flow_grpo.run.check import RULES, check_fields, check_values
 from flow_grpo.vlm import fields
@@ -72,6 +72,7 @@ def check(config: ConfigDict) -> None:
     check_fields(config, fields)
     check_values(config.to_dict(), OWN)
     sample, train = config.sample, config.train
+    check_model_folder(config.pretrained.model, "preprocessor_config.json")
     _check_rewards(config)
     if sample.engine == VLLM:
         _check_vllm(sample.temperature)
