@@ -55,5 +55,5 @@ def test_every_kind_and_a_single_pixel_is_read(encoder, mode):
 
 
 def test_a_picture_that_is_too_thin_for_the_model_is_named(encoder):
-    with pytest.raises(UserError, match="data.jsonl:3: .*10000 x 10 pixels.* 200"):
+    with pytest.raises(UserError, match=r"data.jsonl:3: .*10000 x 10 pixels.* 200"):
         encoder.check_lengths([asked(saved(Image.new("RGB", (10000, 10))))], most=100)
