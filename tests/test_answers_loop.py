@@ -231,6 +231,19 @@ def test_groups_without_spread_are_refilled_and_never_trained(
         assert counts == Counts(sum(m.sum().item() for m in own), sum(map(len, own)))
 
 
+@pytest.mark.parametrize(("refills", "epochs"), [(1, 2), (3, 1)])
+def test_a_run_goes_on_while_there_are_questions_that_it_did_not_draw(run, refills, epochs, caplog):
+    """Of 8, an epoch draws 2 and two more for each refill."""
+    fields = {"reward": "same_for_all", "sample.questions_per_epoch": 2, "sample.refills": refills}
+    with caplog.at_level("INFO", logger="flow_grpo"):
+        session = run(num_epochs=2, state_freq=9, **fields)
+    assert metrics_of(session.folder)[-1]["epoch"] == epochs
+    assert session.progress.step == 0
+    ends = "there is nothing left to learn from, so training ends here" in caplog.text
+    assert ends == (epochs == 1)
+    assert session.progress.kept  # as the last checkpoint of any run
+
+
 AT_ONCE = {"most_at_once": 8}
 
 
