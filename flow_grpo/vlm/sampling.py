@@ -83,7 +83,7 @@ class Sampler:
     ) -> tuple[Slots, int]:
         """The prompts, and the first token of every answer; the columns that prompts take."""
         inputs, cache = left_padded(prompts, self.pad).to(self.device), DynamicCache()
-        hidden = self.network.hidden(inputs, past_key_values=cache, use_cache=True)[:, -1]
+        hidden = self.network.hidden(inputs, cache)[:, -1]
         count, width = len(rows), inputs.input_ids.shape[1]
         columns = self._columns(width + self.steps)
         if self.slots is None or not self.slots.fits(count, columns):
