@@ -75,9 +75,10 @@ def train(session: VlmSession) -> None:
         rollout = sample_epoch(session, epoch, timer)
         stop_at_outage(session, done, rollout.rewards)
         session.reward.rest()
-        solved = config.sample.refills > 0 and not rollout.has_spread().any()
+        alike = config.sample.refills > 0 and not rollout.has_spread().any()
+        solved = alike and not rollout.spare  # which no question is left to disprove
         metrics = {**reward_metrics(rollout.rewards, rollout.groups), **rollout.metrics()}
-        if not solved:
+        if not alike:
             with timer("train"):
                 fixed = prepare(session, rollout)
                 metrics |= give_credit(session, rollout, fixed)
@@ -86,16 +87,18 @@ def train(session: VlmSession) -> None:
         metrics["perf/peak_mem_gb"] = tracking.peak_memory_gb(session.accelerator.device)
         if solved or is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
-                if not solved:
+                if not alike:
                     save_training_samples(session, done, rollout, fixed)
                 metrics |= run_evaluation(session, done)
-        finish_epoch(session, done, metrics, timer)
-        if solved:
+        finish_epoch(session, done, metrics, timer, ends=solved)
+        if alike:
+            end = "there is nothing left to learn from, so training ends here"
             logger.info(
                 "epoch %d: answers to a question all scored alike, for every question drawn (mean "
-                "%.3f): there is nothing left to learn from, so training ends here",
-                *(done, metrics[f"reward/{TOTAL}"]),
+                "%.3f): %s",
+                *(done, metrics[f"reward/{TOTAL}"], end if solved else "nothing was trained"),
             )
+        if solved:
             return
 
 

@@ -1,5 +1,7 @@
 """The steps of sampling: slots of fixed size, as CUDA graphs need them; how tokens are chosen."""
 
+import weakref
+
 import numpy as np
 import pytest
 import small_vlm
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 
 from flow_grpo.sampling.rollout import sample_generators
 from flow_grpo.speed.lora import lora_layers, without_lora
+from flow_grpo.vlm import sampling
 from flow_grpo.vlm.batches import Answer, packed
-from flow_grpo.vlm.decoding import CHUNK, choose
+from flow_grpo.vlm.decoding import CHUNK, Slots, choose
 from flow_grpo.vlm.network import AnswerModel, WideProduct, fuse_norms
 from flow_grpo.vlm.policy import AnswerPolicy
 from flow_grpo.vlm.sampling import Sampler
@@ -30,8 +33,9 @@ def prompts(family, tmp_path_factory):
     return [encoder.encode(q) for q in small_vlm.questions(tmp_path_factory.mktemp("questions"))]
 
 
-def test_slots_in_powers_of_two_and_rounded_columns_sample_the_same(family, prompts):
+def test_slots_in_powers_of_two_and_rounded_columns_sample_the_same(family, prompts, monkeypatch):
     """What a GPU does, step by step on the CPU."""
+    monkeypatch.setattr(sampling, "Graphs", lambda step: step)
     network = AnswerModel(small_vlm.build(family))
     one = Sampler(network, **SETTINGS).sample(prompts, ROWS, generators(ROWS))
     sampler = Sampler(network, **SETTINGS)
@@ -47,6 +51,25 @@ def test_slots_in_powers_of_two_and_rounded_columns_sample_the_same(family, prom
         for i, (tokens, log_probs) in enumerate(zip(other.tokens, other.log_probs, strict=True)):
             assert torch.equal(tokens, one.tokens[i])
             torch.testing.assert_close(log_probs, one.log_probs[i], rtol=0, atol=1e-5)
+
+
+def test_slots_that_are_too_small_are_gone_before_there_are_larger_ones(
+    family, prompts, monkeypatch
+):
+    """Two caches at a time could be more than a GPU has."""
+    made = []
+
+    class Watched(Slots):
+        def __init__(self, *settings) -> None:
+            assert all(before() is None for before in made)
+            super().__init__(*settings)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(sampling, "Slots", Watched)
+    sampler = Sampler(AnswerModel(small_vlm.build(family)), **SETTINGS)
+    for count in (2, 4, 3, 9):
+        sampler.sample(prompts, ROWS[-count:], generators(ROWS[-count:]))
+    assert len(made) == 3
 
 
 def generators(rows):
@@ -70,6 +93,22 @@ def test_half_precision_samples_with_merged_lora(family, prompts):
         without = policy.fixed_scores(batch)["log_probs"][batch.mask]
     assert (old - trained).abs().mean() < 0.1 < 0.3 < (old - without).abs().mean()
     assert not any(layer.disable_adapters for layer in layers)
+
+
+def test_half_precision_keeps_the_cache_in_it_where_weights_are_in_float32(family, prompts):
+    policy = AnswerPolicy(
+        small_vlm.build(family).to(torch.bfloat16),
+        parts=[],
+        use_lora=False,
+        compute_dtype=torch.bfloat16,
+    )
+    sampler = Sampler(policy.network, **SETTINGS)
+    sampled = sampler.sample(prompts, ROWS, generators(ROWS))
+    assert {held.dtype for pair in sampler.slots.cache.held for held in pair} == {torch.bfloat16}
+    answers = [Answer(r, prompts[r], t) for r, t in zip(ROWS, sampled.tokens, strict=True)]
+    batch = packed(answers, small_vlm.PAD)
+    trained = policy.fixed_scores(batch)["log_probs"][batch.mask]
+    assert (torch.cat(sampled.log_probs) - trained).abs().mean() < 0.1
 
 
 def test_fused_norms_are_the_models_own(family):

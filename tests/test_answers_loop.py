@@ -232,6 +232,19 @@ def test_groups_without_spread_are_refilled_and_never_trained(
         assert counts == Counts(sum(m.sum().item() for m in own), sum(map(len, own)))
 
 
+@pytest.mark.parametrize(("refills", "epochs"), [(1, 2), (3, 1)])
+def test_a_run_goes_on_while_there_are_questions_that_it_did_not_draw(run, refills, epochs, caplog):
+    """Of 8, an epoch draws 2 and two more for each refill."""
+    fields = {"reward": "same_for_all", "sample.questions_per_epoch": 2, "sample.refills": refills}
+    with caplog.at_level("INFO", logger="flow_grpo"):
+        session = run(num_epochs=2, state_freq=9, **fields)
+    assert metrics_of(session.folder)[-1]["epoch"] == epochs
+    assert session.progress.step == 0
+    ends = "there is nothing left to learn from, so training ends here" in caplog.text
+    assert ends == (epochs == 1)
+    assert session.progress.kept  # as the last checkpoint of any run
+
+
 AT_ONCE = {"most_at_once": 8}
 
 
@@ -256,7 +269,16 @@ def test_processes_share_the_samples_of_each_update():
 
     assert shares(1) == [list(range(16))]
     assert shares(2) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
-    assert AnswerPlan(2, 4, 4, 2, 1, most_at_once=3).batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("samples", "most", "size"),
+    [(16, 3, 3), (16, 16, 16), (16, 99, 16), (62, 30, 21), (127, 64, 64)],
+)
+def test_batches_are_about_equal_whether_or_not_they_divide(samples, most, size):
+    plan = AnswerPlan(1, samples, 1, updates_per_pass=1, inner_epochs=1, most_at_once=most)
+    assert plan.batch_size == size
+    assert plan.batches == -(-samples // most)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +291,11 @@ def test_processes_share_the_samples_of_each_update():
         ({"sample.temperature": 0.0}, "sample.temperature=0.0 must be above 0"),
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be one of 'no', 'bf16'"),
         ({"sample.refills": 1, "train.advantage": "gae"}, "sample.refills=1 replaces groups"),
+        (
+            {"train.advantage": "gdpo", "train.beta": 0.01, "train.kl_in": "reward"},
+            "train.kl_in='reward' does not go with train.advantage='gdpo'",
+        ),
+        ({"train.loss": "cispo", "train.dual_clip": 3.0}, "train.dual_clip=3.0 does not go with"),
         ({"min_pixels": 9, "max_pixels": 4}, "min_pixels=9 must be at most max_pixels=4"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
     ],

@@ -91,6 +91,17 @@ def test_old_log_probs_that_are_recomputed_are_exactly_those_of_training(
     assert furthest([old[batch.mask]], [torch.cat(sampled.log_probs)]) < 2e-6
 
 
+def test_training_keeps_no_cache(network, prompts, sampled):
+    """Keys and values of all layers, for nobody to read."""
+    kept = []
+    hook = network.model.model.register_forward_hook(
+        lambda _, __, out: kept.append(out.past_key_values)
+    )
+    network(packed(answers(prompts, sampled), small_vlm.PAD))
+    hook.remove()
+    assert kept == [None]
+
+
 def test_a_mixed_batch_equals_each_row_alone(network, prompts, sampled):
     """No, one and two pictures, several answers to each; in training and in decoding."""
     rows = answers(prompts, sampled)

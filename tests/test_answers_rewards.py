@@ -17,7 +17,7 @@ from flow_grpo.rewards.answers.scorers import (
     Overlong,
     quick_check,
 )
-from flow_grpo.rewards.answers.texts import final_answer
+from flow_grpo.rewards.answers.texts import MAX_TEXT, final_answer
 from flow_grpo.rewards.failure import NotAsked
 
 # answer, truth, whether they are the same
@@ -81,6 +81,17 @@ def test_formulas_are_compared_by_sympy():
 def test_what_is_no_formula_is_unreadable(answer):
     with pytest.raises(Unreadable):
         quick_check(answer, "3")
+
+
+@pytest.mark.parametrize("said", ["1+" * 999 + "1", "2*" * 999 + "1", "√" * 1999, r"\ln" * 660])
+def test_an_answer_that_repeats_itself_is_unreadable_and_no_crash(said):
+    """A crash would cost its neighbours their scores."""
+    with pytest.raises(Unreadable):
+        quick_check(said, "3")
+
+
+def test_a_long_sum_is_read():
+    assert quick_check("+".join(["1"] * 100), "100") == 1
 
 
 def test_a_truth_that_cannot_be_read_gives_no_score():
@@ -192,6 +203,8 @@ def test_a_choice_is_read_from_tags_boxes_and_sentences():
     assert Choice()(list(texts), [""] * len(texts), truths) == list(texts.values())
     [free] = Choice()(["A"], [""], [{"answer": "12"}])
     assert isinstance(free, NotAsked)
+    endless = "1 " + "a" * (MAX_TEXT - 3) + "!"  # minutes, were time to grow with its square
+    assert Choice()([endless], [""], [{"answer": "B"}]) == [0]
     assert math.isnan(Choice()(["B" * 10**6], [""], [{"answer": "B"}])[0])
 
 

@@ -32,16 +32,23 @@ def is_due(epoch: int, every: int, last: int) -> bool:
 
 
 def finish_epoch(
-    session: Run, epoch: int, metrics: dict[str, float], timer: tracking.Timer
+    session: Run,
+    epoch: int,
+    metrics: dict[str, float],
+    timer: tracking.Timer,
+    *,
+    ends: bool = False,
 ) -> None:
-    """Write down what the epoch did, so that a run that is killed goes on from here."""
+    """Write down what the epoch did, so that a run that is killed goes on from here. `ends`: the
+    run does, before its time."""
     config, progress = session.config, session.progress
     session.check_lock()
     score = metrics.get(f"eval/{TOTAL}", math.nan)
     is_best = score > (-math.inf if progress.best is None else progress.best)  # NaN never is
     progress.epoch = epoch
     progress.best = score if is_best else progress.best
-    progress.kept = epoch > 0 and (is_best or is_due(epoch, config.save_freq, config.num_epochs))
+    last = epoch if ends else config.num_epochs
+    progress.kept = epoch > 0 and (is_best or is_due(epoch, config.save_freq, last))
     progress.record = tracking.record(epoch, progress.step, metrics, timer)
     if progress.kept or (epoch % config.state_freq == 0 and can_save(session)):
         with timer("save"):

@@ -19,11 +19,14 @@ class FixedCache(Cache):
     def __init__(
         self, read: DynamicCache, rows: int, columns: int, dtype: torch.dtype | None
     ) -> None:
-        """Room for `rows` as long as `columns`, shaped like those that were `read`."""
+        """Room for `rows` as long as `columns`, shaped like those that were `read`. Norms with
+        weights in float32 widen what autocast would narrow again for every token: `dtype` is what
+        it narrows to, or None."""
         super().__init__(layers=[])
         self.held = [
             tuple(
-                x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in (own.keys, own.values)
+                x.new_zeros(rows, x.shape[1], columns, x.shape[3], dtype=dtype)
+                for x in (own.keys, own.values)
             )
             for own in read.layers
         ]

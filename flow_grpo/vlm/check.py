@@ -13,6 +13,7 @@ from flow_grpo.vlm import fields
 from flow_grpo.vlm.losses import AGGREGATIONS, DIVERGENCES, KINDS
 
 GAE = "gae"  # the estimator that is PPO's
+PER_REWARD = ("gdpo", "pairwise")  # estimators that compare answers by each reward alone
 VLLM = "vllm"
 ENGINES = ("transformers", VLLM)
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
@@ -80,6 +81,17 @@ def check(config: ConfigDict) -> None:
         raise UserError(
             f"train.dual_clip={train.dual_clip} must be above 1 + train.clip_high="
             f"{1 + train.clip_high:g}, or 0 for none"
+        )
+    if train.dual_clip and train.loss == "cispo":
+        raise UserError(
+            f"train.dual_clip={train.dual_clip} does not go with train.loss='cispo', whose weights "
+            "train.clip_high bounds already; leave it at 0"
+        )
+    if train.beta > 0 and train.kl_in == "reward" and train.advantage in PER_REWARD:
+        raise UserError(
+            f"train.kl_in='reward' does not go with train.advantage={train.advantage!r}, which "
+            f"brings every reward to one scale, whatever train.beta={train.beta} is; use "
+            "train.kl_in='loss'"
         )
     if sample.group_size == 1 and train.advantage not in ("reinforce_pp", "remax", GAE):
         raise UserError(

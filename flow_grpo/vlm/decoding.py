@@ -157,17 +157,14 @@ def _for_sampling(step: Step, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
 
 
 class Graphs:
-    """Steps, recorded once for each number of rows and columns."""
+    """Steps of one and the same slots, recorded once for each number of rows and columns."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.memory = GraphMemory()
         self.recorded: dict[tuple, torch.cuda.CUDAGraph] = {}
-        self.slots: Slots | None = None
 
     def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool) -> None:
-        if slots is not self.slots:
-            self.slots, self.recorded = slots, {}
         kind = (rows, columns, greedy)
         if kind not in self.recorded:
             self.recorded[kind] = self._record(slots, *kind)

@@ -56,7 +56,7 @@ class AnswerLoop(Rehearsal):
         plan = session.plan
         shared = math.ceil(len(session.test_questions) / plan.num_processes)
         return estimate.Work(
-            batches=plan.per_process // plan.batch_size,
+            batches=plan.batches,
             micro_batches=plan.per_process,  # it is answers that are counted: batches differ
             eval_batches=math.ceil(shared / session.config.sample.batch_size),
             **epochs_left(session),
@@ -80,15 +80,14 @@ class AnswerLoop(Rehearsal):
             own.advantages = torch.full_like(own.old, rng.standard_normal())
         self.train(small, epoch, rollout, fixed)
         seconds = (timer.seconds["sample"], timer.seconds["reward_wait"], now(device) - start)
-        batches = plan.per_process // plan.batch_size
         held = tensor_bytes([rollout.samples, rollout.prompts]) if device.type == "cpu" else 0
         lengths = f"{rollout.scores[LENGTH].mean():.0f} tokens on average, of at most "
         lengths += f"{small.config.sample.max_new_tokens}; longer ones take longer"
         return Epoch(
             seconds,
-            batches=batches,
+            batches=plan.batches,
             trained=plan.per_process,
-            held=held / batches,
+            held=held / plan.batches,
             remark=("answers", lengths),
         )
 
@@ -99,8 +98,8 @@ class AnswerLoop(Rehearsal):
 def smallest_epoch(plan: AnswerPlan) -> AnswerPlan:
     """The batches of `plan`, as few as make whole groups; two at least, as one is scored while the
     next is sampled."""
-    size, most = plan.batch_size, plan.per_process // plan.batch_size
-    for batches in range(2, most):
+    size = plan.batch_size
+    for batches in range(2, plan.batches):
         samples = batches * size * plan.num_processes
         if samples % plan.group_size == 0:
             questions = samples // plan.group_size

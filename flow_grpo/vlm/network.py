@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers import Cache
 
 from flow_grpo.vlm.batches import PADDING, Inputs, PackedBatch
 from flow_grpo.vlm.tower import each_once
@@ -57,13 +58,15 @@ class AnswerModel(nn.Module):
             out["values"] = _spread(values, batch.mask)
         return out
 
-    def hidden(self, inputs: Inputs, **cache) -> Tensor:
-        """Last hidden states (B, S, width)."""
+    def hidden(self, inputs: Inputs, cache: Cache | None = None) -> Tensor:
+        """Last hidden states (B, S, width); keys and values go to the `cache`."""
         awaited = self._tower_is_awaited(inputs)
         if awaited:
             inputs = self._with_blank(inputs)
         with each_once(self.model.model.visual, inputs.image_grid_thw, inputs.shown):
-            hidden = self.forward_model(**inputs.as_arguments(), **cache)
+            hidden = self.forward_model(
+                **inputs.as_arguments(), past_key_values=cache, use_cache=cache is not None
+            )
         return hidden[:, :-1] if awaited else hidden
 
     def forward_model(self, **arguments) -> Tensor:

@@ -1,9 +1,9 @@
 """The arithmetic of an epoch: checked before anything is loaded, printed before it starts."""
 
+import math
 from dataclasses import dataclass
 
 from flow_grpo.errors import UserError
-from flow_grpo.training.plan import largest_divisor
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,14 @@ class AnswerPlan:
         return self.samples // self.num_processes
 
     @property
+    def batches(self) -> int:
+        """That a process samples one after the other."""
+        return math.ceil(self.per_process / self.most_at_once)
+
+    @property
     def batch_size(self) -> int:
-        """Sampled together: equal parts of what a process samples."""
-        return largest_divisor(self.per_process, self.most_at_once)
+        """Sampled together; the last batch may have fewer."""
+        return math.ceil(self.per_process / self.batches)
 
     @property
     def updates(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
@@ -73,11 +73,19 @@ class PromptEncoder:
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures alone."""
-        counts = [
-            self.images.get_number_of_image_patches(p.height, p.width, {}) // self.merge**2
-            for p in (open_picture(source, question.where) for source in question.images)
-        ]
+        pictures = [open_picture(source, question.where) for source in question.images]
+        counts = [self._tokens_of(picture, question.where) for picture in pictures]
         return len(self._expanded(question, counts))
+
+    def _tokens_of(self, picture: Image.Image, where: str) -> int:
+        width, height = picture.size
+        try:
+            return self.images.get_number_of_image_patches(height, width, {}) // self.merge**2
+        except ValueError as error:  # of a side that is many times the other
+            raise UserError(
+                f"{where}: the model cannot see a picture of {width} x {height} pixels: "
+                f"{first_line(error)}; cut it into pieces or leave it out"
+            ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -142,8 +150,13 @@ def open_picture(source: Picture, where: str) -> Image.Image:
 
 
 def read_picture(source: Picture, where: str) -> Image.Image:
+    """Upright, as its camera was held, and on white where it is transparent."""
     try:
-        return open_picture(source, where).convert("RGB")
+        picture = ImageOps.exif_transpose(open_picture(source, where))
+        if picture.has_transparency_data:  # without which black on nothing is black on black
+            white = Image.new("RGBA", picture.size, "white")
+            picture = Image.alpha_composite(white, picture.convert("RGBA"))
+        return picture.convert("RGB")
     except (OSError, SyntaxError) as error:  # PIL raises both for files that are cut off
         raise UserError(f"{where}: cannot read its picture: {first_line(error)}") from error
 

@@ -41,9 +41,9 @@ class Sampler:
         self.network, self.steps, self.pad = network, max_new_tokens, pad
         self.device = next(network.parameters()).device
         self.stop = torch.tensor(stop, device=self.device)
-        step = Step(network)
+        self.plain = Step(network)
         self.graphed = cuda_graphs and self.device.type == "cuda"
-        self.step = Graphs(step) if self.graphed else step
+        self.step: Step | Graphs = self.plain
         self.slots: Slots | None = None
 
     @torch.no_grad()
@@ -83,13 +83,16 @@ class Sampler:
     ) -> tuple[Slots, int]:
         """The prompts, and the first token of every answer; the columns that prompts take."""
         inputs, cache = left_padded(prompts, self.pad).to(self.device), DynamicCache()
-        hidden = self.network.hidden(inputs, past_key_values=cache, use_cache=True)[:, -1]
+        hidden = self.network.hidden(inputs, cache)[:, -1]
         count, width = len(rows), inputs.input_ids.shape[1]
         columns = self._columns(width + self.steps)
         if self.slots is None or not self.slots.fits(count, columns):
+            # gone before there are others: both may be more than a GPU has
+            self.slots, self.step = None, self.plain
             self.slots = Slots(
                 cache, hidden, count, columns, self.steps, self.network.compute_dtype
             )
+            self.step = Graphs(self.plain) if self.graphed else self.plain
         chosen = torch.tensor(rows, device=self.device)
         first = torch.tensor([prompts[row].following for row in rows], device=self.device)
         draws = None if generators is None else uniform(generators, self.steps).to(self.device)

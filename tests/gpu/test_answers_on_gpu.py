@@ -41,6 +41,7 @@ def test_graphs_sample_what_plain_steps_do(use_lora, compute_dtype):
     settings = {"max_new_tokens": 300, "stop": STOP, "pad": 0}
     graphed = Sampler(policy.network, **settings)
     plain = answers(Sampler(policy.network, **settings, cuda_graphs=False))
+    answers(graphed, 5)  # for more answers there have to be other slots, recorded anew
     for _ in range(2):  # recorded, and replayed
         again = answers(graphed)
         assert all(map(torch.equal, plain.tokens, again.tokens))

@@ -8,6 +8,7 @@ import re
 from fractions import Fraction
 
 MAX_DEPTH = 60
+MAX_TOKENS = 200  # a sum of as many terms is a tree as deep
 MAX_BITS = 4096  # of a number that is computed here
 LOOSE = Fraction(1, 10**6)  # how far a decimal may be off, relative
 TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan")
@@ -33,7 +34,7 @@ _REPLACED = {
 }
 _REPLACE = re.compile("|".join(map(re.escape, sorted(_REPLACED, key=len, reverse=True))))
 _STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_UNIT = re.compile(r"(?<=[\d)}])\s+[A-Za-z]{2,}[A-Za-z ]*(?:\^\{?[23]\}?)?$")
+_UNIT = re.compile(r"(?<=[\d)}])\s+[A-Za-z]{2}[A-Za-z ]*(?:\^\{?[23]\}?)?$")
 _NAMED = re.compile(r"^[A-Za-z]\s*=(?!.*=)\s*")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
@@ -60,7 +61,10 @@ def read(text: str) -> tuple:
         text = f"{sign}({whole}+{part}/{of})"
     if scientific := _SCIENTIFIC.fullmatch(text):
         text = "{}*10^{{{}}}".format(*scientific.groups())
-    reader = _Reader(_TOKEN.findall(text))
+    tokens = _TOKEN.findall(text)
+    if len(tokens) > MAX_TOKENS:
+        raise Unreadable(f"it has {len(tokens)} tokens, more than {MAX_TOKENS}")
+    reader = _Reader(tokens)
     tree = reader.items()
     if reader.tokens:
         raise Unreadable(f"{reader.tokens[-1]!r} is not expected")
@@ -130,13 +134,9 @@ class _Reader:
         return found[0] if len(found) == 1 else ("seq", BARE, *found)
 
     def sum(self) -> tuple:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unreadable("it is nested too deeply")
         value = self.product()
         while operator := self.take("+", "-", "\\pm"):
             value = (operator, value, self.product())
-        self.depth -= 1
         return value
 
     def product(self) -> tuple:
@@ -193,6 +193,15 @@ class _Reader:
         return self.signed() if self.next() == "-" else self.atom()
 
     def atom(self) -> tuple:
+        """All that nests passes here."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("it is nested too deeply")
+        value = self._atom()
+        self.depth -= 1
+        return value
+
+    def _atom(self) -> tuple:
         token = self.tokens.pop() if self.tokens else ""
         if token[:1].isdigit() or token.startswith("."):
             try:
