@@ -50,7 +50,7 @@ OF_ANSWERS = {  # TRL's and EasyR1's, without their sections: ours
     "clip_ratio_dual": "train.dual_clip",
     "adv_estimator": "train.advantage",
     "kl_coef": "train.beta",
-    "loss_agg_mode": "train.aggregation",
+    "loss_avg_mode": "train.aggregation",
     "num_iterations": "train.num_inner_epochs",
     "freeze_vision_tower": "train.freeze_vision",
     "lam": "train.gae_decay",
