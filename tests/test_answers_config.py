@@ -5,6 +5,7 @@ import small_vlm
 from ml_collections import ConfigDict
 
 from flow_grpo.errors import UserError
+from flow_grpo.run import cli, old_names
 from flow_grpo.run import fields as picture_fields
 from flow_grpo.run.check import check as check_pictures
 from flow_grpo.run.help import reasons
@@ -51,3 +52,11 @@ def test_a_model_that_is_not_there_is_told_before_the_hub_is_asked(tmp_path):
         UserError, match=r"no model at .*tinny': there is no .*did you mean .*tiny\?"
     ):
         check(config)
+
+
+def test_fields_by_their_names_in_trl_and_easyr1_are_told_ours():
+    known = set(cli._dotted(fields.get_config()))
+    assert known.issuperset(old_names.OF_ANSWERS.values())
+    assert not known.intersection(old_names.OF_ANSWERS)
+    with pytest.raises(UserError, match=r"'train\.lr'; it is train\.learning_rate here$"):
+        cli.check_name("train.lr", fields.get_config())

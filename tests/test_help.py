@@ -26,7 +26,10 @@ def test_fields_are_listed_as_the_config_has_them():
     config.sample.num_steps = 7
     text = field_list(config)
     assert "  --config.sample.num_steps=7\n        Few steps are enough" in text
-    assert len(re.findall(r"(?m)^  --config\.", text)) == len(list(dotted(config.to_dict())))
+    assert "  --config.custom_rewards={}\n        Names for rewards of your own" in text
+    empty = [name for name, value in config.to_dict().items() if value == {}]
+    listed = re.findall(r"(?m)^  --config\.", text)
+    assert len(listed) == len(list(dotted(config.to_dict()))) + len(empty)
 
 
 @pytest.mark.parametrize("script", ["train", "evaluate", "benchmark"])

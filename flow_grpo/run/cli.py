@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -223,7 +223,7 @@ def check_name(name: str, config: ConfigDict, value: str | None = None) -> None:
     field, _, key = name.partition(".")
     if field in OPEN_FIELDS:  # absl cannot add a name to a dict
         raise UserError(whole_dict(field, key, config, value))
-    hint = suggestion(name, known, cutoff=0.5) or "config/base.py lists them all"
+    hint = suggestion(name, known, cutoff=0.5) or "--help lists them all"
     raise UserError(f"unknown config key {name!r}; {hint}")
 
 
@@ -273,9 +273,9 @@ def _reason(error: Exception, path: str) -> str:
     return f" (line {lines[-1]}): {kind}: {message}" if lines else f": {kind}: {message}"
 
 
-def suggestion(name: str, known: Iterable[str], *, cutoff: float) -> str:
+def suggestion(name: str, known: Collection[str], *, cutoff: float) -> str:
     """What a field may have been meant to be called; nothing where nothing is near."""
-    if told := old_names.hint(name):
+    if told := old_names.hint(name, known):
         return told
     near = nearest(name, known, cutoff=cutoff)
     return f"did you mean {near}?" if near else ""

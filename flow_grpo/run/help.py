@@ -57,8 +57,9 @@ def usage(
 
 def field_list(config: ConfigDict, width: int = 88, of: ModuleType = fields) -> str:
     """--config.NAME=VALUE of this config, each with its reason below."""
-    why, lines = reasons(of), []
-    for name, value in dotted(config.to_dict()):
+    why, lines, values = reasons(of), [], config.to_dict()
+    empty = [(name, value) for name, value in values.items() if value == {}]
+    for name, value in sorted([*dotted(values), *empty], key=lambda field: field[0]):
         lines.append(f"  --config.{name}={value!r}")
         lines += textwrap.wrap(
             why.get(name, ""), width, initial_indent=" " * 8, subsequent_indent=" " * 8

@@ -1,4 +1,7 @@
-"""Names in Flow-GRPO's configs that are others here, or gone. docs/migrating.md says more."""
+"""Names in Flow-GRPO's configs that are others here, or gone, which docs/migrating.md says more of;
+and those of TRL and EasyR1 for fields of models that answer: docs/vlm.md."""
+
+from collections.abc import Container
 
 from ml_collections import ConfigDict
 
@@ -34,6 +37,25 @@ GONE = {  # its field: what to do instead
     "train.sft_batch_size": "leave it out: train.batch_size is that of every algorithm",
     "train.timestep_shift": "leave it out: the shift is that of the model's own scheduler",
 }
+OF_ANSWERS = {  # TRL's and EasyR1's, without their sections: ours
+    "lr": "train.learning_rate",
+    "num_generations": "sample.group_size",
+    "rollout_batch_size": "sample.questions_per_epoch",
+    "max_completion_length": "sample.max_new_tokens",
+    "max_response_length": "sample.max_new_tokens",
+    "epsilon": "train.clip_low",
+    "epsilon_high": "train.clip_high",
+    "clip_ratio_low": "train.clip_low",
+    "clip_ratio_high": "train.clip_high",
+    "clip_ratio_dual": "train.dual_clip",
+    "adv_estimator": "train.advantage",
+    "kl_coef": "train.beta",
+    "loss_avg_mode": "train.aggregation",
+    "num_iterations": "train.num_inner_epochs",
+    "freeze_vision_tower": "train.freeze_vision",
+    "lam": "train.gae_decay",
+    "gamma": "train.discount",
+}
 PROMPT_FNS = {"general_ocr": "text", "geneval": "metadata"}
 REWARDS = {"video_ocr": ("ocr", "{'ocr': {'frames': 'mean of 4'}}")}  # ours, and its options
 PRESETS = {
@@ -42,11 +64,13 @@ PRESETS = {
 }
 
 
-def hint(field: str) -> str:
-    """What to write instead of a field of Flow-GRPO's; nothing where it is none."""
+def hint(field: str, known: Container[str] = ()) -> str:
+    """What to write instead of a field of Flow-GRPO's, or of another's that is `known` here by its
+    own name; nothing where it is none."""
     if field in RENAMED:
         return f"it is {RENAMED[field]} here"
-    return GONE.get(field, "")
+    ours = OF_ANSWERS.get(field.rpartition(".")[2])
+    return f"it is {ours} here" if ours in known else GONE.get(field, "")
 
 
 def check_values(config: ConfigDict) -> None:

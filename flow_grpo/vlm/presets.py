@@ -31,7 +31,8 @@ def tiny_vlm() -> ConfigDict:
 
 def _full(model: str) -> ConfigDict:
     """A model of full size, all of its weights, as EasyR1 trains it on geometry3k: 512 questions
-    with 5 answers each, four updates, KL .01 in the loss, the vision tower trained too."""
+    with 5 answers each, four updates, ratios from .8 to 1.3, KL .01 in the loss, the vision tower
+    trained too."""
     config = fields.get_config()
     config.pretrained.model = model
     config.mixed_precision = "bf16"
@@ -50,6 +51,7 @@ def _full(model: str) -> ConfigDict:
     config.train.recompute_old = True  # half precision rounds sampling and training differently
     config.train.gradient_checkpointing = True
     config.train.learning_rate = 1e-6
+    config.train.clip_high, config.train.dual_clip = 0.3, 3.0
     config.train.beta = 0.01
     return config
 
@@ -79,6 +81,7 @@ def qwen2_5_vl_3b_text_math() -> ConfigDict:
     config.sample.max_new_tokens = 4096
     config.train.freeze_vision = True
     config.train.advantage, config.train.beta = "rloo", 0.001
+    config.train.clip_high, config.train.dual_clip = 0.2, 0.0
     return config
 
 
