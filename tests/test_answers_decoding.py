@@ -152,3 +152,11 @@ def test_a_draw_chooses_the_token_at_which_probabilities_pass_it(vocabulary, see
     assert p[token] > 0
     assert reached[token] - p[token] <= draw + 1e-9
     assert reached[token] >= draw - 1e-9
+
+
+def test_weights_that_are_no_numbers_sample_some_token():
+    """The run says so when it has trained on them, in one line; a GPU would say it in a hundred."""
+    for vocabulary in (50, 3 * CHUNK):
+        log_probs = torch.full((2, vocabulary), torch.nan)
+        tokens = choose(log_probs, torch.tensor([0.0, 0.999], dtype=torch.float64))
+        assert ((tokens >= 0) & (tokens < vocabulary)).all()

@@ -27,6 +27,7 @@ from flow_grpo.vlm.credit import Fixed
 from flow_grpo.vlm.losses import AGGREGATIONS, KINDS, Counts
 from flow_grpo.vlm.plan import AnswerPlan
 from flow_grpo.vlm.rollout import Rollout
+from flow_grpo.vlm.session import lighter_settings
 
 
 @pytest.fixture(scope="module")
@@ -351,3 +352,10 @@ def test_the_value_head_learns_the_reward(run):
     lines = metrics_of(session.folder)
     assert math.isfinite(lines[-1]["train/value_loss"])
     assert lines[1]["train/first_update_ratio_dev"] <= 1e-5
+
+
+def test_advice_for_less_memory_names_settings_that_are_allowed():
+    usual = lighter_settings(answer_runs.config_of())
+    assert usual[0] == "--config.sample.batch_size=64 --config.train.tokens_per_batch=8192"
+    least = {"sample.batch_size": 1, "train.gradient_checkpointing": True}
+    assert lighter_settings(answer_runs.config_of(**least)) == [usual[0].split()[1]]
