@@ -255,7 +255,9 @@ def test_refills_take_other_questions_while_there_are_any():
     assert sorted([*first.tolist(), *spare]) == list(range(5))
     rollout.store({"avg": np.array([0.0, 1.0, 1.0, 1.0, np.nan, 1.0])}, np.arange(6))
     assert rollout.has_spread().tolist() == [True, True, False, False, False, False]
+    rollout.prompts = dict.fromkeys(first.tolist())
     assert rollout.refill().tolist() == [2, 3, 4, 5]
+    assert list(rollout.prompts) == [first[0]]  # pictures of the others would fill the memory
     assert rollout.rows.tolist() == [first[0], *spare]
     assert rollout.refill().tolist() == []  # none is left
 
