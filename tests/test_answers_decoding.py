@@ -76,10 +76,10 @@ def generators(rows):
     return sample_generators(1, 2, list(range(len(rows))))
 
 
-def test_half_precision_samples_with_merged_lora(family, prompts):
-    policy = AnswerPolicy(
-        small_vlm.build(family).to(torch.bfloat16), parts=[], compute_dtype=torch.bfloat16
-    )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_half_precision_samples_with_merged_lora(family, prompts, dtype):
+    model = small_vlm.build(family).to(dtype)
+    policy = AnswerPolicy(model, parts=[], compute_dtype=torch.bfloat16)
     layers = lora_layers(policy.model)
     torch.manual_seed(0)
     for layer in layers:

@@ -146,13 +146,14 @@ class Step(nn.Module):
 @torch.no_grad()
 def _for_sampling(step: Step, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Weights by name: LoRA merged, and cast once what autocast would cast in every step."""
+    merged = {layer.base_layer.weight for layer in step.lora}
     for name, module in step.named_modules():
         if module in step.lora:
             weight = merged_weight(module, module.base_layer.weight)
             yield f"{name}.base_layer.weight", narrowed(weight, dtype)
         elif isinstance(module, nn.Linear) and ".lora_" not in name:
             for part, weight in module.named_parameters(recurse=False):
-                if weight.dtype != dtype:
+                if weight.dtype != dtype and weight not in merged:
                     yield f"{name}.{part}", weight.to(dtype)
 
 
