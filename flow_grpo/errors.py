@@ -1,5 +1,6 @@
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -56,3 +57,15 @@ def _plain(name: str) -> str:
 def with_nearest(message: str, name: str, known: Iterable[str]) -> str:
     near = nearest(name, known)
     return f"{message}; did you mean {near}?" if near else message
+
+
+def check_model_folder(model: str, marker: str) -> None:
+    """Refuse a path with nothing there: the hub would be asked for it, again and again. `marker` is
+    a file that every model's folder has."""
+    if Path(model).parent.is_dir() and not Path(model).exists():
+        message = (
+            f"no model at pretrained.model={model!r}: there is no such folder; name one, or a hub "
+            "id (owner/name)"
+        )
+        beside = [str(each.parent) for each in Path(model).parent.glob(f"*/{marker}")]
+        raise UserError(with_nearest(message, model, beside))

@@ -225,6 +225,7 @@ def test_groups_without_spread_are_refilled_and_never_trained(
     line = metrics_of(run(num_epochs=1, **fields).folder)[-1]
     assert len(keys) == len(set(keys))  # no answer takes the random numbers of another
     assert len(keys) > 8
+    assert line["answer/refilled"] * 4 == len(keys) - 4 * questions
     assert line["reward/zero_std_ratio"] == flat
     learnt = [own for fixed, _, _ in trained for own in fixed]
     assert len(learnt) == 4 * questions * (1 - flat)
@@ -263,6 +264,7 @@ def test_refills_take_other_questions_while_there_are_any():
     assert list(rollout.prompts) == [first[0]]  # pictures of the others would fill the memory
     assert rollout.rows.tolist() == [first[0], *spare]
     assert rollout.refill().tolist() == []  # none is left
+    assert rollout.refilled == 2
 
 
 def test_processes_share_the_samples_of_each_update():

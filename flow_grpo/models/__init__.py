@@ -9,7 +9,7 @@ from diffusers import AutoModel, DiffusionPipeline, FlowMatchEulerDiscreteSchedu
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-from flow_grpo.errors import UserError, first_line, with_nearest
+from flow_grpo.errors import UserError, check_model_folder, first_line
 from flow_grpo.models.base import ModelAdapter
 from flow_grpo.models.conditioning import Conditioning, Schedule
 from flow_grpo.models.embeddings import cache_folder
@@ -107,14 +107,7 @@ def find_adapter(model: str) -> type[ModelAdapter]:
     """The one for the pipeline in this folder or of this hub id."""
     if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
         raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")
-    if Path(model).parent.is_dir() and not Path(model).exists():
-        # a hub id would be asked for, and retried
-        message = (
-            f"no model at pretrained.model={model!r}: there is no such folder; name one, or a hub "
-            "id (owner/name)"
-        )
-        beside = [str(each.parent) for each in Path(model).parent.glob("*/model_index.json")]
-        raise UserError(with_nearest(message, model, beside))
+    check_model_folder(model, "model_index.json")
     try:
         name = DiffusionPipeline.load_config(model)["_class_name"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -64,6 +64,7 @@ REWARDS = {
     "unifiedreward": "flow_grpo.rewards.vlm:UnifiedReward",
     "vlm_pairwise": "flow_grpo.rewards.vlm_pairwise:VlmPairwise",
 }
+ANSWER_REWARDS = [name for name, path in REWARDS.items() if ".rewards.answers." in path]
 TOTAL = "avg"  # Flow-GRPO's name for the weighted sum
 TOKEN_ENV = "REWARD_SERVER_TOKEN"
 

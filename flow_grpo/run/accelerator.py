@@ -65,7 +65,7 @@ def build_accelerator(
         unset_hf_deepspeed_config()
     if on_cpu and config.mixed_precision != "no" and accelerator.is_main_process:
         logger.warning(
-            "mixed_precision=%s is slow on a CPU, on some hundreds of times; use "
+            "mixed_precision=%s is slow on a CPU, on some by a factor of hundreds; use "
             "--config.mixed_precision=no",
             config.mixed_precision,
         )

@@ -76,6 +76,8 @@ TYPES = {
     ConfigDict: (ConfigDict, "a ConfigDict"),
 }
 NAMED = 5  # of many wrong fields, as many are named
+# by a field that the configs of one script have
+SCRIPTS = {"algorithm": "scripts/train.py", "question_format": "scripts/train_vlm.py"}
 CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
 WIDE_FOR_CPS = 1e-4
 
@@ -156,6 +158,9 @@ def check_fields(config: ConfigDict, of: ModuleType = fields) -> None:
     for name in known.keys() & given.keys():
         if isinstance(known[name], ConfigDict):
             _check_type(name, given[name], ConfigDict)
+    for name, script in SCRIPTS.items():
+        if name in given and name not in known:
+            raise UserError(f"this is a config of {script}; run that, or start from {of.EXAMPLE}")
     problems = []
     if unknown := [name for name in given if name not in known]:
         hints = [suggestion(name, known, cutoff=0.75) for name in unknown]

@@ -144,12 +144,14 @@ def run_fields(config: ConfigDict) -> None:
     """Those of every run, whatever it trains."""
     # Folder under `logdir`; empty takes the date and time.
     config.run_name = ""
+    # Folder of all runs.
     config.logdir = "logs"
     # "auto" goes on with the run of this name where it was stopped, if there is one; a path
     # (of a run or a checkpoint) starts a new run from that state; "none" starts a new run.
     config.resume = "none"
     # All prompts, noise, windows and LoRA weights follow from it, for any number of processes.
     config.seed = 42
+    # Epochs of the whole run, those before a resume included.
     config.num_epochs = 100
     # Epochs between evaluations on the test prompts; 0 evaluates before and after the run only.
     config.eval_freq = 10
@@ -167,6 +169,7 @@ def run_fields(config: ConfigDict) -> None:
     # "", or some of wandb, tensorboard, swanlab, trackio and mlflow, as in "wandb,tensorboard".
     # metrics.jsonl is always written. docs/metrics.md says how to log without a network.
     config.log_with = ""
+    # What trackers file the run under.
     config.project_name = "flow_grpo"
     # "no", "bf16" or "fp16": the dtype of the frozen weights. LoRA weights stay in float32.
     # Half precision moves the on-policy ratio off 1; train/first_update_ratio_dev shows it.
@@ -206,12 +209,14 @@ def update_fields(train: ConfigDict) -> None:
     # Adam's moments wait on the CPU between updates: less GPU memory, for two copies of them an
     # update. DeepSpeed has an offload of its own.
     train.offload_optimizer = False
+    # AdamW's. The learning rate stays as it is, from the first update to the last.
     train.learning_rate = 3e-4
     train.adam_beta1 = 0.9
     train.adam_beta2 = 0.999
     train.adam_weight_decay = 1e-4
     # Gradients here can be as small as 1e-8: a larger epsilon would swallow them.
     train.adam_epsilon = 1e-8
+    # Gradients of a larger norm are scaled down to it.
     train.max_grad_norm = 1.0
 
 
@@ -221,6 +226,7 @@ def weight_fields(train: ConfigDict) -> None:
     train.ema_decay = 0.9
     # Updates between two steps of the average. At update n its decay is at most (1 + n) / (10 + n).
     train.ema_update_interval = 8
+    # LoRA adds alpha / rank times the product of its two matrices.
     train.lora_rank = 32
     train.lora_alpha = 64
     # Start from this LoRA; it brings its own rank and alpha.

@@ -51,7 +51,7 @@ def usage(
     description: str, flags: Iterable[Flag], config: ConfigDict, of: ModuleType = fields
 ) -> str:
     lines = [f"  --{flag.name}\n        {flag.help}" for flag in flags]
-    parts = [description.strip(), "options:", *lines, "fields, as this config has them:"]
+    parts = [description.strip(), "", "options:", *lines, "", "fields, as this config has them:"]
     return "\n".join([*parts, field_list(config, of=of)])
 
 

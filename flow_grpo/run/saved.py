@@ -11,6 +11,7 @@ from ml_collections import ConfigDict, config_flags
 
 from flow_grpo.errors import UserError, first_line, with_nearest
 from flow_grpo.run import cli
+from flow_grpo.run.check import SCRIPTS
 from flow_grpo.run.fields import get_config
 from flow_grpo.run.places import find_config
 from flow_grpo.run.tracking import dotted
@@ -22,6 +23,9 @@ def config_of_run(run: Path, options: list[str]) -> ConfigDict:
     """What `run` was trained with. A field that came later has its default."""
     config = get_config()
     saved = _read(run)
+    for name, script in SCRIPTS.items():
+        if name in saved and name not in config:
+            raise UserError(f"{run} is a run of {script}; this works with runs of scripts/train.py")
     for name in cli.OPEN_FIELDS:  # a default is no part of them
         config[name] = ConfigDict(saved.pop(name, config[name].to_dict()))
     known = dict(dotted(config.to_dict()))

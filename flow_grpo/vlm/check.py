@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from ml_collections import ConfigDict
 
 from flow_grpo.advantages import ESTIMATORS, SCALES
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, check_model_folder
+from flow_grpo.rewards import ANSWER_REWARDS, REWARDS
 from flow_grpo.run.check import RULES, check_fields, check_values
 from flow_grpo.vlm import fields
 from flow_grpo.vlm.losses import AGGREGATIONS, DIVERGENCES, KINDS
@@ -72,6 +73,8 @@ def check(config: ConfigDict) -> None:
     check_fields(config, fields)
     check_values(config.to_dict(), OWN)
     sample, train = config.sample, config.train
+    check_model_folder(config.pretrained.model, "preprocessor_config.json")
+    _check_rewards(config)
     if sample.engine == VLLM:
         _check_vllm(sample.temperature)
     if 0 < train.dual_clip <= 1 + train.clip_high:
@@ -104,6 +107,16 @@ def check(config: ConfigDict) -> None:
         raise UserError(
             f"min_pixels={config.min_pixels} must be at most max_pixels={config.max_pixels}"
         )
+
+
+def _check_rewards(config: ConfigDict) -> None:
+    for name in (*config.reward_fn, *config.eval_reward_fn):
+        elsewhere = name in config.custom_rewards or config.reward_servers.get(name)
+        if name in REWARDS and name not in ANSWER_REWARDS and not elsewhere:
+            raise UserError(
+                f"reward {name!r} scores pictures, not answers; those that score answers are "
+                f"{', '.join(ANSWER_REWARDS)}, and your own with custom_rewards"
+            )
 
 
 def _check_vllm(temperature: float) -> None:

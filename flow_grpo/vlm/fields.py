@@ -3,6 +3,7 @@ change them: flow_grpo/vlm/presets.py."""
 
 from ml_collections import ConfigDict
 
+from flow_grpo.rewards import ANSWER_REWARDS
 from flow_grpo.run.fields import reward_fields, run_fields, update_fields, weight_fields
 
 EXAMPLE = "config/vlm.py:tiny_vlm"
@@ -12,6 +13,13 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
 
     run_fields(config)
+    # All questions, answers and LoRA weights follow from it, for any number of processes.
+    config.seed = 42
+    # Answers written with each evaluation, to test questions and to those of training.
+    config.log_images = 16
+    # "no" or "bf16": the dtype of the forward pass. What is trained stays in float32. How far the
+    # policy then is from what sampled: answer/engine_dev.
+    config.mixed_precision = "no"
 
     # --- the model ---------------------------------------------------------------------------
     config.pretrained = ConfigDict()
@@ -44,6 +52,9 @@ def get_config() -> ConfigDict:
     # model's positions leave for it.
     config.max_prompt_length = 0
     reward_fields(config)
+    # Of answers: docs/rewards.md.
+    config.reward_fn = ConfigDict({"math_answer": 0.9, "answer_format": 0.1})
+    config.reward_servers = ConfigDict({name: "" for name in ANSWER_REWARDS})
 
     # --- sampling ----------------------------------------------------------------------------
     config.sample = sample = ConfigDict()

@@ -20,7 +20,6 @@ def tiny_vlm() -> ConfigDict:
     config.pretrained.model = "assets/tiny-vlm"
     config.dataset = "dataset/shapes_qa"
     config.eval_questions = 128
-    config.reward_fn = ConfigDict({"math_answer": 0.9, "answer_format": 0.1})
     config.use_lora = False
     config.num_epochs, config.eval_freq, config.save_freq = 12, 4, 4
     config.sample.questions_per_epoch, config.sample.group_size = 16, 8
@@ -41,7 +40,6 @@ def _full(model: str) -> ConfigDict:
     config.question_format = THINK_AND_BOX
     config.min_pixels, config.max_pixels = 512 * 512, 2048 * 2048
     config.max_prompt_length = 2048
-    config.reward_fn = ConfigDict({"math_answer": 0.9, "answer_format": 0.1})
     config.reward_options = ConfigDict({"answer_format": {"boxed": True}})
     config.num_epochs, config.eval_freq, config.save_freq = 60, 5, 5
     config.state_freq = 5  # its state is three models

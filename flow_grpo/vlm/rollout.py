@@ -40,6 +40,7 @@ class Rollout:
     plan: AnswerPlan
     rows: np.ndarray  # (groups,), the question of each
     spare: list[int]  # questions to take instead
+    refilled: int = 0  # questions that others were taken instead of
     samples: dict[int, Sample] = field(default_factory=dict)
     prompts: dict[int, Prompt] = field(default_factory=dict)  # by row
     scores: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) each
@@ -58,11 +59,12 @@ class Rollout:
         return {n: v for n, v in self.scores.items() if n not in (BASELINE, LENGTH, ENDED)}
 
     def metrics(self) -> dict[str, float]:
-        """Of the lengths of answers."""
+        """Of the lengths of answers, and of what dynamic sampling replaced."""
         return {
             "answer/length": float(self.scores[LENGTH].mean()),
             "answer/length_max": float(self.scores[LENGTH].max()),
             "answer/cut_off": float(1 - self.scores[ENDED].mean()),
+            "answer/refilled": float(self.refilled),
         }
 
     def has_spread(self) -> np.ndarray:
@@ -88,6 +90,7 @@ class Rollout:
         self.rows[flat] = self.spare[: len(flat)]
         del self.spare[: len(flat)]
         self.prompts = {row: self.prompts[row] for row in self.rows.tolist() if row in self.prompts}
+        self.refilled += len(flat)
         return np.flatnonzero(np.isin(self.groups, flat))
 
     def own(self, process: int, wanted: np.ndarray) -> list[int]:

@@ -230,7 +230,8 @@ def _longest_prompt(config: ConfigDict, model: nn.Module) -> int:
     if left < 1 or config.max_prompt_length > left:
         raise UserError(
             f"max_prompt_length={config.max_prompt_length} and sample.max_new_tokens="
-            f"{config.sample.max_new_tokens} do not fit into the model's {positions} positions"
+            f"{config.sample.max_new_tokens} do not fit into the model's {positions} positions; "
+            "lower one of them"
         )
     return config.max_prompt_length or left
 

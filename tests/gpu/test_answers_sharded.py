@@ -46,17 +46,16 @@ def logdir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
     alone = {kind: fields for kind, fields in KINDS.values()}
     finish(*(start(folder, kind, sys.executable, **fields) for kind, fields in alone.items()))
-    for epochs in (1, 2):  # stopped and resumed
-        for name, (_, fields) in KINDS.items():
-            launcher = launched(name.split("-")[1])
-            own = {**fields, "num_epochs": epochs, "resume": "auto"}
-            finish(start(folder, name, *launcher, **own))
     return folder
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_sharded_answers_are_trained_as_by_one_process(logdir, name):
-    kind, _ = KINDS[name]
+    kind, fields = KINDS[name]
+    launcher = launched(name.split("-")[1])
+    for epochs in (1, 2):  # stopped and resumed
+        own = {**fields, "num_epochs": epochs, "resume": "auto"}
+        finish(start(logdir, name, *launcher, **own))
     alone, sharded = (
         [json.loads(line) for line in (logdir / which / "metrics.jsonl").open()]
         for which in (kind, name)

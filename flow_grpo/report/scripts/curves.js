@@ -1,7 +1,7 @@
 // Curves: a small chart per metric, one line per run.
 
 const GROUPS = [
-  ["eval", "Held-out prompts", true],
+  ["eval", "Held out", true],
   ["reward", "Rewards of training samples", true],
   ["train", "Training", true],
   ["time", "Seconds of each part", false],

@@ -1,0 +1,53 @@
+"""The fields of a run that trains a model that answers: their reasons, and mistakes in them."""
+
+import pytest
+import small_vlm
+from ml_collections import ConfigDict
+
+from flow_grpo.errors import UserError
+from flow_grpo.run import fields as picture_fields
+from flow_grpo.run.check import check as check_pictures
+from flow_grpo.run.help import reasons
+from flow_grpo.run.saved import config_of_run
+from flow_grpo.vlm import fields
+from flow_grpo.vlm.check import check
+
+
+def test_the_reason_of_a_field_is_its_own():
+    known = reasons(fields)
+    assert known["logdir"] == "Folder of all runs."
+    assert known["num_epochs"].startswith("Epochs of the whole run")
+    assert known["train.learning_rate"].startswith("AdamW's")
+    assert "fp16" not in known["mixed_precision"]
+
+
+def test_rewards_are_those_of_answers():
+    config = fields.get_config()
+    check(config)
+    config.eval_reward_fn = ConfigDict({"ocr": 1.0})
+    with pytest.raises(UserError, match="reward 'ocr' scores pictures, not answers; those that"):
+        check(config)
+    config.custom_rewards = ConfigDict({"ocr": "my_module:ocr"})
+    check(config)
+
+
+def test_the_config_of_the_other_script_is_told(tmp_path):
+    with pytest.raises(
+        UserError, match=r"config of scripts/train\.py; run that, or start from con"
+    ):
+        check(picture_fields.get_config())
+    with pytest.raises(UserError, match=r"this is a config of scripts/train_vlm\.py"):
+        check_pictures(fields.get_config())
+    (tmp_path / "config.json").write_text(fields.get_config().to_json())
+    with pytest.raises(UserError, match=r"is a run of scripts/train_vlm\.py; this works with"):
+        config_of_run(tmp_path, [])
+
+
+def test_a_model_that_is_not_there_is_told_before_the_hub_is_asked(tmp_path):
+    small_vlm.save(tmp_path / "tiny")
+    config = fields.get_config()
+    config.pretrained.model = str(tmp_path / "tinny")
+    with pytest.raises(
+        UserError, match=r"no model at .*tinny': there is no .*did you mean .*tiny\?"
+    ):
+        check(config)
