@@ -159,7 +159,7 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
         return fixed
     updates = rollout.updates(with_spread=session.config.sample.refills > 0)
     with policy.gathered():
-        # in the batches that they are trained in: others would round otherwise
+        # in the batches that they are trained in: others would round differently
         for members in (*updates, ~updates.any(0)):
             own = [index for index in sorted(fixed) if members[index]]
             for part, batch in packed_batches(session, rollout, own):

@@ -76,10 +76,10 @@ def generators(rows):
     return sample_generators(1, 2, list(range(len(rows))))
 
 
-def test_half_precision_samples_with_merged_lora(family, prompts):
-    policy = AnswerPolicy(
-        small_vlm.build(family).to(torch.bfloat16), parts=[], compute_dtype=torch.bfloat16
-    )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_half_precision_samples_with_merged_lora(family, prompts, dtype):
+    model = small_vlm.build(family).to(dtype)
+    policy = AnswerPolicy(model, parts=[], compute_dtype=torch.bfloat16)
     layers = lora_layers(policy.model)
     torch.manual_seed(0)
     for layer in layers:
@@ -152,3 +152,11 @@ def test_a_draw_chooses_the_token_at_which_probabilities_pass_it(vocabulary, see
     assert p[token] > 0
     assert reached[token] - p[token] <= draw + 1e-9
     assert reached[token] >= draw - 1e-9
+
+
+def test_weights_that_are_no_numbers_sample_some_token():
+    """The run says so when it has trained on them, in one line; a GPU would say it in a hundred."""
+    for vocabulary in (50, 3 * CHUNK):
+        log_probs = torch.full((2, vocabulary), torch.nan)
+        tokens = choose(log_probs, torch.tensor([0.0, 0.999], dtype=torch.float64))
+        assert ((tokens >= 0) & (tokens < vocabulary)).all()

@@ -1,4 +1,4 @@
-"""Whole weights, where DeepSpeed ZeRO-3 or FSDP2 shared them out. Call these on all processes."""
+"""Whole weights, where DeepSpeed ZeRO-3 or FSDP2 sharded them. Call these on all processes."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ def runs_in_step(accelerator: Accelerator) -> bool:
 
 
 def gathered(parameters: Iterable[Tensor], *, fixed: bool = False) -> AbstractContextManager:
-    """While it is entered, parameters that ZeRO-3 has shared out are whole. Unless they are
+    """While it is entered, parameters that ZeRO-3 has sharded are whole. Unless they are
     `fixed`, they can be changed as long as all processes change them alike."""
     shared = [p for p in parameters if hasattr(p, "ds_id")]
     if not shared:
@@ -43,13 +43,13 @@ def hold_with(module: nn.Module, weight: Tensor) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy in one piece, of a tensor that FSDP2 may have shared out."""
+    """A copy in one piece, of a tensor that FSDP2 may have sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor` shared out as `like` is, and where `like` is."""
+    """`tensor`, sharded as `like` is and on its device."""
     if isinstance(like, DTensor):
         return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
     return tensor.to(like.device)

@@ -46,7 +46,7 @@ class Slots:
         self.first = torch.zeros(rows, dtype=torch.long, device=device)  # position of an answer
         self.draws = torch.zeros(rows, steps, dtype=torch.float64, device=device)
         self.step = torch.zeros(1, dtype=torch.long, device=device)
-        # by answer, and one row more for slots that nobody has
+        # by answer, and one row more for unused slots
         self.answer = torch.full((rows,), rows, device=device)
         self.tokens = torch.zeros(rows + 1, steps, dtype=torch.long, device=device)
         precise = torch.promote_types(hidden.dtype, torch.float32)
@@ -64,7 +64,7 @@ class Slots:
         draws: Tensor | None,  # (answers, steps)
         pad: int,
     ) -> None:
-        # slots that nobody has do as others do: what they compute has to be finite
+        # unused slots repeat the last answer's prompt: what they compute has to be finite
         spare = chosen[-1:].expand(self.rows - len(chosen))
         everyone = torch.cat([chosen, spare])
         self.cache.fill(read, everyone)
@@ -146,13 +146,14 @@ class Step(nn.Module):
 @torch.no_grad()
 def _for_sampling(step: Step, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Weights by name: LoRA merged, and cast once what autocast would cast in every step."""
+    merged = {layer.base_layer.weight for layer in step.lora}
     for name, module in step.named_modules():
         if module in step.lora:
             weight = merged_weight(module, module.base_layer.weight)
             yield f"{name}.base_layer.weight", narrowed(weight, dtype)
         elif isinstance(module, nn.Linear) and ".lora_" not in name:
             for part, weight in module.named_parameters(recurse=False):
-                if weight.dtype != dtype:
+                if weight.dtype != dtype and weight not in merged:
                     yield f"{name}.{part}", weight.to(dtype)
 
 
@@ -183,8 +184,7 @@ class Graphs:
 
 def choose(log_probs: Tensor, draw: Tensor) -> Tensor:
     """The token at which the summed probabilities (B, vocabulary) pass `draw` (B,). Sums are in
-    float64, so that how a batch rounds does hardly ever decide; what has no probability is never
-    chosen."""
+    float64, so that rounding hardly ever decides; what has no probability is never chosen."""
     p = log_probs.exp()
     if missing := -p.shape[1] % CHUNK:
         p = functional.pad(p, (0, missing))
@@ -193,7 +193,7 @@ def choose(log_probs: Tensor, draw: Tensor) -> Tensor:
     chunk, left = _passing(sums, draw * sums.sum(-1))
     within = chunks.gather(1, chunk[:, None, None].expand(-1, 1, CHUNK))[:, 0]
     token, _ = _passing(within.double(), left)
-    return chunk * CHUNK + token
+    return (chunk * CHUNK + token).clamp(max=log_probs.shape[1] - 1)
 
 
 def _passing(masses: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +201,7 @@ def _passing(masses: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     reached = masses.cumsum(-1)
     passed = torch.searchsorted(reached, target[:, None], right=True)
     last = torch.searchsorted(reached, reached[:, -1:].contiguous())  # should it round up to all
-    index = torch.minimum(passed, last)
+    index = torch.minimum(passed, last).clamp(max=masses.shape[1] - 1)  # masses may be NaN
     before = reached.gather(1, index) - masses.gather(1, index)
     return index[:, 0], (target - before[:, 0]).clamp(min=0)
 

@@ -125,7 +125,7 @@ def get_config() -> ConfigDict:
     train.value_clip = 0.2
     update_fields(train)
     weight_fields(train)
-    # Other than for pictures: steps are small already, and an average lags.
+    # Unlike for pictures: steps are small already, and an average lags.
     train.ema = False
     # Usual for language models, and of their size.
     train.learning_rate = 1e-5

@@ -89,6 +89,7 @@ class Rollout:
         flat = np.flatnonzero(~self.has_spread()[:: self.plan.group_size])[: len(self.spare)]
         self.rows[flat] = self.spare[: len(flat)]
         del self.spare[: len(flat)]
+        self.prompts = {row: self.prompts[row] for row in self.rows.tolist() if row in self.prompts}
         self.refilled += len(flat)
         return np.flatnonzero(np.isin(self.groups, flat))
 

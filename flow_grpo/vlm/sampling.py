@@ -63,7 +63,7 @@ class Sampler:
         for i in range(1, self.steps):
             if i % LOOK == 0:
                 ended = torch.isin(slots.tokens[:, :i], self.stop).any(1)
-                ended[-1] = True  # nobody's
+                ended[-1] = True  # of unused slots
                 going = (~ended[slots.answer[:size]]).nonzero()[:, 0]
                 if not len(going):
                     break

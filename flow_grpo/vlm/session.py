@@ -258,9 +258,13 @@ def _open(
 
 
 def lighter_settings(config: ConfigDict) -> list[str]:
-    """Options that need less memory, of those that the run has not yet."""
-    batch, tokens = config.sample.batch_size // 2, config.train.tokens_per_batch // 2
-    lighter = [f"--config.sample.batch_size={batch} --config.train.tokens_per_batch={tokens}"]
+    """Options that need less memory and that the run does not use yet."""
+    sizes = {
+        "sample.batch_size": config.sample.batch_size,
+        "train.tokens_per_batch": config.train.tokens_per_batch,
+    }
+    halved = [f"--config.{name}={size // 2}" for name, size in sizes.items() if size > 1]
+    lighter = [" ".join(halved)] if halved else []
     if not config.train.gradient_checkpointing:
         lighter.append("--config.train.gradient_checkpointing=True")
     return lighter

@@ -108,7 +108,7 @@ def quick_check(answer: str, truth: str) -> float | tuple[str, str]:
         # of words, which are all there is to compare
         return Failed(f"its truth {truth[:60]!r}: {error}") if "\\" in truth else 0.0
     given = read(answer)
-    if ("%" in answer) != ("%" in truth):  # 50 and 0.5 will both do for 50%
+    if ("%" in answer) != ("%" in truth):  # 50 and 0.5 both count as 50%
         bare = [read(text.replace("%", "")) for text in (answer, truth)]
         if exact(bare[0]) is not None and exact(bare[0]) == exact(bare[1]):
             return 1.0
