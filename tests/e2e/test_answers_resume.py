@@ -110,7 +110,7 @@ def test_two_epochs_and_two_more_are_four_bit_for_bit(new_runner, whole):
 DEATHS = [
     ("flow_grpo.vlm.network:AnswerModel.log_probs", 3, -1),  # decoding, before training
     ("flow_grpo.run.checkpoint:_finish", 1, -1),  # the first checkpoint has its files, and no name
-    ("flow_grpo.vlm.sampling:choose", 5, 0),  # sampling
+    ("flow_grpo.vlm.decoding:choose", 5, 0),  # sampling
     ("accelerate:Accelerator.backward", 1, 0),  # training, before the first update
     ("flow_grpo.run.running:take_update", 2, 0),  # between two updates
     ("flow_grpo.vlm.policy:AnswerPolicy.save", 1, 0),  # a checkpoint with half its files
