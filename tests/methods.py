@@ -101,6 +101,7 @@ def small_policy() -> Policy:
     """Share it: each test sets its weights, dynamics and old weights by `rollout`."""
     adapter = small_adapter()
     policy = Policy(adapter, Dynamics(adapter.schedule(STEPS, 16, 24)), rank=2, alpha=4)
+    policy.reference = Snapshot(policy.trained(), "reference")
     policy.old = Snapshot(policy.trained(), "old")
     return policy
 

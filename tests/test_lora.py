@@ -82,7 +82,7 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype):
 
 
 def test_a_whole_transformer_must_fit(tiny_sd3, tmp_path):
-    policy = policy_of(load_adapter(str(tiny_sd3)), use_lora=False, with_reference=False)
+    policy = policy_of(load_adapter(str(tiny_sd3)), use_lora=False)
     policy.save(tmp_path)
     folder = tmp_path / "transformer"
     [file] = folder.glob("*.safetensors")

@@ -94,8 +94,15 @@ def test_a_lora_of_pefts_computes_what_it_did_there(tiny_sd3, tmp_path, settings
 
     policy = policy_of(fresh(tiny_sd3), rank=7, alpha=7, lora_path=str(tmp_path / "lora"))
     assert torch.equal(velocity(policy.adapter, policy.module), expected)
-    with policy.fixed("reference") as reference:
-        assert torch.equal(velocity(policy.adapter, reference.transformer), base)
+    start = [p.detach().clone() for p in policy.parameters()]
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    assert not torch.equal(velocity(policy.adapter, policy.module), expected)
+    with policy.fixed("reference") as reference:  # what training began with
+        assert torch.equal(velocity(policy.adapter, reference.transformer), expected)
+    with torch.no_grad():
+        torch._foreach_copy_(policy.parameters(), start)
     names = {f"base_model.model.{n}" for n in get_peft_model_state_dict(policy.transformer)}
     assert names == set(load_file(tmp_path / "lora/adapter_model.safetensors"))
     assert len(policy.parameters()) == len(names)

@@ -170,7 +170,6 @@ def _build_session(
         rank=train.lora_rank,
         alpha=train.lora_alpha,
         lora_path=train.lora_path,
-        with_reference=algorithm.needs_reference,
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,
     )
@@ -182,6 +181,8 @@ def _build_session(
         adapter.compile()
     if adapter.can_replay and can_replay(config, accelerator):
         adapter.replay()
+    if algorithm.needs_reference:  # before a checkpoint is loaded, and so the same after a resume
+        policy.reference = Snapshot(policy.trained(), "reference")
     if algorithm.keeps_old:
         policy.old = Snapshot(policy.trained(), "old")
         policy.old.prepare(accelerator)

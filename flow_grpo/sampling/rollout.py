@@ -90,6 +90,15 @@ class Denoiser:
             gradient=self.dynamics.guidance_gradient,
         )
 
+    def velocity_as_trained(
+        self, latents: Tensor, timestep: float | Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """Without gradient, but by the code that trains: compiled code rounds differently where it
+        keeps nothing for a backward pass."""
+        with torch.set_grad_enabled(self.adapter.compiled):
+            velocity = self.velocity(latents, timestep, conditioning)
+        return velocity.detach()  # and with it go the activations
+
     def step(
         self,
         i: int,
@@ -101,13 +110,10 @@ class Denoiser:
         noise: Iterator[Tensor] | None = None,
     ) -> tuple[Step, Tensor]:
         """Step i of the schedule, as `take_step` takes it, and the velocity behind it."""
-        # Compiled code rounds differently where it keeps nothing for a backward pass: what will be
-        # trained is sampled by the code that trains it.
-        as_trained = self.adapter.compiled and stochastic and next_latents is None
-        with torch.set_grad_enabled(torch.is_grad_enabled() or as_trained):
-            velocity = self.velocity(latents, self.dynamics.schedule.timesteps[i], conditioning)
-        if as_trained:
-            velocity = velocity.detach()  # and with it go the activations
+        # what will be trained is sampled by the code that trains it
+        as_trained = stochastic and next_latents is None
+        velocity_at = self.velocity_as_trained if as_trained else self.velocity
+        velocity = velocity_at(latents, self.dynamics.schedule.timesteps[i], conditioning)
         step = take_step(
             self.dynamics,
             i,

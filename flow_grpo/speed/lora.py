@@ -16,6 +16,7 @@ def lora_layers(model: nn.Module) -> list[lora.LoraLayer]:
 
 @contextmanager
 def without_lora(layers: list[lora.LoraLayer]) -> Iterator[None]:
+    trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     for layer in layers:
         layer.enable_adapters(enabled=False)
     try:
@@ -23,6 +24,8 @@ def without_lora(layers: list[lora.LoraLayer]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(enabled=True)
+        for parameter, was_trained in trained:  # peft would have all of LoRA trained
+            parameter.requires_grad_(was_trained)
 
 
 def is_plain(layer: lora.LoraLayer) -> bool:

@@ -1,10 +1,8 @@
 """What is trained: LoRA on the transformer, or all of it; and the reference it is held to."""
 
-import copy
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -22,23 +20,21 @@ from flow_grpo.models.base import latent_dtype
 from flow_grpo.sampling.rollout import Denoiser, Dynamics
 from flow_grpo.sde import Step
 from flow_grpo.speed.folding import fold_lora
-from flow_grpo.speed.lora import lora_layers, without_lora
+from flow_grpo.speed.lora import lora_layers
 from flow_grpo.speed.transfer import send
-from flow_grpo.training.plan import largest_divisor
 from flow_grpo.training.shards import is_sharded, whole_state
 from flow_grpo.training.snapshot import Snapshot
 from flow_grpo.training.trained import Trained
 
 Fixed = Literal["reference", "old", "current"]
-# 32 latents of 512 px: on an H200 a pass of 27 takes 5 % less time for each than one of 9.
-MAX_PASS = 32 * 16 * 64 * 64
 
 
 class Policy(Trained):
     """The transformer being trained, as every process calls it.
 
     `module` is the wrapped module after `prepare`; call that one, always, so that distribution
-    sees every forward. The reference is the same module with LoRA off, or a frozen copy.
+    sees every forward. The reference and the old policy are the same module with other weights in
+    it, so that all of them run the same arithmetic.
     """
 
     def __init__(
@@ -50,7 +46,6 @@ class Policy(Trained):
         rank: int = 32,
         alpha: int = 64,
         lora_path: str = "",
-        with_reference: bool = True,
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
@@ -58,14 +53,11 @@ class Policy(Trained):
         self.dynamics = dynamics
         self.transformer = self.network = adapter.transformer
         self.use_lora = use_lora
-        self._frozen = None
         if use_lora:
             self._add_lora(rank, alpha, lora_path, seed)
         else:
             if lora_path:
                 raise UserError(f"train.lora_path={lora_path} needs use_lora=True")
-            if with_reference:
-                self._frozen = copy.deepcopy(self.transformer)
             self.transformer.requires_grad_(True)
             self._keep_precision()
         for name, parameter in self.transformer.named_parameters():
@@ -78,7 +70,9 @@ class Policy(Trained):
         if gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         self.module: nn.Module = self.transformer
-        self.old: Snapshot | None = None  # earlier weights, for algorithms that need them
+        # the weights at the start of the run, and earlier ones, for algorithms that need them
+        self.reference: Snapshot | None = None
+        self.old: Snapshot | None = None
         self.passes = 0  # of the transformer over samples so far: 1 forward, 3 with backward
 
     def _keep_precision(self) -> None:
@@ -135,19 +129,10 @@ class Policy(Trained):
 
     @contextmanager
     def fixed(self, which: Fixed) -> Iterator[Denoiser]:
-        """Weights without gradients: those of the reference, which is LoRA off or a frozen copy,
-        the old ones, or those that are trained."""
-        with torch.no_grad():
-            if which == "current":
-                yield self.denoiser
-            elif which == "old":
-                with self.old.applied():
-                    yield self.denoiser
-            elif self._frozen is not None:
-                yield replace(self.denoiser, transformer=self._frozen)
-            else:
-                with without_lora(self.lora_layers):
-                    yield self.denoiser
+        """The reference, the old policy or the one that is trained, to be run without gradients."""
+        weights = {"reference": self.reference, "old": self.old, "current": None}[which]
+        with torch.no_grad(), weights.applied() if weights else nullcontext():
+            yield self.denoiser
 
     def velocity(self, latents: Tensor, timestep: Tensor, conditioning: Conditioning) -> Tensor:
         """With gradients; `timestep` is (B,)."""
@@ -165,27 +150,17 @@ class Policy(Trained):
     def fixed_velocities(
         self, which: Fixed, latents: Tensor, steps: np.ndarray, conditioning: Conditioning
     ) -> Tensor:
-        """At `latents` (B, S, C, H, W) of the steps (B, S) of the schedule; several in one pass
-        where memory allows."""
-        batch, count = steps.shape
-        most = MAX_PASS // (self.denoiser.passes * latents[:, 0].numel())
-        if self.transformer.is_gradient_checkpointing:
-            most = 1
-        at_once = largest_divisor(count, most)
+        """At `latents` (B, S, C, H, W) of the steps (B, S) of the schedule: one by one, as they are
+        trained, since batches of another size round differently."""
         timesteps = torch.tensor(self.dynamics.schedule.timesteps)[torch.from_numpy(steps)]
-        rows = torch.arange(batch).repeat_interleave(at_once)
-        velocities = []
-        self.count(batch * count)
+        timesteps = send(timesteps, latents.device)
+        self.count(steps.size)
         with self.fixed(which) as denoiser:
-            for first in range(0, count, at_once):
-                part = slice(first, first + at_once)
-                velocity = denoiser.velocity(
-                    latents[:, part].flatten(0, 1),
-                    send(timesteps[:, part].flatten(), latents.device),
-                    conditioning[rows],
-                )
-                velocities.append(velocity.unflatten(0, (batch, at_once)))
-        return torch.cat(velocities, 1)
+            velocities = [
+                denoiser.velocity_as_trained(latents[:, j], timesteps[:, j], conditioning)
+                for j in range(steps.shape[1])
+            ]
+        return torch.stack(velocities, 1)
 
     def moved(self) -> None:
         """After an update of the weights."""
@@ -201,7 +176,9 @@ class Policy(Trained):
         Call it on all processes; one of them writes.
         """
         # with the buffers, where it is the whole model
-        named = self.trained() if self.use_lora else self.transformer.state_dict(keep_vars=True)
+        named = self.transformer.state_dict(keep_vars=True)
+        if self.use_lora:  # all of it, also what a loaded one has where nothing is trained
+            named = {name: weight for name, weight in named.items() if "lora_" in name}
         weights = whole_state(named)
         if not PartialState().is_main_process:
             return

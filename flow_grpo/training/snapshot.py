@@ -11,6 +11,7 @@ from torch import nn
 from flow_grpo.training.shards import gathered, sharded_like, whole, whole_state
 
 log = logging.getLogger(__name__)
+AT_ONCE = 16  # weights that are swapped together
 
 
 class Snapshot:
@@ -79,9 +80,12 @@ class Snapshot:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """One by one, so that it takes the memory of one weight only."""
+        """A few at a time: together they are quicker, and take the memory of a few only."""
         with gathered(self.parameters):
-            for copy, parameter in zip(self.copy, self.parameters, strict=True):
-                weight = parameter.detach().clone()
-                parameter.copy_(copy)
-                copy.copy_(weight)
+            for first in range(0, len(self.copy), AT_ONCE):
+                part = slice(first, first + AT_ONCE)
+                copies, weights = self.copy[part], [p.detach() for p in self.parameters[part]]
+                kept = [torch.empty_like(weight) for weight in weights]
+                torch._foreach_copy_(kept, weights)
+                torch._foreach_copy_(weights, copies)
+                torch._foreach_copy_(copies, kept)

@@ -39,7 +39,7 @@ def lora_run(short_runs, tmp_path_factory) -> Path:
 def full_checkpoint(tiny_sd3, tmp_path_factory) -> Path:
     """As full fine-tuning saves it, after changes that are not small."""
     folder = tmp_path_factory.mktemp("full") / "checkpoint-4"
-    policy = policy_of(load_adapter(str(tiny_sd3)), use_lora=False, with_reference=False)
+    policy = policy_of(load_adapter(str(tiny_sd3)), use_lora=False)
     generator = torch.Generator().manual_seed(0)
     for prefix in ("ema_", ""):
         for parameter in policy.parameters():

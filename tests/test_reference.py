@@ -1,0 +1,136 @@
+"""The reference is the policy as the run began, by the same arithmetic."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, run_fields, save_prompts, save_small
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file
+from test_families import load
+
+from flow_grpo.algorithms import Algorithm, Batch, Setup
+from flow_grpo.algorithms.dgpo import Dgpo, DgpoSettings
+from flow_grpo.algorithms.dpo import Dpo, DpoSettings
+from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
+from flow_grpo.models.sd3 import SD3Adapter
+from flow_grpo.models.small.sd3 import build as build_tiny_sd3
+from flow_grpo.run.checkpoint import weights_in
+from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators
+from flow_grpo.speed.lora import without_lora
+from flow_grpo.training.policy import Policy
+from flow_grpo.training.snapshot import Snapshot
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from train import train
+
+SIZE = 16, 24
+GROUPS = np.array([0, 0, 1, 1])
+SETUP = Setup(num_steps=3, group_size=2, update_samples=4)
+METHODS = {
+    "grpo": Grpo(GrpoSettings(beta=0.04), SETUP),
+    "trajectory": Grpo(GrpoSettings(beta=0.04, ratio="trajectory"), SETUP),
+    "dpo": Dpo(DpoSettings(times=3, kl_beta=0.1), SETUP),
+    "dgpo": Dgpo(DgpoSettings(times=3), SETUP),
+}
+ZEROS = {"kl", "margin", "approx_kl"}
+
+
+def columns(algorithm: Algorithm, policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:
+    """What all losses of a batch log."""
+    [(batch, prepared)] = algorithm.prepared(policy, algorithm.batches([batch], 4))
+    losses = [
+        algorithm.loss(policy, batch, prepared, j) for j in range(algorithm.losses_per_sample)
+    ]
+    return {name: torch.stack([x.columns[name] for x in losses]) for name in losses[0].columns}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("method", METHODS)
+def test_at_the_start_there_is_nothing_between_policy_and_reference(method, use_lora, dtype):
+    algorithm, guidance = METHODS[method], 4.5 if method == "grpo" else 1.0
+    adapter = SD3Adapter(build_tiny_sd3(), dtype=dtype, max_sequence_length=4)
+    dynamics = Dynamics(adapter.schedule(3, *SIZE), "flow", 0.7, guidance)
+    policy = Policy(adapter, dynamics, use_lora=use_lora, rank=4, alpha=8)
+    policy.reference, policy.old = (Snapshot(policy.trained(), n) for n in ("reference", "old"))
+    generators = sample_generators(0, 0, range(4))
+    trajectory = policy.denoiser.sample(
+        initial_noise(generators, adapter.latent_shape(*SIZE), "cpu"),
+        adapter.encode(["a", "a", "b", "b"], [""] * 4 if guidance > 1 else None),
+        steps=algorithm.noisy_steps(np.random.default_rng(0), 0),
+        generators=generators,
+    )
+    batch = Batch(trajectory, torch.tensor([1.0, -1.0, -1.0, 1.0]), np.arange(4), GROUPS)
+    found = columns(algorithm, policy, batch)
+    zeros = ZEROS & found.keys()
+    assert "kl" in zeros
+    assert {name: found[name].abs().max().item() for name in zeros} == dict.fromkeys(zeros, 0)
+    if "ratio" in found:
+        assert (found["ratio"] == 1).all()
+    if "group_weight" in found:
+        assert (found["group_weight"] == 0.5).all()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.01
+    policy.moved()
+    assert all(
+        (values != 0).all()
+        for name, values in columns(algorithm, policy, batch).items()
+        if name in zeros
+    )
+
+
+@pytest.fixture
+def lora_on_all_layers(tmp_path) -> dict:
+    """Fields of a run from such a LoRA, some of whose tensors no picture depends on."""
+    [family] = [f for f in FAMILIES if f.name == "qwen_image"]
+    model = save_small(family, tmp_path / "model")
+    other = load(model)
+    other.transformer.add_adapter(LoraConfig(r=2, target_modules=other.lora_targets))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in other.transformer.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    other.save_lora(tmp_path / "lora", other.transformer, other.transformer.state_dict())
+    fields = run_fields(family, model, save_prompts(tmp_path / "dataset"))
+    return {**fields, "train.lora_path": str(tmp_path / "lora"), "sample.num_steps": 2}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_what_the_policy_froze_stays_frozen_and_is_saved(make_session, lora_on_all_layers, beta):
+    fields = {**lora_on_all_layers, "sample.merge_lora": True, "train.beta": beta}
+    # the last step is ode, and so taken with merged weights
+    session = make_session(**fields)
+    trained = session.policy.trained().keys()
+    train(session)
+    assert session.policy.trained().keys() == trained
+    folder = weights_in(session.folder)
+    start, saved = (
+        load_file(Path(place) / "pytorch_lora_weights.safetensors")
+        for place in (fields["train.lora_path"], folder)
+    )
+    assert saved.keys() == start.keys()
+    idle = [name for name in saved if torch.equal(saved[name], start[name])]
+    assert len(idle) == len(saved) - len(trained) == 6
+    session.close()
+    again = {**fields, "resume": str(session.folder), "num_epochs": 2}
+    resumed = make_session(**again)
+    assert resumed.progress.epoch == 1
+    assert resumed.policy.trained().keys() == trained
+    make_session(**{**fields, "train.lora_path": str(folder)})
+
+
+def test_without_lora_gradients_are_left_as_they_were():
+    layer = torch.nn.Linear(4, 4)
+    model = inject_adapter_in_model(
+        LoraConfig(r=2, target_modules=["0"]), torch.nn.Sequential(layer)
+    )
+    a = model[0].lora_A["default"].weight
+    a.requires_grad_(False)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    with without_lora([model[0]]):
+        assert model[0].disable_adapters
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
