@@ -16,6 +16,7 @@ from flow_grpo.sampling.rollout import (
     sample_generators,
 )
 from flow_grpo.training.policy import Policy
+from flow_grpo.training.snapshot import Snapshot
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPTS = ["one", "two", "three", "four"]
@@ -33,6 +34,7 @@ class Run:
         compiled: bool = False,
         replay: bool,
         family: Family = SD3,
+        use_lora: bool = True,
         handlers: list | None = None,
         **size,
     ) -> None:
@@ -44,16 +46,21 @@ class Run:
         )
         self.size = 32, 32, family.frames
         dynamics = Dynamics(self.adapter.schedule(4, *self.size), "flow", 0.7, family.guided)
-        self.policy = Policy(self.adapter, dynamics, rank=4, alpha=8)
+        self.policy = policy = Policy(self.adapter, dynamics, use_lora=use_lora, rank=4, alpha=8)
+        policy.prepare(accelerator, torch.optim.AdamW(policy.parameters()))
+        policy.reference, policy.old = (Snapshot(policy.trained(), n) for n in ("reference", "old"))
         generator = torch.Generator().manual_seed(0)
         for name, parameter in self.adapter.transformer.named_parameters():
             if "lora_B" in name:
                 parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-        self.policy.prepare(accelerator, torch.optim.AdamW(self.policy.parameters()))
         if compiled:
             self.adapter.compile()
         if replay and self.adapter.can_replay:
             self.adapter.replay()
+
+    def back_to_start(self) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self.policy.parameters(), self.policy.reference.copy)
 
     def sample(self, first: int = 0) -> Trajectory:
         generators = sample_generators(0, 0, list(range(first, first + len(PROMPTS))))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import FAMILIES
 from gpu_runs import PROMPTS, Run, relative
+from references import METHODS, distances
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -27,6 +28,23 @@ def test_the_ratio_is_exactly_1(family, compiled):
     for j in (0, 1):
         assert run.train(trajectory, [j]).isfinite().all()
         assert torch.equal(run.ratio, torch.ones_like(run.ratio))
+    whole = distances(METHODS["trajectory"], run.policy, trajectory)
+    assert whole["ratio"] == 0 < whole["kl"]
+    run.back_to_start()
+    assert_at_start(run)
+
+
+@COMPILED
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_all_weights_are_at_their_reference_at_the_start(family, compiled):
+    assert_at_start(Run("bf16", family=family, compiled=compiled, replay=False, use_lora=False))
+
+
+def assert_at_start(run: Run) -> None:
+    """Policy and reference are one, to the last bit."""
+    trajectory = run.sample()
+    for name, algorithm in METHODS.items():
+        assert set(distances(algorithm, run.policy, trajectory).values()) == {0}, name
 
 
 def gradient_of_velocity(run: Run, scale: float) -> torch.Tensor:
