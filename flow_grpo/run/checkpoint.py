@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 
 from flow_grpo.errors import UserError
 from flow_grpo.models.lora_files import refuse_pickles
+from flow_grpo.rewards import TOTAL
 from flow_grpo.run import disk
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,26 @@ def newest_intact(root: Path) -> Path | None:
             return folder
         log.warning("%s is incomplete or damaged (%s); trying the one before", folder, damage)
     return None
+
+
+def repair_links(newest: Path) -> None:
+    """A run that was killed between the rename of a checkpoint and its links left them behind.
+    `newest` is the one to go on from; the best is the first that scored what `newest` knows as the
+    highest."""
+    root, best = newest.parent, Progress.read(newest).best
+    known = [p for p in list_checkpoints(root) if _step(p) <= _step(newest)]
+    holder = next((p for p in known if best is not None and _score(p) == best), None)
+    for marker, right in ((root / LATEST, newest), (root / BEST, holder)):
+        if right is not None and marker.resolve() != right.resolve():
+            _point(marker, right.name)
+            log.warning("%s did not point to %s; now it does", marker, right.name)
+
+
+def _score(checkpoint: Path) -> float | None:
+    try:
+        return Progress.read(checkpoint).record.get(f"eval/{TOTAL}")
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def is_intact(checkpoint: Path) -> bool:

@@ -21,6 +21,7 @@ from flow_grpo.run.checkpoint import (
     find_damage,
     list_checkpoints,
     newest_intact,
+    repair_links,
 )
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.restore import refuse_code
@@ -161,6 +162,8 @@ def prepare_folder(start: Start, config: dict[str, Any]) -> None:
         disk.make_folders(start.folder)
         disk.write_text(start.folder / "config.json", json.dumps(config, indent=2) + "\n")
         _prepare_metrics(start, start.folder / "metrics.jsonl")
+        if start.checkpoint is not None and not start.is_new:
+            repair_links(start.checkpoint)
     except OSError as error:
         raise UserError(f"cannot write to {start.folder}: {error.strerror}") from error
 
