@@ -252,15 +252,10 @@ def test_a_first_save_that_fails_is_told_and_its_traceback_is_kept_for_debugging
         ("state/files.json", "{}", "state/files.json does not list state/progress.json"),
         ("state/files.json", "", "state cannot be read: files.json is empty"),
         ("state/files.json", "\0" * 200, "state cannot be read: files.json is empty"),
-        (
+        (  # of a device as endless as /dev/zero no checksum is taken
             "state/files.json",
-            '{"state/progress.json": 0, "/dev/zero": [0, ""]}',
-            "state/progress.json has not the 0 bytes it was written with",
-        ),
-        (
-            "state/files.json",
-            '{"/dev/zero": [0, ""], "state/progress.json": 0}',
-            "/dev/zero has not the 0 bytes it was written with",
+            '{"/dev/null": [0, ""], "state/progress.json": 0}',
+            "/dev/null has not the 0 bytes it was written with",
         ),
     ],
 )

@@ -24,7 +24,7 @@ from flow_grpo.run.checkpoint import STATE, Progress, repair_links, weights_in
 from flow_grpo.run.export import Source, export
 from flow_grpo.run.fields import get_config
 from flow_grpo.run.restore import refuse_code
-from flow_grpo.run.resume import Start, find_start
+from flow_grpo.run.resume import Start, find_start, prepare_folder
 from flow_grpo.run.session import Session, build_session
 from flow_grpo.run.tracking import save_samples
 from flow_grpo.run.writing import save
@@ -303,7 +303,7 @@ def test_the_links_can_be_named(run, find, link):
     assert start.checkpoint == (run / "checkpoints" / link).resolve()
 
 
-def test_links_that_a_kill_left_behind_are_repaired(run, resume, caplog):
+def test_links_that_a_kill_left_behind_are_repaired(run, find, caplog):
     """It came between the rename of checkpoint-4 and its links, or after the first of these."""
     root = run / "checkpoints"
     right = {link: (root / link).readlink() for link in ("latest", "best")}
@@ -314,7 +314,8 @@ def test_links_that_a_kill_left_behind_are_repaired(run, resume, caplog):
             if wrong is not None:
                 (root / link).symlink_to(wrong)
         caplog.clear()
-        resume().close()
+        prepare_folder(find(), {})
+        (run / "config.json").unlink()  # there is no need of a whole one
         assert {link: (root / link).readlink() for link in right} == right
         told = [f"{root / link} did not point to {right[link]}; now it does" for link in right]
         repaired = [
@@ -328,7 +329,7 @@ def test_after_a_fall_back_the_links_are_those_of_then(run, resume):
     for link in ("latest", "best"):
         (run / "checkpoints" / link).unlink()
         (run / "checkpoints" / link).symlink_to("checkpoint-4")
-    resume().close()
+    resume()
     assert (run / "checkpoints/latest").readlink() == Path("checkpoint-2")
     assert (run / "checkpoints/best").readlink() == Path("checkpoint-0")  # 2 was not evaluated
 

@@ -24,15 +24,16 @@ def write_text(path: Path, text: str) -> None:
 def sync(path: Path) -> None:
     """Bring a file, or the names in a folder, to the disk, whichever process wrote them. What other
     machines wrote over NFS reached the server when they closed it."""
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        # some network file systems cannot, for a folder
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        # a folder that we may not list, or on a network file system that syncs none
+        if not path.is_dir() or error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
             raise
-    finally:
-        os.close(descriptor)
 
 
 def sync_all(folder: Path) -> None:
