@@ -12,7 +12,6 @@ run.metrics[-1]["eval/bright"], run.checkpoint
 import hashlib
 import importlib.util
 import json
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.given import path_of
-from flow_grpo.run import cli, presets
+from flow_grpo.run import cli, disk, presets
 from flow_grpo.run.evaluating import evaluate_all
 from flow_grpo.run.places import ROOT, find_files
 
@@ -142,11 +141,9 @@ def _write_prompts(logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, 
         files[f"{split}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows)
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
     folder = logdir / f"prompts-{digest}"
-    folder.mkdir(parents=True, exist_ok=True)
+    disk.make_folders(folder)
     for name, text in files.items():
-        partial = folder / f".{name}.{uuid.uuid4().hex}"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(folder / name)  # whole, for the other processes of a run too
+        disk.write_text(folder / name, text)  # whole, for the other processes of a run too
     return folder
 
 

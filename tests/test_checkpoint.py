@@ -248,7 +248,15 @@ def test_a_first_save_that_fails_is_told_and_its_traceback_is_kept_for_debugging
         ("weights", "of", "weights has not the 4 bytes it was written with"),
         ("weights", "of 3", "weights has another checksum than when it was written"),
         ("weights", None, "{folder}/weights: No such file or directory"),
-        ("state/files.json", "[]", "state cannot be read: 'list' object has no attribute 'items'"),
+        ("state/files.json", "[]", "state/files.json does not list state/progress.json"),
+        ("state/files.json", "{}", "state/files.json does not list state/progress.json"),
+        ("state/files.json", "", "state cannot be read: files.json is empty"),
+        ("state/files.json", "\0" * 200, "state cannot be read: files.json is empty"),
+        (  # of a device as endless as /dev/zero no checksum is taken
+            "state/files.json",
+            '{"/dev/null": [0, ""], "state/progress.json": 0}',
+            "/dev/null has not the 0 bytes it was written with",
+        ),
     ],
 )
 def test_damage_is_told_with_the_file(save, tmp_path, caplog, name, content, damage):
@@ -262,6 +270,34 @@ def test_damage_is_told_with_the_file(save, tmp_path, caplog, name, content, dam
     assert caplog.messages == [
         f"{folder} is incomplete or damaged ({damage}); trying the one before"
     ]
+
+
+@pytest.mark.parametrize("name", ["files.json", "progress.json"])
+def test_a_state_of_any_depth_or_size_is_told_in_one_line(save, tmp_path, caplog, name):
+    folder, path = save(1), save(2) / STATE / name
+    if name == "progress.json":  # which the manifest would tell
+        (path.parent / "files.json").write_text(json.dumps({f"{STATE}/{name}": 1 << 20}))
+    path.write_text("[" * (1 << 20))
+    assert newest_intact(tmp_path) == folder
+    with path.open("r+b") as file:  # takes no room on the disk
+        file.truncate(1 << 40)
+    if name == "progress.json":
+        (path.parent / "files.json").write_text(json.dumps({f"{STATE}/{name}": 1 << 40}))
+    assert newest_intact(tmp_path) == folder
+    deep, large = caplog.messages
+    assert f"(state cannot be read: {name} is no JSON that we wrote: " in deep
+    assert f"(state cannot be read: {name} has more than 16777216 bytes)" in large
+    assert "\n" not in deep + large
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"": 1}', '{"lora/w.safetensors": 4}'])
+def test_weights_beside_a_manifest_that_cannot_be_read_can_be_used(tmp_path, content):
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    (lora / "w.safetensors").write_text("good")
+    (tmp_path / STATE).mkdir()
+    (tmp_path / STATE / "files.json").write_text(content)
+    assert weights_in(tmp_path) == lora
 
 
 def test_what_cannot_be_removed_is_told_and_stays(save, tmp_path, caplog, monkeypatch):

@@ -138,6 +138,54 @@ def test_a_holder_that_cannot_be_seen_needs_to_show_signs_of_life(folder, lock_f
         thread.join()
 
 
+@pytest.mark.parametrize("content", ["", "\0" * 300, "[" * 4000, "[" * 100_000, '{"host": "a"}'])
+def test_a_lock_that_a_power_cut_left_empty_or_damaged_is_soon_taken_over(
+    folder, lock_file, monkeypatch, caplog, content
+):
+    """`patience` would be 90 seconds, and time is made up here."""
+    now = [0.0]
+    monkeypatch.setattr(lock_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(lock_module.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    lock_file.write_text(content)
+    RunLock(folder).release()
+    assert now[0] <= 6
+    assert caplog.messages == [
+        f"{folder} is locked by {lock_file}, which names nobody; waiting for a sign of life",
+        "took over from an unknown process, which is gone",
+    ]
+
+
+@pytest.mark.parametrize("pid", ["1", -1, 10**30, None, [1], 1e300])
+def test_a_lock_with_what_is_no_process_is_taken_over(folder, lock_file, pid):
+    lock_file.write_text(replace(Holder.this_process(), pid=pid).dumps())
+    RunLock(folder, patience=0.2).release()
+
+
+def test_a_lock_of_any_size_is_not_read_to_its_end(folder, lock_file):
+    with lock_file.open("w") as file:
+        file.truncate(1 << 40)
+    RunLock(folder, patience=0.2).release()
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "link", "folder", "pipe"])
+def test_what_is_no_file_is_no_lock(folder, lock_file, kind):
+    """A link that leads nowhere can neither be made anew nor be opened."""
+    if kind == "folder":
+        lock_file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(lock_file)
+    else:
+        lock_file.symlink_to("elsewhere")
+        if kind == "link":
+            (lock_file.parent / "elsewhere").touch()
+    with pytest.raises(UserError) as told:
+        RunLock(folder)
+    assert str(told.value) == (
+        f"cannot lock {folder}: {lock_file} is a link, a folder or the like where a file belongs; "
+        "remove it"
+    )
+
+
 def test_the_holder_shows_signs_of_life(folder):
     lock = RunLock(folder, heartbeat=0.01)
     os.utime(lock.path, ns=(1, 1))

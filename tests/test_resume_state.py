@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter
-from flow_grpo.run.checkpoint import STATE, weights_in
+from flow_grpo.run.checkpoint import STATE, Progress, repair_links, weights_in
 from flow_grpo.run.export import Source, export
 from flow_grpo.run.fields import get_config
 from flow_grpo.run.restore import refuse_code
-from flow_grpo.run.resume import Start, find_start
+from flow_grpo.run.resume import Start, find_start, prepare_folder
 from flow_grpo.run.session import Session, build_session
 from flow_grpo.run.tracking import save_samples
 from flow_grpo.run.writing import save
@@ -301,6 +301,52 @@ def test_micro_steps_are_counted_from_the_start_of_an_epoch(run, resume):
 def test_the_links_can_be_named(run, find, link):
     start = find(run_name="branch", resume=str(run / "checkpoints" / link))
     assert start.checkpoint == (run / "checkpoints" / link).resolve()
+
+
+def test_links_that_a_kill_left_behind_are_repaired(run, find, caplog):
+    """It came between the rename of checkpoint-4 and its links, or after the first of these."""
+    root = run / "checkpoints"
+    right = {link: (root / link).readlink() for link in ("latest", "best")}
+    assert right["latest"] == Path("checkpoint-4")
+    for wrong in ("checkpoint-0", "checkpoint-2", "checkpoint-4", "gone", None):
+        for link in right:
+            (root / link).unlink()
+            if wrong is not None:
+                (root / link).symlink_to(wrong)
+        caplog.clear()
+        prepare_folder(find(), {})
+        (run / "config.json").unlink()  # there is no need of a whole one
+        assert {link: (root / link).readlink() for link in right} == right
+        told = [f"{root / link} did not point to {right[link]}; now it does" for link in right]
+        repaired = [
+            text for link, text in zip(right, told, strict=True) if wrong != str(right[link])
+        ]
+        assert [m for m in caplog.messages if "did not point" in m] == repaired
+
+
+def test_after_a_fall_back_the_links_are_those_of_then(run, resume):
+    (run / NEWEST / STATE / "optimizer.bin").write_bytes(b"")
+    for link in ("latest", "best"):
+        (run / "checkpoints" / link).unlink()
+        (run / "checkpoints" / link).symlink_to("checkpoint-4")
+    resume()
+    assert (run / "checkpoints/latest").readlink() == Path("checkpoint-2")
+    assert (run / "checkpoints/best").readlink() == Path("checkpoint-0")  # 2 was not evaluated
+
+
+def test_the_first_of_two_that_score_the_same_is_the_best(tmp_path):
+    """As it was when they were made: the second is no improvement."""
+    for step, score in enumerate((0.25, 0.5, 0.5, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        (folder / STATE).mkdir(parents=True)
+        Progress(step=step, best=0.5, record={"eval/avg": score}).write(folder)
+    repair_links(folder)
+    assert (tmp_path / "best").readlink() == Path("checkpoint-1")
+    assert (tmp_path / "latest").readlink() == Path("checkpoint-3")
+    (tmp_path / "checkpoint-1" / STATE / "progress.json").write_text("")
+    (tmp_path / "checkpoint-2" / STATE / "progress.json").write_text('{"record": 1}')
+    repair_links(folder)  # nobody knows better
+    assert (tmp_path / "best").readlink() == Path("checkpoint-1")
 
 
 @pytest.mark.parametrize("way", ["auto", "path"])

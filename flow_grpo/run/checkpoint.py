@@ -3,8 +3,8 @@
 import hashlib
 import json
 import logging
-import os
 import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,12 +15,15 @@ from accelerate.utils import gather_object
 
 from flow_grpo.errors import UserError
 from flow_grpo.models.lora_files import refuse_pickles
+from flow_grpo.rewards import TOTAL
+from flow_grpo.run import disk
 
 log = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
 STATE = "state"  # what only a resumed run needs
-MANIFEST = "files.json"  # written last: every file of a checkpoint, its size and its SHA-256
+MANIFEST = "files.json"  # every other file of a checkpoint, its size and its SHA-256
+PROGRESS = f"{STATE}/progress.json"
 LATEST, BEST = "latest", "best"
 
 
@@ -39,11 +42,11 @@ class Progress:
     kept: bool = True
 
     def write(self, checkpoint: Path) -> None:
-        _write_json(checkpoint / STATE / "progress.json", asdict(self))
+        _write_json(checkpoint / PROGRESS, asdict(self))
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":
-        return cls(**json.loads((checkpoint / STATE / "progress.json").read_text("utf-8")))
+        return cls(**disk.read_json(checkpoint / PROGRESS))
 
 
 def save_checkpoint(
@@ -110,6 +113,26 @@ def newest_intact(root: Path) -> Path | None:
     return None
 
 
+def repair_links(newest: Path) -> None:
+    """A run that was killed between the rename of a checkpoint and its links left them behind.
+    `newest` is the one to go on from; the best is the first that scored what `newest` knows as the
+    highest."""
+    root, best = newest.parent, Progress.read(newest).best
+    known = [p for p in list_checkpoints(root) if _step(p) <= _step(newest)]
+    holder = next((p for p in known if best is not None and _score(p) == best), None)
+    for marker, right in ((root / LATEST, newest), (root / BEST, holder)):
+        if right is not None and marker.resolve() != right.resolve():
+            _point(marker, right.name)
+            log.warning("%s did not point to %s; now it does", marker, right.name)
+
+
+def _score(checkpoint: Path) -> float | None:
+    try:
+        return Progress.read(checkpoint).record.get(f"eval/{TOTAL}")
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
 def is_intact(checkpoint: Path) -> bool:
     return find_damage(checkpoint) is None
 
@@ -117,7 +140,10 @@ def is_intact(checkpoint: Path) -> bool:
 def find_damage(checkpoint: Path) -> str | None:
     """What is not as it was written; None if every file is. Reads all of them."""
     try:
-        if damage := _compare(checkpoint, _read_manifest(checkpoint)):
+        manifest = _read_manifest(checkpoint)
+        if PROGRESS not in manifest:
+            return f"{STATE}/{MANIFEST} does not list {PROGRESS}"
+        if damage := _compare(checkpoint, manifest):
             return damage
         Progress.read(checkpoint)
     except OSError as error:
@@ -128,7 +154,7 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / STATE / MANIFEST).read_text("utf-8"))
+    return disk.read_json(checkpoint / STATE / MANIFEST)
 
 
 def _compare(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
@@ -136,7 +162,8 @@ def _compare(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
         # manifests once had the size only
         size, checksum = (entry, None) if isinstance(entry, int) else entry
         path = checkpoint / name
-        if path.stat().st_size != size:
+        found = path.stat()
+        if found.st_size != size or not stat.S_ISREG(found.st_mode):
             return f"{name} has not the {size} bytes it was written with"
         if checksum is not None and _checksum(path) != checksum:
             return f"{name} has another checksum than when it was written"
@@ -174,7 +201,7 @@ def damage_of_weights(weights: Path) -> str | None:
     checkpoint = weights.resolve().parent
     try:
         manifest = _read_manifest(checkpoint).items()
-        own = {name: entry for name, entry in manifest if Path(name).parts[0] == weights.name}
+        own = {name: entry for name, entry in manifest if Path(name).parts[:1] == (weights.name,)}
     except (OSError, ValueError, TypeError, AttributeError):
         return None
     try:
@@ -199,15 +226,14 @@ def _finish(partial: Path, final: Path, best: bool) -> None:
         partial / STATE / MANIFEST,
         {str(p.relative_to(partial)): [p.stat().st_size, _checksum(p)] for p in files},
     )
-    for path in files:  # on the disk before the name says so
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    disk.sync_all(partial)  # before the name says so
     damaged = final.with_name(f".damaged-{final.name}")
     if final.exists() or final.is_symlink():
         _remove(damaged)
         final.rename(damaged)
     partial.rename(final)
+    disk.sync(final.parent)
+    disk.sync(final.parents[1])  # which names checkpoints/ and metrics.jsonl
     for marker in (LATEST, BEST) if best else (LATEST,):
         _point(final.parent / marker, final.name)
     _remove(damaged)  # only now that there is another
@@ -230,6 +256,7 @@ def _point(marker: Path, name: str) -> None:
     new.unlink(missing_ok=True)
     new.symlink_to(name)
     new.replace(marker)
+    disk.sync(marker.parent)
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
@@ -257,4 +284,4 @@ def _what_is_left(root: Path) -> str:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    disk.write_text(path, json.dumps(value, indent=1) + "\n")

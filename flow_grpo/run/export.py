@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.models.lora_files import Misfit, attach_lora, replace_weights
+from flow_grpo.run import disk
 from flow_grpo.run.checkpoint import PREFIX, damage_of_weights, weights_in
 
 TRAINED = "transformer"  # the part of a pipeline that runs train
@@ -109,7 +110,7 @@ def export(
         shutil.copyfile(folder / TRAINED / "config.json", partial / TRAINED / "config.json")
         card = _model_card(source, model, out.name, dtype)
         (partial / "README.md").write_text(card, encoding="utf-8")
-        partial.rename(out)
+        disk.publish(partial, out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {first_line(error)}") from error
     finally:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -21,12 +22,14 @@ from pathlib import Path
 import psutil
 
 from flow_grpo.errors import UserError
+from flow_grpo.run import disk
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 15.0  # seconds between two signs of life
 PATIENCE = 90.0  # seconds without one after which a holder that cannot be seen counts as dead
-RETRY = 5.0  # seconds for which a lock of ours that cannot be read is read again
+RETRY = 5.0  # seconds for which a lock that cannot be read is read again
+MOST = 4096  # bytes of a lock: names are short
 PROC = Path("/proc")
 
 
@@ -58,6 +61,8 @@ class Holder:
             return False
         except psutil.AccessDenied:  # somebody else's
             return True
+        except (TypeError, ValueError, OverflowError):  # no number of a process
+            return None
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -75,7 +80,7 @@ class RunLock:
         self.path = folder.with_name(f".{folder.name}.lock")
         self.patience = patience
         self.holder = Holder.this_process()
-        self._made = _make_folders(folder.parent)
+        self._made = disk.make_folders(folder.parent)
         self._released = threading.Event()
         try:
             while not (self._create() or self._take_over()):
@@ -126,6 +131,14 @@ class RunLock:
 
     def _take_over(self) -> bool:
         """From a holder that is dead; one that lives is named."""
+        try:
+            if not stat.S_ISREG(self.path.lstat().st_mode):
+                raise UserError(
+                    f"cannot lock {self.folder}: {self.path} is a link, a folder or the like where "
+                    "a file belongs; remove it"
+                )
+        except FileNotFoundError:
+            return False
         holder = _read(self.path)
         alive = holder.is_alive() if holder is not None and holder.can_be_seen() else None
         if alive is None:  # on another machine, about to be written, or perhaps another process
@@ -153,13 +166,15 @@ class RunLock:
 
     def _shows_life(self, holder: Holder | None) -> bool:
         """Whether the file changes while we look at it; clocks of machines need not agree."""
-        first, until = _last_sign(self.path), time.monotonic() + self.patience
-        if holder is not None:
-            log.warning("%s is locked by %s; waiting for a sign of life", self.folder, holder)
+        # one that names nobody is about to be written, or was not to the end: the power failed
+        patience = self.patience if holder else min(RETRY, self.patience)
+        first, until = _last_sign(self.path), time.monotonic() + patience
+        name = holder or f"{self.path}, which names nobody"
+        log.warning("%s is locked by %s; waiting for a sign of life", self.folder, name)
         while _read(self.path) == holder and time.monotonic() < until:
             if _last_sign(self.path) not in (first, None):
                 return True
-            time.sleep(min(1.0, self.patience / 10))
+            time.sleep(min(1.0, patience / 10))
         return False
 
     def _show_life(self, every: float) -> None:
@@ -174,17 +189,10 @@ class RunLock:
                 folder.rmdir()
 
 
-def _make_folders(folder: Path) -> list[Path]:
-    """Those that were not there, the outermost first."""
-    missing = [p for p in (folder, *folder.parents) if not p.exists()][::-1]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
 def _read(path: Path) -> Holder | None:
-    """None: there is none, or it is being written."""
+    """None: there is none, it is being written, or it is damaged."""
     try:
-        return Holder(**json.loads(path.read_text("utf-8")))
+        return Holder(**disk.read_json(path, MOST))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from flow_grpo.rewards import TOTAL
+from flow_grpo.run import disk
 from flow_grpo.run.candidates import Candidate
 from flow_grpo.run.clips import still
 from flow_grpo.run.console import shown_rewards
@@ -72,8 +73,8 @@ def write(out: Path, settings: dict[str, Any], scored: list[Scored], prompts: li
     else:
         named = zip(scored, reports, strict=True)
         content = {**settings, "checkpoints": [{"name": s.name, **r} for s, r in named]}
-    (out / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (out / "results.md").write_text(f"{summary(scored)}\n", encoding="utf-8")
+    disk.write_text(out / "results.json", json.dumps(content, indent=1) + "\n")
+    disk.write_text(out / "results.md", f"{summary(scored)}\n")
     shown = [p.prompt for p in prompts[: len(scored[0].result.images)]]
     if not shown:
         return

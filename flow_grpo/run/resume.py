@@ -14,7 +14,15 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from flow_grpo.errors import UserError
-from flow_grpo.run.checkpoint import PREFIX, Progress, find_damage, list_checkpoints, newest_intact
+from flow_grpo.run import disk
+from flow_grpo.run.checkpoint import (
+    PREFIX,
+    Progress,
+    find_damage,
+    list_checkpoints,
+    newest_intact,
+    repair_links,
+)
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.restore import refuse_code
 from flow_grpo.run.tracking import dotted
@@ -151,9 +159,11 @@ def compare_configs(checkpoint: Path, config: dict[str, Any]) -> None:
 def prepare_folder(start: Start, config: dict[str, Any]) -> None:
     """Make the folder, or bring it back to where its checkpoint was; on one process."""
     try:
-        start.folder.mkdir(parents=True, exist_ok=True)
-        _replace(start.folder / "config.json", json.dumps(config, indent=2) + "\n")
+        disk.make_folders(start.folder)
+        disk.write_text(start.folder / "config.json", json.dumps(config, indent=2) + "\n")
         _prepare_metrics(start, start.folder / "metrics.jsonl")
+        if start.checkpoint is not None and not start.is_new:
+            repair_links(start.checkpoint)
     except OSError as error:
         raise UserError(f"cannot write to {start.folder}: {error.strerror}") from error
 
@@ -169,7 +179,7 @@ def _prepare_metrics(start: Start, metrics: Path) -> None:
     if damaged:
         kept = source if start.is_new else _set_aside(metrics)
         log.warning("left out what is no JSON with an epoch: line %s of %s", damaged, kept)
-    _replace(metrics, "".join(lines))
+    disk.write_text(metrics, "".join(lines))
 
 
 def _lines_until(path: Path, progress: Progress) -> tuple[list[str], str]:
@@ -199,9 +209,3 @@ def _set_aside(path: Path) -> Path:
     while (aside := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     return path.rename(aside)
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)

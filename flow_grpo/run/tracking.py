@@ -18,6 +18,7 @@ from tqdm import tqdm
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.frames import Sample
+from flow_grpo.run import disk
 from flow_grpo.run.clips import save_sample
 
 
@@ -39,10 +40,11 @@ def record(
 
 
 def append_metrics(path: Path, record: dict[str, float | None]) -> None:
-    """One JSON object per epoch."""
+    """One JSON object per epoch; on the disk, as a later checkpoint has its own line only."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        disk.sync(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 

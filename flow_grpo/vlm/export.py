@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.loading import explained
+from flow_grpo.run import disk
 from flow_grpo.run.export import Source
 from flow_grpo.vlm.policy import load_model
 from flow_grpo.vlm.prompts import load_processors
@@ -52,7 +53,7 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         for part in (merged, *parts):
             part.save_pretrained(partial)
-        partial.rename(out)
+        disk.publish(partial, out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {first_line(error)}") from error
     finally:

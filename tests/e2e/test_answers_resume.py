@@ -117,7 +117,7 @@ DEATHS = [
     ("flow_grpo.run.checkpoint:_point", 1, 1),  # whole, but `latest` is the one before
     ("flow_grpo.run.tracking:append_metrics", 1, 2),  # not yet in metrics.jsonl
     ("flow_grpo.vlm.scoring:PendingAnswers.result", 1, 2),  # waiting for rewards
-    ("os:fsync", 3, 2),  # while files are flushed
+    ("os:fsync", 9, 2),  # while files of a checkpoint are flushed
 ]
 
 
