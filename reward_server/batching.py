@@ -15,6 +15,7 @@ from flow_grpo.rewards import Scorer
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.rewards.guard import BatchScores, is_mistake, score
+from flow_grpo.rewards.pool import CannotStart
 from reward_server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class ScorerFailed(Exception):
         """The scorer raised, or broke its contract, on these images alone."""
         if isinstance(error, ScorerFailed):
             return cls(str(error), error.code)  # without its frames, which hold pictures
+        if isinstance(error, CannotStart):  # what was asked is not to blame
+            return cls(str(error), "scorer_down")
         # After a mistake in the code, asking again is of no use.
         return cls(describe(error), "scorer_broken" if is_mistake(error) else "scorer_failed")
 

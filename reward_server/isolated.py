@@ -1,25 +1,20 @@
 """A reward in a process of its own: it may crash or hang, and is started again."""
 
-import logging
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import Scorer, build_scorers
 from flow_grpo.rewards.failure import Failed, describe
-from flow_grpo.rewards.frames import DEFAULT, Sample, frame_rule
+from flow_grpo.rewards.frames import Sample, frame_rule
 from flow_grpo.rewards.guard import BatchScores, is_mistake, score
-from flow_grpo.rewards.pool import PoolClosed, TimedOut, WorkerPool
+from flow_grpo.rewards.pool import TimedOut, WorkerPool
 from flow_grpo.rewards.threads import in_background
 from reward_server.batching import ScorerFailed
 
-log = logging.getLogger(__name__)
-
 SCORING_BYTES = 17  # per pixel, measured: 6 on its way to the process, 11 there
 START_TIMEOUT = 1800.0  # seconds; weights may have to be downloaded
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before another start
 
 Batch = tuple[list[Sample], list[str], list[dict[str, Any]]]
 
@@ -60,9 +55,10 @@ def build(name: str, **settings: Any) -> Callable[[Batch | None], Answer]:
     frames, which it has once it was built."""
     try:
         scorer = build_scorer(name, **settings)
+    except UserError:
+        raise
     except Exception as error:
-        raised = Raised.by(error)
-        return lambda _: raised
+        raise UserError(f"reward {name!r} cannot be built: {describe(error)}") from error
 
     def answer(batch: Batch | None) -> Answer:
         if batch is None:
@@ -81,29 +77,34 @@ class IsolatedScorer:
     """
 
     def __init__(self, name: str, *, timeout: float, **settings: Any) -> None:
-        self.frames = DEFAULT
-        self.trouble = ""  # why there is no process, after one could not be replaced
-        self._name = name
-        self._timeout = timeout
-        self._settings: Mapping[str, Any] = settings
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._pool = self._new_pool()
+        self._pool = WorkerPool(
+            "reward_server.isolated:build",
+            {"name": name, **settings},
+            workers=1,
+            timeout=timeout,
+            start_timeout=START_TIMEOUT,
+            max_deaths=1,
+            environment={},
+        )
         try:
-            self._check_built()
+            [self.frames] = self._pool.map([None])
+            if isinstance(self.frames, Failed):
+                raise UserError(f"reward {name!r} cannot be built: {self.frames.reason}")
         except BaseException:
             self.close()
             raise
 
+    @property
+    def trouble(self) -> str:
+        return self._pool.trouble
+
     def __call__(
         self, images: list[Sample], prompts: list[str], metadata: list[dict[str, Any]]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        try:
-            [answer] = self._pool.map([(images, prompts, metadata)])
-        except UserError as error:  # no new process: what was asked is not to blame
-            raise ScorerFailed(str(error)) from error
+        [answer] = self._pool.map([(images, prompts, metadata)])
         if isinstance(answer, Failed):
-            in_background(self._revive)
+            # have the next process ready before the next request
+            in_background(lambda: self._pool.map([None]))
             code = "scorer_timeout" if isinstance(answer, TimedOut) else "scorer_failed"
             raise ScorerFailed(f"{answer.reason}; it is started again", code)
         if isinstance(answer, Raised):
@@ -111,45 +112,4 @@ class IsolatedScorer:
         return answer.values, answer.extras
 
     def close(self) -> None:
-        with self._lock:
-            self._closed.set()
         self._pool.close()
-
-    def _check_built(self) -> None:
-        [answer] = self._pool.map([None])
-        if isinstance(answer, Raised) and answer.is_user_error:
-            raise UserError(answer.reason)
-        if not isinstance(answer, str):  # a `Failed` has a reason as well
-            raise UserError(f"reward {self._name!r} cannot be built: {answer.reason}")
-        self.frames = answer
-
-    def _revive(self) -> None:
-        """Have the next process ready before the next request, however often that takes."""
-        pause = FIRST_PAUSE
-        while not self._closed.is_set():
-            try:
-                self._check_built()
-                self.trouble = ""
-                return
-            except PoolClosed:
-                return
-            except Exception as error:
-                self.trouble = f"it cannot be started again ({describe(error)})"
-                log.warning("reward %r: %s; next try in %g s", self._name, self.trouble, pause)
-            self._closed.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            with self._lock:
-                if not self._closed.is_set():
-                    old, self._pool = self._pool, self._new_pool()
-                    old.close()
-
-    def _new_pool(self) -> WorkerPool:
-        return WorkerPool(
-            "reward_server.isolated:build",
-            {"name": self._name, **self._settings},
-            workers=1,
-            timeout=self._timeout,
-            start_timeout=START_TIMEOUT,
-            max_deaths=1,
-            environment={},
-        )

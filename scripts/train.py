@@ -7,6 +7,9 @@ One epoch: sample a group of images per prompt, score them, turn scores into cre
 and update the weights. What differs between algorithms is in flow_grpo/algorithms.
 """
 
+if __name__ == "__main__":
+    import flow_grpo.run.early  # noqa: F401  first: the others take seconds
+
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -69,9 +72,7 @@ def main(config: ConfigDict) -> Session:
     logger.info(session.plan.describe())
     if session.adapter.compiled:
         logger.info("the first epoch compiles the model, which takes a minute or two")
-    carry_out(session, train, lighter_training(session.config, session.plan))
-    logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
-    return session
+    return carry_out(session, train, lighter_training(session.config, session.plan))
 
 
 def train(session: Session) -> None:

@@ -7,6 +7,9 @@ One epoch: sample a group of answers to each question, score them, turn scores i
 update the weights with a clipped policy objective on the tokens of the answers.
 """
 
+if __name__ == "__main__":
+    import flow_grpo.run.early  # noqa: F401  first: the others take seconds
+
 import logging
 from collections.abc import Iterator
 
@@ -57,9 +60,7 @@ def main(config: ConfigDict) -> VlmSession:
     session = build_session(config)
     logger.info("run directory         %s", session.folder)
     logger.info(session.plan.describe())
-    carry_out(session, train, lighter_settings(config))
-    logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
-    return session
+    return carry_out(session, train, lighter_settings(config))
 
 
 def train(session: VlmSession) -> None:

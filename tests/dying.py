@@ -1,7 +1,8 @@
-"""Runs a script that is killed (SIGKILL, from which nothing can be saved) as it calls a function
-for the N-th time.
+"""Runs a script that is killed (SIGKILL, from which nothing can be saved), or gets another signal,
+as it calls a function for the N-th time.
 
     python tests/dying.py flow_grpo.run.checkpoint:_finish 1 SCRIPT ARGUMENTS
+    python tests/dying.py flow_grpo.run.base:write_at_end 1:SIGINT SCRIPT ARGUMENTS
 """
 
 import functools
@@ -14,7 +15,7 @@ import sys
 from typing import Any
 
 
-def arm(target: str, number: int) -> None:
+def arm(target: str, number: int, deadly_signal: int = signal.SIGKILL) -> None:
     """`target` is module:function or module:Class.method."""
     module, _, name = target.partition(":")
     *path, last = name.split(".")
@@ -24,7 +25,7 @@ def arm(target: str, number: int) -> None:
     @functools.wraps(function)
     def deadly(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), deadly_signal)
         return function(*args, **kwargs)
 
     setattr(owner, last, deadly)
@@ -32,6 +33,7 @@ def arm(target: str, number: int) -> None:
 
 if __name__ == "__main__":
     _, target, number, *sys.argv = sys.argv
-    arm(target, int(number))
+    number, _, name = number.partition(":")
+    arm(target, int(number), signal.Signals[name or "SIGKILL"])
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")

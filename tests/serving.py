@@ -113,6 +113,13 @@ class Server:
     def children(self) -> list[int]:
         return [child.pid for child in psutil.Process(self.process.pid).children()]
 
+    def kill_children(self) -> None:
+        """As the kernel does when memory is short."""
+        children = self.children()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_running, children)))
+
     def connect(self) -> socket.socket:
         host, _, port = self.url.removeprefix("http://").rpartition(":")
         return socket.create_connection((host, int(port)), timeout=TIMEOUT)

@@ -1,15 +1,18 @@
 """Training and evaluation from Python, as a notebook does it."""
 
 import json
+import threading
 
 import pytest
 from diffusers import StableDiffusion3Pipeline
 from runner import ROOT
+from serving import wait_until
 
 import flow_grpo
 from flow_grpo import api
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.jpeg import jpeg_compressibility
+from flow_grpo.rewards.threads import in_background
 
 SHORT = {
     "sample.num_steps": 3,
@@ -34,13 +37,16 @@ def test_a_function_and_a_list_of_prompts_are_trained(tmp_path, capsys):
     words = ("CAT", "DOG", "SUN", "TEA", "MAP")
     prompts = [{"prompt": f'a sign that says "{w}"', "tag": w} for w in words]
     options = {**SHORT, "logdir": str(tmp_path), "train.learning_rate": 2e-4}
-    runs = []
-    for seed in (1, 2):  # the same process trains twice
-        trainer = flow_grpo.Trainer(
+    threads = threading.enumerate()
+    one, other = (
+        flow_grpo.Trainer(
             "assets/tiny-sd3", rewards=[bright], prompts=prompts, seed=seed, **options
         )
-        runs.append(trainer.train())
-    first, second = runs
+        for seed in (1, 2)
+    )
+    # the same process trains twice, the second time not in its main thread
+    first, second = one.train(), in_background(other.train).result()
+    wait_until(lambda: {*threading.enumerate()} <= {*threads})
     assert first.folder != second.folder
     assert [row["epoch"] for row in first.metrics] == [0, 1]
     assert 0 < first.metrics[-1]["eval/bright"] < 1
@@ -62,6 +68,21 @@ def test_a_function_and_a_list_of_prompts_are_trained(tmp_path, capsys):
     assert next(iter(means)) == "base"
     assert len(means) == 2
     assert (tmp_path / "eval/results.json").is_file()
+
+
+def test_a_run_that_cannot_start_closes_its_rewards(tmp_path):
+    closed = []
+
+    def bright(images, prompts, metadata):
+        return [0.5] * len(images)
+
+    bright.close = lambda: closed.append("bright")
+    trainer = flow_grpo.Trainer(
+        tmp_path / "nothing", rewards=[bright], prompts=[*"abcde"], **SHORT, logdir=str(tmp_path)
+    )
+    with pytest.raises(UserError, match="no model at"):
+        trainer.train()
+    assert closed == ["bright"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from serving import is_running, wait_until
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
-from flow_grpo.rewards.pool import PoolClosed, WorkerPool
+from flow_grpo.rewards.pool import CannotStart, PoolClosed, WorkerPool
 
 
 def test_the_workers_run_without_torch(stub_path: None) -> None:
@@ -56,6 +56,15 @@ STUB = """
     def broken():
         raise FileNotFoundError("no such model")
 
+    def need(file):
+        if not Path(file).exists():
+            raise FileNotFoundError(file)
+        return obey()
+
+    def only_one(file):
+        open(file, "x")
+        return obey()
+
     def die_at_start(times):
         starts = Path(__file__).with_name("starts")
         with starts.open("a") as file:
@@ -73,7 +82,7 @@ def stub_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stub_pool(
-    engine: str = "obey", *, workers: int = 1, timeout: float = 30.0, **options: int
+    engine: str = "obey", *, workers: int = 1, timeout: float = 30.0, **options: object
 ) -> WorkerPool:
     return WorkerPool(f"stub_engine:{engine}", options, workers=workers, timeout=timeout)
 
@@ -165,6 +174,31 @@ class TestPool:
         with stub_pool("die_at_start", times=99) as pool, never:
             pool.map(["read x"] * 20)
         assert (tmp_path / "starts").read_text() == "xxx"
+
+    def test_goes_on_trying_until_workers_start(self, tmp_path: Path) -> None:
+        model = tmp_path / "model"
+        with stub_pool("need", workers=2, file=str(model)) as pool:
+            for _ in range(2):
+                with pytest.raises(CannotStart, match="FileNotFoundError"):
+                    pool.map(["read x"] * 20)
+                assert str(model) in pool.trouble
+            model.touch()
+            wait_until(lambda: not pool.trouble)
+            assert pool.map(["read x"] * 20) == ["1 read"] * 20
+
+    def test_goes_on_trying_after_three_died_at_their_start(self, tmp_path: Path) -> None:
+        with stub_pool("die_at_start", times=4) as pool:
+            with pytest.raises(CannotStart, match="3 worker processes"):
+                pool.map(["read x"])
+            wait_until(lambda: not pool.trouble)
+            assert len(pool.pids()) == 1  # before anybody asks
+            assert pool.map(["read x"]) == ["1 read"]
+        assert (tmp_path / "starts").read_text() == "xxxxx"
+
+    def test_leaves_to_the_others_what_one_cannot_start_for(self, tmp_path: Path) -> None:
+        with stub_pool("only_one", workers=2, file=str(tmp_path / "taken")) as pool:
+            assert pool.map(["read x"] * 20) == ["1 read"] * 20
+            assert not pool.trouble
 
     def test_closing_ends_its_processes_and_frees_who_waits(self, tmp_path: Path) -> None:
         pool = stub_pool()

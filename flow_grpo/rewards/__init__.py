@@ -222,6 +222,11 @@ class WeightedReward:
         for guarded in self._guarded.values():
             guarded.closed = True
 
+    def end_threads(self) -> None:
+        """Once no scorer works any more."""
+        for thread in (self._to_pil, *(guarded.thread for guarded in self._guarded.values())):
+            thread.close()
+
     def _tell(self, method: str, *args: Any) -> None:
         for scorer in self.scorers.values():
             if hasattr(scorer, method):
@@ -240,6 +245,8 @@ def close_scorers(*rewards: WeightedReward) -> None:
     for scorer in {id(s): s for r in rewards for s in r.scorers.values()}.values():
         if hasattr(scorer, "close"):
             scorer.close()
+    for reward in rewards:
+        reward.end_threads()
 
 
 def build_reward(

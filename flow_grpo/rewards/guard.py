@@ -75,14 +75,14 @@ class GuardedScorer:
         self._policy = policy
         self.has_policy = has_policy
         self.mistakes = 0  # batches that failed by a mistake in the scorer, before any succeeded
-        self._thread = SerialThread()
+        self.thread = SerialThread()
         self._down = False
         self._running: Future | None = None
 
     def submit(
         self, pictures: "Future[list[Sample | None]]", prompts: list[str], metadata: list[dict]
     ) -> "Future[BatchScores]":
-        return self._thread.submit(lambda: self._score(pictures, prompts, metadata))
+        return self.thread.submit(lambda: self._score(pictures, prompts, metadata))
 
     def rehearse(self, samples: list[Sample], prompts: list[str], metadata: list[dict]) -> None:
         """Tell a mistake in the scorer, or in what it returns, before training starts. Whatever

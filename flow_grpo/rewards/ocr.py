@@ -112,6 +112,10 @@ class OcrScorer:
     def why_not(self, prompt: str, metadata: dict[str, Any]) -> str | None:
         return without_quotes(prompt)
 
+    @property
+    def trouble(self) -> str:
+        return self.pool.trouble
+
     def close(self) -> None:
         self.pool.close()
 

@@ -14,6 +14,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 MAX_CHUNK = 16
 MAX_DEATHS = 2
 START_ATTEMPTS = 3
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds until workers that could not start are tried again
 
 
 # For engines that share the machine with a trainer: one core each, and the card's memory is not
@@ -43,6 +45,10 @@ BESIDE_A_TRAINER = {
 
 class TimedOut(Failed):
     """The worker took too long over it, and was killed."""
+
+
+class CannotStart(UserError):
+    """There is no worker, for now."""
 
 
 class PoolClosed(RuntimeError):
@@ -111,8 +117,9 @@ class WorkerPool:
     `factory` is "module:function"; a worker calls it once, with `options`, to get its engine.
     A worker that dies is replaced and what it had left is tried again; the payload that
     `max_deaths` workers died on has failed. A worker that takes longer than `timeout` seconds
-    over a payload is killed and replaced, and that payload has failed. Several threads may use
-    one pool. It starts nothing before its first use.
+    over a payload is killed and replaced, and that payload has failed. Where no worker can be
+    started, `map` raises `CannotStart` at once and `trouble` says why, while the pool goes on
+    trying. Several threads may use one pool. It starts nothing before its first use.
     """
 
     def __init__(
@@ -137,8 +144,16 @@ class WorkerPool:
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._live: set[_Worker] = set()
-        self._closed = False
-        self._broken: UserError | None = None
+        self._closed = threading.Event()
+        self._broken: CannotStart | None = None
+        self._pause = FIRST_PAUSE
+        self._retry_at = 0.0  # on the monotonic clock
+
+    @property
+    def trouble(self) -> str:
+        """Why it cannot work now; empty if it can, as far as is known."""
+        broken = self._broken
+        return f"it cannot be started again ({broken})" if broken else ""
 
     def map(self, payloads: Sequence[Any]) -> list[Any]:
         """One result per payload, in order; `Failed` where there is none."""
@@ -159,7 +174,7 @@ class WorkerPool:
     def close(self) -> None:
         """Kill the workers; calls of `map` that still wait raise `PoolClosed`."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             for worker in self._live:
                 worker.kill()
             with contextlib.suppress(queue.Empty):
@@ -178,7 +193,7 @@ class WorkerPool:
 
     def _start_threads(self) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise PoolClosed
             while len(self._threads) < self._size:
                 thread = threading.Thread(target=self._serve, daemon=True)
@@ -187,7 +202,7 @@ class WorkerPool:
 
     def _put(self, chunk: _Chunk) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 _fail(chunk, PoolClosed())
             elif chunk:
                 self._chunks.put(chunk)
@@ -195,10 +210,14 @@ class WorkerPool:
     def _serve(self) -> None:
         """Feed one worker until the pool is closed."""
         worker: _Worker | None = None
-        while (chunk := self._chunks.get()) is not None:
+        while (chunk := self._next_chunk()) is not None:
             try:
                 worker = self._living(worker)
-                self._work_off(chunk, worker)
+                if chunk:
+                    self._work_off(chunk, worker)
+            except _OthersWork:
+                self._put(chunk)
+                self._closed.wait(LONGEST_PAUSE)
             except Exception as error:
                 # The caller of `map` has to know; without an answer it would wait for ever.
                 _fail(chunk, error)
@@ -206,6 +225,14 @@ class WorkerPool:
                     self._retire(worker)
         if worker is not None:
             self._retire(worker)
+
+    def _next_chunk(self) -> _Chunk | None:
+        """None at the end; an empty one when it is time to start a worker that nobody waits for."""
+        left = max(0.0, self._retry_at - time.monotonic()) if self._broken else None
+        try:
+            return self._chunks.get(timeout=left)
+        except queue.Empty:
+            return deque()
 
     def _work_off(self, chunk: _Chunk, worker: _Worker) -> None:
         try:
@@ -240,24 +267,37 @@ class WorkerPool:
             if worker.is_alive():
                 return worker
             self._retire(worker)
-        if self._broken is None:
-            try:
-                return self._start()
-            except UserError as error:
-                self._broken = error
-        raise self._broken
+        broken = self._broken
+        if broken is not None and time.monotonic() < self._retry_at:
+            raise broken
+        try:
+            worker = self._start()
+        except CannotStart as error:
+            with self._lock:
+                if any(each.is_alive() for each in self._live):
+                    raise _OthersWork from error
+                if broken is not None:  # the first time, the caller of `map` tells it
+                    log.warning("%s; next try in %g s", error, self._pause)
+                self._broken, self._retry_at = error, time.monotonic() + self._pause
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            raise
+        self._broken, self._pause = None, FIRST_PAUSE
+        return worker
 
     def _start(self) -> _Worker:
         for _ in range(START_ATTEMPTS):
             with self._lock:
-                if self._closed:
+                if self._closed.is_set():
                     raise PoolClosed
                 worker = _Worker(self._factory, self._options, self._environment)
                 self._live.add(worker)
             try:
                 status, reason = worker.receive(self._start_timeout)
             except TimeoutError:
-                status, reason = "failed", f"not ready after {self._start_timeout:g} s"
+                status, reason = (
+                    "failed",
+                    f"{self._factory} is not ready after {self._start_timeout:g} s",
+                )
             except (EOFError, OSError):
                 code = self._retire(worker)
                 log.warning("worker %d died at its start (exit code %d)", worker.pid, code)
@@ -265,8 +305,8 @@ class WorkerPool:
             if status == "ready":
                 return worker
             self._retire(worker)
-            raise UserError(f"{self._factory} could not be set up: {reason}")
-        raise UserError(
+            raise CannotStart(reason)
+        raise CannotStart(
             f"{START_ATTEMPTS} worker processes for {self._factory} died before they were ready; "
             "their messages are above, if they left any; is there enough memory?"
         )
@@ -275,6 +315,10 @@ class WorkerPool:
         with self._lock:
             self._live.discard(worker)
         return worker.bury()
+
+
+class _OthersWork(Exception):
+    """One worker cannot be started, but there are others."""
 
 
 def _fail(jobs: Iterable[_Job], error: Exception) -> None:

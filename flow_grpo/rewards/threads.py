@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+CLOSE_TIMEOUT = 1.0  # seconds
+
 
 def in_background(call: Callable[[], Any]) -> Future:
     """Run `call` in a thread of its own."""
@@ -21,7 +23,7 @@ class SerialThread:
     """One thread that runs what it is given in order. It starts with the first call."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -34,9 +36,17 @@ class SerialThread:
                 self._thread.start()
         return future
 
+    def close(self) -> None:
+        """End it after what it was given; one that hangs is left behind."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._calls.put(None)
+            thread.join(CLOSE_TIMEOUT)
+
     def _serve(self) -> None:
-        while True:
-            _run(*self._calls.get())
+        while (call := self._calls.get()) is not None:
+            _run(*call)
 
 
 def map_in_threads(call: Callable[[Any], Any], items: Iterable[Any], threads: int) -> list[Any]:

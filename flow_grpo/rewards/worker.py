@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import describe
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -33,7 +34,9 @@ def main() -> None:
     try:
         engine = _load(factory)(**options)
     except Exception as error:
-        connection.send(("failed", describe(error)))
+        own = isinstance(error, UserError)  # which says all there is to say
+        reason = describe(error)
+        connection.send(("failed", reason if own else f"{factory} could not be set up: {reason}"))
         return
     connection.send(("ready", ""))
     while True:

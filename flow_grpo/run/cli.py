@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -23,6 +24,7 @@ from flow_grpo.run import fields, old_names
 from flow_grpo.run.fields import FLOW_GRPO_NAMES
 from flow_grpo.run.mistakes import is_first_process, told_plainly
 from flow_grpo.run.places import find_config
+from flow_grpo.run.stopping import SIGNALS
 from flow_grpo.run.whole_dicts import whole_dict
 
 OPEN_FIELDS = (  # dicts with names of the user's
@@ -80,6 +82,8 @@ def run(
 
 def call_and_exit(call: Callable[[], Any], *, debug: bool) -> NoReturn:
     """Python aborts when it ends while a reward still computes in a thread of its own."""
+    for number in SIGNALS:  # SIGTERM like Ctrl-C: what is held is given up on the way out
+        signal.signal(number, signal.default_int_handler)
     code = 0
     try:
         _kept = told_plainly(call, debug=debug)

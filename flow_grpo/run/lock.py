@@ -88,7 +88,8 @@ class RunLock:
         except BaseException:
             self._remove_made()
             raise
-        threading.Thread(target=self._show_life, args=(heartbeat,), daemon=True).start()
+        self._heart = threading.Thread(target=self._show_life, args=(heartbeat,), daemon=True)
+        self._heart.start()
 
     def check(self) -> None:
         """Before something is written: a process that hung may have been taken for dead."""
@@ -112,6 +113,7 @@ class RunLock:
         """Also of a folder that was never made: what the lock itself needed goes too."""
         if not self._released.is_set():
             self._released.set()
+            self._heart.join(RETRY)  # it may hang in a disk that is away
             if _read(self.path) == self.holder:
                 self.path.unlink(missing_ok=True)
             self._remove_made()

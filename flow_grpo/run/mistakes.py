@@ -29,6 +29,10 @@ def told_plainly(call: Callable, *, debug: bool):
         if debug:
             raise
         _leave(error)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _leave(Stopped("stopped before it was done; start it again with the same command"))
     except RuntimeError as error:
         if debug or not is_lost_peer(error):
             raise

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from flow_grpo.algorithms import ALGORITHMS, Algorithm, Setup
 from flow_grpo.errors import UserError
 from flow_grpo.models import ModelAdapter, Size, check_model, load_adapter
+from flow_grpo.rewards import close_scorers
 from flow_grpo.run import trackers
 from flow_grpo.run.accelerator import build_accelerator
 from flow_grpo.run.base import Run
@@ -153,6 +154,7 @@ def _build_session(
         accelerator,
         lambda: build_both_rewards(config, accelerator, plan, data.train, data.test, size),
     )
+    until_built.callback(close_scorers, reward, eval_reward)
 
     with advice_when_short(lighter_settings(config)):
         adapter = load(config, accelerator)

@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT: finish the step at hand, then leave in good order."""
 
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -18,17 +19,19 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Notes the signals while it is entered. A second Ctrl-C does what it always did; a second
-    SIGTERM does not: schedulers and torchrun both send one."""
+    """Notes the signals while it is entered, in the main thread: Python lets no other handle them.
+    A second Ctrl-C does what it always did; a second SIGTERM does not: schedulers and torchrun both
+    send one."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._received = False
+        self.received = False
         self._told: Callable[[], Tensor] | None = None  # what all knew at the last check
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,7 +44,7 @@ class StopSignals:
         Of several processes counts what they knew at the check before: to hear of now would be to
         wait for the device.
         """
-        received = self._received
+        received = self.received
         if self._accelerator.num_processes > 1:
             flag = send(torch.tensor(float(received)), self._accelerator.device)
             told, self._told = self._told, fetch(self._accelerator.reduce(flag, "sum"))
@@ -50,6 +53,6 @@ class StopSignals:
             raise StopRequested
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self._received = True
+        self.received = True
         if number == signal.SIGINT:
             signal.signal(number, self._before[number])

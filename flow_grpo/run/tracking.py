@@ -71,12 +71,16 @@ def _jsonable(value: Any) -> Any:
     return float(value) if math.isfinite(value) else None
 
 
+class Bar(tqdm):
+    monitor_interval = 0  # no thread that watches it and outlives the run
+
+
 def progress_bar(
     items: Iterable, name: str, accelerator: Accelerator, total: int | None = None
-) -> tqdm:
+) -> Bar:
     """On one process, and where somebody can look at it: not in a file."""
     hidden = None if accelerator.is_main_process else True  # None: tqdm asks what it writes to
-    return tqdm(items, desc=name, leave=False, disable=hidden, total=total)
+    return Bar(items, desc=name, leave=False, disable=hidden, total=total, miniters=1)
 
 
 class Timer:

@@ -17,8 +17,6 @@ from flow_grpo.sampling.seeding import Stream, torch_generator
 from flow_grpo.sde import Kind, Solver, Step, dpm2_step, sde_step
 from flow_grpo.speed.transfer import send
 
-_DRAWERS = ThreadPoolExecutor(thread_name_prefix="noise")
-
 
 @dataclass(frozen=True)
 class Dynamics:
@@ -262,7 +260,10 @@ def _drawn(
     generators: list[torch.Generator], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """On all cores: for a batch of large pictures one would need a tenth of a second."""
-    return _DRAWERS.map(lambda g: torch.randn(shape, generator=g, dtype=dtype), generators)
+    threads = ThreadPoolExecutor(thread_name_prefix="noise")
+    drawn = threads.map(lambda g: torch.randn(shape, generator=g, dtype=dtype), generators)
+    threads.shutdown(wait=False)  # they end once all is drawn
+    return drawn
 
 
 def _sent(drawn: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:

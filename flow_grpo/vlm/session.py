@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from torch import nn
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import WeightedReward
+from flow_grpo.rewards import WeightedReward, close_scorers
 from flow_grpo.run import trackers
 from flow_grpo.run.accelerator import build_accelerator
 from flow_grpo.run.base import Run
@@ -104,6 +104,7 @@ def _build_session(
     reward, eval_reward = on_all_or_none(
         accelerator, lambda: _build_rewards(config, accelerator, questions, test_questions)
     )
+    until_built.callback(close_scorers, reward, eval_reward)
 
     with advice_when_short(lighter_settings(config)):
         model = load(config, accelerator)

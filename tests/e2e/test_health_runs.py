@@ -4,15 +4,18 @@ import logging
 import sys
 from pathlib import Path
 
+import ill_rewards
 import pytest
 from ml_collections import ConfigDict
 from sessions import short_config
 
 from flow_grpo.run.health import CHECKS, Finding, examine
 from flow_grpo.run.reading import read_metrics
+from flow_grpo.run.running import carry_out
+from flow_grpo.run.session import build_session
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from train import main
+from train import train
 
 SMALL = {"resolution": 32, "height": 0, "width": 0}
 QUICK = {"eval_prompts": 1, "eval_freq": 0, "save_freq": 0, "log_images": 0}
@@ -26,15 +29,14 @@ ONE_BATCH = {  # two groups of four
 
 # Reward functions of ill_rewards.py, their options, config fields, and what is said of the run
 RUNS = {
-    "a narrow clip, and a reward that is sudden": (
+    "a narrow clip, and a reward that is sudden and changes the weights": (
         {"bright": "Bright"},
-        {"levels": [0.0] * 4, "scales": [1e-12, 1e-12, 1e-12, 1.0]},
+        {"levels": [0.0] * 4, "scales": [1e-12, 1e-12, 1e-12, 1.0], "nudge": 1e-3},
         {
-            "sample.train_batch_size": 4,  # one group, trained one by one: other rounding,
-            "sample.noise_level": 0.05,  # which little noise makes much of
+            "sample.train_batch_size": 4,
+            "sample.noise_level": 0.05,
             "sample.guidance_scale": 1.0,
-            "train.batch_size": 1,
-            "train.gradient_accumulation_steps": 4,
+            "train.batch_size": 4,
             "train.num_inner_epochs": 5,
             "train.learning_rate": 1.5e-3,
             "train.clip_range": 1e-7,
@@ -125,7 +127,9 @@ def ill(tmp_path, tiny_sd3, caplog):
         config.reward_options = ConfigDict({name: options for name in rewards if options})
         config.num_epochs = len(options.get("levels", "four"))
         with caplog.at_level(logging.WARNING, "flow_grpo"):
-            main(config)
+            session = build_session(config)
+            ill_rewards.TRAINED[:] = session.policy.parameters()
+            carry_out(session, train, advice=[])
         rows = read_metrics(tmp_path / "run")
         assert all(row["train/velocity_norm"] > 0 for row in rows[1:])
         return examine(rows)

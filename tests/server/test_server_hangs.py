@@ -1,4 +1,5 @@
-"""A scorer that hangs is told of and does not take others along; the server ends when it should."""
+"""A scorer that hangs, or whose workers cannot start, is told of and does not take others along;
+the server ends when it should."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -81,6 +82,32 @@ def test_training_waits_for_a_reward_that_is_down(server: Server, hanging: Path)
     wait_until(lambda: server.metric("requests_total", reward="obey", status="500") > before)
     hanging.touch()
     np.testing.assert_array_equal(scores.result()["obey"], [3.0, 2.0])
+
+
+def test_workers_that_cannot_start_are_reported_until_they_can(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """The reward has workers of its own; here they die before they are ready, while a file is."""
+    short = tmp_path / "memory_is_short"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        f"if 'flow_grpo.rewards.worker' in sys.orig_argv and os.path.exists({str(short)!r}):\n"
+        "    os._exit(9)\n"
+    )
+    server = start(f"{JPEG},ocr", "--workers", "1", PYTHONPATH=str(tmp_path))
+    short.touch()
+    server.kill_children()
+    content = body("ocr", 'a sign that says "A"')
+    for refused in (server.score(content), server.score(content)):
+        assert error(refused) == (500, "scorer_down")  # clients ask again
+        assert "3 worker processes" in refused.json()["error"]["message"]
+    assert error(server.get("/readyz")) == (503, "reward_down")
+    states = server.get("/v1/rewards").json()["rewards"]
+    assert states == [{"name": JPEG, "ready": True}, {"name": "ocr", "ready": False}]
+    assert server.score(body(JPEG, "a")).status_code == 200
+    short.unlink()
+    server.wait_until_ready()
+    assert server.score(content).json()["scores"] == [0.0]
 
 
 def in_vain(server: Server, content: dict[str, Any]) -> None:

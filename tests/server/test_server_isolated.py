@@ -1,7 +1,5 @@
 """--isolate: a reward may crash or hang, and is started again while the others go on."""
 
-import os
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,21 +81,25 @@ def test_training_gets_its_scores_over_a_crash(start: Callable[..., Server]) -> 
     custom = {"obey": "obedient:obey"}
     policy = FailurePolicy(retries=5, timeout=60)
     reward = build_reward({"obey": 1.0}, servers={"obey": server.url}, custom=custom, policy=policy)
-    for child in server.children():
-        os.kill(child, signal.SIGKILL)
+    server.kill_children()
     scores = reward([Image.new("RGB", (8, 8))] * 2, ["abc", "de"])["obey"]
     np.testing.assert_array_equal(scores, [3.0, 2.0])
 
 
+@pytest.mark.parametrize("died", ["over a request", "idle"])
 def test_a_reward_that_cannot_be_started_again_is_reported_until_it_can(
-    start: Callable[..., Server], tmp_path: Path
+    start: Callable[..., Server], tmp_path: Path, died: str
 ) -> None:
     full = tmp_path / "full"
     options = f'{{"mine": {{"unless": "{full}"}}}}'
     custom = ("--custom", "mine=obedient:Fragile", "--options", options)
     server = start(f"{JPEG},mine", "--isolate", *custom)
     full.touch()
-    assert error(server.score(body("mine", "crash"))) == (500, "scorer_failed")
+    if died == "idle":
+        server.kill_children()
+        assert error(server.score(body("mine", "a"))) == (500, "scorer_down")
+    else:
+        assert error(server.score(body("mine", "crash"))) == (500, "scorer_failed")
     wait_until(lambda: server.get("/readyz").status_code == 503)
     ready, refused = server.get("/readyz"), server.score(body("mine", "a"))
     assert error(ready) == (503, "reward_down")

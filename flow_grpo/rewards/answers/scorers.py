@@ -67,6 +67,10 @@ class MathAnswer:
     def why_not(self, question: str, metadata: dict) -> str | None:
         return None if str(metadata.get("answer", "")).strip() else "it has no answer to check with"
 
+    @property
+    def trouble(self) -> str:
+        return self.pool.trouble
+
     def close(self) -> None:
         self.pool.close()
 

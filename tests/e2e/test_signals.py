@@ -1,0 +1,92 @@
+"""Ctrl-C and SIGTERM where no epoch is at hand: one line, and the exit code of any stopped run.
+
+Each process sends the signal to itself, at a place of its own work.
+"""
+
+import os
+import subprocess
+import sys
+
+import dying
+import pytest
+import small_vlm
+from runner import ROOT, Runner, run_script
+
+
+@pytest.fixture
+def diffusion(short_runs, tmp_path) -> list[str]:
+    return Runner(tmp_path / "logs", **short_runs, eval_freq=0).command()
+
+
+@pytest.fixture
+def answers(tmp_path) -> list[str]:
+    runner = Runner(
+        tmp_path / "logs",
+        device="cpu",
+        pretrained__model=small_vlm.save(tmp_path / "model"),
+        dataset=small_vlm.small_data(tmp_path / "data"),
+        num_epochs=1,
+        eval_freq=0,
+        eval_questions=2,
+        reward_fn="{'mine': 1.0}",
+        custom_rewards="{'mine': 'small_vlm:early_letters'}",
+        sample__questions_per_epoch=2,
+        sample__group_size=2,
+        sample__max_new_tokens=4,
+        train__lora_rank=4,
+    )
+    return runner.command(script="scripts/train_vlm.py", config="config/vlm.py")
+
+
+def signalled(command: list[str], target: str, name: str) -> str:
+    """What a run says that gets the signal as it calls `target`."""
+    done = run_script(dying.__file__, target, f"1:{name}", *command)
+    assert done.returncode == 75, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("script", ["scripts/train.py", "scripts/train_vlm.py"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_it_imports_is_one_line(tmp_path, script, name):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Signal:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        f"            os.kill(os.getpid(), signal.{name})\n"
+        "sys.meta_path.insert(0, Signal())\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, script, "--config=config/base.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 75, done.stderr
+    assert done.stderr == "stopped before it started; start it again with the same command\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "name"),
+    [
+        ("diffusion", "flow_grpo.run.session:load_adapter", "SIGINT"),
+        ("answers", "flow_grpo.vlm.session:load_model", "SIGTERM"),
+    ],
+)
+def test_a_signal_while_the_model_loads_is_one_line(request, tmp_path, kind, target, name):
+    told = signalled(request.getfixturevalue(kind), target, name)
+    assert told == "stopped before it was done; start it again with the same command\n"
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("diffusion", "SIGTERM"), ("answers", "SIGINT")])
+def test_a_signal_in_the_final_report_is_one_line_after_it(request, tmp_path, kind, name):
+    told = signalled(request.getfixturevalue(kind), "flow_grpo.run.base:write_at_end", name)
+    folder = tmp_path / "logs/run"
+    assert told == f"stopped at the end: the last epoch and the report are in {folder}\n"
+    assert (folder / "report.html").is_file()
+    assert (folder / "checkpoints/latest/state").is_dir()
+    assert [path.name for path in folder.parent.iterdir()] == ["run"]  # no lock
