@@ -110,6 +110,17 @@ def test_awm_by_hand():
     assert columns["old_distance"].tolist() == pytest.approx([0.125])
 
 
+def test_awm_cuts_advantages():
+    """-clip(A, +-5)/5: the one success in 1,152 samples has A = 32 and counts as one of 5."""
+    at = at_level(0.5, TARGET, old=VELOCITY)
+    for credit, cut in [(32.0, 5.0), (-7.0, -5.0), (4.0, 4.0)]:
+        loss, gradient, _ = objective(method("awm"), VELOCITY, at, credit)
+        assert loss == pytest.approx([-cut / 5])
+        assert gradient == objective(method("awm"), VELOCITY, at, cut)[1]
+    wider = objective(method("awm", adv_clip_max=40.0), VELOCITY, at, 32.0)[0]
+    assert wider == pytest.approx([-6.4])
+
+
 @pytest.mark.parametrize("error", [0.0, 1e-12])
 def test_awm_is_finite_where_the_error_is_zero(error):
     at = at_level(0.5, TARGET, old=TARGET)

@@ -26,6 +26,9 @@ class DgpoSettings(ForwardSettings):
     clip_range: float = setting(
         1e-2, "A sample has no gradient once its error has moved further than this.", above=0
     )
+    adv_clip_max: float = setting(
+        5.0, "Advantages beyond +-this are cut: one success in 1,152 samples has 32.", above=0
+    )
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,15 @@ class Dgpo(ForwardProcess):
             ((at.target - v) ** 2).flatten(2).mean(2) for v in (velocity, at.reference)
         )
         scale = self.settings.beta / self.setup.group_size
-        return batch.credit[:, None] * scale * (d - d_reference)
+        return self._cut(batch.credit)[:, None] * scale * (d - d_reference)
+
+    def _cut(self, credit: Tensor) -> Tensor:
+        return credit.clamp(-self.settings.adv_clip_max, self.settings.adv_clip_max)
 
     def objective(
         self, velocity: Tensor, at: Weighted, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        c, credit = self.settings.clip_range, batch.credit
+        c, credit = self.settings.clip_range, self._cut(batch.credit)
         d = mean_square(at.target - velocity)
         ratio = torch.exp(mean_square(at.target - at.old) - d).detach()
         far = ((credit > 0) & (ratio > 1 + c)) | ((credit <= 0) & (ratio < 1 - c))
