@@ -37,7 +37,7 @@ def test_dgpo_by_hand(velocity, credit, c, loss, gradient):
     found, slope, columns = objective(algorithm, pixels(velocity), at, credit)
     assert found == pytest.approx([loss])
     assert slope[0] == pytest.approx(gradient)
-    assert columns["ratio"].tolist() == pytest.approx(
+    assert columns["old_ratio"].tolist() == pytest.approx(
         [math.exp(0.03 if velocity[0] == 0.9 else -0.05)]
     )
 

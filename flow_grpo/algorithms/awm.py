@@ -36,7 +36,8 @@ class AwmSettings(ForwardSettings):
     )
     old_rate: float = setting(
         0.001,
-        "The old weights are a moving average, which keeps min(old_rate * epoch, old_most).",
+        "The old weights are a moving average, which keeps min(old_rate * updates, old_most) of "
+        "itself once an epoch.",
         at_least=0,
     )
     old_most: float = setting(
@@ -62,9 +63,9 @@ class Awm(ForwardProcess):
         loss = -credit * ratio + s.old_beta * moved
         return loss, {"matching_error": error, "old_distance": moved}
 
-    def after_epoch(self, policy: "Policy", epoch: int) -> None:
+    def after_epoch(self, policy: "Policy", updates: int) -> None:
         s = self.settings
-        policy.old.blend(decay_at(epoch, rate=s.old_rate, start=0, most=s.old_most))
+        policy.old.blend(decay_at(updates, rate=s.old_rate, start=0, most=s.old_most))
 
 
 def matching_log_prob(error: Tensor, t: Tensor, p: float) -> Tensor:

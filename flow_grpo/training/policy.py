@@ -149,10 +149,17 @@ class Policy(Trained):
                 with without_lora(self.lora_layers):
                     yield self.denoiser
 
-    def velocity(self, latents: Tensor, timestep: Tensor, conditioning: Conditioning) -> Tensor:
-        """With gradients; `timestep` is (B,)."""
-        self.count(len(latents), backward=True)
-        return self.denoiser.velocity(latents, timestep, conditioning)
+    def velocity(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        conditioning: Conditioning,
+        *,
+        guidance: float | None = None,
+    ) -> Tensor:
+        """With gradients; `timestep` is (B,), `guidance` that of the rollout if none is given."""
+        self.count(len(latents), backward=True, guidance=guidance)
+        return self.denoiser.guided(guidance).velocity(latents, timestep, conditioning)
 
     def step(
         self, i: int, latents: Tensor, landed: Tensor, conditioning: Conditioning
@@ -163,20 +170,27 @@ class Policy(Trained):
         return self.denoiser.step(i, latents, conditioning, stochastic=True, next_latents=landed)
 
     def fixed_velocities(
-        self, which: Fixed, latents: Tensor, steps: np.ndarray, conditioning: Conditioning
+        self,
+        which: Fixed,
+        latents: Tensor,
+        steps: np.ndarray,
+        conditioning: Conditioning,
+        *,
+        guidance: float | None = None,
     ) -> Tensor:
         """At `latents` (B, S, C, H, W) of the steps (B, S) of the schedule; several in one pass
         where memory allows."""
         batch, count = steps.shape
-        most = MAX_PASS // (self.denoiser.passes * latents[:, 0].numel())
+        most = MAX_PASS // (self.denoiser.guided(guidance).passes * latents[:, 0].numel())
         if self.transformer.is_gradient_checkpointing:
             most = 1
         at_once = largest_divisor(count, most)
         timesteps = torch.tensor(self.dynamics.schedule.timesteps)[torch.from_numpy(steps)]
         rows = torch.arange(batch).repeat_interleave(at_once)
         velocities = []
-        self.count(batch * count)
-        with self.fixed(which) as denoiser:
+        self.count(batch * count, guidance=guidance)
+        with self.fixed(which) as fixed:
+            denoiser = fixed.guided(guidance)
             for first in range(0, count, at_once):
                 part = slice(first, first + at_once)
                 velocity = denoiser.velocity(
@@ -192,8 +206,8 @@ class Policy(Trained):
         if self.old is not None:
             self.old.is_current = False
 
-    def count(self, samples: int, *, backward: bool = False) -> None:
-        self.passes += samples * self.denoiser.passes * (3 if backward else 1)
+    def count(self, samples: int, *, backward: bool = False, guidance: float | None = None) -> None:
+        self.passes += samples * self.denoiser.guided(guidance).passes * (3 if backward else 1)
 
     def save(self, folder: Path, prefix: str = "") -> None:
         """`<prefix>lora/` for LoRA, `<prefix>transformer/` for full fine-tuning.

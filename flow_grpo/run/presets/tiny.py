@@ -85,7 +85,7 @@ def tiny_nft(gpus: int) -> ConfigDict:
 def tiny_dgpo(gpus: int) -> ConfigDict:
     config = _tiny_forward(gpus, "dgpo", epochs=9)
     config.train.learning_rate = 1e-3
-    config.dgpo.adv_clip_max = UNCUT
+    config.dgpo.adv_clip_max, config.dgpo.old_most = UNCUT, 0.0
     return config
 
 
