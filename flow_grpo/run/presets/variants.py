@@ -97,4 +97,11 @@ def dgpo(config: ConfigDict, gpus: int) -> None:
     per_gpu_batches(config, gpus=gpus, groups=8, group_size=size, max_batch=12, updates=1)
 
 
-VARIANTS = (fast, fast_nocfg, guard, mix, nft, awm, dgpo)
+def dgpo_nocfg(config: ConfigDict, gpus: int) -> None:
+    """Guidance of the reference alone: without it, it would hold back what replaces guidance."""
+    dgpo(config, gpus)
+    config.sample.guidance_scale, config.sample.eval_num_steps = 1.0, 10
+    config.dgpo.kl_guidance, config.dgpo.clip_range = 4.5, 1e-3
+
+
+VARIANTS = (fast, fast_nocfg, guard, mix, nft, awm, dgpo, dgpo_nocfg)
