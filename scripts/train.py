@@ -101,7 +101,7 @@ def train(session: Session) -> None:
         session.remember_behaviour()
         with timer("train"):
             training = train_epoch(session, epoch, samples, credit)
-            session.algorithm.after_epoch(session.policy, done)
+            session.algorithm.after_epoch(session.policy, progress.step)
             training |= session.algorithm.adapt(training)
             progress.algorithm = session.algorithm.state_dict()
 

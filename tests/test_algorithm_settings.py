@@ -152,6 +152,13 @@ def test_no_more_times_than_steps(name):
     assert build_algorithm(config).losses_per_sample == 6
 
 
+@pytest.mark.parametrize("name", FORWARD)
+def test_no_more_times_than_steps_that_are_left(name):
+    skipped = {f"{name}__skip_first": 1, f"{name}__skip_last": 4}
+    message = refused(algorithm=name, **{f"{name}__times": 6}, **skipped)
+    assert message.startswith(f"{name}.times=6 must be at most sample.num_steps=10 less 5, of skip")
+
+
 def test_dpo_needs_pairs():
     message = refused(algorithm="dpo", sample__num_image_per_prompt=1)
     assert message.startswith("sample.num_image_per_prompt=1 must be at least 2 for algorithm=")

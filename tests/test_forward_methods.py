@@ -110,6 +110,17 @@ def test_awm_by_hand():
     assert columns["old_distance"].tolist() == pytest.approx([0.125])
 
 
+def test_awm_cuts_advantages():
+    """-clip(A, +-5)/5: the one success in 1,152 samples has A = 32 and counts as one of 5."""
+    at = at_level(0.5, TARGET, old=VELOCITY)
+    for credit, cut in [(32.0, 5.0), (-7.0, -5.0), (4.0, 4.0)]:
+        loss, gradient, _ = objective(method("awm"), VELOCITY, at, credit)
+        assert loss == pytest.approx([-cut / 5])
+        assert gradient == objective(method("awm"), VELOCITY, at, cut)[1]
+    wider = objective(method("awm", adv_clip_max=40.0), VELOCITY, at, 32.0)[0]
+    assert wider == pytest.approx([-6.4])
+
+
 @pytest.mark.parametrize("error", [0.0, 1e-12])
 def test_awm_is_finite_where_the_error_is_zero(error):
     at = at_level(0.5, TARGET, old=TARGET)
@@ -123,17 +134,18 @@ def test_awm_is_finite_where_the_error_is_zero(error):
         ("nft", {}, {1: 0.001, 200: 0.2, 500: 0.5, 900: 0.5}),
         ("nft", {"old_rate": 0.0075, "old_start": 75, "old_most": 0.999}, {75: 0.0, 175: 0.75}),
         ("awm", {}, {1: 0.001, 200: 0.2, 300: 0.3, 900: 0.3}),
-        ("dgpo", {}, {1: 0.0, 900: 0.0}),
+        ("dgpo", {}, {1: 0.0, 2: 0.001, 201: 0.2, 301: 0.3, 900: 0.3}),
+        ("dgpo", {"old_most": 0.0}, {1: 0.0, 900: 0.0}),
     ],
 )
 def test_old_weights_follow_after_an_epoch(name, settings, keeps):
     """nft min(.001 n, .5), or 0 until 75 and then min(.0075 (n - 75), .999); awm min(.001 n, .3);
-    dgpo takes the new ones."""
+    dgpo min(.001 (n - 1), .3). n counts updates."""
     algorithm = method(name, {"num_steps": STEPS}, times=2, **settings)
-    for epoch, keep in keeps.items():
+    for updates, keep in keeps.items():
         policy, _ = rollout(algorithm)
         old = [copy.clone() for copy in policy.old.copy]
-        algorithm.after_epoch(policy, epoch)
+        algorithm.after_epoch(policy, updates)
         for before, weight, after in zip(old, policy.parameters(), policy.old.copy, strict=True):
             torch.testing.assert_close(after, keep * before + (1 - keep) * weight.detach())
 
@@ -173,6 +185,47 @@ def test_nft_takes_nine_of_ten_times():
     left_out = [set(range(10)) - set(stratified(rng, 10, 9).tolist()) for rng in rngs]
     assert all(len(out) == 1 for out in left_out)
     assert set.union(*left_out) == set(range(10))
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_noise_levels_at_the_ends_may_be_left_out(name):
+    """All that is left of four steps is drawn, and nothing else."""
+    for first, last, left in [(1, 1, {1, 2}), (0, 2, {0, 1}), (1, 0, {1, 2, 3})]:
+        setup = {"num_steps": STEPS, "group_size": 2}
+        algorithm = method(name, setup, times=1, skip_first=first, skip_last=last)
+        policy, batch = rollout(algorithm)
+        seeds = [(3, epoch, 0) for epoch in range(8)]
+        drawn = [algorithm.prepare(policy, replace(batch, seed=seed)).steps for seed in seeds]
+        assert set(np.concatenate(drawn).flatten().tolist()) == left
+
+
+@pytest.mark.parametrize("kl_guidance", [None, 3.0])
+@pytest.mark.parametrize("name", ["awm", "dgpo"])
+def test_a_guided_rollout_can_be_trained_without_guidance(name, kl_guidance):
+    """The velocity and that of the old weights have train_guidance, the reference kl_guidance."""
+    setup = {"num_steps": STEPS, "group_size": 2}
+    guidance = {"train_guidance": 1.0, "kl_guidance": kl_guidance}
+    algorithm = method(name, setup, times=2, kl_beta=0.3, **guidance)
+    policy, batch = rollout(algorithm, guidance=4.5)
+    [(batch, prepared)] = algorithm.prepared(policy, [batch])
+    at, conditioning = prepared[1], batch.trajectory.conditioning
+
+    def velocity(which: str, scale: float) -> torch.Tensor:
+        with policy.fixed(which) as denoiser:
+            dynamics = replace(policy.dynamics, guidance_scale=scale)
+            guided = replace(denoiser, dynamics=dynamics)
+            return guided.velocity(at.x_t, at.timesteps, conditioning)
+
+    reference = velocity("reference", kl_guidance or 1.0)
+    torch.testing.assert_close(at.reference, reference)
+    assert not torch.allclose(reference, velocity("reference", 4.5), atol=1e-3)
+    torch.testing.assert_close(at.old, velocity("old", 1.0))
+    before = policy.passes
+    with torch.no_grad():
+        loss = algorithm.loss(policy, batch, prepared, 1)
+    assert policy.passes - before == 3 * len(batch)  # one forward and its backward each
+    kl = ((velocity("current", 1.0) - reference) ** 2).mean((1, 2, 3))
+    torch.testing.assert_close(loss.columns["kl"], kl)
 
 
 @pytest.mark.parametrize("name", FORWARD)

@@ -48,6 +48,10 @@ def test_its_settings_are_a_section_of_the_config(positive):
     assert ALGORITHMS["positive"] is positive
     assert get_config().positive.to_dict() == {
         "times": 6,
+        "skip_first": 0,
+        "skip_last": 0,
+        "train_guidance": None,
+        "kl_guidance": None,
         "kl_beta": 0.0,
         "kl_type": "velocity",
         "kl_target": 0.0,

@@ -37,9 +37,25 @@ def test_dgpo_by_hand(velocity, credit, c, loss, gradient):
     found, slope, columns = objective(algorithm, pixels(velocity), at, credit)
     assert found == pytest.approx([loss])
     assert slope[0] == pytest.approx(gradient)
-    assert columns["ratio"].tolist() == pytest.approx(
+    assert columns["old_ratio"].tolist() == pytest.approx(
         [math.exp(0.03 if velocity[0] == 0.9 else -0.05)]
     )
+
+
+def test_dgpo_cuts_advantages_in_the_loss_and_in_the_weight():
+    """u = (1, 0), v = (.7, .3): d = .09; at weight .5 and A = 32, cut at 5: .5 * 5 * .09."""
+    at = at_level(0.5, pixels([1.0, 0.0]), old=pixels([0.7, 0.3]))
+    at = Weighted(**vars(at), weight=numbers(0.5))
+    assert objective(method("dgpo"), pixels([0.7, 0.3]), at, 32.0)[0] == pytest.approx([0.225])
+    algorithm = method("dgpo", SETUP, times=2, beta=50.0)
+    policy, batch = rollout(algorithm, moved=0.1)
+    weights = []
+    for most in (32.0, 5.0, 4.0):
+        credited = replace(batch, credit=numbers(most, -0.7, 0.3, -most))
+        [(_, prepared)] = algorithm.prepared(policy, [credited])
+        weights.append(prepared.weight)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.allclose(weights[0], weights[2])
 
 
 def test_dgpos_group_weight_by_its_formula():

@@ -19,6 +19,7 @@ from train import (
     collect_rewards,
     run_evaluation,
     sample_ahead,
+    sample_behind,
     sample_epoch,
     train,
     train_epoch,
@@ -43,6 +44,56 @@ def test_both_halves_of_guidance_are_trained_in_the_batch_that_was_sampled(
     metrics = train_epoch(session, 0, samples, np.array([1.0, -1.0, 1.0, -1.0]))
     assert sizes == passes * 2 * 2  # trained steps, micro-batches
     assert metrics["train/first_update_ratio_dev"] <= 1e-5
+
+
+def test_old_weights_count_updates_and_not_epochs(make_session):
+    """Two updates in the epoch, so that .1 n is .2."""
+    rule = {"nft.old_rate": 0.1, "nft.old_most": 0.9, "nft.times": 2}
+    session = make_session(num_epochs=1, eval_prompts=1, algorithm="nft", **rule)
+    before = torch.cat([copy.flatten() for copy in session.policy.old.copy])
+    train(session)
+    assert session.progress.step == 2
+    old = torch.cat([copy.flatten() for copy in session.policy.old.copy])
+    now = torch.cat([weight.detach().flatten() for weight in session.policy.parameters()])
+    assert (now - before).abs().max() > 1e-4
+    torch.testing.assert_close(old - before, 0.8 * (now - before), rtol=1e-3, atol=1e-7)
+
+
+def test_dgpos_old_weights_sample_once_there_were_enough_updates(make_session):
+    session = make_session(algorithm="dgpo", **{"dgpo.times": 2, "dgpo.old_after": 3})
+    with torch.no_grad():
+        for copy in session.policy.old.copy:
+            copy.add_(0.1)
+
+    def drawn(updates: int) -> torch.Tensor:
+        session.progress.step = updates
+        return torch.cat([s.trajectory.final for s in sample_behind(session, 1)])
+
+    current = torch.cat([s.trajectory.final for s in sample_epoch(session, 1)])
+    with session.policy.old.applied():
+        old = torch.cat([s.trajectory.final for s in sample_epoch(session, 1)])
+    assert not torch.equal(current, old)
+    assert torch.equal(drawn(3), current)
+    assert torch.equal(drawn(4), old)
+
+
+def test_a_reference_may_have_guidance_where_nothing_else_has(make_session):
+    """Its negative prompts are encoded, though the rollout needs none."""
+    fields = {"dgpo.times": 2, "dgpo.kl_guidance": 4.5, "sample.guidance_scale": 1.0}
+    session = make_session(algorithm="dgpo", **fields)
+    sizes, forward = [], session.policy.module.forward
+    session.policy.module.forward = lambda **inputs: (
+        sizes.append(len(inputs["timestep"])),
+        forward(**inputs),
+    )[1]
+    samples = sample_epoch(session, 0)
+    assert sizes == [2] * 6  # three steps of two batches
+    sizes.clear()
+    metrics = train_epoch(session, 0, samples, np.array([1.0, -1.0, 1.0, -1.0]))
+    # Of each of two updates: the guided reference and the current weights at both times, and two
+    # losses. In the second the old weights are others.
+    assert sorted(sizes) == sorted(2 * [8, 4, 2, 2] + [4])
+    assert metrics["train/kl"] > 0
 
 
 def test_the_texts_of_the_next_epoch_are_encoded_ahead(make_session):

@@ -23,6 +23,9 @@ class AwmSettings(ForwardSettings):
     power: float = setting(
         0.25, "Of the error: below 1, samples that are far off count less.", above=0, at_most=1
     )
+    adv_clip_max: float = setting(
+        5.0, "Advantages beyond +-this are cut: one success in 1,152 samples has 32.", above=0
+    )
     adv_scale: float = setting(5.0, "Advantages are divided by it.", above=0)
     kl_beta: float = setting(0.001, "Weight of the KL to the model with LoRA off.", at_least=0)
     old_beta: float = setting(
@@ -33,7 +36,8 @@ class AwmSettings(ForwardSettings):
     )
     old_rate: float = setting(
         0.001,
-        "The old weights are a moving average, which keeps min(old_rate * epoch, old_most).",
+        "The old weights are a moving average, which keeps min(old_rate * updates, old_most) of "
+        "itself once an epoch.",
         at_least=0,
     )
     old_most: float = setting(
@@ -54,13 +58,14 @@ class Awm(ForwardProcess):
         log_prob = matching_log_prob(error, at.t.flatten(), self.settings.power)
         # The ratio to the policy of this update is 1, where PPO's clip has no effect.
         ratio = torch.exp(log_prob - log_prob.detach())
-        moved = mean_square(velocity - at.old)
-        loss = -batch.credit / self.settings.adv_scale * ratio + self.settings.old_beta * moved
+        s, moved = self.settings, mean_square(velocity - at.old)
+        credit = batch.credit.clamp(-s.adv_clip_max, s.adv_clip_max) / s.adv_scale
+        loss = -credit * ratio + s.old_beta * moved
         return loss, {"matching_error": error, "old_distance": moved}
 
-    def after_epoch(self, policy: "Policy", epoch: int) -> None:
+    def after_epoch(self, policy: "Policy", updates: int) -> None:
         s = self.settings
-        policy.old.blend(decay_at(epoch, rate=s.old_rate, start=0, most=s.old_most))
+        policy.old.blend(decay_at(updates, rate=s.old_rate, start=0, most=s.old_most))
 
 
 def matching_log_prob(error: Tensor, t: Tensor, p: float) -> Tensor:

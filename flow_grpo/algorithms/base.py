@@ -125,13 +125,13 @@ class Algorithm:
     Settings: ClassVar[type]
     # A copy of the weights is kept, saved and resumed: `policy.old`.
     keeps_old: ClassVar[bool] = False
-    samples_with_old: ClassVar[bool] = False
     # An update's samples on each process are whole groups.
     whole_groups: ClassVar[bool] = False
     keeps_means: ClassVar[bool] = False  # of the steps that were sampled
     own_credit: ClassVar[bool] = False  # in place of train.advantage
     losses_per_sample: int = 1
     kl_weight: float = 0.0  # as it is now, where `kl_target` moves it
+    most_guidance: float = 0.0  # of the scales that it asks for, beside that of the rollout
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -212,8 +212,12 @@ class Algorithm:
         """The j-th of `losses_per_sample`."""
         raise NotImplementedError
 
-    def after_epoch(self, policy: "Policy", epoch: int) -> None:
-        """`epoch` counts from 1."""
+    def after_epoch(self, policy: "Policy", updates: int) -> None:
+        """`updates`: of the weights, since the run began."""
+
+    def samples_with_old(self, updates: int) -> bool:
+        """Whether `policy.old` samples an epoch before which there were so many updates."""
+        return False
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Move the weight of the KL towards `kl_target`; what to log of it."""

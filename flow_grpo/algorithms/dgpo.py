@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithms.base import Batch
-from flow_grpo.algorithms.forward import ForwardProcess, ForwardSettings, Noised
+from flow_grpo.algorithms.forward import ForwardProcess, ForwardSettings, Noised, decay_at
 from flow_grpo.algorithms.settings import setting
 from flow_grpo.losses import mean_square
 
@@ -26,6 +26,19 @@ class DgpoSettings(ForwardSettings):
     clip_range: float = setting(
         1e-2, "A sample has no gradient once its error has moved further than this.", above=0
     )
+    adv_clip_max: float = setting(
+        5.0, "Advantages beyond +-this are cut: one success in 1,152 samples has 32.", above=0
+    )
+    old_rate: float = setting(
+        0.001,
+        "The old weights, which the clip compares with, are a moving average, which keeps "
+        "min(old_rate * (updates - 1), old_most) of itself once an epoch.",
+        at_least=0,
+    )
+    old_most: float = setting(
+        0.3, "0: the old weights are those of the last epoch.", at_least=0, below=1
+    )
+    old_after: int = setting(200, "Updates after which the old weights sample.", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -57,24 +70,30 @@ class Dgpo(ForwardProcess):
 
     def _gain(self, policy: "Policy", batch: Batch, at: Noised) -> Tensor:
         """(B, T): what each sample adds to its group's sum."""
-        velocity = policy.fixed_velocities(
-            "current", at.x_t, at.steps, batch.trajectory.conditioning
-        )
+        velocity = self.fixed_velocities(policy, "current", at, batch)
         d, d_reference = (
             ((at.target - v) ** 2).flatten(2).mean(2) for v in (velocity, at.reference)
         )
         scale = self.settings.beta / self.setup.group_size
-        return batch.credit[:, None] * scale * (d - d_reference)
+        return self._cut(batch.credit)[:, None] * scale * (d - d_reference)
+
+    def _cut(self, credit: Tensor) -> Tensor:
+        return credit.clamp(-self.settings.adv_clip_max, self.settings.adv_clip_max)
 
     def objective(
         self, velocity: Tensor, at: Weighted, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        c, credit = self.settings.clip_range, batch.credit
+        c, credit = self.settings.clip_range, self._cut(batch.credit)
         d = mean_square(at.target - velocity)
         ratio = torch.exp(mean_square(at.target - at.old) - d).detach()
         far = ((credit > 0) & (ratio > 1 + c)) | ((credit <= 0) & (ratio < 1 - c))
         loss = at.weight * credit * torch.where(far, d.detach(), d)
-        return loss, {"ratio": ratio, "masked": far, "group_weight": at.weight}
+        # not "ratio": the old weights need not be those that sampled
+        return loss, {"old_ratio": ratio, "masked": far, "group_weight": at.weight}
 
-    def after_epoch(self, policy: "Policy", epoch: int) -> None:
-        policy.old.blend(0)  # what the next epoch begins with
+    def samples_with_old(self, updates: int) -> bool:
+        return updates > self.settings.old_after
+
+    def after_epoch(self, policy: "Policy", updates: int) -> None:
+        s = self.settings
+        policy.old.blend(decay_at(updates, rate=s.old_rate, start=1, most=s.old_most))

@@ -24,6 +24,21 @@ class ForwardSettings:
     times: int = setting(
         6, "Noise levels trained per sample, spread evenly over those of the rollout.", at_least=1
     )
+    skip_first: int = setting(
+        0, "Of the rollout's noise levels, how many of the noisiest are never trained.", at_least=0
+    )
+    skip_last: int = setting(
+        0, "How many of the cleanest are not, where errors say little of the picture.", at_least=0
+    )
+    train_guidance: float | None = setting(
+        None,
+        "Where set, the guidance of the velocity that is trained, in place of that of the rollout: "
+        "then it is another policy than the one that sampled.",
+        at_least=0,
+    )
+    kl_guidance: float | None = setting(
+        None, "Where set, that of the reference, in place of what is trained.", at_least=0
+    )
     kl_beta: float = setting(
         0.0, "Weight of the KL to the model with LoRA off. 0 saves its forward pass.", at_least=0
     )
@@ -71,10 +86,12 @@ class ForwardProcess(Algorithm):
 
     def check(self) -> None:
         super().check()
-        if self.settings.times > self.setup.num_steps:
+        skipped = self.settings.skip_first + self.settings.skip_last
+        if self.settings.times > self.setup.num_steps - skipped:
+            less = f" less {skipped}, of skip_first and skip_last" if skipped else ""
             raise ValueError(
                 f"{self.name}.times={self.settings.times} must be at most sample.num_steps="
-                f"{self.setup.num_steps}: noise levels are those of the rollout; set it lower"
+                f"{self.setup.num_steps}{less}: noise levels are those of the rollout; set it lower"
             )
         if self.setup.window_size:
             raise ValueError(
@@ -97,6 +114,10 @@ class ForwardProcess(Algorithm):
     def needs_reference(self) -> bool:
         return self.settings.kl_beta > 0 or "reference" in self.fixed
 
+    @property
+    def most_guidance(self) -> float:
+        return max(self.settings.train_guidance or 0.0, self.settings.kl_guidance or 0.0)
+
     def objective(
         self, velocity: Tensor, at: Noised, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -107,9 +128,10 @@ class ForwardProcess(Algorithm):
         schedule, x0 = policy.dynamics.schedule, batch.trajectory.final
         keys = (batch.group if self.shares_noise else batch.index).tolist()
         seed, *rest = batch.seed
-        count = self.settings.times
+        s, count = self.settings, self.settings.times
         rngs = [numpy_rng(seed, Stream.TIMES, *rest, key) for key in keys]
-        steps = np.stack([stratified(rng, len(schedule), count) for rng in rngs])
+        span = len(schedule) - s.skip_first - s.skip_last
+        steps = s.skip_first + np.stack([stratified(rng, span, count) for rng in rngs])
         generators = [torch_generator(seed, Stream.NOISE, *rest, key) for key in keys]
         e = draw_noise(generators, count, x0)
         sigmas, timesteps = (
@@ -123,14 +145,27 @@ class ForwardProcess(Algorithm):
         if policy.old is not None and policy.old.is_current:
             needed -= {"old"}  # the velocity itself, see `loss`
         velocities = {
-            which: policy.fixed_velocities(which, noised.x_t, steps, batch.trajectory.conditioning)
-            for which in sorted(needed)
+            which: self.fixed_velocities(policy, which, noised, batch) for which in sorted(needed)
         }
         return replace(noised, **velocities)
 
+    def fixed_velocities(
+        self, policy: "Policy", which: "Fixed", at: Noised, batch: Batch
+    ) -> Tensor:
+        s = self.settings
+        own = which == "reference" and s.kl_guidance is not None
+        return policy.fixed_velocities(
+            which,
+            at.x_t,
+            at.steps,
+            batch.trajectory.conditioning,
+            guidance=s.kl_guidance if own else s.train_guidance,
+        )
+
     def loss(self, policy: "Policy", batch: Batch, prepared: Noised, j: int) -> Loss:
         at = prepared[j]
-        velocity = policy.velocity(at.x_t, at.timesteps, batch.trajectory.conditioning)
+        conditioning, guidance = batch.trajectory.conditioning, self.settings.train_guidance
+        velocity = policy.velocity(at.x_t, at.timesteps, conditioning, guidance=guidance)
         if "old" in self.fixed and at.old is None:
             at = replace(at, old=velocity.detach())
         policy_loss, columns = self.objective(velocity, at, batch)
@@ -167,7 +202,7 @@ def stratified(rng: np.random.Generator, steps: int, count: int) -> np.ndarray:
     return (np.arange(count) * steps + rng.integers(steps)) // count
 
 
-def decay_at(epoch: int, *, rate: float, start: int, most: float) -> float:
-    """How much of the old weights stays after an epoch: 0 until `start`, then growing by `rate`
-    per epoch up to `most`."""
-    return float(np.clip(rate * (epoch - start), 0.0, most))
+def decay_at(updates: int, *, rate: float, start: int, most: float) -> float:
+    """How much of the old weights stays after an epoch: 0 until `start` updates of the others, then
+    growing by `rate` with each, up to `most`."""
+    return float(np.clip(rate * (updates - start), 0.0, most))

@@ -31,12 +31,12 @@ class NftSettings(ForwardSettings):
     )
     old_rate: float = setting(
         0.001,
-        "The old weights keep more of themselves with each epoch: "
-        "min(old_rate * (epoch - old_start), old_most).",
+        "The old weights keep more of themselves with each update of the others, once an epoch: "
+        "min(old_rate * (updates - old_start), old_most).",
         at_least=0,
     )
     old_start: int = setting(
-        0, "Epochs after which they begin to; 75 in the slow schedule.", at_least=0
+        0, "Updates after which they begin to; 75 in the slow schedule.", at_least=0
     )
     old_most: float = setting(
         0.5, "0: the old weights are those of the last epoch.", at_least=0, below=1
@@ -46,7 +46,7 @@ class NftSettings(ForwardSettings):
 class Nft(ForwardProcess):
     name = "nft"
     Settings = NftSettings
-    keeps_old = samples_with_old = True
+    keeps_old = True
     fixed = ("old",)
 
     def objective(
@@ -60,9 +60,12 @@ class Nft(ForwardProcess):
         moved = mean_square(velocity.detach() - at.old)
         return most * loss / beta, {"old_distance": moved}
 
-    def after_epoch(self, policy: "Policy", epoch: int) -> None:
+    def samples_with_old(self, updates: int) -> bool:
+        return True
+
+    def after_epoch(self, policy: "Policy", updates: int) -> None:
         s = self.settings
-        policy.old.blend(decay_at(epoch, rate=s.old_rate, start=s.old_start, most=s.old_most))
+        policy.old.blend(decay_at(updates, rate=s.old_rate, start=s.old_start, most=s.old_most))
 
 
 def _matching(velocity: Tensor, at: Noised) -> Tensor:

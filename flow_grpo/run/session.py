@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -73,7 +73,8 @@ class Session(Run):
 
     def behaviour(self) -> AbstractContextManager:
         """The weights to sample with."""
-        return self.policy.old.applied() if self.algorithm.samples_with_old else nullcontext()
+        old = self.algorithm.samples_with_old(self.progress.step)
+        return self.policy.old.applied() if old else nullcontext()
 
     def remember_behaviour(self) -> None:
         """Before training: the weights that sampled ahead, or would have. Not sooner, so that a run
@@ -159,15 +160,16 @@ def _build_session(
     with advice_when_short(lighter_settings(config)):
         adapter = load(config, accelerator)
     train = config.train
+    dynamics = build_dynamics(
+        config,
+        adapter,
+        config.sample.num_steps,
+        guidance_scale=config.sample.guidance_scale,
+        solver=config.sample.solver,
+    )
     policy = Policy(
         adapter,
-        build_dynamics(
-            config,
-            adapter,
-            config.sample.num_steps,
-            guidance_scale=config.sample.guidance_scale,
-            solver=config.sample.solver,
-        ),
+        replace(dynamics, most_guidance=algorithm.most_guidance),
         use_lora=config.use_lora,
         rank=train.lora_rank,
         alpha=train.lora_alpha,

@@ -28,6 +28,7 @@ class Dynamics:
     guidance_scale: float = 1.0
     guidance_gradient: GuidanceGradient = "both"
     solver: Solver = "euler"  # of the ode steps
+    most_guidance: float = 0.0  # of other scales that velocities at the samples are asked for
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,12 @@ class Denoiser:
     adapter: ModelAdapter
     transformer: nn.Module
     dynamics: Dynamics
+
+    def guided(self, scale: float | None) -> "Denoiser":
+        """With another guidance than that of the rollout, where one is given."""
+        if scale is None:
+            return self
+        return replace(self, dynamics=replace(self.dynamics, guidance_scale=scale))
 
     def velocity(
         self, latents: Tensor, timestep: float | Tensor, conditioning: Conditioning
@@ -175,22 +182,23 @@ class Denoiser:
         return latents
 
     def encode(self, prompts: list[Prompt]) -> Conditioning:
-        negative = [p.negative_prompt for p in prompts] if self._guided else None
+        negative = [p.negative_prompt for p in prompts] if self._needs_negatives else None
         return self.adapter.encode([p.prompt for p in prompts], negative)
 
     def encode_ahead(self, prompts: list[Prompt]) -> None:
         """Have the texts of `prompts` at hand."""
-        negative = [p.negative_prompt for p in prompts] if self._guided else []
+        negative = [p.negative_prompt for p in prompts] if self._needs_negatives else []
         self.adapter.encode_ahead([*(p.prompt for p in prompts), *negative])
 
     @property
-    def _guided(self) -> bool:
-        return self.adapter.is_guided(self.dynamics.guidance_scale)
+    def _needs_negatives(self) -> bool:
+        d = self.dynamics
+        return self.adapter.is_guided(max(d.guidance_scale, d.most_guidance))
 
     @property
     def passes(self) -> int:
         """Of the transformer, for the velocity of one sample."""
-        return 2 if self._guided else 1
+        return 2 if self.adapter.is_guided(self.dynamics.guidance_scale) else 1
 
 
 def take_step(

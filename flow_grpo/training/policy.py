@@ -134,10 +134,17 @@ class Policy(Trained):
         with torch.no_grad(), weights.applied() if weights else nullcontext():
             yield self.denoiser
 
-    def velocity(self, latents: Tensor, timestep: Tensor, conditioning: Conditioning) -> Tensor:
-        """With gradients; `timestep` is (B,)."""
-        self.count(len(latents), backward=True)
-        return self.denoiser.velocity(latents, timestep, conditioning)
+    def velocity(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        conditioning: Conditioning,
+        *,
+        guidance: float | None = None,
+    ) -> Tensor:
+        """With gradients; `timestep` is (B,), `guidance` that of the rollout if none is given."""
+        self.count(len(latents), backward=True, guidance=guidance)
+        return self.denoiser.guided(guidance).velocity(latents, timestep, conditioning)
 
     def step(
         self, i: int, latents: Tensor, landed: Tensor, conditioning: Conditioning
@@ -148,14 +155,21 @@ class Policy(Trained):
         return self.denoiser.step(i, latents, conditioning, stochastic=True, next_latents=landed)
 
     def fixed_velocities(
-        self, which: Fixed, latents: Tensor, steps: np.ndarray, conditioning: Conditioning
+        self,
+        which: Fixed,
+        latents: Tensor,
+        steps: np.ndarray,
+        conditioning: Conditioning,
+        *,
+        guidance: float | None = None,
     ) -> Tensor:
         """At `latents` (B, S, C, H, W) of the steps (B, S) of the schedule: one by one, as they are
         trained, since batches of another size round differently."""
         timesteps = torch.tensor(self.dynamics.schedule.timesteps)[torch.from_numpy(steps)]
         timesteps = send(timesteps, latents.device)
-        self.count(steps.size)
-        with self.fixed(which) as denoiser:
+        self.count(steps.size, guidance=guidance)
+        with self.fixed(which) as fixed:
+            denoiser = fixed.guided(guidance)
             velocities = [
                 denoiser.velocity_as_trained(latents[:, j], timesteps[:, j], conditioning)
                 for j in range(steps.shape[1])
@@ -167,8 +181,8 @@ class Policy(Trained):
         if self.old is not None:
             self.old.is_current = False
 
-    def count(self, samples: int, *, backward: bool = False) -> None:
-        self.passes += samples * self.denoiser.passes * (3 if backward else 1)
+    def count(self, samples: int, *, backward: bool = False, guidance: float | None = None) -> None:
+        self.passes += samples * self.denoiser.guided(guidance).passes * (3 if backward else 1)
 
     def save(self, folder: Path, prefix: str = "") -> None:
         """`<prefix>lora/` for LoRA, `<prefix>transformer/` for full fine-tuning.

@@ -77,10 +77,14 @@ def qwen2_5_vl_3b_text_math() -> ConfigDict:
     """As in the first stage of LMM-R1: a model with eyes learns to reason on maths in words."""
     config = _full("Qwen/Qwen2.5-VL-3B-Instruct")
     config.dataset = "dataset/text_math"
-    config.sample.questions_per_epoch, config.sample.group_size = 128, 8
-    config.sample.max_new_tokens = 4096
-    config.train.freeze_vision = True
-    config.train.advantage, config.train.beta = "rloo", 0.001
+    config.max_prompt_length = config.sample.max_new_tokens = 4096
+    config.sample.questions_per_epoch, config.sample.group_size = 256, 16
+    config.train.updates_per_epoch = 16
+    config.train.freeze_vision = True  # no picture would train it
+    config.train.learning_rate = 4e-7
+    config.train.adam_beta2, config.train.adam_weight_decay = 0.95, 0.0
+    config.train.advantage_scale = "batch"
+    config.train.beta, config.train.kl, config.train.kl_in = 0.001, "k1", "reward"
     config.train.clip_high, config.train.dual_clip = 0.2, 0.0
     return config
 
@@ -88,6 +92,7 @@ def qwen2_5_vl_3b_text_math() -> ConfigDict:
 def _lora(config: ConfigDict) -> ConfigDict:
     config.use_lora = True
     config.train.freeze_vision = True
+    config.train.lora_rank, config.train.lora_alpha = 64, 64
     config.train.learning_rate = 1e-5
     return config
 

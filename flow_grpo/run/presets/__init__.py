@@ -20,10 +20,10 @@ from flow_grpo.run.presets.variants import VARIANTS
 Preset = Callable[[int], ConfigDict]
 
 
-def _varied(preset: Callable[[int], ConfigDict], change: Callable[[ConfigDict], None]) -> Preset:
+def _varied(preset: Preset, change: Callable[[ConfigDict, int], None]) -> Preset:
     def varied(gpus: int) -> ConfigDict:
         config = preset(gpus)
-        change(config)
+        change(config, gpus)
         return config
 
     return varied

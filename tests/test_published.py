@@ -1,0 +1,157 @@
+"""Presets against docs/published.toml: what authors ran, and what differs on purpose."""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ml_collections import ConfigDict
+
+from flow_grpo.algorithms import ALGORITHMS
+from flow_grpo.algorithms.forward import ForwardProcess
+from flow_grpo.models.flux import FluxAdapter
+from flow_grpo.models.qwen_image import QwenImageAdapter
+from flow_grpo.models.sd3 import SD3Adapter
+from flow_grpo.models.wan import WanAdapter
+from flow_grpo.models.z_image import ZImageAdapter
+from flow_grpo.run import presets
+from flow_grpo.run.presets.full import BENCHMARKS
+from flow_grpo.run.presets.tiny import TINY
+from flow_grpo.run.session import build_algorithm, eval_guidance
+from flow_grpo.vlm import presets as vlm_presets
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.insert(0, str(DOCS))
+from make_papers import load, page, resolved  # noqa: E402
+
+DATA = load()
+DRAW = sorted(presets.PRESETS.keys() - {p.__name__ for p in TINY} - BENCHMARKS.keys())
+ANSWER = [preset.__name__ for preset in vlm_presets.FULL]
+FAMILIES = {
+    "stable-diffusion-3.5": SD3Adapter,
+    "FLUX.1": FluxAdapter,
+    "Qwen-Image": QwenImageAdapter,
+    "Z-Image": ZImageAdapter,
+    "Wan2.1": WanAdapter,
+}
+BOTH = [
+    *("pretrained.model", "dataset", "reward_fn", "mixed_precision", "use_lora"),
+    *(f"train.adam_{name}" for name in ("beta1", "beta2", "weight_decay")),
+    *("train.learning_rate", "train.max_grad_norm", "train.num_inner_epochs"),
+    *("train.advantage", "train.ema"),
+]
+OF_DRAWING = [
+    *("groups", "sample.num_image_per_prompt", "updates", "trained", "algorithm"),
+    *("sample.num_steps", "sample.eval_num_steps", "sample.guidance_scale", "eval_guidance"),
+    *("sample.global_std", "sample.same_latent", "max_sequence_length", "allow_tf32"),
+    *("train.lora_rank", "train.lora_alpha", "lora_targets", "train.adam_epsilon"),
+]
+OF_NOISY_STEPS = ["sample.sde_type", "sample.noise_level"]
+OF_ANSWERING = [
+    *("sample.questions_per_epoch", "sample.group_size", "sample.max_new_tokens"),
+    *("sample.temperature", "max_prompt_length", "train.updates_per_epoch", "train.freeze_vision"),
+    *("train.clip_low", "train.clip_high", "train.dual_clip", "train.loss", "train.aggregation"),
+    *("train.beta", "train.kl", "train.kl_in", "train.advantage_scale", "train.importance_cap"),
+]
+
+
+def config_of(name: str, gpus: int = 1) -> ConfigDict:
+    if name in ANSWER:
+        return vlm_presets.get_config(name)
+    return presets.get_config(f"{name}_{gpus}gpu")
+
+
+def value_of(config: ConfigDict, field: str, gpus: int = 1) -> Any:
+    sample, train = config.sample, config.train
+    if field == "groups":
+        samples = sample.train_batch_size * sample.num_batches_per_epoch * gpus
+        return samples / sample.num_image_per_prompt
+    if field == "updates":
+        batches = sample.train_batch_size * sample.num_batches_per_epoch / train.batch_size
+        return batches / train.gradient_accumulation_steps
+    if field == "trained":
+        return build_algorithm(config).losses_per_sample
+    if field == "eval_guidance":
+        return eval_guidance(config)
+    if field == "lora_targets":
+        [family] = [a for name, a in FAMILIES.items() if name in config.pretrained.model]
+        return sorted(family.lora_targets)
+    value = config
+    for part in field.split("."):
+        value = value[part]
+    if isinstance(value, ConfigDict):
+        return value.to_dict()
+    if field == "dataset":  # found beside the code, where there is such a folder
+        return "/".join(Path(value).parts[-2:])
+    return list(value) if isinstance(value, tuple) else value
+
+
+def told(value: Any) -> Any:
+    if value == "not set":
+        return None
+    return sorted(value) if isinstance(value, list) and isinstance(value[0], str) else value
+
+
+def required(name: str, config: ConfigDict) -> list[str]:
+    """What an entry has to say, so that no field is left to chance."""
+    if name in ANSWER:
+        return [*BOTH, *OF_ANSWERING]
+    method, ema = ALGORITHMS[config.algorithm], config.train.ema
+    average = ["train.ema_decay", "train.ema_update_interval"] if ema else []
+    size = ["height", "width", "frames"] if config.height else ["resolution"]
+    if issubclass(method, ForwardProcess):
+        names = [f.name for f in fields(method.Settings) if f.name != "kl_target"]
+        own = ["sample.solver"]
+    else:
+        names, own = ["beta", "clip_range", "adv_clip_max"], list(OF_NOISY_STEPS)
+        own += ["sample.sde_window_range"] if config.sample.sde_window_size else []
+    own += [f"{config.algorithm}.{each}" for each in names]
+    return [*BOTH, *OF_DRAWING, *average, *size, *own]
+
+
+def test_every_preset_of_a_full_size_model_is_in_the_table():
+    assert DATA["presets"].keys() == {*DRAW, *ANSWER}
+
+
+@pytest.mark.parametrize("name", DATA["presets"])
+def test_a_preset_is_what_was_published(name):
+    config = config_of(name)
+    values, differs = resolved(DATA, DATA["presets"][name])
+    expected = values | {f: d["ours"] for f, d in differs.items() if "ours" in d}
+    found = {field: value_of(config, field) for field in expected}
+    assert found == {field: told(value) for field, value in expected.items()}
+
+
+@pytest.mark.parametrize("name", DATA["presets"])
+def test_nothing_that_matters_is_left_out(name):
+    values, differs = resolved(DATA, DATA["presets"][name])
+    stated = values.keys() | {f for f, d in differs.items() if "ours" in d}
+    assert set(required(name, config_of(name))) - stated == set()
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_an_epoch_is_the_same_on_eight_gpus(name):
+    one, eight = config_of(name), config_of(name, 8)
+    for field in ("groups", "updates", "sample.num_image_per_prompt"):
+        assert value_of(one, field) == value_of(eight, field, 8)
+
+
+@pytest.mark.parametrize("kind", ["shared", "presets"])
+def test_every_entry_has_a_source_or_says_that_there_is_none(kind):
+    for name, entry in DATA[kind].items():
+        assert entry.keys() <= {"repo", "commit", "unpublished", "like", "at", "differs"}, name
+        if "unpublished" in entry:
+            assert "repo" not in entry
+            assert set(entry.get("at", {})) <= {"ours"}
+        else:
+            assert entry["repo"] in DATA["repos"], name
+            assert entry["at"], name
+        for field, differs in entry.get("differs", {}).items():
+            assert differs["why"].endswith("."), (name, field)
+            assert differs["published"] != differs.get("ours"), (name, field)
+
+
+def test_the_page_is_made_of_the_table():
+    """If not: python docs/make_papers.py"""
+    assert (DOCS / "papers.md").read_text("utf-8") == page(DATA)
