@@ -74,6 +74,10 @@ class Session(Run):
         """The weights to sample with."""
         return self.policy.old.applied() if self.algorithm.samples_with_old else nullcontext()
 
+    def sampled_by(self) -> AbstractContextManager:
+        """The weights that sampled the epoch to be trained next."""
+        return self.behaviour() if self.stale is None else self.stale.applied()
+
     def remember_behaviour(self) -> None:
         """Before training: the weights that sampled ahead, or would have. Not sooner, so that a run
         that is stopped until then still has those of the samples it was about to train."""
