@@ -182,7 +182,7 @@ def test_a_run_stopped_while_it_samples_ahead_has_the_weights_of_what_it_was_to_
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_baseline_is_drawn_by_the_weights_that_drew_the_samples(make_session, depth):
-    """With `async_depth` an epoch older than those that are there when its rewards are collected."""
+    """With `async_depth` they are an epoch older than those that collect the rewards."""
     session = make_session(
         **{"sample.async_depth": depth, "train.advantage": "remax", "num_epochs": 2}
     )
