@@ -171,11 +171,25 @@ RIGHT = [
     ("train.lora_*", "use_lora=False", "presets set them for LoRA, and here is none"),
     ("sample.global_std=False", "sample.train_batch_size=4", "one group is the whole batch"),
     ("train.advantage=reinforce_pp", "sample.train_batch_size=4", "one group is the whole batch"),
-    ("*.kl_target=*", "sample.train_batch_size=4", "one update an epoch: no KL in the first"),
-    ("*.kl_target=*", "train.gradient_accumulation*", "one update an epoch: no KL in the first"),
-    ("nft.old_*", "nft.old_start=1", "two epochs are no more than its start"),
-    ("sample.solver=dpm2", "None", "four steps have too few in a row without noise"),
-    ("*.kl_type=*", "None", "of a KL that has no weight and is logged all the same"),
+    *(
+        (f"*.{own}=*", beside, "one update an epoch: no ratio but 1, and no KL in the first")
+        for own in ("kl_target", "ratio", "clip_range*", "delta")
+        for beside in ("sample.train_batch_size=4", "train.gradient_accumulation_steps=2")
+    ),
+    ("*.clip_range*", "*.clip_range*", "sides that are as the range is, or that no ratio met"),
+    ("*.clip_range*", "*", "no ratio left it on this side, in runs as short as these"),
+    ("*.old_*", "*.old_start=1", "two epochs are no more than its start"),
+    ("*.adv_clip_max=*", "train.advantage=*", "advantages that are not divided are below it here"),
+    ("train.max_grad_norm=*", "train.advantage=*", "gradients are below it here"),
+    ("*.beta=4000.0", "use_lora=False", "the pairs are told apart at once, at this learning rate"),
+    ("mix.ratio=trajectory", "mix.window_size=1", "a trajectory of one noisy step is that step"),
+    ("mix.shift=2", "mix.every=2", "in two epochs the window stays, or makes a whole round"),
+    ("mix.every=2", "mix.shift=2", "in two epochs the window stays, or makes a whole round"),
+    ("mix.kl_type=gaussian", "sample.sde_type=cps", "cps has no dt that could be left out"),
+    ("sample.sde_window_per=batch", "*", "one batch has one window, by chance that of the epoch"),
+    ("sample.solver=dpm2", "*", "four steps have too few in a row without noise"),
+    ("dpo.kl_type=*", "None", "a KL that has no weight is logged all the same"),
+    ("sample.*", "dpo.kl_type=*", "a KL that has no weight is logged all the same"),
 ]
 
 

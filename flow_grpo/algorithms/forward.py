@@ -85,7 +85,7 @@ class ForwardProcess(Algorithm):
         if compares_steps and self.setup.sde_type == "cps":
             raise ValueError(
                 f"{self.name}.kl_type={self.settings.kl_type!r} needs sample.sde_type='flow' or "
-                "'dance', not 'cps', whose last step has no noise to divide by; or use 'velocity'"
+                "'dance', not 'cps', whose last step has no noise to divide by"
             )
         if self.setup.estimator == "remax":
             raise ValueError(
