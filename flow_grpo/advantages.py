@@ -69,7 +69,7 @@ def compute_advantages(
     if estimator == "gdpo":
         parts = per_reward[:, scored]
         total = sum(w * _group_z(p, g, "group", eps) for w, p in zip(weight, parts, strict=True))
-        value = _z(total, eps)
+        value = _divided(total, total.std() + eps)  # of mean 0 as it is, which would be rounded
     elif estimator == "reinforce_pp":
         value = _z(r, eps)
     elif estimator == "remax":

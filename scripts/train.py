@@ -124,12 +124,9 @@ def train(session: Session) -> None:
 def sample_behind(session: Session, epoch: int) -> list[SampledBatch]:
     """An epoch that was not sampled ahead: the first, or the first of a resumed run, whose stale
     weights sample it again as they did."""
-    step = session.progress.step
-    if session.stale is None or epoch == 0:
-        with session.behaviour():
-            return sample_epoch(session, epoch, step)
-    with session.stale.applied():
-        return sample_epoch(session, epoch, step - session.plan.updates)
+    behind = session.plan.updates if session.stale is not None and epoch > 0 else 0
+    with session.sampled_by():
+        return sample_epoch(session, epoch, session.progress.step - behind)
 
 
 def sample_ahead(session: Session, epoch: int) -> list[SampledBatch] | None:
@@ -152,6 +149,7 @@ def sample_epoch(session: Session, epoch: int, step: int = 0) -> list[SampledBat
         session.stop.check()
         session.reward.end_if_broken()
         chosen = prompts_of(session, [draw])
+        # a sample's own generator draws its first noise and then that of its steps
         generators = sample_generators(config.seed, epoch, draw.index.tolist())
         same = config.sample.same_latent
         first = group_generators(config.seed, epoch, draw.row.tolist()) if same else generators
@@ -222,8 +220,8 @@ def collect_rewards(session: Session, epoch: int, samples: list[SampledBatch]) -
 
 
 def baselines(session: Session, epoch: int, samples: list[SampledBatch]) -> list[np.ndarray]:
-    """For each sample the reward of one without noise of the same prompt, which starts from a noise
-    that its group shares."""
+    """For each sample the reward of one without noise of the same prompt and weights, which
+    starts from a noise that its group shares."""
     config, denoiser, size = session.config, session.policy.denoiser, len(samples[0].draw.row)
     rows = list(dict.fromkeys(row for s in samples for row in s.draw.row.tolist()))
     # weights that are shared out are run by all processes together: equally often on each
@@ -232,7 +230,8 @@ def baselines(session: Session, epoch: int, samples: list[SampledBatch]) -> list
         part = (rows[start : start + size] + rows[:1] * size)[:size]  # batches of one size
         chosen = [session.prompts[row] for row in part]
         noise = first_noise(session, group_generators(config.seed, epoch, part))
-        trajectory = denoiser.sample(noise, denoiser.encode(chosen))
+        with session.sampled_by():
+            trajectory = denoiser.sample(noise, denoiser.encode(chosen))
         session.policy.count(len(trajectory) * config.sample.num_steps)
         pending.append(decode_and_score(session, trajectory, chosen)[1])
     totals = np.concatenate([scores.result()[TOTAL] for scores in pending])

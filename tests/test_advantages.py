@@ -131,6 +131,14 @@ def test_gdpo_weighs_what_it_has_normalised():
     np.testing.assert_allclose(out, total / total.std(), atol=1e-12)
 
 
+def test_gdpo_of_a_constant_group_is_exactly_zero():
+    """Z-scores of the others add up to 0 but for rounding, which is no part of its advantage."""
+    rewards = np.array([1.0, 2.0, 7.0, 0.3, 0.3, 0.1, 0.7, 0.2])
+    out = compute_advantages(rewards, np.array([0, 0, 0, 1, 1, 2, 2, 2]), estimator="gdpo")
+    assert out[3:5].tolist() == [0, 0]
+    assert (out[[0, 1, 2, 5, 6, 7]] != 0).all()
+
+
 NONE = np.nan  # no verdict
 
 

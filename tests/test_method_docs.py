@@ -71,6 +71,25 @@ def test_scores_of_the_page_are_those_of_the_runs(name):
             assert row["eval/avg"] == pytest.approx(float(score), abs=6e-4)
 
 
+@pytest.mark.parametrize(
+    ("said", "runs"),
+    [
+        (r"`grpo` up to", ["health/healthy", "methods_h200/*ocr*", "tiny_ocr_*cpu*", "*_seed?"]),
+        (r"with guidance", ["*_guided_*"]),
+        (r"`sample.async_depth=1`", ["async_h200/depth1-*"]),
+        (r"`grpo_guard` up to", ["methods_h200/*guard*"]),
+    ],
+)
+def test_clip_shares_of_the_page_are_those_of_the_runs(said, runs):
+    """The largest of any epoch, on either side; runs with guidance are a row of their own."""
+    [told] = re.findall(rf"{said} ([.\d]+) %", text("metrics.md"))
+    paths = {path for run in runs for path in (DOCS / "results").glob(f"{run}.jsonl")}
+    paths = [path for path in paths if ("guided" in path.name) == ("guidance" in said)]
+    rows = [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
+    shares = [row.get(f"train/clip_{side}") or 0.0 for row in rows for side in ("low", "high")]
+    assert f"{100 * max(shares):.1f}" == told
+
+
 def test_functions_that_the_page_names_exist():
     page = text("algorithms.md")
     for name in METHODS:

@@ -17,7 +17,7 @@ from flow_grpo.sampling.rollout import (
     sample_generators,
 )
 from flow_grpo.sampling.seeding import Stream
-from flow_grpo.sde import sde_step
+from flow_grpo.sde import dpm2_step, sde_step
 from flow_grpo.training.policy import Policy
 
 
@@ -229,6 +229,27 @@ def test_without_noisy_steps_nothing_is_drawn_and_nothing_kept():
         x = x + (0.6 * x + TIMESTEPS[i] / 1000 * NUMBERS) * (SIGMAS[i + 1] - SIGMAS[i])
     torch.testing.assert_close(trajectory.final, x, rtol=1e-12, atol=0)
     assert trajectory.latents.shape == trajectory.log_probs.shape == (2, 0)
+
+
+def test_steps_of_second_order_begin_anew_after_one_with_noise():
+    """Sigmas 1 .9 | .75 with noise | .5 .25 0, the last three in a row: the second of them knows
+    the first."""
+    sigmas, timesteps = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0), (1000.0, 900.0, 750.0, 500.0, 250.0)
+    dynamics = replace(KNOWN, schedule=Schedule(sigmas, timesteps), solver="dpm2")
+    trajectory = Denoiser(KnownField(), Scale(), dynamics).sample(
+        START, NUMBERS, steps=range(1, 2), generators=seeded(1, 2)
+    )
+
+    def walk(x, steps):
+        before = None
+        for i in steps:
+            v = 0.6 * x + timesteps[i] / 1000 * NUMBERS
+            x, before = dpm2_step(v, x, sigmas[i], sigmas[i + 1], before)
+        return x
+
+    start, landed = trajectory.latents.unbind(1)
+    torch.testing.assert_close(start, walk(START.double(), [0]), rtol=1e-12, atol=0)
+    torch.testing.assert_close(trajectory.final, walk(landed, [2, 3, 4]), rtol=1e-12, atol=0)
 
 
 def test_another_seed_epoch_or_purpose_is_another_noise():

@@ -231,6 +231,22 @@ def test_a_run_stopped_while_it_samples_ahead_has_the_weights_of_what_it_was_to_
     assert all(map(torch.equal, session.stale.copy, session.policy.parameters()))
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_baseline_is_drawn_by_the_weights_that_drew_the_samples(make_session, depth):
+    """With `async_depth` they are an epoch older than those that collect the rewards."""
+    session = make_session(
+        **{"sample.async_depth": depth, "train.advantage": "remax", "num_epochs": 2}
+    )
+    samples = sample_epoch(session, 0)
+    before = baselines(session, 0, samples)
+    with torch.no_grad():
+        for parameter in session.policy.parameters():
+            parameter += 0.5
+    trained = [p.detach().clone() for p in session.policy.parameters()]
+    assert np.array_equal(baselines(session, 0, samples), before) == (depth == 1)
+    assert all(map(torch.equal, session.policy.parameters(), trained))
+
+
 def test_rewards_do_not_rest_while_they_score_the_next_epoch(make_session):
     """A network that is moved off the GPU in the middle of a batch gives no scores."""
     session = make_session(

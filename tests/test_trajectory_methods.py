@@ -1,5 +1,6 @@
 """grpo, grpo_guard, dppo and mix against numbers worked out by hand from their formulas."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -274,3 +275,21 @@ def test_the_weight_of_the_kl_is_moved_and_kept():
     fixed = method("grpo", beta=0.5)
     fixed.load_state_dict(algorithm.state_dict())  # of a run that had a target
     assert (fixed.kl_weight, fixed.adapt({"train/kl": 1.0})) == (0.5, {})
+
+
+def test_the_weight_of_the_kl_waits_until_its_target_was_reached():
+    """At first the KL is 0, whatever its weight."""
+    algorithm = method("grpo", beta=0.5, kl_target=0.1)
+    used = [algorithm.adapt({"train/kl": kl}) for kl in (0.0, 1e-6, 0.01, 0.1, 0.2, 0.01)]
+    assert [each["train/kl_weight"] for each in used] == [0.5, 0.5, 0.5, 0.5, 0.5, 1.0]
+    assert algorithm.kl_weight == 0.5
+
+
+@pytest.mark.parametrize(("target", "weight"), [(0.1, 0.25), (0.5, 0.5)])
+def test_a_resumed_run_knows_whether_the_target_was_reached(target, weight):
+    algorithm = method("grpo", beta=0.5, kl_target=0.1)
+    algorithm.adapt({"train/kl": 0.12})
+    resumed = method("grpo", beta=0.5, kl_target=target)
+    resumed.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
+    resumed.adapt({"train/kl": 0.01})
+    assert resumed.kl_weight == weight

@@ -132,6 +132,7 @@ class Algorithm:
     losses_per_sample: int = 1
     kl_weight: float = 0.0  # as it is now, where `kl_target` moves it
     most_guidance: float = 0.0  # of the scales that it asks for, beside that of the rollout
+    most_kl: float = 0.0  # of all epochs so far
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -220,20 +221,25 @@ class Algorithm:
         return False
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Move the weight of the KL towards `kl_target`; what to log of it."""
-        if not getattr(self.settings, "kl_target", 0.0):
+        """Move the weight of the KL towards `kl_target`, from when it was reached: at first the KL
+        is 0, whatever its weight. What to log of it."""
+        target = getattr(self.settings, "kl_target", 0.0)
+        if not target:
             return {}
-        used = self.kl_weight
-        self.kl_weight = adapted_weight(used, metrics["train/kl"], self.settings.kl_target)
+        used, kl = self.kl_weight, metrics["train/kl"]
+        self.most_kl = max(self.most_kl, kl)
+        if self.most_kl >= target:
+            self.kl_weight = adapted_weight(used, kl, target)
         return {"train/kl_weight": used}
 
     def state_dict(self) -> dict[str, float]:
         """What is not in the weights, to resume from."""
-        return {"kl_weight": self.kl_weight}
+        return {"kl_weight": self.kl_weight, "most_kl": self.most_kl}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if getattr(self.settings, "kl_target", 0.0):
             self.kl_weight = state.get("kl_weight", self.kl_weight)
+            self.most_kl = state.get("most_kl", 0.0)
 
 
 def with_gradient(

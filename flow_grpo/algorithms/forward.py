@@ -51,8 +51,8 @@ class ForwardSettings:
     )
     kl_target: float = setting(
         0.0,
-        "Where set, the weight of the KL is doubled or halved after an epoch in which the KL was "
-        "more than 1.5 times this, or less than 1/1.5 of it.",
+        "Where set, and once the KL was as large: its weight is doubled or halved after an epoch "
+        "in which the KL was more than 1.5 times this, or less than 1/1.5 of it.",
         at_least=0,
     )
 
@@ -102,7 +102,7 @@ class ForwardProcess(Algorithm):
         if compares_steps and self.setup.sde_type == "cps":
             raise ValueError(
                 f"{self.name}.kl_type={self.settings.kl_type!r} needs sample.sde_type='flow' or "
-                "'dance', not 'cps', whose last step has no noise to divide by; or use 'velocity'"
+                "'dance', not 'cps', whose last step has no noise to divide by"
             )
         if self.setup.estimator == "remax":
             raise ValueError(

@@ -224,9 +224,10 @@ class ModelAdapter(ABC):
 
     # --- the model ---------------------------------------------------------------------------
 
-    def is_guided(self, scale: float) -> bool:
+    @classmethod
+    def is_guided(cls, scale: float) -> bool:
         """Whether the velocity takes two passes, with and without the prompt."""
-        return scale > self.unguided
+        return scale > cls.unguided
 
     def velocity(
         self,

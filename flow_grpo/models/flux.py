@@ -34,7 +34,8 @@ class FluxAdapter(ModelAdapter):
                 "without guidance; set --config.sample.guidance_scale=1"
             )
 
-    def is_guided(self, scale: float) -> bool:
+    @classmethod
+    def is_guided(cls, scale: float) -> bool:
         """Never in two passes: dev takes the scale as an input."""
         return False
 

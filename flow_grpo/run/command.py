@@ -16,7 +16,7 @@ SCRIPTS = ROOT / "scripts"
 # for work on the repo itself, or used by other scripts
 NOT_COMMANDS = (
     *("health_figures", "make_shapes_qa", "mutants"),
-    *("pretrain_tiny", "pretrain_tiny_vlm", "reference_loops", "runs"),
+    *("pretrain_tiny", "pretrain_tiny_vlm", "reference_loops", "runs", "void_settings"),
 )
 
 

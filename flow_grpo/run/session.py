@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import ALGORITHMS, Algorithm, Setup
 from flow_grpo.errors import UserError
-from flow_grpo.models import ModelAdapter, Size, check_model, load_adapter
+from flow_grpo.models import ModelAdapter, Size, check_model, find_adapter, load_adapter
 from flow_grpo.rewards import close_scorers
 from flow_grpo.run import trackers
 from flow_grpo.run.accelerator import build_accelerator
@@ -29,6 +29,7 @@ from flow_grpo.run.restore import load_progress
 from flow_grpo.run.resume import Start, find_start, prepare_folder
 from flow_grpo.run.scoring import build_both_rewards
 from flow_grpo.run.stopping import StopSignals
+from flow_grpo.run.void import check_gradient, check_void
 from flow_grpo.sampling.data import Prompt
 from flow_grpo.sampling.rollout import Dynamics
 from flow_grpo.sampling.seeding import Stream, numpy_rng, torch_generator
@@ -75,6 +76,10 @@ class Session(Run):
         """The weights to sample with."""
         old = self.algorithm.samples_with_old(self.progress.step)
         return self.policy.old.applied() if old else nullcontext()
+
+    def sampled_by(self) -> AbstractContextManager:
+        """The weights that sampled the epoch to be trained next."""
+        return self.behaviour() if self.stale is None else self.stale.applied()
 
     def remember_behaviour(self) -> None:
         """Before training: the weights that sampled ahead, or would have. Not sooner, so that a run
@@ -234,6 +239,7 @@ def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
     fewest_steps = min(config.sample.num_steps, config.sample.eval_num_steps)
     for guidance_scale in (config.sample.guidance_scale, eval_guidance(config)):
         check_model(model, image_size(config), guidance_scale, fewest_steps)
+    check_gradient(config, find_adapter(model))
     return load_adapter(
         model,
         device=accelerator.device,
@@ -294,4 +300,5 @@ def build_algorithm(config: ConfigDict) -> Algorithm:
         algorithm.check()
     except ValueError as error:
         raise UserError(str(error)) from error
+    check_void(config, algorithm)
     return algorithm
