@@ -146,6 +146,23 @@ def test_a_run_starts_from_a_lora(run):
         run(run_name="third", **{"train.lora_path": str(first.folder)})
 
 
+def test_the_reference_is_the_lora_that_the_run_started_from(run):
+    """Not the base without it, nor what a resumed run loads."""
+    first = run(run_name="first", num_epochs=1, **{"train.learning_rate": 0.03})
+    lora = first.folder / "checkpoints/latest/lora"
+    fields = {"train.lora_path": str(lora), "train.beta": 0.1, "train.updates_per_epoch": 1}
+    whole = run(run_name="whole", num_epochs=2, **fields)
+    _, start, moved = metrics_of(whole.folder)
+    assert start["train/kl"] == 0
+    assert moved["train/kl"] > 0
+    run(run_name="half", num_epochs=1, **fields)
+    (lora / "adapter_model.safetensors").write_bytes(
+        (whole.folder / "checkpoints/latest/lora/adapter_model.safetensors").read_bytes()
+    )
+    half = run(run_name="half", num_epochs=2, resume="auto", **fields)
+    assert metrics_of(half.folder)[-1]["train/kl"] == moved["train/kl"]
+
+
 def test_micro_batches_do_not_change_the_run(run):
     """Nor how many answers are sampled together."""
     one = run(run_name="one", num_epochs=1)

@@ -85,3 +85,15 @@ class Snapshot:
                 weight = parameter.detach().clone()
                 parameter.copy_(copy)
                 copy.copy_(weight)
+
+
+class Reference(Snapshot):
+    """The weights that training began with, where that is not the model without LoRA."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__(parameters, "reference")
+
+    def load(self, folder: Path) -> None:
+        """Where there is none, the run needed none so far: it is what `train.lora_path` brought."""
+        if (folder / f"{self.name}.safetensors").exists():
+            super().load(folder)

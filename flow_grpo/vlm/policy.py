@@ -18,6 +18,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import explained
 from flow_grpo.speed.lora import lora_layers, without_lora
 from flow_grpo.training.shards import filled, hold_with, hollow_copy, is_sharded, whole_state
+from flow_grpo.training.snapshot import Reference
 from flow_grpo.training.trained import Trained
 from flow_grpo.vlm.batches import PackedBatch
 from flow_grpo.vlm.network import AnswerModel
@@ -34,7 +35,7 @@ class AnswerPolicy(Trained):
     """`module` is the wrapped network after `prepare`: training calls that one, so that
     distribution sees every forward with gradients. What needs no gradients calls `whole`, while
     `gathered`: each process as often as it likes. That is the network itself, unless its weights
-    are sharded. The reference is `whole` with LoRA off, or a frozen copy."""
+    are sharded. The reference is `whole` with LoRA off or as it was loaded, or a frozen copy."""
 
     def __init__(
         self,
@@ -78,6 +79,8 @@ class AnswerPolicy(Trained):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module: nn.Module = self.network
         self.whole = self.network
+        # before weights are sharded: each process calls the reference as often as it likes
+        self._loaded = Reference(self.trained()) if lora_path and with_reference else None
 
     @property
     def model(self) -> nn.Module:
@@ -93,6 +96,10 @@ class AnswerPolicy(Trained):
         self.module, optimizer = accelerator.prepare(self.network, optimizer)
         hold_with(self.network, self.model.lm_head.weight)
         self.register(accelerator)
+        if self._loaded is not None:
+            own = dict(self.whole.named_parameters())
+            self._loaded.parameters = [own[name] for name in self._loaded.names]
+            self._loaded.prepare(accelerator)
         return optimizer
 
     def gathered(self) -> AbstractContextManager:
@@ -121,6 +128,9 @@ class AnswerPolicy(Trained):
     def _reference(self) -> Iterator[AnswerModel]:
         if self._frozen is not None:
             yield self._frozen
+        elif self._loaded is not None:
+            with self._loaded.applied():
+                yield self.whole
         else:
             with without_lora(lora_layers(self.whole)):
                 yield self.whole
