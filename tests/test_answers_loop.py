@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from flow_grpo.vlm.credit import Fixed
 from flow_grpo.vlm.losses import AGGREGATIONS, KINDS, Counts
 from flow_grpo.vlm.plan import AnswerPlan
 from flow_grpo.vlm.rollout import Rollout
-from flow_grpo.vlm.session import lighter_settings
+from flow_grpo.vlm.session import build_session, lighter_settings
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +345,31 @@ def test_presets_hold_to_the_rules(name):
             config.sample.batch_size,
         )
         assert plan.batch_size * processes <= plan.samples
+
+
+@pytest.mark.parametrize("name", sorted({"", *presets.PRESETS} - {"tiny_vlm"}))
+def test_who_answers_as_the_prompt_asks_has_the_whole_reward(places, tmp_path, name):
+    """Who answers with the truth alone has none, so nobody gets there without being asked."""
+    config = presets.get_config(name)
+    config.update_from_flattened_dict(
+        {**places, "logdir": str(tmp_path), "device": "cpu", "mixed_precision": "no"}
+        | {"sample.max_new_tokens": 10, "sample.questions_per_epoch": 8}
+        | dict.fromkeys(("max_prompt_length", "min_pixels", "max_pixels"), 0)
+    )
+    session = build_session(config)
+    try:
+        question = session.questions[0]
+        prompt = session.answerer.encode(session.questions, [0])[0]
+        asked = session.answerer.encoder.decode(prompt.ids)
+        *thinking, last = re.findall(r"<\w+>|\\boxed{", asked)
+        ends = {"<think>": "</think>", "<answer>": "</answer>", "\\boxed{": "}"}
+        said = "".join(f"{tag}so{ends[tag]}" for tag in thinking) + last + question.answer
+        scores = session.reward(
+            [said + ends[last], question.answer], ["", ""], [question.metadata] * 2
+        )
+    finally:
+        session.close()
+    assert scores["avg"].tolist() == [1, 0]
 
 
 def test_every_field_has_a_reason():
