@@ -33,6 +33,7 @@ FIELDS = {
     "eval_freq": 0,
     "eval_questions": 2,
     "log_images": 2,
+    "question_format": "{question}",  # short, as the small model's positions are few
     "num_checkpoint_limit": 0,
     "sample.questions_per_epoch": 4,
     "sample.group_size": 4,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from flow_grpo.vlm.credit import Fixed
 from flow_grpo.vlm.losses import AGGREGATIONS, KINDS, Counts
 from flow_grpo.vlm.plan import AnswerPlan
 from flow_grpo.vlm.rollout import Rollout
-from flow_grpo.vlm.session import lighter_settings
+from flow_grpo.vlm.session import build_session, lighter_settings
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,23 @@ def test_a_run_starts_from_a_lora(run):
     assert any(not torch.equal(start[name], end[name]) for name in start)
     with pytest.raises(UserError, match="cannot be loaded as a LoRA of this model"):
         run(run_name="third", **{"train.lora_path": str(first.folder)})
+
+
+def test_the_reference_is_the_lora_that_the_run_started_from(run):
+    """Not the base without it, nor what a resumed run loads."""
+    first = run(run_name="first", num_epochs=1, **{"train.learning_rate": 0.03})
+    lora = first.folder / "checkpoints/latest/lora"
+    fields = {"train.lora_path": str(lora), "train.beta": 0.1, "train.updates_per_epoch": 1}
+    whole = run(run_name="whole", num_epochs=2, **fields)
+    _, start, moved = metrics_of(whole.folder)
+    assert start["train/kl"] == 0
+    assert moved["train/kl"] > 0
+    run(run_name="half", num_epochs=1, **fields)
+    (lora / "adapter_model.safetensors").write_bytes(
+        (whole.folder / "checkpoints/latest/lora/adapter_model.safetensors").read_bytes()
+    )
+    half = run(run_name="half", num_epochs=2, resume="auto", **fields)
+    assert metrics_of(half.folder)[-1]["train/kl"] == moved["train/kl"]
 
 
 def test_micro_batches_do_not_change_the_run(run):
@@ -327,6 +345,31 @@ def test_presets_hold_to_the_rules(name):
             config.sample.batch_size,
         )
         assert plan.batch_size * processes <= plan.samples
+
+
+@pytest.mark.parametrize("name", sorted({"", *presets.PRESETS} - {"tiny_vlm"}))
+def test_who_answers_as_the_prompt_asks_has_the_whole_reward(places, tmp_path, name):
+    """Who answers with the truth alone has none, so nobody gets there without being asked."""
+    config = presets.get_config(name)
+    config.update_from_flattened_dict(
+        {**places, "logdir": str(tmp_path), "device": "cpu", "mixed_precision": "no"}
+        | {"sample.max_new_tokens": 10, "sample.questions_per_epoch": 8}
+        | dict.fromkeys(("max_prompt_length", "min_pixels", "max_pixels"), 0)
+    )
+    session = build_session(config)
+    try:
+        question = session.questions[0]
+        prompt = session.answerer.encode(session.questions, [0])[0]
+        asked = session.answerer.encoder.decode(prompt.ids)
+        *thinking, last = re.findall(r"<\w+>|\\boxed{", asked)
+        ends = {"<think>": "</think>", "<answer>": "</answer>", "\\boxed{": "}"}
+        said = "".join(f"{tag}so{ends[tag]}" for tag in thinking) + last + question.answer
+        scores = session.reward(
+            [said + ends[last], question.answer], ["", ""], [question.metadata] * 2
+        )
+    finally:
+        session.close()
+    assert scores["avg"].tolist() == [1, 0]
 
 
 def test_every_field_has_a_reason():

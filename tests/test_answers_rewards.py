@@ -60,6 +60,17 @@ WITH_ALGEBRA = [
     ("5!", "120", True),
     ("3 + 4i", "4i+3", True),
     ("1/0", "3", False),
+    ("2x+3", "2x+5", False),  # off by a constant
+    ("2x+5", "5+2x", True),
+    ("x^2", "x^2+i", False),
+    (r"\sqrt{x}+\pi", r"\sqrt{x}", False),
+    ("x+0.0000001", "x", False),
+    ("x+3.3333333", r"x+\frac{10}{3}", True),
+    ("(x,1)", "(x+1,1)", False),
+    (r"\{1,x\}", r"\{1,x+1\}", False),
+    (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{1\pm\sqrt{3}}{2}", False),
+    (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2}", True),
+    (r"0,1\pm x", "1+x,0,1-x", True),
 ]
 
 
@@ -76,7 +87,8 @@ def test_formulas_are_compared_by_sympy():
 
 
 @pytest.mark.parametrize(
-    "answer", ["I do not know", "", r"\frac{1}{2", "(" * 500, "__import__('os')", "3 4", "x;y"]
+    "answer",
+    ["I do not know", "", r"\frac{1}{2", "(" * 500, "__import__('os')", "3 4", "x;y", "f(1,2)"],
 )
 def test_what_is_no_formula_is_unreadable(answer):
     with pytest.raises(Unreadable):
@@ -100,6 +112,7 @@ def test_a_truth_that_cannot_be_read_gives_no_score():
     missing = quick_check("3", matrix)
     assert math.isnan(missing)
     assert "its truth" in missing.reason
+    assert math.isnan(quick_check("(4,6)", "(1,2)+t(3,4)"))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +157,12 @@ def test_malicious_answers_have_no_score_and_neighbours_are_unharmed(maths):
     assert [score for score in scores if not math.isnan(score)] == [1, 1, 1, 0, 0, 0]
     assert result["math_answer/unread"].tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 0]
     assert maths.last_errors["math_answer"]
+
+
+def test_a_formula_that_is_off_by_a_constant_is_wrong_and_no_outage(maths):
+    answers = ["<answer>2x+3</answer>", "<answer>f(1,2)</answer>", "<answer>5+2x</answer>"]
+    result = maths(answers, ["q"] * 3, [{"answer": "2x+5"}] * 3)
+    assert result["math_answer"].tolist() == [0, 0, 1]
 
 
 def test_checks_end_with_their_budget(monkeypatch):

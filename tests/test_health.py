@@ -150,6 +150,14 @@ def test_gradients_neither_jump_nor_vanish(norm, share, words):
     assert words in found.text if words else found is None
 
 
+@pytest.mark.parametrize(("limit", "told"), [(0.5, True), (1.0, False), (2.0, False), (None, True)])
+def test_a_gradient_that_is_not_clipped_is_no_spike(limit, told):
+    """Older logs do not tell the limit."""
+    norm = [0.05, 0.05, 0.05, 1.0]
+    table = rows(train__grad_norm=norm, train__max_grad_norm=[limit] * 4)
+    assert bool(only("gradient norm", table)) == told
+
+
 @pytest.mark.parametrize(("failed", "samples", "told"), [(1, 20, 0), (2, 20, 1), (2, None, 0)])
 def test_a_share_of_samples_has_no_score(failed, samples, told):
     """Old logs do not tell how many samples there were."""

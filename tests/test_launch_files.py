@@ -137,6 +137,7 @@ def assert_refused(done: subprocess.CompletedProcess, *parts: str) -> None:
             (*NODES, *RANK, *ADDRESS, "--accelerate-config=no.yaml", *REST),
             ("no file at", "no.yaml"),
         ),
+        ((*NODES, *RANK, *ADDRESS, "--", "train_vim.py"), ("no script at", "train_vim.py")),
     ],
 )
 def test_main_says_what_is_missing_or_wrong(bash, given, parts):
@@ -166,6 +167,15 @@ def test_main_starts_accelerate_with_all_processes_of_all_nodes(bash):
     )
     assert "--num_machines 2 --machine_rank 1 --num_processes 8" in done.stdout
     assert "--main_process_ip node-a --main_process_port 29500" in done.stdout
+
+
+def test_main_starts_the_script_that_is_named(bash):
+    rest = ("--", "scripts/train_vlm.py", "--config=config/vlm.py:tiny_vlm")
+    done = bash(MAIN, *NODES, *RANK, *ADDRESS, *rest)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(
+        f" --master_port 29500 {ROOT / rest[1]} --config=config/vlm.py:tiny_vlm\n"
+    )
 
 
 def test_main_takes_variables_and_arguments_come_first(bash):
@@ -241,6 +251,26 @@ def test_single_node_scripts_say_how_they_are_used(bash, arguments, problem):
     script = arguments.split()[0]
     usage = f"usage: bash scripts/single_node/{script} CONFIG"
     assert_refused(bash(*f"scripts/single_node/{arguments}".split()), problem, usage)
+
+
+def test_a_slurm_job_starts_the_script_that_is_named(bash):
+    """On each of its nodes, by main.sh."""
+    fake(bash.tools / "srun", 'while [[ "$1" == --* ]]; do shift; done; exec "$@"')
+    fake(bash.tools / "scontrol", 'echo "gpu3"')
+    slurm = {"SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "gpu3"}
+    done = bash(
+        "scripts/slurm/train.sbatch",
+        "scripts/train_vlm.py",
+        "--config=config/vlm.py:tiny_vlm",
+        SLURM_JOB_ID="77",
+        SLURM_SUBMIT_DIR=str(ROOT),
+        **slurm,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(
+        f" {ROOT / 'scripts/train_vlm.py'} --config=config/vlm.py:tiny_vlm "
+        "--config.run_name=slurm-77 --config.resume=auto\n"
+    )
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (2, False), (4, False)])

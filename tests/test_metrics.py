@@ -85,7 +85,7 @@ def test_an_epoch_is_summed_up_over_all_its_steps():
     stats.leave_out(4)
     stats.add(step_loss([0.25, 1.25], [0.0, 0.0], [0.0, 0.0]), on_policy=False)
     for norm in (torch.tensor(2.0), 4.0, math.inf, math.nan):  # the last two were skipped
-        stats.add_grad_norm(norm)
+        stats.add_grad_norm(norm, 1.5)
     assert stats.metrics(Accelerator(cpu=True)) == {
         "train/loss": 10 / 16,
         "train/policy_loss": 8 / 16,
@@ -98,6 +98,7 @@ def test_an_epoch_is_summed_up_over_all_its_steps():
         "train/ratio_max": 1.5,
         "train/first_update_ratio_dev": 0.5,
         "train/grad_norm": 3.0,
+        "train/max_grad_norm": 1.5,
     }
 
 
@@ -105,11 +106,12 @@ def test_of_a_loss_without_ratios_only_its_columns_are_told():
     stats = TrainingStats()
     stats.add(Loss(torch.tensor([1.0, 3.0]), {"margin": torch.tensor([0.5, 1.5])}), on_policy=True)
     stats.leave_out(2)
-    stats.add_grad_norm(2.0)
+    stats.add_grad_norm(2.0, 1.0)
     assert stats.metrics(Accelerator(cpu=True)) == {
         "train/loss": 1.0,
         "train/margin": 1.0,
         "train/grad_norm": 2.0,
+        "train/max_grad_norm": 1.0,
     }
 
 

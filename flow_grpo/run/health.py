@@ -145,7 +145,8 @@ def gradient_norm(rows: Rows) -> Told | None:
     for row in having(rows, "train/grad_norm"):
         now = row["train/grad_norm"]
         usual = median(before[-SPIKE_WINDOW:]) if len(before) >= SPIKE_AFTER else 0.0
-        if now > SPIKE * usual > 0:
+        clipped = now > (row.get("train/max_grad_norm") or 0)  # older logs do not tell
+        if clipped and now > SPIKE * usual > 0:
             return (
                 row["epoch"],
                 f"the gradient norm is {now:.2g}, {now / usual:.3g} times its median so far",

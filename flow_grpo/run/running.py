@@ -70,8 +70,9 @@ def take_update(session: Run, stats: TrainingStats) -> None:
     """Once the gradients of an update are there."""
     accelerator, progress = session.accelerator, session.progress
     if accelerator.sync_gradients:
-        norm = session.config.train.max_grad_norm
-        stats.add_grad_norm(accelerator.clip_grad_norm_(session.policy.parameters(), norm))
+        most = session.config.train.max_grad_norm
+        norm = accelerator.clip_grad_norm_(session.policy.parameters(), most)
+        stats.add_grad_norm(norm, most)
     session.optimizer.step()
     session.optimizer.zero_grad()
     if accelerator.sync_gradients:

@@ -40,7 +40,7 @@ from flow_grpo.training.ema import Ema
 from flow_grpo.training.plan import BatchPlan
 from flow_grpo.training.policy import Policy
 from flow_grpo.training.shards import is_sharded, runs_in_step
-from flow_grpo.training.snapshot import Snapshot
+from flow_grpo.training.snapshot import Reference, Snapshot
 
 logger = logging.getLogger("flow_grpo")
 
@@ -191,7 +191,9 @@ def _build_session(
     if adapter.can_replay and can_replay(config, accelerator):
         adapter.replay()
     if algorithm.needs_reference:  # before a checkpoint is loaded, and so the same after a resume
-        policy.reference = Snapshot(policy.trained(), "reference")
+        policy.reference = Reference(policy.trained())
+        if train.lora_path:
+            policy.reference.prepare(accelerator)
     if algorithm.keeps_old:
         policy.old = Snapshot(policy.trained(), "old")
         policy.old.prepare(accelerator)

@@ -64,6 +64,7 @@ class TrainingStats:
         self._columns: dict[str, list[Tensor]] = defaultdict(list)  # of one value per sample
         self._deviation: list[Tensor] = []
         self._grad_norms: list[Tensor] = []
+        self._max_grad_norm = math.inf
         self._left_out = 0
 
     def leave_out(self, count: int) -> None:
@@ -77,7 +78,9 @@ class TrainingStats:
         if on_policy and "ratio" in loss.columns:
             self._deviation.append((loss.columns["ratio"] - 1).abs())
 
-    def add_grad_norm(self, norm: Tensor | float) -> None:
+    def add_grad_norm(self, norm: Tensor | float, most: float) -> None:
+        """`most`: what it was scaled down to, where it was larger."""
+        self._max_grad_norm = most
         norm = whole(torch.as_tensor(norm))
         self._grad_norms.append(torch.where(norm.isfinite(), norm, torch.nan))
 
@@ -102,7 +105,7 @@ class TrainingStats:
             metrics["train/ratio_min"] *= -1
         # fp16 loss scaling starts with updates that overflow and are skipped
         norm = mean_of_scored(torch.stack(self._grad_norms).cpu().numpy())
-        return {**metrics, "train/grad_norm": norm}
+        return {**metrics, "train/grad_norm": norm, "train/max_grad_norm": self._max_grad_norm}
 
 
 def _most(values: Tensor) -> Tensor:

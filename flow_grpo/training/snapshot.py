@@ -89,3 +89,16 @@ class Snapshot:
                 torch._foreach_copy_(kept, weights)
                 torch._foreach_copy_(weights, copies)
                 torch._foreach_copy_(copies, kept)
+
+
+class Reference(Snapshot):
+    """The weights that training began with. Where `train.lora_path` brought them they are saved too,
+    as that file may have changed when the run is resumed."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__(parameters, "reference")
+
+    def load(self, folder: Path) -> None:
+        """Where there is none, the run needed none so far: it is what `train.lora_path` brought."""
+        if (folder / f"{self.name}.safetensors").exists():
+            super().load(folder)

@@ -7,6 +7,7 @@ from flow_grpo.rewards import ANSWER_REWARDS
 from flow_grpo.run.fields import reward_fields, run_fields, update_fields, weight_fields
 
 EXAMPLE = "config/vlm.py:tiny_vlm"
+THINK = "{question}\nThink first, between <think> and </think>. Then give the final answer "
 
 
 def get_config() -> ConfigDict:
@@ -46,8 +47,9 @@ def get_config() -> ConfigDict:
     config.eval_questions = 0
     # Told to the model before each question; empty for none.
     config.system_prompt = ""
-    # What the model is asked, with the question in the place of {question}.
-    config.question_format = "{question}"
+    # What the model is asked, with the question in the place of {question}. It asks for what the
+    # rewards below read: change them together.
+    config.question_format = THINK + "between <answer> and </answer>."
     # Tokens of a prompt, its pictures included. A longer one is refused, never cut; 0 is what the
     # model's positions leave for it.
     config.max_prompt_length = 0

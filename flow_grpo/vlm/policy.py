@@ -18,6 +18,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import explained
 from flow_grpo.speed.lora import lora_layers, without_lora
 from flow_grpo.training.shards import filled, hold_with, hollow_copy, is_sharded, whole_state
+from flow_grpo.training.snapshot import Reference
 from flow_grpo.training.trained import Trained
 from flow_grpo.vlm.batches import PackedBatch
 from flow_grpo.vlm.network import AnswerModel
@@ -34,7 +35,7 @@ class AnswerPolicy(Trained):
     """`module` is the wrapped network after `prepare`: training calls that one, so that
     distribution sees every forward with gradients. What needs no gradients calls `whole`, while
     `gathered`: each process as often as it likes. That is the network itself, unless its weights
-    are sharded. The reference is `whole` with LoRA off, or a frozen copy."""
+    are sharded. The reference is `whole` with LoRA off or as it was loaded, or a frozen copy."""
 
     def __init__(
         self,
@@ -64,13 +65,15 @@ class AnswerPolicy(Trained):
         else:
             if lora_path:
                 raise UserError(f"train.lora_path={lora_path} needs use_lora=True")
-            if with_reference:
-                self._frozen = AnswerModel(copy.deepcopy(model), **settings)
+            frozen = copy.deepcopy(model) if with_reference else None
             model.requires_grad_(True)
             model.model.visual.requires_grad_(not freeze_vision)
-        for parameter in model.parameters():
-            if parameter.requires_grad:  # a half-precision weight cannot hold small steps
-                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, FLOAT))
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        widen(model, trained)  # a half-precision weight cannot hold small steps
+        if not use_lora and frozen is not None:
+            # the same arithmetic: autocast would cast these matrices to what they are
+            widen(frozen, [name for name in trained if name not in only_multiplied(frozen)])
+            self._frozen = AnswerModel(frozen, **settings)
         self.network = AnswerModel(model, with_value=with_value, **settings)
         self.network.to(model.device)
         self._recompute = gradient_checkpointing
@@ -78,6 +81,8 @@ class AnswerPolicy(Trained):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module: nn.Module = self.network
         self.whole = self.network
+        # before weights are sharded: each process calls the reference as often as it likes
+        self._loaded = Reference(self.trained()) if lora_path and with_reference else None
 
     @property
     def model(self) -> nn.Module:
@@ -93,6 +98,10 @@ class AnswerPolicy(Trained):
         self.module, optimizer = accelerator.prepare(self.network, optimizer)
         hold_with(self.network, self.model.lm_head.weight)
         self.register(accelerator)
+        if self._loaded is not None:
+            own = dict(self.whole.named_parameters())
+            self._loaded.parameters = [own[name] for name in self._loaded.names]
+            self._loaded.prepare(accelerator)
         return optimizer
 
     def gathered(self) -> AbstractContextManager:
@@ -121,6 +130,9 @@ class AnswerPolicy(Trained):
     def _reference(self) -> Iterator[AnswerModel]:
         if self._frozen is not None:
             yield self._frozen
+        elif self._loaded is not None:
+            with self._loaded.applied():
+                yield self.whole
         else:
             with without_lora(lora_layers(self.whole)):
                 yield self.whole
@@ -154,16 +166,28 @@ def sampler(network: AnswerModel) -> AnswerModel:
     LoRA, which is to be merged."""
     whole = hollow_copy(network)
     if network.compute_dtype is not None:
-        layers = dict(whole.model.named_modules())
-        others = {
-            weight
-            for name, layer in layers.items()
-            if type(layer) is not nn.Linear or ".lora_" in name
-            for weight in layer.parameters(recurse=False)
-        }
-        for weight in set(whole.model.parameters()) - others:
-            weight.data = weight.data.to(network.compute_dtype)
+        named = dict(whole.model.named_parameters())
+        for name in only_multiplied(whole.model):
+            named[name].data = named[name].data.to(network.compute_dtype)
     return whole
+
+
+def only_multiplied(model: nn.Module) -> set[str]:
+    """Weights of linear layers that nothing else uses, but for LoRA's."""
+    others = {
+        weight
+        for name, layer in model.named_modules()
+        if type(layer) is not nn.Linear or ".lora_" in name
+        for weight in layer.parameters(recurse=False)
+    }
+    return {name for name, weight in model.named_parameters() if weight not in others}
+
+
+def widen(model: nn.Module, names: list[str]) -> None:
+    """Hold these weights in float32 or better."""
+    named = dict(model.named_parameters())
+    for name in names:
+        named[name].data = named[name].data.to(torch.promote_types(named[name].dtype, FLOAT))
 
 
 def load_model(

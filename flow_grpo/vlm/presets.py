@@ -8,10 +8,7 @@ from flow_grpo.errors import UserError, with_nearest
 from flow_grpo.run.places import find_files
 from flow_grpo.vlm import fields
 
-THINK_AND_BOX = (
-    "{question}\nThink first, between <think> and </think>. Then give the final answer in "
-    "\\boxed{}."
-)
+THINK_AND_BOX = fields.THINK + "in \\boxed{}."
 
 
 def tiny_vlm() -> ConfigDict:
@@ -19,6 +16,7 @@ def tiny_vlm() -> ConfigDict:
     config = fields.get_config()
     config.pretrained.model = "assets/tiny-vlm"
     config.dataset = "dataset/shapes_qa"
+    config.question_format = "{question}"  # all that it has learnt to read
     config.eval_questions = 128
     config.use_lora = False
     config.num_epochs, config.eval_freq, config.save_freq = 12, 4, 4

@@ -4,9 +4,10 @@ set -euo pipefail
 
 usage() {
     cat <<'EOF'
-usage: bash scripts/multi_node/main.sh [options] -- [arguments of scripts/train.py]
+usage: bash scripts/multi_node/main.sh [options] -- [script] [arguments of the script]
 
-Run it on every node, with the same arguments but for the node rank:
+Run it on every node, with the same arguments but for the node rank. The script is scripts/train.py
+unless another is named, like scripts/train_vlm.py.
 
   --nodes N            number of nodes                       else $NNODES, or Slurm's
   --node-rank R        which one this is, from 0             else $NODE_RANK, or Slurm's
@@ -64,11 +65,17 @@ while (($#)) && [[ "$1" != -- ]]; do
         printf -v "${name//-/_}" %s "$2"
         shift 2
         ;;
-    *) fail "unknown option '$1'; what scripts/train.py takes goes after --" ;;
+    *) fail "unknown option '$1'; what the script takes goes after --" ;;
     esac
 done
-(($#)) || fail "nothing to train; give the arguments of scripts/train.py after --"
+(($# > 1)) || fail "nothing to train; give the script or its arguments after --"
 shift
+script=scripts/train.py
+if [[ "$1" != -* ]]; then
+    script="$(realpath -m -- "$1")"
+    [[ -f "$script" ]] || fail "no script at $script; name one like scripts/train_vlm.py, or none"
+    shift
+fi
 
 if [[ -z "$master_addr" && -n "${SLURM_JOB_NODELIST:-}" ]]; then
     hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")" ||
@@ -112,4 +119,4 @@ else
         --master_addr "$master_addr" --master_port "$master_port")
 fi
 # exec: the signal that preempts this script has to reach the processes
-exec "$python" scripts/multi_node/launch.py "$launcher" "${arguments[@]}" scripts/train.py "$@"
+exec "$python" scripts/multi_node/launch.py "$launcher" "${arguments[@]}" "$script" "$@"

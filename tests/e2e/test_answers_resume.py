@@ -34,6 +34,7 @@ def new_runner(tmp_path_factory):
             dataset=data,
             eval_questions=2,
             log_images=4,
+            question_format="{question}",
             reward_fn="{'mine': 1.0}",
             sample__questions_per_epoch=4,
             sample__group_size=4,

@@ -10,7 +10,10 @@ import small_vlm
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForImageTextToText
+
+from flow_grpo.vlm.policy import AnswerPolicy
 
 # micro-batches of which one process has more than the other, most with and some without pictures
 COMMON = {"train.tokens_per_batch": 40, "train.beta": 0.1, "num_epochs": 1, "eval_freq": 1}
@@ -35,6 +38,11 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     small_vlm.save(folder / "model")
     small_vlm.small_data(folder / "data")
+    start = AnswerPolicy(small_vlm.build(), parts=[], rank=4)
+    for name, parameter in start.trained().items():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(0))
+    start.save(folder)
     return folder
 
 
@@ -44,7 +52,11 @@ def runs(folder: Path, how: str, names: Iterable[str] = RUNS, **fields) -> list[
         "dataset": str(folder / "data"),
         "logdir": str(folder / how),
     }
-    return [{**COMMON, **places, "run_name": name, **RUNS[name], **fields} for name in names]
+    loaded = {"lora": {"train.lora_path": str(folder / "lora")}}  # which is the reference then
+    return [
+        {**COMMON, **places, "run_name": name, **RUNS[name], **loaded.get(name, {}), **fields}
+        for name in names
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +69,7 @@ def alone(folder) -> Path:
 @pytest.fixture(scope="module")
 def fsdp2(folder) -> Path:
     """And one in half precision, in a folder of its own."""
-    half = runs(folder, "half", ["lora"], mixed_precision="bf16")
+    half = runs(folder, "half", ["lora"], mixed_precision="bf16", **{"train.lora_path": ""})
     again = runs(folder, "fsdp2", ["full"], exact=True, **RESUMED)
     answer_runs.run_by_two([*half, *runs(folder, "fsdp2", exact=True), *again], "fsdp2")
     return folder / "fsdp2"

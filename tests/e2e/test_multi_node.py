@@ -21,14 +21,14 @@ class Node:
     rank: int
     name: str  # of its network namespace
 
-    def start(self, train: Runner, **fields) -> subprocess.Popen:
+    def start(self, train: Runner, *, of: int = 2, **fields) -> subprocess.Popen:
         launcher = (
             *("ip", "netns", "exec", self.name),
             *("env", f"PYTHON={sys.executable}", f"GLOO_SOCKET_IFNAME={CABLE}"),
-            *("bash", "scripts/multi_node/main.sh", "--nodes=2", f"--node-rank={self.rank}"),
-            *(f"--master-addr={ADDRESSES[0]}", "--procs-per-node=1"),
+            *("bash", "scripts/multi_node/main.sh", f"--nodes={of}", f"--node-rank={self.rank}"),
+            *(f"--master-addr={ADDRESSES[0]}", "--procs-per-node=1", "--"),
         )
-        return train.start(launcher=launcher, script="--", device="cpu", **fields)
+        return train.start(launcher=launcher, device="cpu", **fields)
 
     def processes(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
@@ -98,6 +98,18 @@ def test_two_nodes_equal_one_process_of_the_double_batch(nodes, train):
                 assert a[name] == pytest.approx(b[name], abs=1e-4), name
             if name in ("train/loss", "train/kl", "train/grad_norm"):
                 assert a[name] == pytest.approx(b[name], rel=1e-2, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_models_that_answer_are_trained_by_the_script_that_is_named(nodes, tmp_path):
+    """On one node: that more of them find each other does not depend on the script."""
+    fields = {"num_epochs": 1, "eval_questions": 1, "sample.questions_per_epoch": 2}
+    answers = Runner(tmp_path / "logs", **fields, **{"train.updates_per_epoch": 1})
+    script = {"script": "scripts/train_vlm.py", "config": "config/vlm.py:tiny_vlm"}
+    process = nodes[0].start(answers, of=1, **script)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert [(line["epoch"], line["step"]) for line in answers.metrics()] == [(0, 0), (1, 1)]
 
 
 @pytest.mark.slow

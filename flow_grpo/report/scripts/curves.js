@@ -46,7 +46,8 @@ function tickText(value, step) {
 function metricRank(name) {
   const parts = name.split("/");
   if (parts[1] === "avg") return 0;
-  const minor = parts.length > 2 || ["failed", "samples", "lr", "noisy_from", "clip_range"].includes(parts[1]);
+  const settings = ["lr", "noisy_from", "clip_range", "max_grad_norm"];
+  const minor = parts.length > 2 || ["failed", "samples", ...settings].includes(parts[1]);
   return minor ? 2 : 1;
 }
 

@@ -43,9 +43,14 @@ def same(answer: str, truth: str) -> bool:
 
 def _spread(tree: tuple) -> tuple:
     """a \\pm b is both."""
-    if tree[0] != "\\pm":
-        return tree
-    return ("seq", BARE, ("+", *tree[1:]), ("-", *tree[1:]))
+    items = tree[2:] if tree[:2] == ("seq", BARE) else (tree,)
+    both = [each for item in items for each in dict.fromkeys(_signed(item, sign) for sign in "+-")]
+    return tree if len(both) == len(items) else ("seq", BARE, *both)
+
+
+def _signed(tree: tuple, sign: str) -> tuple:
+    parts = (_signed(part, sign) if isinstance(part, tuple) else part for part in tree)
+    return tuple(sign if part == "\\pm" else part for part in parts)
 
 
 def _same(left: tuple, right: tuple, loose: bool) -> bool:
@@ -81,7 +86,9 @@ def _equal(answer: sympy.Expr, truth: sympy.Expr, loose: bool) -> bool:
     difference = answer - truth
     if difference.free_symbols:
         return sympy.simplify(difference) == 0
-    far, size = (abs(value.evalf(DIGITS)) for value in (difference, truth))
+    # of x + 5, whose size depends on x, the 5
+    constant, _ = truth.as_independent(*truth.free_symbols, as_Add=True)
+    far, size = (abs(value.evalf(DIGITS)) for value in (difference, constant))
     if not (far.is_Float or far.is_Integer) or not far.is_finite:
         return False
     return bool(

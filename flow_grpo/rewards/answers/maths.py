@@ -71,6 +71,13 @@ def read(text: str) -> tuple:
     return tree
 
 
+def computes_with_lists(tree: tuple) -> bool:
+    """As in f(1,2) or (1,2)+t(3,4): it is read, and nothing here can compare it."""
+    inner = [part for part in tree if isinstance(part, tuple)]
+    operand = tree[0] != "seq" and any(part[0] == "seq" for part in inner)
+    return operand or any(map(computes_with_lists, inner))
+
+
 def exact(tree: tuple) -> Fraction | None:
     """Its value, where that is a fraction of numbers that are not too long."""
     kind, *parts = tree

@@ -5,7 +5,14 @@ import time
 from importlib.util import find_spec
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.answers.maths import LOOSE, Unreadable, exact, plain, read
+from flow_grpo.rewards.answers.maths import (
+    LOOSE,
+    Unreadable,
+    computes_with_lists,
+    exact,
+    plain,
+    read,
+)
 from flow_grpo.rewards.answers.texts import (
     MAX_FINAL,
     MAX_TEXT,
@@ -111,7 +118,11 @@ def quick_check(answer: str, truth: str) -> float | tuple[str, str]:
     except Unreadable as error:
         # of words, which are all there is to compare
         return Failed(f"its truth {truth[:60]!r}: {error}") if "\\" in truth else 0.0
+    if computes_with_lists(wanted):
+        return Failed(f"its truth {truth[:60]!r}: it computes with lists")
     given = read(answer)
+    if computes_with_lists(given):
+        raise Unreadable("it computes with lists")
     if ("%" in answer) != ("%" in truth):  # 50 and 0.5 both count as 50%
         bare = [read(text.replace("%", "")) for text in (answer, truth)]
         if exact(bare[0]) is not None and exact(bare[0]) == exact(bare[1]):
