@@ -1,9 +1,11 @@
-"""Files that run code when they are unpickled, as an attacker would leave them."""
+"""Files as an attacker would leave them."""
 
 import hashlib
 import json
 import os
 import pickle
+import struct
+import zlib
 from pathlib import Path
 
 import torch
@@ -35,3 +37,10 @@ def renew_manifest(checkpoint: Path) -> None:
         for content in [(checkpoint / name).read_bytes()]
     }
     path.write_text(json.dumps(manifest))
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that says it is large, and has no pixels to show."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk
+    return start + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT\0\0\0\0"

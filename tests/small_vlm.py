@@ -1,5 +1,6 @@
 """Random vision-language models of all families, small enough for any test."""
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -196,6 +197,12 @@ def encoder(model: nn.Module, **settings) -> PromptEncoder:
 def picture(seed: int, height: int = 32, width: int = 48) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype="u1")
     return Image.fromarray(pixels)
+
+
+def saved(picture: Image.Image, kind: str = "PNG", **settings: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **settings)
+    return file.getvalue()
 
 
 def questions(folder: Path) -> list[Question]:

@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pictures").mkdir()
     for name in ("a", "b"):
         (tmp_path / "pictures" / f"{name}.png").write_bytes(png())
-    (tmp_path / "pictures" / "broken.png").write_bytes(png()[:-20])
+    (tmp_path / "pictures" / "broken.png").write_bytes(png()[:50])
     (tmp_path / "pictures" / "text.png").write_text("no picture")
     return tmp_path
 
@@ -113,8 +113,8 @@ BAD = {
     '{"question": "x"}': 'needs a text or a number in "answer", got None',
     '{"question": " ", "answer": "1"}': 'needs a text in "question"',
     '{"question": "x", "images": ["pictures/c.png"], "answer": "1"}': "there is no picture",
-    '{"question": "x", "images": ["pictures/text.png"], "answer": "1"}': "cannot read picture",
-    '{"question": "x", "images": ["pictures/broken.png"], "answer": "1"}': "cannot read picture",
+    '{"question": "x", "images": ["pictures/text.png"], "answer": "1"}': "cannot be decoded",
+    '{"question": "x", "images": ["pictures/broken.png"], "answer": "1"}': "cannot be decoded",
     '{"question": "x", "images": [{"path": null}], "answer": "1"}': "must have bytes or a path",
     '{"question": "x", "images": [3], "answer": "1"}': '"images" must be a list of paths',
     '{"question": "x", "images": ["http://x/y.png"], "answer": "1"}': "is not fetched",

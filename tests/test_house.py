@@ -73,3 +73,16 @@ def test_models_are_named_in_their_folder_alone():
         if pattern.search(ast.unparse(node))
     }
     assert not named
+
+
+def test_picture_files_are_opened_in_one_place():
+    """Which knows the formats that are safe, and how many pixels are too many."""
+    openers = ("Image.open", "imread", "load_image")
+    opened = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("flow_grpo", "reward_server", "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(openers)
+    }
+    assert opened == {"flow_grpo/pictures.py"}

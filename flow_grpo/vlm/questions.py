@@ -7,7 +7,6 @@ Three layouts are read as they are, row by row: ours (`question`, `images`, `ans
 import base64
 import binascii
 import hashlib
-import io
 import json
 import logging
 import re
@@ -17,9 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from PIL import Image
-
 from flow_grpo.errors import UserError, first_line, with_nearest
+from flow_grpo.pictures import Picture, read_picture
 from flow_grpo.run.hub import download_data
 from flow_grpo.sampling.mixing import hold_out
 from flow_grpo.sampling.rows import read_text
@@ -36,7 +34,6 @@ PICTURES = ("images", "image")
 SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "val")}
 PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 FETCHED = [f"*{ending}" for ending in (*ENDINGS, *PICTURE_FILES)]
-Picture = Path | bytes  # a file, or what is in it
 
 
 @dataclass(frozen=True)
@@ -233,12 +230,7 @@ def _picture(source: Any, folder: Path, where: str) -> Picture:
         raise UserError(f"{where}: a picture must have bytes or a path, got {source!r:.80}")
     if isinstance(source, Path) and not source.is_file():
         raise UserError(f"{where}: there is no picture {source}; paths start at {folder}")
-    try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            image.verify()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        shown = f"{len(source)} bytes" if isinstance(source, bytes) else source
-        raise UserError(f"{where}: cannot read picture {shown} ({first_line(error)})") from error
+    read_picture(source, where)
     return source
 
 

@@ -19,9 +19,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.pictures import read_picture
 from flow_grpo.speed.lora import narrowed
 from flow_grpo.training.shards import gathered, whole
-from flow_grpo.vlm.prompts import Prompt, PromptEncoder, read_picture
+from flow_grpo.vlm.prompts import Prompt, PromptEncoder
 from flow_grpo.vlm.questions import Question
 from flow_grpo.vlm.rollout import Answerer, Sample
 
