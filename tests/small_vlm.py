@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,11 @@ def saved(picture: Image.Image, kind: str = "PNG", **settings: Any) -> bytes:
     file = io.BytesIO()
     picture.save(file, kind, **settings)
     return file.getvalue()
+
+
+def process(index: int = 0, count: int = 1) -> SimpleNamespace:
+    """One of several, as an accelerator tells it."""
+    return SimpleNamespace(process_index=index, num_processes=count, is_main_process=index == 0)
 
 
 def questions(folder: Path) -> list[Question]:

@@ -8,12 +8,12 @@ import pytest
 from PIL import EpsImagePlugin, Image
 from planted import png_header
 from report_runs import make_run
-from small_vlm import picture, saved
+from small_vlm import picture, process, saved
 
 from flow_grpo.errors import UserError
 from flow_grpo.pictures import FORMATS, BadPicture, TooManyPixels, open_picture, read_picture
 from flow_grpo.report.pictures import fit
-from flow_grpo.vlm.questions import read_questions
+from flow_grpo.vlm.questions import check_pictures, read_questions
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def ask(path: Path) -> None:
     rows = path.with_name("rows.jsonl")
     rows.write_text(f'{{"question": "?", "images": ["{path.name}"], "answer": "1"}}\n')
     with pytest.raises(UserError, match=rf"rows.jsonl:1: .*{path.name} .* no whole PNG, JPEG"):
-        read_questions(rows)
+        check_pictures(read_questions(rows), process())
 
 
 def report(path: Path) -> None:
