@@ -170,7 +170,9 @@ def load_model(
     source: str, device: torch.device, dtype: torch.dtype, revision: str = "main"
 ) -> nn.Module:
     with explained("pretrained.model", source, "a vision-language model"):
-        model = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, revision=revision)
+        model = AutoModelForImageTextToText.from_pretrained(
+            source, dtype=dtype, revision=revision, trust_remote_code=False
+        )
     if not hasattr(getattr(model, "model", None), TOWER):
         raise UserError(
             f"pretrained.model={source!r} is a {type(model).__name__}, and must be a Qwen2-VL, a "

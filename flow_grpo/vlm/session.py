@@ -107,14 +107,14 @@ def _build_session(
         accelerator, lambda: _build_rewards(config, accelerator, questions, test_questions)
     )
 
-    with advice_when_short(lighter_settings(config)):
-        model = load(config, accelerator)
     tokenizer, images = load_processors(
         config.pretrained.model,
         config.pretrained.revision,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
     )
+    with advice_when_short(lighter_settings(config)):
+        model = load(config, accelerator)
     encoder = PromptEncoder(
         tokenizer,
         images,

@@ -228,6 +228,7 @@ def build_answerer(
     with engine_files(source, revision, ours) as folder, _explained(memory):
         engine = LLM(
             folder,
+            trust_remote_code=False,
             dtype=dtype,
             seed=seed,
             max_model_len=longest_prompt + ours.max_new_tokens,
