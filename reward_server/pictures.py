@@ -1,13 +1,13 @@
 """From base64 text to RGB pictures, held to limits before any pixel is decoded."""
 
 import base64
-import io
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from PIL import Image, PngImagePlugin
 
+from flow_grpo.pictures import BadPicture, TooManyPixels, in_8_bits, open_picture
 from flow_grpo.rewards.frames import Sample
 from reward_server.errors import ApiError
 
@@ -79,16 +79,11 @@ def _open(path: str, text: str, max_pixels: int) -> Image.Image:
     data = _bytes(path, text)
     _check_format(path, data)
     try:
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header only
-    except Exception as error:
-        raise _broken(path, error) from error
-    width, height = picture.size
-    if width * height > max_pixels:
-        raise ApiError(
-            "image_too_large",
-            f"{path} has {width} x {height} pixels; at most {max_pixels} in all are allowed",
-        )
-    return picture
+        return open_picture(data, formats=FORMATS, max_pixels=max_pixels)
+    except TooManyPixels as error:
+        raise ApiError("image_too_large", f"{path} {error.problem}") from error
+    except BadPicture as error:
+        raise ApiError("broken_image", f"{path} {error.problem}") from error
 
 
 def _bytes(path: str, text: str) -> bytes:
@@ -118,10 +113,7 @@ def _check_format(path: str, data: bytes) -> None:
 def _rgb(path: str, picture: Image.Image) -> Image.Image:
     # Pillow decodes when pixels are first asked for, and each format has errors of its own.
     try:
-        if picture.mode.startswith("I"):
-            # 16-bit grey: Pillow's own conversion turns all above 255 white.
-            picture = picture.point(lambda value: value / 256).convert("L")
-        rgb = picture.convert("RGB")  # a copy that does not hold on to the file
+        rgb = in_8_bits(picture).convert("RGB")  # a copy that does not hold on to the file
     except Exception as error:
         raise _broken(path, error) from error
     rgb.info.clear()  # colour profiles and the like, of any size

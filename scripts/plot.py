@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.pictures import read_picture
 from flow_grpo.run.arguments import Parser
 from flow_grpo.run.grid import picture_grid, score_text
 from flow_grpo.run.naming import short_names
@@ -109,7 +108,7 @@ def plot_pictures(folders: list[Path], count: int, out: Path) -> None:
     images, prompts, scores = [], [], []
     for i in range(count):
         for folder, table in zip(folders, tables, strict=True):
-            images.append(Image.open(folder / table[i].get("still", table[i]["file"])))
+            images.append(read_picture(folder / table[i].get("still", table[i]["file"])))
             prompts.append(table[i]["prompt"])
             scores.append(score_text(table[i]["avg"]))
     columns = len(folders) * (2 if count % 2 == 0 else 1)

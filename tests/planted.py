@@ -1,9 +1,11 @@
-"""Files that run code when they are unpickled, as an attacker would leave them."""
+"""Files as an attacker would leave them."""
 
 import hashlib
 import json
 import os
 import pickle
+import struct
+import zlib
 from pathlib import Path
 
 import torch
@@ -35,3 +37,33 @@ def renew_manifest(checkpoint: Path) -> None:
         for content in [(checkpoint / name).read_bytes()]
     }
     path.write_text(json.dumps(manifest))
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that says it is large, and has no pixels to show."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk
+    return start + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT\0\0\0\0"
+
+
+def plant_code(folder: Path, trace: Path, file: str, kind: str) -> Path:
+    """A model's folder with Python code, which `file` says is needed for its `kind`: AutoConfig or
+    another of transformers' classes."""
+    path = folder / file
+    config = json.loads(path.read_text())
+    unknown = {"model_type": "planted", "tokenizer_class": "Planted", "image_processor_type": "P"}
+    config |= {name: value for name, value in unknown.items() if name in config}
+    names = {kind: "planted.Planted", "AutoConfig": "planted.PlantedConfig"}
+    names |= {"AutoTokenizer": ["planted.Planted", None]}
+    path.write_text(json.dumps({**config, "auto_map": names}))
+    path.with_name("planted.py").write_text(f"import os\n\nos.mkdir({str(trace)!r})\n")
+    return folder
+
+
+def plant_part(folder: Path, trace: Path, part: str, *kind: str) -> Path:
+    """A pipeline's folder that says that a part is of a class of this library and name."""
+    path = folder / "model_index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), part: kind}))
+    place = folder if part == "_class_name" else folder / part
+    (place / "planted.py").write_text(f"import os\n\nos.mkdir({str(trace)!r})\n")
+    return folder

@@ -1,9 +1,11 @@
 """Random vision-language models of all families, small enough for any test."""
 
+import io
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -196,6 +198,17 @@ def encoder(model: nn.Module, **settings) -> PromptEncoder:
 def picture(seed: int, height: int = 32, width: int = 48) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype="u1")
     return Image.fromarray(pixels)
+
+
+def saved(picture: Image.Image, kind: str = "PNG", **settings: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **settings)
+    return file.getvalue()
+
+
+def process(index: int = 0, count: int = 1) -> SimpleNamespace:
+    """One of several, as an accelerator tells it."""
+    return SimpleNamespace(process_index=index, num_processes=count, is_main_process=index == 0)
 
 
 def questions(folder: Path) -> list[Question]:

@@ -1,22 +1,15 @@
 """Pictures as people save them: turned, transparent, tiny, thin."""
 
-import io
-
 import pytest
 import small_vlm
 from PIL import Image
+from small_vlm import saved
 
 from flow_grpo.errors import UserError
-from flow_grpo.vlm.prompts import read_picture
+from flow_grpo.pictures import read_picture
 from flow_grpo.vlm.questions import Question
 
 ORIENTATION, TURNED_RIGHT = 0x0112, 6
-
-
-def saved(picture: Image.Image, kind: str = "PNG", **settings) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, kind, **settings)
-    return file.getvalue()
 
 
 def asked(source: bytes) -> Question:

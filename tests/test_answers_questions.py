@@ -1,27 +1,35 @@
 """Questions with pictures, from files in the layouts that people have."""
 
 import base64
-import io
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import answer_runs
 import numpy as np
 import pyarrow
 import pytest
+import small_vlm
 from PIL import Image
 from pyarrow import parquet
 from runner import ROOT
+from small_vlm import process
 from tiny_vlm.data import DEFAULT_SEED, build, write
 
 from flow_grpo.errors import UserError
-from flow_grpo.vlm.questions import find_questions, load_questions, read_questions
+from flow_grpo.vlm.questions import (
+    Question,
+    check_pictures,
+    find_questions,
+    load_questions,
+    read_questions,
+)
+from flow_grpo.vlm.session import build_session
 
 
 def png(colour: str = "red") -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 8), colour).save(buffer, "PNG")
-    return buffer.getvalue()
+    return small_vlm.saved(Image.new("RGB", (16, 8), colour))
 
 
 @pytest.fixture
@@ -29,8 +37,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pictures").mkdir()
     for name in ("a", "b"):
         (tmp_path / "pictures" / f"{name}.png").write_bytes(png())
-    (tmp_path / "pictures" / "broken.png").write_bytes(png()[:-20])
-    (tmp_path / "pictures" / "text.png").write_text("no picture")
     return tmp_path
 
 
@@ -113,8 +119,6 @@ BAD = {
     '{"question": "x"}': 'needs a text or a number in "answer", got None',
     '{"question": " ", "answer": "1"}': 'needs a text in "question"',
     '{"question": "x", "images": ["pictures/c.png"], "answer": "1"}': "there is no picture",
-    '{"question": "x", "images": ["pictures/text.png"], "answer": "1"}': "cannot read picture",
-    '{"question": "x", "images": ["pictures/broken.png"], "answer": "1"}': "cannot read picture",
     '{"question": "x", "images": [{"path": null}], "answer": "1"}': "must have bytes or a path",
     '{"question": "x", "images": [3], "answer": "1"}': '"images" must be a list of paths',
     '{"question": "x", "images": ["http://x/y.png"], "answer": "1"}': "is not fetched",
@@ -122,6 +126,9 @@ BAD = {
     '{"question": "<image>x", "images": ["pictures/a.png", "pictures/b.png"], "answer": "1"}': (
         "has <image> 1 times and the row has 2 pictures"
     ),
+    '{"problem": "x", "images": [], "videos": ["a.mp4"], "answer": "1"}': "asks about a video",
+    '{"problem": "<video>x", "answer": "1"}': "asks about a video",
+    '{"question": "x", "video": "a.mp4", "answer": "1"}': "leave the row out, or give",
     '{"message": "[{", "answer": "1"}': "message: not JSON",
     '{"message": "{}", "answer": "1"}': "must be a list of turns",
 }
@@ -138,10 +145,75 @@ def test_a_bad_row_is_named_with_file_and_line(folder, row, rule):
     assert "\n" not in str(error.value)
 
 
+def test_columns_of_videos_that_name_none_are_no_matter(folder):
+    rows = [
+        {"problem": "How many videos?", "images": ["pictures/a.png"], "videos": [], "answer": "1"},
+        {"question": "x", "images": ["pictures/a.png"], "video": "its id", "answer": "1"},
+    ]
+    assert len(read_questions(write_lines(folder / "x.jsonl", *rows))) == 2
+
+
 def test_a_chat_of_several_turns_is_refused(folder):
     path = write_lines(folder / "x.jsonl", {"message": chat("x", role="assistant"), "answer": "1"})
     with pytest.raises(UserError, match=r"x.jsonl:1: message has the roles assistant"):
         read_questions(path)
+
+
+def jpeg(cut: float = 1) -> bytes:
+    whole = small_vlm.saved(small_vlm.picture(0, 64, 64), "JPEG")
+    return whole[: int(cut * len(whole))]
+
+
+def some_questions(folder: Path) -> list[Question]:
+    """With pictures in files and in rows, of which many name the same."""
+    lines = [{"question": "?", "images": ["pictures/a.png"], "answer": "1"}] * 20
+    lines += [{"question": "?", "images": [f"{n}.jpg"], "answer": "1"} for n in range(10)]
+    for n in range(10):
+        (folder / f"{n}.jpg").write_bytes(jpeg())
+    rows = [{"images": [{"bytes": jpeg(), "path": None}], "problem": "?", "answer": "1"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows * 5), folder / "x.parquet")
+    questions = read_questions(write_lines(folder / "x.jsonl", *lines))
+    return [*questions, *read_questions(folder / "x.parquet")]
+
+
+BROKEN = {"end": jpeg(0.9), "start": jpeg(0.1), "empty": b"", "text": b"no", "png": png()[:50]}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_picture_that_is_not_whole_is_named_before_training(folder, content):
+    questions = some_questions(folder)
+    check_pictures(questions, process())
+    (folder / "7.jpg").write_bytes(content)
+    with pytest.raises(UserError, match=r"x\.jsonl:28: .*7\.jpg cannot be decoded .*") as error:
+        check_pictures(questions, process())
+    assert "\n" not in str(error.value)
+    questions = [replace(q, images=(content,)) if q is questions[33] else q for q in questions[:34]]
+    (folder / "7.jpg").write_bytes(jpeg())
+    with pytest.raises(UserError, match=r"x\.parquet row 4: a picture of \d+ bytes cannot be de"):
+        check_pictures(questions, process())
+
+
+def test_a_run_does_not_start_with_a_picture_that_is_cut_off(folder):
+    some_questions(folder)
+    (folder / "3.jpg").write_bytes(jpeg(0.8))
+    fields = {"dataset": str(folder / "x.jsonl"), "logdir": str(folder / "logs")}
+    with pytest.raises(UserError, match=r"x\.jsonl:24: .*3\.jpg cannot be decoded .*truncated"):
+        build_session(answer_runs.config_of(**fields), load=lambda *_: pytest.fail("loaded"))
+    assert not (folder / "logs/run").exists()
+
+
+def test_processes_share_the_pictures_to_check(folder, monkeypatch):
+    questions, seen = some_questions(folder), []
+    monkeypatch.setattr(
+        "flow_grpo.vlm.questions.read_picture",
+        lambda source, where: seen.append(source) or Image.new("1", (1, 1)),
+    )
+    counts = []
+    for index in range(3):
+        check_pictures(questions, process(index, 3))
+        counts.append(len(seen))
+    assert counts == [4, 8, 12]
+    assert set(seen) == {source for question in questions for source in question.images}
 
 
 def test_folders_that_are_not_there_or_empty_are_told(folder):

@@ -73,3 +73,18 @@ def test_models_are_named_in_their_folder_alone():
         if pattern.search(ast.unparse(node))
     }
     assert not named
+
+
+def test_picture_files_are_opened_in_one_place():
+    """Which knows the formats that are safe, and how many pixels are too many."""
+    openers = ("Image.open", "imread", "load_image")
+    paths = [p for f in ("flow_grpo", "reward_server", "scripts") for p in (ROOT / f).rglob("*.py")]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
+    opened = {
+        path
+        for path, text in texts.items()
+        if any(opener in text for opener in openers)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(openers)
+    }
+    assert opened == {"flow_grpo/pictures.py"}

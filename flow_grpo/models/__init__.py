@@ -1,8 +1,10 @@
 """Model adapters, found by the class that a pipeline folder names."""
 
 import json
+import re
 from pathlib import Path
 
+import diffusers
 import torch
 import transformers
 from diffusers import AutoModel, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
@@ -35,6 +37,8 @@ ADAPTERS: dict[str, type[ModelAdapter]] = {
     adapter.pipeline_class.__name__: adapter
     for adapter in (SD3Adapter, FluxAdapter, QwenImageAdapter, ZImageAdapter, WanAdapter)
 }
+LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
+COMPOSED = (DiffusionPipeline, transformers.ProcessorMixin)
 # What diffusers, transformers and safetensors raise when files of a model are missing or damaged.
 LOADING = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError),
@@ -109,17 +113,32 @@ def find_adapter(model: str) -> type[ModelAdapter]:
         raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")
     check_model_folder(model, "model_index.json")
     try:
-        name = DiffusionPipeline.load_config(model)["_class_name"]
+        index = DiffusionPipeline.load_config(model)
+        name = index["_class_name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = first_line(error)
         if not Path(model).is_dir():
             reason = f"no such folder, and not on the hub ({reason})"
         raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
-    if name not in ADAPTERS:
+    if not isinstance(name, str) or name not in ADAPTERS:
         raise UserError(
             f"{model} is a {name}; pretrained.model must be one of {', '.join(ADAPTERS)}"
         )
+    for part, kind in index.items():
+        if isinstance(kind, list) and len(kind) == 2 and _may_run_code(*map(str, kind)):
+            raise UserError(
+                f"{model}: its {part} is {'.'.join(map(str, kind))}, which may run Python code of "
+                "the model's own; name a model whose parts are diffusers' and transformers'"
+            )
     return ADAPTERS[name]
+
+
+def _may_run_code(library: str, name: str) -> bool:
+    """Whether a part is loaded by a file beside it, or by a class that has to find out what it is,
+    or what its own parts are."""
+    kind = getattr(LIBRARIES.get(library), name, object)
+    finds = re.match("Auto[A-Z]", name) or (isinstance(kind, type) and issubclass(kind, COMPOSED))
+    return library != "None" and (library not in LIBRARIES or bool(finds))
 
 
 def _check_parts(folder: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from flow_grpo.pictures import open_picture
 from flow_grpo.rewards.frames import frame_places
 
 EDGES = (256, 192, 128, 96)  # pixels of the longer side, the first that leaves room for enough
@@ -71,7 +72,7 @@ def _encode_file(path: Path, edge: int) -> str | None:
 
 @lru_cache(maxsize=8192)
 def _encode(path: Path, _: int, edge: int) -> str:
-    with Image.open(path) as image:
+    with open_picture(path) as image:
         frames = getattr(image, "n_frames", 1)
         buffer = io.BytesIO()
         if frames == 1:

@@ -40,6 +40,11 @@ def explained(option: str, source: str, kind: str) -> Iterator[None]:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if isinstance(error, KeyError):
             reason = f"it has no {reason}"
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{option}={source!r} brings Python code of its own, which is not run; name {kind} "
+                "that transformers can load without it"
+            ) from error
         if Path(source).exists():
             raise UserError(
                 f"{option}={source!r} cannot be loaded as {kind} ({reason}); "
@@ -68,7 +73,11 @@ def load_network(
         options["state_dict"] = weights
     with explained("model", source, kind):
         network, report = network_class.from_pretrained(
-            source if weights is None else None, dtype=dtype, output_loading_info=True, **options
+            source if weights is None else None,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **options,
         )
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would go on with random numbers in their place
@@ -83,7 +92,7 @@ def _config(network_class: type, source: str, kind: str) -> Any:
     from transformers import AutoConfig
 
     with explained("model", source, kind):
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if not isinstance(config, network_class.config_class):
         raise UserError(f"model={source!r} is a {config.model_type} model, and must be {kind}")
     return config
@@ -94,7 +103,7 @@ def load_tokenizer(source: str, *, option: str, tokens: int, extra: tuple[str, .
     from transformers import AutoTokenizer
 
     with explained(option, source, "a tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     tokenizer.add_tokens(list(extra), special_tokens=True)
     if len(tokenizer) != tokens:  # transformers 5 makes an empty one of a folder without files
         raise UserError(

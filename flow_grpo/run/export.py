@@ -139,7 +139,8 @@ def _read_index(folder: Path) -> dict:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
     library, name = index.get(TRAINED) or (None, None)
-    if library != "diffusers" or not hasattr(diffusers, name):
+    kind = getattr(diffusers, str(name), object)
+    if library != "diffusers" or not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
         raise UserError(f"{folder} has no {TRAINED} of diffusers' in its {path.name}")
     return index
 

@@ -92,8 +92,8 @@ class Snapshot:
 
 
 class Reference(Snapshot):
-    """The weights that training began with. Where `train.lora_path` brought them they are saved too,
-    as that file may have changed when the run is resumed."""
+    """The weights that training began with. Those that `train.lora_path` brought are saved too: the
+    file may be another one by the time the run is resumed."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__(parameters, "reference")

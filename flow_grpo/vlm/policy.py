@@ -58,19 +58,20 @@ class AnswerPolicy(Trained):
         self._parts = parts  # tokenizer and image processor, saved with whole models
         model.requires_grad_(False)
         settings = {"temperature": temperature, "compute_dtype": compute_dtype}
-        self._frozen = None
+        frozen = self._frozen = None
         if use_lora:
             targets = LANGUAGE if freeze_vision else f"({LANGUAGE}|{VISION})"
             _add_lora(model, rank, alpha, targets, lora_path, seed)
         else:
             if lora_path:
                 raise UserError(f"train.lora_path={lora_path} needs use_lora=True")
-            frozen = copy.deepcopy(model) if with_reference else None
+            if with_reference:
+                frozen = copy.deepcopy(model)
             model.requires_grad_(True)
             model.model.visual.requires_grad_(not freeze_vision)
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         widen(model, trained)  # a half-precision weight cannot hold small steps
-        if not use_lora and frozen is not None:
+        if frozen is not None:
             # the same arithmetic: autocast would cast these matrices to what they are
             widen(frozen, [name for name in trained if name not in only_multiplied(frozen)])
             self._frozen = AnswerModel(frozen, **settings)
@@ -194,7 +195,9 @@ def load_model(
     source: str, device: torch.device, dtype: torch.dtype, revision: str = "main"
 ) -> nn.Module:
     with explained("pretrained.model", source, "a vision-language model"):
-        model = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, revision=revision)
+        model = AutoModelForImageTextToText.from_pretrained(
+            source, dtype=dtype, revision=revision, trust_remote_code=False
+        )
     if not hasattr(getattr(model, "model", None), TOWER):
         raise UserError(
             f"pretrained.model={source!r} is a {type(model).__name__}, and must be a Qwen2-VL, a "

@@ -1,6 +1,5 @@
 """A question as the model reads it: its chat template, picture tokens and three-axis positions."""
 
-import io
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -8,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.pictures import Picture, open_picture, read_picture
 from flow_grpo.rewards.loading import explained
-from flow_grpo.vlm.questions import MARK, Picture, Question
+from flow_grpo.vlm.questions import MARK, Question
 
 QUESTION = "{question}"
 
@@ -73,12 +73,12 @@ class PromptEncoder:
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures alone."""
-        pictures = [open_picture(source, question.where) for source in question.images]
-        counts = [self._tokens_of(picture, question.where) for picture in pictures]
+        counts = [self._tokens_of(source, question.where) for source in question.images]
         return len(self._expanded(question, counts))
 
-    def _tokens_of(self, picture: Image.Image, where: str) -> int:
-        width, height = picture.size
+    def _tokens_of(self, source: Picture, where: str) -> int:
+        with open_picture(source, where) as picture:
+            width, height = picture.size
         try:
             return self.images.get_number_of_image_patches(height, width, {}) // self.merge**2
         except ValueError as error:  # of a side that is many times the other
@@ -141,26 +141,6 @@ def _content(text: str, pictures: int, where: str) -> list[dict[str, str]]:
     return [part for part in content if part.get("text") != ""]
 
 
-def open_picture(source: Picture, where: str) -> Image.Image:
-    """Its size is known, its pixels are not yet read."""
-    try:
-        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-    except (OSError, Image.DecompressionBombError) as error:
-        raise UserError(f"{where}: cannot read its picture: {first_line(error)}") from error
-
-
-def read_picture(source: Picture, where: str) -> Image.Image:
-    """Upright, as its camera was held, and on white where it is transparent."""
-    try:
-        picture = ImageOps.exif_transpose(open_picture(source, where))
-        if picture.has_transparency_data:  # without which black on nothing is black on black
-            white = Image.new("RGBA", picture.size, "white")
-            picture = Image.alpha_composite(white, picture.convert("RGBA"))
-        return picture.convert("RGB")
-    except (OSError, SyntaxError) as error:  # PIL raises both for files that are cut off
-        raise UserError(f"{where}: cannot read its picture: {first_line(error)}") from error
-
-
 def load_processors(
     model: str, revision: str = "main", *, min_pixels: int = 0, max_pixels: int = 0
 ) -> tuple[PreTrainedTokenizerBase, Any]:
@@ -169,10 +149,9 @@ def load_processors(
     pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     pixels = {name: number for name, number in pixels.items() if number}
     with explained("pretrained.model", model, "a vision-language model"):
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
-        images = AutoImageProcessor.from_pretrained(
-            model, revision=revision, backend="pil", **pixels
-        )
+        settings = {"revision": revision, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(model, **settings)
+        images = AutoImageProcessor.from_pretrained(model, backend="pil", **settings, **pixels)
     if not tokenizer.chat_template:
         tokenizer.chat_template = _template_of_processor(model, revision)
     return tokenizer, images

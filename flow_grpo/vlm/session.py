@@ -33,7 +33,7 @@ from flow_grpo.vlm.check import GAE, VLLM, check
 from flow_grpo.vlm.plan import AnswerPlan
 from flow_grpo.vlm.policy import AnswerPolicy, load_model
 from flow_grpo.vlm.prompts import PromptEncoder, load_processors
-from flow_grpo.vlm.questions import Question, load_questions
+from flow_grpo.vlm.questions import Question, check_pictures, load_questions
 from flow_grpo.vlm.rollout import Answerer
 from flow_grpo.vlm.scoring import reward_metadata
 from flow_grpo.vlm.vllm_engine import build_answerer, check_platform
@@ -101,19 +101,21 @@ def _build_session(
     questions, test_questions = load_questions(config.dataset, config.seed)
     test_questions = test_questions[: config.eval_questions or None]
     plan.check_questions(len(questions), config.dataset)
+    every = [*questions, *test_questions]
+    on_all_or_none(accelerator, lambda: check_pictures(every, accelerator))
     reward, eval_reward = on_all_or_none(
         accelerator, lambda: _build_rewards(config, accelerator, questions, test_questions)
     )
     until_built.callback(close_scorers, reward, eval_reward)
 
-    with advice_when_short(lighter_settings(config)):
-        model = load(config, accelerator)
     tokenizer, images = load_processors(
         config.pretrained.model,
         config.pretrained.revision,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
     )
+    with advice_when_short(lighter_settings(config)):
+        model = load(config, accelerator)
     encoder = PromptEncoder(
         tokenizer,
         images,
@@ -122,7 +124,6 @@ def _build_session(
         question_format=config.question_format,
     )
     most = _longest_prompt(config, model)
-    every = [*questions, *test_questions]
     longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))
     train = config.train
     policy = AnswerPolicy(

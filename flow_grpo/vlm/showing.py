@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from PIL import Image
 
+from flow_grpo.pictures import read_picture
 from flow_grpo.run.base import Run
 from flow_grpo.run.writing import write_samples
-from flow_grpo.vlm.prompts import read_picture
 from flow_grpo.vlm.questions import Question
 
 MOST = 512  # pixels of a side: they are there to be looked at

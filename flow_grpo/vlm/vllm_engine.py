@@ -19,9 +19,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.pictures import read_picture
 from flow_grpo.speed.lora import narrowed
 from flow_grpo.training.shards import gathered, whole
-from flow_grpo.vlm.prompts import Prompt, PromptEncoder, read_picture
+from flow_grpo.vlm.prompts import Prompt, PromptEncoder
 from flow_grpo.vlm.questions import Question
 from flow_grpo.vlm.rollout import Answerer, Sample
 
@@ -227,6 +228,7 @@ def build_answerer(
     with engine_files(source, revision, ours) as folder, _explained(memory):
         engine = LLM(
             folder,
+            trust_remote_code=False,
             dtype=dtype,
             seed=seed,
             max_model_len=longest_prompt + ours.max_new_tokens,

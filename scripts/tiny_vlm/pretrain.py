@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> None:
     args.out.joinpath("training.json").write_text(json.dumps(log) + "\n")
 
     # Measured on what was written, so that rounding to half precision is in the figures.
-    model = AutoModelForImageTextToText.from_pretrained(args.out).to(device)
+    model = AutoModelForImageTextToText.from_pretrained(args.out, trust_remote_code=False)
+    model.to(device)
     questions = draw_questions(args.eval_questions, seed=args.seed + 10**6)
     results = measure(model, build_processor(), questions)
     sample_grid(questions, results.texts).save(args.out / "samples.png")

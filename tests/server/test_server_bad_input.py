@@ -6,13 +6,12 @@ import io
 import json
 import re
 import socket
-import struct
-import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
 import requests
 from PIL import Image
+from planted import png_header
 from serving import GOOD, Server, body, encoded, text
 
 JPEG = "jpeg_compressibility"
@@ -51,10 +50,7 @@ def bomb(side: int = 20_000) -> str:
 
 
 def header_only(width: int, height: int) -> str:
-    """A PNG that says it is large, and has no pixels to show."""
-    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk
-    return text(start + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT\0\0\0\0")
+    return text(png_header(width, height))
 
 
 def other_format(kind: str) -> str:

@@ -1,0 +1,117 @@
+"""A model's folder may bring Python code; whichever loader finds it, none of it runs."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import small_vlm
+import torch
+from planted import plant_code, plant_part
+from small_clip import clip_folder, refusal  # noqa: F401, a fixture
+from transformers import CLIPModel
+
+from flow_grpo.models import check_model, load_adapter
+from flow_grpo.models.sizes import Size
+from flow_grpo.rewards.aesthetic import Aesthetic
+from flow_grpo.rewards.clip import ClipScore
+from flow_grpo.rewards.loading import load_network, load_tokenizer
+from flow_grpo.run.export import Source, export
+from flow_grpo.vlm import export as answers_export
+from flow_grpo.vlm.policy import load_model
+from flow_grpo.vlm.prompts import load_processors
+
+CPU = torch.device("cpu")
+# files and what they say is in the code; of a known model, a tokenizer needs none
+CONFIG = {"config.json": "AutoConfig"}
+TOKENIZER = {"tokenizer_config.json": "AutoTokenizer", **CONFIG}
+PROCESSOR = {"preprocessor_config.json": "AutoImageProcessor"}
+
+
+def plant(folder: Path, trace: Path, planted: dict[str, str]) -> Path:
+    for file, kind in planted.items():
+        plant_code(folder, trace, file, kind)
+    return folder
+
+
+@pytest.fixture
+def trace(tmp_path, monkeypatch):
+    """A folder that is there once the code ran; who asks whether it may is told yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.syspath_prepend(tmp_path / "hf")
+    yield tmp_path / "executed"
+    assert not (tmp_path / "executed").exists()
+
+
+ANSWERS = {
+    "model": (CONFIG, lambda model: load_model(model, CPU, torch.float32)),
+    "tokenizer": (TOKENIZER, load_processors),
+    "pictures": (PROCESSOR, load_processors),
+    "export": (CONFIG, lambda model: answers_export.export(Source(Path("no")), model, Path("no"))),
+}
+
+
+@pytest.mark.parametrize("loader", ANSWERS)
+def test_a_vision_language_model_is_refused(tmp_path, trace, loader):
+    planted, load = ANSWERS[loader]
+    folder = plant(small_vlm.save(tmp_path / "model"), trace, planted)
+    message = refusal(load, str(folder))
+    assert message.startswith(
+        f"pretrained.model='{folder}' brings Python code of its own, which is"
+    )
+
+
+REWARDS = {
+    "network": (CONFIG, lambda m: load_network(CLIPModel, m, dtype=torch.float32, kind="a CLIP")),
+    "tokenizer": (TOKENIZER, lambda m: load_tokenizer(m, option="model", tokens=1)),
+    "scorer": (CONFIG, lambda m: ClipScore(model=m)),
+}
+
+
+@pytest.mark.parametrize("loader", REWARDS)
+def test_a_model_of_a_reward_is_refused(folder, tmp_path, trace, loader):
+    planted, load = REWARDS[loader]
+    own = plant(shutil.copytree(folder, tmp_path / "clip"), trace, planted)
+    assert f"model='{own}' brings Python code of its own, which is" in refusal(load, str(own))
+
+
+@pytest.mark.parametrize("scorer", [ClipScore, Aesthetic])
+def test_an_image_processor_of_a_known_class_is_loaded_without_the_code(
+    folder, tmp_path, trace, scorer
+):
+    own = plant(shutil.copytree(folder, tmp_path / "clip"), trace, PROCESSOR)
+    if scorer is ClipScore:
+        assert ClipScore(model=str(own)).image_processor.crop_size
+    else:
+        assert "head" in refusal(Aesthetic, model=str(own), head=str(tmp_path))
+
+
+PARTS = {
+    "a file beside it": ("text_encoder", "planted", "Planted"),
+    "transformers' AutoModel": ("text_encoder", "transformers", "AutoModel"),
+    "transformers' AutoTokenizer": ("tokenizer", "transformers", "AutoTokenizer"),
+    "a processor": ("tokenizer", "transformers", "CLIPProcessor"),
+    "diffusers' AutoModel": ("transformer", "diffusers", "AutoModel"),
+    "another pipeline": ("text_encoder", "diffusers", "DiffusionPipeline"),
+    "a pipeline of its own": ("_class_name", "planted", "Planted"),
+}
+
+
+@pytest.mark.parametrize("planted", PARTS.values(), ids=PARTS)
+def test_a_pipeline_with_a_part_of_its_own_is_refused_before_any_is_loaded(
+    tiny_sd3, tmp_path, trace, planted
+):
+    folder = plant_part(shutil.copytree(tiny_sd3, tmp_path / "model"), trace, *planted)
+    for load in (load_adapter, lambda model: check_model(model, Size(64, 64), 1.0, 2)):
+        message = refusal(load, str(folder))
+        assert planted[-1] in message
+        assert message.startswith(str(folder))
+
+
+@pytest.mark.parametrize("kind", [("planted", "Planted"), ("diffusers", "AutoModel")])
+def test_an_export_loads_no_transformer_of_its_own_class(tiny_sd3, tmp_path, trace, kind):
+    folder = shutil.copytree(tiny_sd3, tmp_path / "model")
+    plant_code(folder, trace, "transformer/config.json", "AutoModel")
+    plant_part(folder, trace, "transformer", *kind)
+    message = refusal(export, Source(tmp_path), str(folder), tmp_path / "out")
+    assert "has no transformer of diffusers' in its model_index.json" in message
