@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerB
 from transformers.utils import cached_file
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import read_json
 from flow_grpo.rewards.loading import explained
 from flow_grpo.vlm.questions import MARK, Picture, Question
 
@@ -209,8 +209,8 @@ def _template_of_processor(model: str, revision: str) -> str:
     """Of models that were published before tokenizers had one."""
     try:
         path = cached_file(model, "chat_template.json", revision=revision)
-        return json.loads(Path(path).read_text("utf-8"))["chat_template"]
-    except (OSError, ValueError, KeyError) as error:
+        return read_json(Path(path))["chat_template"]
+    except (UserError, OSError, KeyError, TypeError) as error:
         raise UserError(
             f"pretrained.model={model!r} has no chat template; name a model that was tuned to chat"
         ) from error
