@@ -12,8 +12,9 @@ run.metrics[-1]["eval/bright"], run.checkpoint
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +22,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import parse_json
 from flow_grpo.rewards.given import path_of
 from flow_grpo.run import cli, disk, presets
 from flow_grpo.run.evaluating import evaluate_all
 from flow_grpo.run.places import ROOT, find_files
+from flow_grpo.run.reading import read_metrics
 
 Reward = str | Callable
 Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
@@ -59,9 +62,8 @@ class Trainer:
         """What scripts/train.py does with this config."""
         cli.set_up_logging()
         session = _script("train").main(ConfigDict(self.config))
-        lines = (session.folder / "metrics.jsonl").read_text("utf-8").splitlines()
         checkpoint = (session.folder / "checkpoints/latest").resolve()
-        return Run(session.folder, checkpoint, [json.loads(line) for line in lines])
+        return Run(session.folder, checkpoint, read_metrics(session.folder))
 
 
 def evaluate(
@@ -78,7 +80,9 @@ def evaluate(
     draw; `out` is a new folder, for tables and pictures."""
     cli.set_up_logging()
     config = build_config(model, rewards, prompts, prompts, preset, fields)
-    scored = evaluate_all(config, [str(c) for c in checkpoints], Path(out))
+    one = isinstance(checkpoints, str | Path)
+    names = [str(c) for c in ([checkpoints] if one else checkpoints)]
+    scored = evaluate_all(config, names, Path(out))
     return {each.candidate.name: each.result.means() for each in scored}
 
 
@@ -112,9 +116,17 @@ def build_config(
 
 def _reward_fields(rewards: Rewards) -> tuple[ConfigDict, ConfigDict]:
     """Weights by name, and where the functions among them are found."""
+    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+        rewards = [rewards]
     pairs = rewards.items() if isinstance(rewards, Mapping) else map(_pair, rewards)
     weights, paths = {}, {}
     for reward, weight in pairs:
+        known = isinstance(reward, str) or callable(reward)
+        if not known or isinstance(weight, bool) or not isinstance(weight, Real):
+            raise UserError(
+                f"rewards has {reward!r:.80} with weight {weight!r:.80}; give names or functions, "
+                "alone or with a number: rewards={'ocr': 1.0}"
+            )
         name = reward if isinstance(reward, str) else getattr(reward, "__name__", None)
         name = name or type(reward).__name__
         if name in weights:
@@ -128,23 +140,39 @@ def _reward_fields(rewards: Rewards) -> tuple[ConfigDict, ConfigDict]:
 
 
 def _pair(reward: Reward | tuple[Reward, float]) -> tuple[Reward, float]:
-    return reward if isinstance(reward, tuple) else (reward, 1.0)
+    return reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
 
 
 def _write_prompts(logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> Path:
     """In a folder named by what is in it, so that a run that goes on finds the same."""
     files = {}
     for split, prompts in sets.items():
-        rows = [{"prompt": p} if isinstance(p, str) else dict(p) for p in prompts]
-        if not rows:
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+            raise UserError(f"{split} prompts must be a list, not {prompts!r:.80}")
+        lines = [_row(prompt, f"{split} prompt {n}") for n, prompt in enumerate(prompts, 1)]
+        if not lines:
             raise UserError(f"the {split} prompts are empty; give at least one")
-        files[f"{split}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows)
+        files[f"{split}.jsonl"] = "".join(lines)
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
     folder = logdir / f"prompts-{digest}"
-    disk.make_folders(folder)
-    for name, text in files.items():
-        disk.write_text(folder / name, text)  # whole, for the other processes of a run too
+    try:
+        disk.make_folders(folder)
+        for name, text in files.items():
+            disk.write_text(folder / name, text)  # whole, for the other processes of a run too
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write to logdir={str(logdir)[:80]!r}: {error}") from error
     return folder
+
+
+def _row(prompt: str | Mapping[str, Any], where: str) -> str:
+    if not isinstance(prompt, str | Mapping):
+        raise UserError(f"{where} must be a text or a dict with one, not {prompt!r:.80}")
+    try:
+        line = json.dumps({"prompt": prompt} if isinstance(prompt, str) else dict(prompt))
+    except (TypeError, ValueError, RecursionError) as error:  # an object, or a dict in itself
+        raise UserError(f"{where} cannot be saved as JSON: {first_line(error)}") from error
+    parse_json(line, where)
+    return f"{line}\n"
 
 
 def _script(name: str) -> ModuleType:

@@ -1,4 +1,5 @@
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def with_nearest(message: str, name: str, known: Iterable[str]) -> str:
 def check_model_folder(model: str, marker: str) -> None:
     """Refuse a path with nothing there: the hub would be asked for it, again and again. `marker` is
     a file that every model's folder has."""
-    if Path(model).parent.is_dir() and not Path(model).exists():
+    if os.path.isdir(Path(model).parent) and not os.path.exists(model):  # too long is not there
         message = (
             f"no model at pretrained.model={model!r}: there is no such folder; name one, or a hub "
             "id (owner/name)"

@@ -1,11 +1,11 @@
 """The command line of the server."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from flow_grpo.errors import UserError
+from flow_grpo.files import parse_json
 from reward_server.limits import Limits
 
 MB = 2**20
@@ -82,9 +82,9 @@ def _custom(text: str) -> tuple[str, str]:
 
 def _options(text: str) -> dict[str, dict[str, Any]]:
     try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
+        options = parse_json(text, f"{text!r:.80}")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     if not isinstance(options, dict) or not all(isinstance(o, dict) for o in options.values()):
         raise argparse.ArgumentTypeError(f'{text!r} must read {{"reward": {{"option": value}}}}')
     return options

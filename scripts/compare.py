@@ -23,6 +23,7 @@ from runs import OWN_FIELDS, SIGNS, TASKS, Run, resolve, train_all
 
 from flow_grpo.errors import Stopped, UserError
 from flow_grpo.run.arguments import Parser
+from flow_grpo.run.mistakes import told_plainly
 from flow_grpo.run.reading import read_metrics
 
 WORK = ("time/sample", "time/reward_wait", "time/train")
@@ -237,10 +238,7 @@ def make_folders(*folders: Path) -> None:
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        compare()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        told_plainly(compare, debug=False)
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         sys.exit(Stopped.exit_code)

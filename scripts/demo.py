@@ -23,6 +23,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.run import cli
 from flow_grpo.run.arguments import Parser
 from flow_grpo.run.saved import config_of_file, config_of_run
+from flow_grpo.show.hosts import is_local
 from flow_grpo.show.painter import Painter
 
 LOCAL = "127.0.0.1"
@@ -60,7 +61,7 @@ def show(args: Namespace, options: list[str]) -> None:
 
         page = build_page(painter, Path(folder))
         logger.info("open %s  (Ctrl-C ends it)", serve(page, args.host, port))
-        if args.host not in (LOCAL, "localhost", "::1"):
+        if not is_local(args.host):
             logger.warning("whoever reaches %s can draw: there is no password", args.host)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):

@@ -9,15 +9,15 @@ Afterwards `DiffusionPipeline.from_pretrained("exported")`, or for a model that 
 """
 
 import logging
-import sys
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 from diffusers.utils import logging as diffusers_logging
 
-from flow_grpo.errors import UserError
 from flow_grpo.run.arguments import Parser
 from flow_grpo.run.export import Source, export
+from flow_grpo.run.mistakes import told_plainly
 from flow_grpo.vlm import export as vlm
 
 
@@ -42,14 +42,14 @@ def main() -> None:
     )
     args = parser.parse_args()
     diffusers_logging.set_verbosity(logging.CRITICAL)  # what is wrong is told below, in one line
-    try:
-        source = Source.find(args.checkpoint, raw=args.raw)
-        model, revision = (args.model, "main") if args.model else source.trained_model()
-        write = vlm.export if vlm.answers(source, model) else export
-        write(source, model, args.out, getattr(torch, args.dtype), revision)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    told_plainly(lambda: merge(args), debug=False)
+
+
+def merge(args: Namespace) -> None:
+    source = Source.find(args.checkpoint, raw=args.raw)
+    model, revision = (args.model, "main") if args.model else source.trained_model()
+    write = vlm.export if vlm.answers(source, model) else export
+    write(source, model, args.out, getattr(torch, args.dtype), revision)
     print(f"wrote {args.out}: {model} with {source}")
 
 

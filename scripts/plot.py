@@ -6,18 +6,21 @@
 Without --out the picture goes into the first run's folder.
 """
 
-import json
 import re
-import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import parse_json, read_text
 from flow_grpo.pictures import read_picture
 from flow_grpo.run.arguments import Parser
 from flow_grpo.run.grid import picture_grid, score_text
+from flow_grpo.run.mistakes import told_plainly
 from flow_grpo.run.naming import short_names
 from flow_grpo.run.reading import read_metrics
 
@@ -108,9 +111,9 @@ def plot_pictures(folders: list[Path], count: int, out: Path) -> None:
     images, prompts, scores = [], [], []
     for i in range(count):
         for folder, table in zip(folders, tables, strict=True):
-            images.append(read_picture(folder / table[i].get("still", table[i]["file"])))
-            prompts.append(table[i]["prompt"])
-            scores.append(score_text(table[i]["avg"]))
+            images.append(_open(folder, table[i]))
+            prompts.append(str(table[i].get("prompt", "")))
+            scores.append(score_text(table[i].get("avg")))
     columns = len(folders) * (2 if count % 2 == 0 else 1)
     grid = picture_grid(images, prompts, scores, headings=headings(folders), columns=columns)
     with writing(out):
@@ -140,7 +143,15 @@ def _read_samples(folder: Path) -> list[dict]:
     path = folder / "samples.jsonl"
     if not path.is_file():
         raise UserError(f"no samples at {path}: name a folder under a run's samples/")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = read_text(path).split("\n")
+    return [parse_json(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def _open(folder: Path, row: dict[str, Any]) -> Image.Image:
+    name = row.get("still") or row.get("file")
+    if not isinstance(name, str):
+        raise UserError(f"{folder} has a sample without a picture")
+    return read_picture(folder / Path(name).name)  # which does not lead elsewhere
 
 
 def main() -> None:
@@ -155,16 +166,16 @@ def main() -> None:
     for command in (curve, pictures):
         command.add_argument("--out", type=Path, help="if not given, in the first run's folder")
     args = parser.parse_args()
-    try:
-        named = args.runs if args.command == "curve" else args.folders
-        out = args.out or default_out(args.command, named[0])
-        if args.command == "curve":
-            plot_curve(args.runs, args.metric, out)
-        else:
-            plot_pictures(args.folders, args.count, out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    told_plainly(lambda: draw(args), debug=False)
+
+
+def draw(args: Namespace) -> None:
+    named = args.runs if args.command == "curve" else args.folders
+    out = args.out or default_out(args.command, named[0])
+    if args.command == "curve":
+        plot_curve(args.runs, args.metric, out)
+    else:
+        plot_pictures(args.folders, args.count, out)
     print(f"wrote {out}")
 
 

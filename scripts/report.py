@@ -6,13 +6,14 @@
 Without --out it is report.html in the first run's folder.
 """
 
-import sys
+from argparse import Namespace
 from pathlib import Path
 
 from flow_grpo.errors import UserError
 from flow_grpo.report.page import FILE, write_page
 from flow_grpo.report.serving import build_server
 from flow_grpo.run.arguments import Parser
+from flow_grpo.run.mistakes import told_plainly
 
 
 def watch(folders: list[Path], host: str, port: int) -> None:
@@ -36,17 +37,17 @@ def main() -> None:
         "--host", default="127.0.0.1", help="of --watch; 0.0.0.0 lets everybody in your network in"
     )
     args = parser.parse_args()
-    try:
-        if args.watch and args.out:
-            raise UserError("--watch writes no file; leave out --out")
-        if args.watch:
-            watch(args.runs, args.host, args.port)
-            return
-        out = args.out or args.runs[0] / FILE
-        write_page(args.runs, out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    told_plainly(lambda: show(args), debug=False)
+
+
+def show(args: Namespace) -> None:
+    if args.watch and args.out:
+        raise UserError("--watch writes no file; leave out --out")
+    if args.watch:
+        watch(args.runs, args.host, args.port)
+        return
+    out = args.out or args.runs[0] / FILE
+    write_page(args.runs, out)
     print(f"wrote {out}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flow_grpo.errors import UserError
+from flow_grpo.files import read_json
 from flow_grpo.run.presets import get_config
 from flow_grpo.run.reading import read_metrics
 from flow_grpo.run.resume import PLACES
@@ -55,10 +56,10 @@ def resolve(run: Run, overrides: list[str]) -> dict[str, Any]:
 def is_done(folder: Path, now: dict[str, Any]) -> bool:
     """Whether it has all its epochs; a run of another config is refused, more epochs are none."""
     try:
-        before = dict(dotted(json.loads((folder / "config.json").read_text("utf-8"))))
+        before = dict(dotted(read_json(folder / "config.json")))
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, AttributeError) as error:
+    except (UserError, OSError, AttributeError) as error:
         raise UserError(f"cannot read {folder / 'config.json'}: {error}") from error
     for name in sorted({*before, *now} - {*PLACES}):
         was, wanted = before.get(name), now.get(name)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -324,3 +325,35 @@ def test_questions_that_do_not_fit_their_pictures_are_named(network, tmp_path):
     for reason, (text, images) in cases.items():
         with pytest.raises(UserError, match=f"data.jsonl line 3.*{reason}"):
             encoder.encode(Question(text, images, "", {}, "data.jsonl line 3"))
+
+
+TEMPLATES = {  # what goes wrong, and what is told of it
+    "{{ nope() }}": "UndefinedError: 'nope' is undefined",
+    "{{ raise_exception('one turn\nonly') }}": "TemplateError: one turn",
+    "{% if %}": "TemplateSyntaxError: Expected an expression",
+    "{{ 'a' + 1 }}": "TypeError: can only concatenate",
+    "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
+    "{{ messages.nope.nope }}": "UndefinedError: 'list object' has no attribute 'nope'",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: maximum recursion",
+    "{% include 'other' %}": "TypeError: no loader",
+    "{{ range(10 ** 9) }}": "OverflowError: Range too big",
+    "{{ 'a' * 10 ** 15 }}": "MemoryError",
+    "{{ '\\ud800' }}": "surrogates not allowed",
+    "{% for i in range(9 ** 5) %}{% for j in range(9 ** 5) %}{% endfor %}{% endfor %}": "no end",
+    "{% for i in range(9 ** 5) %}{{ range(9 ** 5) | map('int') | list | length }}{% endfor %}": (
+        "TimeoutError: no end after 2,000,000 steps"
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "told"), TEMPLATES.items(), ids=TEMPLATES.values())
+def test_a_chat_template_that_fails_or_never_ends_is_told_in_one_line(template, told):
+    encoder = small_vlm.encoder(small_vlm.build("qwen3_vl"))
+    encoder.tokenizer.chat_template = template
+    before = sys.gettrace()
+    with pytest.raises(UserError) as error:
+        encoder.check_lengths([Question("?", (), "", {}, "data.jsonl line 3")], most=99)
+    assert told in str(error.value)
+    assert "data.jsonl line 3" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert sys.gettrace() is before

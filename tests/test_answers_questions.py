@@ -114,6 +114,10 @@ def test_lmm_r1s_layout_loads_unchanged(folder):
 
 BAD = {
     '{"question": "x"': "not JSON",
+    "[" * 100_000: "not JSON (maximum recursion",
+    '{"question": "x", "answer": "\\ud800"}': "'\\ud800' is half a character",
+    '{"question": "x", "images": ["%s.png"], "answer": "1"}' % ("a" * 5000): "there is no picture",
+    '{"question": "x", "images": ["\\u0000.png"], "answer": "1"}': "there is no picture",
     '["x"]': "needs an object",
     '{"prompt": "x", "answer": "1"}': "has no question, problem or message, it has: prompt, answer",
     '{"question": "x"}': 'needs a text or a number in "answer", got None',

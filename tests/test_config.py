@@ -15,6 +15,7 @@ from flow_grpo.run.check import check, unusual
 from flow_grpo.run.cli import OPEN_FIELDS
 from flow_grpo.run.gpu import can_compile, can_replay, missing_tool
 from flow_grpo.run.session import build_session
+from flow_grpo.sampling.mixing import parse_sources
 from flow_grpo.sampling.seeding import Stream, torch_generator
 
 
@@ -241,3 +242,28 @@ def test_the_warning_is_given_once_before_anything_is_loaded(tmp_path, caplog):
     with caplog.at_level("WARNING"), pytest.raises(UserError, match="no dataset at"):
         build_session(config)
     assert [r.message for r in caplog.records if r.name == "flow_grpo"] == unusual(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("logdir", "logs\udcff", "'logdir': '\\udcff' is half a character; write it whole"),
+        ("run_name", "a\0b", "run_name='a\\x00b' has a zero byte in it"),
+        ("dataset", "x" * 5000, "dataset=xxx"),
+        ("custom_rewards", ConfigDict({"mine": "a:\ud800"}), "'custom_rewards.mine': '\\ud800' is"),
+    ],
+)
+def test_text_that_no_path_and_no_file_takes_is_told(name, value, told):
+    config = base.get_config()
+    config[name] = value
+    with pytest.raises(UserError) as error:
+        check(config)
+    assert str(error.value).startswith(told)
+    assert "\n" not in str(error.value)
+
+
+def test_many_prompt_sets_are_no_path_that_is_too_long():
+    config = base.get_config()
+    config.dataset = ",".join(f"set-{i:03d}.txt:1" for i in range(100))
+    check(config)
+    assert len(parse_sources(config.dataset)) == 100

@@ -13,6 +13,7 @@ ROWS = [
     {"caption": "zwei Hüte\nauf einem Stuhl", "seed": ""},
     {"caption": 'a sign, "OPEN"', "seed": "3"},  # the same prompt again
 ]
+DEEP = b'{"prompt": %s, "n": ' + b"[" * 150 + b"]" * 150 + b"}"
 PROMPTS = [Prompt(r["caption"], "", {**r, "prompt": r["caption"]}) for r in ROWS]
 
 
@@ -96,6 +97,11 @@ def test_the_prompt_is_under_its_name_even_where_another_column_has_that(tmp_pat
         ("a.csv", b"prompt,n\n\n,\n", " is empty; write one prompt per line"),
         ("a.csv", b"", " is empty; write one prompt per line"),
         ("a.jsonl", b'{"prompt": "a"}\n["b"]\n', ':2: needs an object with a "prompt" string, got'),
+        ("a.jsonl", b"[" * 100_000, ":1: not JSON (maximum recursion depth exceeded"),
+        ("a.jsonl", DEEP % b'"a"', ":1: more than 100 lists and objects in each other"),
+        ("a.jsonl", b'{"prompt": "a", "n": %s}' % (b"1" * 9999), ":1: not JSON (Exceeds the limit"),
+        ("a.jsonl", b'{"prompt": "a", "n": {"\\udc00": 1}}', ":1: '\\udc00' is half a character;"),
+        ("a.csv", b"prompt%s\na\n" % (b"t" * 200_000), ":1: not CSV (field larger than"),
         ("a.jsonl", b'"a"\n', ':1: needs an object with a "prompt" string, got "a"'),
         (
             "a.jsonl",
@@ -115,5 +121,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     assert told(tmp_path / "a.json", "train") == (
         f"cannot read prompts from {tmp_path}/a.json: it must be .txt, .jsonl, .csv or .parquet"
     )
+    with (tmp_path / "b.txt").open("wb") as file:
+        file.truncate(2**33)  # takes no room
+    assert told(tmp_path / "b.txt", "train").startswith(f"{tmp_path}/b.txt has 8,589,934,592 bytes")
+    assert "no dataset at" in told("x" * 5000, "train")
     missing = tmp_path / "b.csv"
     assert told(missing, "train") == f"no dataset at {missing}: there is no such file"

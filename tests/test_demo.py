@@ -5,7 +5,9 @@ import re
 import socket
 import sys
 from argparse import Namespace
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from flow_grpo.run.check import check
 from flow_grpo.run.evaluating import evaluate_all
 from flow_grpo.run.fields import get_config
 from flow_grpo.run.saved import config_of_file, config_of_run
+from flow_grpo.show.hosts import may_ask
 from flow_grpo.show.limits import MOST_GUIDANCE, MOST_STEPS, PROMPT_LENGTH, Limits, Wish
 from flow_grpo.show.painter import Painter
 from flow_grpo.show.weights import find_checkpoints, list_weights
@@ -225,3 +228,29 @@ def test_a_reward_that_cannot_be_built_has_a_way_out(run):
     config.reward_fn = ConfigDict({"mine": 1.0})
     with pytest.raises(UserError, match=r"; --no-rewards draws without$"):
         Painter(config, run)
+
+
+def test_the_page_answers_this_machine_alone(monkeypatch):
+    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
+    import gradio
+
+    from flow_grpo.show.page import serve
+
+    with gradio.Blocks(analytics_enabled=False) as page:
+        gradio.Markdown("here")
+    try:
+        url = urlsplit(serve(page, LOCAL, find_port(LOCAL, 0)))
+        for host, status in (("localhost", 200), ("evil.example", 403), ("", 403), ("[", 403)):
+            connection = HTTPConnection(LOCAL, url.port, timeout=30)
+            connection.request("GET", "/config", headers={"Host": host})
+            assert connection.getresponse().status == status, host
+    finally:
+        page.close()
+
+
+def test_a_server_for_other_machines_answers_any_name():
+    assert may_ask("0.0.0.0", "my-machine.example:7860")
+    assert may_ask("127.0.0.2", "127.0.0.1:7860")
+    assert may_ask("::1", "[::1]:7860")
+    assert not may_ask("::1", "evil.example")
+    assert not may_ask("localhost", "localhost.evil.example:7860")

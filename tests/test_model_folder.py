@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from flow_grpo.errors import UserError
 from flow_grpo.models import load_adapter
+from flow_grpo.run import export
 
 WEIGHTS = ["text_encoder/model.safetensors", "transformer/diffusion_pytorch_model.safetensors"]
 CONFIGS = ["transformer/config.json", "text_encoder_3/config.json", "model_index.json"]
@@ -85,3 +86,21 @@ def test_pickled_weights_are_not_loaded(folder, capsys, tmp_path):
         assert "safetensors" in refused(folder, capsys)
         weights.write_bytes(kept)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        ('{"_class_name": ["a", "b"]}', "is a ['a', 'b']; pretrained.model must be one of"),
+        ('{"_class_name": {}}', "is a {}; pretrained.model must be one of"),
+        ("[" * 100_000, "cannot load pretrained.model="),
+        ("[1]", "cannot load pretrained.model="),
+        ('{"_class_name": "StableDiffusion3Pipeline", "vae": ["transformers"]}', "cannot load"),
+    ],
+    ids=["list", "dict", "deep", "no object", "half a part"],
+)
+def test_an_odd_index_is_told(tmp_path, capsys, index, told):
+    (tmp_path / "model_index.json").write_text(index)
+    assert told in refused(tmp_path, capsys)
+    with pytest.raises(UserError):
+        export._read_index(tmp_path)

@@ -7,8 +7,10 @@ import io
 import json
 import logging
 import re
+import socket
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import numpy as np
@@ -18,7 +20,7 @@ from PIL import Image
 from report_runs import make_run, pictures
 
 from flow_grpo.errors import UserError
-from flow_grpo.report import page
+from flow_grpo.report import page, serving
 from flow_grpo.report.pictures import fit, thinned
 from flow_grpo.report.reading import read_shots
 from flow_grpo.report.serving import build_server
@@ -187,6 +189,27 @@ def test_a_file_that_leads_out_of_the_folder_is_not_shown(tmp_path):
     assert "picture" not in page.build([run])["runs"][0]["eval"]["samples"][1][0]
 
 
+def test_a_link_that_leads_out_of_the_run_is_not_read(tmp_path, caplog):
+    run = make_run(tmp_path / "run", epochs=3, prompts=1)
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    (tmp_path / "secret.json").write_text('{"token": "secret"}')
+    (run / "config.json").unlink()
+    (run / "config.json").symlink_to("../secret.json")
+    picture = "samples/eval-{:05d}/0000.png".format
+    for epoch, target in ((1, tmp_path / "secret.png"), (2, run / picture(0))):
+        (run / picture(epoch)).unlink()
+        (run / picture(epoch)).symlink_to(target)
+    (run / "samples/train-00003").rename(tmp_path / "elsewhere")
+    (run / "samples/train-00003").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(run)
+    with caplog.at_level(logging.WARNING):
+        data = page.build([tmp_path / "link"])["runs"][0]
+    assert ["picture" in own[0] for own in data["eval"]["samples"]] == [True, False, True, True]
+    assert data["train"]["epochs"] == [1, 2]
+    assert data["config"] == {}
+    assert "eval-00001/0000.png is not shown: it is a link that leads out" in caplog.text
+
+
 def test_the_health_of_a_run_is_told(tmp_path):
     run = make_run(tmp_path / "run", epochs=1, prompts=1)
     assert page.build([run])["runs"][0]["health"] == {"checks": len(CHECKS), "findings": []}
@@ -221,6 +244,12 @@ def test_a_report_goes_into_the_first_runs_folder_or_where_it_is_wanted(
         (["RUN", "--out", "RUN/metrics.jsonl/a.html"], "cannot write "),
         (["RUN", "--out", "."], "cannot write .: it is a folder"),
         (["ODD"], "line 1 of ODD/metrics.jsonl is no JSON with an epoch"),
+        (["DEEP"], "line 1 of DEEP/metrics.jsonl is no JSON with an epoch"),
+        (["TEXT"], "line 1 of TEXT/metrics.jsonl has eval/avg='high', which is no number"),
+        (["HUGE"], "line 1 of HUGE/metrics.jsonl has eval/avg=1000"),
+        (["x" * 5000], "is too long for a path"),
+        (["RUN", "--out", "RUN/" + "x" * 5000], "is too long for a path"),
+        (["RUN\udcff"], r"the command line: '\udcff' is half a character"),
         (["RUN", "--watch", "--out", "a.html"], "leave out --out"),
         (["RUN", "--watch", "--port", "99999"], "choose another --port"),
         (["RUN", "--watch", "--host", "192.0.2.1"], "cannot serve at 192.0.2.1:8700"),
@@ -228,8 +257,12 @@ def test_a_report_goes_into_the_first_runs_folder_or_where_it_is_wanted(
 )
 def test_a_mistake_is_told_in_one_line(tmp_path, monkeypatch, capsys, arguments, told):
     make_run(tmp_path / "RUN", epochs=1, prompts=1)
-    for name in ("EMPTY", "STARTED", "ODD"):
+    lines = {"DEEP": "[" * 100_000, "TEXT": '{"epoch": 1, "eval/avg": "high"}'}
+    lines |= {"HUGE": f'{{"epoch": 1, "eval/avg": 1{"0" * 400}}}'}
+    for name in ("EMPTY", "STARTED", "ODD", *lines):
         (tmp_path / name).mkdir()
+    for name, line in lines.items():
+        (tmp_path / name / "metrics.jsonl").write_text(f'{line}\n{{"epoch": 2}}\n')
     (tmp_path / "STARTED/metrics.jsonl").write_text("")
     (tmp_path / "ODD/metrics.jsonl").write_text('["eval/avg"]\n{"epoch": 1}\n')
     monkeypatch.chdir(tmp_path)
@@ -260,12 +293,20 @@ def test_a_run_ends_as_it_would_have_without_a_report(tmp_path, caplog):
 
 @pytest.fixture
 def served(tmp_path):
-    run = make_run(tmp_path / "run", epochs=1, prompts=1)
+    with serving_run(tmp_path) as found:
+        yield found
+
+
+@contextmanager
+def serving_run(folder):
+    run = make_run(folder / "run", epochs=1, prompts=1)
     server = build_server([run], "127.0.0.1", 0)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield run, server.server_port
-    server.shutdown()
-    server.server_close()
+    try:
+        yield run, server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def ask(port: int, path: str, host: str = "localhost", method: str = "GET") -> tuple[int, str]:
@@ -303,5 +344,28 @@ def test_it_serves_no_file_and_no_other_name(served):
         assert ask(port, "/data.json", host)[0] == 403
     for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"):
         assert ask(port, "/data.json", host)[0] == 200
-    assert ask(port, "/", "[")[0] == ask(port, "http://[")[0] == 400
+    assert ask(port, "/", "[")[0] == 403
+    assert ask(port, "http://[")[0] == 400
     assert ask(port, "/", method="POST")[0] == 501
+
+
+def test_a_client_that_says_nothing_is_let_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "STALLED", 0.05)
+    with serving_run(tmp_path) as (_, port), connected(port) as silent:
+        assert silent.recv(1) == b""  # after 30 seconds it would be an error
+
+
+def test_more_clients_than_there_is_room_for_are_turned_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "MOST_CLIENTS", 3)
+    with serving_run(tmp_path) as (_, port):
+        silent = [connected(port) for _ in range(3)]
+        with connected(port) as late:
+            assert late.recv(1) == b""
+        for each in silent:
+            each.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            with each, each.makefile("rb") as answer:
+                assert answer.read().startswith(b"HTTP/1.0 200")
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=30)

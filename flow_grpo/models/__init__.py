@@ -1,6 +1,6 @@
 """Model adapters, found by the class that a pipeline folder names."""
 
-import json
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from flow_grpo.errors import UserError, check_model_folder, first_line
+from flow_grpo.files import read_json
 from flow_grpo.models.base import ModelAdapter
 from flow_grpo.models.conditioning import Conditioning, Schedule
 from flow_grpo.models.embeddings import cache_folder
@@ -94,7 +95,7 @@ def check_model(model: str, size: Size, guidance_scale: float, fewest_steps: int
             parts[name] = AutoModel.load_config(model, subfolder=name)
         scheduler = FlowMatchEulerDiscreteScheduler.load_config(model, subfolder="scheduler")
         shape = adapter.grid(parts["transformer"], parts["vae"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except LOADING as error:
         reason = _damaged_file(Path(model)) or first_line(error)
         raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
     latent_shape(shape, size)
@@ -109,15 +110,15 @@ def check_model(model: str, size: Size, guidance_scale: float, fewest_steps: int
 
 def find_adapter(model: str) -> type[ModelAdapter]:
     """The one for the pipeline in this folder or of this hub id."""
-    if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
+    if os.path.isdir(model) and not (Path(model) / "model_index.json").is_file():
         raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")
     check_model_folder(model, "model_index.json")
     try:
         index = DiffusionPipeline.load_config(model)
         name = index["_class_name"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except LOADING as error:
         reason = first_line(error)
-        if not Path(model).is_dir():
+        if not os.path.isdir(model):
             reason = f"no such folder, and not on the hub ({reason})"
         raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
     if not isinstance(name, str) or name not in ADAPTERS:
@@ -146,9 +147,11 @@ def _check_parts(folder: Path) -> None:
     if not folder.is_dir():
         return
     for name, part in DiffusionPipeline.load_config(folder).items():
-        if not isinstance(part, list) or part[0] != "transformers":
+        if not isinstance(part, list) or len(part) != 2 or part[0] != "transformers":
             continue
-        kind, choices = getattr(transformers, str(part[1]), object), []
+        kind, choices = getattr(transformers, str(part[1]), None), []
+        if not isinstance(kind, type):
+            continue
         if issubclass(kind, transformers.PreTrainedModel):
             choices = [["config.json"]]
         elif issubclass(kind, transformers.PreTrainedTokenizerBase):
@@ -171,7 +174,7 @@ def _damaged_file(folder: Path) -> str:
                 with safe_open(path, "pt"):
                     pass
             elif path.suffix == ".json":
-                json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError, SafetensorError) as error:
+                read_json(path)
+        except (UserError, OSError, SafetensorError) as error:
             return f"{path} is damaged ({first_line(error)})"
     return ""

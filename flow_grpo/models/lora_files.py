@@ -3,7 +3,6 @@
 diffusers and PEFT only warn of tensors that fit no layer, and go on with the model as it was.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import parse_json, read_json
 from flow_grpo.speed.lora import lora_layers
 
 TRANSFORMER = "transformer"
@@ -84,11 +84,11 @@ def read_lora(path: str | Path) -> LoraFile:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             header = opened.metadata() or {}
         if file.name == SAFETENSORS_WEIGHTS_NAME:
-            settings = json.loads(file.with_name(CONFIG_NAME).read_text("utf-8"))
+            settings = read_json(file.with_name(CONFIG_NAME))
             _check_settings(file.with_name(CONFIG_NAME), settings)
             names = {k: f"{TRANSFORMER}.{k.removeprefix(OF_PEFT)}" for k in tensors}
             return LoraFile(file, {names[k]: v for k, v in tensors.items()}, settings)
-        metadata = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "null"))
+        metadata = parse_json(header.get(LORA_ADAPTER_METADATA_KEY, "null"), f"cannot read {file}")
         settings = {
             model: _with_prefix(metadata or {}, model) for model in (TRANSFORMER, *ENCODERS)
         }

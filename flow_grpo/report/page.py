@@ -5,7 +5,6 @@ import hashlib
 import html
 import json
 import logging
-import math
 import os
 import uuid
 from collections.abc import Callable
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import lies_in
 from flow_grpo.report.pictures import fit
 from flow_grpo.report.reading import Run, Shot, read_runs, read_shots
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run import health
+from flow_grpo.run.reading import LARGEST
 
 logger = logging.getLogger("flow_grpo")
 
@@ -89,7 +90,7 @@ def _samples(run: Run, kind: str, budget: float) -> dict[str, Any]:
     """Of some epochs; "of" says how many there are, `texts` has what is said of many samples."""
     shots = {epoch: read_shots(path, MOST_SAMPLES) for epoch, path in run.shots[kind].items()}
     shots = {epoch: shown for epoch, shown in shots.items() if shown}
-    paths = {epoch: [shot.picture for shot in shown] for epoch, shown in shots.items()}
+    paths = {epoch: [_own(shot, run.folder) for shot in shown] for epoch, shown in shots.items()}
     pictures = fit(paths, budget, EPOCHS[kind], _best(run, shots))
     texts: dict[str, int] = {}
     return {
@@ -101,6 +102,13 @@ def _samples(run: Run, kind: str, budget: float) -> dict[str, Any]:
         ],
         "texts": list(texts),
     }
+
+
+def _own(shot: Shot, run: Path) -> Path | None:
+    if shot.picture is None or lies_in(run, shot.picture):
+        return shot.picture
+    logger.warning("%s is not shown: it is a link that leads out of the run", shot.picture)
+    return None
 
 
 def _best(run: Run, among: dict[int, Any]) -> list[int]:
@@ -129,7 +137,7 @@ def shortened(text: str) -> str:
 
 def _rounded(value: float | None) -> float | None:
     """To what can be seen; JSON has no NaN."""
-    known = isinstance(value, int | float) and math.isfinite(value)
+    known = isinstance(value, int | float) and abs(value) < LARGEST
     return float(f"{value:.6g}") if known else None
 
 

@@ -1,6 +1,5 @@
 """What the page shows of a run folder, also of one that is being written."""
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.errors import UserError
+from flow_grpo.files import lies_in, parse_json, read_json
 from flow_grpo.run.console import Record
 from flow_grpo.run.naming import short_names
 from flow_grpo.run.reading import read_metrics
@@ -57,18 +57,20 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Empty where it was left out of a copy: the page can do without."""
+    """Empty where it was left out of a copy, or is a link to another file: the page can do
+    without."""
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"), parse_constant=str)
-    except (OSError, ValueError):
+        config = read_json(folder / "config.json", parse_constant=str)
+    except (UserError, OSError):
         return {}
-    return config if isinstance(config, dict) else {}
+    own = isinstance(config, dict) and lies_in(folder, folder / "config.json")
+    return config if own else {}
 
 
 def _find_shots(folder: Path) -> dict[str, dict[int, Path]]:
     found: dict[str, dict[int, Path]] = {"eval": {}, "train": {}}
     for path in sorted(folder.glob("samples/*/samples.jsonl")):
-        if match := SAMPLES.fullmatch(path.parent.name):
+        if (match := SAMPLES.fullmatch(path.parent.name)) and lies_in(folder, path):
             found[match[1]][int(match[2])] = path.parent
     return {kind: dict(sorted(folders.items())) for kind, folders in found.items()}
 
@@ -82,8 +84,8 @@ def read_shots(folder: Path, most: int) -> list[Shot]:
 def _parse(folder: Path, lines: list[str]) -> Iterator[Shot]:
     for line in lines:
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = parse_json(line, str(folder))
+        except UserError:
             continue
         if not isinstance(row, dict):
             continue
@@ -96,5 +98,5 @@ def _parse(folder: Path, lines: list[str]) -> Iterator[Shot]:
             None if truth is None else str(truth),
             {str(name): value for name, value in row.items() if name not in NOT_SCORES},
             row.get("advantage"),
-            row.get("group"),
+            row["group"] if isinstance(row.get("group"), int) else None,
         )

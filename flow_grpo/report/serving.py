@@ -6,14 +6,17 @@ import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from flow_grpo.errors import UserError
 from flow_grpo.report import page
+from flow_grpo.show.hosts import REFUSED, may_ask
 
 logger = logging.getLogger("flow_grpo")
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
+STALLED = 10.0  # seconds in which a client must go on with what it asks, or take what it gets
+MOST_CLIENTS = 64  # at a time; a browser has a few connections
 
 
 class Watcher:
@@ -52,20 +55,40 @@ class Watcher:
         return hashlib.sha256("\n".join(marks).encode()).hexdigest()[:16]
 
 
-def build_server(folders: list[Path], host: str, port: int) -> ThreadingHTTPServer:
+class Server(ThreadingHTTPServer):
+    """With a bound on its threads: those who come when all are taken are turned away."""
+
+    def __init__(self, *args: Any) -> None:
+        self._room = threading.BoundedSemaphore(MOST_CLIENTS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+
+def build_server(folders: list[Path], host: str, port: int) -> Server:
     """Serves the page and its data, and no file."""
     watcher = Watcher(folders)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = STALLED
+
         def do_GET(self) -> None:
             try:
                 asked = urlsplit(self.path)
-                name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
             except ValueError:  # brackets that do not close
                 return self._answer(400, "text/plain", "this is no address")
-            # else a page of somebody else's, under a name that leads here, could read the data
-            if host in LOCAL and name not in LOCAL:
-                return self._answer(403, "text/plain", f"this server answers {host} only")
+            if not may_ask(host, self.headers.get("Host", "")):
+                return self._answer(403, "text/plain", REFUSED)
             if asked.path not in ("/", "/data.json"):
                 return self._answer(404, "text/plain", "there is only one page here: /")
             version, data = watcher.newest()
@@ -84,7 +107,7 @@ def build_server(folders: list[Path], host: str, port: int) -> ThreadingHTTPServ
             self.send_header("X-Content-Type-Options", "nosniff")
             if status != 204:
                 self.send_header("Content-Length", str(len(content)))
-            with suppress(ConnectionError):  # whoever asked has left
+            with suppress(OSError):  # whoever asked has left, or takes no more
                 self.end_headers()
                 self.wfile.write(content)
 
@@ -92,7 +115,7 @@ def build_server(folders: list[Path], host: str, port: int) -> ThreadingHTTPServ
             """Every two seconds would be too much."""
 
     try:
-        return ThreadingHTTPServer((host, port), Handler)
+        return Server((host, port), Handler)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"cannot serve at {host}:{port}: {why}; choose another --port") from error

@@ -2,6 +2,7 @@
 anything is loaded."""
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -13,6 +14,7 @@ from ml_collections import ConfigDict
 from flow_grpo.advantages import ESTIMATORS
 from flow_grpo.algorithms import ALGORITHMS, check_settings
 from flow_grpo.errors import UserError, with_nearest
+from flow_grpo.files import refuse_halves
 from flow_grpo.models.base import GuidanceGradient
 from flow_grpo.run import fields, old_names, trackers
 from flow_grpo.run.cli import OPEN_FIELDS, suggestion
@@ -75,6 +77,8 @@ TYPES = {
     tuple: ((tuple, list), "a tuple"),
     ConfigDict: (ConfigDict, "a ConfigDict"),
 }
+PATHS = ("dataset", "logdir", "run_name", "resume", "pretrained.model", "train.lora_path")
+LONGEST = 255  # bytes of a file's name, in all file systems of Linux
 NAMED = 5  # of many wrong fields, as many are named
 # by a field that the configs of one script have
 SCRIPTS = {"algorithm": "scripts/train.py", "question_format": "scripts/train_vlm.py"}
@@ -173,6 +177,8 @@ def check_fields(config: ConfigDict, of: ModuleType = fields) -> None:
     if problems:
         way_out = f"start from {of.__name__}.get_config() and change what differs"
         raise UserError(f"the config does not fit: {'; '.join([*problems, way_out])}")
+    for name, value in dotted(config.to_dict()):
+        _check_text(name, value)
     for name, value in given.items():
         section, _, key = name.rpartition(".")
         kind = (default[section] if section else default).get_type(key)
@@ -244,6 +250,16 @@ def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
             raise UserError(f"{name}={value} must have {len(default)} values")
         for one, one_default in zip(value, default, strict=True):
             _check_value(name, one, one_default, type(one_default))
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Also of the fields whose names are the user's; what is not text is passed over."""
+    for text in (name, value) if isinstance(value, str) else (name,):
+        refuse_halves(text, ascii(name))
+        if "\0" in text:
+            raise UserError(f"{name}={value!r} has a zero byte in it; leave it out")
+    if name in PATHS and any(len(part.encode()) > LONGEST for part in re.split("[/,]", value)):
+        raise UserError(f"{name}={value[:60]}... is too long for a path; name a shorter")
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:

@@ -20,6 +20,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from flow_grpo.algorithms import ALGORITHMS
 from flow_grpo.errors import UserError, first_line, nearest
+from flow_grpo.files import refuse_halves
 from flow_grpo.run import fields, old_names
 from flow_grpo.run.fields import FLOW_GRPO_NAMES
 from flow_grpo.run.mistakes import is_first_process, told_plainly
@@ -110,6 +111,7 @@ def set_up_logging() -> None:
 
 
 def _parse(argv: list[str], of: ModuleType = fields) -> list[str]:
+    refuse_halves(" ".join(argv), "the command line")
     config = check_names(argv)
     if config is None and any(arg.startswith("--config.") for arg in argv):
         raise UserError(NO_CONFIG + of.EXAMPLE)
@@ -233,7 +235,7 @@ def check_name(name: str, config: ConfigDict, value: str | None = None) -> None:
 
 def _check_processes(preset: str) -> None:
     """One process would make up a small part of the epoch, without a word."""
-    number = re.search(r"_(\d+)gpu$", preset)
+    number = re.search(r"_(\d{1,6})gpu$", preset)
     if number and int(number[1]) > 1 and "WORLD_SIZE" not in os.environ:
         raise UserError(
             f"preset {preset!r} is for {number[1]} GPUs, and one process was started; start it "

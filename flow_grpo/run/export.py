@@ -1,6 +1,5 @@
 """A trained checkpoint put into its model: a pipeline folder that diffusers loads by itself."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 from safetensors import SafetensorError
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import read_json
 from flow_grpo.models.lora_files import Misfit, attach_lora, replace_weights
 from flow_grpo.run import disk
 from flow_grpo.run.checkpoint import PREFIX, damage_of_weights, weights_in
@@ -68,9 +68,9 @@ class Source:
         if self.run is None:
             raise UserError(f"name the model with --model: {self.weights} is not in a run")
         try:
-            config = json.loads((self.run / "config.json").read_text("utf-8"))["pretrained"]
-            return config["model"], config.get("revision", "main")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            config = read_json(self.run / "config.json")["pretrained"]
+            return str(config["model"]), str(config.get("revision", "main"))
+        except (UserError, OSError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"name the model with --model: {self.run / 'config.json'} does not tell it"
             ) from error
@@ -135,12 +135,14 @@ def _read_index(folder: Path) -> dict:
     if not path.is_file():
         raise UserError(f"{folder} is not a diffusers pipeline folder: it has no {path.name}")
     try:
-        index = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        index = read_json(path)
+        library, name = index[TRAINED]
+        known = library == "diffusers" and issubclass(getattr(diffusers, name), ModelMixin)
+    except OSError as error:
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
-    library, name = index.get(TRAINED) or (None, None)
-    kind = getattr(diffusers, str(name), object)
-    if library != "diffusers" or not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
+        known = False
+    if not known:
         raise UserError(f"{folder} has no {TRAINED} of diffusers' in its {path.name}")
     return index
 

@@ -2,6 +2,7 @@
 it."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -33,6 +34,10 @@ def told_plainly(call: Callable, *, debug: bool):
         if debug:
             raise
         _leave(Stopped("stopped before it was done; start it again with the same command"))
+    except OSError as error:
+        if debug or error.errno != errno.ENAMETOOLONG:
+            raise
+        _leave(UserError(f"{str(error.filename)[:60]}... is too long for a path; name a shorter"))
     except RuntimeError as error:
         if debug or not is_lost_peer(error):
             raise

@@ -3,6 +3,7 @@
 They are in the checkout, or, where the package was installed from a wheel, in its folder `share`.
 """
 
+import os
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -13,7 +14,7 @@ ROOT = _PACKAGE / "share" if (_PACKAGE / "share").is_dir() else _PACKAGE.parent
 
 def find(path: str) -> str:
     """A relative path as it is where there is such a file, or none of ours either; else ours."""
-    if path and not Path(path).exists() and (ROOT / path).exists():
+    if path and not os.path.exists(path) and os.path.exists(ROOT / path):  # one too long is not
         return str(ROOT / path)
     return path
 

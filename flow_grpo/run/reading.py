@@ -1,10 +1,12 @@
 """What a run has written."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from flow_grpo.errors import UserError
+from flow_grpo.files import parse_json
+
+LARGEST = 1e300  # what is larger, or infinite, no curve can show
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -15,11 +17,19 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     rows, lines = [], path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            rows.append(row | {"epoch": int(row["epoch"])})
-        except (ValueError, KeyError, TypeError) as error:
+            row = parse_json(line, str(path))
+            row |= {"epoch": int(row["epoch"])}
+        except (UserError, ValueError, KeyError, TypeError, OverflowError) as error:
             if number < len(lines):  # the last one is cut where a run was killed
                 raise UserError(
                     f"line {number} of {path} is no JSON with an epoch; mend or remove it"
                 ) from error
+            continue
+        for name, value in row.items():
+            if value is not None and not (isinstance(value, int | float) and abs(value) < LARGEST):
+                raise UserError(
+                    f"line {number} of {path} has {name}={value!r:.40}, which is no number; mend "
+                    "or remove it"
+                )
+        rows.append(row)
     return rows

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from flow_grpo.errors import UserError
+from flow_grpo.files import parse_json, read_json
 from flow_grpo.run import disk
 from flow_grpo.run.checkpoint import (
     PREFIX,
@@ -130,11 +131,11 @@ def compare_configs(checkpoint: Path, config: dict[str, Any]) -> None:
     """Tell what is not as it was in the run of the checkpoint; refuse what cannot be used."""
     path = checkpoint.parents[1] / "config.json"
     try:
-        before = dict(dotted(json.loads(path.read_text("utf-8"))))
+        before = dict(dotted(read_json(path)))
     except FileNotFoundError:
         log.warning("there is no %s, so what has changed since is not told", path)
         return
-    except (OSError, ValueError, AttributeError) as error:
+    except (UserError, OSError, AttributeError) as error:
         raise UserError(
             f"cannot read {path}: {error}; bring it back, or remove it and what has changed since "
             "is not told"
@@ -190,8 +191,8 @@ def _lines_until(path: Path, progress: Progress) -> tuple[list[str], str]:
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         try:
             text = line.decode("utf-8")
-            epoch = int(json.loads(text)["epoch"])
-        except (ValueError, KeyError, TypeError):
+            epoch = int(parse_json(text, str(path))["epoch"])
+        except (UserError, ValueError, KeyError, TypeError, OverflowError):
             was_cut = line.startswith(b"{") and not line.endswith(b"\n")  # the run was killed
             damaged += [] if was_cut else [number]
             continue

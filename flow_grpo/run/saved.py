@@ -1,6 +1,5 @@
 """The config of a run that was, or of a file; both with options of the command line."""
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from flow_grpo.errors import UserError, first_line, with_nearest
+from flow_grpo.files import read_json
 from flow_grpo.run import cli
 from flow_grpo.run.check import SCRIPTS
 from flow_grpo.run.fields import get_config
@@ -69,10 +69,10 @@ def _read(run: Path) -> dict[str, Any]:
         beside = (str(each.parent) for each in run.parent.glob("*/config.json"))
         raise UserError(with_nearest(message, str(run), beside))
     try:
-        saved = json.loads(path.read_text("utf-8"))
+        saved = read_json(path)
     except FileNotFoundError as error:
         raise UserError(f"{run} is not a run: it has no config.json") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
     if not isinstance(saved, dict):
         raise UserError(f"cannot read {path}: it must be an object of fields")

@@ -1,5 +1,6 @@
 """Prompt sets, and which prompt each sample of an epoch is drawn from."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ def load_prompts(
     if prompts is None:
         wanted = _either(f"{split}{ending}" for ending in ENDINGS[prompt_fn])
         message = f"no dataset at {source}: it must hold {wanted} (prompt_fn={prompt_fn!r})"
-        beside = [] if Path(source).exists() else map(str, Path(source).parent.glob("*"))
+        beside = [] if os.path.exists(source) else map(str, Path(source).parent.glob("*"))
         raise UserError(with_nearest(message, str(source), beside))
     return prompts
 
@@ -41,12 +42,12 @@ def find_prompts(
     if is_hub_name(str(source)):
         return read_hub(str(source), split, column)
     path = Path(source)
-    if path.is_file():
+    if os.path.isfile(path):  # which does not raise for a name that is too long
         return read_file(path, column) if split == "train" else None
-    if path.suffix in READERS and not path.exists():
+    if path.suffix in READERS and not os.path.exists(path):
         raise UserError(f"no dataset at {path}: there is no such file")
     files = (path / f"{split}{ending}" for ending in ENDINGS[prompt_fn])
-    file = next((each for each in files if each.is_file()), None)
+    file = next((each for each in files if os.path.isfile(each)), None)
     return None if file is None else read_file(file, column)
 
 

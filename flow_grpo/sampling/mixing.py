@@ -1,5 +1,6 @@
 """Several prompt sets in one run, and test prompts where a set has none of its own."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Source:
 
 def parse_sources(dataset: str) -> list[Source]:
     """ "path/a:0.7,path/b:0.3", or one path; without numbers all have equal shares."""
-    if not dataset.strip() or Path(dataset).exists():
+    if not dataset.strip() or os.path.exists(dataset):  # which many sets are too long for
         parts = [(dataset, "")]
     else:
         parts = [_split_share(part.strip()) for part in dataset.split(",")]
@@ -45,13 +46,13 @@ def parse_sources(dataset: str) -> list[Source]:
 
 def names_of(paths: Sequence[str]) -> list[str]:
     """Short ones, where they differ."""
-    short = [Path(path).stem if Path(path).is_file() else Path(path).name for path in paths]
+    short = [Path(path).stem if os.path.isfile(path) else Path(path).name for path in paths]
     return [s if short.count(s) == 1 else path for s, path in zip(short, paths, strict=True)]
 
 
 def _split_share(part: str) -> tuple[str, str]:
     path, colon, share = part.rpartition(":")
-    return (path, share) if colon and not Path(part).exists() else (part, "")
+    return (path, share) if colon and not os.path.exists(part) else (part, "")
 
 
 def _to_share(share: str, dataset: str) -> Fraction:

@@ -2,13 +2,14 @@
 
 import csv
 import io
-import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flow_grpo.errors import UserError
+from flow_grpo.files import parse_json, read_text
 
 DELIMITERS = ",;\t"  # spreadsheets write the second where the comma is a decimal point
 
@@ -40,13 +41,6 @@ def check_column(column: str, columns: Iterable[str], where: str) -> None:
         )
 
 
-def read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")  # newlines as they are, for CSV
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
-
-
 def read_lines(path: Path, column: str) -> list[Prompt]:
     """There is but one column."""
     return [Prompt(line.strip()) for line in read_text(path).split("\n") if line.strip()]
@@ -58,20 +52,12 @@ def read_jsonl(path: Path, column: str) -> list[Prompt]:
 
 
 def _read_json(line: str, column: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error}); each line is one JSON object") from error
+    row = parse_json(line, where)
     if not isinstance(row, dict) or not isinstance(row.get(column), str) or not row[column]:
         others = isinstance(row, dict) and column not in row and ", ".join(row)
         hint = f" (it has {others}; set --config.dataset_column)" if others else ""
         shown = line.strip()[:80]
         raise UserError(f'{where}: needs an object with a "{column}" string{hint}, got {shown}')
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # half of a pair, which no tokenizer or file takes
-        broken = ascii(error.object[error.start])
-        raise UserError(f"{where}: {broken} is half a character; write it whole") from error
     return to_prompt(row, column, where)
 
 
@@ -101,10 +87,11 @@ def read_csv(path: Path, column: str) -> list[Prompt]:
 def _delimiter(text: str, column: str) -> str:
     """The one that gives the first line the column."""
     first = next((line for line in text.splitlines() if line.strip()), "")
-    for delimiter in DELIMITERS:
-        names = next(csv.reader([first], delimiter=delimiter), [])
-        if column in [name.strip() for name in names]:
-            return delimiter
+    with suppress(csv.Error):  # told when the lines are read
+        for delimiter in DELIMITERS:
+            names = next(csv.reader([first], delimiter=delimiter), [])
+            if column in [name.strip() for name in names]:
+                return delimiter
     return DELIMITERS[0]
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -41,7 +42,7 @@ def is_hub_name(source: str) -> bool:
     path = Path(source)
     named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
     files = (".txt", ".jsonl", ".json", ".csv", ".parquet")
-    return named and path.suffix not in files and not path.exists() and not path.parent.exists()
+    return named and path.suffix not in files and not any(map(os.path.exists, (path, path.parent)))
 
 
 def read_hub(name: str, split: Split, column: str) -> list[Prompt] | None:

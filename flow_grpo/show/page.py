@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
 
 from flow_grpo.errors import UserError
 from flow_grpo.run.clips import save_sample
 from flow_grpo.run.session import eval_guidance
 from flow_grpo.show.gallery import SMALL
+from flow_grpo.show.hosts import OnlyOurs
 from flow_grpo.show.limits import MOST_SEED
 from flow_grpo.show.painter import Drawn, Painter
 
@@ -129,6 +131,7 @@ def serve(page: gr.Blocks, host: str, port: int) -> str:
             run_history=False,
             footer_links=[],
             max_file_size="1b",  # there is nothing to upload
+            app_kwargs={"middleware": [Middleware(OnlyOurs, served_at=host)]},
             theme=theme,
             css=CSS,
         )

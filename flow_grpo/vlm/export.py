@@ -1,6 +1,5 @@
 """A trained checkpoint put into its model: a folder that transformers load by themselves."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import nn
 from transformers.utils import cached_file
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import read_json
 from flow_grpo.rewards.loading import explained
 from flow_grpo.run import disk
 from flow_grpo.run.export import Source
@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 def answers(source: Source, model: str) -> bool:
     """Whether the weights are of a model that answers, and not of one that draws."""
     if source.run is not None:
-        config = json.loads((source.run / "config.json").read_text("utf-8"))
-        return "question_format" in config
+        config = read_json(source.run / "config.json")
+        return isinstance(config, dict) and "question_format" in config
     try:
         return bool(cached_file(model, "config.json"))  # a pipeline has model_index.json
     except OSError:

@@ -1,9 +1,11 @@
 """A question as the model reads it: its chat template, picture tokens and three-axis positions."""
 
-import json
-from collections.abc import Hashable, Sequence
+import itertools
+import sys
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,11 +15,13 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerB
 from transformers.utils import cached_file
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import read_json
 from flow_grpo.pictures import Picture, open_picture, read_picture
 from flow_grpo.rewards.loading import explained
 from flow_grpo.vlm.questions import MARK, Question
 
 QUESTION = "{question}"
+MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take some hundreds
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,7 @@ class PromptEncoder:
 
     def _expanded(self, question: Question, counts: Sequence[int]) -> list[int]:
         """The token ids, each picture's placeholder repeated as often as it has tokens."""
-        text = self._text(question, len(counts))
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self._ids(question, len(counts))
         if ids.count(self.image_token) != len(counts):
             raise UserError(
                 f"{question.where} has {len(counts)} pictures, and its prompt as the chat template "
@@ -117,14 +120,38 @@ class PromptEncoder:
         left = iter(counts)
         return [i for one in ids for i in [one] * (next(left) if one == self.image_token else 1)]
 
-    def _text(self, question: Question, pictures: int) -> str:
+    def _ids(self, question: Question, pictures: int) -> list[int]:
         system = question.system or self._system
         messages = [{"role": "system", "content": system}] if system else []
         content = _content(self._format.replace(QUESTION, question.text), pictures, question.where)
         messages.append({"role": "user", "content": content})
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = _write(self.tokenizer, messages)
+            text.encode()  # which tells of half a character better than the tokenizer does
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # a template is a program, and fails in as many ways
+            raise UserError(
+                f"the chat template of {self.tokenizer.name_or_path} fails for {question.where} "
+                f"({type(error).__name__}: {first_line(error)}); mend its chat_template, or name "
+                "another model"
+            ) from error
+
+
+def _write(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
+    """The chat as the template has it; one that never ends is stopped, after a number of steps and
+    not of seconds, which other work on the machine would use up."""
+    steps, before = itertools.count(), sys.gettrace()
+
+    def watch(frame: FrameType, event: str, _: Any) -> Callable | None:
+        if next(steps) > MOST_STEPS:
+            raise TimeoutError(f"no end after {MOST_STEPS:,} steps")
+        return watch if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(watch)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    finally:
+        sys.settrace(before)
 
 
 def _content(text: str, pictures: int, where: str) -> list[dict[str, str]]:
@@ -161,8 +188,8 @@ def _template_of_processor(model: str, revision: str) -> str:
     """Of models that were published before tokenizers had one."""
     try:
         path = cached_file(model, "chat_template.json", revision=revision)
-        return json.loads(Path(path).read_text("utf-8"))["chat_template"]
-    except (OSError, ValueError, KeyError) as error:
+        return read_json(Path(path))["chat_template"]
+    except (UserError, OSError, KeyError, TypeError) as error:
         raise UserError(
             f"pretrained.model={model!r} has no chat template; name a model that was tuned to chat"
         ) from error

@@ -7,7 +7,6 @@ Three layouts are read as they are, row by row: ours (`question`, `images`, `ans
 import base64
 import binascii
 import hashlib
-import json
 import logging
 import os
 import re
@@ -20,12 +19,12 @@ from urllib.parse import unquote
 
 from accelerate import Accelerator
 
-from flow_grpo.errors import UserError, first_line, with_nearest
+from flow_grpo.errors import UserError, with_nearest
+from flow_grpo.files import parse_json, read_json, read_text
 from flow_grpo.pictures import Picture, read_picture
 from flow_grpo.run.hub import download_data
 from flow_grpo.run.tracking import progress_bar
 from flow_grpo.sampling.mixing import hold_out
-from flow_grpo.sampling.rows import read_text
 from flow_grpo.sampling.seeding import Stream, numpy_rng
 from flow_grpo.sampling.tables import Split, as_json, is_hub_name, read_table
 
@@ -55,7 +54,7 @@ class Question:
 def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[Question]]:
     """(train, test) of a folder with files of each, or of one file, a tenth of which is held out by
     the seed; or of a Hugging Face name, whose files are fetched first."""
-    named = is_hub_name(str(source).partition("@")[0]) and not Path(source).exists()
+    named = is_hub_name(str(source).partition("@")[0]) and not os.path.exists(source)
     path = download_data(str(source), FETCHED) if named else Path(source)
     train = find_questions(path, "train")
     if train is None:
@@ -74,7 +73,7 @@ def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[
 
 def find_questions(path: Path, split: Split) -> list[Question] | None:
     """None where there is no such split: a single file is all for training."""
-    if path.is_file():
+    if os.path.isfile(path):
         return read_questions(path) if split == "train" else None
     files = _files_of(path, split)
     return [question for file in files for question in read_questions(file)] or None
@@ -86,7 +85,7 @@ def _files_of(path: Path, split: Split) -> list[Path]:
     for name in SPLITS[split]:
         for folder in (path, path / "data"):
             for ending in ENDINGS:
-                if (folder / f"{name}{ending}").is_file():
+                if os.path.isfile(folder / f"{name}{ending}"):
                     return [folder / f"{name}{ending}"]
                 if parts := sorted(folder.glob(f"{name}-*-of-*{ending}")):
                     return _whole(parts)
@@ -109,7 +108,7 @@ def _whole(parts: list[Path]) -> list[Path]:
 def _nothing_to_train(source: str | Path, path: Path) -> str:
     wanted = " or ".join(f"train{ending}" for ending in ENDINGS)
     message = f"no questions at {source}: it must be a folder with {wanted}, or such a file"
-    if not path.exists():
+    if not os.path.exists(path):
         return with_nearest(message, str(source), map(str, path.parent.glob("*")))
     there = sorted(file for ending in ENDINGS for file in path.rglob(f"*{ending}"))
     names = ", ".join(str(file.relative_to(path)) for file in there[:4])
@@ -185,7 +184,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".parquet":
         yield from ((f"{path} row {n}", row) for n, row in enumerate(read_table(path), 1))
     elif path.suffix == ".json":
-        rows = _json(read_text(path), str(path))
+        rows = read_json(path)
         if not isinstance(rows, list):
             raise UserError(f"{path}: must hold a list of rows, got {type(rows).__name__}")
         yield from ((f"{path} row {n}", row) for n, row in enumerate(rows, 1))
@@ -193,14 +192,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         lines = enumerate(read_text(path).split("\n"), 1)
         for number, line in lines:
             if line.strip():
-                yield f"{path}:{number}", _json(line, f"{path}:{number}")
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({first_line(error)})") from error
+                yield f"{path}:{number}", parse_json(line, f"{path}:{number}")
 
 
 def _listed(row: dict[str, Any], where: str) -> list[Any]:
@@ -215,7 +207,7 @@ def _listed(row: dict[str, Any], where: str) -> list[Any]:
 
 def _chat(message: Any, where: str) -> tuple[str, str, list[Any]]:
     """(system prompt, text with marks, pictures) of a chat that ends with the question."""
-    chat = _json(message, f"{where}: message") if isinstance(message, str) else message
+    chat = parse_json(message, f"{where}: message") if isinstance(message, str) else message
     if not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
         raise UserError(f"{where}: message must be a list of turns, as a JSON string")
     roles = [turn.get("role") for turn in chat]
@@ -254,7 +246,7 @@ def _picture(source: Any, folder: Path, where: str) -> Picture:
         source = _from_text(source, folder, where)
     if not isinstance(source, Path | bytes):
         raise UserError(f"{where}: a picture must have bytes or a path, got {source!r:.80}")
-    if isinstance(source, Path) and not source.is_file():
+    if isinstance(source, Path) and not os.path.isfile(source):
         raise UserError(f"{where}: there is no picture {source}; paths start at {folder}")
     return source
 

@@ -26,7 +26,7 @@ JPEG = "jpeg_compressibility"
         ("--rewards beauty", "unknown reward 'beauty'; known are .*jpeg.* --custom beauty="),
         ("--rewards a --custom a=nowhere.to:be", "'a': cannot import 'nowhere.to:be'"),
         ("--rewards a --custom nothing", "'nothing' must read name=package.module:attribute"),
-        (f"--rewards {JPEG} --options {{", "'{' is not JSON"),
+        (f"--rewards {JPEG} --options {{", "'{': not JSON"),
         (f"--rewards {JPEG} --options [1]", "'\\[1\\]' must read"),
         (f'--rewards {JPEG} --options {{"ocr":{{}}}}', "'ocr', which is not among --rewards"),
         (f'--rewards {JPEG} --options {{"{JPEG}":{{"a":1}}}}', "is a function"),

@@ -37,7 +37,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def get_config(name: str = "") -> ConfigDict:
-    preset, gpus = re.fullmatch(r"(.*?)(?:_([1-9]\d*)gpu)?", name).groups()
+    preset, gpus = re.fullmatch(r"(?s)(.*?)(?:_([1-9]\d{0,5})gpu)?", str(name)).groups()
     ending = f"_{gpus}gpu" if gpus else ""
     if preset in old_names.PRESETS:
         raise UserError(f"unknown preset {name!r}; it is {old_names.PRESETS[preset]}{ending} here")
