@@ -152,13 +152,20 @@ def open_picture(source: Picture, where: str) -> Image.Image:
 def read_picture(source: Picture, where: str) -> Image.Image:
     """Upright, as its camera was held, and on white where it is transparent."""
     try:
-        picture = ImageOps.exif_transpose(open_picture(source, where))
+        picture = in_8_bits(ImageOps.exif_transpose(open_picture(source, where)))
         if picture.has_transparency_data:  # without which black on nothing is black on black
             white = Image.new("RGBA", picture.size, "white")
             picture = Image.alpha_composite(white, picture.convert("RGBA"))
         return picture.convert("RGB")
     except (OSError, SyntaxError) as error:  # PIL raises both for files that are cut off
         raise UserError(f"{where}: cannot read its picture: {first_line(error)}") from error
+
+
+def in_8_bits(picture: Image.Image) -> Image.Image:
+    """Pillow's own conversion of 16-bit grey turns all above 255 white."""
+    if picture.mode.startswith("I"):
+        return picture.point(lambda value: value / 256).convert("L")
+    return picture
 
 
 def load_processors(
