@@ -39,6 +39,14 @@ def test_what_is_transparent_is_white_as_a_browser_shows_it(mode):
     assert [seen.getpixel((x, 5)) for x in (5, 25)] == [(0, 0, 0), (255, 255, 255)]
 
 
+def test_grey_of_16_bits_keeps_its_shades():
+    scan = Image.new("I;16", (256, 1))
+    for x in range(256):
+        scan.putpixel((x, 0), 257 * x)
+    seen = read_picture(saved(scan), "")
+    assert [seen.getpixel((x, 0)) for x in range(256)] == [(x, x, x) for x in range(256)]
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "I;16"])
 def test_every_kind_and_a_single_pixel_is_read(encoder, mode):
     kind = "JPEG" if mode == "CMYK" else "PNG"
