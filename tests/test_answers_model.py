@@ -92,6 +92,31 @@ def test_old_log_probs_that_are_recomputed_are_exactly_those_of_training(
     assert furthest([old[batch.mask]], [torch.cat(sampled.log_probs)]) < 2e-6
 
 
+@pytest.mark.parametrize("freeze_vision", [False, True])
+@pytest.mark.parametrize("use_lora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_is_exactly_the_policy_at_the_start(
+    network, prompts, sampled, dtype, use_lora, freeze_vision
+):
+    policy = AnswerPolicy(
+        copy.deepcopy(network.model).to(dtype),
+        parts=[],
+        use_lora=use_lora,
+        rank=4,
+        freeze_vision=freeze_vision,
+        with_reference=True,
+        compute_dtype=None if dtype == torch.float32 else dtype,
+    )
+    batch = packed(answers(prompts, sampled), small_vlm.PAD)
+    start = policy.reference(batch)
+    assert torch.equal(start, policy.scores(batch)["log_probs"])
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.01
+    assert torch.equal(policy.reference(batch), start)
+    assert not torch.allclose(policy.scores(batch)["log_probs"], start, atol=1e-3)
+
+
 def test_training_keeps_no_cache(network, prompts, sampled):
     """Keys and values of all layers, for nobody to read."""
     kept = []
