@@ -88,3 +88,14 @@ def test_picture_files_are_opened_in_one_place():
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(openers)
     }
     assert opened == {"flow_grpo/pictures.py"}
+
+
+def test_no_loader_leaves_it_to_a_question_whether_code_may_run():
+    """Of transformers' Auto classes, which look for it."""
+    for path in [p for f in ("flow_grpo", "scripts") for p in (ROOT / f).rglob("*.py")]:
+        text = path.read_text("utf-8")
+        for node in ast.walk(ast.parse(text)) if re.search(r"\bAuto\w+\.from_pre", text) else ():
+            if isinstance(node, ast.Call) and re.match(
+                r"Auto[A-Z]\w+\.from_pretrained\(", call := ast.unparse(node)
+            ):
+                assert "trust_remote_code=" in call, f"{path}: {call}"

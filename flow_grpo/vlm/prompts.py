@@ -176,9 +176,10 @@ def load_processors(
     pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     pixels = {name: number for name, number in pixels.items() if number}
     with explained("pretrained.model", model, "a vision-language model"):
-        settings = {"revision": revision, "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(model, **settings)
-        images = AutoImageProcessor.from_pretrained(model, backend="pil", **settings, **pixels)
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+        images = AutoImageProcessor.from_pretrained(
+            model, revision=revision, backend="pil", trust_remote_code=False, **pixels
+        )
     if not tokenizer.chat_template:
         tokenizer.chat_template = _template_of_processor(model, revision)
     return tokenizer, images
