@@ -208,6 +208,7 @@ def test_a_link_that_leads_out_of_the_run_is_not_read(tmp_path, caplog):
     assert data["train"]["epochs"] == [1, 2]
     assert data["config"] == {}
     assert "eval-00001/0000.png is not shown: it is a link that leads out" in caplog.text
+    assert "samples/train-00003 is not shown: a link leads out of the run" in caplog.text
 
 
 def test_the_health_of_a_run_is_told(tmp_path):

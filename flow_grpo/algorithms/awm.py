@@ -27,7 +27,7 @@ class AwmSettings(ForwardSettings):
         5.0, "Advantages beyond +-this are cut: one success in 1,152 samples has 32.", above=0
     )
     adv_scale: float = setting(5.0, "Advantages are divided by it.", above=0)
-    kl_beta: float = setting(0.001, "Weight of the KL to the model with LoRA off.", at_least=0)
+    kl_beta: float = setting(0.001, "Weight of the KL to the model as training began.", at_least=0)
     old_beta: float = setting(
         1.0,
         "Weight of the mean squared difference to the velocity of the old weights. Without it the "

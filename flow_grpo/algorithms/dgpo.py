@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DgpoSettings(ForwardSettings):
     kl_beta: float = setting(
-        0.02, "Weight of the KL to the model with LoRA off; this is for OCR.", at_least=0
+        0.02, "Weight of the KL to the model as training began; this is for OCR.", at_least=0
     )
     beta: float = setting(100.0, "How soon a group that is told apart counts less.", above=0)
     clip_range: float = setting(

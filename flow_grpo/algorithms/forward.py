@@ -40,7 +40,9 @@ class ForwardSettings:
         None, "Where set, that of the reference, in place of what is trained.", at_least=0
     )
     kl_beta: float = setting(
-        0.0, "Weight of the KL to the model with LoRA off. 0 saves its forward pass.", at_least=0
+        0.0,
+        "Weight of the KL to the model as training began. 0 saves its forward pass.",
+        at_least=0,
     )
     kl_type: KL = setting(
         "velocity",

@@ -23,7 +23,7 @@ class GuardSettings(GrpoSettings):
     )
     beta: float = setting(
         0.0,
-        "Weight of the KL to the model with LoRA off: 0, as the clip keeps the model near.",
+        "Weight of the KL to the model as training began: 0, as the clip keeps the model near.",
         at_least=0,
     )
     step_weight: StepWeight = setting(

@@ -27,7 +27,7 @@ class NftSettings(ForwardSettings):
         5.0, "Advantages become shares of good and bad within it.", above=0
     )
     kl_beta: float = setting(
-        1e-4, "Weight of the KL to the model with LoRA off: a weak leash.", at_least=0
+        1e-4, "Weight of the KL to the model as training began: a weak leash.", at_least=0
     )
     old_rate: float = setting(
         0.001,

@@ -25,8 +25,8 @@ TEMPFLOW = 2.25  # TempFlow-GRPO's constant for SD3
 class TrajectorySettings:
     beta: float = setting(
         0.04,
-        "Weight of the KL to the model with LoRA off. 0 saves its forward pass; rewards that can "
-        "be hacked need some.",
+        "Weight of the KL to the model as training began. 0 saves its forward pass; rewards that "
+        "can be hacked need some.",
         at_least=0,
     )
     kl_type: KL = setting(

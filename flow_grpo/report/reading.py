@@ -1,5 +1,6 @@
 """What the page shows of a run folder, also of one that is being written."""
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from flow_grpo.run.console import Record
 from flow_grpo.run.naming import short_names
 from flow_grpo.run.reading import read_metrics
 
+logger = logging.getLogger("flow_grpo")
 SAMPLES = re.compile(r"(eval|train)-(\d+)")
 NOT_SCORES = ("file", "still", "prompt", "answer", "truth", "advantage", "group")
 
@@ -70,8 +72,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _find_shots(folder: Path) -> dict[str, dict[int, Path]]:
     found: dict[str, dict[int, Path]] = {"eval": {}, "train": {}}
     for path in sorted(folder.glob("samples/*/samples.jsonl")):
-        if (match := SAMPLES.fullmatch(path.parent.name)) and lies_in(folder, path):
-            found[match[1]][int(match[2])] = path.parent
+        if match := SAMPLES.fullmatch(path.parent.name):
+            if lies_in(folder, path):
+                found[match[1]][int(match[2])] = path.parent
+            else:
+                logger.warning("%s is not shown: a link leads out of the run", path.parent)
     return {kind: dict(sorted(folders.items())) for kind, folders in found.items()}
 
 

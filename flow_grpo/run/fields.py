@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
     # Replay the transformer's forward and backward pass as CUDA graphs, which spares the host their
     # thousands of launches; for LoRA, on one GPU or in DDP, without gradient checkpointing.
     config.cuda_graphs = True
-    # False trains the whole transformer and keeps a frozen copy for the KL: three times the memory.
+    # False trains the whole transformer, and with a KL keeps its first weights in float32 too.
     config.use_lora = True
 
     # --- prompts and rewards -----------------------------------------------------------------
@@ -229,7 +229,7 @@ def weight_fields(train: ConfigDict) -> None:
     # LoRA adds alpha / rank times the product of its two matrices.
     train.lora_rank = 32
     train.lora_alpha = 64
-    # Start from this LoRA; it brings its own rank and alpha.
+    # Start from this LoRA, which is what a KL is to then; it brings its own rank and alpha.
     train.lora_path = ""
 
 
