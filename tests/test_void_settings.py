@@ -146,6 +146,7 @@ def test_credit_of_its_own_is_divided_by_no_deviation_of_the_batch(name):
         {"train__clip_range": 0.1, "train__clip_range_low": 0.1},
         {"algorithm": "awm", "awm__old_most": 0.0, "awm__old_rate": 0.0},
         {"resolution": 64, "height": 32},
+        {"resolution": 0, "height": 32, "width": 96},
     ],
 )
 def test_a_setting_that_acts_is_taken(changed):

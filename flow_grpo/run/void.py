@@ -72,5 +72,5 @@ def _void(config: ConfigDict, algorithm: Algorithm) -> Iterator[tuple[tuple[str,
     if zero := [n for n in averaged[:2] if getattr(own, n) == 0]:
         others = tuple(f"{name}.{n}" for n in averaged if getattr(own, n))
         yield others, f"{name}.{zero[0]}=0.0"
-    if config.height and config.width:
+    if config.height and config.width and config.resolution:  # 0 says that there is none
         yield ("resolution",), f"height={config.height} and width={config.width}"
