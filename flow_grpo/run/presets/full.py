@@ -100,7 +100,7 @@ def _z_image(gpus: int) -> ConfigDict:
     config.sample.num_steps, config.sample.eval_num_steps = 6, 10
     config.sample.guidance_scale = 0.0  # its scale counts from 0
     config.sample.sde_window_size, config.sample.sde_window_range = 1, (1, 4)
-    config.sample.global_std, config.train.advantage = False, "gdpo"
+    config.train.advantage = "gdpo"
     return config
 
 
