@@ -68,7 +68,8 @@ def main(config: ConfigDict) -> Session:
             raise UserError(f"unknown --model={MODEL.value}; did you mean {near}?")
         find_adapter(MODEL.value)
         own = bench.own_resolution(MODEL.value)
-        config.resolution = min(config.resolution, own or config.resolution)
+        if own and not (config.height and config.width):
+            config.resolution = min(config.resolution, own)
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
     if MEMORY.value and not on_gpu:
         raise UserError(f"--memory_gib={MEMORY.value} needs a GPU; leave it out")
