@@ -48,6 +48,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
+def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this process has of each: in place, FSDP2 has no operations on lists."""
+    tensors = [tensor.detach() for tensor in tensors]
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     """`tensor`, sharded as `like` is and on its device."""
     if isinstance(like, DTensor):

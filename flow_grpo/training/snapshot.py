@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from flow_grpo.training.shards import gathered, sharded_like, whole, whole_state
+from flow_grpo.training.shards import gathered, own_parts, sharded_like, whole, whole_state
 
 log = logging.getLogger(__name__)
 AT_ONCE = 16  # weights that are swapped together
@@ -38,12 +38,12 @@ class Snapshot:
     def blend(self, keep: float) -> None:
         """copy <- keep * copy + (1 - keep) * weights"""
         with gathered(self.parameters):
-            weights = [p.detach() for p in self.parameters]
+            copies, weights = own_parts(self.copy), own_parts(self.parameters)
             if keep == 0:
-                torch._foreach_copy_(self.copy, weights)
+                torch._foreach_copy_(copies, weights)
                 self.is_current = True
             else:
-                torch._foreach_lerp_(self.copy, weights, 1 - keep)
+                torch._foreach_lerp_(copies, weights, 1 - keep)
 
     def save(self, folder: Path, writes: bool = True) -> None:
         """With whole weights, so that any number of processes can load it. Call it on all."""
@@ -84,7 +84,7 @@ class Snapshot:
         with gathered(self.parameters):
             for first in range(0, len(self.copy), AT_ONCE):
                 part = slice(first, first + AT_ONCE)
-                copies, weights = self.copy[part], [p.detach() for p in self.parameters[part]]
+                copies, weights = own_parts(self.copy[part]), own_parts(self.parameters[part])
                 kept = [torch.empty_like(weight) for weight in weights]
                 torch._foreach_copy_(kept, weights)
                 torch._foreach_copy_(weights, copies)
