@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -68,7 +69,9 @@ def is_lost_peer(error: RuntimeError) -> bool:
 def _leave(error: UserError) -> NoReturn:
     line = f"{error}" if isinstance(error, Stopped) else f"error: {error}"
     wait = _patience(error) if LAUNCHER_FILE in os.environ else 0.0
-    time.sleep(wait)
+    if wait:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # that is the launcher, which ends us
+        time.sleep(wait)
     lost_here = isinstance(error, LostPeer) and is_first_of_node()
     if is_first_process() or not error.seen_by_all or lost_here or wait:
         print(line, file=sys.stderr)

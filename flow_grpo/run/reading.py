@@ -26,7 +26,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
                 ) from error
             continue
         for name, value in row.items():
-            if value is not None and not (isinstance(value, int | float) and abs(value) < LARGEST):
+            if value is not None and not (isinstance(value, int | float) and abs(value) <= LARGEST):
                 raise UserError(
                     f"line {number} of {path} has {name}={value!r:.40}, which is no number; mend "
                     "or remove it"

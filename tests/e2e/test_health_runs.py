@@ -40,6 +40,7 @@ RUNS = {
             "train.num_inner_epochs": 5,
             "train.learning_rate": 1.5e-3,
             "train.clip_range": 1e-7,
+            "train.max_grad_norm": 1e-3,
             "train.beta": 1e-4,
             "train.kl_type": "gaussian",
         },
