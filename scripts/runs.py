@@ -60,7 +60,7 @@ def is_done(folder: Path, now: dict[str, Any]) -> bool:
     except FileNotFoundError:
         return False
     except (UserError, OSError, AttributeError) as error:
-        raise UserError(f"cannot read {folder / 'config.json'}: {error}") from error
+        raise UserError(f"{folder / 'config.json'} is not of a run: {error}") from error
     for name in sorted({*before, *now} - {*PLACES}):
         was, wanted = before.get(name), now.get(name)
         if was != wanted and not (name == "num_epochs" and was is not None and was < wanted):

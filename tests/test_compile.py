@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.algorithms import Batch, Setup
 from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
 from flow_grpo.algorithms.trajectory import Prepared
 from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
-from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators
+from flow_grpo.sampling.rollout import Denoiser, Dynamics, initial_noise, sample_generators
 from flow_grpo.training.policy import Policy
 
 
@@ -52,3 +54,23 @@ def test_what_is_compiled_samples_and_trains_alike():
     assert torch.equal(compiled[1], torch.ones(3))
     torch.testing.assert_close(compiled[0], log_probs, rtol=1e-3, atol=1e-3)
     assert (compiled[2] - gradient).norm() < 0.1 * gradient.norm()
+
+
+def test_ddp_shares_no_gradient_of_a_pass_that_only_looks():
+    """It would share those of the next backward pass instead, which other processes may not have."""
+    adapter = SD3Adapter(build_tiny_sd3(layers=1), max_sequence_length=4)
+    adapter.compiled = True  # so that it looks by the code that trains
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        module = DistributedDataParallel(adapter.transformer.requires_grad_(True))
+        shared = []
+        module.register_forward_pre_hook(
+            lambda *_: shared.append((module.require_backward_grad_sync, torch.is_grad_enabled()))
+        )
+        denoiser = Denoiser(adapter, module, Dynamics(adapter.schedule(2, 16, 16)))
+        latents = torch.zeros(1, *adapter.latent_shape(16, 16))
+        velocity = denoiser.velocity_as_trained(latents, 500.0, adapter.encode(["a"], None))
+        assert shared == [(False, True)]
+        assert not velocity.requires_grad
+    finally:
+        distributed.destroy_process_group()

@@ -262,6 +262,14 @@ def test_text_that_no_path_and_no_file_takes_is_told(name, value, told):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["dataset", "logdir", "pretrained.model", "train.lora_path"])
+def test_a_path_that_is_none_is_told(name):
+    config = base.get_config()
+    config.update_from_flattened_dict({name: None})
+    with pytest.raises(UserError, match=f"^{name}=None must be a string"):
+        check(config)
+
+
 def test_many_prompt_sets_are_no_path_that_is_too_long():
     config = base.get_config()
     config.dataset = ",".join(f"set-{i:03d}.txt:1" for i in range(100))

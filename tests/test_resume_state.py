@@ -34,7 +34,13 @@ from train import main
 
 # every file that a run reads when it is resumed
 STATE_FILES = {
-    *("trained.safetensors", "ema.safetensors", "optimizer.bin", "random_states_0.pkl"),
+    *(
+        "trained.safetensors",
+        "ema.safetensors",
+        "reference.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+    ),
     *("progress.json", "lora.json", "files.json"),
 }
 NEWEST = "checkpoints/checkpoint-4"

@@ -258,8 +258,9 @@ def _check_text(name: str, value: Any) -> None:
         refuse_halves(text, ascii(name))
         if "\0" in text:
             raise UserError(f"{name}={value!r} has a zero byte in it; leave it out")
-    if name in PATHS and any(len(part.encode()) > LONGEST for part in re.split("[/,]", value)):
-        raise UserError(f"{name}={value[:60]}... is too long for a path; name a shorter")
+    if name in PATHS and isinstance(value, str):
+        if any(len(part.encode()) > LONGEST for part in re.split("[/,]", value)):
+            raise UserError(f"{name}={value[:60]}... is too long for a path; name a shorter one")
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:

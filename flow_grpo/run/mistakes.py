@@ -38,7 +38,9 @@ def told_plainly(call: Callable, *, debug: bool):
     except OSError as error:
         if debug or error.errno != errno.ENAMETOOLONG:
             raise
-        _leave(UserError(f"{str(error.filename)[:60]}... is too long for a path; name a shorter"))
+        _leave(
+            UserError(f"{str(error.filename)[:60]}... is too long for a path; name a shorter one")
+        )
     except RuntimeError as error:
         if debug or not is_lost_peer(error):
             raise

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json, read_json
 from flow_grpo.run import disk
 from flow_grpo.run.checkpoint import (
@@ -137,8 +137,8 @@ def compare_configs(checkpoint: Path, config: dict[str, Any]) -> None:
         return
     except (UserError, OSError, AttributeError) as error:
         raise UserError(
-            f"cannot read {path}: {error}; bring it back, or remove it and what has changed since "
-            "is not told"
+            f"cannot resume from {checkpoint}: {first_line(error)}; bring {path.name} back, or "
+            "remove it and what has changed since is not told"
         ) from error
     now = dict(dotted(config))
     loaded = before.get("train.lora_path") or now.get("train.lora_path")

@@ -192,7 +192,7 @@ def _build_session(
         adapter.replay()
     if algorithm.needs_reference:  # before a checkpoint is loaded, and so the same after a resume
         policy.reference = Reference(policy.trained())
-        if train.lora_path:
+        if config.use_lora:
             policy.reference.prepare(accelerator)
     if algorithm.keeps_old:
         policy.old = Snapshot(policy.trained(), "old")

@@ -41,8 +41,8 @@ class StopSignals:
     def check(self) -> None:
         """Between two steps, on all processes: raise if any of them was asked to stop.
 
-        Of several processes counts what they knew at the check before: to hear of now would be to
-        wait for the device.
+        Several processes go by what they knew at the check before: to ask what they know now would
+        be to wait for the device.
         """
         received = self.received
         if self._accelerator.num_processes > 1:

@@ -9,6 +9,7 @@ from itertools import groupby
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flow_grpo.models import Conditioning, ModelAdapter, Schedule
 from flow_grpo.models.base import GuidanceGradient, latent_dtype
@@ -100,7 +101,10 @@ class Denoiser:
     ) -> Tensor:
         """Without gradient, but by the code that trains: compiled code rounds differently where it
         keeps nothing for a backward pass."""
-        with torch.set_grad_enabled(self.adapter.compiled):
+        # DDP would take a pass with gradients for the one whose gradients it has to share
+        ddp = isinstance(self.transformer, DistributedDataParallel)
+        quietly = self.transformer.no_sync() if ddp else nullcontext()
+        with torch.set_grad_enabled(self.adapter.compiled), quietly:
             velocity = self.velocity(latents, timestep, conditioning)
         return velocity.detach()  # and with it go the activations
 

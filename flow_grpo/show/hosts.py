@@ -8,7 +8,7 @@ REFUSED = "this server answers requests for this machine only"
 
 
 def is_local(host: str) -> bool:
-    """Of a name or an address without its port."""
+    """Whether a name or an address, without its port, is that of this machine."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

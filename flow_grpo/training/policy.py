@@ -130,8 +130,8 @@ class Policy(Trained):
     @contextmanager
     def fixed(self, which: Fixed) -> Iterator[Denoiser]:
         """The reference, the old policy or the one that is trained, to be run without gradients."""
-        weights = {"reference": self.reference, "old": self.old, "current": None}[which]
-        with torch.no_grad(), weights.applied() if weights else nullcontext():
+        other = nullcontext() if which == "current" else getattr(self, which).applied()
+        with torch.no_grad(), other:
             yield self.denoiser
 
     def velocity(

@@ -81,9 +81,9 @@ class Snapshot:
     @torch.no_grad()
     def _swap(self) -> None:
         """A few at a time: together they are quicker, and take the memory of a few only."""
-        with gathered(self.parameters):
-            for first in range(0, len(self.copy), AT_ONCE):
-                part = slice(first, first + AT_ONCE)
+        for first in range(0, len(self.copy), AT_ONCE):
+            part = slice(first, first + AT_ONCE)
+            with gathered(self.parameters[part]):
                 copies, weights = own_parts(self.copy[part]), own_parts(self.parameters[part])
                 kept = [torch.empty_like(weight) for weight in weights]
                 torch._foreach_copy_(kept, weights)
@@ -92,13 +92,13 @@ class Snapshot:
 
 
 class Reference(Snapshot):
-    """The weights that training began with. Those that `train.lora_path` brought are saved too: the
-    file may be another one by the time the run is resumed."""
+    """The weights that training began with. LoRA's are saved too: what `train.lora_path` names may
+    be another one by the time the run is resumed."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__(parameters, "reference")
 
     def load(self, folder: Path) -> None:
-        """Where there is none, the run needed none so far: it is what `train.lora_path` brought."""
+        """Where there is none, the run needed none so far: it is what this run was built with."""
         if (folder / f"{self.name}.safetensors").exists():
             super().load(folder)

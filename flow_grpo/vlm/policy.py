@@ -16,7 +16,6 @@ from transformers import AutoModelForImageTextToText
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import explained
-from flow_grpo.speed.lora import lora_layers, without_lora
 from flow_grpo.training.shards import filled, hold_with, hollow_copy, is_sharded, whole_state
 from flow_grpo.training.snapshot import Reference
 from flow_grpo.training.trained import Trained
@@ -35,7 +34,7 @@ class AnswerPolicy(Trained):
     """`module` is the wrapped network after `prepare`: training calls that one, so that
     distribution sees every forward with gradients. What needs no gradients calls `whole`, while
     `gathered`: each process as often as it likes. That is the network itself, unless its weights
-    are sharded. The reference is `whole` with LoRA off or as it was loaded, or a frozen copy."""
+    are sharded. The reference is `whole` with LoRA as training began, or a frozen copy."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class AnswerPolicy(Trained):
         self.module: nn.Module = self.network
         self.whole = self.network
         # before weights are sharded: each process calls the reference as often as it likes
-        self._loaded = Reference(self.trained()) if lora_path and with_reference else None
+        self._start = Reference(self.trained()) if use_lora and with_reference else None
 
     @property
     def model(self) -> nn.Module:
@@ -99,10 +98,10 @@ class AnswerPolicy(Trained):
         self.module, optimizer = accelerator.prepare(self.network, optimizer)
         hold_with(self.network, self.model.lm_head.weight)
         self.register(accelerator)
-        if self._loaded is not None:
+        if self._start is not None:
             own = dict(self.whole.named_parameters())
-            self._loaded.parameters = [own[name] for name in self._loaded.names]
-            self._loaded.prepare(accelerator)
+            self._start.parameters = [own[name] for name in self._start.names]
+            self._start.prepare(accelerator)
         return optimizer
 
     def gathered(self) -> AbstractContextManager:
@@ -131,11 +130,8 @@ class AnswerPolicy(Trained):
     def _reference(self) -> Iterator[AnswerModel]:
         if self._frozen is not None:
             yield self._frozen
-        elif self._loaded is not None:
-            with self._loaded.applied():
-                yield self.whole
         else:
-            with without_lora(lora_layers(self.whole)):
+            with self._start.applied():
                 yield self.whole
 
     def moved(self) -> None:
