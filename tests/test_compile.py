@@ -57,7 +57,7 @@ def test_what_is_compiled_samples_and_trains_alike():
 
 
 def test_ddp_shares_no_gradient_of_a_pass_that_only_looks():
-    """It would share those of the next backward pass instead, which other processes may not have."""
+    """It would share those of the next backward pass, which other processes may not have."""
     adapter = SD3Adapter(build_tiny_sd3(layers=1), max_sequence_length=4)
     adapter.compiled = True  # so that it looks by the code that trains
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

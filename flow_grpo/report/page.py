@@ -137,7 +137,7 @@ def shortened(text: str) -> str:
 
 def _rounded(value: float | None) -> float | None:
     """To what can be seen; JSON has no NaN."""
-    known = isinstance(value, int | float) and abs(value) < LARGEST
+    known = isinstance(value, int | float) and abs(value) <= LARGEST
     return float(f"{value:.6g}") if known else None
 
 

@@ -258,9 +258,9 @@ def _check_text(name: str, value: Any) -> None:
         refuse_halves(text, ascii(name))
         if "\0" in text:
             raise UserError(f"{name}={value!r} has a zero byte in it; leave it out")
-    if name in PATHS and isinstance(value, str):
-        if any(len(part.encode()) > LONGEST for part in re.split("[/,]", value)):
-            raise UserError(f"{name}={value[:60]}... is too long for a path; name a shorter one")
+    parts = re.split("[/,]", value) if name in PATHS and isinstance(value, str) else []
+    if any(len(part.encode()) > LONGEST for part in parts):
+        raise UserError(f"{name}={value[:60]}... is too long for a path; name a shorter one")
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:
