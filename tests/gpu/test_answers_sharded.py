@@ -45,19 +45,28 @@ def start(logdir: Path, name: str, *launcher: str, **fields) -> subprocess.Popen
 
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory) -> Path:
+    """Of runs side by side: alone, and sharded, which are stopped and resumed."""
     folder = tmp_path_factory.mktemp("logs")
     alone = {kind: fields for kind, fields in KINDS.values()}
-    finish(*(start(folder, kind, sys.executable, **fields) for kind, fields in alone.items()))
+
+    def sharded(epochs: int) -> list[subprocess.Popen]:
+        own = {"num_epochs": epochs, "resume": "auto"}
+        return [
+            start(folder, name, *launched(name.split("-")[1]), **{**fields, **own})
+            for name, (_, fields) in KINDS.items()
+        ]
+
+    finish(
+        *(start(folder, kind, sys.executable, **fields) for kind, fields in alone.items()),
+        *sharded(epochs=1),
+    )
+    finish(*sharded(epochs=2))
     return folder
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_sharded_answers_are_trained_as_by_one_process(logdir, name):
-    kind, fields = KINDS[name]
-    launcher = launched(name.split("-")[1])
-    for epochs in (1, 2):  # stopped and resumed
-        own = {**fields, "num_epochs": epochs, "resume": "auto"}
-        finish(start(logdir, name, *launcher, **own))
+    kind, _ = KINDS[name]
     alone, sharded = (
         [json.loads(line) for line in (logdir / which / "metrics.jsonl").open()]
         for which in (kind, name)
