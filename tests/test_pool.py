@@ -1,11 +1,13 @@
 """Worker processes that survive what happens to them."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,6 +87,10 @@ def stub_pool(
     engine: str = "obey", *, workers: int = 1, timeout: float = 30.0, **options: object
 ) -> WorkerPool:
     return WorkerPool(f"stub_engine:{engine}", options, workers=workers, timeout=timeout)
+
+
+class Picture:
+    """A payload that can be watched."""
 
 
 @pytest.mark.usefixtures("stub_path")
@@ -194,6 +200,18 @@ class TestPool:
             assert len(pool.pids()) == 1  # before anybody asks
             assert pool.map(["read x"]) == ["1 read"]
         assert (tmp_path / "starts").read_text() == "xxxxx"
+
+    def test_forgets_what_it_could_not_start_for(self) -> None:
+        payloads: weakref.WeakSet[Picture] = weakref.WeakSet()
+        with stub_pool("broken") as pool:
+            for _ in range(5):
+                picture = Picture()
+                payloads.add(picture)
+                with pytest.raises(CannotStart, match="no such model"):
+                    pool.map([picture])
+            del picture
+            gc.collect()
+            assert len(payloads) <= 1  # the thread may not be done with the last
 
     def test_leaves_to_the_others_what_one_cannot_start_for(self, tmp_path: Path) -> None:
         with stub_pool("only_one", workers=2, file=str(tmp_path / "taken")) as pool:
