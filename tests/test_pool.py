@@ -1,6 +1,7 @@
 """Worker processes that survive what happens to them."""
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from serving import is_running, wait_until
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards import pool as pool_module
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.pool import CannotStart, PoolClosed, WorkerPool
 
@@ -212,6 +214,18 @@ class TestPool:
             del picture
             gc.collect()
             assert len(payloads) <= 1  # the thread may not be done with the last
+
+    def test_pauses_double_with_each_round_of_all_workers(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pool_module, "FIRST_PAUSE", 0.125)
+        monkeypatch.setattr(logging.getLogger("flow_grpo"), "propagate", True)
+        with stub_pool("broken", workers=4) as pool:
+            with pytest.raises(CannotStart):
+                pool.map(["read x"] * 4)
+            wait_until(lambda: len(caplog.messages) >= 2)
+        tries = [message.rpartition("; ")[2] for message in caplog.messages]
+        assert tries[:2] == ["next try in 0.25 s", "next try in 0.5 s"]
 
     def test_leaves_to_the_others_what_one_cannot_start_for(self, tmp_path: Path) -> None:
         with stub_pool("only_one", workers=2, file=str(tmp_path / "taken")) as pool:
