@@ -1,5 +1,6 @@
 """A reward in a process of its own: it may crash or hang, and is started again."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,11 @@ from flow_grpo.rewards import Scorer, build_scorers
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.frames import Sample, frame_rule
 from flow_grpo.rewards.guard import BatchScores, is_mistake, score
-from flow_grpo.rewards.pool import TimedOut, WorkerPool
+from flow_grpo.rewards.pool import CannotStart, TimedOut, WorkerPool
 from flow_grpo.rewards.threads import in_background
 from reward_server.batching import ScorerFailed
+
+log = logging.getLogger(__name__)
 
 SCORING_BYTES = 17  # per pixel, measured: 6 on its way to the process, 11 there
 START_TIMEOUT = 1800.0  # seconds; weights may have to be downloaded
@@ -104,12 +107,18 @@ class IsolatedScorer:
         [answer] = self._pool.map([(images, prompts, metadata)])
         if isinstance(answer, Failed):
             # have the next process ready before the next request
-            in_background(lambda: self._pool.map([None]))
+            in_background(self._start_again)
             code = "scorer_timeout" if isinstance(answer, TimedOut) else "scorer_failed"
             raise ScorerFailed(f"{answer.reason}; it is started again", code)
         if isinstance(answer, Raised):
             raise answer.again()
         return answer.values, answer.extras
+
+    def _start_again(self) -> None:
+        try:
+            self._pool.map([None])
+        except CannotStart as error:  # nobody else hears of it
+            log.warning("%s; the pool goes on trying", error)
 
     def close(self) -> None:
         self._pool.close()

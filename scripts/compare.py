@@ -207,8 +207,11 @@ def compare() -> None:
         for run in wanted:
             resolve(run, overrides)
         make_folders(args.out.parent, args.logdir)
-        if not train_all(wanted, args.logdir, overrides, args.jobs):
-            sys.exit(1)
+        try:
+            if not train_all(wanted, args.logdir, overrides, args.jobs):
+                sys.exit(1)
+        except KeyboardInterrupt as stop:
+            raise Stopped("stopped; the same command goes on") from stop
     tasks = {
         task: {
             preset: [read_run(args.logdir / Run(task, preset, s).name) for s in args.seeds]
@@ -237,11 +240,7 @@ def make_folders(*folders: Path) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        told_plainly(compare, debug=False)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        sys.exit(Stopped.exit_code)
+    told_plainly(compare, debug=False)
 
 
 if __name__ == "__main__":

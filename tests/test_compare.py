@@ -294,3 +294,13 @@ def test_runs_are_trained_once_and_one_that_fails_does_not_stop_the_others(
 
 def lines_of(run: Path) -> list[str]:
     return (run / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_comparison_that_is_stopped_says_that_it_goes_on(tmp_path, monkeypatch, capfd):
+    def stop(*_):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(compare, "train_all", stop)
+    folders = ["--out", tmp_path / "out", "--logdir", tmp_path / "logs"]
+    assert run_main(monkeypatch, "tiny_ocr", "--seeds", 1, *folders) == 75
+    assert capfd.readouterr().err == "stopped; the same command goes on\n"

@@ -15,6 +15,7 @@ from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers, failure
 from flow_grpo.rewards.failure import Failed, FailurePolicy
 from flow_grpo.rewards.guard import GuardedScorer
+from flow_grpo.rewards.pool import CannotStart
 from flow_grpo.run.outage import describe_outage
 
 PICTURE = Image.new("RGB", (8, 8))
@@ -107,6 +108,12 @@ def test_a_mistake_is_not_retried(error):
     assert script.calls == 1
 
 
+def test_workers_that_cannot_start_for_now_are_waited_for():
+    script = Script(CannotStart("no memory"), CannotStart("no memory"), [1.0, 2.0])
+    assert score(guarded(script)) == [1.0, 2.0]
+    assert script.calls == 3
+
+
 def test_attempts_end_with_the_deadline(monkeypatch):
     monkeypatch.setattr(failure, "FIRST_DELAY", 0.2)
     start = time.monotonic()
@@ -196,7 +203,9 @@ def test_a_reward_that_fails_on_every_batch_ends_the_run():
         reward.end_if_broken()
 
 
-@pytest.mark.parametrize("first", [[1.0, 1.0], ConnectionError("refused")])
+@pytest.mark.parametrize(
+    "first", [[1.0, 1.0], ConnectionError("refused"), CannotStart("no memory")]
+)
 def test_a_reward_that_worked_or_may_come_back_does_not_end_the_run(first):
     guard = guarded(Script(first, *[ValueError()] * 2), retries=0)
     for _ in range(2):
@@ -210,6 +219,7 @@ def test_a_reward_that_worked_or_may_come_back_does_not_end_the_run(first):
         ([1.0, 2.0], r"returned scores of shape \(2,\) for 1 images"),
         (["good"], "returned 'good' among its scores, not a number"),
         (TypeError("it takes 2 arguments"), r"TypeError: it takes 2 arguments \(test_guard"),
+        (CannotStart("3 worker processes died"), "3 worker processes died$"),
     ],
 )
 def test_a_mistake_is_told_when_a_reward_is_tried(step, told):

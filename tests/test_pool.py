@@ -1,11 +1,14 @@
 """Worker processes that survive what happens to them."""
 
+import gc
+import logging
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 from serving import is_running, wait_until
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards import pool as pool_module
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.pool import CannotStart, PoolClosed, WorkerPool
 
@@ -85,6 +89,10 @@ def stub_pool(
     engine: str = "obey", *, workers: int = 1, timeout: float = 30.0, **options: object
 ) -> WorkerPool:
     return WorkerPool(f"stub_engine:{engine}", options, workers=workers, timeout=timeout)
+
+
+class Picture:
+    """A payload that can be watched."""
 
 
 @pytest.mark.usefixtures("stub_path")
@@ -194,6 +202,30 @@ class TestPool:
             assert len(pool.pids()) == 1  # before anybody asks
             assert pool.map(["read x"]) == ["1 read"]
         assert (tmp_path / "starts").read_text() == "xxxxx"
+
+    def test_forgets_what_it_could_not_start_for(self) -> None:
+        payloads: weakref.WeakSet[Picture] = weakref.WeakSet()
+        with stub_pool("broken") as pool:
+            for _ in range(5):
+                picture = Picture()
+                payloads.add(picture)
+                with pytest.raises(CannotStart, match="no such model"):
+                    pool.map([picture])
+            del picture
+            gc.collect()
+            assert len(payloads) <= 1  # the thread may not be done with the last
+
+    def test_pauses_double_with_each_round_of_all_workers(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pool_module, "FIRST_PAUSE", 0.125)
+        monkeypatch.setattr(logging.getLogger("flow_grpo"), "propagate", True)
+        with stub_pool("broken", workers=4) as pool:
+            with pytest.raises(CannotStart):
+                pool.map(["read x"] * 4)
+            wait_until(lambda: len(caplog.messages) >= 2)
+        tries = [message.rpartition("; ")[2] for message in caplog.messages]
+        assert tries[:2] == ["next try in 0.25 s", "next try in 0.5 s"]
 
     def test_leaves_to_the_others_what_one_cannot_start_for(self, tmp_path: Path) -> None:
         with stub_pool("only_one", workers=2, file=str(tmp_path / "taken")) as pool:

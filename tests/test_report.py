@@ -368,5 +368,18 @@ def test_more_clients_than_there_is_room_for_are_turned_away(tmp_path, monkeypat
                 assert answer.read().startswith(b"HTTP/1.0 200")
 
 
+def test_a_client_for_whom_no_thread_can_be_started_takes_no_room(tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(serving, "MOST_CLIENTS", 1)
+    with serving_run(tmp_path) as (_, port):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with connected(port) as unlucky:
+                assert unlucky.recv(1) == b""
+        assert ask(port, "/")[0] == 200
+
+
 def connected(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=30)

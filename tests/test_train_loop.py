@@ -1,5 +1,6 @@
 """The loop of scripts/train.py, called in this process."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import Stopped, UserError
 from flow_grpo.models import load_adapter
+from flow_grpo.run.running import carry_out
 from flow_grpo.run.session import Session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -229,6 +231,20 @@ def test_a_run_stopped_while_it_samples_ahead_has_the_weights_of_what_it_was_to_
     assert all(map(torch.equal, session.stale.copy, first))
     session.remember_behaviour()
     assert all(map(torch.equal, session.stale.copy, session.policy.parameters()))
+
+
+@pytest.mark.parametrize("place", ["training", "closing"])
+def test_a_second_interrupt_says_how_to_go_on(make_session, monkeypatch, place):
+    session = make_session()
+
+    def interrupt(*_):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    if place == "closing":
+        monkeypatch.setattr("flow_grpo.run.base.write_at_end", interrupt)
+    with pytest.raises(Stopped, match=r"--config.run_name=run-0 --config.resume=auto$"):
+        carry_out(session, interrupt if place == "training" else lambda _: None, advice=[])
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -64,7 +64,11 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except Exception:  # no thread could be started, which would give it back
+                self._room.release()
+                raise
         else:
             self.shutdown_request(request)
 

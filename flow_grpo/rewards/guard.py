@@ -24,6 +24,7 @@ from flow_grpo.rewards.frames import (
     kind_of,
     mean_of_frames,
 )
+from flow_grpo.rewards.pool import CannotStart
 from flow_grpo.rewards.threads import SerialThread, in_background, run_coroutine
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class GuardedScorer:
             kind = kind_of(samples)
             raise UserError(f"reward {self.name!r} hangs: no score for one {kind} in {limit} s")
         error = running.exception()
-        if error is not None and is_mistake(error):
+        # a pool goes on trying to start its workers, but a run should not begin without them
+        if isinstance(error, CannotStart) or (error is not None and is_mistake(error)):
             reason = describe(error) + _place(error)
             raise UserError(f"reward {self.name!r} fails when it is tried: {reason}") from error
 
@@ -163,7 +165,7 @@ class GuardedScorer:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether trying again is of no use. What `requests` raises is an OSError, whatever else."""
-    return isinstance(error, NOT_RETRIED) and not isinstance(error, OSError)
+    return isinstance(error, NOT_RETRIED) and not isinstance(error, OSError | CannotStart)
 
 
 def _place(error: BaseException) -> str:

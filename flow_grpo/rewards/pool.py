@@ -269,17 +269,20 @@ class WorkerPool:
             self._retire(worker)
         broken = self._broken
         if broken is not None and time.monotonic() < self._retry_at:
-            raise broken
+            raise CannotStart(str(broken))
         try:
             worker = self._start()
         except CannotStart as error:
             with self._lock:
                 if any(each.is_alive() for each in self._live):
                     raise _OthersWork from error
-                if broken is not None:  # the first time, the caller of `map` tells it
-                    log.warning("%s; next try in %g s", error, self._pause)
-                self._broken, self._retry_at = error, time.monotonic() + self._pause
-                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+                if self._broken is broken:  # else another worker was the first of this round
+                    if broken is not None:  # the first time, the caller of `map` tells it
+                        log.warning("%s; next try in %g s", error, self._pause)
+                    self._retry_at = time.monotonic() + self._pause
+                    # without its traceback, whose frames hold pictures
+                    self._broken = CannotStart(str(error))
+                    self._pause = min(2 * self._pause, LONGEST_PAUSE)
             raise
         self._broken, self._pause = None, FIRST_PAUSE
         return worker

@@ -23,19 +23,23 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 def carry_out(session: AnyRun, train: Callable[[AnyRun], None], advice: list[str]) -> AnyRun:
     """Train to the end, or until a signal; then everything is saved. `advice`: what needs less
     memory."""
-    with session.stop:
-        try:
-            with advice_when_short(advice):
-                train(session)
-        except StopRequested as request:
-            if session.progress.record.get("step") == session.progress.step:  # else it is redone
-                save(session)
-            where = f"in epoch {session.progress.epoch + 1}"
-            raise Stopped(f"stopped {where}; {session.how_to_go_on()}") from request
-        finally:
-            session.close()
-        session.accelerator.wait_for_everyone()
-        session.accelerator.end_training()
+    try:
+        with session.stop:
+            try:
+                with advice_when_short(advice):
+                    train(session)
+            except StopRequested as request:
+                # else the epoch is redone
+                if session.progress.record.get("step") == session.progress.step:
+                    save(session)
+                where = f"in epoch {session.progress.epoch + 1}"
+                raise Stopped(f"stopped {where}; {session.how_to_go_on()}") from request
+            finally:
+                session.close()
+            session.accelerator.wait_for_everyone()
+            session.accelerator.end_training()
+    except KeyboardInterrupt as interrupt:  # the second: it does not wait for the step at hand
+        raise Stopped(f"stopped at once; {session.how_to_go_on()}") from interrupt
     if session.stop.received:
         raise Stopped(f"stopped at the end: the last epoch and the report are in {session.folder}")
     logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)

@@ -1,5 +1,6 @@
 """--isolate: a reward may crash or hang, and is started again while the others go on."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,11 @@ import requests
 from PIL import Image
 from serving import Server, body, error, is_running, wait_until
 
-from flow_grpo.rewards import build_reward
+from flow_grpo.rewards import build_reward, pool
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rewards.jpeg import jpeg_compressibility
+from reward_server.batching import ScorerFailed
+from reward_server.isolated import IsolatedScorer
 
 JPEG = "jpeg_compressibility"
 
@@ -113,6 +116,27 @@ def test_a_reward_that_cannot_be_started_again_is_reported_until_it_can(
     full.unlink()
     server.wait_until_ready()
     assert server.score(body("mine", "abc")).json()["scores"] == [3.0]
+
+
+def test_the_first_restart_that_fails_is_told(
+    stub_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "FIRST_PAUSE", 1000.0)  # there is no second
+    monkeypatch.setattr(logging.getLogger("flow_grpo"), "propagate", True)
+    monkeypatch.setenv("PYTHONPATH", str(stub_folder))
+    full = tmp_path / "full"
+    fragile = {"custom": {"mine": "obedient:Fragile"}, "options": {"mine": {"unless": str(full)}}}
+    scorer = IsolatedScorer("mine", timeout=30, **fragile)
+    try:
+        full.touch()
+        with pytest.raises(ScorerFailed, match="died on it; it is started again"):
+            scorer([Image.new("RGB", (8, 8))], ["crash"], [{}])
+        wait_until(lambda: "no space left on the card" in caplog.text)
+    finally:
+        scorer.close()
 
 
 def test_a_reward_that_cannot_be_built_is_one_line(start: Callable[..., Server]) -> None:
