@@ -1,6 +1,7 @@
 """Settings that others make void are refused in one line, and the script that looks for them."""
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from flow_grpo.run.void import check_gradient
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import void_settings
-from void_settings import NOT_TRIED, TRIED, Setting, Trials, try_all
+from void_settings import NOT_TRIED, OWN_BASE, TRIED, Setting, Trials, settings_of, try_all
 
 FORWARD = ["nft", "awm", "dgpo", "dpo", "sft", "rwr"]
 OWN_CREDIT = ["mix", "dpo", "sft", "rwr"]
@@ -179,6 +180,16 @@ def test_every_field_is_tried_or_has_a_reason_why_not():
     assert not left_out & set(TRIED)
     assert left_out | set(TRIED) == fields | sections
     assert {name.partition(".")[0] for name in own} == set(METHODS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_setting_of_a_method_is_tried_with_a_value_other_than_the_base(name):
+    base = {f.name: f.default for f in fields(ALGORITHMS[name].Settings)} | OWN_BASE.get(name, {})
+    tried = [s for s in settings_of(name) if s.name.startswith(f"{name}.")]
+    assert {s.name.removeprefix(f"{name}.") for s in tried} == set(base)
+    for setting in tried:
+        assert setting.value is not None
+        assert setting.value != base[setting.name.removeprefix(f"{name}.")], setting
 
 
 def test_the_script_finds_what_is_void_alone_and_beside_another(tmp_path, monkeypatch):
