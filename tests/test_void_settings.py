@@ -139,6 +139,7 @@ def test_credit_of_its_own_is_divided_by_no_deviation_of_the_batch(name):
         {"sample__sde_window_size": 2, "sample__sde_window_range": (1, 4)},
         {"sample__sde_window_size": 2, "sample__solver": "dpm2"},
         {"train__timestep_fraction": 0.5, "sample__solver": "dpm2"},
+        {"train__advantage": "remax", "sample__solver": "dpm2"},  # baselines have no noise
         {"algorithm": "nft", "sample__solver": "dpm2"},
         {"algorithm": "nft", "nft__kl_type": "gaussian", "sample__noise_level": 0.5},
         {"algorithm": "dpo", "dpo__kl_type": "gaussian"},  # it is logged

@@ -57,7 +57,7 @@ def _void(config: ConfigDict, algorithm: Algorithm) -> Iterator[tuple[tuple[str,
         yield ("train.timestep_fraction",), f"sample.sde_window_size={sample.sde_window_size}"
     else:
         yield WINDOW, "sample.sde_window_size=0"
-    if len(noisy) == sample.num_steps - 1:
+    if len(noisy) == sample.num_steps - 1 and config.train.advantage != "remax":
         yield ("sample.solver",), "noise on all steps but the last"
     if algorithm.own_credit:
         yield ("sample.global_std",), f"{method}, which gives credit in a way of its own"
