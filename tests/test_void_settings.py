@@ -98,6 +98,10 @@ def test_what_is_about_noise_has_no_effect_without_it(name, changed, told):
             "'flow_grpo'",
         ),
         (
+            {"algorithm": "nft", "nft__kl_beta": 0.0, "nft__kl_guidance": 4.5},
+            "nft.kl_guidance=4.5 has no effect with no KL: its weight is 0; leave it at None",
+        ),
+        (
             {
                 "algorithm": "mix",
                 "mix__clip_range": 0.1,
@@ -143,6 +147,7 @@ def test_credit_of_its_own_is_divided_by_no_deviation_of_the_batch(name):
         {"algorithm": "nft", "sample__solver": "dpm2"},
         {"algorithm": "nft", "nft__kl_type": "gaussian", "sample__noise_level": 0.5},
         {"algorithm": "dpo", "dpo__kl_type": "gaussian"},  # it is logged
+        {"algorithm": "dgpo", "dgpo__kl_beta": 0.0, "dgpo__kl_guidance": 4.5},  # in its weights
         {"algorithm": "mix", "sample__solver": "dpm2"},
         {"train__advantage": "pairwise", "sample__global_std": False},
         {"train__clip_range": 0.1, "train__clip_range_low": 0.1},
@@ -170,6 +175,16 @@ def test_half_a_gradient_needs_guidance_in_two_passes(model, scale, guided):
         return
     with pytest.raises(UserError, match=f"no effect with sample.guidance_scale={scale}, where"):
         check_gradient(config, model)
+
+
+def test_half_a_gradient_needs_guidance_of_what_is_trained():
+    config = get_config()
+    config.algorithm, config.train.guidance_gradient = "dgpo", "conditional"
+    config.sample.guidance_scale, config.dgpo.train_guidance = 4.5, 1.0
+    with pytest.raises(UserError, match=r"with dgpo.train_guidance=1.0, where this"):
+        check_gradient(config, SD3Adapter)
+    config.sample.guidance_scale, config.dgpo.train_guidance = 1.0, 4.5
+    check_gradient(config, SD3Adapter)
 
 
 def test_every_field_is_tried_or_has_a_reason_why_not():

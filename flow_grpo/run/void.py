@@ -35,11 +35,14 @@ def check_void(config: ConfigDict, algorithm: Algorithm) -> None:
 
 
 def check_gradient(config: ConfigDict, model: type[ModelAdapter]) -> None:
-    sample, gradient = config.sample, config.train.guidance_gradient
-    if gradient != "both" and not model.is_guided(sample.guidance_scale):
+    gradient = config.train.guidance_gradient
+    name, scale = "sample.guidance_scale", config.sample.guidance_scale
+    if (trained := config[config.algorithm].get("train_guidance")) is not None:
+        name, scale = f"{config.algorithm}.train_guidance", trained
+    if gradient != "both" and not model.is_guided(scale):
         raise UserError(
-            f"train.guidance_gradient={gradient!r} has no effect with sample.guidance_scale="
-            f"{sample.guidance_scale}, where this model has one pass; leave it at 'both'"
+            f"train.guidance_gradient={gradient!r} has no effect with {name}={scale}, where this "
+            "model has one pass; leave it at 'both'"
         )
 
 
@@ -64,7 +67,7 @@ def _void(config: ConfigDict, algorithm: Algorithm) -> Iterator[tuple[tuple[str,
     elif config.train.advantage not in ("grpo", "pairwise"):
         yield ("sample.global_std",), f"train.advantage={config.train.advantage!r}"
     if not algorithm.needs_reference:
-        yield (f"{name}.kl_type",), "no KL: its weight is 0"
+        yield (f"{name}.kl_type", f"{name}.kl_guidance"), "no KL: its weight is 0"
     sides = [f"{name}.clip_range_{side}" for side in ("low", "high")]
     if all(getattr(own, side.rpartition(".")[2], None) is not None for side in sides):
         yield (f"{name}.clip_range",), f"both {sides[0]} and {sides[1]}"
