@@ -296,7 +296,7 @@ def _flat(parameters: Any) -> np.ndarray:
 
 @dataclass
 class Counts:
-    """Of one algorithm: runs of one setting and of two, those refused, and what was found."""
+    """Runs of one setting and of two that an algorithm had, those refused, and what was found."""
 
     singles: int = 0
     pairs: int = 0
