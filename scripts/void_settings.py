@@ -186,6 +186,12 @@ RIGHT = [
     ("*.clip_range_low=*", "mix.ratio=trajectory", "no ratio falls below 1 in these runs"),
     ("dgpo.clip_range=*", "use_lora=False", "weights move so far that either range is left"),
     ("*.old_*", "*.old_start=1", "two epochs are no more than its start"),
+    ("dgpo.old_*", "dgpo.old_after=200", "two epochs end before they sample, and no clip is met"),
+    *(
+        ("dgpo.old_*", beside, "after one update the old weights are a copy of the others")
+        for beside in ("sample.train_batch_size=4", "train.gradient_accumulation_steps=2")
+    ),
+    ("d*po.skip_first=1", "d*po.skip_last=1", "by chance the same noise levels in both epochs"),
     ("*.adv_clip_max=*", "train.advantage=*", "advantages that are not divided are below it here"),
     ("train.max_grad_norm=*", "train.advantage=*", "gradients are below it here"),
     ("dpo.beta=*", "use_lora=False", "margins of hundreds, and gradients cut to one norm"),

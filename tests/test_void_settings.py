@@ -117,6 +117,10 @@ def test_what_is_about_noise_has_no_effect_without_it(name, changed, told):
             "0.001, 0",
         ),
         (
+            {"algorithm": "dgpo", "dgpo__old_most": 0.0, "dgpo__old_after": 0},
+            "dgpo.old_after=0 has no effect with dgpo.old_most=0.0; leave it at 200",
+        ),
+        (
             {"algorithm": "awm", "awm__old_most": 0.5, "awm__old_rate": 0.0},
             "awm.old_most=0.5 has no effect with awm.old_rate=0.0; leave it at 0.3",
         ),

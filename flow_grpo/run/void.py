@@ -71,9 +71,10 @@ def _void(config: ConfigDict, algorithm: Algorithm) -> Iterator[tuple[tuple[str,
     sides = [f"{name}.clip_range_{side}" for side in ("low", "high")]
     if all(getattr(own, side.rpartition(".")[2], None) is not None for side in sides):
         yield (f"{name}.clip_range",), f"both {sides[0]} and {sides[1]}"
-    averaged = [n for n in ("old_most", "old_rate", "old_start") if hasattr(own, n)]
+    names = ("old_most", "old_rate", "old_start", "old_after")
+    averaged = [n for n in names if hasattr(own, n)]
     if zero := [n for n in averaged[:2] if getattr(own, n) == 0]:
-        others = tuple(f"{name}.{n}" for n in averaged if getattr(own, n))
+        others = tuple(f"{name}.{n}" for n in averaged if getattr(own, n) or n == "old_after")
         yield others, f"{name}.{zero[0]}=0.0"
     if config.height and config.width and config.resolution:  # 0 says that there is none
         yield ("resolution",), f"height={config.height} and width={config.width}"
