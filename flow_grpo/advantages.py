@@ -69,7 +69,8 @@ def compute_advantages(
     if estimator == "gdpo":
         parts = per_reward[:, scored]
         total = sum(w * _group_z(p, g, "group", eps) for w, p in zip(weight, parts, strict=True))
-        value = _divided(total, total.std() + eps)  # of mean 0 as it is, which would be rounded
+        # its mean is 0 already; subtracting the rounded mean would move it off 0
+        value = _divided(total, total.std() + eps)
     elif estimator == "reinforce_pp":
         value = _z(r, eps)
     elif estimator == "remax":

@@ -22,18 +22,37 @@ WORK = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
 ENOUGH = 0.95
 KILLED = ("killed", "timeout", "segfault")
-# the unit tests of each file, beside tests/test_<file>.py
-TESTS: dict[str, list[str]] = {
-    "sde": [],
-    "advantages": [],
-    "losses": [],
-    "windows": [],
-    "algorithms/grpo": ["tests/test_gradients.py"],
-    "sampling/data": [],
-    "sampling/rollout": [],
-    "training/metrics": [],
-    "training/plan": [],
-    "run/checkpoint": [],
+FORWARD = ("forward_methods", "forward_kl", "method_gradients")
+PREFERENCE = ("preference_methods", "method_gradients")
+TRAJECTORY = ("trajectory_methods", "method_gradients")
+# the unit tests of each file: tests/test_<name>.py
+TESTS: dict[str, tuple[str, ...]] = {
+    "sde": ("sde",),
+    "advantages": ("advantages",),
+    "losses": ("losses",),
+    "windows": ("windows",),
+    "algorithms/base": ("grpo", "algorithm_settings", "not_asked", *TRAJECTORY, *PREFERENCE[:1]),
+    "algorithms/trajectory": ("grpo", "gradients", "algorithm_settings", *TRAJECTORY),
+    "algorithms/forward": (*FORWARD, "algorithm_settings"),
+    "algorithms/grpo": ("grpo", "gradients", *TRAJECTORY),
+    "algorithms/grpo_guard": TRAJECTORY,
+    "algorithms/dppo": TRAJECTORY,
+    "algorithms/mix": (*TRAJECTORY, "algorithm_settings"),
+    "algorithms/nft": FORWARD,
+    "algorithms/awm": FORWARD,
+    "algorithms/dgpo": (*PREFERENCE, "forward_methods"),
+    "algorithms/dpo": PREFERENCE,
+    "algorithms/sft": PREFERENCE,
+    "algorithms/rwr": PREFERENCE,
+    "sampling/data": ("data",),
+    "sampling/rollout": ("rollout", "dpm2"),
+    "training/metrics": ("metrics",),
+    "training/plan": ("plan",),
+    "training/snapshot": ("snapshot", "reference"),
+    "run/checkpoint": ("checkpoint",),
+    "run/disk": ("power_cut", "checkpoint"),
+    "vlm/losses": ("answers_losses",),
+    "vlm/credit": ("answers_credit", "answers_loop"),
 }
 # torch does not survive a fork once it has started its threads, so a process that has only
 # imported it forks the others. Most of the time of a short run is pytest's collecting garbage, to
@@ -121,7 +140,7 @@ def survivors(name: str) -> tuple[int, list[Mutant]]:
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     source = folder / "flow_grpo" / f"{name}.py"
     source.write_text(without_decorators(source.read_text("utf-8")), "utf-8")
-    tests = [f"tests/test_{source.stem}.py", *TESTS[name]]
+    tests = [f"tests/test_{test}.py" for test in TESTS[name]]
     settings = SETTINGS.format(name=name, tests=json.dumps(tests))
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     (folder / "pyproject.toml").write_text(project + settings, "utf-8")

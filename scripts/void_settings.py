@@ -72,7 +72,7 @@ OWN_BASE: dict[str, Fields] = {
     "grpo_guard": {"clip_range": 0.1},
     "dppo": {"delta": 0.1},
     "mix": {"clip_range": 0.1, "window_size": 2, "every": 1},
-    "dgpo": {"times": 2},
+    "dgpo": {"times": 2, "old_after": 0},
     "dpo": {"times": 2},
     "sft": {"times": 2},
     "rwr": {"times": 2},
@@ -130,6 +130,11 @@ OWN_TRIED: dict[str, list[Any]] = {
     "old_rate": [0.2],
     "old_start": [1],
     "old_most": [0.0],
+    "old_after": [200],
+    "skip_first": [1],
+    "skip_last": [1],
+    "train_guidance": [1.0],
+    "kl_guidance": [3.0],
     "window_size": [1],
     "shift": [2],
     "every": [2],
@@ -181,6 +186,12 @@ RIGHT = [
     ("*.clip_range_low=*", "mix.ratio=trajectory", "no ratio falls below 1 in these runs"),
     ("dgpo.clip_range=*", "use_lora=False", "weights move so far that either range is left"),
     ("*.old_*", "*.old_start=1", "two epochs are no more than its start"),
+    ("dgpo.old_*", "dgpo.old_after=200", "two epochs end before they sample, and no clip is met"),
+    *(
+        ("dgpo.old_*", beside, "after one update the old weights are a copy of the others")
+        for beside in ("sample.train_batch_size=4", "train.gradient_accumulation_steps=2")
+    ),
+    ("d*po.skip_first=1", "d*po.skip_last=1", "by chance the same noise levels in both epochs"),
     ("*.adv_clip_max=*", "train.advantage=*", "advantages that are not divided are below it here"),
     ("train.max_grad_norm=*", "train.advantage=*", "gradients are below it here"),
     ("dpo.beta=*", "use_lora=False", "margins of hundreds, and gradients cut to one norm"),
@@ -191,6 +202,7 @@ RIGHT = [
     ("*.sde_window_per=batch", "*.sde_window_size=1", "by chance the same windows in both epochs"),
     ("sample.solver=dpm2", "None", "four steps have too few in a row without noise"),
     ("sample.solver=dpm2", "train.timestep*", "four steps have too few in a row without noise"),
+    ("*.train_guidance=1.0", "sample.guidance_scale=1.0", "it is that of the rollout"),
     ("dpo.kl_type=*", "None", "a KL that has no weight is logged all the same"),
     ("sample.*", "dpo.kl_type=*", "a KL that has no weight is logged all the same"),
 ]
@@ -290,7 +302,7 @@ def _flat(parameters: Any) -> np.ndarray:
 
 @dataclass
 class Counts:
-    """Of one algorithm: runs of one setting and of two, those refused, and what was found."""
+    """Runs of one setting and of two that an algorithm had, those refused, and what was found."""
 
     singles: int = 0
     pairs: int = 0

@@ -20,6 +20,15 @@ class Example:
     side: float | None = setting(None, "Where set.", above=0)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_help_of_a_field_stands_by_itself(name):
+    for each in fields(ALGORITHMS[name].Settings):
+        reason = each.metadata["reason"]
+        assert not reason.startswith(("Of ", "Where set, that ", "As above")), each.name
+        assert reason[0].isupper() or reason[0].isdigit(), each.name
+        assert reason.endswith("."), each.name
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

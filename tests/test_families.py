@@ -290,6 +290,15 @@ def test_sizes_the_family_cannot_draw_are_refused_before(family, folder, refusal
             *("flux", {"guidance_embeds": False}, {}, {}),
             "sample.guidance_scale=3.5: this FLUX.1 (schnell) was trained without guidance; set",
         ),
+        *(
+            (
+                *("flux", {"guidance_embeds": False}, {}),
+                {"algorithm": "nft", "nft.times": 2, "sample.guidance_scale": 1.0, field: 2.0},
+                f"{field}=2.0: this FLUX.1 (schnell) was trained without guidance; set "
+                f"--config.{field}=1",
+            )
+            for field in ("sample.eval_guidance_scale", "nft.train_guidance", "nft.kl_guidance")
+        ),
         (
             *("qwen_image", {}, {}, {"sample.eval_num_steps": 1}),
             "1 step is too few: this model's scheduler stretches the noise levels between",
@@ -299,7 +308,7 @@ def test_sizes_the_family_cannot_draw_are_refused_before(family, folder, refusal
             "this Wan has boundary_ratio=0.875: it is Wan 2.2, and only Wan 2.1 can be trained",
         ),
     ],
-    ids=["another kind", "schnell", "one step", "wan 2.2"],
+    ids=["another kind", "schnell", "its evaluation", "trained", "KL", "one step", "wan 2.2"],
 )
 def test_a_model_that_does_not_fit_is_refused_before(
     tmp_path, refusal, name, settings, index, fields, message

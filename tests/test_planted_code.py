@@ -102,7 +102,7 @@ def test_a_pipeline_with_a_part_of_its_own_is_refused_before_any_is_loaded(
     tiny_sd3, tmp_path, trace, planted
 ):
     folder = plant_part(shutil.copytree(tiny_sd3, tmp_path / "model"), trace, *planted)
-    for load in (load_adapter, lambda model: check_model(model, Size(64, 64), 1.0, 2)):
+    for load in (load_adapter, lambda model: check_model(model, Size(64, 64), {}, 2)):
         message = refusal(load, str(folder))
         assert planted[-1] in message
         assert message.startswith(str(folder))

@@ -9,10 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutants
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from runner import ROOT
+
+from flow_grpo.algorithms import ALGORITHMS
 
 DOCKERFILES = ["Dockerfile", "reward_server/Dockerfile"]
 PAGES = sorted(
@@ -81,6 +84,15 @@ def test_the_index_has_every_page():
     index = (ROOT / "docs/README.md").read_text("utf-8")
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+def test_files_with_mutants_and_their_tests_exist():
+    for name, tests in mutants.TESTS.items():
+        paths = [f"flow_grpo/{name}.py", *(f"tests/test_{test}.py" for test in tests)]
+        assert tests
+        assert [path for path in paths if not (ROOT / path).is_file()] == []
+    algorithms = {f"algorithms/{name}" for name in ALGORITHMS}
+    assert algorithms <= set(mutants.TESTS)
 
 
 def test_what_is_installed_is_what_is_required():

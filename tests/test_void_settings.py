@@ -1,6 +1,7 @@
 """Settings that others make void are refused in one line, and the script that looks for them."""
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from flow_grpo.run.void import check_gradient
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import void_settings
-from void_settings import NOT_TRIED, TRIED, Setting, Trials, try_all
+from void_settings import NOT_TRIED, OWN_BASE, TRIED, Setting, Trials, settings_of, try_all
 
 FORWARD = ["nft", "awm", "dgpo", "dpo", "sft", "rwr"]
 OWN_CREDIT = ["mix", "dpo", "sft", "rwr"]
@@ -97,6 +98,10 @@ def test_what_is_about_noise_has_no_effect_without_it(name, changed, told):
             "'flow_grpo'",
         ),
         (
+            {"algorithm": "nft", "nft__kl_beta": 0.0, "nft__kl_guidance": 4.5},
+            "nft.kl_guidance=4.5 has no effect with no KL: its weight is 0; leave it at None",
+        ),
+        (
             {
                 "algorithm": "mix",
                 "mix__clip_range": 0.1,
@@ -110,6 +115,10 @@ def test_what_is_about_noise_has_no_effect_without_it(name, changed, told):
             {"algorithm": "nft", "nft__old_most": 0.0, "nft__old_rate": 0.2, "nft__old_start": 3},
             "nft.old_rate=0.2, nft.old_start=3 have no effect with nft.old_most=0.0; leave them at "
             "0.001, 0",
+        ),
+        (
+            {"algorithm": "dgpo", "dgpo__old_most": 0.0, "dgpo__old_after": 0},
+            "dgpo.old_after=0 has no effect with dgpo.old_most=0.0; leave it at 200",
         ),
         (
             {"algorithm": "awm", "awm__old_most": 0.5, "awm__old_rate": 0.0},
@@ -138,9 +147,11 @@ def test_credit_of_its_own_is_divided_by_no_deviation_of_the_batch(name):
         {"sample__sde_window_size": 2, "sample__sde_window_range": (1, 4)},
         {"sample__sde_window_size": 2, "sample__solver": "dpm2"},
         {"train__timestep_fraction": 0.5, "sample__solver": "dpm2"},
+        {"train__advantage": "remax", "sample__solver": "dpm2"},  # baselines have no noise
         {"algorithm": "nft", "sample__solver": "dpm2"},
         {"algorithm": "nft", "nft__kl_type": "gaussian", "sample__noise_level": 0.5},
         {"algorithm": "dpo", "dpo__kl_type": "gaussian"},  # it is logged
+        {"algorithm": "dgpo", "dgpo__kl_beta": 0.0, "dgpo__kl_guidance": 4.5},  # in its weights
         {"algorithm": "mix", "sample__solver": "dpm2"},
         {"train__advantage": "pairwise", "sample__global_std": False},
         {"train__clip_range": 0.1, "train__clip_range_low": 0.1},
@@ -170,6 +181,16 @@ def test_half_a_gradient_needs_guidance_in_two_passes(model, scale, guided):
         check_gradient(config, model)
 
 
+def test_half_a_gradient_needs_guidance_of_what_is_trained():
+    config = get_config()
+    config.algorithm, config.train.guidance_gradient = "dgpo", "conditional"
+    config.sample.guidance_scale, config.dgpo.train_guidance = 4.5, 1.0
+    with pytest.raises(UserError, match=r"with dgpo.train_guidance=1.0, where this"):
+        check_gradient(config, SD3Adapter)
+    config.sample.guidance_scale, config.dgpo.train_guidance = 1.0, 4.5
+    check_gradient(config, SD3Adapter)
+
+
 def test_every_field_is_tried_or_has_a_reason_why_not():
     known = {name for name, _ in dotted(get_config().to_dict())}
     own = {name for name in known if name.partition(".")[0] in ALGORITHMS}
@@ -179,6 +200,16 @@ def test_every_field_is_tried_or_has_a_reason_why_not():
     assert not left_out & set(TRIED)
     assert left_out | set(TRIED) == fields | sections
     assert {name.partition(".")[0] for name in own} == set(METHODS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_setting_of_a_method_is_tried_with_a_value_other_than_the_base(name):
+    base = {f.name: f.default for f in fields(ALGORITHMS[name].Settings)} | OWN_BASE.get(name, {})
+    tried = [s for s in settings_of(name) if s.name.startswith(f"{name}.")]
+    assert {s.name.removeprefix(f"{name}.") for s in tried} == set(base)
+    for setting in tried:
+        assert setting.value is not None
+        assert setting.value != base[setting.name.removeprefix(f"{name}.")], setting
 
 
 def test_the_script_finds_what_is_void_alone_and_beside_another(tmp_path, monkeypatch):

@@ -21,7 +21,10 @@ TINY = 1e-10
 @dataclass(frozen=True)
 class AwmSettings(ForwardSettings):
     power: float = setting(
-        0.25, "Of the error: below 1, samples that are far off count less.", above=0, at_most=1
+        0.25,
+        "Exponent of the error: below 1, samples that are far off count less.",
+        above=0,
+        at_most=1,
     )
     adv_clip_max: float = setting(
         5.0, "Advantages beyond +-this are cut: one success in 1,152 samples has 32.", above=0

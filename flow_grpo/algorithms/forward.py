@@ -25,10 +25,13 @@ class ForwardSettings:
         6, "Noise levels trained per sample, spread evenly over those of the rollout.", at_least=1
     )
     skip_first: int = setting(
-        0, "Of the rollout's noise levels, how many of the noisiest are never trained.", at_least=0
+        0, "How many of the noisiest levels of the rollout are never trained.", at_least=0
     )
     skip_last: int = setting(
-        0, "How many of the cleanest are not, where errors say little of the picture.", at_least=0
+        0,
+        "How many of the cleanest levels of the rollout are never trained: errors there say little "
+        "of the picture.",
+        at_least=0,
     )
     train_guidance: float | None = setting(
         None,
@@ -37,7 +40,10 @@ class ForwardSettings:
         at_least=0,
     )
     kl_guidance: float | None = setting(
-        None, "Where set, that of the reference, in place of what is trained.", at_least=0
+        None,
+        "Where set, the guidance of the reference, in place of that of the velocity that is "
+        "trained: then the KL, and the margins of dpo, are not 0 at the start.",
+        at_least=0,
     )
     kl_beta: float = setting(
         0.0,
@@ -53,8 +59,8 @@ class ForwardSettings:
     )
     kl_target: float = setting(
         0.0,
-        "Where set, and once the KL was as large: its weight is doubled or halved after an epoch "
-        "in which the KL was more than 1.5 times this, or less than 1/1.5 of it.",
+        "Where set, and once the KL has reached this value: its weight is doubled or halved after "
+        "an epoch in which the KL was more than 1.5 times this value, or less than 1/1.5 of it.",
         at_least=0,
     )
 

@@ -16,7 +16,9 @@ from flow_grpo.losses import mean_square
 @dataclass(frozen=True)
 class RwrSettings(ForwardSettings):
     temperature: float = setting(
-        0.1, "Of the softmax, in units of the reward: lower takes the best alone.", above=0
+        0.1,
+        "Temperature of the softmax, in units of the reward: lower takes the best alone.",
+        above=0,
     )
 
 

@@ -37,8 +37,8 @@ class TrajectorySettings:
     )
     kl_target: float = setting(
         0.0,
-        "Where set, and once the KL was as large: its weight is doubled or halved after an epoch "
-        "in which the KL was more than 1.5 times this, or less than 1/1.5 of it.",
+        "Where set, and once the KL has reached this value: its weight is doubled or halved after "
+        "an epoch in which the KL was more than 1.5 times this value, or less than 1/1.5 of it.",
         at_least=0,
     )
     adv_clip_max: float = setting(

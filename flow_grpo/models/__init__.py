@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
@@ -86,8 +87,8 @@ def load_adapter(
     )
 
 
-def check_model(model: str, size: Size, guidance_scale: float, fewest_steps: int) -> None:
-    """Refuse what this model cannot do, by its configs alone."""
+def check_model(model: str, size: Size, guidance: Mapping[str, float], fewest_steps: int) -> None:
+    """Refuse what this model cannot do, by its configs alone; `guidance` has scales by field."""
     adapter = find_adapter(model)
     parts = {"pipeline": DiffusionPipeline.load_config(model)}
     try:
@@ -105,7 +106,7 @@ def check_model(model: str, size: Size, guidance_scale: float, fewest_steps: int
             "between the first and the last; set sample.num_steps and sample.eval_num_steps to 2 "
             "or more"
         )
-    adapter.check(parts["pipeline"], parts["transformer"], guidance_scale)
+    adapter.check(parts["pipeline"], parts["transformer"], guidance)
 
 
 def find_adapter(model: str) -> type[ModelAdapter]:

@@ -90,8 +90,8 @@ class ModelAdapter(ABC):
         """Of a model with these configs."""
 
     @classmethod
-    def check(cls, pipeline: Config, transformer: Config, guidance_scale: float) -> None:
-        """Raise a UserError for what this model cannot do."""
+    def check(cls, pipeline: Config, transformer: Config, guidance: Mapping[str, float]) -> None:
+        """Raise a UserError for what this model cannot do; `guidance` has scales by field."""
         return None
 
     @abstractmethod

@@ -1,5 +1,7 @@
 """FLUX.1: dev, which has its guidance embedded, and schnell, which has none."""
 
+from collections.abc import Mapping
+
 import torch
 from diffusers import FluxPipeline
 from torch import Tensor, nn
@@ -27,12 +29,13 @@ class FluxAdapter(ModelAdapter):
         return Grid(transformer["in_channels"] // 4, scale)
 
     @classmethod
-    def check(cls, pipeline: Config, transformer: Config, guidance_scale: float) -> None:
-        if guidance_scale > 1 and not transformer.get("guidance_embeds"):
-            raise UserError(
-                f"sample.guidance_scale={guidance_scale}: this FLUX.1 (schnell) was trained "
-                "without guidance; set --config.sample.guidance_scale=1"
-            )
+    def check(cls, pipeline: Config, transformer: Config, guidance: Mapping[str, float]) -> None:
+        for name, scale in guidance.items():
+            if scale > 1 and not transformer.get("guidance_embeds"):
+                raise UserError(
+                    f"{name}={scale}: this FLUX.1 (schnell) was trained without guidance; "
+                    f"set --config.{name}=1"
+                )
 
     @classmethod
     def is_guided(cls, scale: float) -> bool:

@@ -1,5 +1,7 @@
 """Wan 2.1, text to video; a picture is a video of one frame."""
 
+from collections.abc import Mapping
+
 from diffusers import WanPipeline
 from torch import Tensor, nn
 
@@ -31,7 +33,7 @@ class WanAdapter(ModelAdapter):
         )
 
     @classmethod
-    def check(cls, pipeline: Config, transformer: Config, guidance_scale: float) -> None:
+    def check(cls, pipeline: Config, transformer: Config, guidance: Mapping[str, float]) -> None:
         for name in ("boundary_ratio", "expand_timesteps"):
             if pipeline.get(name):
                 raise UserError(

@@ -29,6 +29,7 @@ from flow_grpo.run.restore import load_progress
 from flow_grpo.run.resume import Start, find_start, prepare_folder
 from flow_grpo.run.scoring import build_both_rewards
 from flow_grpo.run.stopping import StopSignals
+from flow_grpo.run.tracking import dotted
 from flow_grpo.run.void import check_gradient, check_void
 from flow_grpo.sampling.data import Prompt
 from flow_grpo.sampling.rollout import Dynamics
@@ -239,8 +240,10 @@ def _build_session(
 def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
     model = download_revision(config.pretrained.model, config.pretrained.revision)
     fewest_steps = min(config.sample.num_steps, config.sample.eval_num_steps)
-    for guidance_scale in (config.sample.guidance_scale, eval_guidance(config)):
-        check_model(model, image_size(config), guidance_scale, fewest_steps)
+    own = (f"{config.algorithm}.{name}" for name in ("train_guidance", "kl_guidance"))
+    names = ("sample.guidance_scale", "sample.eval_guidance_scale", *own)
+    guidance = {n: v for n, v in dotted(config.to_dict()) if n in names and v is not None}
+    check_model(model, image_size(config), guidance, fewest_steps)
     check_gradient(config, find_adapter(model))
     return load_adapter(
         model,

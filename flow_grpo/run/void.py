@@ -35,11 +35,14 @@ def check_void(config: ConfigDict, algorithm: Algorithm) -> None:
 
 
 def check_gradient(config: ConfigDict, model: type[ModelAdapter]) -> None:
-    sample, gradient = config.sample, config.train.guidance_gradient
-    if gradient != "both" and not model.is_guided(sample.guidance_scale):
+    gradient = config.train.guidance_gradient
+    name, scale = "sample.guidance_scale", config.sample.guidance_scale
+    if (trained := config[config.algorithm].get("train_guidance")) is not None:
+        name, scale = f"{config.algorithm}.train_guidance", trained
+    if gradient != "both" and not model.is_guided(scale):
         raise UserError(
-            f"train.guidance_gradient={gradient!r} has no effect with sample.guidance_scale="
-            f"{sample.guidance_scale}, where this model has one pass; leave it at 'both'"
+            f"train.guidance_gradient={gradient!r} has no effect with {name}={scale}, where this "
+            "model has one pass; leave it at 'both'"
         )
 
 
@@ -57,20 +60,21 @@ def _void(config: ConfigDict, algorithm: Algorithm) -> Iterator[tuple[tuple[str,
         yield ("train.timestep_fraction",), f"sample.sde_window_size={sample.sde_window_size}"
     else:
         yield WINDOW, "sample.sde_window_size=0"
-    if len(noisy) == sample.num_steps - 1:
+    if len(noisy) == sample.num_steps - 1 and config.train.advantage != "remax":
         yield ("sample.solver",), "noise on all steps but the last"
     if algorithm.own_credit:
         yield ("sample.global_std",), f"{method}, which gives credit in a way of its own"
     elif config.train.advantage not in ("grpo", "pairwise"):
         yield ("sample.global_std",), f"train.advantage={config.train.advantage!r}"
     if not algorithm.needs_reference:
-        yield (f"{name}.kl_type",), "no KL: its weight is 0"
+        yield (f"{name}.kl_type", f"{name}.kl_guidance"), "no KL: its weight is 0"
     sides = [f"{name}.clip_range_{side}" for side in ("low", "high")]
     if all(getattr(own, side.rpartition(".")[2], None) is not None for side in sides):
         yield (f"{name}.clip_range",), f"both {sides[0]} and {sides[1]}"
-    averaged = [n for n in ("old_most", "old_rate", "old_start") if hasattr(own, n)]
+    names = ("old_most", "old_rate", "old_start", "old_after")
+    averaged = [n for n in names if hasattr(own, n)]
     if zero := [n for n in averaged[:2] if getattr(own, n) == 0]:
-        others = tuple(f"{name}.{n}" for n in averaged if getattr(own, n))
+        others = tuple(f"{name}.{n}" for n in averaged if getattr(own, n) or n == "old_after")
         yield others, f"{name}.{zero[0]}=0.0"
     if config.height and config.width and config.resolution:  # 0 says that there is none
         yield ("resolution",), f"height={config.height} and width={config.width}"
