@@ -11,6 +11,7 @@ from flow_grpo.models.sd3 import SD3Adapter
 from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.sampling.rollout import Dynamics, initial_noise
 from flow_grpo.training.policy import Policy
+from flow_grpo.training.snapshot import Snapshot
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,7 @@ def test_the_gradient_of_loss_and_kl_equals_finite_differences(kind, kl, guidanc
     adapter = SD3Adapter(pipeline, dtype=torch.float64, max_sequence_length=4)
     dynamics = Dynamics(adapter.schedule(4, 16, 24), kind, 0.7, guidance)
     policy = Policy(adapter, dynamics, rank=2, alpha=4)
+    policy.reference = Snapshot(policy.trained(), "reference")
     generator = torch.Generator().manual_seed(0)
     move(policy, generator, 0.2)  # away from LoRA's zero start, where the KL has no gradient
     seeds = [torch.Generator().manual_seed(s) for s in range(3)]

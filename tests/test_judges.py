@@ -137,8 +137,9 @@ def test_a_reward_server_refuses_a_judge(capsys):
         "error: reward 'judge' compares the pictures of a group, which a reward server gets in "
         "parts; leave it to the trainer\n"
     )
-    isolated = build("judge", custom={"judge": "judges:Brighter"})(None)
-    assert f"error: {isolated.reason}\n" == told
+    with pytest.raises(UserError) as isolated:
+        build("judge", custom={"judge": "judges:Brighter"})
+    assert f"error: {isolated.value}\n" == told
 
 
 def test_a_judge_of_ones_own_is_called_with_whole_groups(make_session):

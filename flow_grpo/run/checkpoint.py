@@ -1,8 +1,10 @@
 """Checkpoints that are whole or not there, which of them stay, and which one to go on from."""
 
+import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 import stat
 from collections.abc import Callable
@@ -25,6 +27,7 @@ STATE = "state"  # what only a resumed run needs
 MANIFEST = "files.json"  # every other file of a checkpoint, its size and its SHA-256
 PROGRESS = f"{STATE}/progress.json"
 LATEST, BEST = "latest", "best"
+FULL = 2**20  # bytes: with fewer left, a disk is full
 
 
 @dataclass
@@ -71,11 +74,11 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         (partial / STATE).mkdir(parents=True)
     accelerator.wait_for_everyone()
-    problem = _attempt(lambda: write(partial))
+    problem = _attempt(lambda: write(partial), root)
     # another process may have found the disk full
     problem = next(filter(None, gather_object([problem])), None)
     if main and problem is None:
-        problem = _attempt(lambda: _finish(partial, final, best))
+        problem = _attempt(lambda: _finish(partial, final, best), root)
     problem = gather_object([problem])[0]
     if problem is not None:
         left = ""
@@ -210,13 +213,17 @@ def damage_of_weights(weights: Path) -> str | None:
         return f"{error.filename}: {error.strerror}"
 
 
-def _attempt(call: Callable[[], None]) -> str | None:
-    """Why `call` failed, None if it did not. Libraries wrap a full disk in errors of their own."""
+def _attempt(call: Callable[[], None], root: Path) -> str | None:
+    """Why `call` failed, None if it did not. Libraries have errors of their own for a full disk."""
     try:
         call()
     except Exception as error:
         log.debug("saving failed", exc_info=True)
-        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        full = os.strerror(errno.ENOSPC)
+        if full not in reason and shutil.disk_usage(root).free < FULL:
+            return f"{full} ({reason})"
+        return reason
     return None
 
 

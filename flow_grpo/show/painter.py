@@ -73,7 +73,7 @@ class Painter:
         if wish.weights is not None:
             candidates.append(self._candidate(wish.weights))
         model = self.adapter
-        model.check(model.pipeline.config, model.transformer.config, wish.guidance)
+        model.check(model.pipeline.config, model.transformer.config, {"guidance": wish.guidance})
         # one of the test prompts brings what rewards have to know of it
         prompt = self.prompts.get(wish.prompt, Prompt(wish.prompt))
         with self._turn, advice_when_short(["fewer --config.frames", "a smaller picture"]):
