@@ -92,7 +92,7 @@ def test_a_reference_may_have_guidance_where_nothing_else_has(make_session):
     assert sizes == [2] * 6  # three steps of two batches
     sizes.clear()
     metrics = train_epoch(session, 0, samples, np.array([1.0, -1.0, 1.0, -1.0]))
-    # At both times of each of two updates: the guided reference, the current weights and the loss. In
+    # At both times of each of two updates: the guided reference, the current weights, the loss. In
     # the second update the old weights are others.
     assert sorted(sizes) == sorted(2 * 2 * [4, 2, 2] + 2 * [2])
     assert metrics["train/kl"] > 0
