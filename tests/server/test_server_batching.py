@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +48,42 @@ def held(server: Server, tmp_path: Path) -> Held:
     return Held(server, tmp_path)
 
 
-def test_requests_that_wait_together_are_one_call(held: Held) -> None:
-    small, large = held.send("a"), held.send("bb", "ccc", "dddd")
-    held.wait_for(5)
-    held.release()
-    assert small.result().json()["scores"] == [1.0]
-    assert large.result().json()["scores"] == [2.0, 3.0, 4.0]
-    calls = small.result().json()["extras"], large.result().json()["extras"]
-    assert calls == ({"images_in_call": [4.0]}, {"images_in_call": [4.0] * 3})
-
-
 def test_requests_sent_together_are_one_call(start: Callable[..., Server]) -> None:
-    server = start("obey", "--max-wait-ms", "2000", "--max-batch", "8")
+    server = start("obey", "--max-wait-ms", "60000", "--max-batch", "8")
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda _: server.score(body("obey", "x")).json(), range(8)))
     assert [answer["extras"]["images_in_call"] for answer in answers] == [[8.0]] * 8
+
+
+def test_requests_that_wait_together_are_one_call() -> None:
+    sizes, busy, go = [], threading.Event(), threading.Event()
+
+    def scorer(images: list, prompts: list, metadata: list) -> list[float]:
+        sizes.append(len(images))
+        busy.set()
+        assert go.wait(60)
+        return [float(len(prompt)) for prompt in prompts]
+
+    batcher = Batcher("held", scorer, max_batch=4, max_wait=0.0, metrics=Metrics())
+    image = Image.new("RGB", (1, 1))
+    first = batcher.submit([image], ["first"], [{}])
+    assert busy.wait(10)
+    small = batcher.submit([image], ["a"], [{}])
+    large = batcher.submit([image] * 3, ["bb", "ccc", "dddd"], [{}] * 3)
+    go.set()
+    scores = [part.result(timeout=10).values for parts in (first, small, large) for part in parts]
+    assert scores == [[5.0], [1.0], [2.0, 3.0, 4.0]]
+    assert sizes == [1, 4]
+    batcher.close()
+
+
+def test_a_call_waits_for_others_no_longer_than_it_may() -> None:
+    batcher = Batcher("one", lambda *_: [1.0], max_batch=8, max_wait=0.3, metrics=Metrics())
     alone = time.monotonic()
-    assert server.score(body("obey", "x")).json()["extras"] == {"images_in_call": [1.0]}
-    assert time.monotonic() - alone >= 2.0  # no one came
+    [future] = batcher.submit([Image.new("RGB", (1, 1))], [""], [{}])
+    assert future.result(timeout=10).values == [1.0]
+    assert time.monotonic() - alone >= 0.3  # no one came
+    batcher.close()
 
 
 def test_a_request_larger_than_a_call_is_cut_and_joined(server: Server) -> None:
@@ -113,9 +131,10 @@ def test_pixels_fill_the_queue_as_well(held: Held) -> None:
     too_large = held.server.score(body("obey", "a", "b", image=large))
     assert too_large.status_code == 413
     assert too_large.json()["error"]["code"] == "too_many_pixels"
-    waiting = held.send("abc", image=large)
-    held.wait_for(2)
-    response = held.server.score(body("obey", "a", image=large))
+    both = {held.send("abc", image=large) for _ in range(2)}
+    # whichever is decoded first has the room
+    [away], [waiting] = wait(both, timeout=60, return_when=FIRST_COMPLETED)
+    response = away.result()
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "queue_full"
     assert int(response.headers["Retry-After"]) >= 1
