@@ -24,7 +24,7 @@ SHARED = ("scripts", "config", "dataset", "assets")
 
 
 class BuildWithShared(build_py):
-    """Puts what the command `flow-grpo` needs into the wheel: flow_grpo/run/places.py finds it."""
+    """Puts what `flow-grpo` needs into the wheel: flow_grpo/config/places.py finds it."""
 
     def run(self) -> None:
         super().run()
@@ -44,11 +44,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
     package_data={
-        "flow_grpo.report": ["page.html", "page.css", "scripts/*.js"],
+        "flow_grpo.show": ["page.html", "page.css", "scripts/*.js"],
         "reward_server": ["openapi.json"],
     },
     cmdclass={"build_py": BuildWithShared},
-    entry_points={"console_scripts": ["flow-grpo = flow_grpo.run.command:main"]},
+    entry_points={"console_scripts": ["flow-grpo = flow_grpo.config.command:main"]},
     install_requires=[
         "absl-py>=2.5",
         "accelerate>=1.15",

@@ -21,13 +21,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from flow_grpo import disk
+from flow_grpo.config import command_line
+from flow_grpo.config.places import ROOT, find_files
+from flow_grpo.draw import presets
+from flow_grpo.draw.compare import evaluate_all
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json
-from flow_grpo.rewards.given import path_of
-from flow_grpo.run import cli, disk, presets
-from flow_grpo.run.evaluating import evaluate_all
-from flow_grpo.run.places import ROOT, find_files
-from flow_grpo.run.reading import read_metrics
+from flow_grpo.rewards.scorers.given import path_of
+from flow_grpo.show.reading import read_metrics
 
 Reward = str | Callable
 Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
@@ -60,7 +62,7 @@ class Trainer:
 
     def train(self) -> Run:
         """What scripts/train.py does with this config."""
-        cli.set_up_logging()
+        command_line.set_up_logging()
         session = _script("train").main(ConfigDict(self.config))
         checkpoint = (session.folder / "checkpoints/latest").resolve()
         return Run(session.folder, checkpoint, read_metrics(session.folder))
@@ -78,7 +80,7 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """What scripts/evaluate.py does: the mean of each reward, by checkpoint. `prompts` are those to
     draw; `out` is a new folder, for tables and pictures."""
-    cli.set_up_logging()
+    command_line.set_up_logging()
     config = build_config(model, rewards, prompts, prompts, preset, fields)
     one = isinstance(checkpoints, str | Path)
     names = [str(c) for c in ([checkpoints] if one else checkpoints)]
@@ -96,7 +98,7 @@ def build_config(
 ) -> ConfigDict:
     config = presets.get_config(preset)
     for name, value in fields.items():
-        cli.check_name(name, config)
+        command_line.check_name(name, config)
         try:
             config.update_from_flattened_dict({name: value})
         except (TypeError, ValueError) as error:

@@ -10,9 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from flow_grpo.rewards.calling.guard import BatchScores
 from flow_grpo.rewards.failure import Failed, NotAsked
 from flow_grpo.rewards.frames import CLIP, frame_rule
-from flow_grpo.rewards.guard import BatchScores
 from reward_server import errors, schemas
 from reward_server.gate import GONE, CountRequests, LimitBody, RequireToken
 from reward_server.limits import Limits

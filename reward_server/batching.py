@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flow_grpo.rewards import Scorer
+from flow_grpo.rewards.calling.guard import BatchScores, is_mistake, score
+from flow_grpo.rewards.calling.pool import CannotStart
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.frames import Sample
-from flow_grpo.rewards.guard import BatchScores, is_mistake, score
-from flow_grpo.rewards.pool import CannotStart
 from reward_server.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from typing import Any
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import Scorer, build_scorers
+from flow_grpo.rewards.calling.guard import BatchScores, is_mistake, score
+from flow_grpo.rewards.calling.pool import CannotStart, TimedOut, WorkerPool
+from flow_grpo.rewards.calling.threads import in_background
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.frames import Sample, frame_rule
-from flow_grpo.rewards.guard import BatchScores, is_mistake, score
-from flow_grpo.rewards.pool import CannotStart, TimedOut, WorkerPool
-from flow_grpo.rewards.threads import in_background
 from reward_server.batching import ScorerFailed
 
 log = logging.getLogger(__name__)

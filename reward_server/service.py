@@ -12,10 +12,10 @@ from PIL import Image
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import Scorer
+from flow_grpo.rewards.calling.guard import BatchScores, joined, score
+from flow_grpo.rewards.calling.threads import in_background
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.frames import Sample
-from flow_grpo.rewards.guard import BatchScores, joined, score
-from flow_grpo.rewards.threads import in_background
 from reward_server.batching import Batcher, ScorerFailed
 from reward_server.errors import ApiError, Busy, shown
 from reward_server.isolated import SCORING_BYTES, IsolatedScorer

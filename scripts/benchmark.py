@@ -24,21 +24,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import measuring as bench
 import numpy as np
 import torch
 from absl import flags
 from accelerate import Accelerator
 from ml_collections import ConfigDict
 from train import SampledBatch, collect_rewards, sample_ahead, sample_behind, train_epoch
+from untrained.full import FULL, build
 
-from flow_grpo.errors import UserError, nearest
-from flow_grpo.models import ADAPTERS, ModelAdapter, find_adapter
-from flow_grpo.models.full import FULL, build
-from flow_grpo.run import benchmarking as bench
-from flow_grpo.run import cli, tracking
-from flow_grpo.run.gpu import lighter_training
-from flow_grpo.run.memory import advice_when_short
-from flow_grpo.run.session import (
+from flow_grpo.config import command_line
+from flow_grpo.draw.gpu import lighter_training
+from flow_grpo.draw.models import ADAPTERS, ModelAdapter, find_adapter
+from flow_grpo.draw.session import (
     DTYPES,
     Session,
     build_adapter,
@@ -46,6 +44,9 @@ from flow_grpo.run.session import (
     build_session,
     image_size,
 )
+from flow_grpo.errors import UserError, nearest
+from flow_grpo.run import tracking
+from flow_grpo.run.accelerator import advice_when_short
 
 MODEL = flags.DEFINE_string(
     "model",
@@ -80,7 +81,7 @@ def main(config: ConfigDict) -> Session:
         check_line_file(Path(OUT.value))
     if AGAINST.value:
         check_clone(Path(AGAINST.value), config)
-    config.custom_rewards = ConfigDict({"timed": "flow_grpo.run.benchmarking:TimedReward"})
+    config.custom_rewards = ConfigDict({"timed": "measuring:TimedReward"})
     config.reward_fn = config.eval_reward_fn = ConfigDict({"timed": 1.0})
     config.reward_options = ConfigDict({"timed": {"seconds": REWARD.value}})
     with tempfile.TemporaryDirectory() as logdir:
@@ -285,4 +286,4 @@ def settings(session: Session) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cli.run(main, default=str(Path(__file__).parents[1] / "config/grpo.py:benchmark_sd3"))
+    command_line.run(main, default=str(Path(__file__).parents[1] / "config/grpo.py:benchmark_sd3"))

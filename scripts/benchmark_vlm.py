@@ -10,15 +10,15 @@ import json
 import time
 
 import torch
+from untrained.answering import SHAPES, build
 
-from flow_grpo.run.arguments import Parser
-from flow_grpo.sampling.rollout import sample_generators
-from flow_grpo.vlm.batches import Answer, micro_batches, packed
-from flow_grpo.vlm.losses import Counts, policy_loss, token_weights
-from flow_grpo.vlm.policy import AnswerPolicy
-from flow_grpo.vlm.prompts import Prompt
-from flow_grpo.vlm.sampling import Sampled, Sampler
-from flow_grpo.vlm.shapes import SHAPES, build
+from flow_grpo.answer.batches import Answer, micro_batches, packed
+from flow_grpo.answer.losses import Counts, policy_loss, token_weights
+from flow_grpo.answer.policy import AnswerPolicy
+from flow_grpo.answer.prompts import Prompt
+from flow_grpo.answer.sampling import Sampled, Sampler
+from flow_grpo.config.arguments import Parser
+from flow_grpo.draw.rollout import sample_generators
 
 
 def main() -> None:

@@ -19,12 +19,12 @@ from argparse import BooleanOptionalAction, Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
+from flow_grpo.config import command_line
+from flow_grpo.config.arguments import Parser
+from flow_grpo.demo.painter import Painter
+from flow_grpo.draw.saved import config_of_file, config_of_run
 from flow_grpo.errors import UserError
-from flow_grpo.run import cli
-from flow_grpo.run.arguments import Parser
-from flow_grpo.run.saved import config_of_file, config_of_run
-from flow_grpo.show.hosts import is_local
-from flow_grpo.show.painter import Painter
+from flow_grpo.show.serving import is_local
 
 LOCAL = "127.0.0.1"
 PORT = 7860
@@ -44,8 +44,8 @@ def main() -> None:
     args, options = parser.parse_with_fields()
     if (args.run is None) == (args.config is None):
         parser.error("name a run (logs/RUN) or a --config, and not both")
-    cli.set_up_logging()
-    cli.call_and_exit(lambda: show(args, options), debug=args.debug)
+    command_line.set_up_logging()
+    command_line.call_and_exit(lambda: show(args, options), debug=args.debug)
 
 
 def show(args: Namespace, options: list[str]) -> None:
@@ -57,7 +57,7 @@ def show(args: Namespace, options: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="flow_grpo-demo-") as folder:
         # read when gradio is imported: no report of its use, and no files that stay
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder)
-        from flow_grpo.show.page import build_page, serve
+        from flow_grpo.demo.page import build_page, serve
 
         page = build_page(painter, Path(folder))
         logger.info("open %s  (Ctrl-C ends it)", serve(page, args.host, port))

@@ -16,8 +16,8 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict
 
-from flow_grpo.run import cli
-from flow_grpo.run.evaluating import evaluate_all
+from flow_grpo.config import command_line
+from flow_grpo.draw.compare import evaluate_all
 
 CHECKPOINT = flags.DEFINE_multi_string(
     "checkpoint",
@@ -39,4 +39,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    command_line.run(main)

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from diffusers.utils import logging as diffusers_logging
 
-from flow_grpo.run.arguments import Parser
-from flow_grpo.run.export import Source, export
-from flow_grpo.run.mistakes import told_plainly
-from flow_grpo.vlm import export as vlm
+from flow_grpo.answer import export as vlm
+from flow_grpo.config.arguments import Parser
+from flow_grpo.config.mistakes import told_plainly
+from flow_grpo.draw.export import Source, export
 
 
 def main() -> None:

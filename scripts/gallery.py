@@ -10,17 +10,17 @@ their scores to samples/. All else is as the run's config has it; --config.FIELD
 from argparse import Namespace
 from pathlib import Path
 
-from flow_grpo.run import cli
-from flow_grpo.run.arguments import Parser
-from flow_grpo.run.candidates import BASE
+from flow_grpo.config import command_line
+from flow_grpo.config.arguments import Parser
+from flow_grpo.config.places import find_files
+from flow_grpo.data.prompts import read_file
+from flow_grpo.demo import gallery
+from flow_grpo.demo.painter import find_checkpoints
+from flow_grpo.draw.candidates import BASE
+from flow_grpo.draw.compare import evaluate_all
+from flow_grpo.draw.prompts import build_test_prompts
+from flow_grpo.draw.saved import config_of_run
 from flow_grpo.run.checkpoint import LATEST
-from flow_grpo.run.evaluating import evaluate_all
-from flow_grpo.run.places import find_files
-from flow_grpo.run.prompts import build_test_prompts
-from flow_grpo.run.saved import config_of_run
-from flow_grpo.sampling.data import read_file
-from flow_grpo.show import gallery
-from flow_grpo.show.weights import find_checkpoints
 
 COUNT = 8
 
@@ -44,8 +44,8 @@ def main() -> None:
     args, options = parser.parse_with_fields()
     if args.count is not None and args.count < 1:
         parser.error(f"--count {args.count} must be at least 1")
-    cli.set_up_logging()
-    cli.call_and_exit(lambda: draw(args, options), debug=args.debug)
+    command_line.set_up_logging()
+    command_line.call_and_exit(lambda: draw(args, options), debug=args.debug)
 
 
 def draw(args: Namespace, options: list[str]) -> None:

@@ -7,9 +7,9 @@ python scripts/train.py --config config/grpo.py:PRESET --config.pretrained.model
 from pathlib import Path
 
 import transformers
+from untrained.small import FAMILIES, build
 
-from flow_grpo.models.small import FAMILIES, build
-from flow_grpo.run.arguments import Parser
+from flow_grpo.config.arguments import Parser
 
 
 def main() -> None:

@@ -15,14 +15,13 @@ from typing import Any
 
 from PIL import Image
 
+from flow_grpo.config.arguments import Parser
+from flow_grpo.config.mistakes import told_plainly
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json, read_text
 from flow_grpo.pictures import read_picture
-from flow_grpo.run.arguments import Parser
-from flow_grpo.run.grid import picture_grid, score_text
-from flow_grpo.run.mistakes import told_plainly
-from flow_grpo.run.naming import short_names
-from flow_grpo.run.reading import read_metrics
+from flow_grpo.show.grid import picture_grid, score_text
+from flow_grpo.show.reading import read_metrics, short_names
 
 EVALUATION = re.compile(r"eval-(\d+)")  # a folder of a run's samples
 

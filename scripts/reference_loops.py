@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import measuring as bench
 import torch
 import transformers
 from accelerate import Accelerator
@@ -23,10 +24,9 @@ from diffusers import StableDiffusion3Pipeline
 from ml_collections import ConfigDict
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from untrained.full import build
 
-from flow_grpo.models.full import build
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.run import benchmarking as bench
+from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.run import tracking
 
 

@@ -4,11 +4,11 @@
     accelerate launch scripts/train.py --config ... [--dry_run]
 
 One epoch: sample a group of images per prompt, score them, turn scores into credit for each sample,
-and update the weights. What differs between algorithms is in flow_grpo/algorithms.
+and update the weights. What differs between algorithms is in flow_grpo/draw/algorithms.
 """
 
 if __name__ == "__main__":
-    import flow_grpo.run.early  # noqa: F401  first: the others take seconds
+    import flow_grpo.config.early  # noqa: F401  first: the others take seconds
 
 import logging
 import math
@@ -19,12 +19,31 @@ import torch
 from accelerate.utils import gather_object
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms import Batch
-from flow_grpo.algorithms.base import Scored, with_gradient
+from flow_grpo.config import command_line
+from flow_grpo.data.prompts import Draw, Prompt, epoch_draws
+from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.draw import dry
+from flow_grpo.draw.algorithms import Batch
+from flow_grpo.draw.algorithms.base import Scored, with_gradient
+from flow_grpo.draw.evaluation import evaluate
+from flow_grpo.draw.gpu import lighter_evaluation, lighter_training
+from flow_grpo.draw.rollout import (
+    Denoiser,
+    Trajectory,
+    group_generators,
+    initial_noise,
+    sample_generators,
+)
+from flow_grpo.draw.session import Session, build_dynamics, build_session, image_size
 from flow_grpo.rewards import TOTAL, PendingScores
-from flow_grpo.run import cli, dry, tracking
-from flow_grpo.run.gpu import lighter_evaluation, lighter_training
-from flow_grpo.run.memory import advice_when_short
+from flow_grpo.run import tracking
+from flow_grpo.run.accelerator import advice_when_short
+from flow_grpo.run.distributed import gather_scores
+from flow_grpo.run.metrics import (
+    TrainingStats,
+    group_distance,
+    reward_metrics,
+)
 from flow_grpo.run.running import (
     carry_out,
     check_training,
@@ -32,25 +51,8 @@ from flow_grpo.run.running import (
     stop_at_outage,
     take_update,
 )
-from flow_grpo.run.session import Session, build_dynamics, build_session, image_size
 from flow_grpo.run.writing import finish_epoch, is_due, write_samples, write_training_samples
-from flow_grpo.sampling.data import Draw, Prompt, epoch_draws
-from flow_grpo.sampling.rollout import (
-    Denoiser,
-    Trajectory,
-    group_generators,
-    initial_noise,
-    sample_generators,
-)
-from flow_grpo.sampling.seeding import Stream, numpy_rng
 from flow_grpo.speed.transfer import send
-from flow_grpo.training.distributed import gather_scores
-from flow_grpo.training.evaluation import evaluate
-from flow_grpo.training.metrics import (
-    TrainingStats,
-    group_distance,
-    reward_metrics,
-)
 
 logger = logging.getLogger("flow_grpo")
 BASELINE = f"{TOTAL}/baseline"  # a name that no reward can have
@@ -339,4 +341,4 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     loop = dry.Loop(sample_behind, collect_rewards, train_epoch, run_evaluation)
-    cli.run(main, dry_run=loop.dry_run)
+    command_line.run(main, dry_run=loop.dry_run)

@@ -8,7 +8,7 @@ update the weights with a clipped policy objective on the tokens of the answers.
 """
 
 if __name__ == "__main__":
-    import flow_grpo.run.early  # noqa: F401  first: the others take seconds
+    import flow_grpo.config.early  # noqa: F401  first: the others take seconds
 
 import logging
 from collections.abc import Iterator
@@ -19,9 +19,30 @@ from accelerate.utils import gather_object
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo.algorithms.base import Loss
+from flow_grpo.answer import fields
+from flow_grpo.answer.batches import PackedBatch, micro_batches, packed
+from flow_grpo.answer.check import GAE
+from flow_grpo.answer.credit import (
+    Fixed,
+    answer_advantages,
+    penalties,
+    reweigh,
+    stacked,
+    token_advantages,
+)
+from flow_grpo.answer.dry import AnswerLoop
+from flow_grpo.answer.losses import Counts, divergence, policy_loss, token_weights, value_loss
+from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout
+from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
+from flow_grpo.answer.showing import write_answers
+from flow_grpo.config import command_line
+from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.draw.algorithms.base import Loss
+from flow_grpo.draw.rollout import sample_generators
 from flow_grpo.rewards import TOTAL
-from flow_grpo.run import cli, tracking
+from flow_grpo.run import tracking
+from flow_grpo.run.distributed import accumulated, gather_scores, in_step
+from flow_grpo.run.metrics import TrainingStats, reward_metrics
 from flow_grpo.run.running import (
     carry_out,
     check_training,
@@ -30,28 +51,6 @@ from flow_grpo.run.running import (
     take_update,
 )
 from flow_grpo.run.writing import finish_epoch, is_due
-from flow_grpo.sampling.rollout import sample_generators
-from flow_grpo.sampling.seeding import Stream, numpy_rng
-from flow_grpo.training.distributed import accumulated, gather_scores, in_step
-from flow_grpo.training.metrics import TrainingStats, reward_metrics
-from flow_grpo.vlm import fields
-from flow_grpo.vlm.batches import PackedBatch, micro_batches, packed
-from flow_grpo.vlm.check import GAE
-from flow_grpo.vlm.credit import (
-    Fixed,
-    answer_advantages,
-    penalties,
-    reweigh,
-    stacked,
-    token_advantages,
-)
-from flow_grpo.vlm.dry import AnswerLoop
-from flow_grpo.vlm.losses import Counts, divergence, policy_loss, token_weights
-from flow_grpo.vlm.rollout import LENGTH, Rollout
-from flow_grpo.vlm.scoring import PendingAnswers
-from flow_grpo.vlm.session import VlmSession, build_session, lighter_settings
-from flow_grpo.vlm.showing import write_answers
-from flow_grpo.vlm.value import value_loss
 
 logger = logging.getLogger("flow_grpo")
 
@@ -345,4 +344,4 @@ def save_training_samples(
 
 if __name__ == "__main__":
     loop = AnswerLoop(sample_epoch, prepare, give_credit, train_epoch, run_evaluation)
-    cli.run(main, of=fields, dry_run=loop.dry_run)
+    command_line.run(main, of=fields, dry_run=loop.dry_run)

@@ -27,16 +27,16 @@ import torch
 import train as loop
 from ml_collections import ConfigDict
 from tqdm import tqdm
+from untrained import small
 
-from flow_grpo.algorithms import ALGORITHMS
+from flow_grpo.draw.algorithms import ALGORITHMS
+from flow_grpo.draw.check import check_gradient
+from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.models.base import ModelAdapter
+from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.draw.session import build_session
 from flow_grpo.errors import UserError
-from flow_grpo.models import small
-from flow_grpo.models.base import ModelAdapter
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.run.fields import get_config
 from flow_grpo.run.resume import Start
-from flow_grpo.run.session import build_session
-from flow_grpo.run.void import check_gradient
 
 SAME = 1e-7  # of how far the weights moved: float64 rounds at 1e-12 of it
 PROMPTS = [f"prompt number {i}" for i in range(6)]

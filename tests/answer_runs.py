@@ -21,8 +21,8 @@ from ml_collections import ConfigDict
 from runner import ROOT, environment, torchrun
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from flow_grpo.vlm.fields import get_config
-from flow_grpo.vlm.session import VlmSession, build_session
+from flow_grpo.answer.fields import get_config
+from flow_grpo.answer.session import VlmSession, build_session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import train_vlm

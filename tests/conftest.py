@@ -5,10 +5,10 @@ import pytest
 import torch
 from runner import Runner
 from sessions import short_config
+from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.models import load_adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
-from flow_grpo.run.session import Session, build_session
+from flow_grpo.draw.models import load_adapter
+from flow_grpo.draw.session import Session, build_session
 
 torch.set_num_threads(1)  # two tests run at a time, and tensors are small
 # no time limit: a busy machine is not a mistake

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from ml_collections import ConfigDict
+from untrained import small
 
-from flow_grpo.models import ADAPTERS, ModelAdapter, small
-from flow_grpo.run.fields import get_config
-from flow_grpo.run.session import build_session
+from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.models import ADAPTERS, ModelAdapter
+from flow_grpo.draw.session import build_session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import train

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline, UniPCMultistepScheduler
 from torch import Tensor
+from untrained import small
 
-from flow_grpo.models import ModelAdapter, Size, small
-from flow_grpo.models.packing import pack
-from flow_grpo.sampling.rollout import Denoiser, Dynamics
+from flow_grpo.draw.models import ModelAdapter, Size
+from flow_grpo.draw.models.inputs import pack
+from flow_grpo.draw.rollout import Denoiser, Dynamics
 
 TOKENS = 48  # of a text, where the family counts them
 STEPS = 4

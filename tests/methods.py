@@ -8,20 +8,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.algorithms import ALGORITHMS, Algorithm, Batch, Setup
-from flow_grpo.algorithms.forward import ForwardProcess, Noised
-from flow_grpo.algorithms.trajectory import Taken
-from flow_grpo.models import Conditioning
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
-from flow_grpo.sampling.rollout import Dynamics, Trajectory, initial_noise
+from flow_grpo.draw.algorithms import ALGORITHMS, Algorithm, Batch, Setup
+from flow_grpo.draw.algorithms.forward import ForwardProcess, Noised
+from flow_grpo.draw.algorithms.trajectory import Taken
+from flow_grpo.draw.models import Conditioning
+from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.draw.policy import Policy
+from flow_grpo.draw.rollout import Dynamics, Trajectory, initial_noise
+from flow_grpo.run.snapshot import Snapshot
 from flow_grpo.sde import Step
-from flow_grpo.training.policy import Policy
-from flow_grpo.training.snapshot import Snapshot
 
 STEPS = 4
-METHODS = [n for n, a in ALGORITHMS.items() if a.__module__.startswith("flow_grpo.algorithms.")]
+METHODS = [
+    n for n, a in ALGORITHMS.items() if a.__module__.startswith("flow_grpo.draw.algorithms.")
+]
 
 
 def method(name: str, setup: dict[str, Any] | None = None, **settings: Any) -> Algorithm:

@@ -1,7 +1,7 @@
-from flow_grpo.models import ModelAdapter
-from flow_grpo.sampling.rollout import Dynamics
-from flow_grpo.training.policy import Policy
-from flow_grpo.training.snapshot import Snapshot
+from flow_grpo.draw.models import ModelAdapter
+from flow_grpo.draw.policy import Policy
+from flow_grpo.draw.rollout import Dynamics
+from flow_grpo.run.snapshot import Snapshot
 
 
 def policy_of(adapter: ModelAdapter, **settings) -> Policy:

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from flow_grpo.algorithms import Algorithm, Batch, Setup
-from flow_grpo.algorithms.dgpo import Dgpo, DgpoSettings
-from flow_grpo.algorithms.dpo import Dpo, DpoSettings
-from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
-from flow_grpo.sampling.rollout import Trajectory
-from flow_grpo.training.policy import Policy
+from flow_grpo.draw.algorithms import Algorithm, Batch, Setup
+from flow_grpo.draw.algorithms.dgpo import Dgpo, DgpoSettings
+from flow_grpo.draw.algorithms.dpo import Dpo, DpoSettings
+from flow_grpo.draw.algorithms.grpo import Grpo, GrpoSettings
+from flow_grpo.draw.policy import Policy
+from flow_grpo.draw.rollout import Trajectory
 
 SETUP = Setup(num_steps=3, group_size=2, update_samples=4)
 METHODS = {

@@ -9,7 +9,7 @@ import torch
 from policies import policy_of
 from sessions import short_config
 
-from flow_grpo.models import load_adapter
+from flow_grpo.draw.models import load_adapter
 from flow_grpo.rewards.failure import NotAsked
 
 # HTML that would run, both quotes, emoji and a lot of text

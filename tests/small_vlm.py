@@ -24,10 +24,10 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from untrained.small.parts import seeded
 
-from flow_grpo.models.small.parts import seeded
-from flow_grpo.vlm.prompts import PromptEncoder
-from flow_grpo.vlm.questions import Question
+from flow_grpo.answer.prompts import PromptEncoder
+from flow_grpo.data.questions import Question
 
 SPECIAL = [
     *("<|pad|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),

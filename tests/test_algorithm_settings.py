@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 import pytest
 from methods import METHODS
 
-from flow_grpo.algorithms import ALGORITHMS, check_settings, setting
+from flow_grpo.draw.algorithms import ALGORITHMS, check_settings, setting
+from flow_grpo.draw.check import check
+from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.session import build_algorithm
 from flow_grpo.errors import UserError
-from flow_grpo.run.check import check
-from flow_grpo.run.fields import get_config
-from flow_grpo.run.session import build_algorithm
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ import pytest
 import small_vlm
 from ml_collections import ConfigDict
 
+from flow_grpo.answer import fields
+from flow_grpo.answer.check import check
+from flow_grpo.config import command_line, old_names
+from flow_grpo.config.help import reasons
+from flow_grpo.draw import fields as picture_fields
+from flow_grpo.draw.check import check as check_pictures
+from flow_grpo.draw.saved import config_of_run
 from flow_grpo.errors import UserError
-from flow_grpo.run import cli, old_names
-from flow_grpo.run import fields as picture_fields
-from flow_grpo.run.check import check as check_pictures
-from flow_grpo.run.help import reasons
-from flow_grpo.run.saved import config_of_run
-from flow_grpo.vlm import fields
-from flow_grpo.vlm.check import check
 
 
 def test_the_reason_of_a_field_is_its_own():
@@ -55,8 +55,8 @@ def test_a_model_that_is_not_there_is_told_before_the_hub_is_asked(tmp_path):
 
 
 def test_fields_by_their_names_in_trl_and_easyr1_are_told_ours():
-    known = set(cli._dotted(fields.get_config()))
+    known = set(command_line._dotted(fields.get_config()))
     assert known.issuperset(old_names.OF_ANSWERS.values())
     assert not known.intersection(old_names.OF_ANSWERS)
     with pytest.raises(UserError, match=r"'train\.lr'; it is train\.learning_rate here$"):
-        cli.check_name("train.lr", fields.get_config())
+        command_line.check_name("train.lr", fields.get_config())

@@ -11,10 +11,10 @@ import torch
 import train_vlm
 from torch import Tensor
 
-from flow_grpo.vlm.batches import packed
-from flow_grpo.vlm.credit import Fixed
-from flow_grpo.vlm.network import AnswerModel
-from flow_grpo.vlm.rollout import Rollout
+from flow_grpo.answer.batches import packed
+from flow_grpo.answer.credit import Fixed
+from flow_grpo.answer.network import AnswerModel
+from flow_grpo.answer.rollout import Rollout
 
 COMMON = {"num_epochs": 2, "train.updates_per_epoch": 1, "train.learning_rate": 0.01}
 BETA = 0.5

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flow_grpo.sampling.rollout import sample_generators
+from flow_grpo.answer import sampling
+from flow_grpo.answer.batches import Answer, packed
+from flow_grpo.answer.decoding import CHUNK, Slots, choose
+from flow_grpo.answer.network import AnswerModel, WideProduct, fuse_norms
+from flow_grpo.answer.policy import AnswerPolicy
+from flow_grpo.answer.sampling import Sampler
+from flow_grpo.draw.rollout import sample_generators
 from flow_grpo.speed.lora import lora_layers, without_lora
-from flow_grpo.vlm import sampling
-from flow_grpo.vlm.batches import Answer, packed
-from flow_grpo.vlm.decoding import CHUNK, Slots, choose
-from flow_grpo.vlm.network import AnswerModel, WideProduct, fuse_norms
-from flow_grpo.vlm.policy import AnswerPolicy
-from flow_grpo.vlm.sampling import Sampler
 
 SETTINGS = {"max_new_tokens": 24, "stop": [small_vlm.EOS, *range(20, 26)], "pad": small_vlm.PAD}
 ROWS = [0, 0, 0, 1, 1, 1, 2, 2, 2]

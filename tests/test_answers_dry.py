@@ -9,10 +9,10 @@ import small_vlm
 from runner import files_of_repo, run_script
 from train_vlm import give_credit, prepare, run_evaluation, sample_epoch, train_epoch
 
+from flow_grpo.answer.dry import AnswerLoop, smallest_epoch
+from flow_grpo.answer.plan import AnswerPlan
+from flow_grpo.answer.session import build_session
 from flow_grpo.errors import RewardOutage
-from flow_grpo.vlm.dry import AnswerLoop, smallest_epoch
-from flow_grpo.vlm.plan import AnswerPlan
-from flow_grpo.vlm.session import build_session
 
 LOOP = AnswerLoop(sample_epoch, prepare, give_credit, train_epoch, run_evaluation)
 LONG = {  # an epoch of 8 groups of 4, in 8 batches of 4, and 4 updates of two passes

@@ -19,23 +19,23 @@ import train_vlm
 from peft import PeftModel
 from safetensors import safe_open
 
-from flow_grpo.errors import UserError
-from flow_grpo.sampling.rollout import sample_generators
-from flow_grpo.vlm import check
-from flow_grpo.vlm.dry import AnswerLoop
-from flow_grpo.vlm.losses import Counts, importance_weights, policy_loss, token_weights
-from flow_grpo.vlm.policy import ADAPTER, AnswerPolicy
-from flow_grpo.vlm.prompts import Prompt
-from flow_grpo.vlm.questions import Question
-from flow_grpo.vlm.rollout import Answerer
-from flow_grpo.vlm.session import VlmSession, build_session
-from flow_grpo.vlm.vllm_engine import (
+from flow_grpo.answer import check
+from flow_grpo.answer.dry import AnswerLoop
+from flow_grpo.answer.losses import Counts, importance_weights, policy_loss, token_weights
+from flow_grpo.answer.policy import ADAPTER, AnswerPolicy
+from flow_grpo.answer.prompts import Prompt
+from flow_grpo.answer.rollout import Answerer
+from flow_grpo.answer.session import VlmSession, build_session
+from flow_grpo.answer.vllm_engine import (
     VllmAnswerer,
     engine_files,
     named_weights,
     request,
     unexpanded,
 )
+from flow_grpo.data.questions import Question
+from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.errors import UserError
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 

@@ -14,14 +14,14 @@ from runner import run_script
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
-from flow_grpo.run.export import Source
-from flow_grpo.sampling.rollout import sample_generators
-from flow_grpo.vlm import export as vlm_export
-from flow_grpo.vlm.batches import Answer, packed
-from flow_grpo.vlm.prompts import PromptEncoder, load_processors
-from flow_grpo.vlm.questions import Question
-from flow_grpo.vlm.rollout import Sample
-from flow_grpo.vlm.session import VlmSession
+from flow_grpo.answer import export as vlm_export
+from flow_grpo.answer.batches import Answer, packed
+from flow_grpo.answer.prompts import PromptEncoder, load_processors
+from flow_grpo.answer.rollout import Sample
+from flow_grpo.answer.session import VlmSession
+from flow_grpo.data.questions import Question
+from flow_grpo.draw.export import Source
+from flow_grpo.draw.rollout import sample_generators
 
 ROWS = [0, 0, 1, 1, 2, 2]  # questions without pictures, with one and with two
 LARGER = {"min_pixels": 128 * 128, "max_pixels": 256 * 256}

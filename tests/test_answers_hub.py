@@ -12,11 +12,11 @@ import small_vlm
 from PIL import Image
 from pyarrow import parquet
 
+from flow_grpo.answer import export
+from flow_grpo.answer.prompts import load_processors
+from flow_grpo.data.questions import load_questions
+from flow_grpo.draw.export import Source
 from flow_grpo.errors import UserError
-from flow_grpo.run.export import Source
-from flow_grpo.vlm import export
-from flow_grpo.vlm.prompts import load_processors
-from flow_grpo.vlm.questions import load_questions
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -17,18 +17,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from flow_grpo.advantages import ESTIMATORS
+from flow_grpo.answer import export, fields, presets
+from flow_grpo.answer.batches import PackedBatch
+from flow_grpo.answer.check import PER_REWARD, check
+from flow_grpo.answer.credit import Fixed
+from flow_grpo.answer.losses import AGGREGATIONS, KINDS, Counts
+from flow_grpo.answer.plan import AnswerPlan
+from flow_grpo.answer.rollout import Rollout
+from flow_grpo.answer.session import build_session, lighter_settings
+from flow_grpo.config.help import reasons
+from flow_grpo.draw.export import Source
 from flow_grpo.errors import UserError
-from flow_grpo.run.export import Source
-from flow_grpo.run.help import reasons
 from flow_grpo.run.tracking import dotted
-from flow_grpo.vlm import export, fields, presets
-from flow_grpo.vlm.batches import PackedBatch
-from flow_grpo.vlm.check import PER_REWARD, check
-from flow_grpo.vlm.credit import Fixed
-from flow_grpo.vlm.losses import AGGREGATIONS, KINDS, Counts
-from flow_grpo.vlm.plan import AnswerPlan
-from flow_grpo.vlm.rollout import Rollout
-from flow_grpo.vlm.session import build_session, lighter_settings
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from flow_grpo.advantages import compute_advantages
-from flow_grpo.vlm.losses import (
+from flow_grpo.answer.losses import (
     AGGREGATIONS,
     DIVERGENCES,
     KINDS,
     Counts,
     divergence,
+    generalized_advantages,
     policy_loss,
+    token_rewards,
     token_weights,
+    value_loss,
 )
-from flow_grpo.vlm.value import generalized_advantages, token_rewards, value_loss
 
 LENGTHS = torch.tensor([5, 2, 4, 1])
 MASK = torch.arange(5) < LENGTHS[:, None]

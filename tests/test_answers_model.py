@@ -10,15 +10,15 @@ import small_vlm
 import torch
 from torch import Tensor
 
+from flow_grpo.answer.batches import Answer, micro_batches, packed
+from flow_grpo.answer.decoding import choose
+from flow_grpo.answer.network import AnswerModel
+from flow_grpo.answer.policy import AnswerPolicy
+from flow_grpo.answer.prompts import Prompt
+from flow_grpo.answer.sampling import Sampled, Sampler
+from flow_grpo.data.questions import Question
+from flow_grpo.draw.rollout import sample_generators
 from flow_grpo.errors import UserError
-from flow_grpo.sampling.rollout import sample_generators
-from flow_grpo.vlm.batches import Answer, micro_batches, packed
-from flow_grpo.vlm.decoding import choose
-from flow_grpo.vlm.network import AnswerModel
-from flow_grpo.vlm.policy import AnswerPolicy
-from flow_grpo.vlm.prompts import Prompt
-from flow_grpo.vlm.questions import Question
-from flow_grpo.vlm.sampling import Sampled, Sampler
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 ROWS = [0, 0, 1, 1, 1, 2, 2]  # questions of the samples below
@@ -304,7 +304,7 @@ def test_large_vocabularies_are_scored_in_chunks(network, prompts, sampled, monk
     whole.sum().backward()
     weight = network.model.lm_head.weight
     gradient, weight.grad = weight.grad.clone(), None
-    monkeypatch.setattr("flow_grpo.vlm.network.LOGITS", 10 * small_vlm.VOCABULARY)
+    monkeypatch.setattr("flow_grpo.answer.network.LOGITS", 10 * small_vlm.VOCABULARY)
     parts = torch.cat(log_probs(network, rows))
     parts.sum().backward()
     in_parts = weight.grad.clone()

@@ -5,9 +5,9 @@ import small_vlm
 from PIL import Image
 from small_vlm import saved
 
+from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError
 from flow_grpo.pictures import read_picture
-from flow_grpo.vlm.questions import Question
 
 ORIENTATION, TURNED_RIGHT = 0x0112, 6
 

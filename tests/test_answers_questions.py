@@ -17,15 +17,15 @@ from runner import ROOT
 from small_vlm import process
 from tiny_vlm.data import DEFAULT_SEED, build, write
 
-from flow_grpo.errors import UserError
-from flow_grpo.vlm.questions import (
+from flow_grpo.answer.session import build_session
+from flow_grpo.data.questions import (
     Question,
     check_pictures,
     find_questions,
     load_questions,
     read_questions,
 )
-from flow_grpo.vlm.session import build_session
+from flow_grpo.errors import UserError
 
 
 def png(colour: str = "red") -> bytes:
@@ -209,7 +209,7 @@ def test_a_run_does_not_start_with_a_picture_that_is_cut_off(folder):
 def test_processes_share_the_pictures_to_check(folder, monkeypatch):
     questions, seen = some_questions(folder), []
     monkeypatch.setattr(
-        "flow_grpo.vlm.questions.read_picture",
+        "flow_grpo.data.questions.read_picture",
         lambda source, where: seen.append(source) or Image.new("1", (1, 1)),
     )
     counts = []

@@ -11,13 +11,14 @@ from flow_grpo.rewards.answers import scorers
 from flow_grpo.rewards.answers.checker import same
 from flow_grpo.rewards.answers.maths import Unreadable
 from flow_grpo.rewards.answers.scorers import (
+    MAX_TEXT,
     AnswerFormat,
     Choice,
     MathAnswer,
     Overlong,
+    final_answer,
     quick_check,
 )
-from flow_grpo.rewards.answers.texts import MAX_TEXT, final_answer
 from flow_grpo.rewards.failure import NotAsked
 
 # answer, truth, whether they are the same

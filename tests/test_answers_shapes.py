@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 from runner import run_script
-
-from flow_grpo.vlm import shapes
+from untrained import answering as shapes
 
 BILLIONS = {
     "qwen2.5-vl-3b": 3.75,

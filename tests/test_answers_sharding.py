@@ -6,13 +6,13 @@ import small_vlm
 import torch
 from torch import nn
 
+from flow_grpo.answer.batches import Answer, PackedBatch, packed
+from flow_grpo.answer.decoding import Step
+from flow_grpo.answer.network import AnswerModel
+from flow_grpo.answer.policy import AnswerPolicy, sampler
+from flow_grpo.answer.session import build_session
 from flow_grpo.errors import UserError
-from flow_grpo.training.shards import filled, hollow_copy
-from flow_grpo.vlm.batches import Answer, PackedBatch, packed
-from flow_grpo.vlm.decoding import Step
-from flow_grpo.vlm.network import AnswerModel
-from flow_grpo.vlm.policy import AnswerPolicy, sampler
-from flow_grpo.vlm.session import build_session
+from flow_grpo.run.shards import filled, hollow_copy
 
 
 @pytest.fixture(params=small_vlm.FAMILIES)

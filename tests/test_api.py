@@ -11,8 +11,8 @@ from serving import wait_until
 import flow_grpo
 from flow_grpo import api
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.jpeg import jpeg_compressibility
-from flow_grpo.rewards.threads import in_background
+from flow_grpo.rewards.calling.threads import in_background
+from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
 
 SHORT = {
     "sample.num_steps": 3,
@@ -96,7 +96,7 @@ def test_a_run_that_cannot_start_closes_its_rewards(tmp_path):
 def test_rewards_are_names_or_functions_with_weights(rewards, weights, custom):
     config = flow_grpo.Trainer(rewards=rewards).config
     assert config.reward_fn.to_dict() == weights
-    path = {"jpeg_compressibility": "flow_grpo.rewards.jpeg:jpeg_compressibility"}
+    path = {"jpeg_compressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility"}
     assert config.custom_rewards.to_dict() == (path if custom == "ours" else {})
 
 

@@ -1,8 +1,7 @@
 """The table of scripts/benchmark.py, from the line that it prints."""
 
 import pytest
-
-from flow_grpo.run.benchmarking import report, spread
+from measuring import report, spread
 
 RESULT = {
     "device": "a GPU",

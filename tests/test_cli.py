@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from flow_grpo.config import command_line, old_names
 from flow_grpo.errors import UserError
-from flow_grpo.run import cli, old_names
 
 BODIES = {
     "return None": "must return a ConfigDict, not NoneType",
@@ -28,7 +28,7 @@ def as_in_a_new_process(monkeypatch):
 
 def write(path, body: str) -> str:
     path.write_text(
-        f"from flow_grpo.run.fields import get_config as base\n\ndef get_config():\n    {body}\n"
+        f"from flow_grpo.draw.fields import get_config as base\n\ndef get_config():\n    {body}\n"
     )
     return f"--config={path}"
 
@@ -36,7 +36,7 @@ def write(path, body: str) -> str:
 @pytest.mark.parametrize("body", BODIES)
 def test_what_is_wrong_in_a_config_file_is_told_with_its_line(tmp_path, body):
     with pytest.raises(UserError, match=BODIES[body]) as error:
-        cli.check_names(["train.py", write(tmp_path / "mine.py", body)])
+        command_line.check_names(["train.py", write(tmp_path / "mine.py", body)])
     assert "\n" not in str(error.value)
 
 
@@ -52,24 +52,28 @@ def test_a_file_without_a_config(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(UserError, match=f"cannot load --config .*{message}") as error:
-        cli.check_names(["train.py", f"--config={path}"])
+        command_line.check_names(["train.py", f"--config={path}"])
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"cannot load --config .*none\.py: .*No such file"):
-        cli.check_names(["train.py", f"--config={tmp_path / 'none.py'}"])
+        command_line.check_names(["train.py", f"--config={tmp_path / 'none.py'}"])
 
 
 def test_flow_grpos_names_are_translated_on_the_command_line(tmp_path):
     config = write(tmp_path / "mine.py", "return base()")
-    cli.check_names(["train.py", config, "--config.logdir=logs/ocr"])
+    command_line.check_names(["train.py", config, "--config.logdir=logs/ocr"])
     for name, ours in old_names.RENAMED.items():
-        cli.check_names(["train.py", config, f"--config.{ours}=1"])
+        command_line.check_names(["train.py", config, f"--config.{ours}=1"])
         with pytest.raises(UserError, match=f"unknown config key '{name}'; it is {ours} here"):
-            cli.check_names(["train.py", config, f"--config.{name}=1"])
+            command_line.check_names(["train.py", config, f"--config.{name}=1"])
 
 
 def test_two_names_of_one_field_cannot_have_two_values(tmp_path):
     config = write(tmp_path / "mine.py", "return base()")
-    cli.check_names(["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.1"])
+    command_line.check_names(
+        ["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.1"]
+    )
     message = r"^train\.beta=\.1 and grpo\.beta=\.2 are two names of one field; give one$"
     with pytest.raises(UserError, match=message):
-        cli.check_names(["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.2"])
+        command_line.check_names(
+            ["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.2"]
+        )

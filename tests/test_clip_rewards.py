@@ -23,9 +23,9 @@ from small_clip import (
 from transformers import BertConfig, BertModel, CLIPModel
 
 from flow_grpo.rewards import build_reward
-from flow_grpo.rewards.aesthetic import Aesthetic
-from flow_grpo.rewards.clip import ClipScore, HpsV2, PickScore
 from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.scorers.aesthetic import Aesthetic
+from flow_grpo.rewards.scorers.clip import ClipScore, HpsV2, PickScore
 
 
 def test_pickscore_is_the_logit_over_26(folder, plain):
@@ -98,7 +98,7 @@ def test_a_network_that_overflows_has_failed_with_a_reason(folder):
 def test_the_options_reach_it_through_build_reward(folder, plain):
     reward = build_reward(
         {"mine": 1.0},
-        custom={"mine": "flow_grpo.rewards.clip:ClipScore"},
+        custom={"mine": "flow_grpo.rewards.scorers.clip:ClipScore"},
         options={"mine": {"model": str(folder), "batch_size": 2}},
     )
     scores = np.asarray(reward(IMAGES, PROMPTS)["mine"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from flow_grpo.rewards.pictures import to_pil
-from flow_grpo.run.grid import save_grid
+from flow_grpo.rewards.frames import to_pil
 from flow_grpo.run.tracking import save_samples
+from flow_grpo.show.grid import save_grid
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from plot import plot_pictures

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from runner import ROOT
 
+from flow_grpo.config import command_line, places
+from flow_grpo.config.command import commands, summary
+from flow_grpo.draw import presets
+from flow_grpo.draw.compare import evaluate_all
+from flow_grpo.draw.fields import get_config
 from flow_grpo.errors import UserError
-from flow_grpo.run import cli, places, presets
-from flow_grpo.run.command import commands, summary
-from flow_grpo.run.evaluating import evaluate_all
-from flow_grpo.run.fields import get_config
 
 PACKAGED = ("flow_grpo", "reward_server", "scripts", "config", "dataset", "assets")
 
@@ -106,7 +107,7 @@ def test_files_of_the_current_folder_come_before_ours(tmp_path, monkeypatch):
     ours = f"{ROOT}/config/grpo.py:tiny_ocr"
     for argv in (["--config", ours], [f"--config={ours}"]):
         theirs = [arg.replace(f"{ROOT}/", "") for arg in argv]
-        assert cli._with_our_configs(["train.py", *theirs]) == ["train.py", *argv]
+        assert command_line._with_our_configs(["train.py", *theirs]) == ["train.py", *argv]
     (tmp_path / "dataset/ocr").mkdir(parents=True)
     (tmp_path / "config").mkdir()
     (tmp_path / "config/grpo.py").touch()

@@ -22,9 +22,9 @@ from compare import (
 from PIL import Image
 from runs import SIGNS, TASKS, Run, is_done, resolve, train_all
 
+from flow_grpo.draw.presets import get_config
 from flow_grpo.errors import UserError
 from flow_grpo.run.lock import RunLock
-from flow_grpo.run.presets import get_config
 
 # epoch: passes, seconds of sampling, waiting and training, held-out reward
 SLOW = [(0, 0, 0.6), (1000, 10, None), (2000, 10, 0.8), (3000, 10, None), (4000, 10, 0.95)]

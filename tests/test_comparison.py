@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flow_grpo.run.candidates import Candidate
-from flow_grpo.run.results import Scored, console, save_pictures, summary, write
-from flow_grpo.run.tables import table
-from flow_grpo.sampling.data import Prompt
-from flow_grpo.training.comparison import paired_difference
-from flow_grpo.training.evaluation import Evaluation
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.draw.candidates import Candidate
+from flow_grpo.draw.evaluation import Evaluation
+from flow_grpo.draw.results import Scored, console, paired_difference, save_pictures, summary, write
+from flow_grpo.show.console import table
 
 NAN = math.nan
 BASE, OTHER = [0.2, 0.4, 0.9, 0.5], [0.3, 0.6, 0.9, NAN]

@@ -9,14 +9,14 @@ from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 from policies import policy_of
 
+from flow_grpo.config.command_line import OPEN_FIELDS
+from flow_grpo.data.mixing import parse_sources
+from flow_grpo.data.seeding import Stream, torch_generator
+from flow_grpo.draw import fields as base
+from flow_grpo.draw.check import check, unusual
+from flow_grpo.draw.gpu import can_compile, can_replay, missing_tool
+from flow_grpo.draw.session import build_session
 from flow_grpo.errors import UserError
-from flow_grpo.run import fields as base
-from flow_grpo.run.check import check, unusual
-from flow_grpo.run.cli import OPEN_FIELDS
-from flow_grpo.run.gpu import can_compile, can_replay, missing_tool
-from flow_grpo.run.session import build_session
-from flow_grpo.sampling.mixing import parse_sources
-from flow_grpo.sampling.seeding import Stream, torch_generator
 
 
 def test_the_defaults_are_allowed():
@@ -47,7 +47,7 @@ def on_gpu(**state) -> SimpleNamespace:
 
 
 def test_what_is_compiled_and_replayed(monkeypatch, caplog):
-    monkeypatch.setattr("flow_grpo.run.gpu.missing_tool", lambda: "")
+    monkeypatch.setattr("flow_grpo.draw.gpu.missing_tool", lambda: "")
     config = base.get_config()
     several = on_gpu(distributed_type=DistributedType.MULTI_GPU)
     assert can_compile(config, on_gpu())
@@ -66,7 +66,7 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
     assert not can_replay(config, on_gpu())
     config.cuda_graphs, config.use_lora = True, False
     assert not can_replay(config, on_gpu())
-    monkeypatch.setattr("flow_grpo.run.gpu.missing_tool", lambda: "Triton")
+    monkeypatch.setattr("flow_grpo.draw.gpu.missing_tool", lambda: "Triton")
     with caplog.at_level("WARNING"):
         assert not can_compile(config, on_gpu())
     assert "Triton is missing" in caplog.text
@@ -77,9 +77,9 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
 
 
 def test_what_the_compiler_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr("flow_grpo.run.gpu.has_triton", lambda: False)
+    monkeypatch.setattr("flow_grpo.draw.gpu.has_triton", lambda: False)
     assert missing_tool() == "Triton"
-    monkeypatch.setattr("flow_grpo.run.gpu.has_triton", lambda: True)
+    monkeypatch.setattr("flow_grpo.draw.gpu.has_triton", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert missing_tool() == "a C compiler (gcc or clang)"
@@ -138,7 +138,7 @@ def test_unknown_fields_are_named_with_a_suggestion():
     assert str(error.value) == (
         "the config does not fit: it has unknown fields: save_dir (it is logdir here), "
         "train.learning_rat (did you mean train.learning_rate?); start from "
-        "flow_grpo.run.fields.get_config() and change what differs"
+        "flow_grpo.draw.fields.get_config() and change what differs"
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flow_grpo.run.console import Pace, duration, epoch_line
+from flow_grpo.show.console import Pace, duration, epoch_line
 
 RECORD = {
     **{"epoch": 3, "step": 6, "reward/ocr": 0.51234, "reward/avg": 0.51234},

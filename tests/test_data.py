@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flow_grpo.data.prompts import Prompt, epoch_draws, load_prompts
 from flow_grpo.errors import UserError
-from flow_grpo.sampling.data import Prompt, epoch_draws, load_prompts
 
 
 def test_text_prompts_are_lines(tmp_path):

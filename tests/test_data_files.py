@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from flow_grpo.data.prompts import Prompt, find_prompts, load_prompts
 from flow_grpo.errors import UserError
-from flow_grpo.sampling.data import Prompt, find_prompts, load_prompts
 
 HATS = '"zwei Hüte\nauf einem Stuhl"'
 ROWS = [

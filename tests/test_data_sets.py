@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flow_grpo.data.mixing import hold_out, parse_sources, share_out
+from flow_grpo.data.prompts import Prompt, epoch_draws
+from flow_grpo.draw import fields
+from flow_grpo.draw.plan import BatchPlan
+from flow_grpo.draw.prompts import build_prompts, build_test_prompts
 from flow_grpo.errors import UserError
-from flow_grpo.run import fields
-from flow_grpo.run.prompts import build_prompts, build_test_prompts
-from flow_grpo.sampling.data import Prompt, epoch_draws
-from flow_grpo.sampling.mixing import hold_out, parse_sources, share_out
-from flow_grpo.training.plan import BatchPlan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import train as train_loop

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flow_grpo.data.prompts import Prompt, load_prompts
+from flow_grpo.data.rows import is_hub_name, read_hub
 from flow_grpo.errors import UserError
-from flow_grpo.sampling.data import Prompt, load_prompts
-from flow_grpo.sampling.tables import is_hub_name, read_hub
 
 COLUMNS = {
     "prompt": ["a cat", "a dog", "a cat"],

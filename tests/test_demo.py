@@ -16,15 +16,14 @@ from families import FAMILIES, STEPS, run_fields, save_prompts, save_small
 from ml_collections import ConfigDict
 from shown import CUSTOM, HOSTILE, REWARDS, make_run
 
+from flow_grpo.demo.limits import MOST_GUIDANCE, MOST_STEPS, PROMPT_LENGTH, Limits, Wish
+from flow_grpo.demo.painter import Painter, find_checkpoints, list_weights
+from flow_grpo.draw.check import check
+from flow_grpo.draw.compare import evaluate_all
+from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.saved import config_of_file, config_of_run
 from flow_grpo.errors import UserError
-from flow_grpo.run.check import check
-from flow_grpo.run.evaluating import evaluate_all
-from flow_grpo.run.fields import get_config
-from flow_grpo.run.saved import config_of_file, config_of_run
-from flow_grpo.show.hosts import may_ask
-from flow_grpo.show.limits import MOST_GUIDANCE, MOST_STEPS, PROMPT_LENGTH, Limits, Wish
-from flow_grpo.show.painter import Painter
-from flow_grpo.show.weights import find_checkpoints, list_weights
+from flow_grpo.show.serving import may_ask
 
 GOOD = {"prompt": "a sign", "weights": None, "steps": 2, "guidance": 1.0, "seed": 7}
 
@@ -126,7 +125,7 @@ def test_a_runs_config_is_the_one_it_was_trained_with(run, tmp_path, monkeypatch
     saved["old_field"] = 1
     del saved["cuda_graphs"]
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    monkeypatch.setattr("flow_grpo.run.saved.log.propagate", True)
+    monkeypatch.setattr("flow_grpo.draw.saved.log.propagate", True)
     assert config_of_run(tmp_path, []).cuda_graphs is True
     assert "old_field" in caplog.text
     with pytest.raises(UserError, match="unknown config key 'sed'; did you mean seed"):
@@ -234,7 +233,7 @@ def test_the_page_answers_this_machine_alone(monkeypatch):
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
     import gradio
 
-    from flow_grpo.show.page import serve
+    from flow_grpo.demo.page import serve
 
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.Markdown("here")

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.deqa import DeQA
+from flow_grpo.rewards.scorers.deqa import DeQA
 
 MODELING = '''
 import numpy as np

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train import collect_rewards, run_evaluation, sample_behind, train_epoch
 
+from flow_grpo.draw.dry import Loop, smallest_epoch
+from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.errors import RewardOutage, UserError
-from flow_grpo.run.dry import Loop, smallest_epoch
-from flow_grpo.training.plan import BatchPlan
 
 LOOP = Loop(sample_behind, collect_rewards, train_epoch, run_evaluation)
 LONG = {  # an epoch of 6 groups of 4, in 12 batches of 2, and 3 updates

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from flow_grpo.training.ema import Ema
+from flow_grpo.run.snapshot import Ema
 
 
 def train(ema: Ema, weight: nn.Parameter, steps: range) -> None:
@@ -86,7 +86,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from flow_grpo.training.ema import Ema
+from flow_grpo.run.snapshot import Ema
 
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)

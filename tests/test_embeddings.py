@@ -10,10 +10,10 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import nn
 
+from flow_grpo.draw.models import load_adapter
+from flow_grpo.draw.models.embeddings import PromptCache, fingerprint
+from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.errors import UserError
-from flow_grpo.models import load_adapter
-from flow_grpo.models.embeddings import PromptCache, fingerprint
-from flow_grpo.models.sd3 import SD3Adapter
 
 TEXTS = ["a red sign", 'it says "HELLO"', "", "Ünïcode ✓", "a", "a very long prompt " * 5]
 
@@ -184,7 +184,7 @@ def test_a_lora_on_the_text_encoders_has_keys_of_its_own(cached, monkeypatch):
     def load(transformer, folder, pipeline):
         pipeline.text_encoder.text_projection.weight.data += 1
 
-    monkeypatch.setattr("flow_grpo.models.base.attach_lora", load)
+    monkeypatch.setattr("flow_grpo.draw.models.base.attach_lora", load)
     adapter.load_lora("anything")
     assert adapter._cache.key("a") != before
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flow_grpo.run.estimate import (
+from flow_grpo.run.rehearsal import (
     Measured,
     Work,
     count_evaluations,

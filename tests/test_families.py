@@ -29,10 +29,10 @@ from safetensors.torch import load_file
 from sessions import short_config
 from train import train
 
+from flow_grpo.draw.models import ModelAdapter, Size, load_adapter
+from flow_grpo.draw.rollout import Denoiser, Dynamics, eval_generators, initial_noise
+from flow_grpo.draw.session import Session, build_session
 from flow_grpo.errors import UserError
-from flow_grpo.models import ModelAdapter, Size, load_adapter
-from flow_grpo.run.session import Session, build_session
-from flow_grpo.sampling.rollout import Denoiser, Dynamics, eval_generators, initial_noise
 
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -13,8 +13,8 @@ from families import FAMILIES, Family, save_small
 from sessions import short_config
 from train import train
 
-from flow_grpo.run.presets.common import per_gpu_batches
-from flow_grpo.run.session import build_session
+from flow_grpo.draw.presets.common import per_gpu_batches
+from flow_grpo.draw.session import build_session
 
 METHODS = {
     "grpo": {"train.clip_range": 0.05},

@@ -4,17 +4,17 @@ import pytest
 import torch
 from policies import policy_of
 from torch import nn
+from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.models.joint import OF_IMAGE, OF_TEXT
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
+from flow_grpo.draw.models.base import OF_IMAGE, OF_TEXT
+from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.draw.policy import Policy
 from flow_grpo.speed.faster import (
     ChannelsLastNorm,
     SiblingLinear,
     channels_last_norms,
     join_siblings,
 )
-from flow_grpo.training.policy import Policy
 
 
 @pytest.mark.parametrize("mean", [5, 300])

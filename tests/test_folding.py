@@ -6,10 +6,10 @@ from accelerate import Accelerator
 from peft import LoraConfig
 from policies import policy_of
 from torch import nn
+from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
-from flow_grpo.speed.folding import FoldedLinear, fold_lora
+from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.speed.lora import FoldedLinear, fold_lora
 
 
 def build(dtype: torch.dtype = torch.float32, **lora) -> SD3Adapter:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from methods import METHODS, STEPS, at_level, method, numbers, pixels, rollout
 
-from flow_grpo.algorithms import ALGORITHMS
-from flow_grpo.algorithms.forward import ForwardProcess
+from flow_grpo.draw.algorithms import ALGORITHMS
+from flow_grpo.draw.algorithms.forward import ForwardProcess
+from flow_grpo.draw.check import check
+from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.models.base import Schedule
+from flow_grpo.draw.rollout import Dynamics, take_step
+from flow_grpo.draw.session import build_algorithm
 from flow_grpo.errors import UserError
 from flow_grpo.losses import kl_to_reference, mean_square
-from flow_grpo.models.base import Schedule
-from flow_grpo.run.check import check
-from flow_grpo.run.fields import get_config
-from flow_grpo.run.session import build_algorithm
-from flow_grpo.sampling.rollout import Dynamics, take_step
 
 FORWARD = [name for name in METHODS if issubclass(ALGORITHMS[name], ForwardProcess)]
 SETUP = {"num_steps": STEPS, "group_size": 2}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from methods import METHODS, STEPS, at_level, method, numbers, objective, pixels, rollout
 
-from flow_grpo.algorithms import ALGORITHMS
-from flow_grpo.algorithms.awm import matching_log_prob
-from flow_grpo.algorithms.forward import ForwardProcess, decay_at, stratified
+from flow_grpo.draw.algorithms import ALGORITHMS
+from flow_grpo.draw.algorithms.awm import matching_log_prob
+from flow_grpo.draw.algorithms.forward import ForwardProcess, decay_at, stratified
 
 FORWARD = [name for name in METHODS if issubclass(ALGORITHMS[name], ForwardProcess)]
 GROUPS = ["dgpo", "dpo"]  # share noise

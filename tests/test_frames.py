@@ -14,8 +14,7 @@ from signs import prompt, sign
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward, build_scorers
 from flow_grpo.rewards.failure import Failed
-from flow_grpo.rewards.frames import choose_frames, frame_places, mean_of_frames, rule_of
-from flow_grpo.rewards.pictures import to_pil
+from flow_grpo.rewards.frames import choose_frames, frame_places, mean_of_frames, rule_of, to_pil
 
 JPEG = "jpeg_compressibility"
 RULES = st.sampled_from(["first", "middle", "clip"]) | st.integers(1, 40).map("mean of {}".format)
@@ -214,7 +213,7 @@ def test_a_rule_that_the_reward_cannot_keep_is_refused_before_any_is_built(own):
 
 
 def test_one_function_may_have_two_rules():
-    path = "flow_grpo.rewards.jpeg:jpeg_compressibility"
+    path = "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility"
     scorers = build_scorers(
         ["a", "b"], custom={"a": path, "b": path}, options={"a": {"frames": "first"}}
     )

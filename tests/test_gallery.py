@@ -13,13 +13,13 @@ from gallery import draw
 from PIL import Image
 from shown import HOSTILE, LONG, make_run
 
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.demo import gallery
+from flow_grpo.draw.candidates import Candidate
+from flow_grpo.draw.evaluation import Evaluation
+from flow_grpo.draw.results import Scored, save_pictures
 from flow_grpo.errors import UserError
-from flow_grpo.run.candidates import Candidate
-from flow_grpo.run.grid import GAP, LINE
-from flow_grpo.run.results import Scored, save_pictures
-from flow_grpo.sampling.data import Prompt
-from flow_grpo.show import gallery
-from flow_grpo.training.evaluation import Evaluation
+from flow_grpo.show.grid import GAP, LINE
 
 SETTINGS = {"model": "/home/me/model", "steps": 4, "guidance_scale": 1.0, "seed": 3}
 PROMPTS = [HOSTILE, LONG, 'a "sign"']

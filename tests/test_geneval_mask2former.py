@@ -16,10 +16,9 @@ from transformers import (
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import NotAsked
-from flow_grpo.rewards.geneval import GenEval
-from flow_grpo.rewards.geneval.coco import NAMES
-from flow_grpo.rewards.geneval.mask2former import cut_out
-from flow_grpo.rewards.geneval.rules import COLOURS, Detection, parse_task
+from flow_grpo.rewards.scorers.geneval import GenEval
+from flow_grpo.rewards.scorers.geneval.mask2former import cut_out
+from flow_grpo.rewards.scorers.geneval.rules import COLOURS, NAMES, Detection, parse_task
 
 LABELS = ["aeroplane", "mouse", "dog"]
 

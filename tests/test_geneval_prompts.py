@@ -7,8 +7,7 @@ import pytest
 from runner import run_script
 from tiny.prompts import parse_scene
 
-from flow_grpo.rewards.geneval.coco import NAMES
-from flow_grpo.rewards.geneval.rules import COLOURS, TAGS, parse_task
+from flow_grpo.rewards.scorers.geneval.rules import COLOURS, NAMES, TAGS, parse_task
 
 SCRIPT = "dataset/geneval/make_prompts.py"
 

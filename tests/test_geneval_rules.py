@@ -3,7 +3,7 @@
 import pytest
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.geneval.rules import Detection, Verdict, judge, parse_task, relations
+from flow_grpo.rewards.scorers.geneval.rules import Detection, Verdict, judge, parse_task, relations
 
 
 def thing(name: str, colour: str | None = None, at=(0, 0), size=(10, 10), score=0.9) -> Detection:

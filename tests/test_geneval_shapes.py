@@ -9,8 +9,8 @@ from PIL import Image
 from tiny.pictures import CLEAN, Painter, encode_scene
 from tiny.prompts import Scene, scenes_by_kind
 
-from flow_grpo.rewards.geneval.shapes import SMUDGE, detect
-from flow_grpo.rewards.pictures import to_pil
+from flow_grpo.rewards.frames import to_pil
+from flow_grpo.rewards.scorers.geneval.shapes import SMUDGE, detect
 
 
 @pytest.fixture(scope="module")

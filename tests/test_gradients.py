@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 from methods import assert_slopes, move
+from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.algorithms import Batch, Setup
-from flow_grpo.algorithms.grpo import Grpo, GrpoSettings
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
-from flow_grpo.sampling.rollout import Dynamics, initial_noise
-from flow_grpo.training.policy import Policy
-from flow_grpo.training.snapshot import Snapshot
+from flow_grpo.draw.algorithms import Batch, Setup
+from flow_grpo.draw.algorithms.grpo import Grpo, GrpoSettings
+from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.draw.policy import Policy
+from flow_grpo.draw.rollout import Dynamics, initial_noise
+from flow_grpo.run.snapshot import Snapshot
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from flow_grpo.run import grid
-from flow_grpo.run.grid import GAP, LINE, fitted, paired_grid, picture_grid, score_text
+from flow_grpo.show import grid
+from flow_grpo.show.grid import GAP, LINE, fitted, paired_grid, picture_grid, score_text
 
 LONG = "a very long prompt about a sign that stands in front of a house by the sea"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flow_grpo.run.health import CHECKS, Finding, examine
+from flow_grpo.show.health import CHECKS, Finding, examine
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
 LOGS = sorted(RESULTS.rglob("*.jsonl"))

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from flow_grpo.run.fields import get_config
-from flow_grpo.run.help import field_list, reasons
+from flow_grpo.config.help import field_list, reasons
+from flow_grpo.draw.fields import get_config
 from flow_grpo.run.tracking import dotted
 
 # dicts with names of the user's, and what says enough by its name

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.clip import HpsV2
+from flow_grpo.rewards.scorers.clip import HpsV2
 
 
 class OpenClipBlock(nn.Module):

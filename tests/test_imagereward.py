@@ -13,7 +13,7 @@ from small_clip import MEAN, STD, blotches
 from torch import nn
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.imagereward import ImageReward
+from flow_grpo.rewards.scorers.imagereward import ImageReward
 
 SIZE, PATCH, HEAD = 32, 8, 64
 VISION, TEXT = 3 * HEAD, 2 * HEAD

@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 from openai_server import MODEL, OpenAiServer
 
 from flow_grpo.advantages import compute_advantages
+from flow_grpo.data.prompts import epoch_draws
+from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.errors import UserError
-from flow_grpo.sampling.data import epoch_draws
-from flow_grpo.training.plan import BatchPlan
 from reward_server.__main__ import main as serve
 from reward_server.isolated import build
 

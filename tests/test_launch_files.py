@@ -13,8 +13,8 @@ from torch.distributed import DistBackendError, DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from flow_grpo.config import mistakes
 from flow_grpo.errors import LostPeer, OutOfMemory, Stopped, UserError
-from flow_grpo.run import mistakes
 
 SCRIPTS = ROOT / "scripts"
 FOLDERS = ("accelerate_configs", "multi_node", "single_node", "slurm")
@@ -49,7 +49,7 @@ def test_accelerate_takes_the_config(path):
     if path.stem.startswith("deepspeed"):
         assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
         assert config.deepspeed_config["deepspeed_multinode_launcher"] == "standard"
-        # flow_grpo/run/session.py knows them; DeepSpeed trips over "auto"
+        # flow_grpo/draw/session.py knows them; DeepSpeed trips over "auto"
         for name in ("gradient_accumulation_steps", "gradient_clipping"):
             assert name not in config.deepspeed_config
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from policies import policy_of
 from safetensors.torch import load_file, save_file
+from untrained.small.sd3 import build as build_tiny_sd3
 
+from flow_grpo.draw.models import load_adapter
+from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.draw.policy import Policy
 from flow_grpo.errors import UserError
-from flow_grpo.models import load_adapter
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.speed.lora import MergedLora, rounded_at_random, rounding_noise
-from flow_grpo.training.policy import Policy
 
 
 def build(dtype: torch.dtype, std: float) -> Policy:

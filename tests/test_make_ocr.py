@@ -8,8 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import make_ocr
 
-from flow_grpo.rewards.ocr import quoted_text
-from flow_grpo.sampling.data import load_prompts
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.rewards.scorers.ocr import quoted_text
 
 
 def make(monkeypatch, *args) -> None:

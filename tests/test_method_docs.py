@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from methods import METHODS
 
-from flow_grpo.algorithms import ALGORITHMS
-from flow_grpo.algorithms.forward import ForwardSettings
-from flow_grpo.algorithms.trajectory import TrajectorySettings
-from flow_grpo.run.check import check, unusual
-from flow_grpo.run.presets import PRESETS, SD3, TINY, VARIANTS, get_config
-from flow_grpo.run.session import build_algorithm
+from flow_grpo.draw.algorithms import ALGORITHMS
+from flow_grpo.draw.algorithms.forward import ForwardSettings
+from flow_grpo.draw.algorithms.trajectory import TrajectorySettings
+from flow_grpo.draw.check import check, unusual
+from flow_grpo.draw.presets import PRESETS, SD3, TINY, VARIANTS, get_config
+from flow_grpo.draw.session import build_algorithm
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -5,8 +5,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from flow_grpo.algorithms import Loss
-from flow_grpo.training.metrics import (
+from flow_grpo.draw.algorithms import Loss
+from flow_grpo.run.metrics import (
     TrainingStats,
     group_distance,
     reward_metrics,

@@ -7,7 +7,7 @@ from peft import PeftModel
 from policies import policy_of
 from runner import ROOT
 
-from flow_grpo.models import ModelAdapter, load_adapter
+from flow_grpo.draw.models import ModelAdapter, load_adapter
 
 
 def velocity(adapter: ModelAdapter, module: torch.nn.Module) -> torch.Tensor:

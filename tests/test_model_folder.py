@@ -8,9 +8,9 @@ import torch
 from planted import plant
 from safetensors.torch import load_file, save_file
 
+from flow_grpo.draw import export
+from flow_grpo.draw.models import load_adapter
 from flow_grpo.errors import UserError
-from flow_grpo.models import load_adapter
-from flow_grpo.run import export
 
 WEIGHTS = ["text_encoder/model.safetensors", "transformer/diffusion_pytorch_model.safetensors"]
 CONFIGS = ["transformer/config.json", "text_encoder_3/config.json", "model_index.json"]

@@ -10,14 +10,14 @@ import pytest
 import torch
 from train import collect_rewards, sample_epoch, train_epoch
 
-from flow_grpo import algorithms
-from flow_grpo.algorithms import ALGORITHMS, Setup
+from flow_grpo.draw import algorithms
+from flow_grpo.draw.algorithms import ALGORITHMS, Setup
+from flow_grpo.draw.check import check
+from flow_grpo.draw.fields import get_config
 from flow_grpo.errors import UserError
-from flow_grpo.run.check import check
-from flow_grpo.run.fields import get_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
-MODULE = "flow_grpo.algorithms.positive"
+MODULE = "flow_grpo.draw.algorithms.positive"
 
 
 def example() -> str:

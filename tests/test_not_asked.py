@@ -9,13 +9,13 @@ import pytest
 from accelerate import Accelerator
 from PIL import Image
 
-from flow_grpo.algorithms.base import ALGORITHMS, Scored, Setup
+from flow_grpo.draw.algorithms.base import ALGORITHMS, Scored, Setup
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
+from flow_grpo.rewards.calling.guard import BatchScores, GuardedScorer
+from flow_grpo.rewards.calling.remote import _parse
 from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked
-from flow_grpo.rewards.guard import BatchScores, GuardedScorer
-from flow_grpo.rewards.remote import _parse
-from flow_grpo.run.outage import describe_outage
-from flow_grpo.training.metrics import score_metrics
+from flow_grpo.run.metrics import score_metrics
+from flow_grpo.run.running import describe_outage
 from reward_server.app import _answer
 
 NAN = float("nan")

@@ -16,9 +16,10 @@ from PIL import Image, ImageDraw
 from signs import WORDS, mono_bold, prompt, sign
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import build_reward, close_scorers, ocr
+from flow_grpo.rewards import build_reward, close_scorers
 from flow_grpo.rewards.failure import NotAsked
-from flow_grpo.rewards.ocr import OcrScorer, ocr_score, quoted_text
+from flow_grpo.rewards.scorers import ocr
+from flow_grpo.rewards.scorers.ocr import OcrScorer, ocr_score, quoted_text
 
 # Text and score
 

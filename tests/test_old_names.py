@@ -4,10 +4,11 @@ import pytest
 from ml_collections import ConfigDict
 from runner import ROOT
 
+from flow_grpo.config import command_line, old_names
+from flow_grpo.draw import presets
+from flow_grpo.draw.check import check
+from flow_grpo.draw.fields import get_config
 from flow_grpo.errors import UserError
-from flow_grpo.run import cli, old_names, presets
-from flow_grpo.run.check import check
-from flow_grpo.run.fields import get_config
 
 # all that the configs of its repository set
 GENERAL = str.split(
@@ -29,7 +30,7 @@ TRAIN = str.split(
     "ref_update_step sft sft_batch_size"
 )
 FIELDS = [*GENERAL, *(f"sample.{n}" for n in SAMPLE), *(f"train.{n}" for n in TRAIN)]
-OURS = set(cli._dotted(get_config()))
+OURS = set(command_line._dotted(get_config()))
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -38,7 +39,9 @@ def test_a_field_of_flow_grpos_is_known_or_told_what_to_use(name):
         assert not old_names.hint(name)
         return
     with pytest.raises(UserError) as error:
-        cli.check_names(["train.py", f"--config={ROOT}/config/base.py", f"--config.{name}=1"])
+        command_line.check_names(
+            ["train.py", f"--config={ROOT}/config/base.py", f"--config.{name}=1"]
+        )
     told = str(error.value)
     assert told == f"unknown config key '{name}'; {old_names.hint(name)}"
     assert "\n" not in told

@@ -10,10 +10,10 @@ from planted import png_header
 from report_runs import make_run
 from small_vlm import picture, process, saved
 
+from flow_grpo.data.questions import check_pictures, read_questions
 from flow_grpo.errors import UserError
 from flow_grpo.pictures import FORMATS, BadPicture, TooManyPixels, open_picture, read_picture
-from flow_grpo.report.pictures import fit
-from flow_grpo.vlm.questions import check_pictures, read_questions
+from flow_grpo.show.thumbnails import fit
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ from tiny.prompts import (
 )
 from tiny.words import all_words, split_words
 from transformers import ByT5Tokenizer
+from untrained.small.parts import clip_tokenizer
 
-from flow_grpo.models.small.parts import clip_tokenizer
-from flow_grpo.rewards.geneval.palette import RGB
-from flow_grpo.rewards.ocr import OcrScorer
+from flow_grpo.rewards.scorers.geneval.rules import RGB
+from flow_grpo.rewards.scorers.ocr import OcrScorer
 
 ROOT = Path(__file__).parents[1]
 SPOILED = Degradation(blur_share=0.3, low_contrast_share=0.2, wrong_share=0.4)

@@ -10,15 +10,15 @@ from planted import plant_code, plant_part
 from small_clip import clip_folder, refusal  # noqa: F401, a fixture
 from transformers import CLIPModel
 
-from flow_grpo.models import check_model, load_adapter
-from flow_grpo.models.sizes import Size
-from flow_grpo.rewards.aesthetic import Aesthetic
-from flow_grpo.rewards.clip import ClipScore
+from flow_grpo.answer import export as answers_export
+from flow_grpo.answer.policy import load_model
+from flow_grpo.answer.prompts import load_processors
+from flow_grpo.draw.export import Source, export
+from flow_grpo.draw.models import check_model, load_adapter
+from flow_grpo.draw.models.inputs import Size
 from flow_grpo.rewards.loading import load_network, load_tokenizer
-from flow_grpo.run.export import Source, export
-from flow_grpo.vlm import export as answers_export
-from flow_grpo.vlm.policy import load_model
-from flow_grpo.vlm.prompts import load_processors
+from flow_grpo.rewards.scorers.aesthetic import Aesthetic
+from flow_grpo.rewards.scorers.clip import ClipScore
 
 CPU = torch.device("cpu")
 # files and what they say is in the code; of a known model, a tokenizer needs none

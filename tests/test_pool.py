@@ -16,9 +16,9 @@ import pytest
 from serving import is_running, wait_until
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import pool as pool_module
+from flow_grpo.rewards.calling import pool as pool_module
+from flow_grpo.rewards.calling.pool import CannotStart, PoolClosed, WorkerPool
 from flow_grpo.rewards.failure import Failed
-from flow_grpo.rewards.pool import CannotStart, PoolClosed, WorkerPool
 
 
 def test_the_workers_run_without_torch(stub_path: None) -> None:
@@ -53,7 +53,7 @@ STUB = """
         return engine
 
     def modules_after_rapidocr():
-        from flow_grpo.rewards.ocr_engines import rapidocr_reader
+        from flow_grpo.rewards.scorers.ocr_engines import rapidocr_reader
         rapidocr_reader("auto")
         return lambda job: list(sys.modules)
 
@@ -254,7 +254,7 @@ class TestPool:
         script.write_text(
             textwrap.dedent(f"""
             import threading, time
-            from flow_grpo.rewards.pool import WorkerPool
+            from flow_grpo.rewards.calling.pool import WorkerPool
 
             pool = WorkerPool("stub_engine:obey", {{}}, workers=2, timeout=1000)
             jobs = ["hang {tmp_path / "a"}", "hang {tmp_path / "b"}"]

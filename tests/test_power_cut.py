@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from power import Disk, can_mount
 from sessions import short_config
 
+from flow_grpo.disk import make_folders, sync, write_text
 from flow_grpo.run.checkpoint import Progress, is_intact, newest_intact, save_checkpoint
-from flow_grpo.run.disk import make_folders, sync, write_text
 from flow_grpo.run.resume import find_start, prepare_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))

@@ -10,8 +10,8 @@ import torch
 from methods import STEPS, at_level, method, numbers, objective, of_credit, pixels, rollout
 
 from flow_grpo.advantages import best_and_worst, group_softmax
-from flow_grpo.algorithms.base import Batch, Scored, with_gradient
-from flow_grpo.algorithms.dgpo import Weighted
+from flow_grpo.draw.algorithms.base import Batch, Scored, with_gradient
+from flow_grpo.draw.algorithms.dgpo import Weighted
 
 SETUP = {"num_steps": STEPS, "group_size": 2, "update_samples": 4}
 

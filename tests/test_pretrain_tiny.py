@@ -13,8 +13,7 @@ from tiny.loop import Learner, fit, learning_rate
 from tiny.pool import byt5_ids
 from tiny.pretrain import parse_args
 from tiny.prompts import KEYWORDS
-
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
+from untrained.small.sd3 import build as build_tiny_sd3
 
 
 @pytest.fixture(scope="module")

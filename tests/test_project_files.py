@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from runner import ROOT
 
-from flow_grpo.algorithms import ALGORITHMS
+from flow_grpo.draw.algorithms import ALGORITHMS
 
 DOCKERFILES = ["Dockerfile", "reward_server/Dockerfile"]
 PAGES = sorted(

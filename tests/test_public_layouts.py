@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from flow_grpo.rewards.geneval import GenEval
-from flow_grpo.rewards.geneval.rules import TAGS, parse_task
-from flow_grpo.rewards.ocr import quoted_text
-from flow_grpo.sampling.data import find_prompts, load_prompts
+from flow_grpo.data.prompts import find_prompts, load_prompts
+from flow_grpo.rewards.scorers.geneval import GenEval
+from flow_grpo.rewards.scorers.geneval.rules import TAGS, parse_task
+from flow_grpo.rewards.scorers.ocr import quoted_text
 
 GENEVAL = [
     {"tag": "single_object", "include": [{"class": "kite", "count": 1}]},

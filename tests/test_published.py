@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms import ALGORITHMS
-from flow_grpo.algorithms.forward import ForwardProcess
-from flow_grpo.models.flux import FluxAdapter
-from flow_grpo.models.qwen_image import QwenImageAdapter
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.wan import WanAdapter
-from flow_grpo.models.z_image import ZImageAdapter
-from flow_grpo.run import presets
-from flow_grpo.run.presets.full import BENCHMARKS
-from flow_grpo.run.presets.tiny import TINY
-from flow_grpo.run.session import build_algorithm, eval_guidance
-from flow_grpo.vlm import presets as vlm_presets
+from flow_grpo.answer import presets as vlm_presets
+from flow_grpo.draw import presets
+from flow_grpo.draw.algorithms import ALGORITHMS
+from flow_grpo.draw.algorithms.forward import ForwardProcess
+from flow_grpo.draw.models.flux import FluxAdapter
+from flow_grpo.draw.models.qwen_image import QwenImageAdapter
+from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.draw.models.wan import WanAdapter
+from flow_grpo.draw.models.z_image import ZImageAdapter
+from flow_grpo.draw.presets.full import BENCHMARKS
+from flow_grpo.draw.presets.tiny import TINY
+from flow_grpo.draw.session import build_algorithm, eval_guidance
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS))

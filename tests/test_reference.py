@@ -10,14 +10,14 @@ from peft import LoraConfig, inject_adapter_in_model
 from references import METHODS, distances
 from safetensors.torch import load_file
 from test_families import load
+from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
+from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.draw.policy import Policy
+from flow_grpo.draw.rollout import Dynamics, initial_noise, sample_generators
 from flow_grpo.run.checkpoint import weights_in
-from flow_grpo.sampling.rollout import Dynamics, initial_noise, sample_generators
+from flow_grpo.run.snapshot import Snapshot
 from flow_grpo.speed.lora import without_lora
-from flow_grpo.training.policy import Policy
-from flow_grpo.training.snapshot import Snapshot
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import train

@@ -11,16 +11,16 @@ import torch
 from ml_collections import ConfigDict
 from train import run_evaluation
 
+from flow_grpo.data.hub import download_revision
+from flow_grpo.draw.check import check
+from flow_grpo.draw.fields import get_config
 from flow_grpo.errors import UserError
 from flow_grpo.run.accelerator import build_accelerator
-from flow_grpo.run.check import check
-from flow_grpo.run.fields import get_config
-from flow_grpo.run.hub import download_revision
-from flow_grpo.training.offload import offload_state
+from flow_grpo.run.optimizer import offload_state
 
 DOWNLOAD = """
-from flow_grpo.run.hub import download_revision
-from flow_grpo.training.offload import offload_state
+from flow_grpo.data.hub import download_revision
+from flow_grpo.run.optimizer import offload_state
 print(download_revision("someone/signs", "v2"))
 download_revision("someone/signs", "v3")
 """

@@ -4,10 +4,10 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from untrained.small.sd3 import build as build_tiny_sd3
 
+from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.errors import UserError
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from flow_grpo.speed.replay import _kind, _Model
 
 

@@ -20,14 +20,14 @@ from PIL import Image
 from report_runs import make_run, pictures
 
 from flow_grpo.errors import UserError
-from flow_grpo.report import page, serving
-from flow_grpo.report.pictures import fit, thinned
-from flow_grpo.report.reading import read_shots
-from flow_grpo.report.serving import build_server
 from flow_grpo.rewards.failure import NotAsked
-from flow_grpo.run.grid import score_text
-from flow_grpo.run.health import CHECKS, examine
 from flow_grpo.run.tracking import save_samples
+from flow_grpo.show import page, serving
+from flow_grpo.show.grid import score_text
+from flow_grpo.show.health import CHECKS, examine
+from flow_grpo.show.reading import read_shots
+from flow_grpo.show.serving import build_server
+from flow_grpo.show.thumbnails import fit, thinned
 
 HOSTILE = "</script><script>window.hacked=1</script><!-- \" ' & 🦊 \u2028 @@DATA@@"
 

@@ -18,14 +18,13 @@ from PIL import Image
 from planted import plant, renew_manifest
 from safetensors.torch import load_file
 
+from flow_grpo.draw.export import Source, export
+from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.models import load_adapter
+from flow_grpo.draw.session import Session, build_session
 from flow_grpo.errors import UserError
-from flow_grpo.models import load_adapter
 from flow_grpo.run.checkpoint import STATE, Progress, repair_links, weights_in
-from flow_grpo.run.export import Source, export
-from flow_grpo.run.fields import get_config
-from flow_grpo.run.restore import refuse_code
-from flow_grpo.run.resume import Start, find_start, prepare_folder
-from flow_grpo.run.session import Session, build_session
+from flow_grpo.run.resume import Start, find_start, prepare_folder, refuse_code
 from flow_grpo.run.tracking import save_samples
 from flow_grpo.run.writing import save
 

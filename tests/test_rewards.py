@@ -7,7 +7,7 @@ from PIL import Image
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward
-from flow_grpo.rewards.pictures import to_pil
+from flow_grpo.rewards.frames import to_pil
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 96, 3), dtype=np.uint8))
 BLANK = Image.new("RGB", (96, 32))

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from flow_grpo.models import Schedule
-from flow_grpo.sampling.data import Prompt
-from flow_grpo.sampling.rollout import (
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.data.seeding import Stream
+from flow_grpo.draw.models import Schedule
+from flow_grpo.draw.policy import Policy
+from flow_grpo.draw.rollout import (
     Denoiser,
     Dynamics,
     eval_generators,
@@ -16,9 +18,7 @@ from flow_grpo.sampling.rollout import (
     initial_noise,
     sample_generators,
 )
-from flow_grpo.sampling.seeding import Stream
 from flow_grpo.sde import dpm2_step, sde_step
-from flow_grpo.training.policy import Policy
 
 
 def draw(adapter, index, *, steps=range(1, 3), kind="flow", guidance=4.5):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from policies import policy_of
+from untrained.full import SD3_VAE
 
+from flow_grpo.draw.models import base, load_adapter
+from flow_grpo.draw.policy import Policy
+from flow_grpo.draw.rollout import Denoiser, Dynamics, initial_noise
 from flow_grpo.errors import UserError
-from flow_grpo.models import base, load_adapter
-from flow_grpo.models.full import SD3_VAE
-from flow_grpo.sampling.rollout import Denoiser, Dynamics, initial_noise
-from flow_grpo.training.policy import Policy
 
 PROMPTS = ["a red sign", 'it says "HELLO"', "a red sign"]
 NEGATIVE = ["blurry", "", "dark"]

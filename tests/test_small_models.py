@@ -9,9 +9,9 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
+from untrained import small
 
-from flow_grpo.models import small
-from flow_grpo.rewards.jpeg import jpeg_compressibility
+from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
 
 PROMPTS = ["a cat", "a red sign on a long wooden wall"]
 # What a pipeline's parts are, and how it is called with guidance.

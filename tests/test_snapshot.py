@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flow_grpo.training.snapshot import Snapshot
+from flow_grpo.run.snapshot import Snapshot
 
 
 def weights(seed: int = 0) -> dict[str, nn.Parameter]:

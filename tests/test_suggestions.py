@@ -9,18 +9,20 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 from runner import ROOT
+from untrained.full import FULL
 
-from flow_grpo.algorithms import ALGORITHMS
+from flow_grpo.config import command, command_line, old_names
+from flow_grpo.config.command_line import option_names
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.draw import presets
+from flow_grpo.draw.algorithms import ALGORITHMS
+from flow_grpo.draw.check import CHOICES, check
+from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.models import find_adapter
 from flow_grpo.errors import UserError, nearest
-from flow_grpo.models import find_adapter
-from flow_grpo.models.full import FULL
 from flow_grpo.rewards import REWARDS, build_scorers
-from flow_grpo.run import cli, command, old_names, presets, trackers
-from flow_grpo.run.check import CHOICES, check
-from flow_grpo.run.fields import get_config
+from flow_grpo.run import trackers
 from flow_grpo.run.tracking import dotted
-from flow_grpo.run.whole_dicts import option_names
-from flow_grpo.sampling.data import load_prompts
 
 PRESET = f"--config={ROOT}/config/grpo.py:tiny_ocr_1gpu"
 FIELDS = dict(dotted(get_config().to_dict()))
@@ -43,7 +45,7 @@ def load(monkeypatch):
         argv, values = [script, *words], flags.FlagValues()
         monkeypatch.setattr(sys, "argv", argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        cli.check_names(argv)
+        command_line.check_names(argv)
         config_flags.DEFINE_config_file("config", flag_values=values)
         values(argv)
         check(values.config)
@@ -75,7 +77,7 @@ def refused(call, *arguments, **keywords) -> list[str]:
 def plain_fields() -> list[str]:
     """Those with a value that can be given again."""
     config = get_config()
-    open_fields = tuple(f"{name}." for name in cli.OPEN_FIELDS)
+    open_fields = tuple(f"{name}." for name in command_line.OPEN_FIELDS)
     names = [n for n, v in dotted(config.to_dict()) if v is not None]
     return [n for n in names if not n.startswith(open_fields)]
 
@@ -174,7 +176,7 @@ def test_every_option_of_a_reward(load, reward, option):
 def test_an_option_is_added_to_those_of_the_config(load, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(
-        "from flow_grpo.run.presets import get_config as preset\n"
+        "from flow_grpo.draw.presets import get_config as preset\n"
         "def get_config():\n"
         "    config = preset('tiny_ocr_1gpu')\n"
         "    config.reward_options = {'ocr': {'workers': 2}}\n"

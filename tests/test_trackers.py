@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw
 
 from flow_grpo.errors import UserError
 from flow_grpo.run import trackers
-from flow_grpo.run.grid import fitted
+from flow_grpo.show.grid import fitted
 
 
 def test_several_are_separated_by_commas():

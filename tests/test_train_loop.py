@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
+from flow_grpo.draw.models import load_adapter
+from flow_grpo.draw.session import Session
 from flow_grpo.errors import Stopped, UserError
-from flow_grpo.models import load_adapter
 from flow_grpo.run.running import carry_out
-from flow_grpo.run.session import Session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import (
@@ -133,7 +133,7 @@ def encoded_and_submitted(session: Session) -> list:
 def test_a_reward_may_be_called_baseline(make_session, estimator):
     session = make_session(
         **{
-            "custom_rewards": {"baseline": "flow_grpo.rewards.jpeg:jpeg_compressibility"},
+            "custom_rewards": {"baseline": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility"},
             "reward_fn": {"baseline": 1.0},
             "train.advantage": estimator,
         }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from methods import STEPS, method, numbers, pixels, rollout, taken
 
-from flow_grpo.algorithms.base import Scored
+from flow_grpo.draw.algorithms.base import Scored
 from flow_grpo.windows import moving_window
 
 # Ratios of 1.2 and .8, each with an advantage of either sign.

@@ -19,15 +19,15 @@ from vlm_judges import (
 
 from flow_grpo.rewards import build_reward
 from flow_grpo.rewards.failure import Failed, FailurePolicy
-from flow_grpo.rewards.ocr import ocr_score
-from flow_grpo.rewards.vlm import ChatJudge, QwenVl, QwenVlOcr, UnifiedReward
-from flow_grpo.rewards.vlm_answers import (
+from flow_grpo.rewards.judges.forms import (
     Answer,
     Unscorable,
     labelled_score,
     read_completion,
     read_text,
 )
+from flow_grpo.rewards.judges.vlm import ChatJudge, QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.scorers.ocr import ocr_score
 
 
 def graded(judge: type[ChatJudge], answer: str | dict, **options):

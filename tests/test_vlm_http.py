@@ -19,8 +19,8 @@ from vlm_judges import (
 )
 
 from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked
-from flow_grpo.rewards.ocr import ocr_score
-from flow_grpo.rewards.vlm import QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.judges.vlm import QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.scorers.ocr import ocr_score
 
 SIGNS = {sign(word).tobytes(): word for word in WORDS}
 

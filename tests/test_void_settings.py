@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 from methods import METHODS
 
-from flow_grpo.algorithms import ALGORITHMS
+from flow_grpo.draw.algorithms import ALGORITHMS
+from flow_grpo.draw.check import check, check_gradient
+from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.models.flux import FluxAdapter
+from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.draw.models.z_image import ZImageAdapter
+from flow_grpo.draw.session import build_algorithm
 from flow_grpo.errors import UserError
-from flow_grpo.models.flux import FluxAdapter
-from flow_grpo.models.sd3 import SD3Adapter
-from flow_grpo.models.z_image import ZImageAdapter
-from flow_grpo.run.check import check
-from flow_grpo.run.fields import get_config
-from flow_grpo.run.session import build_algorithm
 from flow_grpo.run.tracking import dotted
-from flow_grpo.run.void import check_gradient
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import void_settings

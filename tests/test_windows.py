@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flow_grpo.sampling.seeding import Stream, numpy_rng, torch_generator
+from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.windows import stochastic_steps
 
 

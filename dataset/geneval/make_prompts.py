@@ -17,11 +17,9 @@ from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
+from flow_grpo.config.arguments import Parser
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.geneval.coco import NAMES
-from flow_grpo.rewards.geneval.palette import RGB, SHAPES
-from flow_grpo.rewards.geneval.rules import COLOURS, RELATIONS
-from flow_grpo.run.arguments import Parser
+from flow_grpo.rewards.scorers.geneval.rules import COLOURS, NAMES, RELATIONS, RGB, SHAPES
 
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 UNCOLOURED = ("person",)  # a purple person is no fair question

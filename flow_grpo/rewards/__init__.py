@@ -25,19 +25,19 @@ import numpy as np
 from PIL import Image
 
 from flow_grpo.errors import RewardOutage, UserError, with_nearest
+from flow_grpo.rewards.calling.guard import RESERVED, BatchScores, GuardedScorer
+from flow_grpo.rewards.calling.threads import SerialThread
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rewards.frames import (
     DEFAULT,
     OPTION,
     Sample,
+    fetch_pictures,
     frame_rule,
     rule_of,
     split_rules,
     with_rule,
 )
-from flow_grpo.rewards.guard import RESERVED, BatchScores, GuardedScorer
-from flow_grpo.rewards.pictures import fetch_pictures
-from flow_grpo.rewards.threads import SerialThread
 
 if TYPE_CHECKING:
     import torch
@@ -45,24 +45,24 @@ if TYPE_CHECKING:
 Scorer = Callable[[list[Sample], list[str], list[dict]], Any]
 
 REWARDS = {
-    "aesthetic": "flow_grpo.rewards.aesthetic:Aesthetic",
+    "aesthetic": "flow_grpo.rewards.scorers.aesthetic:Aesthetic",
     "answer_format": "flow_grpo.rewards.answers.scorers:AnswerFormat",
     "choice": "flow_grpo.rewards.answers.scorers:Choice",
-    "clipscore": "flow_grpo.rewards.clip:ClipScore",
-    "deqa": "flow_grpo.rewards.deqa:DeQA",
-    "geneval": "flow_grpo.rewards.geneval:GenEval",
-    "hpsv2": "flow_grpo.rewards.clip:HpsV2",
-    "imagereward": "flow_grpo.rewards.imagereward:ImageReward",
-    "jpeg_compressibility": "flow_grpo.rewards.jpeg:jpeg_compressibility",
-    "jpeg_incompressibility": "flow_grpo.rewards.jpeg:jpeg_incompressibility",
+    "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
+    "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
+    "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",
+    "hpsv2": "flow_grpo.rewards.scorers.clip:HpsV2",
+    "imagereward": "flow_grpo.rewards.scorers.imagereward:ImageReward",
+    "jpeg_compressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility",
+    "jpeg_incompressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_incompressibility",
     "math_answer": "flow_grpo.rewards.answers.scorers:MathAnswer",
-    "ocr": "flow_grpo.rewards.ocr:OcrScorer",
+    "ocr": "flow_grpo.rewards.scorers.ocr:OcrScorer",
     "overlong": "flow_grpo.rewards.answers.scorers:Overlong",
-    "pickscore": "flow_grpo.rewards.clip:PickScore",
-    "qwenvl": "flow_grpo.rewards.vlm:QwenVl",
-    "qwenvl_ocr": "flow_grpo.rewards.vlm:QwenVlOcr",
-    "unifiedreward": "flow_grpo.rewards.vlm:UnifiedReward",
-    "vlm_pairwise": "flow_grpo.rewards.vlm_pairwise:VlmPairwise",
+    "pickscore": "flow_grpo.rewards.scorers.clip:PickScore",
+    "qwenvl": "flow_grpo.rewards.judges.vlm:QwenVl",
+    "qwenvl_ocr": "flow_grpo.rewards.judges.vlm:QwenVlOcr",
+    "unifiedreward": "flow_grpo.rewards.judges.vlm:UnifiedReward",
+    "vlm_pairwise": "flow_grpo.rewards.judges.pairwise:VlmPairwise",
 }
 ANSWER_REWARDS = [name for name, path in REWARDS.items() if ".rewards.answers." in path]
 TOTAL = "avg"  # Flow-GRPO's name for the weighted sum
@@ -339,8 +339,8 @@ def guard_scorers(
 
 
 def _build_remote(name: str, servers: str, policy: FailurePolicy, frames: str | None) -> Scorer:
-    from flow_grpo.rewards.http import token_from
-    from flow_grpo.rewards.remote import RemoteScorer
+    from flow_grpo.rewards.calling.http import token_from
+    from flow_grpo.rewards.calling.remote import RemoteScorer
 
     return RemoteScorer(name, servers, token=token_from(TOKEN_ENV), policy=policy, frames=frames)
 

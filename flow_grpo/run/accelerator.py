@@ -3,6 +3,8 @@
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -11,7 +13,19 @@ from accelerate.utils import DistributedType, parse_flag_from_env
 from ml_collections import ConfigDict
 from transformers.integrations import unset_hf_deepspeed_config
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import OutOfMemory, UserError
+
+
+@contextmanager
+def advice_when_short(advice: list[str]) -> Iterator[None]:
+    """Running out of memory in here is told together with what may help."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).strip().split(". ")[0]
+        options = f"try {', or '.join(advice)}" if advice else "use fewer or smaller pictures"
+        raise OutOfMemory(f"{reason}; {options}; see docs/performance.md") from error
+
 
 logger = logging.getLogger("flow_grpo")
 

@@ -11,15 +11,15 @@ from ml_collections import ConfigDict
 from torch import nn
 from torch.optim import Optimizer
 
-from flow_grpo.report.page import write_at_end
 from flow_grpo.rewards import WeightedReward, close_scorers
 from flow_grpo.run import trackers, tracking
 from flow_grpo.run.checkpoint import Progress
-from flow_grpo.run.console import Pace
+from flow_grpo.run.distributed import on_all_or_none
 from flow_grpo.run.lock import RunLock
+from flow_grpo.run.snapshot import Ema
 from flow_grpo.run.stopping import StopSignals
-from flow_grpo.training.distributed import on_all_or_none
-from flow_grpo.training.ema import Ema
+from flow_grpo.show.console import Pace
+from flow_grpo.show.page import write_at_end
 
 
 class Trainable(Protocol):

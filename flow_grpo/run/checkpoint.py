@@ -15,10 +15,10 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from flow_grpo import disk
+from flow_grpo.draw.models.lora_files import refuse_pickles
 from flow_grpo.errors import UserError
-from flow_grpo.models.lora_files import refuse_pickles
 from flow_grpo.rewards import TOTAL
-from flow_grpo.run import disk
 
 log = logging.getLogger(__name__)
 

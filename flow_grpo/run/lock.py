@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from flow_grpo import disk
 from flow_grpo.errors import UserError
-from flow_grpo.run import disk
 
 log = logging.getLogger(__name__)
 

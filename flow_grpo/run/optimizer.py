@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from flow_grpo.errors import UserError
 from flow_grpo.run.base import Trainable
-from flow_grpo.training.offload import offload_state
 
 
 def adam_settings(config: ConfigDict) -> dict[str, Any]:
@@ -46,3 +45,21 @@ def _build(config: ConfigDict, accelerator: Accelerator, policy: Trainable) -> O
             "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
         ) from error
     return AdamW8bit(policy.parameters(), **settings)
+
+
+def offload_state(optimizer: Optimizer) -> None:
+    """From now on its state is where the weights are during a step only."""
+    optimizer.register_step_pre_hook(lambda *_: _move(optimizer, None))
+    optimizer.register_step_post_hook(lambda *_: _move(optimizer, "cpu"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: _move(optimizer, "cpu"))
+
+
+def _move(optimizer: Optimizer, device: str | None) -> None:
+    """To `device`, or each to that of its weight. Step counts stay, where Adam wants them."""
+    for weight, state in optimizer.state.items():
+        moved: dict[str, Any] = {
+            name: value.to(device or weight.device)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name != "step"
+        }
+        state.update(moved)

@@ -19,15 +19,98 @@ from accelerate import Accelerator
 from ml_collections import ConfigDict
 from torch import Tensor
 
+from flow_grpo.config.places import find_files
 from flow_grpo.errors import RewardOutage, Stopped
-from flow_grpo.run import estimate, tracking
+from flow_grpo.run import tracking
+from flow_grpo.run.accelerator import advice_when_short
 from flow_grpo.run.base import Run
-from flow_grpo.run.benchmarking import now
-from flow_grpo.run.memory import advice_when_short
-from flow_grpo.run.outage import describe_outage
-from flow_grpo.run.places import find_files
 from flow_grpo.run.resume import Start, find_start
+from flow_grpo.run.running import describe_outage
 from flow_grpo.run.stopping import StopRequested
+from flow_grpo.run.tracking import now
+from flow_grpo.run.writing import is_due
+from flow_grpo.show.console import duration
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, of one process."""
+
+    sample: float  # of a batch
+    reward: float  # of a batch, while others are sampled
+    train: float  # of a micro-batch over all its steps
+    first_eval: float  # of an evaluation of one batch
+    next_eval: float  # of each further batch
+    warm_up: float  # once
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one process, but for the rounds of the run that are still to be done."""
+
+    batches: int  # sampled in an epoch
+    micro_batches: int  # trained in an epoch, each pass counted
+    eval_batches: int
+    epochs: int
+    evaluations: int
+    ahead: bool = False  # sample.async_depth
+
+
+def reward_seconds(sampling: float, waiting: float, batches: int) -> float:
+    """Of a batch, where `batches` were sampled, each scored while the next one was, and after the
+    last of them `waiting` seconds were left."""
+    sample = sampling / batches
+    return waiting if waiting <= sample else (waiting + (batches - 1) * sample) / batches
+
+
+def epoch_seconds(measured: Measured, work: Work) -> dict[str, float]:
+    sample, reward, batches = measured.sample, measured.reward, work.batches
+    sampling = sample * batches
+    waiting = reward + (batches - 1) * max(0.0, reward - sample)
+    if work.ahead:  # the next epoch is sampled meanwhile
+        waiting = max(0.0, waiting - sampling)
+    return {
+        "sampling": sampling,
+        "waiting for rewards": waiting,
+        "training": measured.train * work.micro_batches,
+    }
+
+
+def eval_seconds(measured: Measured, work: Work) -> float:
+    return measured.first_eval + measured.next_eval * (work.eval_batches - 1)
+
+
+def run_seconds(measured: Measured, work: Work) -> float:
+    epoch = sum(epoch_seconds(measured, work).values())
+    evaluations = work.evaluations * eval_seconds(measured, work)
+    return measured.warm_up + work.epochs * epoch + evaluations
+
+
+def count_evaluations(done: int, last: int, every: int) -> int:
+    """Those to come in a run that has `done` epochs: -1, not even the one before training."""
+    epochs = range(max(done, 0) + 1, last + 1)
+    return (done < 0) + sum(is_due(epoch, every, last) for epoch in epochs)
+
+
+def describe(measured: Measured, work: Work) -> str:
+    epoch, run = epoch_seconds(measured, work), run_seconds(measured, work)
+    parts = " + ".join(f"{name} {duration(s)}" for name, s in epoch.items())
+    evaluation = eval_seconds(measured, work)
+    share = work.evaluations * evaluation / run if run else 0.0
+    return "\n".join(
+        [
+            f"time per epoch        {duration(sum(epoch.values()))} = {parts}",
+            f"time per evaluation   {duration(evaluation)}",
+            f"time of the run       {duration(run)}: {count(work.epochs, 'epoch')} and "
+            f"{count(work.evaluations, 'evaluation')}, {share:.0%} of the time; without "
+            "checkpoints",
+        ]
+    )
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
+
 
 logger = logging.getLogger("flow_grpo")
 
@@ -63,7 +146,7 @@ class Rehearsal(ABC):
         """Options that need less memory."""
 
     @abstractmethod
-    def count_work(self, session: Run) -> estimate.Work: ...
+    def count_work(self, session: Run) -> Work: ...
 
     @abstractmethod
     def shrink(self, session: Run, folder: Path) -> Run:
@@ -83,9 +166,7 @@ class Rehearsal(ABC):
             logger.info("%-21s %s; nothing is written now", "dry run", describe_start(session))
             logger.info(session.plan.describe())
             every = session.config.eval_freq
-            when = (
-                f"every {estimate.count(every, 'epoch')}" if every else "before and after the run"
-            )
+            when = f"every {count(every, 'epoch')}" if every else "before and after the run"
             logger.info("%-21s %s, %s", "evaluation", self.describe(session), when)
             with (
                 session.stop,
@@ -101,7 +182,7 @@ class Rehearsal(ABC):
         session.accelerator.end_training()
         return session
 
-    def measure(self, session: Run, folder: Path) -> tuple[estimate.Measured, estimate.Work, float]:
+    def measure(self, session: Run, folder: Path) -> tuple[Measured, Work, float]:
         """Seconds of the parts, how often the run has them, and GiB of a process at its peak."""
         small, work = self.shrink(session, folder), self.count_work(session)
         logger.info(
@@ -121,9 +202,9 @@ class Rehearsal(ABC):
         if epoch.remark:
             logger.info("%-21s %s", *epoch.remark)
         sampling, waiting, training = epoch.seconds
-        measured = estimate.Measured(
+        measured = Measured(
             sample=sampling / epoch.batches,
-            reward=estimate.reward_seconds(sampling, waiting, epoch.batches),
+            reward=reward_seconds(sampling, waiting, epoch.batches),
             train=training / epoch.trained,
             first_eval=evals[0],
             next_eval=max(0.0, evals[-1] - evals[0]),
@@ -179,7 +260,7 @@ def refuse_outage(small: Run, rewards: dict[str, np.ndarray]) -> None:
 def epochs_left(session: Run) -> dict[str, int]:
     """Epochs and evaluations that are still to be done, as `Work` has them."""
     config, done = session.config, session.progress.epoch
-    evaluations = estimate.count_evaluations(done, config.num_epochs, config.eval_freq)
+    evaluations = count_evaluations(done, config.num_epochs, config.eval_freq)
     return {"epochs": config.num_epochs - max(done, 0), "evaluations": evaluations}
 
 
@@ -194,7 +275,7 @@ def tensor_bytes(value: Any) -> int:
     return sum(map(tensor_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def tell(session: Run, measured: estimate.Measured, work: estimate.Work, peak: float) -> None:
+def tell(session: Run, measured: Measured, work: Work, peak: float) -> None:
     device = session.accelerator.device
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
@@ -204,4 +285,4 @@ def tell(session: Run, measured: estimate.Measured, work: estimate.Work, peak: f
         where = f"{total:.1f} GiB of this machine"
     each = ", for each process" if session.plan.num_processes > 1 else ""
     logger.info("%-21s %.1f GiB at the peak%s, of %s", "memory", peak, each, where)
-    logger.info(estimate.describe(measured, work))
+    logger.info(describe(measured, work))

@@ -6,15 +6,40 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from flow_grpo.errors import RewardOutage, Stopped, UserError
-from flow_grpo.rewards import TOTAL
+from flow_grpo.rewards import TOTAL, WeightedReward
+from flow_grpo.run.accelerator import advice_when_short
 from flow_grpo.run.base import Run
-from flow_grpo.run.memory import advice_when_short
-from flow_grpo.run.outage import describe_outage
+from flow_grpo.run.metrics import TrainingStats, score_metrics
 from flow_grpo.run.stopping import StopRequested
 from flow_grpo.run.writing import save
-from flow_grpo.training.metrics import TrainingStats, score_metrics
+
+
+def describe_outage(
+    accelerator: Accelerator,
+    reward: WeightedReward,
+    scores: dict[str, np.ndarray],  # gathered: the same on all processes
+    limit: float,
+) -> str | None:
+    """Which reward failed for more than a share `limit` of the samples, and why; None if none did.
+
+    Call it on all processes: the error may have happened on any.
+    """
+    for name in reward.weights:
+        failed = np.isnan(scores[name])
+        if failed.mean() > limit or failed.all():
+            errors = gather_object([reward.last_errors.get(name, "")])
+            last = next((error for error in errors if error), "none recorded")
+            return (
+                f"reward {name!r} gave no score for {failed.sum()} of {len(failed)} {reward.kind}s "
+                f"(max_failed_fraction={limit:g}); last error: {last}"
+            )
+    reward.forget_errors()
+    return None
+
 
 logger = logging.getLogger("flow_grpo")
 AnyRun = TypeVar("AnyRun", bound=Run)

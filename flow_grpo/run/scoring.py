@@ -5,12 +5,12 @@ import logging
 from accelerate import Accelerator
 from ml_collections import ConfigDict
 
-from flow_grpo.models import Size
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.draw.check import check_eval_judges, check_judges
+from flow_grpo.draw.models import Size
+from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.rewards import WeightedReward, build_scorers, check_weights, guard_scorers
 from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.run.check import check_eval_judges, check_judges
-from flow_grpo.sampling.data import Prompt
-from flow_grpo.training.plan import BatchPlan
 
 logger = logging.getLogger("flow_grpo")
 

@@ -15,11 +15,11 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from flow_grpo import disk
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.frames import Sample
-from flow_grpo.run import disk
-from flow_grpo.run.clips import save_sample
+from flow_grpo.show.grid import save_sample
 
 
 def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -104,3 +104,10 @@ def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+def now(device: torch.device) -> float:
+    """The time at which all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -10,19 +10,18 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from flow_grpo.algorithms.base import Scored
+from flow_grpo.data.prompts import Draw
+from flow_grpo.draw.algorithms.base import Scored
+from flow_grpo.draw.session import Session
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import TOTAL
-from flow_grpo.rewards.frames import Sample
-from flow_grpo.rewards.pictures import to_pil
+from flow_grpo.rewards.frames import Sample, to_pil
 from flow_grpo.run import trackers, tracking
 from flow_grpo.run.base import Run
 from flow_grpo.run.checkpoint import STATE, save_checkpoint
-from flow_grpo.run.console import epoch_line
-from flow_grpo.run.health import examine
-from flow_grpo.run.reading import read_metrics
-from flow_grpo.run.session import Session
-from flow_grpo.sampling.data import Draw
+from flow_grpo.show.console import epoch_line
+from flow_grpo.show.health import examine
+from flow_grpo.show.reading import read_metrics
 
 logger = logging.getLogger("flow_grpo")
 

@@ -1,183 +1,181 @@
-"""The page of the demo: every text is shown as text, no files are taken, and nothing is asked of
-any other server. Whoever imports this has set what gradio reads from the environment."""
+"""From runs to the page: what it shows, as JSON, in one file that asks for nothing else."""
 
+import base64
+import hashlib
 import html
-import random
-import shutil
+import json
+import logging
+import os
 import uuid
-from collections import deque
 from collections.abc import Callable
-from functools import wraps
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
-from starlette.middleware import Middleware
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import lies_in
+from flow_grpo.rewards import TOTAL
+from flow_grpo.show import health
+from flow_grpo.show.reading import LARGEST, Run, Shot, read_runs, read_shots
+from flow_grpo.show.thumbnails import fit
 
-from flow_grpo.errors import UserError
-from flow_grpo.run.clips import save_sample
-from flow_grpo.run.session import eval_guidance
-from flow_grpo.show.gallery import SMALL
-from flow_grpo.show.hosts import OnlyOurs
-from flow_grpo.show.limits import MOST_SEED
-from flow_grpo.show.painter import Drawn, Painter
+logger = logging.getLogger("flow_grpo")
 
-QUEUE = 8  # who comes when as many wait is told so
-KEPT = 64  # drawings whose files can still be looked at
-EXAMPLES = 4
-FONTS = ["system-ui", "sans-serif"]  # of the reader's machine
-CSS = """
-.gradio-container {max-width: 1000px !important; margin: 0 auto !important}
-footer {display: none !important}
-.drawn button, .drawn .image-frame, .drawn img {width: 100% !important}
-.drawn img {height: auto !important; object-fit: contain !important}
-.small img {image-rendering: pixelated}
-.scores textarea {font-variant-numeric: tabular-nums}
-"""
+FILE = "report.html"
+SCRIPTS = ("dom.js", "curves.js", "head.js", "samples.js", "main.js")
+PICTURE_BYTES = 10_000_000  # of all runs together; other things take little
+SHARES = {"eval": 2 / 3, "train": 1 / 3}
+EPOCHS = {"eval": 40, "train": 20}  # with pictures, at most: it takes 20 to 40 ms to shrink one
+MOST_SAMPLES = 64  # of an epoch
+LONGEST_ANSWER = 4000  # letters; samples.jsonl has all of it
 
 
-def build_page(painter: Painter, folder: Path) -> gr.Blocks:
-    """`folder` is where gradio serves files from."""
-    config, limits = painter.config, painter.limits
-    files: deque[Path] = deque()
-    small = ["small"] if painter.size.width < SMALL else []
-
-    @told
-    def draw(*values: Any) -> list[Any]:
-        wish = limits.wish(*values)
-        if painter.run and wish.weights is None:
-            raise UserError("no trained weights are chosen; choose some")
-        drawn = painter.draw(wish)
-        place = folder / uuid.uuid4().hex
-        place.mkdir()
-        files.append(place)
-        if len(files) > KEPT:
-            shutil.rmtree(files.popleft(), ignore_errors=True)
-        return [part for number, each in enumerate(drawn) for part in _shown(each, place, number)]
-
-    @told
-    def refresh() -> Any:
-        return gr.Dropdown(choices=list(painter.weights()))
-
-    def another() -> int:
-        return random.randint(0, MOST_SEED)
-
-    title = _title(painter)
-    with gr.Blocks(title=title, analytics_enabled=False, fill_width=True) as page:
-        gr.Markdown("## Before and after training" if painter.run else "## Before training")
-        prompt = gr.Textbox(label="Prompt", lines=1, max_lines=6)
-        with gr.Row():
-            weights = gr.Dropdown(
-                list(painter.weights()),
-                value=painter.newest,
-                label="Trained weights",
-                min_width=190,
-                visible=painter.run is not None,
-            )
-            steps = gr.Slider(
-                *(limits.fewest_steps, limits.most_steps, config.sample.eval_num_steps),
-                step=1,
-                label="Steps",
-                min_width=190,
-            )
-            guidance = gr.Slider(
-                *(0, limits.most_guidance, eval_guidance(config)),
-                step=0.1,
-                label="Guidance",
-                min_width=190,
-            )
-            seed = gr.Number(config.seed, precision=0, label="Seed", min_width=140)
-        with gr.Row():
-            button = gr.Button("Draw", variant="primary")
-            other = gr.Button("Other seed")
-        outputs = []
-        with gr.Row():
-            for heading in ["Base", "Trained"] if painter.run else ["Base"]:
-                with gr.Column():
-                    gr.Markdown(f"### {heading}")
-                    outputs += [_picture(heading, small), _scores(painter)]
-        if examples := list(painter.prompts)[:EXAMPLES]:
-            gr.Examples([[each] for each in examples], [prompt], label="Test prompts")
-        # not preprocessed: whatever was posted is told in our words
-        drawing = {
-            "fn": draw,
-            "inputs": [prompt, weights, steps, guidance, seed],
-            "outputs": outputs,
-            "preprocess": False,
-            "concurrency_id": "model",
-            "concurrency_limit": 1,
-        }
-        gr.on([button.click, prompt.submit], **drawing, api_name="draw")
-        private = {"api_visibility": "private"}
-        other.click(another, None, seed, **private).then(**drawing, **private)
-        page.load(refresh, None, weights, **private)
-    return page.queue(max_size=QUEUE, api_open=False)
-
-
-def serve(page: gr.Blocks, host: str, port: int) -> str:
-    """Until it is closed; returns its address."""
-    theme = gr.themes.Default(primary_hue="blue", font=FONTS, font_mono=FONTS)
+def write_page(folders: list[Path], out: Path) -> None:
+    if out.is_dir():
+        raise UserError(f"cannot write {out}: it is a folder; name a file with --out")
+    page = render(build(folders))
+    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     try:
-        page.launch(
-            server_name=host,
-            server_port=port,
-            share=False,
-            quiet=True,
-            prevent_thread_lock=True,
-            ssr_mode=False,
-            mcp_server=False,
-            pwa=False,
-            enable_monitoring=False,
-            run_history=False,
-            footer_links=[],
-            max_file_size="1b",  # there is nothing to upload
-            app_kwargs={"middleware": [Middleware(OnlyOurs, served_at=host)]},
-            theme=theme,
-            css=CSS,
-        )
-    except OSError as error:  # it was free when we asked
-        raise UserError(f"port {port} was taken meanwhile; choose another with --port") from error
-    return page.local_url
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(page, encoding="utf-8", errors="replace")
+        os.replace(partial, out)  # whole, also for somebody who looks at it now
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}; name another with --out") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
-def told(call: Callable) -> Callable:
-    """A mistake as one sentence on the page, which would take it as HTML."""
-
-    @wraps(call)
-    def calling(*args: Any) -> Any:
-        try:
-            return call(*args)
-        except UserError as error:
-            raise gr.Error(html.escape(str(error)), print_exception=False) from error
-
-    return calling
-
-
-def _shown(drawn: Drawn, place: Path, number: int) -> tuple[str, str]:
-    name = save_sample(drawn.sample, place, str(number))["file"]
-    return str(place / name), "\n".join(drawn.scores)
+def write_at_end(folder: Path, check: Callable[[], None]) -> None:
+    """Of a run that ends, perhaps because it was stopped: whatever is wrong, it ends as it would
+    have without a report. `check` raises if the folder is not the run's any more."""
+    if not (folder / "metrics.jsonl").is_file():
+        return
+    try:
+        check()
+        write_page([folder], folder / FILE)
+    except Exception as error:
+        logger.warning("no report was written: %s", first_line(error))
 
 
-def _picture(heading: str, classes: list[str]) -> gr.Image:
-    return gr.Image(
-        label=heading,
-        show_label=False,
-        type="filepath",
-        interactive=False,
-        buttons=[],
-        elem_classes=["drawn", *classes],
-    )
+def build(folders: list[Path]) -> dict[str, Any]:
+    """All that the page shows."""
+    runs = read_runs(folders)
+    made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return {"made": made, "runs": [describe(run, PICTURE_BYTES / len(runs)) for run in runs]}
 
 
-def _scores(painter: Painter) -> gr.Textbox:
-    return gr.Textbox(
-        label="Rewards",
-        interactive=False,
-        lines=max(1, len(painter.reward.weights)) if painter.reward else 1,
-        visible=painter.reward is not None,
-        elem_classes=["scores"],
-    )
+def describe(run: Run, budget: float) -> dict[str, Any]:
+    names = dict.fromkeys(name for row in run.rows for name in row)
+    return {
+        "name": run.name,
+        "config": run.config,
+        "epochs": [row.get("epoch") for row in run.rows],
+        "metrics": {
+            name: [_rounded(row.get(name)) for row in run.rows] for name in names if "/" in name
+        },
+        "health": {
+            "checks": len(health.CHECKS),
+            "findings": [asdict(finding) for finding in health.examine(run.rows)],
+        },
+        **{kind: _samples(run, kind, budget * share) for kind, share in SHARES.items()},
+    }
 
 
-def _title(painter: Painter) -> str:
-    return f"{painter.run.resolve().name} · flow_grpo" if painter.run else "flow_grpo"
+def _samples(run: Run, kind: str, budget: float) -> dict[str, Any]:
+    """Of some epochs; "of" says how many there are, `texts` has what is said of many samples."""
+    shots = {epoch: read_shots(path, MOST_SAMPLES) for epoch, path in run.shots[kind].items()}
+    shots = {epoch: shown for epoch, shown in shots.items() if shown}
+    paths = {epoch: [_own(shot, run.folder) for shot in shown] for epoch, shown in shots.items()}
+    pictures = fit(paths, budget, EPOCHS[kind], _best(run, shots))
+    texts: dict[str, int] = {}
+    return {
+        "of": len(shots),
+        "epochs": list(pictures),
+        "samples": [
+            [_sample(shot, picture, texts) for shot, picture in zip(shots[epoch], own, strict=True)]
+            for epoch, own in pictures.items()
+        ],
+        "texts": list(texts),
+    }
+
+
+def _own(shot: Shot, run: Path) -> Path | None:
+    if shot.picture is None or lies_in(run, shot.picture):
+        return shot.picture
+    logger.warning("%s is not shown: it is a link that leads out of the run", shot.picture)
+    return None
+
+
+def _best(run: Run, among: dict[int, Any]) -> list[int]:
+    """The epoch with the highest held-out reward, if it is among these."""
+    name = f"eval/{TOTAL}"
+    scored = [row for row in run.rows if row.get(name) is not None and row.get("epoch") in among]
+    return [max(scored, key=lambda row: row[name])["epoch"]] if scored else []
+
+
+def _sample(shot: Shot, picture: str | None, texts: dict[str, int]) -> dict[str, Any]:
+    sample = {
+        "prompt": texts.setdefault(shot.prompt, len(texts)),
+        "scores": {name: _rounded(value) for name, value in shot.scores.items()},
+        "picture": picture,
+        "answer": shot.answer and shortened(shot.answer),
+        "truth": shot.truth and shortened(shot.truth),
+        "advantage": _rounded(shot.advantage),
+        "group": shot.group,
+    }
+    return {name: value for name, value in sample.items() if value is not None}
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_ANSWER else f"{text[:LONGEST_ANSWER]}…"
+
+
+def _rounded(value: float | None) -> float | None:
+    """To what can be seen; JSON has no NaN."""
+    known = isinstance(value, int | float) and abs(value) <= LARGEST
+    return float(f"{value:.6g}") if known else None
+
+
+def render(data: dict[str, Any], version: str = "") -> str:
+    """`version`: of a page that asks its server for newer data."""
+    here = files("flow_grpo.report")
+    style = (here / "page.css").read_text("utf-8")
+    script = "\n".join((here / "scripts" / name).read_text("utf-8") for name in SCRIPTS)
+    content = {
+        "POLICY": _policy(style, script, live=bool(version)),
+        "TITLE": html.escape(", ".join(run["name"] for run in data["runs"])),
+        "STYLE": style,
+        "SCRIPT": script,
+        "VERSION": version,
+        "DATA": as_json(data).replace("<", "\\u003c"),  # no tag can end the block
+    }
+    # in one pass, as a prompt may read like a mark
+    first, *parts = (here / "page.html").read_text("utf-8").split("@@")
+    return first + "".join(content[part] if i % 2 == 0 else part for i, part in enumerate(parts))
+
+
+def as_json(data: dict[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":"))
+
+
+def _policy(style: str, script: str, *, live: bool) -> str:
+    """Nothing runs but the page's own script, and no address is asked, but the server's if live."""
+    rules = {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "style-src": _hash(style),
+        "script-src": _hash(script),
+        **({"connect-src": "'self'"} if live else {}),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

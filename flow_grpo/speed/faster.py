@@ -1,9 +1,12 @@
 """Layers of a compiled model that compute the same in fewer or better kernels."""
 
+import warnings
+
 import torch
 from diffusers.models.activations import GELU
 from peft.tuners import lora
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.nn import functional as F
 
 from flow_grpo.speed.lora import is_plain
@@ -102,3 +105,26 @@ def channels_last_norms(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.GroupNorm and module.affine:
             module.__class__ = ChannelsLastNorm
+
+
+# Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
+# norms and the like again, at .75 also attention, which costs time.
+ACTIVATIONS_KEPT = 0.95
+HARMLESS = (
+    "Dynamo detected a call to a `functools.lru_cache`",
+    "TensorFloat32",
+    "Torchinductor does not support code generation for complex operators",
+)
+
+
+def settle_compiler() -> None:
+    # several kinds of blocks; with and without gradients, LoRA and evaluation's batch size
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    # it would cut each block in two, to send gradients of half a block sooner
+    torch._dynamo.config.optimize_ddp = False
+    functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
+    # torch's cache on disk would give back code for another choice
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        torch.compiler.config.cache_key_tag = "without cuDNN's attention"
+    for harmless in HARMLESS:
+        warnings.filterwarnings("ignore", message=harmless, category=UserWarning)

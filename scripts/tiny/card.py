@@ -8,7 +8,7 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.run.grid import picture_grid
+from flow_grpo.show.grid import picture_grid
 from tiny.pictures import HEIGHT, WIDTH, Degradation
 from tiny.prompts import scenes_by_kind, sign_prompt
 from tiny.words import split_words
@@ -45,7 +45,7 @@ def score_signs(
     pipeline: StableDiffusion3Pipeline, num_words: int, t5_lengths: tuple[int, int]
 ) -> dict[str, float] | None:
     """Mean OCR score on held-out words by setting; None where OCR is not installed."""
-    from flow_grpo.rewards.ocr import OcrScorer
+    from flow_grpo.rewards.scorers.ocr import OcrScorer
 
     prompts = [sign_prompt(word) for word in split_words()[1][:num_words]]
     short, long = t5_lengths
@@ -97,7 +97,7 @@ def write_card(
     rows = "\n".join(f"| {setting} | {value:.2f} |" for setting, value in (scores or {}).items())
     measured = (
         f"Mean OCR score on {num_words} held-out words, {SAMPLING_STEPS} steps, one seed per "
-        f"prompt, by\n`flow_grpo.rewards.ocr`:\n\n| setting | score |\n|---|---|\n{rows}"
+        f"prompt, by\n`flow_grpo.rewards.scorers.ocr`:\n\n| setting | score |\n|---|---|\n{rows}"
         if scores
         else "OCR was not installed when this model was made: nothing was measured."
     )

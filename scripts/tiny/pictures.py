@@ -15,8 +15,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from flow_grpo.rewards.geneval.palette import RGB
-from flow_grpo.rewards.pictures import to_pil
+from flow_grpo.rewards.frames import to_pil
+from flow_grpo.rewards.scorers.geneval.rules import RGB
 from tiny.prompts import COLOURS, MAX_SHAPES, SHAPES, Scene, parse_scene, parse_sign
 
 HEIGHT, WIDTH = 32, 96

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from diffusers import StableDiffusion3Pipeline
 from diffusers.utils import logging as diffusers_logging
+from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
 from tiny.card import sample_grid, score_signs, write_card
 from tiny.flow import LONG_T5, SHORT_T5, train_flow
 from tiny.options import Options

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from itertools import product
 
-from flow_grpo.rewards.geneval.palette import RGB, SHAPES
+from flow_grpo.rewards.scorers.geneval.rules import RGB, SHAPES
 
 MAX_SHAPES = 4
 COLOURS = tuple(RGB)

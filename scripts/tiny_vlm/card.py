@@ -4,7 +4,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from flow_grpo.run.grid import picture_grid
+from flow_grpo.show.grid import picture_grid
 from tiny_vlm.measure import Asked, Results
 
 

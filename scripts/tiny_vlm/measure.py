@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 
-from flow_grpo.rewards.pictures import to_pil
+from flow_grpo.rewards.frames import to_pil
 from tiny_vlm.batches import Tables
 from tiny_vlm.texts import TASKS, TEMPLATES, final_answer
 

@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from runner import ROOT, Runner, environment, run_script
 from shown import CUSTOM, HOSTILE, LONG
 
-from flow_grpo.show.weights import list_weights
+from flow_grpo.demo.painter import list_weights
 
 pytestmark = pytest.mark.browser
 PATIENCE = 120_000  # ms

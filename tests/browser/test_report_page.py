@@ -14,12 +14,12 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from report_runs import make_run
 from runner import ROOT, Runner, environment
 
-from flow_grpo.report.page import write_page
 from flow_grpo.rewards.failure import NotAsked
-from flow_grpo.run.grid import score_text
-from flow_grpo.run.health import examine
-from flow_grpo.run.reading import read_metrics
 from flow_grpo.run.tracking import dotted, save_samples
+from flow_grpo.show.grid import score_text
+from flow_grpo.show.health import examine
+from flow_grpo.show.page import write_page
+from flow_grpo.show.reading import read_metrics
 
 pytestmark = pytest.mark.browser
 

@@ -6,9 +6,9 @@ import pytest
 import train_vlm
 
 from flow_grpo.advantages import ESTIMATORS
-from flow_grpo.vlm.check import GAE
-from flow_grpo.vlm.presets import get_config
-from flow_grpo.vlm.session import VlmSession, build_session
+from flow_grpo.answer.check import GAE
+from flow_grpo.answer.presets import get_config
+from flow_grpo.answer.session import VlmSession, build_session
 
 # the preset in small: 2 epochs of 48 answers, larger steps
 FIELDS = {

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from flow_grpo.vlm.policy import AnswerPolicy
+from flow_grpo.answer.policy import AnswerPolicy
 
 # micro-batches of which one process has more than the other, most with and some without pictures
 COMMON = {"train.tokens_per_batch": 40, "train.beta": 0.1, "num_epochs": 1, "eval_freq": 1}

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 from peft import LoraConfig, get_peft_model
-
-from flow_grpo.models.small.sd3 import build as build_tiny_sd3
+from untrained.small.sd3 import build as build_tiny_sd3
 
 
 def dataset(folder, train_text=None, jsonl=None):
@@ -163,7 +162,7 @@ def test_a_config_that_was_written_for_another_trainer(run, tmp_path):
     done = run(config=f"{config}:general_ocr_sd3")
     assert_told(run, done, "it has unknown fields: sample.batch_size (it is sample.train_b")
     assert "save_dir (it is logdir here); it lacks algorithm, awm, " in done.stderr
-    assert "more; start from flow_grpo.run.fields.get_config()" in done.stderr
+    assert "more; start from flow_grpo.draw.fields.get_config()" in done.stderr
 
 
 def test_a_config_that_cannot_be_loaded(train):

@@ -56,7 +56,7 @@ def test_a_run_of_that_name_is_left_alone(train):
     assert lines["dry run"].startswith(f"{run} would go on after epoch 1; ")
     assert ": 3 epochs and 1 evaluation, " in lines["time of the run"]
     words = train.command("--dry_run", resume=run, run_name="next", num_epochs=2)[1:]
-    lines = told(run_script("flow_grpo/run/command.py", "train", *words))
+    lines = told(run_script("flow_grpo/config/command.py", "train", *words))
     assert lines["dry run"].startswith(
         f"{run.with_name('next')} would be a new run, which goes on from {run}; "
     )

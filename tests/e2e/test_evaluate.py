@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from policies import policy_of
 
-from flow_grpo.models import load_adapter
+from flow_grpo.draw.models import load_adapter
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 from ml_collections import ConfigDict
 from sessions import short_config
 
-from flow_grpo.run.health import CHECKS, Finding, examine
-from flow_grpo.run.reading import read_metrics
+from flow_grpo.draw.session import build_session
 from flow_grpo.run.running import carry_out
-from flow_grpo.run.session import build_session
+from flow_grpo.show.health import CHECKS, Finding, examine
+from flow_grpo.show.reading import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from train import train

@@ -34,7 +34,7 @@ def slow_first(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(
         "import os, time\n"
-        "from flow_grpo.run.fields import get_config as base\n"
+        "from flow_grpo.draw.fields import get_config as base\n"
         "def get_config():\n"
         "    time.sleep(4 * (os.environ['RANK'] == '0'))\n"
         "    return base()\n"
@@ -85,7 +85,7 @@ def test_what_one_process_met_is_told_and_not_that_others_lost_it(tmp_path):
         "import os, torch\n"
         "from torch import distributed\n"
         "from flow_grpo.errors import OutOfMemory\n"
-        "from flow_grpo.run.mistakes import told_plainly\n"
+        "from flow_grpo.config.mistakes import told_plainly\n"
         "def main():\n"
         "    distributed.init_process_group('gloo')\n"
         "    if os.environ['RANK'] == '1':\n"

@@ -12,7 +12,7 @@ from serving import Server, wait_until
 
 SLOW_JPEG = """
 import time
-from flow_grpo.rewards.jpeg import jpeg_compressibility
+from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
 
 def score(images, prompts, metadata):
     time.sleep(0.1 * len(images))

@@ -72,8 +72,8 @@ def test_a_signal_while_it_imports_is_one_line(tmp_path, script, name):
 @pytest.mark.parametrize(
     ("kind", "target", "name"),
     [
-        ("diffusion", "flow_grpo.run.session:load_adapter", "SIGINT"),
-        ("answers", "flow_grpo.vlm.session:load_model", "SIGTERM"),
+        ("diffusion", "flow_grpo.draw.session:load_adapter", "SIGINT"),
+        ("answers", "flow_grpo.answer.session:load_model", "SIGTERM"),
     ],
 )
 def test_a_signal_while_the_model_loads_is_one_line(request, tmp_path, kind, target, name):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from runner import ROOT, run_script, torchrun
 
-from flow_grpo.rewards.ocr import OcrScorer
+from flow_grpo.rewards.scorers.ocr import OcrScorer
 
 MODEL = ROOT / "assets" / "tiny-sd3"
 TINY_OCR = "config/grpo.py:tiny_ocr"
@@ -77,7 +77,7 @@ def test_evaluation_does_not_depend_on_batches_or_processes(run, tmp_path):
 def kill_a_worker() -> None:
     """As if the system had run out of memory."""
     children = psutil.Process().children(recursive=True)
-    workers = [c for c in children if "flow_grpo.rewards.worker" in " ".join(c.cmdline())]
+    workers = [c for c in children if "flow_grpo.rewards.calling.worker" in " ".join(c.cmdline())]
     assert workers
     workers[0].kill()
 

@@ -9,7 +9,7 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 from flow_grpo.advantages import compute_advantages
-from flow_grpo.sampling.rollout import eval_generators, initial_noise
+from flow_grpo.draw.rollout import eval_generators, initial_noise
 
 
 def pictures(folder) -> list[np.ndarray]:
@@ -139,7 +139,7 @@ def test_the_other_settings_run(train, overrides):
 def test_failed_rewards_are_counted_and_left_out(train, tmp_path, monkeypatch):
     """Half of the images fail: the others' advantages are those of a run without the failed."""
     (tmp_path / "half_fails.py").write_text(
-        "from flow_grpo.rewards.jpeg import jpeg_incompressibility\n"
+        "from flow_grpo.rewards.scorers.jpeg import jpeg_incompressibility\n"
         "def score(images, prompts, metadata):\n"
         "    sizes = jpeg_incompressibility(images, prompts, metadata)\n"
         "    return [None if i % 2 else s for i, s in enumerate(sizes)], {'size': sizes}\n"

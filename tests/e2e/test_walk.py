@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from runner import ROOT, run_script
 
-from flow_grpo.run.command import commands
-from flow_grpo.run.fields import get_config
+from flow_grpo.config.command import commands
+from flow_grpo.draw.fields import get_config
 
 PAGE = (ROOT / "docs/walk.md").read_text("utf-8")
 RUN_HERE = ("flow-grpo", "python")  # the others install, or wait for someone to look
@@ -33,7 +33,7 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess:
     if program == "flow-grpo" and arguments != ["--help"]:
         arguments[0] = str(commands()[arguments[0]])
     elif program == "flow-grpo":
-        arguments = [str(ROOT / "flow_grpo/run/command.py"), *arguments]
+        arguments = [str(ROOT / "flow_grpo/config/command.py"), *arguments]
     return run_script(*arguments, cwd=folder)
 
 

@@ -80,11 +80,15 @@ COMMANDS = [  # what is typed, what is wrong, the way out
     ("scripts/make_ocr.py full --size=1 --out=OUT/d", "--size=1", "must be from 2 to 100000"),
     ("scripts/make_ocr.py full --words=none.txt --out=OUT/d", "none.txt", "as UTF-8 text"),
     ("scripts/make_ocr.py full --out=setup.py/d", "--out=setup.py/d", "name another"),
-    ("flow_grpo/run/command.py trian", "'trian'", "did you mean train?"),
-    ("flow_grpo/run/command.py evaluate --config=config/none.py", "config/none.py", "No such file"),
+    ("flow_grpo/config/command.py trian", "'trian'", "did you mean train?"),
+    (
+        "flow_grpo/config/command.py evaluate --config=config/none.py",
+        "config/none.py",
+        "No such file",
+    ),
 ]
 
-BASE = "from flow_grpo.run.presets import get_config as preset\n\ndef get_config():\n"
+BASE = "from flow_grpo.draw.presets import get_config as preset\n\ndef get_config():\n"
 CONFIGS = [  # the file, what is wrong, the way out
     ("config = 1\n", "mine.py", "has no attribute 'get_config'"),
     ("def get_config(:\n", "mine.py", "SyntaxError"),
@@ -113,7 +117,7 @@ CONFIGS = [  # the file, what is wrong, the way out
     (
         f"{BASE}    c = preset('tiny_ocr')\n    del c.train.beta\n    return c\n",
         "it lacks train.beta",
-        "start from flow_grpo.run.fields.get_config()",
+        "start from flow_grpo.draw.fields.get_config()",
     ),
     (
         f"{BASE}    c = preset('tiny_ocr')\n    c.reward_fn = {{'orc': 1.0}}\n    return c\n",

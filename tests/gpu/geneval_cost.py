@@ -23,9 +23,8 @@ from transformers import (
     SwinConfig,
 )
 
-from flow_grpo.rewards.geneval.coco import NAMES
-from flow_grpo.rewards.geneval.mask2former import Mask2Former
-from flow_grpo.rewards.geneval.rules import Detection, parse_task
+from flow_grpo.rewards.scorers.geneval.mask2former import Mask2Former
+from flow_grpo.rewards.scorers.geneval.rules import NAMES, Detection, parse_task
 
 PICTURES, SIDE = 64, 512
 SIZES = {  # what the detector looks at

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from untrained.answering import build
 
-from flow_grpo.sampling.rollout import sample_generators
+from flow_grpo.answer.batches import Answer, packed
+from flow_grpo.answer.policy import AnswerPolicy
+from flow_grpo.answer.sampling import Sampler
+from flow_grpo.draw.rollout import sample_generators
 from flow_grpo.speed.lora import lora_layers
-from flow_grpo.vlm.batches import Answer, packed
-from flow_grpo.vlm.policy import AnswerPolicy
-from flow_grpo.vlm.sampling import Sampler
-from flow_grpo.vlm.shapes import build
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from benchmark_vlm import make_prompt

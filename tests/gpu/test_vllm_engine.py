@@ -12,11 +12,11 @@ import small_vlm
 import torch
 from torch import Tensor
 
-from flow_grpo.sampling.rollout import sample_generators
-from flow_grpo.vlm.batches import packed
-from flow_grpo.vlm.policy import AnswerPolicy, load_model
-from flow_grpo.vlm.rollout import Answerer, Rollout, Sample
-from flow_grpo.vlm.vllm_engine import VllmAnswerer, build_answerer
+from flow_grpo.answer.batches import packed
+from flow_grpo.answer.policy import AnswerPolicy, load_model
+from flow_grpo.answer.rollout import Answerer, Rollout, Sample
+from flow_grpo.answer.vllm_engine import VllmAnswerer, build_answerer
+from flow_grpo.draw.rollout import sample_generators
 
 pytest.importorskip("vllm")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, for each of two engines

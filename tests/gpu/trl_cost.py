@@ -25,9 +25,9 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 from trl import GRPOConfig, GRPOTrainer
+from untrained.answering import MARKS, SHAPES, build
 
-from flow_grpo.vlm.policy import LANGUAGE
-from flow_grpo.vlm.shapes import MARKS, SHAPES, build
+from flow_grpo.answer.policy import LANGUAGE
 
 SPECIAL = {
     "<|endoftext|>": 151643,

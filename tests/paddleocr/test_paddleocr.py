@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 sys.path.append(str(Path(__file__).parents[1]))
 from signs import WORDS, mono_bold, prompt, sign
 
-from flow_grpo.rewards.ocr import OcrScorer
+from flow_grpo.rewards.scorers.ocr import OcrScorer
 
 
 def write_paddle_models(folder: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from serving import GOOD, Server, body, encoded
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward
-from flow_grpo.rewards.pictures import png_base64
+from flow_grpo.rewards.frames import png_base64
 
 JPEG = "jpeg_compressibility"
 WHOLE = """

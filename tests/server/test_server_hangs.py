@@ -91,7 +91,8 @@ def test_workers_that_cannot_start_are_reported_until_they_can(
     short = tmp_path / "memory_is_short"
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
-        f"if 'flow_grpo.rewards.worker' in sys.orig_argv and os.path.exists({str(short)!r}):\n"
+        "worker = 'flow_grpo.rewards.calling.worker' in sys.orig_argv\n"
+        f"if worker and os.path.exists({str(short)!r}):\n"
         "    os._exit(9)\n"
     )
     server = start(f"{JPEG},ocr", "--workers", "1", PYTHONPATH=str(tmp_path))

@@ -11,9 +11,10 @@ import requests
 from PIL import Image
 from serving import Server, body, error, is_running, wait_until
 
-from flow_grpo.rewards import build_reward, pool
+from flow_grpo.rewards import build_reward
+from flow_grpo.rewards.calling import pool
 from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.rewards.jpeg import jpeg_compressibility
+from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
 from reward_server.batching import ScorerFailed
 from reward_server.isolated import IsolatedScorer
 

@@ -12,7 +12,7 @@ import requests
 from serving import Server, encoded
 from signs import WORDS, prompt, sign
 
-from flow_grpo.rewards.ocr import OcrScorer
+from flow_grpo.rewards.scorers.ocr import OcrScorer
 
 IMAGES, ROUNDS, CLIENTS, WORKERS = 2000, 8, 8, 2
 PER_REQUEST = 10

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from serving import Server, body, encoded
 
-from flow_grpo.rewards.jpeg import jpeg_compressibility
+from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
 from reward_server.limits import available_memory
 
 

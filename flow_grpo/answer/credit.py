@@ -1,0 +1,124 @@
+"""Rewards -> advantages: one for all tokens of an answer, or one for each with a value head."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from flow_grpo.advantages import Estimator, Scale, compute_advantages
+from flow_grpo.answer.losses import (
+    Divergence,
+    divergence,
+    generalized_advantages,
+    importance_weights,
+    token_rewards,
+    whitened,
+)
+from flow_grpo.answer.rollout import BASELINE, Rollout
+from flow_grpo.draw.algorithms.base import Scored
+from flow_grpo.rewards import TOTAL
+from flow_grpo.run.distributed import gather_rows
+
+KL = "kl"  # among rewards
+
+
+@dataclass
+class Fixed:
+    """What stays as it is while an answer is trained; (T,) each, on the CPU."""
+
+    old: Tensor  # log-probabilities of the policy that sampled
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    importance: Tensor | None = None  # where another engine sampled
+
+
+def stacked(fixed: Sequence[Fixed], name: str, mask: Tensor) -> Tensor:
+    """One column of several answers, (R, T), 0 where there is no token."""
+    values = torch.cat([getattr(own, name) for own in fixed]).to(mask.device)
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def reweigh(
+    accelerator: Accelerator, rollout: Rollout, fixed: Mapping[int, Fixed], cap: float
+) -> dict[str, float]:
+    """Importance weights into `fixed`, and how far the log-probabilities of the engine that sampled
+    are from the policy's own, over all processes."""
+    off = []
+    for index, own in fixed.items():
+        sampled = rollout.samples[index].log_probs
+        own.importance = importance_weights(own.old, sampled, cap)
+        off.append((own.old - sampled).abs().double())
+    every = torch.cat(off)
+    sums = torch.stack([every.sum(), every.new_tensor(len(every))])
+    total, count = accelerator.reduce(sums.to(accelerator.device)).tolist()
+    worst = accelerator.gather(every.max()[None].to(accelerator.device)).max()
+    return {"answer/engine_dev": total / count, "answer/engine_dev_max": float(worst)}
+
+
+def penalties(fixed: Mapping[int, Fixed], kind: Divergence, beta: float) -> dict[int, Tensor]:
+    """Of each token: what its reward loses for being far from the reference."""
+    return {i: beta * divergence(kind, own.old, own.reference) for i, own in fixed.items()}
+
+
+def answer_advantages(
+    accelerator: Accelerator,
+    rollout: Rollout,
+    weights: Mapping[str, float],
+    judged: set[str],
+    estimator: Estimator,
+    scale: Scale,
+    lost: Mapping[int, Tensor],
+) -> np.ndarray:
+    """(N,); `lost` are penalties of the samples of this process, none or of all."""
+    rewards = rollout.rewards
+    if lost:
+        index = sorted(lost)
+        sums = torch.stack([lost[i].sum().double() for i in index])
+        _, columns = gather_rows(accelerator, torch.tensor(index), {KL: sums})
+        rewards, weights = {**rewards, KL: columns[KL].numpy()}, {**weights, KL: -1.0}
+    scored = Scored(rewards, rollout.groups, weights, rollout.scores.get(BASELINE), judged)
+    return compute_advantages(
+        scored.counted,
+        scored.groups,
+        estimator=estimator,
+        scale=scale,
+        weights=scored.weights,
+        baseline=scored.baseline,
+        judged=scored.judged,
+    )
+
+
+def token_advantages(
+    accelerator: Accelerator,
+    rollout: Rollout,
+    fixed: Mapping[int, Fixed],
+    lost: Mapping[int, Tensor],
+    *,
+    discount: float,
+    decay: float,
+) -> None:
+    """PPO's, into `fixed`, whitened over all tokens of the epoch; 0 where there is no reward."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for index, own in fixed.items():
+        reward = torch.tensor([rollout.scores[TOTAL][index]], dtype=own.values.dtype)
+        if not reward.isfinite():
+            own.advantages, own.returns = torch.zeros_like(own.values), own.values
+            continue
+        mask = torch.ones(1, len(own.old), dtype=torch.bool)
+        penalty = lost[index][None] if lost else None
+        per_token = token_rewards(reward, penalty, mask)
+        advantages, returns = generalized_advantages(
+            per_token, own.values[None], mask, discount=discount, decay=decay
+        )
+        own.advantages, own.returns = advantages[0], returns[0]
+        exact = own.advantages.double()
+        total += torch.stack([exact.new_tensor(len(exact)), exact.sum(), (exact**2).sum()])
+    total = accelerator.reduce(total.to(accelerator.device)).cpu()
+    for own in fixed.values():
+        if own.returns is not own.values:
+            own.advantages = whitened(own.advantages, total)

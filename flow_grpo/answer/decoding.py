@@ -1,0 +1,285 @@
+"""The steps of sampling. On a GPU each is one CUDA graph: to launch its thousand kernels one by one
+takes several times as long as they run."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, Cache, DynamicCache
+
+from flow_grpo.answer.network import AnswerModel
+from flow_grpo.speed.lora import (
+    is_plain,
+    lora_layers,
+    merged_weight,
+    narrowed,
+    without_lora,
+)
+from flow_grpo.speed.replay import WARM_UP, GraphMemory
+
+ONE_QUERY = "one_query"
+
+
+class FixedCache(Cache):
+    """Keys and values of every layer, in tensors that stay where they are. A step writes to column
+    `place` and sees the first `columns` of the first `rows`."""
+
+    def __init__(
+        self, read: DynamicCache, rows: int, columns: int, dtype: torch.dtype | None
+    ) -> None:
+        """Room for `rows` as long as `columns`, shaped like those that were `read`. Norms with
+        weights in float32 widen what autocast would narrow again for every token: `dtype` is what
+        it narrows to, or None."""
+        super().__init__(layers=[])
+        self.held = [
+            tuple(
+                x.new_zeros(rows, x.shape[1], columns, x.shape[3], dtype=dtype)
+                for x in (own.keys, own.values)
+            )
+            for own in read.layers
+        ]
+        self.place = torch.zeros(1, dtype=torch.long, device=self.held[0][0].device)
+        self.dtype = self.held[0][0].dtype
+        self.rows, self.columns = rows, columns
+
+    def fill(self, read: DynamicCache, chosen: Tensor) -> None:
+        """Row i with what was read for row `chosen[i]`."""
+        for (keys, values), own in zip(self.held, read.layers, strict=True):
+            keys[: len(chosen), :, : own.keys.shape[2]] = own.keys[chosen]
+            values[: len(chosen), :, : own.keys.shape[2]] = own.values[chosen]
+        self.place.fill_(read.layers[0].keys.shape[2])
+
+    def keep(self, index: Tensor, columns: int) -> None:
+        """These rows, in front."""
+        for pair in self.held:
+            for held in pair:
+                held[: len(index), :, :columns] = held[index, :, :columns]
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, ...]:
+        every = [held[: self.rows, :, : self.columns] for held in self.held[layer_idx]]
+        for held, new in zip(every, (keys, values), strict=True):
+            held.index_copy_(2, self.place, new.to(held.dtype))
+        return tuple(every)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any
+) -> tuple[Tensor, None]:
+    """Of one query per row. Heads that share keys are queries of one head, so that keys are read
+    once and not copied for each of them."""
+    rows, heads, _, width = query.shape
+    shared = query.view(rows, key.shape[1], -1, width)
+    mask = mask.expand(-1, -1, shared.shape[2], -1)
+    out = scaled_dot_product_attention(shared, key, value, mask, scale=settings["scaling"])
+    return out.reshape(rows, 1, heads, width), None
+
+
+AttentionInterface.register(ONE_QUERY, _attend)
+
+
+@contextmanager
+def one_query(language_model: nn.Module) -> Iterator[None]:
+    """Within, the model takes one token per row."""
+    config = language_model.config
+    usual = config._attn_implementation
+    config._attn_implementation = ONE_QUERY
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+
+
+CHUNK = 128  # tokens whose probabilities are summed first: one long sum is slow on a GPU
+COLUMNS = 256  # of the cache: the graphs are made for multiples of this
+
+
+class Slots:
+    """A batch in tensors that stay where they are. Each row is a slot; answers that
+    have ended leave theirs to others."""
+
+    def __init__(
+        self,
+        read: DynamicCache,
+        hidden: Tensor,
+        rows: int,
+        columns: int,
+        steps: int,
+        dtype: torch.dtype | None = None,  # of the cache
+    ) -> None:
+        device = hidden.device
+        self.cache = FixedCache(read, rows, columns, dtype)
+        self.rows, self.columns = rows, columns
+        self.seen = torch.zeros(rows, 1, 1, columns, dtype=torch.bool, device=device)
+        self.token = torch.zeros(rows, dtype=torch.long, device=device)  # the last of each
+        self.first = torch.zeros(rows, dtype=torch.long, device=device)  # position of an answer
+        self.draws = torch.zeros(rows, steps, dtype=torch.float64, device=device)
+        self.step = torch.zeros(1, dtype=torch.long, device=device)
+        # by answer, and one row more for unused slots
+        self.answer = torch.full((rows,), rows, device=device)
+        self.tokens = torch.zeros(rows + 1, steps, dtype=torch.long, device=device)
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        self.log_probs = torch.zeros(rows + 1, steps, dtype=precise, device=device)
+
+    def fits(self, rows: int, columns: int) -> bool:
+        return self.rows >= rows and self.columns >= columns
+
+    def fill(
+        self,
+        read: DynamicCache,
+        seen: Tensor,  # (prompts, columns) bool
+        chosen: Tensor,  # (answers,), the prompt of each
+        first: Tensor,  # (answers,)
+        draws: Tensor | None,  # (answers, steps)
+        pad: int,
+    ) -> None:
+        # unused slots repeat the last answer's prompt: what they compute has to be finite
+        spare = chosen[-1:].expand(self.rows - len(chosen))
+        everyone = torch.cat([chosen, spare])
+        self.cache.fill(read, everyone)
+        self.seen.zero_()
+        self.seen[:, 0, 0, : seen.shape[1]] = seen[everyone]
+        self.tokens.fill_(pad)
+        self.first.zero_()[: len(first)] = first
+        if draws is not None:
+            self.draws[: len(draws)] = draws
+        self.step.zero_()
+        self.answer.fill_(self.rows)[: len(chosen)] = torch.arange(len(chosen), device=first.device)
+
+    def write(self, log_probs: Tensor, *, greedy: bool) -> None:
+        """The next token of each answer, chosen from (rows, vocabulary)."""
+        rows = len(log_probs)
+        if greedy:
+            token = log_probs.argmax(-1)
+        else:
+            token = choose(log_probs, self.draws[:rows].index_select(1, self.step)[:, 0])
+        place = (self.answer[:rows], self.step.expand(rows))
+        self.tokens.index_put_(place, token)
+        self.log_probs.index_put_(place, log_probs.gather(-1, token[:, None])[:, 0])
+        self.token[:rows] = token
+
+    def keep(self, index: Tensor, columns: int) -> None:
+        """Go on with these slots, in front."""
+        count = len(index)
+        self.cache.keep(index, columns)
+        for held in (self.seen, self.token, self.first, self.draws, self.answer):
+            held[:count] = held[index]
+        self.answer[count:] = self.rows
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """A step within is taken back."""
+        kept = (self.token, self.step, self.cache.place)
+        before = [held.clone() for held in kept]
+        yield
+        for held, value in zip(kept, before, strict=True):
+            held.copy_(value)
+
+
+class Step(nn.Module):
+    """From one token of each answer to the next, with the weights as they were when it was made."""
+
+    def __init__(self, network: AnswerModel) -> None:
+        super().__init__()
+        self.network = network
+        self.lora, self.weights = [], {}
+        if network.compute_dtype is not None:
+            self.lora = [layer for layer in lora_layers(network) if is_plain(layer)]
+            self.weights = dict(_for_sampling(self, network.compute_dtype))
+
+    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool) -> None:
+        with without_lora(self.lora):
+            inputs = (slots, rows, columns, greedy)
+            functional_call(self, self.weights, inputs, tie_weights=False)
+
+    def forward(self, slots: Slots, rows: int, columns: int, greedy: bool) -> None:
+        cache = slots.cache
+        slots.seen.index_fill_(3, cache.place, value=True)
+        cache.rows, cache.columns = rows, columns
+        # as attention adds it: given what is seen, every layer would make this of it
+        seen = slots.seen[:rows, ..., :columns]
+        mask = torch.zeros_like(seen, dtype=cache.dtype).masked_fill_(~seen, -torch.inf)
+        with one_query(self.network.model.model.language_model):
+            hidden = self.network.forward_model(
+                input_ids=slots.token[:rows, None],
+                attention_mask=mask,
+                position_ids=(slots.first[:rows] + slots.step).expand(3, -1)[..., None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        cache.place += 1
+        slots.step += 1
+        slots.write(self.network.log_probs(hidden[:, 0]), greedy=greedy)
+
+
+@torch.no_grad()
+def _for_sampling(step: Step, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Weights by name: LoRA merged, and cast once what autocast would cast in every step."""
+    merged = {layer.base_layer.weight for layer in step.lora}
+    for name, module in step.named_modules():
+        if module in step.lora:
+            weight = merged_weight(module, module.base_layer.weight)
+            yield f"{name}.base_layer.weight", narrowed(weight, dtype)
+        elif isinstance(module, nn.Linear) and ".lora_" not in name:
+            for part, weight in module.named_parameters(recurse=False):
+                if weight.dtype != dtype and weight not in merged:
+                    yield f"{name}.{part}", weight.to(dtype)
+
+
+class Graphs:
+    """Steps of one and the same slots, recorded once for each number of rows and columns."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.memory = GraphMemory()
+        self.recorded: dict[tuple, torch.cuda.CUDAGraph] = {}
+
+    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool) -> None:
+        kind = (rows, columns, greedy)
+        if kind not in self.recorded:
+            self.recorded[kind] = self._record(slots, *kind)
+        self.memory.replay(self.recorded[kind])
+
+    def _record(self, slots: Slots, rows: int, columns: int, greedy: bool) -> torch.cuda.CUDAGraph:
+        with self.memory.warm_up():
+            for _ in range(WARM_UP):
+                with slots.tried():
+                    self.step.take(slots, rows, columns, greedy=greedy)
+        graph = torch.cuda.CUDAGraph()
+        with self.memory.record(graph):
+            self.step.take(slots, rows, columns, greedy=greedy)
+        return graph
+
+
+def choose(log_probs: Tensor, draw: Tensor) -> Tensor:
+    """The token at which the summed probabilities (B, vocabulary) pass `draw` (B,). Sums are in
+    float64, so that rounding hardly ever decides; what has no probability is never chosen."""
+    p = log_probs.exp()
+    if missing := -p.shape[1] % CHUNK:
+        p = functional.pad(p, (0, missing))
+    chunks = p.unflatten(1, (-1, CHUNK))
+    sums = chunks.sum(-1, dtype=torch.float64)
+    chunk, left = _passing(sums, draw * sums.sum(-1))
+    within = chunks.gather(1, chunk[:, None, None].expand(-1, 1, CHUNK))[:, 0]
+    token, _ = _passing(within.double(), left)
+    return (chunk * CHUNK + token).clamp(max=log_probs.shape[1] - 1)
+
+
+def _passing(masses: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the sum of masses (B, N) passes a target (B,), and what it has left of it there."""
+    reached = masses.cumsum(-1)
+    passed = torch.searchsorted(reached, target[:, None], right=True)
+    last = torch.searchsorted(reached, reached[:, -1:].contiguous())  # should it round up to all
+    index = torch.minimum(passed, last).clamp(max=masses.shape[1] - 1)  # masses may be NaN
+    before = reached.gather(1, index) - masses.gather(1, index)
+    return index[:, 0], (target - before[:, 0]).clamp(min=0)
+
+
+def uniform(generators: Sequence[torch.Generator], count: int) -> Tensor:
+    """(B, count) in [0, 1), a row of each generator."""
+    drawn = [torch.rand(count, generator=g, dtype=torch.float64) for g in generators]
+    return torch.stack(drawn)

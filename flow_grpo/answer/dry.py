@@ -1,0 +1,106 @@
+"""How much of scripts/train_vlm.py a dry run measures: two batches of answers, or as many as make
+whole groups."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from ml_collections import ConfigDict
+
+from flow_grpo.answer.check import check
+from flow_grpo.answer.credit import Fixed
+from flow_grpo.answer.plan import AnswerPlan
+from flow_grpo.answer.rollout import LENGTH, Rollout
+from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
+from flow_grpo.run import rehearsal
+from flow_grpo.run.rehearsal import (
+    Epoch,
+    Rehearsal,
+    build_quietly,
+    epochs_left,
+    refuse_outage,
+    tensor_bytes,
+)
+from flow_grpo.run.tracking import Timer, now
+
+ByIndex = dict[int, Fixed]
+
+
+@dataclass(frozen=True)
+class AnswerLoop(Rehearsal):
+    """The functions of scripts/train_vlm.py that are measured."""
+
+    tests: ClassVar[str] = "test_questions"
+
+    sample: Callable[[VlmSession, int, Timer], Rollout]
+    prepare: Callable[[VlmSession, Rollout], ByIndex]
+    give_credit: Callable[[VlmSession, Rollout, ByIndex], dict[str, float]]
+    train: Callable[[VlmSession, int, Rollout, ByIndex], dict[str, float]]
+    evaluate: Callable[[VlmSession, int], dict[str, float]]
+
+    def build(self, config: ConfigDict) -> VlmSession:
+        return build_quietly(config, check, build_session)
+
+    def describe(self, session: VlmSession) -> str:
+        return f"{len(session.test_questions)} questions"
+
+    def advice(self, session: VlmSession) -> list[str]:
+        return lighter_settings(session.config)
+
+    def count_work(self, session: VlmSession) -> rehearsal.Work:
+        plan = session.plan
+        shared = math.ceil(len(session.test_questions) / plan.num_processes)
+        return rehearsal.Work(
+            batches=plan.batches,
+            micro_batches=plan.per_process,  # it is answers that are counted: batches differ
+            eval_batches=math.ceil(shared / session.config.sample.batch_size),
+            **epochs_left(session),
+        )
+
+    def shrink(self, session: VlmSession, folder: Path) -> VlmSession:
+        config = session.config.copy_and_resolve_references()
+        config.sample.refills = 0  # all of the epoch is trained, whatever it scored
+        return replace(session, config=config, plan=smallest_epoch(session.plan), folder=folder)
+
+    def run_epoch(self, small: VlmSession, epoch: int) -> Epoch:
+        timer, plan, device = Timer(), small.plan, small.accelerator.device
+        rollout = self.sample(small, epoch, timer)
+        refuse_outage(small, rollout.rewards)
+        small.reward.rest()
+        start = now(device)
+        fixed = self.prepare(small, rollout)
+        self.give_credit(small, rollout, fixed)
+        rng = np.random.default_rng(epoch)
+        for own in fixed.values():  # none is left out, as one without advantage would be
+            own.advantages = torch.full_like(own.old, rng.standard_normal())
+        self.train(small, epoch, rollout, fixed)
+        seconds = (timer.seconds["sample"], timer.seconds["reward_wait"], now(device) - start)
+        held = tensor_bytes([rollout.samples, rollout.prompts]) if device.type == "cpu" else 0
+        lengths = f"{rollout.scores[LENGTH].mean():.0f} tokens on average, of at most "
+        lengths += f"{small.config.sample.max_new_tokens}; longer ones take longer"
+        return Epoch(
+            seconds,
+            batches=plan.batches,
+            trained=plan.per_process,
+            held=held / plan.batches,
+            remark=("answers", lengths),
+        )
+
+    def run_evaluation(self, small: VlmSession) -> None:
+        self.evaluate(small, 0)
+
+
+def smallest_epoch(plan: AnswerPlan) -> AnswerPlan:
+    """The batches of `plan`, as few as make whole groups; two at least, as one is scored while the
+    next is sampled."""
+    size = plan.batch_size
+    for batches in range(2, plan.batches):
+        samples = batches * size * plan.num_processes
+        if samples % plan.group_size == 0:
+            questions = samples // plan.group_size
+            return replace(plan, questions=questions, updates_per_pass=1, most_at_once=size)
+    return plan

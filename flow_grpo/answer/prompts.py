@@ -1,0 +1,196 @@
+"""A question as the model reads it: its chat template, picture tokens and three-axis positions."""
+
+import itertools
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from flow_grpo.data.questions import MARK, Question
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import read_json
+from flow_grpo.pictures import Picture, open_picture, read_picture
+from flow_grpo.rewards.loading import explained
+
+QUESTION = "{question}"
+MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take some hundreds
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: Tensor  # (P,)
+    positions: Tensor  # (3, P): time, height and width, all alike for text
+    following: int  # the position of an answer's first token
+    pixels: Tensor | None  # (patches, values) of all its pictures
+    grids: Tensor | None  # (pictures, 3): patches in time, height and width
+    sources: tuple[Hashable, ...]  # of its pictures: one that is the same is the same picture
+    pictures: tuple[Image.Image, ...] = ()  # for an engine that makes its own patches
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class PromptEncoder:
+    """The tokenizer and the image processor of a model.
+
+    Not `AutoProcessor`: Qwen's needs torchvision for videos. Pictures are resized with PIL, whether
+    or not torchvision is there, so that tokens and rewards are the same everywhere.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        images: Any,
+        model: nn.Module,
+        *,
+        system_prompt: str = "",
+        question_format: str = QUESTION,
+    ) -> None:
+        if QUESTION not in question_format:
+            raise UserError(f"question_format={question_format!r} must contain {QUESTION}")
+        self.tokenizer, self.images = tokenizer, images
+        self.image_token: int = model.config.image_token_id
+        self.merge: int = model.config.vision_config.spatial_merge_size
+        self._rope_index = model.model.get_rope_index
+        self._system, self._format = system_prompt, question_format
+
+    def encode(self, question: Question) -> Prompt:
+        pictures = [read_picture(source, question.where) for source in question.images]
+        pixels, grids, counts = None, None, []
+        if pictures:
+            seen = self.images(images=pictures, return_tensors="pt")
+            pixels, grids = seen["pixel_values"], seen["image_grid_thw"]
+            counts = (grids.prod(-1) // self.merge**2).tolist()
+        ids = torch.tensor(self._expanded(question, counts))
+        kinds = (ids == self.image_token).int()[None]
+        positions, _ = self._rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)
+        positions = positions[:, 0]
+        return Prompt(ids, positions, int(positions.max()) + 1, pixels, grids, question.images)
+
+    def length(self, question: Question) -> int:
+        """Tokens of its prompt, from the sizes of its pictures alone."""
+        counts = [self._tokens_of(source, question.where) for source in question.images]
+        return len(self._expanded(question, counts))
+
+    def _tokens_of(self, source: Picture, where: str) -> int:
+        with open_picture(source, where) as picture:
+            width, height = picture.size
+        try:
+            return self.images.get_number_of_image_patches(height, width, {}) // self.merge**2
+        except ValueError as error:  # of a side that is many times the other
+            raise UserError(
+                f"{where}: the model cannot see a picture of {width} x {height} pixels: "
+                f"{first_line(error)}; cut it into pieces or leave it out"
+            ) from error
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def check_lengths(self, questions: Sequence[Question], most: int) -> int:
+        """Refuse a question that does not fit: what is cut off may be the question itself.
+
+        Returns the length of the longest.
+        """
+        longest = 0
+        for question in questions:
+            longest = max(longest, length := self.length(question))
+            if length > most:
+                raise UserError(
+                    f"{question.where} has {length} tokens, more than max_prompt_length={most}; "
+                    "leave it out, shrink its pictures or raise --config.max_prompt_length"
+                )
+        return longest
+
+    def _expanded(self, question: Question, counts: Sequence[int]) -> list[int]:
+        """The token ids, each picture's placeholder repeated as often as it has tokens."""
+        ids = self._ids(question, len(counts))
+        if ids.count(self.image_token) != len(counts):
+            raise UserError(
+                f"{question.where} has {len(counts)} pictures, and its prompt as the chat template "
+                f"writes it has {ids.count(self.image_token)} places for them"
+            )
+        left = iter(counts)
+        return [i for one in ids for i in [one] * (next(left) if one == self.image_token else 1)]
+
+    def _ids(self, question: Question, pictures: int) -> list[int]:
+        system = question.system or self._system
+        messages = [{"role": "system", "content": system}] if system else []
+        content = _content(self._format.replace(QUESTION, question.text), pictures, question.where)
+        messages.append({"role": "user", "content": content})
+        try:
+            text = _write(self.tokenizer, messages)
+            text.encode()  # which tells of half a character better than the tokenizer does
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # a template is a program, and fails in as many ways
+            raise UserError(
+                f"the chat template of {self.tokenizer.name_or_path} fails for {question.where} "
+                f"({type(error).__name__}: {first_line(error)}); mend its chat_template, or name "
+                "another model"
+            ) from error
+
+
+def _write(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
+    """The chat as the template has it; one that never ends is stopped, after a number of steps and
+    not of seconds, which other work on the machine would use up."""
+    steps, before = itertools.count(), sys.gettrace()
+
+    def watch(frame: FrameType, event: str, _: Any) -> Callable | None:
+        if next(steps) > MOST_STEPS:
+            raise TimeoutError(f"no end after {MOST_STEPS:,} steps")
+        return watch if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(watch)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    finally:
+        sys.settrace(before)
+
+
+def _content(text: str, pictures: int, where: str) -> list[dict[str, str]]:
+    """Pictures stand where the text marks them, else all before it."""
+    picture = {"type": "image"}
+    if MARK not in text:
+        return [picture] * pictures + [{"type": "text", "text": text}]
+    first, *rest = text.split(MARK)
+    if len(rest) != pictures:
+        raise UserError(f"{where} marks {len(rest)} places with {MARK} and has {pictures} pictures")
+    content = [{"type": "text", "text": first}]
+    for part in rest:
+        content += [picture, {"type": "text", "text": part}]
+    return [part for part in content if part.get("text") != ""]
+
+
+def load_processors(
+    model: str, revision: str = "main", *, min_pixels: int = 0, max_pixels: int = 0
+) -> tuple[PreTrainedTokenizerBase, Any]:
+    """The tokenizer and the image processor of a folder or hub id; pictures are resized to so many
+    pixels, where a number is given."""
+    pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    pixels = {name: number for name, number in pixels.items() if number}
+    with explained("pretrained.model", model, "a vision-language model"):
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+        images = AutoImageProcessor.from_pretrained(
+            model, revision=revision, backend="pil", trust_remote_code=False, **pixels
+        )
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _template_of_processor(model, revision)
+    return tokenizer, images
+
+
+def _template_of_processor(model: str, revision: str) -> str:
+    """Of models that were published before tokenizers had one."""
+    try:
+        path = cached_file(model, "chat_template.json", revision=revision)
+        return read_json(Path(path))["chat_template"]
+    except (UserError, OSError, KeyError, TypeError) as error:
+        raise UserError(
+            f"pretrained.model={model!r} has no chat template; name a model that was tuned to chat"
+        ) from error

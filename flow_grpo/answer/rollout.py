@@ -1,0 +1,217 @@
+"""The samples of an epoch: which question each answers, who samples it, and what it scored."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flow_grpo.answer.batches import Answer
+from flow_grpo.answer.plan import AnswerPlan
+from flow_grpo.answer.policy import AnswerPolicy
+from flow_grpo.answer.prompts import Prompt, PromptEncoder
+from flow_grpo.answer.sampling import Sampler
+from flow_grpo.data.questions import Question
+from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.rewards import TOTAL, PendingScores, WeightedReward
+
+# columns beside the rewards', under names that no reward can have
+BASELINE, LENGTH, ENDED = (f"{TOTAL}/{name}" for name in ("baseline", "length", "ended"))
+
+
+@dataclass(frozen=True)
+class Sample:
+    row: int  # of the data set
+    tokens: Tensor  # (T,)
+    log_probs: Tensor  # (T,), of the policy that sampled
+    ended: bool  # False: cut off
+    text: str
+
+
+@dataclass
+class Rollout:
+    """An epoch's samples by index, of which index // group size is the group, on all processes.
+
+    A process holds those that it sampled; scores and lengths are known to all.
+    """
+
+    plan: AnswerPlan
+    rows: np.ndarray  # (groups,), the question of each
+    spare: list[int]  # questions to take instead
+    refilled: int = 0  # questions that others were taken instead of
+    samples: dict[int, Sample] = field(default_factory=dict)
+    prompts: dict[int, Prompt] = field(default_factory=dict)  # by row
+    scores: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) each
+
+    @classmethod
+    def draw(cls, plan: AnswerPlan, questions: int, seed: int, epoch: int) -> "Rollout":
+        order = numpy_rng(seed, Stream.PROMPTS, epoch).permutation(questions)
+        return cls(plan, order[: plan.questions], order[plan.questions :].tolist())
+
+    @property
+    def groups(self) -> np.ndarray:
+        return np.arange(self.plan.samples) // self.plan.group_size
+
+    @property
+    def rewards(self) -> dict[str, np.ndarray]:
+        return {n: v for n, v in self.scores.items() if n not in (BASELINE, LENGTH, ENDED)}
+
+    def metrics(self) -> dict[str, float]:
+        """Of the lengths of answers, and of what dynamic sampling replaced."""
+        return {
+            "answer/length": float(self.scores[LENGTH].mean()),
+            "answer/length_max": float(self.scores[LENGTH].max()),
+            "answer/cut_off": float(1 - self.scores[ENDED].mean()),
+            "answer/refilled": float(self.refilled),
+        }
+
+    def has_spread(self) -> np.ndarray:
+        """(N,) bool: whether rewards differ in the group of each sample."""
+        total = self.scores[TOTAL].reshape(-1, self.plan.group_size)
+        scored = ~np.isnan(total)
+        low = np.where(scored, total, np.inf).min(1)
+        high = np.where(scored, total, -np.inf).max(1)
+        return np.repeat(high > low, self.plan.group_size)
+
+    def updates(self, *, with_spread: bool) -> np.ndarray:
+        """(updates, N) bool: the samples of each, all of them or those whose groups have spread."""
+        learns = self.has_spread() if with_spread else np.full(self.plan.samples, True)
+        members = np.zeros((self.plan.updates_per_pass, self.plan.samples), bool)
+        for number, own in enumerate(map(self.plan.update, range(len(members)))):
+            members[number, own] = learns[own]
+        return members
+
+    def refill(self) -> np.ndarray:
+        """Other questions for groups without spread, as far as there are any; the indices that are
+        to be sampled for them."""
+        flat = np.flatnonzero(~self.has_spread()[:: self.plan.group_size])[: len(self.spare)]
+        self.rows[flat] = self.spare[: len(flat)]
+        del self.spare[: len(flat)]
+        self.prompts = {row: self.prompts[row] for row in self.rows.tolist() if row in self.prompts}
+        self.refilled += len(flat)
+        return np.flatnonzero(np.isin(self.groups, flat))
+
+    def own(self, process: int, wanted: np.ndarray) -> list[int]:
+        """Those of the indices that a process samples: an equal share of each update."""
+        parts = np.arange(self.plan.samples)
+        parts = parts.reshape(self.plan.updates_per_pass, self.plan.num_processes, -1)
+        shares = parts[:, process].ravel()
+        return shares[np.isin(shares, wanted)].tolist()
+
+    def row_of(self, index: int) -> int:
+        return int(self.rows[index // self.plan.group_size])
+
+    def answer(self, index: int) -> Answer:
+        """As it is trained."""
+        sample = self.samples[index]
+        return Answer(sample.row, self.prompts[sample.row], sample.tokens)
+
+    def store(self, scores: dict[str, np.ndarray], index: np.ndarray) -> None:
+        """Scores of these samples, of all processes, in the order of the index."""
+        for name in {**self.scores, **scores}:
+            column = self.scores.setdefault(name, np.full(self.plan.samples, np.nan))
+            column[index] = scores.get(name, np.nan)
+
+
+@dataclass
+class Answerer:
+    """The network that is trained, and how it is asked. Engines other than transformers' are
+    subclasses."""
+
+    policy: AnswerPolicy
+    encoder: PromptEncoder
+    max_new_tokens: int
+    stop: tuple[int, ...]  # end tokens
+    cuda_graphs: bool = True
+    sampler: Sampler | None = field(default=None, init=False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probabilities of answers are those that training computes."""
+        return self.policy.network.compute_dtype is None
+
+    @property
+    def pad(self) -> int:
+        pad = self.encoder.tokenizer.pad_token_id
+        return self.stop[0] if pad is None else pad
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """While it is entered, it answers, with the weights as they are on entering. Call it on all
+        processes."""
+        with self.policy.gathered():
+            self.sampler = Sampler(
+                self.policy.whole,
+                max_new_tokens=self.max_new_tokens,
+                stop=self.stop,
+                pad=self.pad,
+                cuda_graphs=self.cuda_graphs,
+            )
+            try:
+                yield
+            finally:
+                self.sampler = None  # and the memory that it takes
+
+    def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
+        return {row: self.encoder.encode(questions[row]) for row in dict.fromkeys(rows)}
+
+    def answer(
+        self,
+        prompts: dict[int, Prompt],
+        rows: list[int],
+        generators: list[torch.Generator] | None = None,
+    ) -> list[Sample]:
+        """One for each of `rows`; without generators the greedy one."""
+        places = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+        asked = [prompts[row] for row in places]
+        sampled = self.sampler.sample(asked, [places[row] for row in rows], generators)
+        columns = (rows, sampled.tokens, sampled.log_probs, sampled.ended)
+        return [
+            Sample(row, tokens, log_probs, ended, self.encoder.decode(tokens.tolist()))
+            for row, tokens, log_probs, ended in zip(*columns, strict=True)
+        ]
+
+
+def reward_metadata(question: Question, tokens: int, max_new_tokens: int) -> dict[str, Any]:
+    """What rewards are told of an answer beside its text: the truth, and how long it is."""
+    lengths = {"answer_tokens": tokens, "max_new_tokens": max_new_tokens}
+    return {**question.metadata, "answer": question.answer, **lengths}
+
+
+@dataclass
+class PendingAnswers:
+    """Scores of samples, and of a greedy answer to each of their questions, if there is one."""
+
+    samples: list[Sample]
+    greedy: list[Sample]
+    scores: PendingScores
+
+    @classmethod
+    def submit(
+        cls,
+        reward: WeightedReward,
+        questions: list[Question],
+        max_new_tokens: int,
+        samples: list[Sample],
+        greedy: list[Sample] | None = None,
+    ) -> "PendingAnswers":
+        greedy = greedy or []
+        both = [*samples, *greedy]
+        told = [reward_metadata(questions[s.row], len(s.tokens), max_new_tokens) for s in both]
+        asked = [questions[s.row].text for s in both]
+        return cls(samples, greedy, reward.submit([s.text for s in both], asked, told))
+
+    def result(self) -> dict[str, np.ndarray]:
+        """Columns (samples,), their lengths and the greedy answers' rewards among them."""
+        every, count = self.scores.result(), len(self.samples)
+        columns = {name: column[:count] for name, column in every.items()}
+        columns[LENGTH] = np.array([float(len(s.tokens)) for s in self.samples])
+        columns[ENDED] = np.array([float(s.ended) for s in self.samples])
+        if self.greedy:
+            of_greedy = zip(self.greedy, every[TOTAL][count:], strict=True)
+            by_row = {sample.row: value for sample, value in of_greedy}
+            columns[BASELINE] = np.array([by_row[s.row] for s in self.samples])
+        return columns

@@ -1,0 +1,48 @@
+"""Answers on the disk: samples.jsonl with question, picture, answer and rewards."""
+
+from collections.abc import Sequence
+
+from PIL import Image
+
+from flow_grpo.data.questions import Question
+from flow_grpo.pictures import read_picture
+from flow_grpo.run.base import Run
+from flow_grpo.run.writing import write_samples
+
+MOST = 512  # pixels of a side: they are there to be looked at
+
+
+def write_answers(
+    session: Run,
+    kind: str,
+    epoch: int,
+    questions: Sequence[Question],
+    answers: Sequence[str],
+    **columns: Sequence,
+) -> None:
+    if session.accelerator.is_main_process:
+        write_samples(
+            session,
+            kind,
+            epoch,
+            [_picture(question) for question in questions],
+            prompt=[question.text for question in questions],
+            answer=list(answers),
+            truth=[str(question.answer) for question in questions],
+            **columns,
+        )
+
+
+def _picture(question: Question) -> Image.Image | None:
+    """All pictures of a question side by side; None where there are none."""
+    pictures = [read_picture(source, question.where) for source in question.images]
+    if not pictures:
+        return None
+    for picture in pictures:
+        picture.thumbnail((MOST, MOST))
+    sheet = Image.new("RGB", (sum(p.width for p in pictures), max(p.height for p in pictures)))
+    left = 0
+    for picture in pictures:
+        sheet.paste(picture, (left, 0))
+        left += picture.width
+    return sheet

@@ -1,0 +1,278 @@
+"""Answers sampled by vLLM, in the process that trains, with the weights that are trained.
+
+Every process has an engine of its own, on its own GPU. It sleeps while the weights are trained, and
+is sent them when it wakes. vLLM is imported where it is used: most runs do without.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from peft.tuners import lora
+from PIL import Image
+from torch import Tensor, nn
+
+from flow_grpo.answer.prompts import Prompt, PromptEncoder
+from flow_grpo.answer.rollout import Answerer, Sample
+from flow_grpo.data.questions import Question
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.pictures import read_picture
+from flow_grpo.run.shards import gathered, whole
+from flow_grpo.speed.lora import narrowed
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+# Level 1 keeps the weights in main memory; they are sent anew anyway.
+SLEEP_LEVEL = 2
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # of a CPU: training uses these cores too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def check_platform(device: torch.device) -> None:
+    """Of the vLLM that is installed, before anything is loaded."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are sent within the process
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != device.type:
+        raise UserError(
+            f"sample.engine='vllm' is installed for {current_platform.device_type or 'no device'} "
+            f"and the run is on {device.type}; install vLLM's build for {device.type}, or use "
+            "sample.engine='transformers'"
+        )
+
+
+@dataclass(kw_only=True)
+class VllmAnswerer(Answerer):
+    """The engine's log-probabilities are near those of the network, and not the same."""
+
+    engine: Any  # vllm.LLM
+    sleeps: bool  # what has memory of its own can give it back
+
+    exact = False
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        if self.sleeps:
+            torch.cuda.empty_cache()  # what training has left goes to the engine
+            self.engine.wake_up(["weights"])
+        self._send_weights()
+        if self.sleeps:
+            self.engine.wake_up(["kv_cache"])
+        try:
+            yield
+        finally:
+            if self.sleeps:
+                self.engine.sleep(level=SLEEP_LEVEL)
+
+    def _send_weights(self) -> None:
+        weights = {"weights_iterator": named_weights(self.policy.network.model)}
+        self.engine.collective_rpc("reload_weights", kwargs=weights)
+        self.engine.apply_model(mend)
+        # what was computed with other weights
+        self.engine.reset_prefix_cache()
+        self.engine.llm_engine.reset_encoder_cache()
+
+    def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
+        """With their pictures, which vLLM reads by itself."""
+        prompts = super().encode(questions, rows)
+        return {row: self._with_pictures(prompts[row], questions[row]) for row in prompts}
+
+    def _with_pictures(self, prompt: Prompt, question: Question) -> Prompt:
+        images, pictures = self.encoder.images, []
+        for source, (_, height, width) in zip(
+            question.images, [] if prompt.grids is None else prompt.grids.tolist(), strict=True
+        ):
+            # Of the size that it ends up with, so that vLLM, which resizes in another way, has
+            # nothing to resize.
+            size = (width * images.patch_size, height * images.patch_size)
+            picture = read_picture(source, question.where)
+            pictures.append(picture.resize(size, Image.Resampling(int(images.resample))))
+        return replace(prompt, pictures=tuple(pictures))
+
+    def answer(
+        self,
+        prompts: dict[int, Prompt],
+        rows: list[int],
+        generators: list[torch.Generator] | None = None,
+    ) -> list[Sample]:
+        from vllm import SamplingParams
+
+        seeds = [None] * len(rows) if generators is None else [g.initial_seed() for g in generators]
+        params = [SamplingParams(**self.settings(seed)) for seed in seeds]
+        requests = [request(prompts[row], self.encoder) for row in rows]
+        outputs = self.engine.generate(requests, params, use_tqdm=False)
+        return [
+            self._sample(row, prompts[row], output)
+            for row, output in zip(rows, outputs, strict=True)
+        ]
+
+    def settings(self, seed: int | None) -> dict[str, Any]:
+        """Of a sample, which has a seed, or of the greedy answer."""
+        return {
+            "temperature": 0.0 if seed is None else self.policy.network.temperature,
+            "seed": seed,
+            "max_tokens": self.max_new_tokens,
+            "stop_token_ids": list(self.stop),
+            "ignore_eos": True,  # no end tokens but these
+            "logit_bias": dict.fromkeys(self.policy.network.banned, float("-inf")),
+            "logprobs": 0,  # of the token that was chosen
+            "detokenize": False,
+        }
+
+    def _sample(self, row: int, prompt: Prompt, output: Any) -> Sample:
+        if list(output.prompt_token_ids) != prompt.ids.tolist():
+            raise UserError(
+                f"vLLM reads {len(output.prompt_token_ids)} tokens in a prompt where training "
+                f"reads {len(prompt)}, or others; use sample.engine='transformers' with this model"
+            )
+        (chosen,) = output.outputs
+        tokens = list(chosen.token_ids)
+        log_probs = [
+            step[token].logprob for step, token in zip(chosen.logprobs, tokens, strict=True)
+        ]
+        ended = chosen.finish_reason == "stop"
+        text = self.encoder.decode(tokens)
+        return Sample(row, torch.tensor(tokens), torch.tensor(log_probs), ended, text)
+
+
+def request(prompt: Prompt, encoder: PromptEncoder) -> dict[str, Any]:
+    """A prompt for vLLM, which repeats the placeholders of pictures by itself."""
+    counts = [] if prompt.grids is None else (prompt.grids.prod(-1) // encoder.merge**2).tolist()
+    ids = unexpanded(prompt.ids.tolist(), encoder.image_token, counts)
+    pictures = {"multi_modal_data": {"image": list(prompt.pictures)}} if prompt.pictures else {}
+    return {"prompt_token_ids": ids, **pictures}
+
+
+def unexpanded(ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
+    """Token ids with one placeholder for each picture, in place of as many as it has tokens."""
+    short, left, place = [], iter(counts), 0
+    while place < len(ids):
+        short.append(ids[place])
+        place += next(left) if ids[place] == image_token else 1
+    return short
+
+
+@torch.no_grad()
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All weights under the names that the model has without LoRA, and LoRA added to them. One at a
+    time, so that there is no second model."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
+    for name, weight in model.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        base = owner.removesuffix(".base_layer")
+        if "lora_" in name:
+            continue
+        if base in layers and kind == "weight":
+            with gathered(layers[base].parameters(), fixed=True):
+                value = _with_lora(layers[base], weight)
+        else:
+            with gathered([weight], fixed=True):
+                value = whole(weight)
+        yield f"{base}.{kind}", value
+
+
+def _with_lora(layer: lora.LoraLayer, weight: Tensor) -> Tensor:
+    total = whole(weight).to(torch.promote_types(weight.dtype, torch.float32))
+    for adapter in layer.active_adapters:
+        total += whole(layer.get_delta_weight(adapter))
+    return narrowed(total, weight.dtype)
+
+
+def mend(model: nn.Module) -> None:
+    """What vLLM's own reloading of weights leaves behind."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        # Qwen3-VL's sums for its first layers, 0 where there is no picture: neither weights nor
+        # buffers, so what they hold after a sleep is anything.
+        for sums in getattr(module, "deepstack_input_embeds", None) or ():
+            sums.zero_()
+        # A head that is tied to the embedding is not loaded, and on a CPU it has a packed copy.
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def build_answerer(
+    ours: Answerer,
+    *,
+    source: str,
+    revision: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_processes: int,
+    longest_prompt: int,
+    pictures: int,
+    memory: float,
+    seed: int,
+) -> VllmAnswerer:
+    """An engine that answers as `ours` does. All processes build theirs at the same time.
+
+    `pictures`: the most that a question has; `memory`: share of the GPU's, for weights and cache.
+    """
+    check_platform(device)
+    from vllm import LLM
+
+    on_gpu = device.type != "cpu"
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    with engine_files(source, revision, ours) as folder, _explained(memory):
+        engine = LLM(
+            folder,
+            trust_remote_code=False,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=longest_prompt + ours.max_new_tokens,
+            gpu_memory_utilization=memory,
+            # it joins the processes that there are; without it they would all take the first GPU
+            distributed_executor_backend="external_launcher" if num_processes > 1 else None,
+            enable_sleep_mode=on_gpu,
+            enforce_eager=not on_gpu,
+            # on a CPU, half of a prompt is more than seeds of requests survive
+            enable_chunked_prefill=on_gpu,
+            limit_mm_per_prompt={"image": max(1, pictures), "video": 0},
+            logprobs_mode="processed_logprobs",  # after temperature and bans
+            generation_config="vllm",  # no top-p of the model's own
+        )
+    torch.set_num_threads(threads)  # it takes these for the whole process
+    torch.set_float32_matmul_precision(precision)
+    if on_gpu:
+        engine.sleep(level=SLEEP_LEVEL)
+    known = {name: getattr(ours, name) for name in ("policy", "encoder", "max_new_tokens", "stop")}
+    return VllmAnswerer(**known, engine=engine, sleeps=on_gpu)
+
+
+@contextmanager
+def _explained(memory: float) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:  # nearly always of memory
+        raise UserError(
+            f"vLLM does not start with sample.vllm_memory={memory}: {first_line(error)}"
+        ) from error
+
+
+def engine_files(source: str, revision: str, ours: Answerer) -> TemporaryDirectory:
+    """A folder with the model's weights, and tokenizer and image processor as training has them."""
+    root = Path(source)
+    if not root.is_dir():
+        root = Path(snapshot_download(source, revision=revision, allow_patterns=WEIGHT_FILES))
+    files = TemporaryDirectory(prefix="flow-grpo-vllm-")
+    folder = Path(files.name)
+    for pattern in WEIGHT_FILES:
+        for path in root.glob(pattern):
+            (folder / path.name).symlink_to(path.resolve())
+    for part in (ours.policy.network.model.config, ours.encoder.tokenizer, ours.encoder.images):
+        part.save_pretrained(folder)
+    # asked for by vLLM, though nothing is a video
+    (folder / "video_preprocessor_config.json").write_text("{}", encoding="utf-8")
+    return files

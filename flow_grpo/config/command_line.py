@@ -1,0 +1,361 @@
+"""Start a script with an ml-collections config; tell mistakes in one line."""
+
+import ast
+import inspect
+import logging
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import diffusers
+import transformers
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
+
+from flow_grpo.config import old_names
+from flow_grpo.config.mistakes import is_first_process, told_plainly
+from flow_grpo.config.places import find_config
+from flow_grpo.draw import fields
+from flow_grpo.draw.algorithms import ALGORITHMS
+from flow_grpo.draw.fields import FLOW_GRPO_NAMES
+from flow_grpo.errors import UserError, first_line, nearest
+from flow_grpo.files import refuse_halves
+from flow_grpo.rewards import REWARDS, import_scorer
+from flow_grpo.rewards.frames import OPTION
+from flow_grpo.run.stopping import SIGNALS
+
+OPEN_FIELDS = (  # dicts with names of the user's
+    *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
+)
+NO_CONFIG = "--config is missing; name one, e.g. --config "
+KINDS = {  # of fields, and what to write on the command line
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    tuple: "a tuple like (0, 5)",
+    ConfigDict: "a dict like {'ocr': 1.0}",
+}
+DRY_RUN = (
+    "Build all that the run would, measure a few batches, tell how much memory and time the run "
+    "will take, and stop; nothing is written."
+)
+
+
+def run(
+    main: Callable[[ConfigDict], Any],
+    *,
+    default: str | None = None,
+    dry_run: Callable[[ConfigDict], Any] | None = None,
+    of: ModuleType = fields,
+) -> None:
+    """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
+
+    `default` is the config to take where none is named, `dry_run` what to call in place of `main`
+    with --dry_run; `of` has the fields of the config. What is returned is never freed: gloo was
+    seen to wait for ever when the last reference to a process group went.
+    """
+    set_up_logging()
+    config = config_flags.DEFINE_config_file(
+        "config", help_string="path/to/config.py or path/to/config.py:preset"
+    )
+    flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
+    if dry_run:
+        flags.DEFINE_bool("dry_run", False, DRY_RUN)
+
+    def parse(argv: list[str]) -> list[str]:
+        if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
+            argv = [argv[0], f"--config={default}", *argv[1:]]
+        if {"--help", "-h", "--helpshort", "--helpfull"} & {*argv}:
+            print(told_plainly(lambda: _usage(argv, of), debug=True))
+            sys.exit()
+        return told_plainly(lambda: _parse(_with_our_configs(argv), of), debug="--debug" in argv)
+
+    def start(_: list[str]) -> None:
+        call = dry_run if dry_run and flags.FLAGS.dry_run else main
+        call_and_exit(lambda: call(config.value), debug=flags.FLAGS.debug)
+
+    app.run(start, flags_parser=parse)
+
+
+def call_and_exit(call: Callable[[], Any], *, debug: bool) -> NoReturn:
+    """Python aborts when it ends while a reward still computes in a thread of its own."""
+    for number in SIGNALS:  # SIGTERM like Ctrl-C: what is held is given up on the way out
+        signal.signal(number, signal.default_int_handler)
+    code = 0
+    try:
+        _kept = told_plainly(call, debug=debug)
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def set_up_logging() -> None:
+    """Our lines to stdout, bare, from the first process; warnings from all. Once: a notebook may
+    train twice."""
+    for library in (transformers.utils.logging, diffusers.utils.logging):
+        library.disable_progress_bar()  # one per file loaded
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # our client tells of its retries itself
+    logging.getLogger("accelerate").setLevel(logging.WARNING)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    ours = logging.getLogger("flow_grpo")
+    ours.handlers = [handler]
+    ours.propagate = False
+    ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
+
+
+def _parse(argv: list[str], of: ModuleType = fields) -> list[str]:
+    refuse_halves(" ".join(argv), "the command line")
+    config = check_names(argv)
+    if config is None and any(arg.startswith("--config.") for arg in argv):
+        raise UserError(NO_CONFIG + of.EXAMPLE)
+    try:
+        rest = flags.FLAGS(argv)
+    except (flags.Error, TypeError, ValueError) as error:
+        raise UserError(plainly(error, config, argv)) from error
+    if flags.FLAGS.config is None:
+        raise UserError(NO_CONFIG + of.EXAMPLE)
+    if rest[1:]:
+        raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
+    return rest
+
+
+def plainly(error: Exception, config: ConfigDict | None, argv: list[str]) -> str:
+    """What absl says of a flag, with the rule and a way out."""
+    mistake = first_line(error)
+    if field := re.match(r"flag --config\.([\w.]+)=", mistake):
+        section, _, key = field[1].rpartition(".")
+        kind = (config[section] if section else config).get_type(key)
+        start = f"--config.{field[1]}="
+        given = next((arg for arg in argv if arg.startswith(start)), start)
+        return f"{given} must be {KINDS.get(kind, 'of another type')}"
+    if missing := re.match(r"flag --(\w+)=None: Flag --\w+ must have a value", mistake):
+        return f"--{missing[1]} is missing: {flags.FLAGS[missing[1]].help}"
+    return f"{mistake}; --help lists all options"
+
+
+def _usage(argv: list[str], of: ModuleType) -> str:
+    from flow_grpo.config import help  # it needs all algorithms
+
+    paths = _config_paths(_with_our_configs(argv))
+    config = _load(paths[-1]) if paths else of.get_config()
+    own = flags.FLAGS.flags_by_module_dict()
+    ours = [*own.get(argv[0], []), *own.get(__name__, [])]
+    return help.usage(sys.modules["__main__"].__doc__ or "", ours, config, of)
+
+
+def _with_our_configs(argv: list[str]) -> list[str]:
+    """config/grpo.py is that of the library, where the current folder has none."""
+    found, before = [], ""
+    for arg in argv:
+        if before == "--config":
+            found.append(find_config(arg))
+        elif arg.startswith("--config="):
+            found.append("--config=" + find_config(arg.removeprefix("--config=")))
+        else:
+            found.append(arg)
+        before = arg
+    return found
+
+
+def check_names(argv: list[str]) -> ConfigDict | None:
+    """Load the config alone and hold the overrides against it: absl would only name a key."""
+    paths = _config_paths(argv)
+    if not paths:
+        return None
+    sys.path.append(str(Path(paths[-1].partition(":")[0]).resolve().parent))  # modules beside it
+    _check_processes(paths[-1].partition(":")[2])
+    config = _load(paths[-1])
+    for arg in argv:
+        if arg.startswith("--config."):
+            name, equals, value = arg.removeprefix("--config.").partition("=")
+            check_name(name, config, value if equals else None)
+    _check_flags(argv, config)
+    # the last of them would be taken without a word
+    given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
+    for name in FLOW_GRPO_NAMES:
+        ours, theirs = given.get(f"grpo.{name}"), given.get(f"train.{name}")
+        if None not in (ours, theirs) and ours != theirs:
+            raise UserError(
+                f"train.{name}={theirs} and grpo.{name}={ours} are two names of one field; give one"
+            )
+    return config
+
+
+def _check_flags(argv: list[str], config: ConfigDict) -> None:
+    """A field by its last name alone is told its full one."""
+    last = {field: field.rpartition(".")[2] for field in _dotted(config)}
+    own, others = _own_flags(argv[0]), {*ALGORITHMS} - {config.get("algorithm")}
+    for arg in argv[1:]:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name.startswith("config.") or _is_flag(name):
+            continue
+        near = name if name in last.values() else nearest(name, [*last.values(), *own], cutoff=0.6)
+        fields = [field for field in last if last[field] == near]
+        # those of other algorithms have no effect
+        fields = [f for f in fields if f.partition(".")[0] not in others] or fields
+        meant = [near] if near in own else [f"config.{field}" for field in fields[:3]]
+        hint = " or ".join(f"--{each}{equals}{value}" for each in meant)
+        way_out = f"did you mean {hint}?" if hint else "--help lists all"
+        raise UserError(f"unknown option --{name}; {way_out}")
+
+
+def _is_flag(name: str) -> bool:
+    return name in ("", "config", *flags.FLAGS) or name.removeprefix("no") in flags.FLAGS
+
+
+def _own_flags(script: str) -> list[str]:
+    """Of this script and of all."""
+    modules = flags.FLAGS.flags_by_module_dict()
+    return [flag.name for module in (script, __name__) for flag in modules.get(module, [])]
+
+
+def _config_paths(argv: list[str]) -> list[str]:
+    paths = [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
+    return paths + [b for a, b in pairwise(argv) if a == "--config"]
+
+
+def check_name(name: str, config: ConfigDict, value: str | None = None) -> None:
+    """Of a field that is to be changed, to this value."""
+    known = set(_dotted(config))
+    if name in known:
+        return
+    field, _, key = name.partition(".")
+    if field in OPEN_FIELDS:  # absl cannot add a name to a dict
+        raise UserError(whole_dict(field, key, config, value))
+    hint = suggestion(name, known, cutoff=0.5) or "--help lists them all"
+    raise UserError(f"unknown config key {name!r}; {hint}")
+
+
+def _check_processes(preset: str) -> None:
+    """One process would make up a small part of the epoch, without a word."""
+    number = re.search(r"_(\d{1,6})gpu$", preset)
+    if number and int(number[1]) > 1 and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            f"preset {preset!r} is for {number[1]} GPUs, and one process was started; start it "
+            f"with torchrun or accelerate launch, or leave _{number[1]}gpu out"
+        )
+
+
+def _load(path: str) -> ConfigDict:
+    """What `get_config` of this file returns; whatever it raises is a mistake in that file."""
+    absl = logging.getLogger("absl")
+    try:
+        absl.disabled = True  # it warns of what is told below
+        config = ConfigFileFlagParser("config").parse(path)
+        if config is not None:
+            config.items  # noqa: B018  raises where the file could not be opened
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"cannot load --config {path}{_reason(error, path)}") from error
+    finally:
+        absl.disabled = False
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"get_config() of --config {path} must return a ConfigDict, not {type(config).__name__}"
+        )
+    return config
+
+
+def _reason(error: Exception, path: str) -> str:
+    """The line of the config file, where it is known, and what is wrong there."""
+    first = error
+    if str(error).startswith("Error whilst parsing"):  # the parser's own, with a traceback in it
+        first = error.__context__
+    elif isinstance(error, OSError):  # raised at the first use of a config that was not found
+        first = error.__cause__ or error
+    file = Path(path.partition(":")[0]).resolve()
+    frames = traceback.extract_tb(first.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file]
+    message = (str(first).strip().splitlines() or [""])[-1].strip()
+    kind = type(first).__name__
+    return f" (line {lines[-1]}): {kind}: {message}" if lines else f": {kind}: {message}"
+
+
+def suggestion(name: str, known: Collection[str], *, cutoff: float) -> str:
+    """What a field may have been meant to be called; nothing where nothing is near."""
+    if told := old_names.hint(name, known):
+        return told
+    near = nearest(name, known, cutoff=cutoff)
+    return f"did you mean {near}?" if near else ""
+
+
+def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        yield prefix + key
+        if isinstance(value, ConfigDict):
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+def whole_dict(field: str, key: str, config: ConfigDict, value: str | None) -> str:
+    """The mistake, and the option that works: `field` as it is, with this value under `key`, which
+    for rewards' names and options is the nearest that there is."""
+    names = key.split(".")
+    # what is behind a server or in custom_rewards may have any name
+    anything = field in ("custom_rewards", "reward_servers")
+    meant = names if anything else _meant(names, config)
+    whole = _without_empty(_as_dict(config, field))
+    place = whole
+    for name in meant[:-1]:
+        place[name] = place[name] if isinstance(place.get(name), dict) else {}
+        place = place[name]
+    place[meant[-1]] = "..." if value is None else _read(value)
+    text = repr(whole).replace("'...'", "...")
+    option = f'--config.{field}="{text}"'
+    if meant != names:
+        return f"unknown config key {f'{field}.{key}'!r}; did you mean {option}?"
+    return f"{f'{field}.{key}'!r} is not in the config; give the whole dict: {option}"
+
+
+def _meant(names: list[str], config: ConfigDict) -> list[str]:
+    paths = {**REWARDS, **_as_dict(config, "custom_rewards")}
+    served = _without_empty(_as_dict(config, "reward_servers"))
+    known = {*paths, *served}
+    reward = names[0] if names[0] in known else nearest(names[0], known) or names[0]
+    if len(names) == 1 or reward not in paths or reward in served:
+        return [reward, *names[1:]]
+    known = option_names(reward, paths[reward])
+    if known is None or names[1] in known:
+        return [reward, *names[1:]]
+    if not (option := nearest(names[1], known)):
+        raise UserError(f"unknown reward_options.{reward}.{names[1]}; it takes {', '.join(known)}")
+    return [reward, option, *names[2:]]
+
+
+def option_names(reward: str, path: str) -> list[str] | None:
+    """What reward_options of it takes; None where that may be anything."""
+    try:
+        scorer = import_scorer(reward, path)
+    except UserError:  # told when it is built
+        return None
+    parameters = inspect.signature(scorer).parameters if isinstance(scorer, type) else {}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return None if takes_any else [*parameters, OPTION]
+
+
+def _as_dict(config: ConfigDict, field: str) -> dict[str, Any]:
+    """Empty where a config file has none: that is told when all is checked."""
+    return config.get(field, ConfigDict()).to_dict()
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    """Servers that are not set need not be repeated."""
+    return {name: value for name, value in values.items() if value != ""}
+
+
+def _read(value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value

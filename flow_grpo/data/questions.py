@@ -1,0 +1,275 @@
+"""Questions with pictures and answers, from files. Every mistake names file and line.
+
+Three layouts are read as they are, row by row: ours (`question`, `images`, `answer`), EasyR1's
+(`problem`, `images`, `answer`) and LMM-R1's (`message`, a chat as a JSON string, and `answer`).
+"""
+
+import base64
+import binascii
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from accelerate import Accelerator
+
+from flow_grpo.data.hub import download_data
+from flow_grpo.data.mixing import hold_out
+from flow_grpo.data.rows import Split, as_json, is_hub_name, read_table
+from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.errors import UserError, with_nearest
+from flow_grpo.files import parse_json, read_json, read_text
+from flow_grpo.pictures import Picture, read_picture
+from flow_grpo.run.tracking import progress_bar
+
+logger = logging.getLogger("flow_grpo")
+
+MARK = "<image>"  # in a text: a picture stands here
+VIDEO_MARK = "<video>"  # in EasyR1's layout, with a column `videos`
+ENDINGS = (".jsonl", ".json", ".parquet")
+TEXTS = ("question", "problem", "message")  # of which a row has one
+PICTURES = ("images", "image")
+# names that a split may have, the first of which is there is read
+SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "val")}
+PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+FETCHED = [f"*{ending}" for ending in (*ENDINGS, *PICTURE_FILES)]
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    images: tuple[Picture, ...] = ()  # for each MARK in the text; without marks, all come first
+    answer: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)  # handed to the rewards
+    where: str = ""  # file and line
+    system: str = ""  # told to the model before the question, where the row says so itself
+
+
+def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[Question]]:
+    """(train, test) of a folder with files of each, or of one file, a tenth of which is held out by
+    the seed; or of a Hugging Face name, whose files are fetched first."""
+    named = is_hub_name(str(source).partition("@")[0]) and not os.path.exists(source)
+    path = download_data(str(source), FETCHED) if named else Path(source)
+    train = find_questions(path, "train")
+    if train is None:
+        raise UserError(_nothing_to_train(source, path))
+    test = find_questions(path, "test")
+    if test is None:
+        rng = numpy_rng(seed, Stream.HOLD_OUT)
+        train, test = hold_out(train, rng, str(source), key=_content)
+        logger.info(
+            "%s has no test questions: held out %d by seed=%d; for your own, give a folder with a "
+            "train and a test file",
+            *(source, len(test), seed),
+        )
+    return train, test
+
+
+def find_questions(path: Path, split: Split) -> list[Question] | None:
+    """None where there is no such split: a single file is all for training."""
+    if os.path.isfile(path):
+        return read_questions(path) if split == "train" else None
+    files = _files_of(path, split)
+    return [question for file in files for question in read_questions(file)] or None
+
+
+def _files_of(path: Path, split: Split) -> list[Path]:
+    """Of the first of the split's names that has any: one file, or as the hub has them, several
+    parts, data/train-00000-of-00002.parquet, or a folder of parts, data/train/0000.parquet."""
+    for name in SPLITS[split]:
+        for folder in (path, path / "data"):
+            for ending in ENDINGS:
+                if os.path.isfile(folder / f"{name}{ending}"):
+                    return [folder / f"{name}{ending}"]
+                if parts := sorted(folder.glob(f"{name}-*-of-*{ending}")):
+                    return _whole(parts)
+            if parts := sorted((folder / name).glob("*.parquet")):
+                return parts
+    return []
+
+
+def _whole(parts: list[Path]) -> list[Path]:
+    """A part that was not downloaded would go unnoticed."""
+    total = int(re.search(r"-of-(\d+)", parts[0].name)[1])
+    if len(parts) != total:
+        raise UserError(
+            f"{parts[0].parent} has {len(parts)} of the {total} parts that {parts[0].name} is one "
+            "of; download it again"
+        )
+    return parts
+
+
+def _nothing_to_train(source: str | Path, path: Path) -> str:
+    wanted = " or ".join(f"train{ending}" for ending in ENDINGS)
+    message = f"no questions at {source}: it must be a folder with {wanted}, or such a file"
+    if not os.path.exists(path):
+        return with_nearest(message, str(source), map(str, path.parent.glob("*")))
+    there = sorted(file for ending in ENDINGS for file in path.rglob(f"*{ending}"))
+    names = ", ".join(str(file.relative_to(path)) for file in there[:4])
+    return f"{message}; it has {names}" if there else message
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Pictures are looked for beside the file; `check_pictures` looks at them."""
+    if path.suffix not in ENDINGS:
+        raise UserError(f"cannot read questions from {path}: it must be {' or '.join(ENDINGS)}")
+    try:
+        rows = list(_rows(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if not rows:
+        raise UserError(f"{path} is empty; it must have one question per row")
+    return [to_question(row, path.parent, where) for where, row in rows]
+
+
+def check_pictures(questions: Sequence[Question], accelerator: Accelerator) -> None:
+    """Decode every picture once: what is cut off would end the run when it is drawn. Each process
+    has its share, so that a mistake may be seen by one of them alone."""
+    rows: dict[Picture, str] = {}
+    for question in questions:
+        for source in question.images:
+            rows.setdefault(source, question.where)
+    share = list(rows.items())[accelerator.process_index :: accelerator.num_processes]
+    # Pillow decodes without Python's lock; no more pictures than threads are in memory
+    with ThreadPool(min(8, os.cpu_count() or 1)) as pool:
+        decoded = pool.imap(lambda item: read_picture(*item).size, share)
+        for _ in progress_bar(decoded, "checking pictures", accelerator, len(share)):
+            pass
+
+
+def to_question(row: Any, folder: Path, where: str) -> Question:
+    """`folder`: where paths of pictures start."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: needs an object with question and answer, got {str(row)[:80]}")
+    name = next((name for name in TEXTS if row.get(name) is not None), None)
+    if name is None:
+        raise UserError(
+            f"{where}: has no {', '.join(TEXTS[:-1])} or {TEXTS[-1]}, it has: {', '.join(row)}"
+        )
+    system, text, sources = "", row[name], _listed(row, where)
+    if name == "message":
+        if sources:
+            raise UserError(f"{where}: has a message and images; the message names its pictures")
+        system, text, sources = _chat(text, where)
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f'{where}: needs a text in "{name}", got {text!r}')
+    if row.get("videos") or VIDEO_MARK in text or (row.get("video") and not sources):
+        raise UserError(
+            f"{where}: asks about a video, and models are not shown videos yet; leave the row out, "
+            'or give some frames of it as "images"'
+        )
+    marks = text.count(MARK)
+    if marks not in (0, len(sources)):
+        raise UserError(
+            f"{where}: its text has {MARK} {marks} times and the row has {len(sources)} pictures; "
+            f"write {MARK} once for each, or not at all, and all come first"
+        )
+    answer = row.get("answer")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
+        raise UserError(f'{where}: needs a text or a number in "answer", got {answer!r}')
+    images = tuple(_picture(each, folder, where) for each in sources)
+    rest = {k: v for k, v in row.items() if k not in (*PICTURES, "message")}
+    metadata = {**as_json(rest), "question": text, "answer": str(answer)}
+    return Question(text, images, str(answer), metadata, where, system)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each row with its place."""
+    if path.suffix == ".parquet":
+        yield from ((f"{path} row {n}", row) for n, row in enumerate(read_table(path), 1))
+    elif path.suffix == ".json":
+        rows = read_json(path)
+        if not isinstance(rows, list):
+            raise UserError(f"{path}: must hold a list of rows, got {type(rows).__name__}")
+        yield from ((f"{path} row {n}", row) for n, row in enumerate(rows, 1))
+    else:
+        lines = enumerate(read_text(path).split("\n"), 1)
+        for number, line in lines:
+            if line.strip():
+                yield f"{path}:{number}", parse_json(line, f"{path}:{number}")
+
+
+def _listed(row: dict[str, Any], where: str) -> list[Any]:
+    """What its columns of pictures name."""
+    name = next((name for name in PICTURES if row.get(name) is not None), None)
+    given = row[name] if name else []
+    given = given if isinstance(given, list) else [given]
+    if any(not isinstance(each, str | bytes | dict) for each in given):
+        raise UserError(f'{where}: "{name}" must be a list of paths or of bytes, got {given!r:.80}')
+    return given
+
+
+def _chat(message: Any, where: str) -> tuple[str, str, list[Any]]:
+    """(system prompt, text with marks, pictures) of a chat that ends with the question."""
+    chat = parse_json(message, f"{where}: message") if isinstance(message, str) else message
+    if not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
+        raise UserError(f"{where}: message must be a list of turns, as a JSON string")
+    roles = [turn.get("role") for turn in chat]
+    if roles not in (["user"], ["system", "user"]):
+        raise UserError(
+            f"{where}: message has the roles {', '.join(map(str, roles))}; it must be one question "
+            "of the user, after a system prompt or none"
+        )
+    texts, sources = [], []
+    for turn in chat:
+        content = turn.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        pieces = [_part(part, sources, where) for part in parts or []]
+        texts.append("".join(pieces))
+    return "".join(texts[:-1]), texts[-1], sources
+
+
+def _part(part: Any, sources: list[Any], where: str) -> str:
+    """Its text; a picture goes to `sources` and leaves a mark."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    source = part.get(kind) if kind in ("image", "image_url") else None
+    source = source.get("url") if kind == "image_url" and isinstance(source, dict) else source
+    if not isinstance(source, str):
+        raise UserError(f"{where}: message has a part that is no text and no image: {part!r:.80}")
+    sources.append(source)
+    return MARK
+
+
+def _picture(source: Any, folder: Path, where: str) -> Picture:
+    """A file that is there, or bytes."""
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str):
+        source = _from_text(source, folder, where)
+    if not isinstance(source, Path | bytes):
+        raise UserError(f"{where}: a picture must have bytes or a path, got {source!r:.80}")
+    if isinstance(source, Path) and not os.path.isfile(source):
+        raise UserError(f"{where}: there is no picture {source}; paths start at {folder}")
+    return source
+
+
+def _from_text(source: str, folder: Path, where: str) -> Picture:
+    """A path, or one of the two kinds of URL that need no network."""
+    scheme, _, rest = source.partition(":")
+    if scheme in ("http", "https"):
+        raise UserError(f"{where}: {source[:80]} is not fetched; save it, and give its path")
+    if scheme == "file":
+        return folder / unquote(source.removeprefix("file://"))
+    if scheme == "data":
+        try:
+            return base64.b64decode(rest.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise UserError(f"{where}: a picture is not base64 ({error})") from error
+    return folder / source
+
+
+def _content(question: Question) -> tuple[str, ...]:
+    """By which two rows are the same question."""
+    images = (
+        hashlib.sha256(each).hexdigest() if isinstance(each, bytes) else str(each)
+        for each in question.images
+    )
+    return (question.text, *images)

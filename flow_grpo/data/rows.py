@@ -1,0 +1,213 @@
+"""Prompts from text files: one per line, JSON lines, CSV. Every mistake names file and line."""
+
+import csv
+import importlib
+import io
+import math
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import parse_json, read_text
+
+DELIMITERS = ",;\t"  # spreadsheets write the second where the comma is a decimal point
+
+
+@dataclass(frozen=True)
+class Prompt:
+    prompt: str
+    negative_prompt: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)  # handed to the rewards
+
+
+def to_prompt(row: dict[str, Any], column: str, where: str) -> Prompt:
+    """The rewards get the whole row, with the prompt under that name whatever its column's is."""
+    text, negative = row[column], row.get("negative_prompt") or ""
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f'{where}: needs a text in column "{column}", got {text!r}')
+    if not isinstance(negative, str):
+        raise UserError(f'{where}: "negative_prompt" must be a string, got {negative!r}')
+    metadata = {k: v for k, v in row.items() if k != "negative_prompt"}
+    return Prompt(text, negative, metadata | {"prompt": text})
+
+
+def check_column(column: str, columns: Iterable[str], where: str) -> None:
+    columns = list(columns)
+    if column not in columns:
+        raise UserError(
+            f'{where} has no column "{column}", it has: {", ".join(columns)}; name the one with '
+            "the prompts: --config.dataset_column=NAME"
+        )
+
+
+def read_lines(path: Path, column: str) -> list[Prompt]:
+    """There is but one column."""
+    return [Prompt(line.strip()) for line in read_text(path).split("\n") if line.strip()]
+
+
+def read_jsonl(path: Path, column: str) -> list[Prompt]:
+    lines = enumerate(read_text(path).split("\n"), 1)  # not at U+2028
+    return [_read_json(line, column, f"{path}:{n}") for n, line in lines if line.strip()]
+
+
+def _read_json(line: str, column: str, where: str) -> Prompt:
+    row = parse_json(line, where)
+    if not isinstance(row, dict) or not isinstance(row.get(column), str) or not row[column]:
+        others = isinstance(row, dict) and column not in row and ", ".join(row)
+        hint = f" (it has {others}; set --config.dataset_column)" if others else ""
+        shown = line.strip()[:80]
+        raise UserError(f'{where}: needs an object with a "{column}" string{hint}, got {shown}')
+    return to_prompt(row, column, where)
+
+
+def read_csv(path: Path, column: str) -> list[Prompt]:
+    """The first line names the columns; values are text. Lines without any value are left out."""
+    text = read_text(path)
+    lines = _csv_lines(text, _delimiter(text, column), path)
+    number, header = next(lines, (1, []))
+    header = [name.strip() for name in header]
+    if not header:
+        return []
+    check_column(column, header, f"{path}:{number}")
+    if twice := sorted({name for name in header if header.count(name) > 1}):
+        raise UserError(f"{path}:{number}: two columns are named {twice[0]!r}; rename one")
+    prompts = []
+    for number, values in lines:
+        where = f"{path}:{number}"
+        if len(values) != len(header):
+            raise UserError(
+                f"{where}: {len(values)} values for {len(header)} columns; put double quotes "
+                "around a value that has a separator in it"
+            )
+        prompts.append(to_prompt(dict(zip(header, values, strict=True)), column, where))
+    return prompts
+
+
+def _delimiter(text: str, column: str) -> str:
+    """The one that gives the first line the column."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    with suppress(csv.Error):  # told when the lines are read
+        for delimiter in DELIMITERS:
+            names = next(csv.reader([first], delimiter=delimiter), [])
+            if column in [name.strip() for name in names]:
+                return delimiter
+    return DELIMITERS[0]
+
+
+def _csv_lines(text: str, delimiter: str, path: Path) -> Iterable[tuple[int, list[str]]]:
+    """Each record with the number of the line it starts in."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    while True:
+        start = reader.line_num + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(
+                f"{path}:{start}: not CSV ({error}); put double quotes around a value that has a "
+                'separator, a line break or quotes in it, and write those quotes twice ("")'
+            ) from error
+        if any(value.strip() for value in values):
+            yield start, values
+
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Split = Literal["train", "test"]
+INSTALL = "pip install -e '.[data]'"
+
+
+def read_parquet(path: Path, column: str) -> list[Prompt]:
+    parquet = _import("pyarrow.parquet", f"{path} needs pyarrow")
+    try:
+        schema = parquet.read_schema(path)
+        check_column(column, schema.names, str(path))
+        return prompts_of(parquet.read_table(path, columns=kept(schema)), column, str(path))
+    except (ValueError, OSError) as error:  # pyarrow's own errors are ValueErrors
+        raise UserError(f"{path} is not a whole parquet file: {first_line(error)}") from error
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """All of a parquet file, pictures as their bytes."""
+    parquet = _import("pyarrow.parquet", f"{path} needs pyarrow")
+    try:
+        return parquet.read_table(path).to_pylist()
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not a whole parquet file: {first_line(error)}") from error
+
+
+def is_hub_name(source: str) -> bool:
+    """owner/name, unless it looks like a path on this machine that was mistyped."""
+    path = Path(source)
+    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
+    files = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+    return named and path.suffix not in files and not any(map(os.path.exists, (path, path.parent)))
+
+
+def read_hub(name: str, split: Split, column: str) -> list[Prompt] | None:
+    """None where there is no such split. "validation" will do for "test", and a set with one split
+    alone has that to train on."""
+    here = f"there is no folder or file {name}, and as the name of a Hugging Face dataset it"
+    datasets = _import("datasets", f"{here} needs the package datasets")
+    try:
+        splits = datasets.load_dataset(name)
+    except Exception as error:  # of many kinds: no network, no such set, a choice to be made
+        raise UserError(
+            f"{here} cannot be loaded: {first_line(error)}; save what you need of it as "
+            "train.parquet in a folder, with the columns you want"
+        ) from error
+    wanted = {"train": ["train"], "test": ["test", "validation"] if "train" in splits else []}
+    chosen = [each for each in wanted[split] if each in splits]
+    if split == "train" and len(splits) == 1:
+        chosen = list(splits)
+    if not chosen:
+        if split == "test":
+            return None
+        raise UserError(f'{name} has no split "train", it has: {", ".join(splits)}')
+    part, where = splits[chosen[0]], f"{name} ({chosen[0]})"
+    schema = part.features.arrow_schema
+    check_column(column, schema.names, where)
+    table = part.select_columns(kept(schema)).with_format("arrow")[:]
+    return prompts_of(table, column, where)
+
+
+def kept(schema: "pyarrow.Schema") -> list[str]:
+    """All but columns with bytes, such as pictures: rewards may get the metadata as JSON."""
+    return [name for name, kind in zip(schema.names, schema.types, strict=True) if _plain(kind)]
+
+
+def prompts_of(table: "pyarrow.Table", column: str, where: str) -> list[Prompt]:
+    check_column(column, table.column_names, where)  # a column of bytes is gone by now
+    rows = enumerate(table.to_pylist(), 1)
+    return [to_prompt(as_json(row), column, f"{where} row {n}") for n, row in rows]
+
+
+def as_json(value: Any) -> Any:
+    """Dates and the like as text; what is not a number as None."""
+    if isinstance(value, dict):
+        return {str(key): as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _plain(kind: "pyarrow.DataType") -> bool:
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return "binary" not in str(kind) if not inner else all(map(_plain, inner))
+
+
+def _import(module: str, why: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{why}: {INSTALL}") from error

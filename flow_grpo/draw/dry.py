@@ -1,0 +1,133 @@
+"""How much of scripts/train.py a dry run measures: as few batches as make whole groups."""
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from flow_grpo.draw.algorithms.base import Scored
+from flow_grpo.draw.check import check
+from flow_grpo.draw.gpu import lighter_training
+from flow_grpo.draw.plan import BatchPlan
+from flow_grpo.draw.session import Session, build_algorithm, build_session
+from flow_grpo.errors import UserError
+from flow_grpo.run import rehearsal
+from flow_grpo.run.rehearsal import (
+    Epoch,
+    Rehearsal,
+    build_quietly,
+    epochs_left,
+    refuse_outage,
+    tensor_bytes,
+)
+from flow_grpo.run.tracking import now
+
+logger = logging.getLogger("flow_grpo")
+
+
+@dataclass(frozen=True)
+class Loop(Rehearsal):
+    """The functions of scripts/train.py that are measured."""
+
+    tests: ClassVar[str] = "test_prompts"
+
+    sample: Callable[[Session, int], list]
+    collect_rewards: Callable[[Session, int, list], Scored]
+    train: Callable[[Session, int, list, np.ndarray], dict[str, float]]
+    evaluate: Callable[[Session, int], dict[str, float]]
+
+    def build(self, config: ConfigDict) -> Session:
+        session = build_quietly(config, check, build_session)
+        if session.adapter.compiled:
+            logger.info("the model is compiled first, which takes a minute or two")
+        return session
+
+    def describe(self, session: Session) -> str:
+        return f"{len(session.test_prompts)} prompts x {session.config.sample.eval_num_steps} steps"
+
+    def advice(self, session: Session) -> list[str]:
+        return lighter_training(session.config, session.plan)
+
+    def count_work(self, session: Session) -> rehearsal.Work:
+        config, plan = session.config, session.plan
+        shared = math.ceil(len(session.test_prompts) / plan.num_processes)
+        return rehearsal.Work(
+            batches=plan.batches_per_epoch,
+            micro_batches=plan.updates * session.algorithm.batch_count(plan.train_batch_size),
+            eval_batches=math.ceil(shared / config.sample.test_batch_size),
+            **epochs_left(session),
+            ahead=bool(config.sample.async_depth),
+        )
+
+    def shrink(self, session: Session, folder: Path) -> Session:
+        def check(plan: BatchPlan) -> None:
+            if session.algorithm.whole_groups:
+                plan.check_whole_groups(session.algorithm.name)
+            for name in session.reward.judges:
+                plan.check_judge(name)
+
+        plan = smallest_epoch(session.plan, check)
+        config = session.config.copy_and_resolve_references()
+        config.train.gradient_accumulation_steps = plan.accumulation_steps
+        return replace(
+            session,
+            plan=plan,
+            algorithm=build_algorithm(config),
+            prompt_sets=[(len(session.prompts), plan.groups)],
+            folder=folder,
+        )
+
+    def run_epoch(self, small: Session, epoch: int) -> Epoch:
+        device, plan, algorithm = small.accelerator.device, small.plan, small.algorithm
+        times = [now(device)]
+        samples = self.sample(small, epoch)
+        times.append(now(device))
+        scored = self.collect_rewards(small, epoch, samples)
+        times.append(now(device))
+        refuse_outage(small, scored.rewards)
+        small.reward.rest()
+        small.remember_behaviour()
+        credit = np.random.default_rng(epoch).standard_normal(plan.samples)
+        count_as_done(small)
+        self.train(small, epoch, samples, credit)
+        times.append(now(device))
+        return Epoch(
+            tuple(np.diff(times).tolist()),
+            batches=plan.batches_per_epoch,
+            trained=plan.updates * algorithm.batch_count(plan.train_batch_size),
+            held=tensor_bytes([s.trajectory for s in samples]) / len(samples),
+        )
+
+    def run_evaluation(self, small: Session) -> None:
+        self.evaluate(small, 0)
+
+
+def smallest_epoch(plan: BatchPlan, check: Callable[[BatchPlan], None]) -> BatchPlan:
+    """The batches of `plan`, as few as make whole groups and one update; two at least, as one is
+    scored while the next is sampled, which may slow both."""
+    for batches in range(min(2, plan.batches_per_epoch), plan.batches_per_epoch + 1):
+        micro_batches = plan.sample_batch_size // plan.train_batch_size * batches
+        with suppress(UserError):
+            small = replace(
+                plan,
+                batches_per_epoch=batches,
+                accumulation_steps=min(micro_batches, plan.accumulation_steps),
+                inner_epochs=1,
+            )
+            check(small)
+            return small
+    return plan
+
+
+def count_as_done(small: Session) -> None:
+    """All micro-steps of an update but those of a small one, so that it ends in a step of the
+    optimizer, which takes memory of its own."""
+    accelerator, algorithm = small.accelerator, small.algorithm
+    own = algorithm.batch_count(small.plan.train_batch_size) * algorithm.losses_per_sample
+    accelerator.step = accelerator.gradient_accumulation_steps - own

@@ -1,0 +1,138 @@
+"""What a model is given beside the latents: noise levels and texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
+from torch import Tensor
+from torch.nn import functional as F
+
+from flow_grpo.errors import UserError
+from flow_grpo.speed.transfer import send
+
+
+class Size(NamedTuple):
+    height: int
+    width: int
+    frames: int = 1
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How pixels become latents, and latents tokens."""
+
+    channels: int
+    scale: int  # pixels per latent, in height and width
+    patch: int = 2  # latents per token
+    most: int | None = None  # pixels, in height and width
+    frame_scale: int = 0  # frames per latent, after the first; 0: pictures only
+
+
+def latent_shape(grid: Grid, size: Size) -> tuple[int, ...]:
+    """(C, H, W), or (C, F, H, W) of a model of videos; refuses what cannot be drawn."""
+    unit = grid.scale * grid.patch
+    for name, pixels in (("height", size.height), ("width", size.width)):
+        if pixels < unit or pixels % unit or (grid.most and pixels > grid.most):
+            limit = f" and at most {grid.most}" if grid.most else ""
+            raise UserError(f"{name}={pixels} must be a multiple of {unit}{limit}")
+    space = size.height // grid.scale, size.width // grid.scale
+    if not grid.frame_scale:
+        if size.frames != 1:
+            raise UserError(f"frames={size.frames} must be 1: this model draws pictures")
+        return grid.channels, *space
+    if size.frames < 1 or (size.frames - 1) % grid.frame_scale:
+        raise UserError(
+            f"frames={size.frames} must be 1 more than a multiple of {grid.frame_scale}"
+        )
+    return grid.channels, (size.frames - 1) // grid.frame_scale + 1, *space
+
+
+Texts = dict[str, Tensor]  # (texts, ...) each
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The model's own noise schedule, on the host so that no step waits for the device."""
+
+    sigmas: tuple[float, ...]  # num_steps + 1, from 1 (about) down to 0
+    timesteps: tuple[float, ...]  # num_steps, as the model's scheduler gives them
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """The texts of a batch, each distinct one held once.
+
+    What is on the CPU, like the texts' lengths, stays there: a model may take it apart without
+    waiting for the device.
+    """
+
+    texts: Texts
+    positive: Tensor  # (B,) the text of each sample, on the CPU
+    negative: Tensor | None  # (B,) its negative prompt; None when nothing is guided
+
+    def __len__(self) -> int:
+        return len(self.positive)
+
+    def __getitem__(self, part: slice | Tensor) -> "Conditioning":
+        negative = None if self.negative is None else self.negative[part]
+        return replace(self, positive=self.positive[part], negative=negative)
+
+    def of(self, index: Tensor) -> Texts:
+        """The texts of these numbers."""
+        return {k: text[send(index, text.device)] for k, text in self.texts.items()}
+
+    @staticmethod
+    def join(parts: "Sequence[Conditioning]") -> "Conditioning":
+        counts = [len(next(iter(p.texts.values()))) for p in parts]
+        moved = list(zip(parts, accumulate(counts, initial=0), strict=False))
+        guided = parts[0].negative is not None
+        return Conditioning(
+            {name: cat_padded([p.texts[name] for p in parts]) for name in parts[0].texts},
+            positive=torch.cat([p.positive + start for p, start in moved]),
+            negative=torch.cat([p.negative + start for p, start in moved]) if guided else None,
+        )
+
+
+def cat_padded(tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
+    """Texts one after another, those with fewer tokens filled up with zeros behind."""
+    if tensors[0].ndim < 3:
+        return torch.cat(list(tensors))
+    most = max(t.shape[1] for t in tensors)
+    most += -most % multiple
+    return torch.cat([F.pad(t, (0, 0, 0, most - t.shape[1])) for t in tensors])
+
+
+def pack(latents: Tensor) -> Tensor:
+    """(B, C, H, W) to (B, H/2 W/2, 4 C)."""
+    patches = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpack(packed: Tensor, height: int, width: int) -> Tensor:
+    """Back to (B, C, H, W)."""
+    patches = packed.unflatten(2, (-1, 2, 2)).unflatten(1, (height // 2, width // 2))
+    return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+
+def shifted_schedule(scheduler, num_steps: int, tokens: int) -> Schedule:
+    """From 1 to 1/num_steps in equal steps, shifted as the scheduler says for so many tokens."""
+    config = scheduler.config
+    mu = calculate_shift(
+        tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.15),
+    )
+    sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
+    if config.get("use_flow_sigmas"):
+        sigmas = None
+    timesteps, _ = retrieve_timesteps(scheduler, num_steps, "cpu", sigmas=sigmas, mu=mu)
+    return Schedule(tuple(scheduler.sigmas.tolist()), tuple(timesteps.tolist()))

@@ -1,0 +1,184 @@
+"""What an evaluation leaves: pictures with their scores, results.json, results.md, grid.png."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from flow_grpo import disk
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.draw.candidates import Candidate
+from flow_grpo.draw.evaluation import Evaluation
+from flow_grpo.rewards import TOTAL
+from flow_grpo.run.tracking import save_samples
+from flow_grpo.show.console import shown_rewards, table
+from flow_grpo.show.grid import paired_grid, save_grid, score_text, still
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two means over the prompts that both models were scored on."""
+
+    mean: float
+    standard_error: float  # NaN for fewer than two prompts
+    prompts: int
+
+
+def paired_difference(scores: np.ndarray, reference: np.ndarray) -> Difference:
+    """How much higher `scores` are, prompt by prompt; NaN marks a score that failed.
+
+    Prompts differ more from one another than models do on the same prompt: the spread of the
+    differences says how certain the mean of them is, the spread of the scores does not.
+    """
+    both = np.isfinite(scores) & np.isfinite(reference)
+    higher = scores[both] - reference[both]
+    count = len(higher)
+    return Difference(
+        mean=float(higher.mean()) if count else math.nan,
+        standard_error=float(higher.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan,
+        prompts=count,
+    )
+
+
+NOTE = (
+    "Difference to {first} ± the standard error of the paired difference (same prompts, same "
+    "noise). Within two standard errors it may well be chance."
+)
+
+
+@dataclass(frozen=True)
+class Scored:
+    candidate: Candidate
+    result: Evaluation
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
+    def difference(self, first: "Scored") -> dict[str, Difference]:
+        theirs = first.result.scores
+        return {
+            name: paired_difference(scores, theirs[name])
+            for name, scores in self.result.scores.items()
+            if name in theirs
+        }
+
+    def lines(self, row: int) -> list[str]:
+        """The scores of a picture, as they stand under it."""
+        names = columns(self.result)
+        scores = self.result.scores
+        return [f"{name} {score_text(float(scores[name][row]))}" for name in names]
+
+
+def save_pictures(out: Path, scored: Scored, prompts: list[Prompt], count: int) -> None:
+    """As a run saves its samples."""
+    folder, texts, result = (
+        out / "samples" / scored.name,
+        [p.prompt for p in prompts],
+        scored.result,
+    )
+    if count:
+        save_samples(folder, result.images[:count], prompt=texts, **result.scores)
+
+
+def columns(result: Evaluation) -> list[str]:
+    return shown_rewards(result.scores)
+
+
+def write(out: Path, settings: dict[str, Any], scored: list[Scored], prompts: list[Prompt]) -> None:
+    """Of one candidate its keys beside the settings, of several a list of them."""
+    reports = [report(each, scored[0], prompts) for each in scored]
+    if len(reports) == 1:
+        content = {**settings, **reports[0]}
+    else:
+        named = zip(scored, reports, strict=True)
+        content = {**settings, "checkpoints": [{"name": s.name, **r} for s, r in named]}
+    disk.write_text(out / "results.json", json.dumps(content, indent=1) + "\n")
+    disk.write_text(out / "results.md", f"{summary(scored)}\n")
+    shown = [p.prompt for p in prompts[: len(scored[0].result.images)]]
+    if not shown:
+        return
+    if len(scored) == 1:
+        [only] = scored
+        scores = [score_text(only.result.score(TOTAL, i)) for i in range(len(shown))]
+        save_grid(out, only.result.images, shown, scores)
+    else:
+        comparison(scored, shown).save(out / "grid.png")
+
+
+def comparison(scored: list[Scored], shown: list[str]) -> Image.Image:
+    """A column per candidate, a row for each of the prompts that are `shown`."""
+    lines = {each.name: [each.lines(i) for i in range(len(shown))] for each in scored}
+    pictures = {each.name: [still(image) for image in each.result.images] for each in scored}
+    return paired_grid(pictures, shown, lines)
+
+
+def report(scored: Scored, first: Scored, prompts: list[Prompt]) -> dict[str, Any]:
+    result = scored.result
+    content: dict[str, Any] = {
+        "weights": str(scored.candidate.weights or ""),
+        "means": {name: finite(mean) for name, mean in result.means().items()},
+        "failed": result.failed(),
+        "scores": [
+            {"prompt": p.prompt, **{k: result.score(k, i) for k in result.scores}}
+            for i, p in enumerate(prompts)
+        ],
+    }
+    if scored is first:
+        return content
+    differences = {
+        name: {key: finite(value) for key, value in asdict(difference).items()}
+        for name, difference in scored.difference(first).items()
+    }
+    return {**content, "difference": differences}
+
+
+def console(scored: list[Scored], prompts: int) -> str:
+    """A line of one candidate, a table of several."""
+    if len(scored) > 1:
+        return summary(scored)
+    means = "  ".join(f"{name} {mean:.4f}" for name, mean in scored[0].result.means().items())
+    return f"{prompts} prompts  {means}"
+
+
+def summary(scored: list[Scored]) -> str:
+    """A table with a row per candidate; each is held against the first."""
+    first, *others = scored
+    names = columns(first.result)
+    places = {name: decimals(first.result.means()[name]) for name in names}
+    failed = any(each.result.failed() for each in scored)
+    rows = [["checkpoint", *names, *(["failed"] if failed else [])]]
+    for each in scored:
+        differences = {} if each is first else each.difference(first)
+        means = each.result.means()
+        cells = [
+            cell(means.get(name, math.nan), differences.get(name), places[name]) for name in names
+        ]
+        rows.append([each.name, *cells, *([str(each.result.failed())] if failed else [])])
+    text = table(rows)
+    return f"{text}\n\n{NOTE.format(first=first.name)}" if others else text
+
+
+def cell(mean: float, difference: Difference | None, places: int) -> str:
+    text = "-" if math.isnan(mean) else f"{mean:.{places}f}"
+    if difference is None or math.isnan(difference.mean):
+        return text
+    error = difference.standard_error
+    spread = "" if math.isnan(error) else f" ± {error:.{places}f}"
+    return f"{text} ({difference.mean:+.{places}f}{spread})"
+
+
+def decimals(mean: float) -> int:
+    """Four, and more for rewards whose values are small."""
+    if math.isnan(mean) or mean == 0:
+        return 4
+    return min(8, max(4, 3 - math.floor(math.log10(abs(mean)))))
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

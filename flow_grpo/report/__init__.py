@@ -1,1 +1,0 @@
-"""One HTML file that shows a run, or several side by side: docs/report.md."""

@@ -1,0 +1,340 @@
+"""Worker processes that outlive a crash of any of them.
+
+`concurrent.futures` gives up the whole pool when one process dies, and `multiprocessing` imports
+the trainer's main script, torch and all, into every spawned child. So each worker here is a plain
+child process (`worker.py`) behind a pipe, with one thread in the parent that feeds it.
+"""
+
+import contextlib
+import logging
+import math
+import multiprocessing
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import Failed
+
+log = logging.getLogger(__name__)
+
+MAX_CHUNK = 16
+MAX_DEATHS = 2
+START_ATTEMPTS = 3
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds until workers that could not start are tried again
+
+
+# For engines that share the machine with a trainer: one core each, and the card's memory is not
+# for them.
+BESIDE_A_TRAINER = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+class TimedOut(Failed):
+    """The worker took too long over it, and was killed."""
+
+
+class CannotStart(UserError):
+    """There is no worker, for now."""
+
+
+class PoolClosed(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("the worker pool is closed")
+
+
+@dataclass
+class _Job:
+    payload: Any
+    result: "Future[Any]" = field(default_factory=Future)
+    deaths: int = 0
+
+
+_Chunk = deque[_Job]
+
+
+class _Worker:
+    def __init__(self, factory: str, options: dict[str, Any], environment: dict[str, str]) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flow_grpo.rewards.calling.worker", str(descriptor)],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**_worker_environment(), **environment},
+            )
+        self.pid = self._process.pid
+        # Far smaller than the pipe's buffer: this neither blocks nor needs the child to be there.
+        with contextlib.suppress(OSError):
+            self._connection.send((factory, options))
+
+    def send(self, message: Any, timeout: float) -> None:
+        # A stopped process does not empty its pipe, and a blocked write cannot time out by itself.
+        watchdog = threading.Timer(timeout, self._process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            self._connection.send(message)
+        finally:
+            watchdog.cancel()
+
+    def receive(self, timeout: float) -> tuple[str, Any]:
+        if not self._connection.poll(timeout):
+            raise TimeoutError
+        return self._connection.recv()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def bury(self) -> int:
+        """Make sure the process is gone; returns its exit code."""
+        self._process.kill()
+        self._connection.close()
+        return self._process.wait()
+
+
+class WorkerPool:
+    """Runs `engine(payload)` for many payloads in child processes, each with its own engine.
+
+    `factory` is "module:function"; a worker calls it once, with `options`, to get its engine.
+    A worker that dies is replaced and what it had left is tried again; the payload that
+    `max_deaths` workers died on has failed. A worker that takes longer than `timeout` seconds
+    over a payload is killed and replaced, and that payload has failed. Where no worker can be
+    started, `map` raises `CannotStart` at once and `trouble` says why, while the pool goes on
+    trying. Several threads may use one pool. It starts nothing before its first use.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        options: dict[str, Any],
+        *,
+        workers: int,
+        timeout: float,
+        start_timeout: float = 300.0,
+        max_deaths: int = MAX_DEATHS,
+        environment: Mapping[str, str] = BESIDE_A_TRAINER,
+    ) -> None:
+        self._factory = factory
+        self._options = options
+        self._size = workers
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._max_deaths = max_deaths
+        self._environment = dict(environment)
+        self._lock = threading.Lock()
+        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._live: set[_Worker] = set()
+        self._closed = threading.Event()
+        self._broken: CannotStart | None = None
+        self._pause = FIRST_PAUSE
+        self._retry_at = 0.0  # on the monotonic clock
+
+    @property
+    def trouble(self) -> str:
+        """Why it cannot work now; empty if it can, as far as is known."""
+        broken = self._broken
+        return f"it cannot be started again ({broken})" if broken else ""
+
+    def map(self, payloads: Sequence[Any]) -> list[Any]:
+        """One result per payload, in order; `Failed` where there is none."""
+        self._start_threads()
+        jobs = [_Job(payload) for payload in payloads]
+        # Small enough that no worker idles at the end, large enough that one never waits for the
+        # trainer to let go of the interpreter lock between two pictures.
+        size = min(MAX_CHUNK, max(1, math.ceil(len(jobs) / (4 * self._size))))
+        for start in range(0, len(jobs), size):
+            self._put(deque(jobs[start : start + size]))
+        return [job.result.result() for job in jobs]
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers that are running now."""
+        with self._lock:
+            return sorted(worker.pid for worker in self._live)
+
+    def close(self) -> None:
+        """Kill the workers; calls of `map` that still wait raise `PoolClosed`."""
+        with self._lock:
+            self._closed.set()
+            for worker in self._live:
+                worker.kill()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    _fail(self._chunks.get_nowait() or (), PoolClosed())
+            for _ in self._threads:
+                self._chunks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_threads(self) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                raise PoolClosed
+            while len(self._threads) < self._size:
+                thread = threading.Thread(target=self._serve, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _put(self, chunk: _Chunk) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                _fail(chunk, PoolClosed())
+            elif chunk:
+                self._chunks.put(chunk)
+
+    def _serve(self) -> None:
+        """Feed one worker until the pool is closed."""
+        worker: _Worker | None = None
+        while (chunk := self._next_chunk()) is not None:
+            try:
+                worker = self._living(worker)
+                if chunk:
+                    self._work_off(chunk, worker)
+            except _OthersWork:
+                self._put(chunk)
+                self._closed.wait(LONGEST_PAUSE)
+            except Exception as error:
+                # The caller of `map` has to know; without an answer it would wait for ever.
+                _fail(chunk, error)
+                if worker is not None:
+                    self._retire(worker)
+        if worker is not None:
+            self._retire(worker)
+
+    def _next_chunk(self) -> _Chunk | None:
+        """None at the end; an empty one when it is time to start a worker that nobody waits for."""
+        left = max(0.0, self._retry_at - time.monotonic()) if self._broken else None
+        try:
+            return self._chunks.get(timeout=left)
+        except queue.Empty:
+            return deque()
+
+    def _work_off(self, chunk: _Chunk, worker: _Worker) -> None:
+        try:
+            worker.send([job.payload for job in chunk], self._timeout)
+            while chunk:
+                status, value = worker.receive(self._timeout)
+                chunk.popleft().result.set_result(value if status == "done" else Failed(value))
+        except TimeoutError:
+            self._retire(worker)
+            reason = f"no answer within {self._timeout:g} s"
+            log.warning("worker %d: %s; it is replaced", worker.pid, reason)
+            chunk.popleft().result.set_result(TimedOut(reason))
+            self._put(chunk)
+        except (EOFError, OSError):
+            code = self._retire(worker)
+            log.warning("worker %d died (exit code %d); it is replaced", worker.pid, code)
+            self._blame(chunk.popleft())
+            self._put(chunk)
+
+    def _blame(self, job: _Job) -> None:
+        """Answers come in order, so the first one missing belongs to the job it died on."""
+        job.deaths += 1
+        if job.deaths < self._max_deaths:
+            self._put(deque([job]))
+        else:
+            processes = "process" if job.deaths == 1 else "processes"
+            job.result.set_result(Failed(f"{job.deaths} worker {processes} died on it"))
+
+    def _living(self, worker: _Worker | None) -> _Worker:
+        """`worker` if it is still there, else a new one."""
+        if worker is not None:
+            if worker.is_alive():
+                return worker
+            self._retire(worker)
+        broken = self._broken
+        if broken is not None and time.monotonic() < self._retry_at:
+            raise CannotStart(str(broken))
+        try:
+            worker = self._start()
+        except CannotStart as error:
+            with self._lock:
+                if any(each.is_alive() for each in self._live):
+                    raise _OthersWork from error
+                if self._broken is broken:  # else another worker was the first of this round
+                    if broken is not None:  # the first time, the caller of `map` tells it
+                        log.warning("%s; next try in %g s", error, self._pause)
+                    self._retry_at = time.monotonic() + self._pause
+                    # without its traceback, whose frames hold pictures
+                    self._broken = CannotStart(str(error))
+                    self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            raise
+        self._broken, self._pause = None, FIRST_PAUSE
+        return worker
+
+    def _start(self) -> _Worker:
+        for _ in range(START_ATTEMPTS):
+            with self._lock:
+                if self._closed.is_set():
+                    raise PoolClosed
+                worker = _Worker(self._factory, self._options, self._environment)
+                self._live.add(worker)
+            try:
+                status, reason = worker.receive(self._start_timeout)
+            except TimeoutError:
+                status, reason = (
+                    "failed",
+                    f"{self._factory} is not ready after {self._start_timeout:g} s",
+                )
+            except (EOFError, OSError):
+                code = self._retire(worker)
+                log.warning("worker %d died at its start (exit code %d)", worker.pid, code)
+                continue
+            if status == "ready":
+                return worker
+            self._retire(worker)
+            raise CannotStart(reason)
+        raise CannotStart(
+            f"{START_ATTEMPTS} worker processes for {self._factory} died before they were ready; "
+            "their messages are above, if they left any; is there enough memory?"
+        )
+
+    def _retire(self, worker: _Worker) -> int:
+        with self._lock:
+            self._live.discard(worker)
+        return worker.bury()
+
+
+class _OthersWork(Exception):
+    """One worker cannot be started, but there are others."""
+
+
+def _fail(jobs: Iterable[_Job], error: Exception) -> None:
+    for job in jobs:
+        job.result.set_exception(error)
+
+
+def _worker_environment() -> dict[str, str]:
+    package_root = str(Path(__file__).parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root]),
+        # `python -m` would put the current directory, and what lies in it, first on the path.
+        "PYTHONSAFEPATH": "1",
+    }

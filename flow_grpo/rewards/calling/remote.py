@@ -1,0 +1,169 @@
+"""A reward scored by `reward_server`, here or on other machines."""
+
+import itertools
+import math
+import os
+import time
+from typing import Any
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.calling.guard import BatchScores, joined, parse_scores
+from flow_grpo.rewards.calling.http import Refused, ServerGroup, Unavailable, parse_urls
+from flow_grpo.rewards.calling.threads import map_in_threads
+from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked, describe
+from flow_grpo.rewards.frames import (
+    CLIP,
+    DEFAULT,
+    Sample,
+    agreed_rule,
+    is_clip,
+    kind_of,
+    png_base64,
+)
+
+CHUNK = 16  # images or clips per request: enough to batch, few enough to spread over servers
+BODY_SHARE = 0.9  # of what a server takes, for the images; the rest is for the texts
+CONNECTIONS = 4  # requests under way per server
+START_GRACE = 10.0  # seconds for a server that is started together with the run
+
+
+class RemoteScorer:
+    """Sends images to the servers that have the reward `name`, and scores them nowhere else.
+
+    A batch is cut into chunks, shared out over the servers; a chunk whose server does not
+    answer goes to the next one. Chunks that no server answered in time are `Failed`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        servers: str,
+        *,
+        token: str | None = None,
+        policy: FailurePolicy,
+        frames: str | None = None,
+    ) -> None:
+        """`frames` is the rule; by default whole clips where the servers take them."""
+        urls = parse_urls(servers, f"reward_servers.{name}")
+        self.name = name
+        self._timeout = policy.timeout
+        self._threads = CONNECTIONS * len(urls)
+        self._servers = ServerGroup(
+            urls, policy=policy, probe="/healthz", token=token, connections=self._threads
+        )
+        # over all batches, and from another server on each process
+        self._turns = itertools.count(int(os.environ.get("RANK", "0")))
+        rules, limits = zip(*self._check_servers(), strict=True)
+        if len(set(rules)) > 1:
+            raise UserError(
+                f"reward_servers.{name}: some of {', '.join(urls)} take whole clips and some "
+                "pictures; start all with the same --options"
+            )
+        self.frames = agreed_rule(name, frames, rules[0])
+        self._max_images = min(limit["max_images"] for limit in limits)
+        self._max_body = min(limit["max_body_bytes"] for limit in limits)
+
+    def __call__(
+        self, images: list[Sample] | list[str], prompts: list[str], metadata: list[dict]
+    ) -> tuple[list[float], dict[str, list[float]]]:
+        deadline = time.monotonic() + self._timeout
+        servers = len(self._servers.urls)
+        frames = max((len(image) for image in images if is_clip(image)), default=1)
+        most = max(1, min(CHUNK, self._max_images // frames))
+        rounds = math.ceil(len(images) / (most * servers))
+        chunk = math.ceil(len(images) / max(1, rounds * servers))  # as many for each server
+
+        parts = [slice(i, i + chunk) for i in range(0, len(images), chunk or 1)]
+        kind = f"{kind_of(images)}s"
+
+        def score(request: tuple[slice, int]) -> BatchScores:
+            part, turn = request
+            encoded = [_encoded(image) for image in images[part]]
+            return self._score(encoded, prompts[part], metadata[part], turn, deadline, kind)
+
+        requests = [(part, next(self._turns)) for part in parts]
+        scores = joined(map_in_threads(score, requests, self._threads))
+        return scores.values, scores.extras
+
+    def _score(
+        self,
+        images: list[str | list[str]],
+        prompts: list[str],
+        metadata: list[dict],
+        turn: int,
+        deadline: float,
+        kind: str,
+    ) -> BatchScores:
+        half = len(images) // 2
+        if half and sum(map(_characters, images)) > BODY_SHARE * self._max_body:
+            parts = (slice(half), slice(half, None))
+            return joined(
+                [
+                    self._score(images[p], prompts[p], metadata[p], turn, deadline, kind)
+                    for p in parts
+                ]
+            )
+        body = {"reward": self.name, kind: images, "prompts": prompts, "metadata": metadata}
+        try:
+            answer = self._servers.post("/v1/score", body, deadline=deadline, start=turn)
+            return _parse(answer, len(images))
+        except (Refused, Unavailable) as error:
+            return BatchScores([Failed(str(error))] * len(images))
+        except Exception as error:  # an answer of another form; the other chunks are unharmed
+            return BatchScores([Failed(describe(error))] * len(images))
+
+    def _check_servers(self) -> list[tuple[str, dict[str, int]]]:
+        """Refuse servers that are not there or lack the reward, before anything else starts.
+
+        Returns the rule for frames and the limits of each.
+        """
+        deadline = time.monotonic() + START_GRACE
+        return [self._check_server(url, deadline) for url in self._servers.urls]
+
+    def _check_server(self, url: str, deadline: float) -> tuple[str, dict[str, int]]:
+        while True:
+            try:
+                answer = self._servers.get(url, "/v1/rewards", START_GRACE)
+                names = [reward["name"] for reward in answer["rewards"]]
+                clips = answer.get("clips", ())  # an older server does not say
+                limits = answer["limits"]
+                break
+            except Refused as error:
+                hint = "; REWARD_SERVER_TOKEN is taken for it" if "401" in str(error) else ""
+                raise UserError(f"reward_servers.{self.name}: {error}{hint}") from error
+            except Exception as error:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"reward_servers.{self.name}: no reward server at {url} "
+                        f"({describe(error)[:100]}); start one with "
+                        f"python -m reward_server --rewards {self.name}"
+                    ) from error
+                time.sleep(0.5)
+        if self.name not in names:
+            raise UserError(
+                f"reward_servers.{self.name}: {url} does not serve {self.name!r}, it serves "
+                f"{', '.join(names)}"
+            )
+        return CLIP if self.name in clips else DEFAULT, limits
+
+
+def _encoded(sample: Sample | str) -> str | list[str]:
+    """Answers travel as they are."""
+    if isinstance(sample, str):
+        return sample
+    return [png_base64(frame) for frame in sample] if is_clip(sample) else png_base64(sample)
+
+
+def _characters(encoded: str | list[str]) -> int:
+    return sum(map(len, encoded)) if is_clip(encoded) else len(encoded)
+
+
+def _parse(answer: dict[str, Any], count: int) -> BatchScores:
+    errors = answer.get("errors") or [None] * count
+    asked = answer.get("asked") or [True] * count
+    scores = [
+        score if score is not None else Failed(error or "the server gave no score")
+        for score, error in zip(answer["scores"], errors, strict=True)
+    ]
+    scores = [s if was else NotAsked() for s, was in zip(scores, asked, strict=True)]
+    return parse_scores((scores, answer.get("extras") or {}), count)

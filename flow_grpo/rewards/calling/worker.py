@@ -1,0 +1,82 @@
+"""The child process of `pool.py`: build one engine, then answer one job after another.
+
+Run as `python -m flow_grpo.rewards.calling.worker <file descriptor of the pipe>`.
+"""
+
+import ctypes
+import importlib
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import describe
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def main() -> None:
+    _die_with_parent()
+    os.nice(10)  # rewards are waited for last; the model's threads wait for one another
+    # Ctrl-C and a launcher's SIGTERM reach the whole process group; the trainer decides when its
+    # workers go.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    factory, options = connection.recv()
+    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
+    try:
+        engine = _load(factory)(**options)
+    except Exception as error:
+        own = isinstance(error, UserError)  # which says all there is to say
+        reason = describe(error)
+        connection.send(("failed", reason if own else f"{factory} could not be set up: {reason}"))
+        return
+    connection.send(("ready", ""))
+    while True:
+        connection.send(_answer(engine, jobs.get()))
+
+
+def _die_with_parent() -> None:
+    """Also when the engine never lets go of the interpreter, so that `_receive` cannot run.
+
+    The kernel means the thread that started this process, which is the one that feeds it.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _receive(connection: Connection, jobs: "queue.SimpleQueue[Any]") -> None:
+    """Take chunks of jobs off the pipe, and end this process when the other end is gone.
+
+    A thread of its own: a worker busy or stuck in the engine still notices that the trainer died.
+    """
+    try:
+        while True:
+            for job in connection.recv():
+                jobs.put(job)
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _load(factory: str) -> Callable[..., Callable[[Any], Any]]:
+    module, _, name = factory.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _answer(engine: Callable[[Any], Any], job: Any) -> tuple[str, Any]:
+    try:
+        return "done", engine(job)
+    except Exception as error:
+        return "failed", describe(error)
+
+
+if __name__ == "__main__":
+    main()

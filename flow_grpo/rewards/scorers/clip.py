@@ -1,0 +1,187 @@
+"""Rewards that are the similarity of image and prompt in a CLIP model."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from transformers import CLIPConfig, CLIPModel
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.loading import (
+    Weights,
+    explained,
+    find_file,
+    image_processor_class,
+    load_network,
+    load_tokenizer,
+    read_weights,
+)
+from flow_grpo.rewards.scorers.model import SCORE, ModelScorer
+
+# open_clip keeps the image tower under "visual." and the text tower at the top.
+RENAMED = {
+    "logit_scale": "logit_scale",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "ln_final.weight": "text_model.final_layer_norm.weight",
+    "ln_final.bias": "text_model.final_layer_norm.bias",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",  # transformers' spelling
+    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
+    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
+    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
+}
+# Here x @ matrix, there a linear layer, which keeps its matrix transposed.
+TRANSPOSED = {
+    "text_projection": "text_projection.weight",
+    "visual.proj": "visual_projection.weight",
+}
+LAYER = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+?)[._](weight|bias)")
+PARTS = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+
+
+def from_open_clip(weights: Weights) -> Weights:
+    converted = {new: weights[old] for old, new in RENAMED.items()}
+    converted |= {new: weights[old].T.contiguous() for old, new in TRANSPOSED.items()}
+    for name, value in weights.items():
+        match = LAYER.fullmatch(name)
+        if not match:
+            continue
+        visual, number, part, kind = match.groups()
+        tower = "vision_model" if visual else "text_model"
+        layer = f"{tower}.encoder.layers.{number}"
+        if part == "attn.in_proj":  # queries, keys and values in one matrix
+            for letter, piece in zip("qkv", value.chunk(3), strict=True):
+                converted[f"{layer}.self_attn.{letter}_proj.{kind}"] = piece.contiguous()
+        else:
+            converted[f"{layer}.{PARTS[part]}.{kind}"] = value
+    return converted
+
+
+KIND = "a CLIP model"
+VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+# Flow-GRPO divides the logits by these, which brings good images near 1.
+PICKSCORE_SCALE = 26
+CLIPSCORE_SCALE = 30
+HPS_REPOSITORY = "xswu/HPSv2"
+HPS_FILES = {"v2.1": "HPS_v2.1_compressed", "v2.0": "HPS_v2_compressed"}
+
+
+@dataclass(kw_only=True, eq=False)
+class ClipSimilarity(ModelScorer):
+    """The cosine of image and prompt, and what CLIP multiplies it by."""
+
+    processor: str | None = None  # whose tokenizer and image sizes to use; `model`'s own if None
+
+    def load(self) -> nn.Module:
+        # Cast after the scale is taken: in bfloat16 it would be off by one percent.
+        network = self.load_clip()
+        self.logit_scale = network.logit_scale.float().exp().item()
+        source, option = (self.processor, "processor") if self.processor else (self.model, "model")
+        text = network.config.text_config
+        self.tokenizer = load_tokenizer(source, option=option, tokens=text.vocab_size)
+        self.max_length = text.max_position_embeddings
+        with explained(option, source, "an image processor"):
+            self.image_processor = image_processor_class().from_pretrained(source)
+        return network.to(self.torch_dtype)
+
+    def load_clip(self) -> nn.Module:
+        return load_network(CLIPModel, self.model, dtype=torch.float32, kind=KIND)
+
+    def cosine(self, images: list[Image.Image], prompts: list[str]) -> torch.Tensor:
+        return (self.embed_pictures(images) * self.embed_texts(prompts)).sum(dim=-1)  # (N,)
+
+    def embed_pictures(self, images: list[Image.Image]) -> torch.Tensor:
+        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
+        return embed_images(self.network, pixels.to(self.device, self.torch_dtype))
+
+    def embed_texts(self, prompts: list[str]) -> torch.Tensor:
+        unique = list(dict.fromkeys(prompts))  # the images of a group share theirs
+        tokens = self.tokenizer(
+            unique,
+            padding="max_length",
+            truncation=True,
+            max_length=self.max_length,
+            return_tensors="pt",
+        ).to(self.device)
+        text = self.network.text_model(
+            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+        )
+        embedding = F.normalize(self.network.text_projection(text.pooler_output).float(), dim=-1)
+        return embedding[[unique.index(prompt) for prompt in prompts]]
+
+
+def embed_images(clip: CLIPModel, pixels: torch.Tensor) -> torch.Tensor:
+    """(N, projection_dim) float32, of length 1."""
+    image = clip.vision_model(pixel_values=pixels)
+    return F.normalize(clip.visual_projection(image.pooler_output).float(), dim=-1)
+
+
+@dataclass(kw_only=True, eq=False)
+class PickScore(ClipSimilarity):
+    """PickScore (arXiv 2305.01569), as Flow-GRPO scales it; its own value is `raw`."""
+
+    model: str = "yuvalkirstain/PickScore_v1"
+    processor: str | None = VIT_H
+
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+        raw = self.logit_scale * self.cosine(images, prompts)
+        return {SCORE: raw / PICKSCORE_SCALE, "raw": raw}
+
+
+@dataclass(kw_only=True, eq=False)
+class ClipScore(ClipSimilarity):
+    """CLIP's own logit, as Flow-GRPO scales it, and the plain `cosine`."""
+
+    model: str = "openai/clip-vit-large-patch14"
+
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+        cosine = self.cosine(images, prompts)
+        return {SCORE: self.logit_scale * cosine / CLIPSCORE_SCALE, "cosine": cosine}
+
+
+@dataclass(kw_only=True, eq=False)
+class HpsV2(ClipSimilarity):
+    """Human Preference Score v2 (arXiv 2306.09341): the cosine in a finetuned CLIP.
+
+    `model` is the published checkpoint, which is open_clip's, or a transformers folder.
+    `processor` also has the sizes of the network for a checkpoint, which does not tell them all.
+    """
+
+    model: str = HPS_REPOSITORY
+    processor: str | None = VIT_H
+    version: str = "v2.1"
+
+    def load_clip(self) -> nn.Module:
+        if self.version not in HPS_FILES:
+            raise UserError(f"version={self.version!r} must be one of {', '.join(HPS_FILES)}")
+        names = tuple(f"{HPS_FILES[self.version]}.{suffix}" for suffix in ("pt", "safetensors"))
+        path = Path(self.model)
+        if (path / "config.json").is_file() or not (path.exists() or self.model == HPS_REPOSITORY):
+            return super().load_clip()
+        if not self.processor:
+            raise UserError(f"model={self.model!r} is a checkpoint and needs a processor={VIT_H}")
+        kind = "an HPSv2 checkpoint"
+        file = find_file(self.model, names, option="model", kind=kind)
+        with explained("processor", self.processor, KIND):
+            config = CLIPConfig.from_pretrained(self.processor)
+        with explained("model", self.model, kind):
+            weights = from_open_clip(read_weights(file))
+        return load_network(
+            CLIPModel, self.model, dtype=torch.float32, kind=kind, weights=weights, config=config
+        )
+
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+        return {SCORE: self.cosine(images, prompts)}

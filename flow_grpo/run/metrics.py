@@ -1,0 +1,130 @@
+"""The numbers that tell how an epoch went. docs/metrics.md says what each should look like."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from flow_grpo.draw.algorithms.base import Loss
+from flow_grpo.rewards import TOTAL
+from flow_grpo.run.shards import whole
+from flow_grpo.speed.transfer import send
+
+# 0 for samples that were left out. Their KL is not: where it is logged, it is of the others.
+LOSSES = ("loss", "policy_loss")
+NAMES = {"ratio": "ratio_mean"}
+
+
+def mean_of_scored(values: np.ndarray) -> float:
+    scored = values[np.isfinite(values)]
+    return float(scored.mean()) if len(scored) else math.nan
+
+
+def score_metrics(
+    prefix: str, scores: dict[str, np.ndarray], sets: Sequence[str] = ()
+) -> dict[str, float]:
+    """Mean of each column over what was scored; of each reward also its spread and failures.
+
+    `sets`: the prompt set of each sample; rewards get a mean for each of them too.
+    """
+    metrics = {f"{prefix}/{name}": mean_of_scored(values) for name, values in scores.items()}
+    for name, values in scores.items():
+        if name != TOTAL and "/" not in name:
+            scored = values[np.isfinite(values)]
+            metrics[f"{prefix}/{name}/std"] = float(scored.std()) if len(scored) else math.nan
+            metrics[f"{prefix}/{name}/failed"] = int(np.isnan(values).sum())
+    of = np.array(sets)
+    for part in dict.fromkeys(sets):  # no /failed, which a reward of the same name has
+        for name in (name for name in scores if "/" not in name):
+            metrics[f"{prefix}/{part}/{name}"] = mean_of_scored(scores[name][of == part])
+    return {**metrics, f"{prefix}/failed": int(np.isnan(scores[TOTAL]).sum())}
+
+
+def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[str, float]:
+    """Of an epoch's samples; the spread is that of the weighted sum within each group."""
+    total = rewards[TOTAL]
+    scored = ~np.isnan(total)
+    by_group = [total[scored & (groups == g)] for g in np.unique(groups[scored])]
+    return {
+        **score_metrics("reward", rewards),
+        "reward/samples": len(total),
+        "reward/std_within_group": mean_of_scored(np.array([np.std(r) for r in by_group])),
+        "reward/zero_std_ratio": mean_of_scored(np.array([np.ptp(r) == 0.0 for r in by_group])),
+    }
+
+
+class TrainingStats:
+    """Statistics of every trained step, kept on the device until the epoch is over."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Tensor]] = defaultdict(list)  # of one value per sample
+        self._deviation: list[Tensor] = []
+        self._grad_norms: list[Tensor] = []
+        self._max_grad_norm = math.inf
+        self._left_out = 0
+
+    def leave_out(self, count: int) -> None:
+        """Losses that were not computed, because they are 0."""
+        self._left_out += count
+
+    def add(self, loss: Loss, *, on_policy: bool) -> None:
+        """`on_policy`: the weights are still those that sampled."""
+        for name, values in {"loss": loss.per_sample, **loss.columns}.items():
+            self._columns[name].append(values.detach())
+        if on_policy and "ratio" in loss.columns:
+            self._deviation.append((loss.columns["ratio"] - 1).abs())
+
+    def add_grad_norm(self, norm: Tensor | float, most: float) -> None:
+        """`most`: what it was scaled down to, where it was larger."""
+        self._max_grad_norm = most
+        norm = whole(torch.as_tensor(norm))
+        self._grad_norms.append(torch.where(norm.isfinite(), norm, torch.nan))
+
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
+        """Over all processes, which may have computed different numbers of samples; call it on
+        all of them."""
+        columns = {name: torch.cat(parts).double() for name, parts in self._columns.items()}
+        sums = torch.stack([values.sum() for values in columns.values()])
+        left_out = [self._left_out if name in LOSSES else 0 for name in columns]
+        counts = torch.full_like(sums, len(columns["loss"])) + sums.new_tensor(left_out)
+        sums, counts = accelerator.reduce(torch.stack([sums, counts]))
+        means = zip(columns, (sums / counts).tolist(), strict=True)
+        metrics = {f"train/{NAMES.get(name, name)}": mean for name, mean in means}
+        if "ratio" in columns:
+            ratio = columns["ratio"]
+            most = {"ratio_min": _most(-ratio), "ratio_max": _most(ratio)}
+            if self._deviation:
+                most["first_update_ratio_dev"] = _most(torch.cat(self._deviation)).double()
+            # of all processes, the most of each
+            values = accelerator.gather(torch.stack(list(most.values()))[None]).amax(0).tolist()
+            metrics |= {f"train/{n}": v for n, v in zip(most, values, strict=True)}
+            metrics["train/ratio_min"] *= -1
+        # fp16 loss scaling starts with updates that overflow and are skipped
+        norm = mean_of_scored(torch.stack(self._grad_norms).cpu().numpy())
+        return {**metrics, "train/grad_norm": norm, "train/max_grad_norm": self._max_grad_norm}
+
+
+def _most(values: Tensor) -> Tensor:
+    """-inf where this process has none: another one has."""
+    return values.max() if len(values) else values.new_tensor(-math.inf)
+
+
+def group_distance(images: Tensor, groups: np.ndarray) -> Tensor:
+    """How far apart two pictures or clips of a group are, root mean square over pixels in [0, 1]:
+    the sum over groups of which there are two or more here, and their number, (2,)."""
+    distances = [
+        (2 * part.float().var(0).mean()).sqrt()
+        for group in dict.fromkeys(groups.tolist())
+        if len(part := images[_rows(groups == group, images.device)]) > 1
+    ]
+    total = torch.stack(distances).sum() if distances else images.new_zeros(())
+    return torch.stack([total.float(), images.new_full((), len(distances), dtype=torch.float32)])
+
+
+def _rows(chosen: np.ndarray, device: torch.device) -> Tensor:
+    """Without waiting for the device."""
+    return send(torch.from_numpy(np.flatnonzero(chosen)), device)

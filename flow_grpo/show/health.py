@@ -1,0 +1,270 @@
+"""What a run's metrics say about its health, in sentences. docs/metrics.md explains each check.
+
+Each check is one function over the rows of metrics.jsonl. It finds the first epoch in which
+something is wrong, and looks at no row after it: what it says does not change as rows are added.
+Thresholds are such that the healthy runs of docs/results pass.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from flow_grpo.rewards import TOTAL
+from flow_grpo.show.console import Record
+
+OFF_POLICY = 0.1  # of the clip range
+RATIO = 0.01  # from 1, however wide the clip is, of pictures: log-ratios are means over pixels
+CLIPPED = 0.5  # of the losses
+FLAT, FLAT_EPOCHS = 0.95, 3  # share of groups that score alike, for that many epochs in a row
+KL = 1.0  # of any kl_type: as far as the noise is wide, or the velocity long
+KL_JUMP, KL_FLOOR = 10, 1e-4  # times the largest before; no jump below the floor
+SPIKE, SPIKE_WINDOW, SPIKE_AFTER = 10, 20, 3  # times the median of up to 20 epochs, at least 3
+FAILED = 0.05  # of the samples
+RISE = 0.5  # of the reward, in spreads within a group at the start
+ALIKE = 0.5  # of the diversity at the start
+# Of another reward, in spreads over samples; training draws new prompts each epoch
+FALL = {"reward": 1.0, "eval": 0.5}
+INFLATED = 1.5  # times the velocity norm at the start
+
+AVERAGE, SPREAD, SAME = f"reward/{TOTAL}", "reward/std_within_group", "reward/zero_std_ratio"
+Rows = Sequence[Record]
+Told = tuple[int, str, str]  # epoch, text and advice of a finding
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str  # one of CHECKS
+    epoch: int  # when it first was so
+    text: str  # what is wrong, with the numbers
+    advice: str  # what to change
+
+
+def examine(rows: Rows) -> list[Finding]:
+    """All that is wrong, in the order of CHECKS; rows are those of metrics.jsonl."""
+    told = {name: check(rows) for name, check in CHECKS.items()}
+    return [Finding(name, *found) for name, found in told.items() if found]
+
+
+def on_policy(rows: Rows) -> Told | None:
+    """Ratios before the first update are 1 but for rounding; near the clip range it matters."""
+    for row in having(rows, "train/first_update_ratio_dev", "train/clip_range"):
+        deviation, clip = row["train/first_update_ratio_dev"], row["train/clip_range"]
+        if deviation > OFF_POLICY * clip:
+            advice = "make train.batch_size equal to sample.train_batch_size, raise the clip range"
+            if of_answers(row):
+                advice = "set train.recompute_old=True"
+            return (
+                row["epoch"],
+                f"on-policy ratios are off 1 by {deviation:.1e}, more than a tenth of the clip "
+                f"range {clip:.1e}: rounding decides what is clipped",
+                f"{advice}, or use mixed_precision=no",
+            )
+    return None
+
+
+def of_answers(row: Record) -> bool:
+    """A run of scripts/train_vlm.py, whose ratios are those of tokens."""
+    return "answer/length" in row
+
+
+def ratio_drift(rows: Rows) -> Told | None:
+    for row in having(rows, "train/ratio_mean"):
+        off = abs(row["train/ratio_mean"] - 1)
+        clip = row.get("train/clip_range") or RATIO
+        most = clip if of_answers(row) else min(clip, RATIO)
+        if off > most:
+            return (
+                row["epoch"],
+                f"the mean ratio is off 1 by {off:.1e}, more than {most:.1e}: an epoch takes the "
+                "policy away from the one that sampled",
+                "lower train.learning_rate, make fewer updates per epoch, or lower a clip range "
+                f"above {most:g}",
+            )
+    return None
+
+
+def clip_shares(rows: Rows) -> Told | None:
+    """Of the clip's two sides, or of what has no gradient because it has moved too far."""
+    for row in rows:
+        clipped = (row.get("train/clip_low") or 0) + (row.get("train/clip_high") or 0)
+        share = max(clipped, row.get("train/masked") or 0)
+        if share > CLIPPED:
+            how = "clipped" if share == clipped else "masked"
+            return (
+                row["epoch"],
+                f"{share:.0%} of the losses were {how}, which leaves them without a gradient: the "
+                "steps are too large for the range",
+                "lower train.learning_rate, make fewer updates per epoch, or widen the range",
+            )
+    return None
+
+
+def flat_groups(rows: Rows) -> Told | None:
+    """Groups that score alike teach nothing: the task is solved, or was never one."""
+    trained, flat = list(having(rows, SAME, AVERAGE)), 0
+    for row in trained:
+        flat = flat + 1 if row[SAME] >= FLAT else 0
+        if flat < FLAT_EPOCHS:
+            continue
+        first, last = trained[0][AVERAGE], row[AVERAGE]
+        text = f"in {row[SAME]:.0%} of the groups all samples scored alike, for {flat} epochs now"
+        if trained[0][SAME] < FLAT and risen(trained[0], row):
+            text += f"; {AVERAGE} rose from {first:.4g} to {last:.4g}: the task is solved"
+            advice = "stop here, or train on harder prompts"
+        else:
+            text += f", and {AVERAGE} went from {first:.4g} to {last:.4g}: there is nothing to "
+            text += "learn from"
+            advice = (
+                "look at the pictures and their scores in samples/: the reward may be broken or "
+                "the prompts too hard; else raise sample.num_image_per_prompt or the noise"
+            )
+        return row["epoch"], text, advice
+    return None
+
+
+def kl(rows: Rows) -> Told | None:
+    most, seen = 0.0, 0
+    for row in having(rows, "train/kl"):
+        now = row["train/kl"]
+        jumped = seen >= SPIKE_AFTER and now > KL_JUMP * most > 0 and now > KL_FLOOR
+        if now > KL or jumped:
+            what = f"jumped from {most:.2g} to {now:.2g}" if jumped else f"is {now:.2g}"
+            return (
+                row["epoch"],
+                f"the KL to the reference {what}: the model has left the one it came from",
+                "look for damage in samples/; go on from an earlier checkpoint with a larger "
+                "weight of the KL (beta, kl_beta) or a smaller train.learning_rate",
+            )
+        most, seen = max(most, now), seen + 1
+    return None
+
+
+def gradient_norm(rows: Rows) -> Told | None:
+    before: list[float] = []
+    for row in having(rows, "train/grad_norm"):
+        now = row["train/grad_norm"]
+        usual = median(before[-SPIKE_WINDOW:]) if len(before) >= SPIKE_AFTER else 0.0
+        clipped = now > (row.get("train/max_grad_norm") or 0)  # older logs do not tell
+        if clipped and now > SPIKE * usual > 0:
+            return (
+                row["epoch"],
+                f"the gradient norm is {now:.2g}, {now / usual:.3g} times its median so far",
+                "a spike precedes collapse: lower train.learning_rate or train.max_grad_norm",
+            )
+        if now == 0 and (row.get(SAME) or 0) < FLAT:  # else the flat groups say it
+            return (
+                row["epoch"],
+                f"the gradient is 0 though rewards differ ({SPREAD} {row.get(SPREAD) or 0:.1e}): "
+                "nothing is learned",
+                "scale the reward up: spreads far below 1e-4 give no advantage",
+            )
+        before.append(now)
+    return None
+
+
+def failed_rewards(rows: Rows) -> Told | None:
+    for row in having(rows, "reward/failed", "reward/samples"):
+        failed, samples = row["reward/failed"], row["reward/samples"]
+        if failed > FAILED * samples:
+            each = {k: n for k, n in row.items() if re.fullmatch("reward/[^/]+/failed", k) and n}
+            worst = max(each, key=each.get, default="reward/?").removesuffix("/failed")
+            return (
+                row["epoch"],
+                f"{failed} of {samples} samples could not be scored, most of them by {worst}; "
+                "they are left out of training",
+                "look at the warnings of the reward on the console, or at its server's log",
+            )
+    return None
+
+
+def diversity(rows: Rows) -> Told | None:
+    """Reward that rises while the pictures of a group become alike is often hacked."""
+    for start, row in since_start(rows, "reward/diversity", AVERAGE):
+        first, now = start["reward/diversity"], row["reward/diversity"]
+        if now < ALIKE * first and risen(start, row):
+            return (
+                row["epoch"],
+                f"{AVERAGE} rose from {start[AVERAGE]:.4g} to {row[AVERAGE]:.4g} while the "
+                f"distance of pictures of a group fell from {first:.2g} to {now:.2g}: the reward "
+                "may be hacked",
+                "look at samples/: if all pictures look alike, take an earlier checkpoint, fewer "
+                "epochs, a smaller train.learning_rate or a larger weight of the KL",
+            )
+    return None
+
+
+def second_reward(rows: Rows) -> Told | None:
+    """One reward that rises while another falls, in training or evaluation, twice in a row."""
+    start: dict[str, Record] = {}
+    fallen: dict[str, int] = {}
+    for row in rows:
+        trained = start.setdefault(AVERAGE, row) if row.get(AVERAGE) is not None else None
+        for part, name in ((p, f"{p}/{name}") for p in FALL for name in rewards(row, p)):
+            first = start.setdefault(name, row)
+            spread = max(first.get(f"{name}/std") or 0, row.get(f"{name}/std") or 0)
+            far = first[name] - row[name] > FALL[part] * spread > 0
+            falls = far and trained is not None and risen(trained, row)
+            fallen[name] = fallen.get(name, 0) + 1 if falls else 0
+            if fallen[name] == 2:
+                return (
+                    row["epoch"],
+                    f"{AVERAGE} rose from {trained[AVERAGE]:.4g} to {row[AVERAGE]:.4g} while "
+                    f"{name} fell from {first[name]:.4g} to {row[name]:.4g}: one is paid for by "
+                    "the other",
+                    "give the one that falls more weight in reward_fn, or take a larger weight of "
+                    "the KL or an earlier checkpoint",
+                )
+    return None
+
+
+def velocity_norm(rows: Rows) -> Told | None:
+    for start, row in since_start(rows, "train/velocity_norm"):
+        first, now = start["train/velocity_norm"], row["train/velocity_norm"]
+        if now > INFLATED * first:
+            return (
+                row["epoch"],
+                f"the norm of the velocity grew from {first:.3g} to {now:.3g}: pictures get harsh "
+                "and overexposed",
+                "go on from an earlier checkpoint with a smaller train.learning_rate or a larger "
+                "weight of the KL",
+            )
+    return None
+
+
+CHECKS: dict[str, Callable[[Rows], Told | None]] = {
+    "on-policy ratios": on_policy,
+    "ratio drift": ratio_drift,
+    "clip shares": clip_shares,
+    "flat groups": flat_groups,
+    "KL": kl,
+    "gradient norm": gradient_norm,
+    "failed rewards": failed_rewards,
+    "diversity": diversity,
+    "second reward": second_reward,
+    "velocity norm": velocity_norm,
+}
+
+
+def having(rows: Rows, *names: str) -> Iterator[Record]:
+    """Rows with a value for each of the names."""
+    return (row for row in rows if all(row.get(name) is not None for name in names))
+
+
+def since_start(rows: Rows, *names: str) -> Iterator[tuple[Record, Record]]:
+    """Each of these rows after the first whose noise began at the same step: a window that moves
+    changes how far samples are apart, and the norm of the velocity."""
+    starts: dict[float | None, Record] = {}
+    for row in having(rows, *names):
+        yield starts.setdefault(row.get("train/noisy_from"), row), row
+
+
+def rewards(row: Record, part: str) -> list[str]:
+    """Names of the rewards that have a mean in the row: those with a spread."""
+    names = [key.split("/")[1] for key in row if key.startswith(part) and key.endswith("/std")]
+    return [name for name in names if row.get(f"{part}/{name}") is not None]
+
+
+def risen(first: Record, now: Record) -> bool:
+    """By much more than chance."""
+    return now[AVERAGE] - first[AVERAGE] > RISE * (first.get(SPREAD) or 0)

@@ -1,0 +1,135 @@
+"""Models of published sizes with random weights, to measure time and memory without a download.
+
+Their text encoders have the right widths and are a layer deep.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from untrained import small
+
+
+@dataclass(frozen=True)
+class Full:
+    family: str
+    transformer: dict[str, Any]
+    vae: dict[str, Any] = field(default_factory=dict)  # beside its class's own defaults
+    text: dict[str, Any] = field(default_factory=dict)  # for the builder of the small one
+
+
+KL_VAE = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "sample_size": 1024,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+SD3_VAE = {**KL_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}
+FLUX_VAE = {**KL_VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+SHORT = {"text_layers": 1}
+
+FULL = {
+    "sd3.5-medium": Full(
+        "sd3",
+        {
+            "sample_size": 128,
+            "patch_size": 2,
+            "in_channels": 16,
+            "out_channels": 16,
+            "num_layers": 24,
+            "attention_head_dim": 64,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 4096,
+            "caption_projection_dim": 1536,
+            "pooled_projection_dim": 2048,
+            "pos_embed_max_size": 384,
+            "dual_attention_layers": tuple(range(13)),
+            "qk_norm": "rms_norm",
+        },
+        SD3_VAE,
+        {**SHORT, "text_width": 1024, "joint_width": 4096, "max_length": 77},
+    ),
+    "flux.1-dev": Full(
+        "flux",
+        {
+            "num_layers": 19,
+            "num_single_layers": 38,
+            "attention_head_dim": 128,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 4096,
+            "pooled_projection_dim": 768,
+            "guidance_embeds": True,
+            "axes_dims_rope": (16, 56, 56),
+        },
+        FLUX_VAE,
+        {**SHORT, "text_width": 4096, "pooled_width": 768},
+    ),
+    "qwen-image": Full(
+        "qwen_image",
+        {
+            "num_layers": 60,
+            "attention_head_dim": 128,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 3584,
+            "axes_dims_rope": (16, 56, 56),
+        },
+        text={**SHORT, "text_width": 3584},
+    ),
+    "z-image": Full(
+        "z_image",
+        {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560},
+        FLUX_VAE,
+        {"text_layers": 2, "text_width": 2560},  # it takes the last but one
+    ),
+    "wan2.1-1.3b": Full(
+        "wan",
+        {
+            "num_attention_heads": 12,
+            "attention_head_dim": 128,
+            "text_dim": 4096,
+            "ffn_dim": 8960,
+            "num_layers": 30,
+        },
+        text={**SHORT, "text_width": 4096},
+    ),
+    "wan2.1-14b": Full(
+        "wan",
+        {
+            "num_attention_heads": 40,
+            "attention_head_dim": 128,
+            "text_dim": 4096,
+            "ffn_dim": 13824,
+            "num_layers": 40,
+        },
+        text={**SHORT, "text_width": 4096},
+    ),
+}
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype) -> DiffusionPipeline:
+    full = FULL[name]
+    pipeline = small.build(full.family, **full.text)
+    parts = pipeline.components
+    torch.manual_seed(0)
+    with device, default_dtype(dtype):
+        parts["transformer"] = type(parts["transformer"])(**full.transformer)
+        parts["vae"] = type(parts["vae"])(**full.vae)
+    return type(pipeline)(**parts)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

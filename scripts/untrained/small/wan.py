@@ -1,0 +1,44 @@
+"""A small Wan 2.1 text-to-video pipeline with random weights."""
+
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import UMT5Config, UMT5EncoderModel
+
+from untrained.small.parts import in_eval_mode, seeded, t5_sizes, t5_tokenizer, video_vae
+
+
+def build(
+    *,
+    heads: int = 2,
+    head_width: int = 16,
+    layers: int = 2,
+    text_width: int = 32,
+    text_layers: int = 2,
+    vae_width: int = 8,
+    flow_shift: float = 3.0,  # as for 480p; 5 for 720p
+    seed: int = 0,
+) -> WanPipeline:
+    """Frames are a multiple of 16 pixels, and one more than a multiple of 4 in number."""
+    tokenizer = t5_tokenizer()
+    text = UMT5Config(vocab_size=len(tokenizer), **t5_sizes(text_width, text_layers))
+    with seeded(seed):
+        pipeline = WanPipeline(
+            transformer=WanTransformer3DModel(
+                num_attention_heads=heads,
+                attention_head_dim=head_width,
+                text_dim=text_width,
+                ffn_dim=4 * heads * head_width,
+                num_layers=layers,
+            ),
+            scheduler=UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+            ),
+            vae=video_vae(AutoencoderKLWan, vae_width),
+            text_encoder=UMT5EncoderModel(text),
+            tokenizer=tokenizer,
+        )
+    return in_eval_mode(pipeline)
