@@ -8,7 +8,8 @@ from accelerate import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "scripts")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from gpu_runs import Run
 
 
