@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from flow_grpo.rewards import TOTAL
 
-
 Record = dict[str, float | None]
 
 

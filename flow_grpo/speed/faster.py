@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from flow_grpo.speed.lora import is_plain
 
-
 # Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
 # norms and the like again, at .75 also attention, which costs time.
 ACTIVATIONS_KEPT = 0.95

@@ -33,7 +33,6 @@ from flow_grpo.speed.faster import channels_last_norms, fuse_gelu, join_siblings
 from flow_grpo.speed.replay import Replayed
 from flow_grpo.speed.transfer import send
 
-
 OF_IMAGE = ("to_q", "to_k", "to_v")  # they have one input
 OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 TARGETS = [f"attn.{name}" for name in (*OF_IMAGE, "to_out.0", *OF_TEXT, "to_add_out")]

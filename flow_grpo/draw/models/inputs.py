@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from flow_grpo.errors import UserError
 from flow_grpo.speed.transfer import send
 
-
 Texts = dict[str, Tensor]  # (texts, ...) each
 
 
