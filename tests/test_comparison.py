@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.draw.candidates import Candidate
-from flow_grpo.draw.evaluation import Evaluation
+from flow_grpo.draw.evaluation import Candidate, Evaluation
 from flow_grpo.draw.results import Scored, console, paired_difference, save_pictures, summary, write
 from flow_grpo.show.console import table
 

@@ -15,8 +15,7 @@ from shown import HOSTILE, LONG, make_run
 
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo import gallery
-from flow_grpo.draw.candidates import Candidate
-from flow_grpo.draw.evaluation import Evaluation
+from flow_grpo.draw.evaluation import Candidate, Evaluation
 from flow_grpo.draw.results import Scored, save_pictures
 from flow_grpo.errors import UserError
 from flow_grpo.show.grid import GAP, LINE

@@ -11,24 +11,29 @@ from ml_collections import ConfigDict
 from flow_grpo.config.places import find_files
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw import results
-from flow_grpo.draw.candidates import Candidate, Exchange, find_candidates
 from flow_grpo.draw.check import check, check_eval_judges
-from flow_grpo.draw.evaluation import Evaluation, evaluate
+from flow_grpo.draw.evaluation import (
+    Candidate,
+    Evaluation,
+    Exchange,
+    evaluate,
+    find_candidates,
+)
 from flow_grpo.draw.prompts import build_test_prompts
 from flow_grpo.draw.results import Scored
 from flow_grpo.draw.rollout import Denoiser
 from flow_grpo.draw.session import (
     build_adapter,
     build_dynamics,
+    check_reward,
     eval_guidance,
     image_size,
 )
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers
-from flow_grpo.run.accelerator import build_accelerator
+from flow_grpo.run.building import build_accelerator, build_rewards, eval_weights
 from flow_grpo.run.distributed import on_all_or_none
-from flow_grpo.run.running import describe_outage
-from flow_grpo.run.scoring import build_rewards, check_reward, eval_weights
+from flow_grpo.run.session import describe_outage
 
 logger = logging.getLogger("flow_grpo")
 

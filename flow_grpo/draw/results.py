@@ -1,4 +1,5 @@
-"""What an evaluation leaves: pictures with their scores, results.json, results.md, grid.png."""
+"""Pictures with their scores on the disk, of training and of an evaluation, which also leaves
+results.json, results.md and grid.png."""
 
 import json
 import math
@@ -7,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from flow_grpo import disk
-from flow_grpo.data.prompts import Prompt
-from flow_grpo.draw.candidates import Candidate
-from flow_grpo.draw.evaluation import Evaluation
+from flow_grpo.data.prompts import Draw, Prompt
+from flow_grpo.draw.evaluation import Candidate, Evaluation
+from flow_grpo.draw.session import Session
 from flow_grpo.rewards import TOTAL
-from flow_grpo.run.tracking import save_samples
+from flow_grpo.rewards.frames import to_pil
+from flow_grpo.run import metrics
+from flow_grpo.run.session import write_samples
+from flow_grpo.run.trackers import save_samples
 from flow_grpo.show.console import shown_rewards, table
 from flow_grpo.show.grid import paired_grid, save_grid, score_text, still
 
@@ -182,3 +188,25 @@ def decimals(mean: float) -> int:
 def finite(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
+
+
+def write_training_samples(
+    session: Session,
+    epoch: int,
+    shown: list[tuple[Draw, Tensor]],
+    scored: metrics.Scored,
+    credit: np.ndarray,
+) -> None:
+    """The first of this process: at least one whole group, if the process drew one."""
+    config, index = session.config, np.concatenate([draw.index for draw, _ in shown])
+    count = max(config.log_images, session.plan.group_size) if config.log_images else 0
+    write_samples(
+        session,
+        "train",
+        epoch,
+        to_pil(torch.cat([images for _, images in shown])[:count]),
+        prompt=[session.prompts[row].prompt for draw, _ in shown for row in draw.row],
+        **{name: values[index] for name, values in scored.rewards.items()},
+        advantage=credit[index],
+        group=scored.groups[index],
+    )
