@@ -206,7 +206,7 @@ def prompts_of(session: Session, draws: list[Draw]) -> list[Prompt]:
 
 
 def collect_rewards(session: Session, epoch: int, samples: list[SampledBatch]) -> Scored:
-    """Of all processes, in the samples' order."""
+    """The scores of all processes, in the samples' order."""
     scores = [s.scores.result() for s in session.bar(samples, "wait for rewards")]
     if session.config.train.advantage == "remax":
         for column, score in zip(baselines(session, epoch, samples), scores, strict=True):
@@ -306,7 +306,7 @@ def mean_distance(session: Session, samples: list[SampledBatch]) -> float:
 
 
 def count_passes(session: Session) -> int:
-    """Of the transformer over samples since the run began: 1 forward, 3 forward and backward."""
+    """Passes of the transformer over samples so far: 1 forward, 3 forward and backward."""
     policy, progress = session.policy, session.progress
     passes = torch.tensor(float(policy.passes), device=session.accelerator.device)
     policy.passes = 0

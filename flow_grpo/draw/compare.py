@@ -20,7 +20,7 @@ from flow_grpo.draw.evaluation import (
     find_candidates,
 )
 from flow_grpo.draw.prompts import build_test_prompts
-from flow_grpo.draw.results import Scored
+from flow_grpo.draw.results import CandidateScores
 from flow_grpo.draw.rollout import Denoiser
 from flow_grpo.draw.session import (
     build_adapter,
@@ -46,7 +46,7 @@ def evaluate_all(
     pictures: int | None = None,
     prompts: list[Prompt] | None = None,
     write: Callable = results.write,
-) -> list[Scored]:
+) -> list[CandidateScores]:
     """Score each of `checkpoints` ("base": the model as it is) and write the new folder `out`.
 
     `pictures` of each are saved, of the first prompts. None saves all; of clips, which are large,
@@ -69,7 +69,7 @@ def evaluate_all(
         check_reward(reward, prompts, image_size(config))
         for each in score_each(config, accelerator, candidates, reward, prompts, out, pictures):
             images = each.result.images[: config.log_images]
-            scored.append(Scored(each.candidate, Evaluation(each.result.scores, images)))
+            scored.append(CandidateScores(each.candidate, Evaluation(each.result.scores, images)))
             scores, limit = each.result.scores, config.max_failed_fraction
             outage = describe_outage(accelerator, reward, scores, limit)
             if outage:
@@ -94,7 +94,7 @@ def score_each(
     prompts: list[Prompt],
     out: Path,
     pictures: int,
-) -> Iterator[Scored]:
+) -> Iterator[CandidateScores]:
     """One model, whose weights are exchanged; pictures are saved as they come."""
     adapter = build_adapter(config, accelerator)
     exchange = Exchange(adapter, candidates)
@@ -118,7 +118,7 @@ def score_each(
                 seed=config.seed,
                 keep_images=max(pictures, config.log_images),
             )
-        scored = Scored(candidate, result)
+        scored = CandidateScores(candidate, result)
         save = partial(results.save_pictures, out, scored, prompts, pictures if main else 0)
         on_all_or_none(accelerator, save)
         yield scored

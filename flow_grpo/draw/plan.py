@@ -9,7 +9,7 @@ from flow_grpo.run.session import Plan
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Of `number`, and no larger than `most`; at least 1."""
+    """The largest divisor of `number` that is no larger than `most`; at least 1."""
     return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
 
 

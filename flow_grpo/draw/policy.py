@@ -25,7 +25,7 @@ from flow_grpo.sde import Step
 from flow_grpo.speed.lora import fold_lora, lora_layers
 from flow_grpo.speed.transfer import send
 
-Fixed = Literal["reference", "old", "current"]
+FixedWeights = Literal["reference", "old", "current"]
 
 
 class Policy(BasePolicy):
@@ -79,8 +79,8 @@ class Policy(BasePolicy):
         self.adapter.load_lora(path)
 
     def _lora_targets(self) -> list[str]:
-        """Each by its full name where some are left out: `exclude_modules` would go into the saved
-        file, and diffusers warn of it."""
+        """Layers, each by its full name where some are left out: `exclude_modules` would go into
+        the saved file, and diffusers warn of it."""
         targets = self.adapter.lora_targets
         if self.adapter.unused is None:
             return targets
@@ -102,7 +102,7 @@ class Policy(BasePolicy):
         return Denoiser(self.adapter, self.module, self.dynamics)
 
     @contextmanager
-    def fixed(self, which: Fixed) -> Iterator[Denoiser]:
+    def fixed(self, which: FixedWeights) -> Iterator[Denoiser]:
         """The reference, the old policy or the one that is trained, to be run without gradients."""
         other = nullcontext() if which == "current" else getattr(self, which).applied()
         with torch.no_grad(), other:
@@ -130,7 +130,7 @@ class Policy(BasePolicy):
 
     def fixed_velocities(
         self,
-        which: Fixed,
+        which: FixedWeights,
         latents: Tensor,
         steps: np.ndarray,
         conditioning: Conditioning,

@@ -58,7 +58,7 @@ class Trajectory:
 
     @staticmethod
     def join(parts: "Sequence[Trajectory]") -> "Trajectory":
-        """Of the same steps."""
+        """One batch of several that took the same steps."""
         return replace(
             parts[0],
             final=torch.cat([p.final for p in parts]),
@@ -78,7 +78,7 @@ class Denoiser:
     dynamics: Dynamics
 
     def guided(self, scale: float | None) -> "Denoiser":
-        """With another guidance than that of the rollout, where one is given."""
+        """The same with another guidance than that of the rollout, where one is given."""
         if scale is None:
             return self
         return replace(self, dynamics=replace(self.dynamics, guidance_scale=scale))
@@ -201,7 +201,7 @@ class Denoiser:
 
     @property
     def passes(self) -> int:
-        """Of the transformer, for the velocity of one sample."""
+        """Passes of the transformer for the velocity of one sample."""
         return 2 if self.adapter.is_guided(self.dynamics.guidance_scale) else 1
 
 
@@ -253,7 +253,7 @@ def initial_noise(
 
 
 def step_noise(generators: list[torch.Generator], count: int, like: Tensor) -> Iterator[Tensor]:
-    """Of `count` steps, each like `like`; drawn while the device takes the first."""
+    """The noise of `count` steps, each like `like`; drawn while the device takes the first."""
     return _sent(_drawn(generators, (count, *like.shape[1:]), like.dtype), like.device)
 
 

@@ -61,13 +61,13 @@ class Session(BaseSession):
     stale: Snapshot | None  # the weights that sampled the epoch to be trained next
 
     def noisy_steps(self, epoch: int, first: int) -> range:
-        """Of the batch whose first sample is `first`."""
+        """The steps that add noise, in the batch whose first sample is `first`."""
         per_batch = [first] if self.config.sample.sde_window_per == "batch" else []
         rng = numpy_rng(self.config.seed, Stream.WINDOW, epoch, *per_batch)
         return self.algorithm.noisy_steps(rng, epoch)
 
     def test_sets(self) -> list[str]:
-        """Of which prompt set each test prompt is, where there are several."""
+        """The prompt set that each test prompt is of, where there are several."""
         several = len(self.prompt_sets) > 1
         return [p.metadata["dataset"] for p in self.test_prompts] if several else []
 
@@ -95,9 +95,9 @@ class Session(BaseSession):
         return self.merged.applied
 
     def may_leave_out(self) -> dict[str, bool]:
-        """Of what has no gradient: whole batches where processes need not run equally many
-        forwards, single samples not in half precision or on a GPU, where batches of another size
-        round too differently."""
+        """What may be skipped if it has no gradient: whole batches where processes need not run
+        equally many forwards, single samples not in half precision or on a GPU, where batches of
+        another size round too differently."""
         exact = self.config.mixed_precision == "no" and self.accelerator.device.type == "cpu"
         return {"batch": not runs_in_step(self.accelerator), "sample": exact}
 
@@ -257,7 +257,7 @@ def build_dynamics(
     guidance_scale: float | None = None,
     solver: Solver = "euler",
 ) -> Dynamics:
-    """Those of an evaluation, unless told otherwise."""
+    """How an evaluation is walked, unless told otherwise."""
     return Dynamics(
         adapter.schedule(num_steps, *image_size(config)),
         kind=config.sample.sde_type,
@@ -280,7 +280,7 @@ def image_size(config: ConfigDict) -> Size:
 
 
 def build_algorithm(config: ConfigDict) -> Algorithm:
-    """With all that can be wrong with its settings told."""
+    """The method of the config; tells all that can be wrong with its settings."""
     sample, train = config.sample, config.train
     chosen = ALGORITHMS[config.algorithm]
     setup = Setup(

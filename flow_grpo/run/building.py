@@ -57,7 +57,7 @@ class Building:
         self._start, self._lock = begin(self.accelerator, self._as_json, self._until_built)
 
     def add_rewards(self, check: Callable[[WeightedReward, WeightedReward], None]) -> None:
-        """Those of training and of evaluation; `check` raises where they do not suit the run."""
+        """Build those of training and evaluation; `check` raises where they do not suit the run."""
         weights = self.config.reward_fn.to_dict(), eval_weights(self.config)
 
         def build() -> list[WeightedReward]:

@@ -47,7 +47,7 @@ def score_metrics(
 
 
 def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[str, float]:
-    """Of an epoch's samples; the spread is that of the weighted sum within each group."""
+    """How an epoch's samples scored; the spread is that of the weighted sum within each group."""
     total = rewards[TOTAL]
     scored = ~np.isnan(total)
     by_group = [total[scored & (groups == g)] for g in np.unique(groups[scored])]

@@ -85,7 +85,7 @@ class BasePolicy:
         raise NotImplementedError
 
     def _save_trained(self, models: list, weights: list[dict], folder: str) -> None:
-        """In place of the whole model, whose frozen part every run can load again."""
+        """Write these alone: every run can load the frozen part of the model again."""
         if PartialState().is_main_process:
             shape = json.dumps(self._lora_shape())
             (Path(folder) / LORA_SHAPE).write_text(shape + "\n", encoding="utf-8")

@@ -88,7 +88,7 @@ def run_seconds(measured: Measured, work: Work) -> float:
 
 
 def count_evaluations(done: int, last: int, every: int) -> int:
-    """Those to come in a run that has `done` epochs: -1, not even the one before training."""
+    """How many are to come after `done` epochs; -1: not even the one before training was done."""
     epochs = range(max(done, 0) + 1, last + 1)
     return (done < 0) + sum(is_due(epoch, every, last) for epoch in epochs)
 
@@ -153,7 +153,7 @@ class Rehearsal(ABC):
         """Sample, score and train."""
 
     def work(self, session: BaseSession, *, eval_batch_size: int, **counts: int) -> Work:
-        """With the `counts` of an epoch; epochs and evaluations are those still to be done."""
+        """What `counts` of an epoch come to; epochs and evaluations are those still to be done."""
         config, done = session.config, session.progress.epoch
         shared = math.ceil(len(getattr(session, self.tests)) / session.plan.num_processes)
         return Work(

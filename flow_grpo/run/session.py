@@ -83,7 +83,7 @@ class BaseSession:
         return f"go on with the same command and --config.run_name={name} --config.resume=auto"
 
     def close(self) -> None:
-        """Also of a run that was stopped: what the trackers hold is written, and the report."""
+        """End the run, also one that was stopped: what trackers hold is written, and the report."""
         try:
             close_scorers(self.reward, self.eval_reward)
             trackers.close(self.accelerator)

@@ -50,7 +50,7 @@ class Snapshot:
                 torch._foreach_lerp_(copies, weights, 1 - keep)
 
     def save(self, folder: Path, writes: bool = True) -> None:
-        """With whole weights, so that any number of processes can load it. Call it on all."""
+        """Write whole weights, so that any number of processes can load them. Call it on all."""
         weights = {n: whole(c).cpu() for n, c in zip(self.names, self.copy, strict=True)}
         if writes:
             save_file(weights, folder / f"{self.name}.safetensors")

@@ -54,9 +54,9 @@ def parse(log_with: str) -> list[str]:
 
 
 def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str, Any]) -> None:
-    """As the accelerator was told; what they write goes into the run folder where they let us
-    choose. Where one cannot start, the main process raises a UserError, and a new run leaves no
-    folder behind, so that the same command can be given again."""
+    """Start those that the accelerator was told of; what they write goes into the run folder where
+    they let us choose. Where one cannot start, the main process raises a UserError, and a new run
+    leaves no folder behind, so that the same command can be given again."""
     is_new = not folder.exists()
     accelerator.project_configuration.logging_dir = str(folder)
     flat = {_plain(k): v if isinstance(v, int | float | str) else str(v) for k, v in dotted(config)}
