@@ -68,15 +68,13 @@ class SampledBatch:
 
 def main(config: ConfigDict) -> Session:
     session = build_session(config)
-    logger.info("run directory         %s", session.folder)
-    logger.info(session.plan.describe())
-    if session.adapter.compiled:
-        logger.info("the first epoch compiles the model, which takes a minute or two")
-    return carry_out(session, train, lighter_training(session.config, session.plan))
+    return carry_out(session, train, lighter_training(config, session.plan))
 
 
 def train(session: Session) -> None:
     config, progress = session.config, session.progress
+    if session.adapter.compiled:
+        logger.info("the first epoch compiles the model, which takes a minute or two")
     if progress.epoch < 0:
         timer = Timer()
         with timer("eval"):

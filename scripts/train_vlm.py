@@ -54,10 +54,7 @@ logger = logging.getLogger("flow_grpo")
 
 
 def main(config: ConfigDict) -> VlmSession:
-    session = build_session(config)
-    logger.info("run directory         %s", session.folder)
-    logger.info(session.plan.describe())
-    return carry_out(session, train, lighter_settings(config))
+    return carry_out(build_session(config), train, lighter_settings(config))
 
 
 def train(session: VlmSession) -> None:

@@ -109,6 +109,8 @@ def carry_out(
 ) -> AnySession:
     """Train to the end, or until a signal; then everything is saved. `advice`: what needs less
     memory."""
+    logger.info("run directory         %s", session.folder)
+    logger.info(session.plan.describe())
     try:
         with session.stop:
             try:

@@ -183,7 +183,7 @@ def log_pictures(
         Shown(
             still(image),
             " ".join(word for name in texts for word in columns[name][i].split()),
-            tuple(f"{name} {_text(columns[name][i])}" for name in names),
+            tuple(f"{name} {score_text(float(columns[name][i]))}" for name in names),
         )
         for i, image in enumerate(images)
         if image is not None
@@ -245,10 +245,6 @@ def _key(kind: str, place: int) -> str:
 def _sheet(row: Shown, epoch: int) -> Image.Image:
     heading = f"epoch {epoch}"
     return paired_grid({heading: [row.image]}, [row.prompt], {heading: [list(row.scores)]})
-
-
-def _text(value: float) -> str:
-    return score_text(float(value))
 
 
 def _of_mlflow(name: str) -> str:
