@@ -11,7 +11,7 @@ from plot import plot_pictures
 from train import train as train_run
 
 from flow_grpo.rewards.frames import to_pil
-from flow_grpo.run.tracking import save_samples
+from flow_grpo.run.trackers import save_samples
 from flow_grpo.show.grid import save_grid
 
 

@@ -20,9 +20,9 @@ from flow_grpo.draw.check import CHOICES, check
 from flow_grpo.draw.fields import get_config
 from flow_grpo.draw.models import find_adapter
 from flow_grpo.errors import UserError, nearest
+from flow_grpo.files import dotted
 from flow_grpo.rewards import REWARDS, build_scorers
 from flow_grpo.run import trackers
-from flow_grpo.run.tracking import dotted
 
 PRESET = f"--config={ROOT}/config/grpo.py:tiny_ocr_1gpu"
 FIELDS = dict(dotted(get_config().to_dict()))

@@ -15,7 +15,7 @@ from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.models.z_image import ZImageAdapter
 from flow_grpo.draw.session import build_algorithm
 from flow_grpo.errors import UserError
-from flow_grpo.run.tracking import dotted
+from flow_grpo.files import dotted
 
 FORWARD = ["nft", "awm", "dgpo", "dpo", "sft", "rwr"]
 OWN_CREDIT = ["mix", "dpo", "sft", "rwr"]

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.draw import fields
 from flow_grpo.draw.algorithms import ALGORITHMS
-from flow_grpo.run.tracking import dotted
+from flow_grpo.files import dotted
 
 
 def reasons(of: ModuleType = fields) -> dict[str, str]:

@@ -22,9 +22,8 @@ from flow_grpo.draw.models import ModelAdapter
 from flow_grpo.draw.models.base import GuidanceGradient
 from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.errors import UserError, with_nearest
-from flow_grpo.files import refuse_halves
+from flow_grpo.files import dotted, refuse_halves
 from flow_grpo.run import trackers
-from flow_grpo.run.tracking import dotted
 from flow_grpo.sde import KINDS, SOLVERS
 
 CHOICES = {

@@ -13,8 +13,7 @@ from flow_grpo.config.places import find_config
 from flow_grpo.draw.check import SCRIPTS
 from flow_grpo.draw.fields import get_config
 from flow_grpo.errors import UserError, first_line, with_nearest
-from flow_grpo.files import read_json
-from flow_grpo.run.tracking import dotted
+from flow_grpo.files import dotted, read_json
 
 log = logging.getLogger("flow_grpo")
 

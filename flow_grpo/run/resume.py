@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from flow_grpo import disk
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.files import parse_json, read_json
+from flow_grpo.files import dotted, parse_json, read_json
 from flow_grpo.run.checkpoint import (
     PREFIX,
     STATE,
@@ -31,7 +31,8 @@ from flow_grpo.run.checkpoint import (
     repair_links,
 )
 from flow_grpo.run.lock import RunLock
-from flow_grpo.run.tracking import dotted
+
+log = logging.getLogger(__name__)
 
 TORCH_FILES = ("*.bin", "*.pt", "*.pkl")  # written by torch.save
 SHARDS = "torch.distributed.checkpoint"
@@ -51,6 +52,10 @@ LOADING_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError),
     *(pickle.UnpicklingError, SafetensorError),
 )
+PLACES = ("resume", "run_name", "logdir")  # what a run is called, not what it does
+# What the weights and the optimizer's state were made for. A LoRA that was loaded brings its own
+# rank and alpha, which are compared when the state is.
+FIXED = ("use_lora", "train.use_8bit_adam", "train.lora_rank", "train.lora_alpha")
 
 
 def refuse_code(accelerator: Accelerator, checkpoint: Path) -> None:
@@ -102,9 +107,6 @@ def load_progress(
         ) from error
     for group in optimizer.param_groups:
         group.update(settings)
-    # It counts micro-steps towards an update. Epochs are whole updates, of any number of
-    # micro-steps now, so it starts at 0.
-    accelerator.step = 0
     return progress
 
 
@@ -153,14 +155,6 @@ class _Index(pickle.Unpickler):
         if is_dtype or (module, name) in INDEX_TYPES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not data")
-
-
-log = logging.getLogger(__name__)
-
-PLACES = ("resume", "run_name", "logdir")  # what a run is called, not what it does
-# What the weights and the optimizer's state were made for. A LoRA that was loaded brings its own
-# rank and alpha, which are compared when the state is.
-FIXED = ("use_lora", "train.use_8bit_adam", "train.lora_rank", "train.lora_alpha")
 
 
 @dataclass(frozen=True)

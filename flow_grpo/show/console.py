@@ -1,7 +1,9 @@
-"""The line that a run prints after each epoch."""
+"""What a run prints: a bar while it works, and a line after each epoch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from tqdm import tqdm
 
 from flow_grpo.rewards import TOTAL
 
@@ -80,3 +82,13 @@ def duration(seconds: float) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.3g}"
+
+
+class Bar(tqdm):
+    monitor_interval = 0  # no thread that watches it and outlives the run
+
+
+def progress_bar(items: Iterable, name: str, shown: bool, total: int | None = None) -> Bar:
+    """Shown on one process, and where somebody can look at it: not in a file."""
+    hidden = None if shown else True  # None: tqdm asks what it writes to
+    return Bar(items, desc=name, leave=False, disable=hidden, total=total, miniters=1)
