@@ -34,6 +34,7 @@ from train import SampledBatch, collect_rewards, sample_ahead, sample_behind, tr
 from untrained.full import FULL, build
 
 from flow_grpo.config import command_line
+from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.gpu import lighter_training
 from flow_grpo.draw.models import ADAPTERS, ModelAdapter, find_adapter
 from flow_grpo.draw.session import (
@@ -286,4 +287,5 @@ def settings(session: Session) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command_line.run(main, default=str(Path(__file__).parents[1] / "config/grpo.py:benchmark_sd3"))
+    default = str(Path(__file__).parents[1] / "config/grpo.py:benchmark_sd3")
+    command_line.run(main, DRAW, default=default)

@@ -26,6 +26,7 @@ from flow_grpo.draw import dry
 from flow_grpo.draw.algorithms import Batch
 from flow_grpo.draw.algorithms.base import Scored, with_gradient
 from flow_grpo.draw.evaluation import evaluate
+from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.gpu import lighter_evaluation, lighter_training
 from flow_grpo.draw.rollout import (
     Denoiser,
@@ -341,4 +342,4 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     loop = dry.Loop(sample_behind, collect_rewards, train_epoch, run_evaluation)
-    command_line.run(main, dry_run=loop.dry_run)
+    command_line.run(main, DRAW, dry_run=loop.dry_run)

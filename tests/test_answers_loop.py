@@ -28,7 +28,7 @@ from flow_grpo.answer.session import build_session, lighter_settings
 from flow_grpo.config.help import reasons
 from flow_grpo.draw.export import Source
 from flow_grpo.errors import UserError
-from flow_grpo.run.tracking import dotted
+from flow_grpo.config.settings import dotted
 
 
 @pytest.fixture(scope="module")

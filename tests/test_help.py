@@ -6,7 +6,7 @@ import pytest
 
 from flow_grpo.config.help import field_list, reasons
 from flow_grpo.draw.fields import get_config
-from flow_grpo.run.tracking import dotted
+from flow_grpo.config.settings import dotted
 
 # dicts with names of the user's, and what says enough by its name
 SAY_ENOUGH = ("reward_fn.", "reward_servers.")

@@ -22,7 +22,7 @@ from flow_grpo.draw.models import find_adapter
 from flow_grpo.errors import UserError, nearest
 from flow_grpo.rewards import REWARDS, build_scorers
 from flow_grpo.run import trackers
-from flow_grpo.run.tracking import dotted
+from flow_grpo.config.settings import dotted
 
 PRESET = f"--config={ROOT}/config/grpo.py:tiny_ocr_1gpu"
 FIELDS = dict(dotted(get_config().to_dict()))

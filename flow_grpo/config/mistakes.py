@@ -17,6 +17,7 @@ from torch.distributed import DistError
 
 from flow_grpo.errors import LostPeer, Stopped, UserError
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # what ends a run
 LAUNCHER_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun and accelerate launch read it
 # Seconds in which the launcher ends what is left of a node after a failure there.
 LAUNCHER_IS_QUICK = 5.0

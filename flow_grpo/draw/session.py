@@ -35,7 +35,7 @@ from flow_grpo.run.scoring import build_both_rewards
 from flow_grpo.run.shards import is_sharded, runs_in_step
 from flow_grpo.run.snapshot import Ema, Reference, Snapshot
 from flow_grpo.run.stopping import StopSignals
-from flow_grpo.run.tracking import dotted
+from flow_grpo.config.settings import dotted
 from flow_grpo.sde import Solver
 from flow_grpo.speed.lora import MergedLora, is_plain
 

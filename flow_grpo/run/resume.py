@@ -31,7 +31,7 @@ from flow_grpo.run.checkpoint import (
     repair_links,
 )
 from flow_grpo.run.lock import RunLock
-from flow_grpo.run.tracking import dotted
+from flow_grpo.config.settings import dotted
 
 TORCH_FILES = ("*.bin", "*.pt", "*.pkl")  # written by torch.save
 SHARDS = "torch.distributed.checkpoint"

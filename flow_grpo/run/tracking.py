@@ -22,15 +22,6 @@ from flow_grpo.rewards.frames import Sample
 from flow_grpo.show.grid import save_sample
 
 
-def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Fields by their full names."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
 def record(
     epoch: int, step: int, metrics: dict[str, float], timer: "Timer"
 ) -> dict[str, float | None]:
