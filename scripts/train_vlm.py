@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.answer.batches import PackedBatch, micro_batches, packed
-from flow_grpo.answer.fields import ANSWER, GAE
 from flow_grpo.answer.credit import (
     Fixed,
     answer_advantages,
@@ -30,6 +29,7 @@ from flow_grpo.answer.credit import (
     token_advantages,
 )
 from flow_grpo.answer.dry import AnswerLoop
+from flow_grpo.answer.fields import ANSWER, GAE
 from flow_grpo.answer.losses import Counts, divergence, policy_loss, token_weights, value_loss
 from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout
 from flow_grpo.answer.session import VlmSession, build_session, lighter_settings

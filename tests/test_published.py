@@ -12,7 +12,7 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.answer import presets as vlm_presets
-from flow_grpo.config.command_line import OPEN_FIELDS
+from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.draw import fields as draw_fields
 from flow_grpo.draw import presets
 from flow_grpo.draw.algorithms import ALGORITHMS
@@ -22,8 +22,7 @@ from flow_grpo.draw.models.qwen_image import QwenImageAdapter
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.models.wan import WanAdapter
 from flow_grpo.draw.models.z_image import ZImageAdapter
-from flow_grpo.draw.presets.full import BENCHMARKS
-from flow_grpo.draw.presets.tiny import TINY
+from flow_grpo.draw.presets import BENCHMARKS, TINY
 from flow_grpo.draw.session import build_algorithm, eval_guidance
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -31,8 +30,8 @@ sys.path.insert(0, str(DOCS))
 from make_papers import load, page, resolved  # noqa: E402
 
 DATA = load()
-DRAW = sorted(presets.PRESETS.keys() - {p.__name__ for p in TINY} - BENCHMARKS.keys())
-ANSWER = [preset.__name__ for preset in vlm_presets.FULL]
+DRAW = sorted(presets.PRESETS.keys() - TINY.keys() - BENCHMARKS.keys())
+ANSWER = list(vlm_presets.FULL)
 FAMILIES = {
     "stable-diffusion-3.5": SD3Adapter,
     "FLUX.1": FluxAdapter,

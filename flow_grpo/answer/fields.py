@@ -136,9 +136,7 @@ class Train(shared.Train):
     discount: float = setting(
         1.0, 'For advantage="gae": discount per token.', at_least=0, at_most=1
     )
-    gae_decay: float = setting(
-        0.95, 'For advantage="gae": decay per token.', at_least=0, at_most=1
-    )
+    gae_decay: float = setting(0.95, 'For advantage="gae": decay per token.', at_least=0, at_most=1)
     value_weight: float = setting(
         0.1, 'For advantage="gae": weight of the values\' loss.', at_least=0
     )

@@ -271,9 +271,7 @@ def _names(config: ConfigDict) -> list[str]:
     return [name for name, _ in all_fields(config, closed=())]
 
 
-def whole_dict(
-    field: str, key: str, config: ConfigDict, trade: Trade, value: str | None
-) -> str:
+def whole_dict(field: str, key: str, config: ConfigDict, trade: Trade, value: str | None) -> str:
     """The mistake, and the option that works: `field` as it is, with this value under `key`, which
     for rewards' names and options is the nearest that there is."""
     names = key.split(".")

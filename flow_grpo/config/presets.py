@@ -5,8 +5,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from flow_grpo.config.trade import OPEN_FIELDS
+
 LIKE = "like"  # the preset that a preset starts from
-Fields = Mapping[str, Any]  # by full names; a value may be a function of the config so far
+Fields = Mapping[str, Any]  # of a config, or of a section of it
 Special = Mapping[str, Callable[[ConfigDict, Any], None]]
 
 
@@ -23,10 +25,11 @@ def resolve(
 def apply(fields: Fields, config: ConfigDict, special: Special | None = None) -> None:
     """Set fields in their order. `special` says what to do with names that are no fields."""
     for name, value in fields.items():
-        section, _, key = name.rpartition(".")
         if special and name in special:
             special[name](config, value)
+        elif name in OPEN_FIELDS:
+            config[name] = ConfigDict(value)
+        elif isinstance(value, dict):
+            apply(value, config[name])
         elif name != LIKE:
-            value = value(config) if callable(value) else value
-            value = ConfigDict(value) if isinstance(value, dict) else value
-            (config[section] if section else config)[key] = value
+            config[name] = value

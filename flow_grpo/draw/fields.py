@@ -61,9 +61,7 @@ class Sample:
         '"flow", "dance" or "cps": how noise is added, see docs/algorithm.md.',
         choices=[kind for kind in KINDS if kind != "ode"],
     )
-    noise_level: float = setting(
-        0.7, "Too little explores nothing, too much draws noise.", above=0
-    )
+    noise_level: float = setting(0.7, "Too little explores nothing, too much draws noise.", above=0)
     global_std: bool = setting(
         True,
         "Divide advantages by the standard deviation of all rewards (True) or of the group's: the "
@@ -156,7 +154,9 @@ class Drawing(shared.Rewards, shared.Run):
     width: int = setting(0, "Pixels; where set, it comes before resolution.")
     frames: int = setting(1, "Frames of a video; 1 is a picture.", at_least=1)
     max_sequence_length: int = setting(
-        128, "Tokens of the T5 encoder. Long prompts need more, attention pays for each.", at_least=1
+        128,
+        "Tokens of the T5 encoder. Long prompts need more, attention pays for each.",
+        at_least=1,
     )
     prompt_cache: str = setting(
         "",

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from ml_collections import ConfigDict
 
 from flow_grpo.config.places import find_files
+from flow_grpo.config.settings import dotted
 from flow_grpo.data.hub import download_revision
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
@@ -35,7 +36,6 @@ from flow_grpo.run.scoring import build_both_rewards
 from flow_grpo.run.shards import is_sharded, runs_in_step
 from flow_grpo.run.snapshot import Ema, Reference, Snapshot
 from flow_grpo.run.stopping import StopSignals
-from flow_grpo.config.settings import dotted
 from flow_grpo.sde import Solver
 from flow_grpo.speed.lora import MergedLora, is_plain
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch.optim import Optimizer
 
 from flow_grpo import disk
+from flow_grpo.config.settings import dotted
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json, read_json
 from flow_grpo.run.checkpoint import (
@@ -31,7 +32,6 @@ from flow_grpo.run.checkpoint import (
     repair_links,
 )
 from flow_grpo.run.lock import RunLock
-from flow_grpo.config.settings import dotted
 
 TORCH_FILES = ("*.bin", "*.pt", "*.pkl")  # written by torch.save
 SHARDS = "torch.distributed.checkpoint"
