@@ -145,9 +145,7 @@ def test_unknown_fields_are_named_with_a_suggestion():
 def test_missing_fields_are_named_and_counted():
     config = base.get_config()
     del config.train.beta
-    with pytest.raises(
-        UserError, match=r"lacks train\.beta; start from flow_grpo\.draw\.fields"
-    ):
+    with pytest.raises(UserError, match=r"lacks train\.beta; start from flow_grpo\.draw\.fields"):
         check(config)
     del config.sample
     with pytest.raises(UserError, match=r"it lacks sample, train\.beta; start"):

@@ -175,6 +175,5 @@ class Train:
     )
     lora_alpha: int = setting(64, "The alpha of LoRA, see lora_rank.", above=0)
     lora_path: str = setting(
-        "",
-        "Start from this LoRA, which is what a KL is to then; it brings its own rank and alpha.",
+        "", "Start from this LoRA, which is what a KL is to then; it brings its own rank and alpha."
     )

@@ -48,8 +48,7 @@ class Sample:
         at_least=1,
     )
     num_image_per_prompt: int = setting(
-        16,
-        "Group size. An advantage compares a sample with its group, so small groups are noisy.",
+        16, "Group size. An advantage compares a sample with its group, so small groups are noisy."
     )
     num_batches_per_epoch: int = setting(
         8,
@@ -74,8 +73,7 @@ class Sample:
         "weights twice.",
     )
     same_latent: bool = setting(
-        False,
-        "Samples of a group start from the same noise and differ only by the steps' noise.",
+        False, "Samples of a group start from the same noise and differ only by the steps' noise."
     )
     sde_window_size: int = setting(
         0,
@@ -123,8 +121,7 @@ class Train(shared.Train):
         choices=ESTIMATORS,
     )
     cfg: bool = setting(
-        True,
-        "Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only.",
+        True, "Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only."
     )
     guidance_gradient: str = setting(
         "both",
@@ -159,8 +156,7 @@ class Drawing(shared.Rewards, shared.Run):
         at_least=1,
     )
     prompt_cache: str = setting(
-        "",
-        "Folder for text embeddings, which runs can share. Empty: they are kept in memory only.",
+        "", "Folder for text embeddings, which runs can share. Empty: they are kept in memory only."
     )
     offload_idle: bool = setting(
         False,
