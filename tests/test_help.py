@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from flow_grpo.config.help import field_list
 from flow_grpo.config.settings import dotted
 from flow_grpo.draw.fields import DRAW, get_config
 
@@ -23,7 +22,7 @@ def test_every_field_has_a_reason():
 def test_fields_are_listed_as_the_config_has_them():
     config = get_config()
     config.sample.num_steps = 7
-    text = field_list(config, DRAW)
+    text = DRAW.describe(config)
     assert "  --config.sample.num_steps=7\n        Few steps are enough" in text
     assert "  --config.custom_rewards={}\n        Names for rewards of your own" in text
     empty = [name for name, value in config.to_dict().items() if value == {}]

@@ -159,17 +159,6 @@ class Train(shared.Train):
 
 @dataclass(frozen=True)
 class Answering(shared.Rewards, shared.Run):
-    seed: int = setting(
-        42,
-        "All questions, answers and LoRA weights follow from it, for any number of processes.",
-        at_least=0,
-        at_most=2**64 - 1,  # torch takes no more
-    )
-    log_images: int = setting(
-        16,
-        "Answers written with each evaluation, to test questions and to those of training.",
-        at_least=0,
-    )
     mixed_precision: str = setting(
         "no",
         '"no" or "bf16": the dtype of the forward pass. What is trained stays in float32. How far '

@@ -18,7 +18,6 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from flow_grpo.config import help
 from flow_grpo.config.mistakes import SIGNALS, is_first_process, told_plainly
 from flow_grpo.config.places import find_config
 from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, suggestion
@@ -135,7 +134,10 @@ def _usage(argv: list[str], trade: Trade) -> str:
     config = _load(paths[-1]) if paths else trade.get_config()
     own = flags.FLAGS.flags_by_module_dict()
     ours = [*own.get(argv[0], []), *own.get(__name__, [])]
-    return help.usage(sys.modules["__main__"].__doc__ or "", ours, config, trade)
+    options = [f"  --{flag.name}\n        {flag.help}" for flag in ours]
+    about = (sys.modules["__main__"].__doc__ or "").strip()
+    fields = ["", "fields, as this config has them:", trade.describe(config)]
+    return "\n".join([about, "", "options:", *options, *fields])
 
 
 def _with_our_configs(argv: list[str]) -> list[str]:

@@ -19,7 +19,8 @@ class Run:
     )
     seed: int = setting(
         42,
-        "All prompts, noise, windows and LoRA weights follow from it, for any number of processes.",
+        "All that is drawn at random follows from it, for any number of processes: prompts or "
+        "questions, noise, windows, answers and LoRA weights.",
         at_least=0,
         at_most=2**64 - 1,  # torch takes no more
     )
@@ -52,7 +53,7 @@ class Run:
     )
     log_images: int = setting(
         16,
-        "Pictures written with each evaluation, of the test prompts and of the training samples.",
+        "Pictures or answers written with each evaluation, of the test prompts and of training.",
         at_least=0,
     )
     log_with: str = setting(

@@ -3,6 +3,7 @@ help and the check of a config have to know of each."""
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -61,6 +62,16 @@ class Trade:
     def reasons(self) -> dict[str, str]:
         """Why each field is there, by its full name."""
         return {name: each.metadata["reason"] for name, each in walk(self.settings())}
+
+    def describe(self, config: ConfigDict, width: int = 88) -> str:
+        """--config.NAME=VALUE of every field, each with its reason below."""
+        why, lines, values = self.reasons(), [], config.to_dict()
+        empty = [(name, value) for name, value in values.items() if value == {}]
+        for name, value in sorted([*dotted(values), *empty], key=lambda field: field[0]):
+            lines.append(f"  --config.{name}={value!r}")
+            indent = {"initial_indent": " " * 8, "subsequent_indent": " " * 8}
+            lines += textwrap.wrap(why.get(name, ""), width, **indent)
+        return "\n".join(lines)
 
     def check(self, config: ConfigDict) -> Any:
         """Its values, frozen, once each is known to be one that its field may have."""
