@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,12 @@ def lies_in(folder: Path, path: Path) -> bool:
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
     except ValueError:  # a zero byte in its name
         return False
+
+
+def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields by their full names."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -10,11 +10,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flow_grpo.config.settings import dotted
 from flow_grpo.draw.presets import get_config
 from flow_grpo.draw.saved import override
 from flow_grpo.errors import UserError
-from flow_grpo.files import read_json
+from flow_grpo.files import dotted, read_json
 from flow_grpo.run.resume import PLACES
 from flow_grpo.show.reading import read_metrics
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from flow_grpo.config.settings import dotted
 from flow_grpo.draw.fields import DRAW, get_config
+from flow_grpo.files import dotted
 
 # dicts with names of the user's, and what says enough by its name
 SAY_ENOUGH = ("reward_fn.", "reward_servers.")

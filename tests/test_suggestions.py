@@ -12,7 +12,7 @@ from runner import ROOT
 from untrained.full import FULL
 
 from flow_grpo.config import command, command_line, old_names
-from flow_grpo.config.settings import dotted, walk
+from flow_grpo.config.settings import walk
 from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.draw import presets
@@ -21,6 +21,7 @@ from flow_grpo.draw.check import check
 from flow_grpo.draw.fields import DRAW, get_config
 from flow_grpo.draw.models import find_adapter
 from flow_grpo.errors import UserError, nearest
+from flow_grpo.files import dotted
 from flow_grpo.rewards import REWARDS, build_scorers, option_names
 from flow_grpo.run import trackers
 

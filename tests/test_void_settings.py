@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from methods import METHODS
 
-from flow_grpo.config.settings import dotted
 from flow_grpo.draw.algorithms import ALGORITHMS
 from flow_grpo.draw.check import check, check_gradient
 from flow_grpo.draw.fields import get_config
@@ -16,6 +15,7 @@ from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.models.z_image import ZImageAdapter
 from flow_grpo.draw.session import build_algorithm
 from flow_grpo.errors import UserError
+from flow_grpo.files import dotted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import void_settings

@@ -65,15 +65,6 @@ def walk(settings: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
             yield prefix + each.name, each
 
 
-def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dicts by their full names."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
 def second_names(settings: type) -> dict[str, str]:
     """Fields that have one value with another, and which."""
     named = {name: each.metadata.get("same_as") for name, each in walk(settings)}

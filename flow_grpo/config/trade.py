@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 
 from flow_grpo.config import old_names
 from flow_grpo.config.fields import Rewards
-from flow_grpo.config.settings import check_settings, dotted, freeze, second_names, to_config, walk
+from flow_grpo.config.settings import check_settings, freeze, second_names, to_config, walk
 from flow_grpo.errors import UserError, nearest
-from flow_grpo.files import refuse_halves
+from flow_grpo.files import dotted, refuse_halves
 
 # dicts with names of the user's
 OPEN_FIELDS = tuple(each.name for each in fields(Rewards) if each.type is dict)

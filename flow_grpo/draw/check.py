@@ -8,12 +8,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from flow_grpo.config import old_names
-from flow_grpo.config.settings import dotted
 from flow_grpo.draw.algorithms import Algorithm
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.models import ModelAdapter
 from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.errors import UserError
+from flow_grpo.files import dotted
 from flow_grpo.run import trackers
 
 CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"

@@ -10,11 +10,10 @@ from ml_collections import ConfigDict, config_flags
 
 from flow_grpo.config import command_line
 from flow_grpo.config.places import find_config
-from flow_grpo.config.settings import dotted
 from flow_grpo.config.trade import OPEN_FIELDS, SCRIPTS
 from flow_grpo.draw.fields import DRAW, get_config
 from flow_grpo.errors import UserError, first_line, with_nearest
-from flow_grpo.files import read_json
+from flow_grpo.files import dotted, read_json
 
 log = logging.getLogger("flow_grpo")
 

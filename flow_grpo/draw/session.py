@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from ml_collections import ConfigDict
 
 from flow_grpo.config.places import find_files
-from flow_grpo.config.settings import dotted
 from flow_grpo.data.hub import download_revision
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
@@ -24,6 +23,7 @@ from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.draw.rollout import Dynamics
 from flow_grpo.errors import UserError
+from flow_grpo.files import dotted
 from flow_grpo.rewards import close_scorers
 from flow_grpo.run import trackers
 from flow_grpo.run.accelerator import advice_when_short, build_accelerator

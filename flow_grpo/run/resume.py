@@ -19,9 +19,8 @@ from safetensors import SafetensorError
 from torch.optim import Optimizer
 
 from flow_grpo import disk
-from flow_grpo.config.settings import dotted
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.files import parse_json, read_json
+from flow_grpo.files import dotted, parse_json, read_json
 from flow_grpo.run.checkpoint import (
     PREFIX,
     STATE,

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 
-from flow_grpo.config.settings import dotted
 from flow_grpo.errors import UserError, first_line, with_nearest
+from flow_grpo.files import dotted
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.show.console import shown_rewards
 from flow_grpo.show.grid import paired_grid, score_text, still

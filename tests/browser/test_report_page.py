@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from report_runs import make_run
 from runner import ROOT, Runner, environment
 
-from flow_grpo.config.settings import dotted
+from flow_grpo.files import dotted
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.run.tracking import save_samples
 from flow_grpo.show.grid import score_text
