@@ -9,6 +9,7 @@ from typing import Any
 from flow_grpo.errors import UserError, first_line
 
 MOST_BYTES = 4 * 2**30  # of a file that is read at once; prompts take a thousandth of it
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MOST_DEPTH = 100  # of lists and objects in each other: what walks through them recurses
 
 
@@ -62,6 +63,12 @@ def lies_in(folder: Path, path: Path) -> bool:
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
     except ValueError:  # a zero byte in its name
         return False
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Say so where all there is would run code when it is loaded."""
+    for path in (path for pattern in PICKLES for path in sorted(folder.glob(pattern))):
+        raise UserError(f"{path} is a pickle, which can run code; save it as .safetensors")
 
 
 def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -35,8 +35,8 @@ from untrained.full import FULL, build
 
 from flow_grpo.config import command_line
 from flow_grpo.draw.fields import DRAW
-from flow_grpo.draw.gpu import lighter_training
 from flow_grpo.draw.models import ADAPTERS, ModelAdapter, find_adapter
+from flow_grpo.draw.plan import lighter_training
 from flow_grpo.draw.session import (
     DTYPES,
     Session,
@@ -46,8 +46,8 @@ from flow_grpo.draw.session import (
     image_size,
 )
 from flow_grpo.errors import UserError, nearest
-from flow_grpo.run import tracking
-from flow_grpo.run.accelerator import advice_when_short
+from flow_grpo.run.building import advice_when_short
+from flow_grpo.run.metrics import peak_memory_gb
 
 MODEL = flags.DEFINE_string(
     "model",
@@ -200,7 +200,7 @@ def measure(session: Session) -> dict[str, Any]:
         **bench.hardware(device),
         "settings": settings(session),
         **{name: bench.spread(values) for name, values in seconds.items()},
-        "peak_gib": round(tracking.peak_memory_gb(device), 1),
+        "peak_gib": round(peak_memory_gb(device), 1),
         "warm_up_s": round(max(0.0, warm_up["sample_s"] + warm_up["train_s"] - epoch_s), 1),
         "epoch_s": round(epoch_s, 2),
         "matmul_tflops": bench.rounded(ceiling),

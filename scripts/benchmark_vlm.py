@@ -18,7 +18,7 @@ from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import Prompt
 from flow_grpo.answer.sampling import Sampled, Sampler
 from flow_grpo.config.mistakes import Parser
-from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.data.seeding import sample_generators
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from diffusers.utils import logging as diffusers_logging
 
 from flow_grpo.answer import export as vlm
 from flow_grpo.config.mistakes import Parser, told_plainly
-from flow_grpo.draw.export import Source, export
+from flow_grpo.draw.export import export
+from flow_grpo.run.export import Source
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from flow_grpo.config.places import find_files
 from flow_grpo.data.prompts import read_file
 from flow_grpo.demo import gallery
 from flow_grpo.demo.painter import find_checkpoints
-from flow_grpo.draw.candidates import BASE
 from flow_grpo.draw.compare import evaluate_all
+from flow_grpo.draw.evaluation import BASE
 from flow_grpo.draw.prompts import build_test_prompts
 from flow_grpo.draw.saved import config_of_run
 from flow_grpo.run.checkpoint import LATEST

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flow_grpo.draw.models import ModelAdapter, Size, find_adapter
 from flow_grpo.draw.models.inputs import Texts
 from flow_grpo.errors import UserError
-from flow_grpo.run.tracking import now
+from flow_grpo.run.metrics import now
 from flow_grpo.show.console import table
 
 PATCH, SCRIPT = "flow_grpo/diffusers_patch", "scripts/train_sd3.py"  # of Flow-GRPO

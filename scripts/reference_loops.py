@@ -27,7 +27,7 @@ from torch import Tensor
 from untrained.full import build
 
 from flow_grpo.draw.models.sd3 import SD3Adapter
-from flow_grpo.run import tracking
+from flow_grpo.run.metrics import peak_memory_gb
 
 
 class Loops:
@@ -155,7 +155,7 @@ def measure(loops: Loops) -> dict[str, Any]:
         "sampling_s_per_image": bench.spread([sample for sample, _ in epochs[1:]]),
         "trained_step_s_per_sample": bench.spread([step for _, step in epochs[1:]]),
         "full_s_per_sample": bench.spread(full),
-        "peak_gib": round(tracking.peak_memory_gb(device), 1),
+        "peak_gib": round(peak_memory_gb(device), 1),
     }
 
 

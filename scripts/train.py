@@ -21,38 +21,36 @@ from ml_collections import ConfigDict
 
 from flow_grpo.config import command_line
 from flow_grpo.data.prompts import Draw, Prompt, epoch_draws
-from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.data.seeding import Stream, numpy_rng, sample_generators
 from flow_grpo.draw import dry
 from flow_grpo.draw.algorithms import Batch
-from flow_grpo.draw.algorithms.base import Scored, with_gradient
+from flow_grpo.draw.algorithms.base import with_gradient
 from flow_grpo.draw.evaluation import evaluate
 from flow_grpo.draw.fields import DRAW
-from flow_grpo.draw.gpu import lighter_evaluation, lighter_training
+from flow_grpo.draw.plan import lighter_evaluation, lighter_training
+from flow_grpo.draw.results import write_training_samples
 from flow_grpo.draw.rollout import (
     Denoiser,
     Trajectory,
+    group_distance,
     group_generators,
     initial_noise,
-    sample_generators,
 )
 from flow_grpo.draw.session import Session, build_dynamics, build_session, image_size
 from flow_grpo.rewards import TOTAL, PendingScores
-from flow_grpo.run import tracking
-from flow_grpo.run.accelerator import advice_when_short
-from flow_grpo.run.distributed import gather_scores
-from flow_grpo.run.metrics import (
-    TrainingStats,
-    group_distance,
-    reward_metrics,
-)
-from flow_grpo.run.running import (
+from flow_grpo.run.building import advice_when_short
+from flow_grpo.run.distributed import accumulated, gather_scores
+from flow_grpo.run.metrics import Scored, Timer, TrainingStats, peak_memory_gb, reward_metrics
+from flow_grpo.run.session import (
     carry_out,
     check_training,
     evaluation_metrics,
+    finish_epoch,
+    is_due,
     stop_at_outage,
     take_update,
+    write_samples,
 )
-from flow_grpo.run.writing import finish_epoch, is_due, write_samples, write_training_samples
 from flow_grpo.speed.transfer import send
 
 logger = logging.getLogger("flow_grpo")
@@ -71,24 +69,22 @@ class SampledBatch:
 
 def main(config: ConfigDict) -> Session:
     session = build_session(config)
-    logger.info("run directory         %s", session.folder)
-    logger.info(session.plan.describe())
-    if session.adapter.compiled:
-        logger.info("the first epoch compiles the model, which takes a minute or two")
-    return carry_out(session, train, lighter_training(session.config, session.plan))
+    return carry_out(session, train, lighter_training(config, session.plan))
 
 
 def train(session: Session) -> None:
     config, progress = session.config, session.progress
+    if session.adapter.compiled:
+        logger.info("the first epoch compiles the model, which takes a minute or two")
     if progress.epoch < 0:
-        timer = tracking.Timer()
+        timer = Timer()
         with timer("eval"):
             metrics = run_evaluation(session, epoch=0)
         finish_epoch(session, 0, metrics, timer)
 
     ahead = None
     for epoch in range(progress.epoch, config.num_epochs):
-        done, timer = epoch + 1, tracking.Timer()
+        done, timer = epoch + 1, Timer()
         with timer("sample"):
             samples = ahead or sample_behind(session, epoch)
             ahead = sample_ahead(session, done)
@@ -113,7 +109,7 @@ def train(session: Session) -> None:
             **training,
             "reward/diversity": mean_distance(session, samples),
             "perf/images_per_s": session.plan.samples / sum(timer.seconds.values()),
-            "perf/peak_mem_gb": tracking.peak_memory_gb(session.accelerator.device),
+            "perf/peak_mem_gb": peak_memory_gb(session.accelerator.device),
             "perf/passes": count_passes(session),
         }
         if is_due(done, config.eval_freq, config.num_epochs):
@@ -209,7 +205,7 @@ def prompts_of(session: Session, draws: list[Draw]) -> list[Prompt]:
 
 
 def collect_rewards(session: Session, epoch: int, samples: list[SampledBatch]) -> Scored:
-    """Of all processes, in the samples' order."""
+    """The scores of all processes, in the samples' order."""
     scores = [s.scores.result() for s in session.bar(samples, "wait for rewards")]
     if session.config.train.advantage == "remax":
         for column, score in zip(baselines(session, epoch, samples), scores, strict=True):
@@ -261,22 +257,21 @@ def train_epoch(
         for n, u in enumerate(order, 1):
             batches = algorithm.batches(updates[u], plan.train_batch_size)
             kept = with_gradient(algorithm, batches, **session.may_leave_out())
-            left_out = algorithm.trained_samples - sum(map(len, kept))
-            stats.leave_out(left_out * losses)
-            # it counts towards the update: these micro-steps are as good as done
-            accelerator.step += (len(batches) - len(kept)) * losses
+            stats.leave_out((algorithm.trained_samples - sum(map(len, kept))) * losses)
+            share = len(batches) / algorithm.trained_samples
             seed, device = (config.seed, epoch, inner), accelerator.device
             kept = [replace(b, credit=send(b.credit, device), seed=seed) for b in kept]
-            name = f"epoch {epoch + 1} train {n}/{len(order)}"
             prepared = algorithm.prepared(policy, kept)
-            for batch, fixed in session.bar(prepared, name, len(kept)):
-                for j in range(losses):
-                    with accelerator.accumulate(policy.module):
-                        loss = algorithm.loss(policy, batch, fixed, j)
-                        share = len(batches) / algorithm.trained_samples
-                        accelerator.backward(loss.per_sample.sum() * share)
-                        stats.add(loss, on_policy=session.progress.step == sampled_at)
-                        take_update(session, stats)
+            name = f"epoch {epoch + 1} train {n}/{len(order)}"
+            bar = session.bar(prepared, name, len(kept))
+            steps = ((batch, fixed, j) for batch, fixed in bar for j in range(losses))
+            count = len(kept) * losses
+            for batch, fixed, j in accumulated(accelerator, policy.module, steps, count):
+                loss = algorithm.loss(policy, batch, fixed, j)
+                # accelerate divides it by the number of losses, also of those left out
+                accelerator.backward(loss.per_sample.sum() * share)
+                stats.add(loss, on_policy=session.progress.step == sampled_at)
+            take_update(session, stats)
     metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
     if algorithm.trust:
         metrics["train/clip_range"] = algorithm.trust
@@ -310,7 +305,7 @@ def mean_distance(session: Session, samples: list[SampledBatch]) -> float:
 
 
 def count_passes(session: Session) -> int:
-    """Of the transformer over samples since the run began: 1 forward, 3 forward and backward."""
+    """Passes of the transformer over samples so far: 1 forward, 3 forward and backward."""
     policy, progress = session.policy, session.progress
     passes = torch.tensor(float(policy.passes), device=session.accelerator.device)
     policy.passes = 0

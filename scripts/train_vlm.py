@@ -35,42 +35,37 @@ from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout
 from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
 from flow_grpo.answer.showing import write_answers
 from flow_grpo.config import command_line
-from flow_grpo.data.seeding import Stream, numpy_rng
-from flow_grpo.draw.algorithms.base import Loss
-from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.data.seeding import Stream, numpy_rng, sample_generators
 from flow_grpo.rewards import TOTAL
-from flow_grpo.run import tracking
-from flow_grpo.run.distributed import accumulated, gather_scores, in_step
-from flow_grpo.run.metrics import TrainingStats, reward_metrics
-from flow_grpo.run.running import (
+from flow_grpo.run.distributed import accumulated, gather_scores, in_step, is_sharded
+from flow_grpo.run.metrics import Loss, Timer, TrainingStats, peak_memory_gb, reward_metrics
+from flow_grpo.run.session import (
     carry_out,
     check_training,
     evaluation_metrics,
+    finish_epoch,
+    is_due,
     stop_at_outage,
     take_update,
 )
-from flow_grpo.run.writing import finish_epoch, is_due
 
 logger = logging.getLogger("flow_grpo")
 
 
 def main(config: ConfigDict) -> VlmSession:
-    session = build_session(config)
-    logger.info("run directory         %s", session.folder)
-    logger.info(session.plan.describe())
-    return carry_out(session, train, lighter_settings(config))
+    return carry_out(build_session(config), train, lighter_settings(config))
 
 
 def train(session: VlmSession) -> None:
     config, progress = session.config, session.progress
     if progress.epoch < 0:
-        timer = tracking.Timer()
+        timer = Timer()
         with timer("eval"):
             metrics = run_evaluation(session, epoch=0)
         finish_epoch(session, 0, metrics, timer)
 
     for epoch in range(progress.epoch, config.num_epochs):
-        done, timer = epoch + 1, tracking.Timer()
+        done, timer = epoch + 1, Timer()
         rollout = sample_epoch(session, epoch, timer)
         stop_at_outage(session, done, rollout.rewards)
         session.reward.rest()
@@ -83,7 +78,7 @@ def train(session: VlmSession) -> None:
                 metrics |= give_credit(session, rollout, fixed)
                 metrics |= train_epoch(session, epoch, rollout, fixed)
         metrics["perf/answers_per_s"] = session.plan.samples / sum(timer.seconds.values())
-        metrics["perf/peak_mem_gb"] = tracking.peak_memory_gb(session.accelerator.device)
+        metrics["perf/peak_mem_gb"] = peak_memory_gb(session.accelerator.device)
         if solved or is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
                 if not alike:
@@ -101,7 +96,7 @@ def train(session: VlmSession) -> None:
             return
 
 
-def sample_epoch(session: VlmSession, epoch: int, timer: tracking.Timer) -> Rollout:
+def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
     """Answers to the questions of an epoch, scored; with `sample.refills`, questions whose answers
     all score alike give way to others."""
     config, plan = session.config, session.plan
@@ -125,7 +120,7 @@ def sample_epoch(session: VlmSession, epoch: int, timer: tracking.Timer) -> Roll
 def sample_answers(
     session: VlmSession, epoch: int, attempt: int, rollout: Rollout, own: list[int]
 ) -> list[PendingAnswers]:
-    """Those of this process; each batch is scored while the next one is sampled."""
+    """Sample this process's answers; each batch is scored while the next one is sampled."""
     config, answerer, pending = session.config, session.answerer, []
     size = session.plan.batch_size
     batches = [own[i : i + size] for i in range(0, len(own), size)]
@@ -149,7 +144,7 @@ def sample_answers(
 
 
 def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
-    """Of this process's samples: what takes a forward without gradients, where anything does."""
+    """What this process's samples need a forward without gradients for, where anything does."""
     train, policy = session.config.train, session.policy
     fixed = {index: Fixed(sample.log_probs) for index, sample in rollout.samples.items()}
     again = session.recomputes_old or train.advantage == GAE
@@ -219,8 +214,10 @@ def train_epoch(
                 stats.leave_out(int(lengths[own].sum() - lengths[trained].sum()))
             batches = in_step(accelerator, batches)
             name = f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}"
-            steps = accumulated(accelerator, session.policy.module, batches)
-            for (part, batch), counted in session.bar(steps, name, len(batches)):
+            bar = session.bar(batches, name)
+            module, at_once = session.policy.module, is_sharded(accelerator)
+            steps = accumulated(accelerator, module, bar, len(batches), at_once=at_once)
+            for (part, batch), counted in steps:
                 counted = counted and bool(own)  # or other processes wait for it
                 weights = token_weights(
                     config.train.aggregation, batch.mask, counts, config.sample.max_new_tokens
@@ -280,7 +277,7 @@ def answer_loss(
 def training_batches(
     session: VlmSession, rollout: Rollout, fixed: dict[int, Fixed], own: list[int]
 ) -> list[tuple[list[int], PackedBatch]]:
-    """Of an update, without what has no gradient; one at least, as other processes wait for it."""
+    """An update, without what has no gradient; one at least, as other processes wait for it."""
     learns = {i for i in own if has_gradient(session, fixed[i])}
     kept = own if session.recomputes_old else [i for i in own if i in learns]
     batches = list(packed_batches(session, rollout, kept or own[:1] or [min(fixed)]))

@@ -2,7 +2,7 @@
 as it calls a function for the N-th time.
 
     python tests/dying.py flow_grpo.run.checkpoint:_finish 1 SCRIPT ARGUMENTS
-    python tests/dying.py flow_grpo.run.base:write_at_end 1:SIGINT SCRIPT ARGUMENTS
+    python tests/dying.py flow_grpo.run.session:write_at_end 1:SIGINT SCRIPT ARGUMENTS
 """
 
 import functools

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from flow_grpo.run.tracking import save_samples
+from flow_grpo.run.trackers import save_samples
 
 
 def pictures(count: int, edge: int, seed: int = 0, grain: float = 8) -> list[Image.Image]:

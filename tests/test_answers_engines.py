@@ -34,7 +34,7 @@ from flow_grpo.answer.vllm_engine import (
     unexpanded,
 )
 from flow_grpo.data.questions import Question
-from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.errors import UserError
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")

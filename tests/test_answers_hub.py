@@ -15,8 +15,8 @@ from pyarrow import parquet
 from flow_grpo.answer import export
 from flow_grpo.answer.prompts import load_processors
 from flow_grpo.data.questions import load_questions
-from flow_grpo.draw.export import Source
 from flow_grpo.errors import UserError
+from flow_grpo.run.export import Source
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

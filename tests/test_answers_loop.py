@@ -25,9 +25,9 @@ from flow_grpo.answer.losses import AGGREGATIONS, KINDS, Counts
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.rollout import Rollout
 from flow_grpo.answer.session import build_session, lighter_settings
-from flow_grpo.draw.export import Source
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
+from flow_grpo.run.export import Source
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from flow_grpo.answer.network import AnswerModel
 from flow_grpo.answer.policy import AnswerPolicy, sampler
 from flow_grpo.answer.session import build_session
 from flow_grpo.errors import UserError
-from flow_grpo.run.shards import filled, hollow_copy
+from flow_grpo.run.distributed import filled, hollow_copy
 
 
 @pytest.fixture(params=small_vlm.FAMILIES)

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from policies import policy_of
 from safetensors.torch import load_file, save_file
 
-from flow_grpo.draw.candidates import Candidate, Exchange, find_candidates
+from flow_grpo.draw.evaluation import Candidate, Exchange, find_candidates
 from flow_grpo.draw.models import ModelAdapter, load_adapter
 from flow_grpo.errors import UserError
 from flow_grpo.show.reading import short_names

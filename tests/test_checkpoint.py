@@ -4,7 +4,6 @@ import json
 import pytest
 from accelerate import Accelerator
 
-from flow_grpo.draw.export import Source
 from flow_grpo.errors import UserError
 from flow_grpo.run.checkpoint import (
     STATE,
@@ -15,6 +14,7 @@ from flow_grpo.run.checkpoint import (
     save_checkpoint,
     weights_in,
 )
+from flow_grpo.run.export import Source
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,15 @@ import pytest
 from PIL import Image
 
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.draw.candidates import Candidate
-from flow_grpo.draw.evaluation import Evaluation
-from flow_grpo.draw.results import Scored, console, paired_difference, save_pictures, summary, write
+from flow_grpo.draw.evaluation import Candidate, Evaluation
+from flow_grpo.draw.results import (
+    CandidateScores,
+    console,
+    paired_difference,
+    save_pictures,
+    summary,
+    write,
+)
 from flow_grpo.show.console import table
 
 NAN = math.nan
@@ -41,10 +47,10 @@ def test_too_few_prompts_have_no_standard_error(count, mean):
     assert found.prompts == count
 
 
-def scored(name: str, *, images: int = 0, weights: Path | None = None, **scores) -> Scored:
+def scored(name: str, *, images: int = 0, weights: Path | None = None, **scores) -> CandidateScores:
     columns = {key: np.array(values) for key, values in scores.items()}
     pictures = [Image.new("RGB", (24, 16), (40 * i, 0, 0)) for i in range(images)]
-    return Scored(Candidate(name, weights), Evaluation(columns, pictures))
+    return CandidateScores(Candidate(name, weights), Evaluation(columns, pictures))
 
 
 def test_the_table_has_means_differences_and_standard_errors():

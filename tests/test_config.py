@@ -14,8 +14,7 @@ from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.seeding import Stream, torch_generator
 from flow_grpo.draw import fields as base
 from flow_grpo.draw.check import check, unusual
-from flow_grpo.draw.gpu import can_compile, can_replay, missing_tool
-from flow_grpo.draw.session import build_session
+from flow_grpo.draw.session import build_session, can_compile, can_replay, missing_tool
 from flow_grpo.errors import UserError
 
 
@@ -47,7 +46,7 @@ def on_gpu(**state) -> SimpleNamespace:
 
 
 def test_what_is_compiled_and_replayed(monkeypatch, caplog):
-    monkeypatch.setattr("flow_grpo.draw.gpu.missing_tool", lambda: "")
+    monkeypatch.setattr("flow_grpo.draw.session.missing_tool", lambda: "")
     config = base.get_config()
     several = on_gpu(distributed_type=DistributedType.MULTI_GPU)
     assert can_compile(config, on_gpu())
@@ -66,7 +65,7 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
     assert not can_replay(config, on_gpu())
     config.cuda_graphs, config.use_lora = True, False
     assert not can_replay(config, on_gpu())
-    monkeypatch.setattr("flow_grpo.draw.gpu.missing_tool", lambda: "Triton")
+    monkeypatch.setattr("flow_grpo.draw.session.missing_tool", lambda: "Triton")
     with caplog.at_level("WARNING"):
         assert not can_compile(config, on_gpu())
     assert "Triton is missing" in caplog.text
@@ -77,9 +76,9 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
 
 
 def test_what_the_compiler_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr("flow_grpo.draw.gpu.has_triton", lambda: False)
+    monkeypatch.setattr("flow_grpo.draw.session.has_triton", lambda: False)
     assert missing_tool() == "Triton"
-    monkeypatch.setattr("flow_grpo.draw.gpu.has_triton", lambda: True)
+    monkeypatch.setattr("flow_grpo.draw.session.has_triton", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert missing_tool() == "a C compiler (gcc or clang)"

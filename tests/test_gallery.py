@@ -15,9 +15,8 @@ from shown import HOSTILE, LONG, make_run
 
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo import gallery
-from flow_grpo.draw.candidates import Candidate
-from flow_grpo.draw.evaluation import Evaluation
-from flow_grpo.draw.results import Scored, save_pictures
+from flow_grpo.draw.evaluation import Candidate, Evaluation
+from flow_grpo.draw.results import CandidateScores, save_pictures
 from flow_grpo.errors import UserError
 from flow_grpo.show.grid import GAP, LINE
 
@@ -48,9 +47,9 @@ class Page(HTMLParser):
             self.captions[-1] += data
 
 
-def scored(name: str, samples: list, scores: list[float]) -> Scored:
+def scored(name: str, samples: list, scores: list[float]) -> CandidateScores:
     values = {"words": np.array(scores), "avg": np.array(scores)}
-    return Scored(Candidate(name, None), Evaluation(values, samples))
+    return CandidateScores(Candidate(name, None), Evaluation(values, samples))
 
 
 def write(out: Path, samples: list) -> Page:

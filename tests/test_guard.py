@@ -16,7 +16,7 @@ from flow_grpo.rewards import WeightedReward, close_scorers, failure
 from flow_grpo.rewards.calling.guard import GuardedScorer
 from flow_grpo.rewards.calling.pool import CannotStart
 from flow_grpo.rewards.failure import Failed, FailurePolicy
-from flow_grpo.run.running import describe_outage
+from flow_grpo.run.session import describe_outage
 
 PICTURE = Image.new("RGB", (8, 8))
 

@@ -14,12 +14,13 @@ from policies import policy_of
 from safetensors.torch import load_file, save_file
 from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.draw.export import Source, export
+from flow_grpo.draw.export import export
 from flow_grpo.draw.models import load_adapter
 from flow_grpo.draw.models.lora_files import attach_lora
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.errors import UserError
 from flow_grpo.run.checkpoint import weights_in
+from flow_grpo.run.export import Source
 
 TARGETS = SD3Adapter.lora_targets
 PLAIN = {"r": 4, "lora_alpha": 12, "init_lora_weights": "gaussian"}

@@ -6,12 +6,8 @@ import torch
 from accelerate import Accelerator
 
 from flow_grpo.draw.algorithms import Loss
-from flow_grpo.run.metrics import (
-    TrainingStats,
-    group_distance,
-    reward_metrics,
-    score_metrics,
-)
+from flow_grpo.draw.rollout import group_distance
+from flow_grpo.run.metrics import TrainingStats, reward_metrics, score_metrics
 
 
 @pytest.mark.filterwarnings("error")

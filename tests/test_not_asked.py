@@ -15,7 +15,7 @@ from flow_grpo.rewards.calling.guard import BatchScores, GuardedScorer
 from flow_grpo.rewards.calling.remote import _parse
 from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked
 from flow_grpo.run.metrics import score_metrics
-from flow_grpo.run.running import describe_outage
+from flow_grpo.run.session import describe_outage
 from reward_server.app import _answer
 
 NAN = float("nan")

@@ -12,7 +12,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import plot
 
-from flow_grpo.run.tracking import save_samples
+from flow_grpo.run.trackers import save_samples
 
 
 def make_run(folder: Path, epochs: int = 3) -> Path:

@@ -15,12 +15,11 @@ from flow_grpo.data.hub import download_revision
 from flow_grpo.draw.check import check
 from flow_grpo.draw.fields import get_config
 from flow_grpo.errors import UserError
-from flow_grpo.run.accelerator import build_accelerator
-from flow_grpo.run.optimizer import offload_state
+from flow_grpo.run.building import build_accelerator, offload_state
 
 DOWNLOAD = """
 from flow_grpo.data.hub import download_revision
-from flow_grpo.run.optimizer import offload_state
+from flow_grpo.run.building import offload_state
 print(download_revision("someone/signs", "v2"))
 download_revision("someone/signs", "v3")
 """
@@ -106,7 +105,7 @@ def test_offloaded_moments_train_the_same_weights():
 
 def test_a_run_offloads_if_it_is_told_to(make_session, monkeypatch):
     told = []
-    monkeypatch.setattr("flow_grpo.run.optimizer.offload_state", told.append)
+    monkeypatch.setattr("flow_grpo.run.building.offload_state", told.append)
     session = make_session(**{"train.offload_optimizer": True})
     assert told == [session.optimizer.optimizer]
 

@@ -21,7 +21,7 @@ from report_runs import make_run, pictures
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import NotAsked
-from flow_grpo.run.tracking import save_samples
+from flow_grpo.run.trackers import save_samples
 from flow_grpo.show import page, serving
 from flow_grpo.show.grid import score_text
 from flow_grpo.show.health import CHECKS, examine

@@ -13,7 +13,7 @@ from torch import nn
 from flow_grpo.draw.models import load_adapter
 from flow_grpo.draw.session import Session
 from flow_grpo.errors import Stopped, UserError
-from flow_grpo.run.running import carry_out
+from flow_grpo.run.session import carry_out
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import (
@@ -242,7 +242,7 @@ def test_a_second_interrupt_says_how_to_go_on(make_session, monkeypatch, place):
             signal.raise_signal(signal.SIGINT)
 
     if place == "closing":
-        monkeypatch.setattr("flow_grpo.run.base.write_at_end", interrupt)
+        monkeypatch.setattr("flow_grpo.run.session.write_at_end", interrupt)
     with pytest.raises(Stopped, match=r"--config.run_name=run-0 --config.resume=auto$"):
         carry_out(session, interrupt if place == "training" else lambda _: None, advice=[])
 

@@ -18,9 +18,9 @@ from flow_grpo.answer.losses import (
     whitened,
 )
 from flow_grpo.answer.rollout import BASELINE, Rollout
-from flow_grpo.draw.algorithms.base import Scored
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.distributed import gather_rows
+from flow_grpo.run.metrics import Scored
 
 KL = "kl"  # among rewards
 

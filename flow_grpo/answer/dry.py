@@ -1,7 +1,6 @@
 """How much of scripts/train_vlm.py a dry run measures: two batches of answers, or as many as make
 whole groups."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,16 +15,15 @@ from flow_grpo.answer.credit import Fixed
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.rollout import LENGTH, Rollout
 from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
-from flow_grpo.run import rehearsal
+from flow_grpo.run.metrics import Timer, now
 from flow_grpo.run.rehearsal import (
     Epoch,
     Rehearsal,
+    Work,
     build_quietly,
-    epochs_left,
     refuse_outage,
     tensor_bytes,
 )
-from flow_grpo.run.tracking import Timer, now
 
 ByIndex = dict[int, Fixed]
 
@@ -51,14 +49,12 @@ class AnswerLoop(Rehearsal):
     def advice(self, session: VlmSession) -> list[str]:
         return lighter_settings(session.config)
 
-    def count_work(self, session: VlmSession) -> rehearsal.Work:
-        plan = session.plan
-        shared = math.ceil(len(session.test_questions) / plan.num_processes)
-        return rehearsal.Work(
-            batches=plan.batches,
-            micro_batches=plan.per_process,  # it is answers that are counted: batches differ
-            eval_batches=math.ceil(shared / session.config.sample.batch_size),
-            **epochs_left(session),
+    def count_work(self, session: VlmSession) -> Work:
+        return self.work(
+            session,
+            batches=session.plan.batches,
+            micro_batches=session.plan.per_process,  # answers are counted: batches differ
+            eval_batch_size=session.config.sample.batch_size,
         )
 
     def shrink(self, session: VlmSession, folder: Path) -> VlmSession:
@@ -67,7 +63,7 @@ class AnswerLoop(Rehearsal):
         return replace(session, config=config, plan=smallest_epoch(session.plan), folder=folder)
 
     def run_epoch(self, small: VlmSession, epoch: int) -> Epoch:
-        timer, plan, device = Timer(), small.plan, small.accelerator.device
+        timer, device = Timer(), small.accelerator.device
         rollout = self.sample(small, epoch, timer)
         refuse_outage(small, rollout.rewards)
         small.reward.rest()
@@ -82,16 +78,7 @@ class AnswerLoop(Rehearsal):
         held = tensor_bytes([rollout.samples, rollout.prompts]) if device.type == "cpu" else 0
         lengths = f"{rollout.scores[LENGTH].mean():.0f} tokens on average, of at most "
         lengths += f"{small.config.sample.max_new_tokens}; longer ones take longer"
-        return Epoch(
-            seconds,
-            batches=plan.batches,
-            trained=plan.per_process,
-            held=held / plan.batches,
-            remark=("answers", lengths),
-        )
-
-    def run_evaluation(self, small: VlmSession) -> None:
-        self.evaluate(small, 0)
+        return Epoch(seconds, held / small.plan.batches, remark=("answers", lengths))
 
 
 def smallest_epoch(plan: AnswerPlan) -> AnswerPlan:

@@ -1,22 +1,18 @@
 """A trained checkpoint put into its model: a folder that transformers load by themselves."""
 
 import logging
-import shutil
 from pathlib import Path
 
 import torch
 from peft import PeftModel
-from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import cached_file
 
-from flow_grpo import disk
 from flow_grpo.answer.policy import load_model
 from flow_grpo.answer.prompts import load_processors
-from flow_grpo.draw.export import Source
-from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json
 from flow_grpo.rewards.loading import explained
+from flow_grpo.run.export import Source, refuse_existing, write_folder
 
 CPU = torch.device("cpu")
 
@@ -43,21 +39,16 @@ def export(
 
     LoRA is merged in float32, and all is stored as `dtype`.
     """
-    if out.exists() or out.is_symlink():
-        raise UserError(f"{out} already exists; choose another --out or remove it")
+    refuse_existing(out)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     merged = _merged(source, model, revision).to(dtype)
     parts = load_processors(model, revision)
-    partial = out.with_name(f".partial-{out.name}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
+
+    def fill(folder: Path) -> None:
         for part in (merged, *parts):
-            part.save_pretrained(partial)
-        disk.publish(partial, out)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {out}: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            part.save_pretrained(folder)
+
+    write_folder(out, fill)
 
 
 def _merged(source: Source, model: str, revision: str) -> nn.Module:

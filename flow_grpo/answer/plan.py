@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 
 from flow_grpo.errors import UserError
+from flow_grpo.run.session import Plan
 
 
 @dataclass(frozen=True)
-class AnswerPlan:
+class AnswerPlan(Plan):
     num_processes: int
     questions: int
     group_size: int
@@ -43,10 +44,6 @@ class AnswerPlan:
         """Sampled together; the last batch may have fewer."""
         return math.ceil(self.per_process / self.batches)
 
-    @property
-    def updates(self) -> int:
-        return self.updates_per_pass * self.inner_epochs
-
     def update(self, number: int) -> slice:
         """The samples of an update, by index."""
         size = self.samples // self.updates_per_pass
@@ -59,15 +56,10 @@ class AnswerPlan:
                 "add questions or lower sample.questions_per_epoch"
             )
 
-    def describe(self) -> str:
-        return "\n".join(
-            [
-                f"samples per epoch     {self.samples} = {self.questions} questions x "
-                f"{self.group_size} answers",
-                f"sampled together      {self.batch_size}, on each of {self.num_processes} "
-                "processes",
-                f"samples per update    {self.samples // self.updates_per_pass}",
-                f"updates per epoch     {self.updates} (train.num_inner_epochs="
-                f"{self.inner_epochs})",
-            ]
-        )
+    def rows(self) -> dict[str, str]:
+        return {
+            "samples per epoch": f"{self.samples} = {self.questions} questions x "
+            f"{self.group_size} answers",
+            "sampled together": f"{self.batch_size}, on each of {self.num_processes} processes",
+            "samples per update": f"{self.samples // self.updates_per_pass}",
+        }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from peft import LoraConfig
 from torch import Tensor, nn
@@ -18,23 +18,20 @@ from flow_grpo.answer.batches import PackedBatch
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import explained
-from flow_grpo.run.shards import filled, hold_with, hollow_copy, is_sharded, whole_state
+from flow_grpo.run.distributed import filled, hold_with, hollow_copy, is_sharded
+from flow_grpo.run.policy import ADAPTER, BasePolicy, widen
 from flow_grpo.run.snapshot import Reference
-from flow_grpo.run.trained import Trained
 
-ADAPTER = "default"
 TOWER = "visual"
 # every linear layer, wherever the model keeps its layers
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 VISION = r".*visual.*\.(qkv|(gate_|up_|down_)?proj|(linear_)?fc[12]|mlp\.[02])"
-FLOAT = torch.float32
 
 
-class AnswerPolicy(Trained):
-    """`module` is the wrapped network after `prepare`: training calls that one, so that
-    distribution sees every forward with gradients. What needs no gradients calls `whole`, while
-    `gathered`: each process as often as it likes. That is the network itself, unless its weights
-    are sharded. The reference is `whole` with LoRA as training began, or a frozen copy."""
+class AnswerPolicy(BasePolicy):
+    """What needs no gradients calls `whole`, while `gathered`: each process as often as it likes.
+    That is the network itself, unless its weights are sharded. The reference is `whole` with LoRA
+    as training began, or a frozen copy."""
 
     def __init__(
         self,
@@ -53,40 +50,34 @@ class AnswerPolicy(Trained):
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        self.use_lora = use_lora
         self._parts = parts  # tokenizer and image processor, saved with whole models
-        model.requires_grad_(False)
+        targets = LANGUAGE if freeze_vision else f"({LANGUAGE}|{VISION})"
+        lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)
+        super().__init__(model, lora if use_lora else None, lora_path, seed)
         settings = {"temperature": temperature, "compute_dtype": compute_dtype}
-        frozen = self._frozen = None
-        if use_lora:
-            targets = LANGUAGE if freeze_vision else f"({LANGUAGE}|{VISION})"
-            _add_lora(model, rank, alpha, targets, lora_path, seed)
-        else:
-            if lora_path:
-                raise UserError(f"train.lora_path={lora_path} needs use_lora=True")
-            if with_reference:
-                frozen = copy.deepcopy(model)
-            model.requires_grad_(True)
+        frozen, self._frozen = None, None
+        if not use_lora:
+            frozen = copy.deepcopy(model).requires_grad_(False) if with_reference else None
             model.model.visual.requires_grad_(not freeze_vision)
-        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        widen(model, trained)  # a half-precision weight cannot hold small steps
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        widen(trained.values())
         if frozen is not None:
             # the same arithmetic: autocast would cast these matrices to what they are
-            widen(frozen, [name for name in trained if name not in only_multiplied(frozen)])
+            cast, own = only_multiplied(frozen), dict(frozen.named_parameters())
+            widen(own[name] for name in trained if name not in cast)
             self._frozen = AnswerModel(frozen, **settings)
         self.network = AnswerModel(model, with_value=with_value, **settings)
         self.network.to(model.device)
         self._recompute = gradient_checkpointing
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.module: nn.Module = self.network
-        self.whole = self.network
+        self.module = self.whole = self.network
         # before weights are sharded: each process calls the reference as often as it likes
         self._start = Reference(self.trained()) if use_lora and with_reference else None
 
-    @property
-    def model(self) -> nn.Module:
-        return self.network.model
+    def _load_lora(self, path: str) -> None:
+        with explained("train.lora_path", path, "a LoRA of this model"):
+            self.model.load_adapter(path, adapter_name=ADAPTER, is_trainable=True)
 
     def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
         if is_sharded(accelerator):
@@ -95,9 +86,8 @@ class AnswerPolicy(Trained):
         if accelerator.distributed_type == DistributedType.FSDP:
             blocks = list(self.model._no_split_modules)
             accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = blocks
-        self.module, optimizer = accelerator.prepare(self.network, optimizer)
+        optimizer = super().prepare(accelerator, optimizer)
         hold_with(self.network, self.model.lm_head.weight)
-        self.register(accelerator)
         if self._start is not None:
             own = dict(self.whole.named_parameters())
             self._start.parameters = [own[name] for name in self._start.names]
@@ -134,27 +124,13 @@ class AnswerPolicy(Trained):
             with self._start.applied():
                 yield self.whole
 
-    def moved(self) -> None:
-        """After an update of the weights: nothing here depends on them."""
+    def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        self.model.save_pretrained(folder, state_dict=weights)
 
-    def save(self, folder: Path, prefix: str = "") -> None:
-        """`<prefix>lora/` as PEFT writes it, or `<prefix>model/` as transformers does.
-
-        Call it on all processes; one of them writes.
-        """
-        # with the buffers, where it is the whole model
-        own = self.model.state_dict(keep_vars=True)
-        named = {n: w for n, w in own.items() if "lora_" in n} if self.use_lora else own
-        weights = whole_state(named)
-        if not PartialState().is_main_process:
-            return
-        if self.use_lora:
-            self.model.save_pretrained(folder / f"{prefix}lora", state_dict=weights)
-            return
-        place = folder / f"{prefix}model"
-        self.model.save_pretrained(place, state_dict=weights)
+    def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
+        self.model.save_pretrained(folder / f"{prefix}model", state_dict=weights)
         for part in self._parts:
-            part.save_pretrained(place)
+            part.save_pretrained(folder / f"{prefix}model")
 
 
 def sampler(network: AnswerModel) -> AnswerModel:
@@ -180,13 +156,6 @@ def only_multiplied(model: nn.Module) -> set[str]:
     return {name for name, weight in model.named_parameters() if weight not in others}
 
 
-def widen(model: nn.Module, names: list[str]) -> None:
-    """Hold these weights in float32 or better."""
-    named = dict(model.named_parameters())
-    for name in names:
-        named[name].data = named[name].data.to(torch.promote_types(named[name].dtype, FLOAT))
-
-
 def load_model(
     source: str, device: torch.device, dtype: torch.dtype, revision: str = "main"
 ) -> nn.Module:
@@ -200,18 +169,3 @@ def load_model(
             "Qwen2.5-VL or a Qwen3-VL"
         )
     return model.to(device).eval()
-
-
-def _add_lora(
-    model: nn.Module, rank: int, alpha: int, targets: str, lora_path: str, seed: int
-) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        if lora_path:
-            with explained("train.lora_path", lora_path, "a LoRA of this model"):
-                model.load_adapter(lora_path, adapter_name=ADAPTER, is_trainable=True)
-        else:
-            settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)
-            model.add_adapter(settings, adapter_name=ADAPTER)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)

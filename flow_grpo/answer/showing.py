@@ -6,14 +6,13 @@ from PIL import Image
 
 from flow_grpo.data.questions import Question
 from flow_grpo.pictures import read_picture
-from flow_grpo.run.base import Run
-from flow_grpo.run.writing import write_samples
+from flow_grpo.run.session import BaseSession, write_samples
 
 MOST = 512  # pixels of a side: they are there to be looked at
 
 
 def write_answers(
-    session: Run,
+    session: BaseSession,
     kind: str,
     epoch: int,
     questions: Sequence[Question],

@@ -23,7 +23,7 @@ from flow_grpo.answer.rollout import Answerer, Sample
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.pictures import read_picture
-from flow_grpo.run.shards import gathered, whole
+from flow_grpo.run.distributed import gathered, whole
 from flow_grpo.speed.lora import narrowed
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")

@@ -26,7 +26,7 @@ from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.errors import UserError, with_nearest
 from flow_grpo.files import parse_json, read_json, read_text
 from flow_grpo.pictures import Picture, read_picture
-from flow_grpo.run.tracking import progress_bar
+from flow_grpo.show.console import progress_bar
 
 logger = logging.getLogger("flow_grpo")
 
@@ -80,7 +80,7 @@ def find_questions(path: Path, split: Split) -> list[Question] | None:
 
 
 def _files_of(path: Path, split: Split) -> list[Path]:
-    """Of the first of the split's names that has any: one file, or as the hub has them, several
+    """Files of the first of the split's names that has any: one, or as the hub has them, several
     parts, data/train-00000-of-00002.parquet, or a folder of parts, data/train/0000.parquet."""
     for name in SPLITS[split]:
         for folder in (path, path / "data"):
@@ -139,7 +139,9 @@ def check_pictures(questions: Sequence[Question], accelerator: Accelerator) -> N
     # Pillow decodes without Python's lock; no more pictures than threads are in memory
     with ThreadPool(min(8, os.cpu_count() or 1)) as pool:
         decoded = pool.imap(lambda item: read_picture(*item).size, share)
-        for _ in progress_bar(decoded, "checking pictures", accelerator, len(share)):
+        for _ in progress_bar(
+            decoded, "checking pictures", accelerator.is_main_process, len(share)
+        ):
             pass
 
 

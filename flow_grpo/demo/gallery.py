@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.draw.results import Scored, comparison
+from flow_grpo.draw.results import CandidateScores, comparison
 from flow_grpo.show.grid import still
 
 PICTURE, PAGE = "gallery.png", "gallery.html"
@@ -30,7 +30,9 @@ figcaption b {color: #222}
 """
 
 
-def write(out: Path, settings: dict[str, Any], scored: list[Scored], prompts: list[Prompt]) -> None:
+def write(
+    out: Path, settings: dict[str, Any], scored: list[CandidateScores], prompts: list[Prompt]
+) -> None:
     """From the pictures that an evaluation has saved in `out`."""
     images = scored[0].result.images
     shown = [p.prompt for p in prompts[: len(images)]]

@@ -12,8 +12,8 @@ from torch import Tensor
 from flow_grpo.config.places import find_files
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo.limits import Limits, Wish
-from flow_grpo.draw.candidates import BASE, Candidate, Exchange
 from flow_grpo.draw.check import check
+from flow_grpo.draw.evaluation import BASE, Candidate, Exchange
 from flow_grpo.draw.prompts import build_test_prompts
 from flow_grpo.draw.rollout import Denoiser, eval_generators, initial_noise
 from flow_grpo.draw.session import build_adapter, build_dynamics, image_size
@@ -21,13 +21,14 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers, why_not
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.frames import Sample, to_pil
-from flow_grpo.run.accelerator import advice_when_short, build_accelerator
+from flow_grpo.run.building import advice_when_short, build_accelerator, build_rewards, eval_weights
 from flow_grpo.run.checkpoint import BEST, LATEST, PREFIX, list_checkpoints, weights_in
-from flow_grpo.run.scoring import build_rewards, eval_weights
 from flow_grpo.show.console import shown_rewards
 from flow_grpo.show.grid import score_text
 
 KINDS = {"ema_lora": "EMA", "lora": "LoRA", "ema_transformer": "EMA", "transformer": "weights"}
+REWARD_SECONDS = 60.0  # somebody waits for it
+REASON_LENGTH = 200
 
 
 def list_weights(run: Path) -> dict[str, Path]:
@@ -64,10 +65,6 @@ def _find(run: Path, word: str) -> Path:
         there = [LATEST, *([BEST] if (root / BEST).exists() else []), *steps]
         raise UserError(f"{run} has no checkpoint {word!r}; it has {', '.join(there)}")
     return place
-
-
-REWARD_SECONDS = 60.0  # somebody waits for it
-REASON_LENGTH = 200
 
 
 @dataclass(frozen=True)

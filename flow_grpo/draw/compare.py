@@ -11,24 +11,29 @@ from ml_collections import ConfigDict
 from flow_grpo.config.places import find_files
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw import results
-from flow_grpo.draw.candidates import Candidate, Exchange, find_candidates
 from flow_grpo.draw.check import check, check_eval_judges
-from flow_grpo.draw.evaluation import Evaluation, evaluate
+from flow_grpo.draw.evaluation import (
+    Candidate,
+    Evaluation,
+    Exchange,
+    evaluate,
+    find_candidates,
+)
 from flow_grpo.draw.prompts import build_test_prompts
-from flow_grpo.draw.results import Scored
+from flow_grpo.draw.results import CandidateScores
 from flow_grpo.draw.rollout import Denoiser
 from flow_grpo.draw.session import (
     build_adapter,
     build_dynamics,
+    check_reward,
     eval_guidance,
     image_size,
 )
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers
-from flow_grpo.run.accelerator import build_accelerator
+from flow_grpo.run.building import build_accelerator, build_rewards, eval_weights
 from flow_grpo.run.distributed import on_all_or_none
-from flow_grpo.run.running import describe_outage
-from flow_grpo.run.scoring import build_rewards, check_reward, eval_weights
+from flow_grpo.run.session import describe_outage
 
 logger = logging.getLogger("flow_grpo")
 
@@ -41,7 +46,7 @@ def evaluate_all(
     pictures: int | None = None,
     prompts: list[Prompt] | None = None,
     write: Callable = results.write,
-) -> list[Scored]:
+) -> list[CandidateScores]:
     """Score each of `checkpoints` ("base": the model as it is) and write the new folder `out`.
 
     `pictures` of each are saved, of the first prompts. None saves all; of clips, which are large,
@@ -64,7 +69,7 @@ def evaluate_all(
         check_reward(reward, prompts, image_size(config))
         for each in score_each(config, accelerator, candidates, reward, prompts, out, pictures):
             images = each.result.images[: config.log_images]
-            scored.append(Scored(each.candidate, Evaluation(each.result.scores, images)))
+            scored.append(CandidateScores(each.candidate, Evaluation(each.result.scores, images)))
             scores, limit = each.result.scores, config.max_failed_fraction
             outage = describe_outage(accelerator, reward, scores, limit)
             if outage:
@@ -89,7 +94,7 @@ def score_each(
     prompts: list[Prompt],
     out: Path,
     pictures: int,
-) -> Iterator[Scored]:
+) -> Iterator[CandidateScores]:
     """One model, whose weights are exchanged; pictures are saved as they come."""
     adapter = build_adapter(config, accelerator)
     exchange = Exchange(adapter, candidates)
@@ -113,7 +118,7 @@ def score_each(
                 seed=config.seed,
                 keep_images=max(pictures, config.log_images),
             )
-        scored = Scored(candidate, result)
+        scored = CandidateScores(candidate, result)
         save = partial(results.save_pictures, out, scored, prompts, pictures if main else 0)
         on_all_or_none(accelerator, save)
         yield scored

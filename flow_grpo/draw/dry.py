@@ -1,7 +1,6 @@
 """How much of scripts/train.py a dry run measures: as few batches as make whole groups."""
 
 import logging
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,22 +10,19 @@ from typing import ClassVar
 import numpy as np
 from ml_collections import ConfigDict
 
-from flow_grpo.draw.algorithms.base import Scored
 from flow_grpo.draw.check import check
-from flow_grpo.draw.gpu import lighter_training
-from flow_grpo.draw.plan import BatchPlan
+from flow_grpo.draw.plan import BatchPlan, lighter_training
 from flow_grpo.draw.session import Session, build_algorithm, build_session
 from flow_grpo.errors import UserError
-from flow_grpo.run import rehearsal
+from flow_grpo.run.metrics import Scored, now
 from flow_grpo.run.rehearsal import (
     Epoch,
     Rehearsal,
+    Work,
     build_quietly,
-    epochs_left,
     refuse_outage,
     tensor_bytes,
 )
-from flow_grpo.run.tracking import now
 
 logger = logging.getLogger("flow_grpo")
 
@@ -54,15 +50,14 @@ class Loop(Rehearsal):
     def advice(self, session: Session) -> list[str]:
         return lighter_training(session.config, session.plan)
 
-    def count_work(self, session: Session) -> rehearsal.Work:
-        config, plan = session.config, session.plan
-        shared = math.ceil(len(session.test_prompts) / plan.num_processes)
-        return rehearsal.Work(
+    def count_work(self, session: Session) -> Work:
+        sample, plan = session.config.sample, session.plan
+        return self.work(
+            session,
             batches=plan.batches_per_epoch,
             micro_batches=plan.updates * session.algorithm.batch_count(plan.train_batch_size),
-            eval_batches=math.ceil(shared / config.sample.test_batch_size),
-            **epochs_left(session),
-            ahead=bool(config.sample.async_depth),
+            eval_batch_size=sample.test_batch_size,
+            ahead=bool(sample.async_depth),
         )
 
     def shrink(self, session: Session, folder: Path) -> Session:
@@ -84,7 +79,7 @@ class Loop(Rehearsal):
         )
 
     def run_epoch(self, small: Session, epoch: int) -> Epoch:
-        device, plan, algorithm = small.accelerator.device, small.plan, small.algorithm
+        device = small.accelerator.device
         times = [now(device)]
         samples = self.sample(small, epoch)
         times.append(now(device))
@@ -93,19 +88,11 @@ class Loop(Rehearsal):
         refuse_outage(small, scored.rewards)
         small.reward.rest()
         small.remember_behaviour()
-        credit = np.random.default_rng(epoch).standard_normal(plan.samples)
-        count_as_done(small)
+        credit = np.random.default_rng(epoch).standard_normal(small.plan.samples)
         self.train(small, epoch, samples, credit)
         times.append(now(device))
-        return Epoch(
-            tuple(np.diff(times).tolist()),
-            batches=plan.batches_per_epoch,
-            trained=plan.updates * algorithm.batch_count(plan.train_batch_size),
-            held=tensor_bytes([s.trajectory for s in samples]) / len(samples),
-        )
-
-    def run_evaluation(self, small: Session) -> None:
-        self.evaluate(small, 0)
+        held = tensor_bytes([s.trajectory for s in samples]) / len(samples)
+        return Epoch(tuple(np.diff(times).tolist()), held)
 
 
 def smallest_epoch(plan: BatchPlan, check: Callable[[BatchPlan], None]) -> BatchPlan:
@@ -123,11 +110,3 @@ def smallest_epoch(plan: BatchPlan, check: Callable[[BatchPlan], None]) -> Batch
             check(small)
             return small
     return plan
-
-
-def count_as_done(small: Session) -> None:
-    """All micro-steps of an update but those of a small one, so that it ends in a step of the
-    optimizer, which takes memory of its own."""
-    accelerator, algorithm = small.accelerator, small.algorithm
-    own = algorithm.batch_count(small.plan.train_batch_size) * algorithm.losses_per_sample
-    accelerator.step = accelerator.gradient_accumulation_steps - own

@@ -1,7 +1,6 @@
 """A trained checkpoint put into its model: a pipeline folder that diffusers loads by itself."""
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import diffusers
@@ -9,75 +8,12 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from safetensors import SafetensorError
 
-from flow_grpo import disk
 from flow_grpo.draw.models.lora_files import Misfit, attach_lora, replace_weights
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json
-from flow_grpo.run.checkpoint import PREFIX, damage_of_weights, weights_in
+from flow_grpo.run.export import Source, refuse_existing, write_folder
 
 TRAINED = "transformer"  # the part of a pipeline that runs train
-NAMES = ("lora", "transformer", "model")  # what weights are called in a checkpoint, if not averaged
-
-
-@dataclass(frozen=True)
-class Source:
-    """The weights to export and what their place in a run says of them."""
-
-    weights: Path  # a LoRA folder or a whole transformer
-
-    @classmethod
-    def find(cls, checkpoint: Path, *, raw: bool = False) -> "Source":
-        """`checkpoint` is what `weights_in` takes; `raw` asks for weights that are not averaged."""
-        weights = weights_in(checkpoint).resolve()  # "best" and "latest" are links
-        plain = weights.with_name(weights.name.removeprefix("ema_"))
-        if raw and plain != weights:
-            if weights == checkpoint.resolve():
-                raise UserError(f"{checkpoint} is averaged; name {plain.name} or leave out --raw")
-            weights = plain
-        if raw and not weights.is_dir():
-            raise UserError(f"no {plain.name} in {weights.parent}; leave out --raw for the average")
-        if damage := damage_of_weights(weights):
-            raise UserError(f"{weights} is damaged: {damage}; take another checkpoint")
-        return cls(weights)
-
-    @property
-    def is_lora(self) -> bool:
-        return not (self.weights / "config.json").is_file()
-
-    @property
-    def averaged(self) -> bool | None:
-        """None: a folder of another name, which does not tell."""
-        name = self.weights.name
-        return name.startswith("ema_") if name.removeprefix("ema_") in NAMES else None
-
-    @property
-    def step(self) -> int | None:
-        step = self.weights.parent.name.removeprefix(PREFIX)
-        return int(step) if step.isdigit() else None
-
-    @property
-    def run(self) -> Path | None:
-        """RUN/checkpoints/checkpoint-8/lora lies in RUN."""
-        if len(self.weights.parents) < 3:
-            return None
-        run = self.weights.parents[2]
-        return run if (run / "config.json").is_file() and self.step is not None else None
-
-    def trained_model(self) -> tuple[str, str]:
-        """The model that the run started from, and its revision."""
-        if self.run is None:
-            raise UserError(f"name the model with --model: {self.weights} is not in a run")
-        try:
-            config = read_json(self.run / "config.json")["pretrained"]
-            return str(config["model"]), str(config.get("revision", "main"))
-        except (UserError, OSError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"name the model with --model: {self.run / 'config.json'} does not tell it"
-            ) from error
-
-    def __str__(self) -> str:
-        """No more of the path than says which run and step."""
-        return str(self.weights.relative_to(self.run.parent)) if self.run else self.weights.name
 
 
 def export(
@@ -91,30 +27,24 @@ def export(
 
     The transformer is merged in float32 and stored as `dtype`; the other parts are copied.
     """
-    if out.exists() or out.is_symlink():
-        raise UserError(f"{out} already exists; choose another --out or remove it")
-    folder = _pipeline_folder(model, revision)
-    index = _read_index(folder)
-    transformer = _merged(source, folder, getattr(diffusers, index[TRAINED][1]))
+    refuse_existing(out)
+    base = _pipeline_folder(model, revision)
+    index = _read_index(base)
+    transformer = _merged(source, base, getattr(diffusers, index[TRAINED][1]))
     transformer.to(dtype)
     for name, parameter in transformer.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"{source.weights}: {name} is not finite in {_name(dtype)}")
-    partial = out.with_name(f".partial-{out.name}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _copy_parts(folder, index, partial)
-        transformer.save_pretrained(partial / TRAINED)
+
+    def fill(folder: Path) -> None:
+        _copy_parts(base, index, folder)
+        transformer.save_pretrained(folder / TRAINED)
         # the same but for the path it was loaded from
-        shutil.copyfile(folder / TRAINED / "config.json", partial / TRAINED / "config.json")
+        shutil.copyfile(base / TRAINED / "config.json", folder / TRAINED / "config.json")
         card = _model_card(source, model, out.name, dtype)
-        (partial / "README.md").write_text(card, encoding="utf-8")
-        disk.publish(partial, out)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {out}: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    write_folder(out, fill)
 
 
 def _pipeline_folder(model: str, revision: str) -> Path:

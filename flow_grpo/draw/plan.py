@@ -2,11 +2,14 @@
 
 from dataclasses import Field, dataclass, field, fields, replace
 
+from ml_collections import ConfigDict
+
 from flow_grpo.errors import UserError
+from flow_grpo.run.session import Plan
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Of `number`, and no larger than `most`; at least 1."""
+    """The largest divisor of `number` that is no larger than `most`; at least 1."""
     return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
 
 
@@ -15,7 +18,7 @@ def _field(config_name: str) -> Field:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(Plan):
     num_processes: int
     sample_batch_size: int = _field("sample.train_batch_size")  # per process
     batches_per_epoch: int = _field("sample.num_batches_per_epoch")  # per process
@@ -65,12 +68,7 @@ class BatchPlan:
 
     @property
     def updates_per_pass(self) -> int:
-        """Of the samples of an epoch; there are `inner_epochs` passes."""
         return self.micro_batches // self.accumulation_steps
-
-    @property
-    def updates(self) -> int:
-        return self.updates_per_pass * self.inner_epochs
 
     def in_smaller_batches(self) -> "BatchPlan | None":
         """The same epoch and updates in less memory; None if batches are of one sample."""
@@ -128,17 +126,42 @@ class BatchPlan:
                 "lower sample.num_batches_per_epoch"
             )
 
-    def describe(self) -> str:
+    def rows(self) -> dict[str, str]:
         p = self
         per_update = p.train_batch_size * p.accumulation_steps * p.num_processes
-        return "\n".join(
-            [
-                f"samples per epoch     {p.samples} = {p.sample_batch_size} per batch"
-                f" x {p.batches_per_epoch} batches x {p.num_processes} processes",
-                f"groups per epoch      {p.groups} prompts x {p.group_size} images",
-                f"samples per update    {per_update} = {p.train_batch_size} per micro-batch"
-                f" x {p.accumulation_steps} accumulated x {p.num_processes} processes,"
-                f" each over {p.trained_steps} steps",
-                f"updates per epoch     {p.updates} (train.num_inner_epochs={p.inner_epochs})",
-            ]
-        )
+        return {
+            "samples per epoch": f"{p.samples} = {p.sample_batch_size} per batch"
+            f" x {p.batches_per_epoch} batches x {p.num_processes} processes",
+            "groups per epoch": f"{p.groups} prompts x {p.group_size} images",
+            "samples per update": f"{per_update} = {p.train_batch_size} per micro-batch"
+            f" x {p.accumulation_steps} accumulated x {p.num_processes} processes,"
+            f" each over {p.trained_steps} steps",
+        }
+
+
+def lighter_settings(config: ConfigDict) -> list[str]:
+    """Options that need less memory, of those that the run has not yet."""
+    on = {
+        "train.gradient_checkpointing": config.train.gradient_checkpointing,
+        "offload_idle": config.offload_idle,
+    }
+    return [f"--config.{name}=True" for name, is_on in on.items() if not is_on]
+
+
+def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:
+    smaller = plan.in_smaller_batches()
+    batches = [f"{plan.options_for(smaller)} (the same epoch, smaller batches)"] if smaller else []
+    # compiled code samples with the memory of training
+    larger = config.compile and plan.sample_batch_size > plan.train_batch_size
+    return [
+        *batches,
+        *lighter_settings(config),
+        *["--config.compile=False"] * larger,
+        *["--config.sample.merge_lora=False"] * config.sample.merge_lora,
+    ]
+
+
+def lighter_evaluation(config: ConfigDict) -> list[str]:
+    size = config.sample.test_batch_size
+    batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
+    return batches + lighter_settings(config)

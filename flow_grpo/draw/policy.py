@@ -8,33 +8,29 @@ from typing import Literal
 
 import numpy as np
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from peft import LoraConfig
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from flow_grpo.draw.models import Conditioning, ModelAdapter
 from flow_grpo.draw.models.base import latent_dtype
 from flow_grpo.draw.rollout import Denoiser, Dynamics
-from flow_grpo.errors import UserError
-from flow_grpo.run.shards import is_sharded, whole_state
+from flow_grpo.run.distributed import is_sharded
+from flow_grpo.run.policy import BasePolicy, widen
 from flow_grpo.run.snapshot import Snapshot
-from flow_grpo.run.trained import Trained
 from flow_grpo.sde import Step
 from flow_grpo.speed.lora import fold_lora, lora_layers
 from flow_grpo.speed.transfer import send
 
-Fixed = Literal["reference", "old", "current"]
+FixedWeights = Literal["reference", "old", "current"]
 
 
-class Policy(Trained):
-    """The transformer being trained, as every process calls it.
-
-    `module` is the wrapped module after `prepare`; call that one, always, so that distribution
-    sees every forward. The reference and the old policy are the same module with other weights in
-    it, so that all of them run the same arithmetic.
-    """
+class Policy(BasePolicy):
+    """The transformer being trained, as every process calls it. The reference and the old policy
+    are the same module with other weights in it, so that all of them run the same arithmetic."""
 
     def __init__(
         self,
@@ -48,27 +44,24 @@ class Policy(Trained):
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
-        self.adapter = adapter
-        self.dynamics = dynamics
-        self.transformer = self.network = adapter.transformer
-        self.use_lora = use_lora
-        if use_lora:
-            self._add_lora(rank, alpha, lora_path, seed)
-        else:
-            if lora_path:
-                raise UserError(f"train.lora_path={lora_path} needs use_lora=True")
-            self.transformer.requires_grad_(True)
+        self.adapter, self.dynamics = adapter, dynamics
+        self.transformer = self.network = self.module = adapter.transformer
+        lora = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            init_lora_weights="gaussian",
+            target_modules=self._lora_targets(),
+        )
+        super().__init__(self.transformer, lora if use_lora else None, lora_path, seed)
+        if not use_lora:
             self._keep_precision()
         for name, parameter in self.transformer.named_parameters():
             if self._is_unused(name):
                 parameter.requires_grad_(False)
         self.lora_layers = lora_layers(self.transformer)
-        for parameter in self.parameters():
-            # a half-precision weight cannot hold steps of 1e-4
-            parameter.data = parameter.data.to(latent_dtype(self.transformer))
+        widen(self.parameters(), latent_dtype(self.transformer))
         if gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        self.module: nn.Module = self.transformer
         # the weights at the start of the run, and earlier ones, for algorithms that need them
         self.reference: Snapshot | None = None
         self.old: Snapshot | None = None
@@ -82,26 +75,12 @@ class Policy(Trained):
             cast = torch.autocast(self.transformer.device.type, dtype)
             self.transformer.forward = cast(self.transformer.forward)
 
-    def _add_lora(self, rank: int, alpha: int, lora_path: str, seed: int) -> None:
-        if lora_path:
-            self.adapter.load_lora(lora_path)
-            for name, parameter in self.transformer.named_parameters():
-                parameter.requires_grad_("lora_" in name)
-            return
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.transformer.add_adapter(
-                LoraConfig(
-                    r=rank,
-                    lora_alpha=alpha,
-                    init_lora_weights="gaussian",
-                    target_modules=self._lora_targets(),
-                )
-            )
+    def _load_lora(self, path: str) -> None:
+        self.adapter.load_lora(path)
 
     def _lora_targets(self) -> list[str]:
-        """Each by its full name where some are left out: `exclude_modules` would go into the saved
-        file, and diffusers warn of it."""
+        """Layers, each by its full name where some are left out: `exclude_modules` would go into
+        the saved file, and diffusers warn of it."""
         targets = self.adapter.lora_targets
         if self.adapter.unused is None:
             return targets
@@ -112,14 +91,10 @@ class Policy(Trained):
     def _is_unused(self, name: str) -> bool:
         return self.adapter.unused is not None and bool(re.fullmatch(self.adapter.unused, name))
 
-    def prepare(
-        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer
-    ) -> torch.optim.Optimizer:
+    def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
         if not is_sharded(accelerator):  # engines that do gather them layer by layer
             fold_lora(self.transformer)
-        self.module, optimizer = accelerator.prepare(self.transformer, optimizer)
-        self.register(accelerator)
-        return optimizer
+        return super().prepare(accelerator, optimizer)
 
     @property
     def denoiser(self) -> Denoiser:
@@ -127,7 +102,7 @@ class Policy(Trained):
         return Denoiser(self.adapter, self.module, self.dynamics)
 
     @contextmanager
-    def fixed(self, which: Fixed) -> Iterator[Denoiser]:
+    def fixed(self, which: FixedWeights) -> Iterator[Denoiser]:
         """The reference, the old policy or the one that is trained, to be run without gradients."""
         other = nullcontext() if which == "current" else getattr(self, which).applied()
         with torch.no_grad(), other:
@@ -155,7 +130,7 @@ class Policy(Trained):
 
     def fixed_velocities(
         self,
-        which: Fixed,
+        which: FixedWeights,
         latents: Tensor,
         steps: np.ndarray,
         conditioning: Conditioning,
@@ -176,27 +151,15 @@ class Policy(Trained):
         return torch.stack(velocities, 1)
 
     def moved(self) -> None:
-        """After an update of the weights."""
         if self.old is not None:
             self.old.is_current = False
 
     def count(self, samples: int, *, backward: bool = False, guidance: float | None = None) -> None:
         self.passes += samples * self.denoiser.guided(guidance).passes * (3 if backward else 1)
 
-    def save(self, folder: Path, prefix: str = "") -> None:
-        """`<prefix>lora/` for LoRA, `<prefix>transformer/` for full fine-tuning.
+    def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        self.adapter.save_lora(folder, self.transformer, weights)
 
-        Call it on all processes; one of them writes.
-        """
-        # with the buffers, where it is the whole model
-        named = self.transformer.state_dict(keep_vars=True)
-        if self.use_lora:  # all of it, also what a loaded one has where nothing is trained
-            named = {name: weight for name, weight in named.items() if "lora_" in name}
-        weights = whole_state(named)
-        if not PartialState().is_main_process:
-            return
-        if self.use_lora:
-            self.adapter.save_lora(folder / f"{prefix}lora", self.transformer, weights)
-        else:
-            self.transformer.save_config(folder / f"{prefix}transformer")
-            save_file(weights, folder / f"{prefix}transformer" / SAFETENSORS_WEIGHTS_NAME)
+    def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
+        self.transformer.save_config(folder / f"{prefix}transformer")
+        save_file(weights, folder / f"{prefix}transformer" / SAFETENSORS_WEIGHTS_NAME)

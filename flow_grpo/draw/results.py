@@ -1,4 +1,5 @@
-"""What an evaluation leaves: pictures with their scores, results.json, results.md, grid.png."""
+"""Pictures with their scores on the disk, of training and of an evaluation, which also leaves
+results.json, results.md and grid.png."""
 
 import json
 import math
@@ -7,21 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from flow_grpo import disk
-from flow_grpo.data.prompts import Prompt
-from flow_grpo.draw.candidates import Candidate
-from flow_grpo.draw.evaluation import Evaluation
+from flow_grpo.data.prompts import Draw, Prompt
+from flow_grpo.draw.evaluation import Candidate, Evaluation
+from flow_grpo.draw.session import Session
 from flow_grpo.rewards import TOTAL
-from flow_grpo.run.tracking import save_samples
+from flow_grpo.rewards.frames import to_pil
+from flow_grpo.run.metrics import Scored
+from flow_grpo.run.session import write_samples
+from flow_grpo.run.trackers import save_samples
 from flow_grpo.show.console import shown_rewards, table
 from flow_grpo.show.grid import paired_grid, save_grid, score_text, still
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two means over the prompts that both models were scored on."""
+    """How two means differ, over the prompts that both models were scored on."""
 
     mean: float
     standard_error: float  # NaN for fewer than two prompts
@@ -51,7 +57,7 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class Scored:
+class CandidateScores:
     candidate: Candidate
     result: Evaluation
 
@@ -59,7 +65,7 @@ class Scored:
     def name(self) -> str:
         return self.candidate.name
 
-    def difference(self, first: "Scored") -> dict[str, Difference]:
+    def difference(self, first: "CandidateScores") -> dict[str, Difference]:
         theirs = first.result.scores
         return {
             name: paired_difference(scores, theirs[name])
@@ -74,8 +80,8 @@ class Scored:
         return [f"{name} {score_text(float(scores[name][row]))}" for name in names]
 
 
-def save_pictures(out: Path, scored: Scored, prompts: list[Prompt], count: int) -> None:
-    """As a run saves its samples."""
+def save_pictures(out: Path, scored: CandidateScores, prompts: list[Prompt], count: int) -> None:
+    """Save them as a run does its samples."""
     folder, texts, result = (
         out / "samples" / scored.name,
         [p.prompt for p in prompts],
@@ -89,8 +95,10 @@ def columns(result: Evaluation) -> list[str]:
     return shown_rewards(result.scores)
 
 
-def write(out: Path, settings: dict[str, Any], scored: list[Scored], prompts: list[Prompt]) -> None:
-    """Of one candidate its keys beside the settings, of several a list of them."""
+def write(
+    out: Path, settings: dict[str, Any], scored: list[CandidateScores], prompts: list[Prompt]
+) -> None:
+    """One candidate has its keys beside the settings, several are a list."""
     reports = [report(each, scored[0], prompts) for each in scored]
     if len(reports) == 1:
         content = {**settings, **reports[0]}
@@ -110,14 +118,16 @@ def write(out: Path, settings: dict[str, Any], scored: list[Scored], prompts: li
         comparison(scored, shown).save(out / "grid.png")
 
 
-def comparison(scored: list[Scored], shown: list[str]) -> Image.Image:
+def comparison(scored: list[CandidateScores], shown: list[str]) -> Image.Image:
     """A column per candidate, a row for each of the prompts that are `shown`."""
     lines = {each.name: [each.lines(i) for i in range(len(shown))] for each in scored}
     pictures = {each.name: [still(image) for image in each.result.images] for each in scored}
     return paired_grid(pictures, shown, lines)
 
 
-def report(scored: Scored, first: Scored, prompts: list[Prompt]) -> dict[str, Any]:
+def report(
+    scored: CandidateScores, first: CandidateScores, prompts: list[Prompt]
+) -> dict[str, Any]:
     result = scored.result
     content: dict[str, Any] = {
         "weights": str(scored.candidate.weights or ""),
@@ -137,7 +147,7 @@ def report(scored: Scored, first: Scored, prompts: list[Prompt]) -> dict[str, An
     return {**content, "difference": differences}
 
 
-def console(scored: list[Scored], prompts: int) -> str:
+def console(scored: list[CandidateScores], prompts: int) -> str:
     """A line of one candidate, a table of several."""
     if len(scored) > 1:
         return summary(scored)
@@ -145,7 +155,7 @@ def console(scored: list[Scored], prompts: int) -> str:
     return f"{prompts} prompts  {means}"
 
 
-def summary(scored: list[Scored]) -> str:
+def summary(scored: list[CandidateScores]) -> str:
     """A table with a row per candidate; each is held against the first."""
     first, *others = scored
     names = columns(first.result)
@@ -182,3 +192,25 @@ def decimals(mean: float) -> int:
 def finite(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
+
+
+def write_training_samples(
+    session: Session,
+    epoch: int,
+    shown: list[tuple[Draw, Tensor]],
+    scored: Scored,
+    credit: np.ndarray,
+) -> None:
+    """The first of this process: at least one whole group, if the process drew one."""
+    config, index = session.config, np.concatenate([draw.index for draw, _ in shown])
+    count = max(config.log_images, session.plan.group_size) if config.log_images else 0
+    write_samples(
+        session,
+        "train",
+        epoch,
+        to_pil(torch.cat([images for _, images in shown])[:count]),
+        prompt=[session.prompts[row].prompt for draw, _ in shown for row in draw.row],
+        **{name: values[index] for name, values in scored.rewards.items()},
+        advantage=credit[index],
+        group=scored.groups[index],
+    )

@@ -58,7 +58,7 @@ class Trajectory:
 
     @staticmethod
     def join(parts: "Sequence[Trajectory]") -> "Trajectory":
-        """Of the same steps."""
+        """One batch of several that took the same steps."""
         return replace(
             parts[0],
             final=torch.cat([p.final for p in parts]),
@@ -78,7 +78,7 @@ class Denoiser:
     dynamics: Dynamics
 
     def guided(self, scale: float | None) -> "Denoiser":
-        """With another guidance than that of the rollout, where one is given."""
+        """The same with another guidance than that of the rollout, where one is given."""
         if scale is None:
             return self
         return replace(self, dynamics=replace(self.dynamics, guidance_scale=scale))
@@ -201,7 +201,7 @@ class Denoiser:
 
     @property
     def passes(self) -> int:
-        """Of the transformer, for the velocity of one sample."""
+        """Passes of the transformer for the velocity of one sample."""
         return 2 if self.adapter.is_guided(self.dynamics.guidance_scale) else 1
 
 
@@ -236,11 +236,6 @@ def take_step(
     )
 
 
-def sample_generators(seed: int, epoch: int, index: list[int]) -> list[torch.Generator]:
-    """One per sample, so that its noise does not depend on the batch or process it lands in."""
-    return [torch_generator(seed, Stream.SAMPLE, epoch, i) for i in index]
-
-
 def group_generators(seed: int, epoch: int, rows: list[int]) -> list[torch.Generator]:
     """For `same_latent`: samples of one group start from the same noise."""
     return [torch_generator(seed, Stream.GROUP, epoch, row) for row in rows]
@@ -258,7 +253,7 @@ def initial_noise(
 
 
 def step_noise(generators: list[torch.Generator], count: int, like: Tensor) -> Iterator[Tensor]:
-    """Of `count` steps, each like `like`; drawn while the device takes the first."""
+    """The noise of `count` steps, each like `like`; drawn while the device takes the first."""
     return _sent(_drawn(generators, (count, *like.shape[1:]), like.dtype), like.device)
 
 
@@ -280,3 +275,20 @@ def _drawn(
 
 def _sent(drawn: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
     yield from send(torch.stack(list(drawn), 1), device)
+
+
+def group_distance(images: Tensor, groups: np.ndarray) -> Tensor:
+    """How far apart two pictures or clips of a group are, root mean square over pixels in [0, 1]:
+    the sum over groups of which there are two or more here, and their number, (2,)."""
+    distances = [
+        (2 * part.float().var(0).mean()).sqrt()
+        for group in dict.fromkeys(groups.tolist())
+        if len(part := images[_rows(groups == group, images.device)]) > 1
+    ]
+    total = torch.stack(distances).sum() if distances else images.new_zeros(())
+    return torch.stack([total.float(), images.new_full((), len(distances), dtype=torch.float32)])
+
+
+def _rows(chosen: np.ndarray, device: torch.device) -> Tensor:
+    """Without waiting for the device."""
+    return send(torch.from_numpy(np.flatnonzero(chosen)), device)

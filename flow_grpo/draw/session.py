@@ -1,52 +1,54 @@
 """Turn a config into the objects of a run. The library itself never reads a config."""
 
-import json
 import logging
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
+from torch.utils._triton import has_triton
 
 from flow_grpo.config.places import find_files
 from flow_grpo.data.hub import download_revision
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.draw.algorithms import ALGORITHMS, Algorithm, Setup
-from flow_grpo.draw.check import check, check_gradient, check_void, unusual
-from flow_grpo.draw.gpu import can_compile, can_replay, lighter_settings
+from flow_grpo.draw.check import (
+    check,
+    check_eval_judges,
+    check_gradient,
+    check_judges,
+    check_void,
+    unusual,
+)
 from flow_grpo.draw.models import ModelAdapter, Size, check_model, find_adapter, load_adapter
-from flow_grpo.draw.plan import BatchPlan
+from flow_grpo.draw.plan import BatchPlan, lighter_settings
 from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.draw.rollout import Dynamics
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
-from flow_grpo.rewards import close_scorers
-from flow_grpo.run import trackers
-from flow_grpo.run.accelerator import advice_when_short, build_accelerator
-from flow_grpo.run.base import Run
-from flow_grpo.run.distributed import on_all_or_none
-from flow_grpo.run.lock import RunLock
-from flow_grpo.run.optimizer import adam_settings, build_optimizer
-from flow_grpo.run.resume import Start, find_start, load_progress, prepare_folder
-from flow_grpo.run.scoring import build_both_rewards
-from flow_grpo.run.shards import is_sharded, runs_in_step
-from flow_grpo.run.snapshot import Ema, Reference, Snapshot
-from flow_grpo.run.stopping import StopSignals
+from flow_grpo.rewards import WeightedReward
+from flow_grpo.run.building import DTYPES, Begin, advice_when_short, building
+from flow_grpo.run.distributed import is_sharded, runs_in_step
+from flow_grpo.run.resume import find_start
+from flow_grpo.run.session import BaseSession
+from flow_grpo.run.snapshot import Reference, Snapshot
 from flow_grpo.sde import Solver
 from flow_grpo.speed.lora import MergedLora, is_plain
 
 logger = logging.getLogger("flow_grpo")
 
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @dataclass(kw_only=True)
-class Session(Run):
-    """Of a model that draws."""
+class Session(BaseSession):
+    """A run of a model that draws."""
 
     plan: BatchPlan
     prompts: list[Prompt]
@@ -59,13 +61,13 @@ class Session(Run):
     stale: Snapshot | None  # the weights that sampled the epoch to be trained next
 
     def noisy_steps(self, epoch: int, first: int) -> range:
-        """Of the batch whose first sample is `first`."""
+        """The steps that add noise, in the batch whose first sample is `first`."""
         per_batch = [first] if self.config.sample.sde_window_per == "batch" else []
         rng = numpy_rng(self.config.seed, Stream.WINDOW, epoch, *per_batch)
         return self.algorithm.noisy_steps(rng, epoch)
 
     def test_sets(self) -> list[str]:
-        """Of which prompt set each test prompt is, where there are several."""
+        """The prompt set that each test prompt is of, where there are several."""
         several = len(self.prompt_sets) > 1
         return [p.metadata["dataset"] for p in self.test_prompts] if several else []
 
@@ -93,9 +95,9 @@ class Session(Run):
         return self.merged.applied
 
     def may_leave_out(self) -> dict[str, bool]:
-        """Of what has no gradient: whole batches where processes need not run equally many
-        forwards, single samples not in half precision or on a GPU, where batches of another size
-        round too differently."""
+        """What may be skipped if it has no gradient: whole batches where processes need not run
+        equally many forwards, single samples not in half precision or on a GPU, where batches of
+        another size round too differently."""
         exact = self.config.mixed_precision == "no" and self.accelerator.device.type == "cpu"
         return {"batch": not runs_in_step(self.accelerator), "sample": exact}
 
@@ -103,134 +105,130 @@ class Session(Run):
 def build_session(
     config: ConfigDict,
     load: Callable[[ConfigDict, Accelerator], ModelAdapter] | None = None,
-    begin: Callable[..., tuple[Start, RunLock | None]] = find_start,
+    begin: Begin = find_start,
 ) -> Session:
     """Everything the run needs; whatever is cheap to check is checked before weights load.
 
     `load` stands in for `build_adapter`, where the model is none that was saved; `begin` for what
     finds and locks the run folder, which without a lock is left alone.
     """
-    with ExitStack() as until_built:
-        session = _build_session(config, load or build_adapter, begin, until_built)
-        until_built.pop_all()  # the session holds its folder until it is closed
-    return session
-
-
-def _build_session(
-    config: ConfigDict,
-    load: Callable[[ConfigDict, Accelerator], ModelAdapter],
-    begin: Callable[..., tuple[Start, RunLock | None]],
-    until_built: ExitStack,
-) -> Session:
     check(config)
     find_files(config)
     algorithm = build_algorithm(config)
-    batches = algorithm.batch_count(config.train.batch_size)
-    accelerator = build_accelerator(
-        config,
-        accumulation_steps=batches * algorithm.losses_per_sample,
-        log_with=trackers.parse(config.log_with) or None,
-        project_dir=config.logdir,
-    )
-    if accelerator.is_main_process:
-        for line in unusual(config):
-            logger.warning(line)
-    plan = BatchPlan(
-        num_processes=accelerator.num_processes,
-        sample_batch_size=config.sample.train_batch_size,
-        batches_per_epoch=config.sample.num_batches_per_epoch,
-        group_size=config.sample.num_image_per_prompt,
-        train_batch_size=config.train.batch_size,
-        accumulation_steps=config.train.gradient_accumulation_steps,
-        inner_epochs=config.train.num_inner_epochs,
-        trained_steps=algorithm.losses_per_sample,
-    )
-    if algorithm.whole_groups:
-        plan.check_whole_groups(algorithm.name)
-    if config.sample.merge_lora and is_sharded(accelerator):
-        raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
-    as_json = json.loads(config.to_json_best_effort())
-    start, lock = begin(accelerator, as_json, until_built)
-    data = build_prompts(config, plan)
-    size = image_size(config)
-    reward, eval_reward = on_all_or_none(
-        accelerator,
-        lambda: build_both_rewards(config, accelerator, plan, data.train, data.test, size),
-    )
-    until_built.callback(close_scorers, reward, eval_reward)
-
-    with advice_when_short(lighter_settings(config)):
-        adapter = load(config, accelerator)
-    train = config.train
-    dynamics = build_dynamics(
-        config,
-        adapter,
-        config.sample.num_steps,
-        guidance_scale=config.sample.guidance_scale,
-        solver=config.sample.solver,
-    )
-    policy = Policy(
-        adapter,
-        replace(dynamics, most_guidance=algorithm.most_guidance),
-        use_lora=config.use_lora,
-        rank=train.lora_rank,
-        alpha=train.lora_alpha,
-        lora_path=train.lora_path,
-        gradient_checkpointing=train.gradient_checkpointing,
-        seed=config.seed,
-    )
-    if config.sample.merge_lora and not all(map(is_plain, policy.lora_layers)):
-        raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
-    optimizer = policy.prepare(accelerator, build_optimizer(config, accelerator, policy))
-    merged = MergedLora(policy.lora_layers) if config.sample.merge_lora else None
-    if can_compile(config, accelerator):
-        adapter.compile()
-    if adapter.can_replay and can_replay(config, accelerator):
-        adapter.replay()
-    if algorithm.needs_reference:  # before a checkpoint is loaded, and so the same after a resume
-        policy.reference = Reference(policy.trained())
-        if config.use_lora:
-            policy.reference.prepare(accelerator)
-    if algorithm.keeps_old:
-        policy.old = Snapshot(policy.trained(), "old")
-        policy.old.prepare(accelerator)
-    stale = None
-    if config.sample.async_depth:
-        stale = Snapshot(policy.trained(), "stale")
-        stale.prepare(accelerator)
-    ema = None
-    if train.ema:
-        ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
-        ema.prepare(accelerator)
-    progress = load_progress(accelerator, start.checkpoint, optimizer, adam_settings(config))
-    algorithm.load_state_dict(progress.algorithm)
-    if config.log_with:
-        on_all_or_none(
-            accelerator,
-            lambda: trackers.start(accelerator, config.project_name, start.folder, as_json),
+    micro_batches = algorithm.batch_count(config.train.batch_size)
+    steps = micro_batches * algorithm.losses_per_sample
+    with building(config, accumulation_steps=steps) as run:
+        accelerator, sample, train = run.accelerator, config.sample, config.train
+        if accelerator.is_main_process:
+            for line in unusual(config):
+                logger.warning(line)
+        plan = BatchPlan(
+            num_processes=accelerator.num_processes,
+            sample_batch_size=sample.train_batch_size,
+            batches_per_epoch=sample.num_batches_per_epoch,
+            group_size=sample.num_image_per_prompt,
+            train_batch_size=train.batch_size,
+            accumulation_steps=train.gradient_accumulation_steps,
+            inner_epochs=train.num_inner_epochs,
+            trained_steps=algorithm.losses_per_sample,
         )
-    on_all_or_none(accelerator, lambda: lock and prepare_folder(start, as_json))
-    return Session(
-        config=config,
-        accelerator=accelerator,
-        plan=plan,
-        prompts=data.train,
-        prompt_sets=data.sets,
-        test_prompts=data.test,
-        reward=reward,
-        eval_reward=eval_reward,
-        adapter=adapter,
-        algorithm=algorithm,
-        policy=policy,
-        optimizer=optimizer,
-        ema=ema,
-        merged=merged,
-        stale=stale,
-        folder=start.folder,
-        progress=progress,
-        stop=StopSignals(accelerator),
-        lock=lock,
-    )
+        if algorithm.whole_groups:
+            plan.check_whole_groups(algorithm.name)
+        if sample.merge_lora and is_sharded(accelerator):
+            raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
+        run.open_folder(begin)
+        data, size = build_prompts(config, plan), image_size(config)
+
+        def check_rewards(reward: WeightedReward, eval_reward: WeightedReward) -> None:
+            check_judges(config, reward.judges, plan)
+            check_eval_judges(eval_reward.judges)
+            check_reward(reward, data.train, size)
+            check_reward(eval_reward, data.test, size)
+
+        run.add_rewards(check_rewards)
+        with advice_when_short(lighter_settings(config)):
+            adapter = (load or build_adapter)(config, accelerator)
+        guidance = {"guidance_scale": sample.guidance_scale, "solver": sample.solver}
+        dynamics = build_dynamics(config, adapter, sample.num_steps, **guidance)
+        policy = Policy(
+            adapter,
+            replace(dynamics, most_guidance=algorithm.most_guidance),
+            use_lora=config.use_lora,
+            rank=train.lora_rank,
+            alpha=train.lora_alpha,
+            lora_path=train.lora_path,
+            gradient_checkpointing=train.gradient_checkpointing,
+            seed=config.seed,
+        )
+        if sample.merge_lora and not all(map(is_plain, policy.lora_layers)):
+            raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
+        run.add_policy(policy)
+        merged = MergedLora(policy.lora_layers) if sample.merge_lora else None
+        if can_compile(config, accelerator):
+            adapter.compile()
+        if adapter.can_replay and can_replay(config, accelerator):
+            adapter.replay()
+        # before a checkpoint is loaded, and so the same after a resume
+        if algorithm.needs_reference:
+            policy.reference = Reference(policy.trained())
+            if config.use_lora:
+                policy.reference.prepare(accelerator)
+        if algorithm.keeps_old:
+            policy.old = Snapshot(policy.trained(), "old").prepare(accelerator)
+        stale = None
+        if sample.async_depth:
+            stale = Snapshot(policy.trained(), "stale").prepare(accelerator)
+        session = Session(
+            **run.finish(),
+            plan=plan,
+            prompts=data.train,
+            prompt_sets=data.sets,
+            test_prompts=data.test,
+            adapter=adapter,
+            algorithm=algorithm,
+            merged=merged,
+            stale=stale,
+        )
+        algorithm.load_state_dict(session.progress.algorithm)
+    return session
+
+
+def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> None:
+    """Tell whatever can be wrong with it, before the model loads."""
+    texts, metadata = [p.prompt for p in prompts], [p.metadata for p in prompts]
+    reward.check(texts, metadata)
+    for name, rows in reward.asked(texts, metadata).items():
+        if len(rows) < len(prompts):
+            logger.info("%-21s is asked for by %d of %d prompts", name, len(rows), len(prompts))
+    reward.rehearse(texts, metadata, size.width, size.height, size.frames)
+
+
+def can_compile(config: ConfigDict, accelerator: Accelerator) -> bool:
+    if not config.compile or accelerator.device.type != "cuda" or is_sharded(accelerator):
+        return False
+    if missing := missing_tool():
+        logger.warning("nothing is compiled: %s is missing; this run will be slower", missing)
+    return not missing
+
+
+def missing_tool() -> str:
+    """What torch.compile would need on a GPU and has not got, or nothing."""
+    if not has_triton():
+        return "Triton"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler (gcc or clang)"
+    # Debian's own scheme names another folder
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    return "" if header.is_file() else f"{header} (python3-dev)"
+
+
+def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
+    """Whether the transformer can be recorded: not what recomputes in the backward pass, nor
+    gradients of all weights, which a recording would hold a second time, nor what gathers its
+    weights layer by layer. DDP was tried with one GPU, see docs/performance.md."""
+    wanted = config.cuda_graphs and accelerator.device.type == "cuda"
+    whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+    return wanted and whole and config.use_lora and not config.train.gradient_checkpointing
 
 
 def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
@@ -259,7 +257,7 @@ def build_dynamics(
     guidance_scale: float | None = None,
     solver: Solver = "euler",
 ) -> Dynamics:
-    """Those of an evaluation, unless told otherwise."""
+    """How an evaluation is walked, unless told otherwise."""
     return Dynamics(
         adapter.schedule(num_steps, *image_size(config)),
         kind=config.sample.sde_type,
@@ -282,7 +280,7 @@ def image_size(config: ConfigDict) -> Size:
 
 
 def build_algorithm(config: ConfigDict) -> Algorithm:
-    """With all that can be wrong with its settings told."""
+    """The method of the config; tells all that can be wrong with its settings."""
     sample, train = config.sample, config.train
     chosen = ALGORITHMS[config.algorithm]
     setup = Setup(

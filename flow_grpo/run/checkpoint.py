@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from flow_grpo import disk
-from flow_grpo.draw.models.lora_files import refuse_pickles
 from flow_grpo.errors import UserError
+from flow_grpo.files import refuse_pickles
 from flow_grpo.rewards import TOTAL
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def weights_in(folder: Path) -> Path:
 
 
 def damage_of_weights(weights: Path) -> str | None:
-    """Of the weights alone, if they still lie in their checkpoint, whose manifest knows them."""
+    """What is not as it was written, if the weights still lie in a checkpoint: it knows them."""
     checkpoint = weights.resolve().parent
     try:
         manifest = _read_manifest(checkpoint).items()

@@ -110,7 +110,7 @@ class RunLock:
             raise UserError(f"{self.folder} was taken over by {name}")
 
     def release(self) -> None:
-        """Also of a folder that was never made: what the lock itself needed goes too."""
+        """Give the folder back. Where it was never made, what the lock itself needed goes too."""
         if not self._released.is_set():
             self._released.set()
             self._heart.join(RETRY)  # it may hang in a disk that is away

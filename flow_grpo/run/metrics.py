@@ -1,18 +1,20 @@
 """The numbers that tell how an epoch went. docs/metrics.md says what each should look like."""
 
 import math
+import resource
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flow_grpo.draw.algorithms.base import Loss
 from flow_grpo.rewards import TOTAL
-from flow_grpo.run.shards import whole
-from flow_grpo.speed.transfer import send
+from flow_grpo.run.distributed import whole
 
 # 0 for samples that were left out. Their KL is not: where it is logged, it is of the others.
 LOSSES = ("loss", "policy_loss")
@@ -45,7 +47,7 @@ def score_metrics(
 
 
 def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[str, float]:
-    """Of an epoch's samples; the spread is that of the weighted sum within each group."""
+    """How an epoch's samples scored; the spread is that of the weighted sum within each group."""
     total = rewards[TOTAL]
     scored = ~np.isnan(total)
     by_group = [total[scored & (groups == g)] for g in np.unique(groups[scored])]
@@ -55,6 +57,47 @@ def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[s
         "reward/std_within_group": mean_of_scored(np.array([np.std(r) for r in by_group])),
         "reward/zero_std_ratio": mean_of_scored(np.array([np.ptp(r) == 0.0 for r in by_group])),
     }
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of all samples of an epoch, on all processes."""
+
+    # (N,) each, NaN where there is no score, -inf where none was asked; some have no weight
+    rewards: Mapping[str, np.ndarray]
+    groups: np.ndarray  # (N,)
+    weights: Mapping[str, float]
+    baseline: np.ndarray | None = None  # (N,), of a sample without noise of the same prompt
+    judged: Collection[str] = ()  # rewards that are shares of wins within the group
+
+    @property
+    def counted(self) -> dict[str, np.ndarray]:
+        """The rewards that have a weight. Where a prompt did not ask for one, all its samples get
+        the same: the mean of the others, so that no prompt stands out among prompts for it. A
+        baseline knows nothing of that, and takes 0."""
+
+        def counted(values: np.ndarray) -> np.ndarray:
+            asked = values[np.isfinite(values)]
+            filling = asked.mean() if len(asked) and self.baseline is None else 0.0
+            return np.where(np.isneginf(values), filling, values)
+
+        return {name: counted(self.rewards[name]) for name in self.weights}
+
+    @property
+    def total(self) -> np.ndarray:
+        return sum(self.weights[name] * values for name, values in self.counted.items())
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`columns` are logged as train/NAME, averaged over samples; "ratio" also with its extremes."""
+
+    per_sample: Tensor  # (B,), with gradient; its mean over the samples of an update is the loss
+    columns: Mapping[str, Tensor]  # (B,) each
+
+    def of_none(self) -> "Loss":
+        """The same columns, for no sample."""
+        return Loss(self.per_sample[:0], {name: own[:0] for name, own in self.columns.items()})
 
 
 class TrainingStats:
@@ -113,18 +156,31 @@ def _most(values: Tensor) -> Tensor:
     return values.max() if len(values) else values.new_tensor(-math.inf)
 
 
-def group_distance(images: Tensor, groups: np.ndarray) -> Tensor:
-    """How far apart two pictures or clips of a group are, root mean square over pixels in [0, 1]:
-    the sum over groups of which there are two or more here, and their number, (2,)."""
-    distances = [
-        (2 * part.float().var(0).mean()).sqrt()
-        for group in dict.fromkeys(groups.tolist())
-        if len(part := images[_rows(groups == group, images.device)]) > 1
-    ]
-    total = torch.stack(distances).sum() if distances else images.new_zeros(())
-    return torch.stack([total.float(), images.new_full((), len(distances), dtype=torch.float32)])
+class Timer:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}": value for name, value in self.seconds.items()}
 
 
-def _rows(chosen: np.ndarray, device: torch.device) -> Tensor:
-    """Without waiting for the device."""
-    return send(torch.from_numpy(np.flatnonzero(chosen)), device)
+def peak_memory_gb(device: torch.device) -> float:
+    """What the process took of the device, whether or not all of it was in use."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+def now(device: torch.device) -> float:
+    """The time at which all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -21,20 +21,21 @@ from torch import Tensor
 
 from flow_grpo.config.places import find_files
 from flow_grpo.errors import RewardOutage, Stopped
-from flow_grpo.run import tracking
-from flow_grpo.run.accelerator import advice_when_short
-from flow_grpo.run.base import Run
+from flow_grpo.run.building import advice_when_short
+from flow_grpo.run.metrics import now, peak_memory_gb
 from flow_grpo.run.resume import Start, find_start
-from flow_grpo.run.running import describe_outage
+from flow_grpo.run.session import BaseSession, describe_outage, is_due
 from flow_grpo.run.stopping import StopRequested
-from flow_grpo.run.tracking import now
-from flow_grpo.run.writing import is_due
 from flow_grpo.show.console import duration
+
+logger = logging.getLogger("flow_grpo")
+
+ROUNDS = 2  # the first one, in which all warms up, is not counted
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, of one process."""
+    """Seconds that one process takes."""
 
     sample: float  # of a batch
     reward: float  # of a batch, while others are sampled
@@ -46,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Work:
-    """Of one process, but for the rounds of the run that are still to be done."""
+    """What one process has to do, and the rounds of the run that are still to be done."""
 
     batches: int  # sampled in an epoch
     micro_batches: int  # trained in an epoch, each pass counted
@@ -57,8 +58,8 @@ class Work:
 
 
 def reward_seconds(sampling: float, waiting: float, batches: int) -> float:
-    """Of a batch, where `batches` were sampled, each scored while the next one was, and after the
-    last of them `waiting` seconds were left."""
+    """What a batch takes to score, where `batches` were sampled, each scored while the next one
+    was, and after the last of them `waiting` seconds were left."""
     sample = sampling / batches
     return waiting if waiting <= sample else (waiting + (batches - 1) * sample) / batches
 
@@ -87,7 +88,7 @@ def run_seconds(measured: Measured, work: Work) -> float:
 
 
 def count_evaluations(done: int, last: int, every: int) -> int:
-    """Those to come in a run that has `done` epochs: -1, not even the one before training."""
+    """How many are to come after `done` epochs; -1: not even the one before training was done."""
     epochs = range(max(done, 0) + 1, last + 1)
     return (done < 0) + sum(is_due(epoch, every, last) for epoch in epochs)
 
@@ -112,18 +113,11 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}" + "s" * (number != 1)
 
 
-logger = logging.getLogger("flow_grpo")
-
-ROUNDS = 2  # the first one, in which all warms up, is not counted
-
-
 @dataclass(frozen=True)
 class Epoch:
     """A small one, on one process."""
 
     seconds: tuple[float, float, float]  # sampling, waiting for rewards, training
-    batches: int  # sampled
-    trained: int  # micro-batches, or answers
     held: float  # bytes that a sampled batch keeps until it is trained
     remark: tuple[str, str] | None = None  # a line to tell, and how it begins
 
@@ -132,35 +126,44 @@ class Rehearsal(ABC):
     """Runs the functions of a training script, on a small part of its work."""
 
     tests: ClassVar[str]  # where a session has what it evaluates on
+    evaluate: Callable[[BaseSession, int], dict[str, float]]
 
     @abstractmethod
-    def build(self, config: ConfigDict) -> Run:
+    def build(self, config: ConfigDict) -> BaseSession:
         """As the run would build it, by `build_quietly`."""
 
     @abstractmethod
-    def describe(self, session: Run) -> str:
+    def describe(self, session: BaseSession) -> str:
         """What an evaluation has."""
 
     @abstractmethod
-    def advice(self, session: Run) -> list[str]:
+    def advice(self, session: BaseSession) -> list[str]:
         """Options that need less memory."""
 
     @abstractmethod
-    def count_work(self, session: Run) -> Work: ...
+    def count_work(self, session: BaseSession) -> Work:
+        """By `work`."""
 
     @abstractmethod
-    def shrink(self, session: Run, folder: Path) -> Run:
+    def shrink(self, session: BaseSession, folder: Path) -> BaseSession:
         """The same session with a small epoch, which writes to `folder`."""
 
     @abstractmethod
-    def run_epoch(self, small: Run, epoch: int) -> Epoch:
+    def run_epoch(self, small: BaseSession, epoch: int) -> Epoch:
         """Sample, score and train."""
 
-    @abstractmethod
-    def run_evaluation(self, small: Run) -> None:
-        """As the one before training, which ends the run where rewards fail."""
+    def work(self, session: BaseSession, *, eval_batch_size: int, **counts: int) -> Work:
+        """What `counts` of an epoch come to; epochs and evaluations are those still to be done."""
+        config, done = session.config, session.progress.epoch
+        shared = math.ceil(len(getattr(session, self.tests)) / session.plan.num_processes)
+        return Work(
+            eval_batches=math.ceil(shared / eval_batch_size),
+            epochs=config.num_epochs - max(done, 0),
+            evaluations=count_evaluations(done, config.num_epochs, config.eval_freq),
+            **counts,
+        )
 
-    def dry_run(self, config: ConfigDict) -> Run:
+    def dry_run(self, config: ConfigDict) -> BaseSession:
         session = self.build(config)
         try:
             logger.info("%-21s %s; nothing is written now", "dry run", describe_start(session))
@@ -182,12 +185,13 @@ class Rehearsal(ABC):
         session.accelerator.end_training()
         return session
 
-    def measure(self, session: Run, folder: Path) -> tuple[Measured, Work, float]:
+    def measure(self, session: BaseSession, folder: Path) -> tuple[Measured, Work, float]:
         """Seconds of the parts, how often the run has them, and GiB of a process at its peak."""
         small, work = self.shrink(session, folder), self.count_work(session)
+        done = self.count_work(small)
         logger.info(
             "%-21s %d of %d batches sampled, scored and trained, %d of %d of an evaluation, twice",
-            *("measured", self.count_work(small).batches, work.batches),
+            *("measured", done.batches, work.batches),
             *(min(2, work.eval_batches), work.eval_batches),
         )
         first = max(session.progress.epoch, 0)
@@ -203,30 +207,30 @@ class Rehearsal(ABC):
             logger.info("%-21s %s", *epoch.remark)
         sampling, waiting, training = epoch.seconds
         measured = Measured(
-            sample=sampling / epoch.batches,
-            reward=reward_seconds(sampling, waiting, epoch.batches),
-            train=training / epoch.trained,
+            sample=sampling / done.batches,
+            reward=reward_seconds(sampling, waiting, done.batches),
+            train=training / done.micro_batches,
             first_eval=evals[0],
             next_eval=max(0.0, evals[-1] - evals[0]),
             warm_up=max(0.0, totals[0] - totals[-1]),
         )
-        more = (work.batches * (2 if work.ahead else 1) - epoch.batches) * epoch.held / 2**30
-        own = tracking.peak_memory_gb(session.accelerator.device) + more
+        more = (work.batches * (2 if work.ahead else 1) - done.batches) * epoch.held / 2**30
+        own = peak_memory_gb(session.accelerator.device) + more
         peak = torch.tensor([own], device=session.accelerator.device)
         return measured, work, session.accelerator.gather(peak).max().item()
 
-    def _evaluate(self, small: Run, batches: int, of: int) -> float:
+    def _evaluate(self, small: BaseSession, batches: int, of: int) -> float:
         """Seconds of so many batches."""
         every = getattr(small, self.tests)
         some = every[: math.ceil(len(every) * batches / of)]
         start = now(small.accelerator.device)
-        self.run_evaluation(replace(small, **{self.tests: some}))
+        self.evaluate(replace(small, **{self.tests: some}), 0)  # which ends where rewards fail
         return now(small.accelerator.device) - start
 
 
 def build_quietly(
-    config: ConfigDict, check: Callable[[ConfigDict], None], build: Callable[..., Run]
-) -> Run:
+    config: ConfigDict, check: Callable[[ConfigDict], None], build: Callable[..., BaseSession]
+) -> BaseSession:
     """A session, with nothing written: no folder, lock, tracker or cache."""
     check(config)
     find_files(config)
@@ -243,7 +247,7 @@ def build_quietly(
     return build(config, begin=look)
 
 
-def describe_start(session: Run) -> str:
+def describe_start(session: BaseSession) -> str:
     done, folder = session.progress.epoch, session.folder
     if not folder.exists():
         source = f", which goes on from {session.config.resume}" if done >= 0 else ""
@@ -251,21 +255,14 @@ def describe_start(session: Run) -> str:
     return f"{folder} would go on after epoch {done}" if done >= 0 else f"{folder} would start anew"
 
 
-def refuse_outage(small: Run, rewards: dict[str, np.ndarray]) -> None:
+def refuse_outage(small: BaseSession, rewards: dict[str, np.ndarray]) -> None:
     limit = small.config.max_failed_fraction
     if outage := describe_outage(small.accelerator, small.reward, rewards, limit):
         raise RewardOutage(f"dry run: {outage}")
 
 
-def epochs_left(session: Run) -> dict[str, int]:
-    """Epochs and evaluations that are still to be done, as `Work` has them."""
-    config, done = session.config, session.progress.epoch
-    evaluations = count_evaluations(done, config.num_epochs, config.eval_freq)
-    return {"epochs": config.num_epochs - max(done, 0), "evaluations": evaluations}
-
-
 def tensor_bytes(value: Any) -> int:
-    """Of all tensors in it."""
+    """What all tensors in it take."""
     if isinstance(value, Tensor):
         return value.nbytes
     if is_dataclass(value):
@@ -275,7 +272,7 @@ def tensor_bytes(value: Any) -> int:
     return sum(map(tensor_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def tell(session: Run, measured: Measured, work: Work, peak: float) -> None:
+def tell(session: BaseSession, measured: Measured, work: Work, peak: float) -> None:
     device = session.accelerator.device
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory / 2**30

@@ -32,6 +32,8 @@ from flow_grpo.run.checkpoint import (
 )
 from flow_grpo.run.lock import RunLock
 
+log = logging.getLogger(__name__)
+
 TORCH_FILES = ("*.bin", "*.pt", "*.pkl")  # written by torch.save
 SHARDS = "torch.distributed.checkpoint"
 # what the index of FSDP's files is made of
@@ -50,6 +52,10 @@ LOADING_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError),
     *(pickle.UnpicklingError, SafetensorError),
 )
+PLACES = ("resume", "run_name", "logdir")  # what a run is called, not what it does
+# What the weights and the optimizer's state were made for. A LoRA that was loaded brings its own
+# rank and alpha, which are compared when the state is.
+FIXED = ("use_lora", "train.use_8bit_adam", "train.lora_rank", "train.lora_alpha")
 
 
 def refuse_code(accelerator: Accelerator, checkpoint: Path) -> None:
@@ -101,9 +107,6 @@ def load_progress(
         ) from error
     for group in optimizer.param_groups:
         group.update(settings)
-    # It counts micro-steps towards an update. Epochs are whole updates, of any number of
-    # micro-steps now, so it starts at 0.
-    accelerator.step = 0
     return progress
 
 
@@ -152,14 +155,6 @@ class _Index(pickle.Unpickler):
         if is_dtype or (module, name) in INDEX_TYPES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not data")
-
-
-log = logging.getLogger(__name__)
-
-PLACES = ("resume", "run_name", "logdir")  # what a run is called, not what it does
-# What the weights and the optimizer's state were made for. A LoRA that was loaded brings its own
-# rank and alpha, which are compared when the state is.
-FIXED = ("use_lora", "train.use_8bit_adam", "train.lora_rank", "train.lora_alpha")
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
+"""Copies of the trained weights: where training began, earlier ones, their moving average."""
+
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from flow_grpo.run.shards import gathered, own_parts, sharded_like, whole, whole_state
+from flow_grpo.run.distributed import gathered, own_parts, sharded_like, whole, whole_state
 
 log = logging.getLogger(__name__)
 AT_ONCE = 16  # weights that are swapped together
@@ -27,12 +30,13 @@ class Snapshot:
             self.copy = [p.detach().clone() for p in self.parameters]
         self.is_current = True  # equal to the weights; whoever changes these sets it back
 
-    def prepare(self, accelerator: Accelerator) -> None:
-        """Not by accelerate's own way, which would pickle."""
+    def prepare(self, accelerator: Accelerator) -> Self:
+        """Save and load it with the accelerator's state: not its own way, which would pickle."""
         accelerator.register_save_state_pre_hook(
             lambda models, weights, folder: self.save(Path(folder), accelerator.is_main_process)
         )
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(Path(folder)))
+        return self
 
     @torch.no_grad()
     def blend(self, keep: float) -> None:
@@ -46,7 +50,7 @@ class Snapshot:
                 torch._foreach_lerp_(copies, weights, 1 - keep)
 
     def save(self, folder: Path, writes: bool = True) -> None:
-        """With whole weights, so that any number of processes can load it. Call it on all."""
+        """Write whole weights, so that any number of processes can load them. Call it on all."""
         weights = {n: whole(c).cpu() for n, c in zip(self.names, self.copy, strict=True)}
         if writes:
             save_file(weights, folder / f"{self.name}.safetensors")

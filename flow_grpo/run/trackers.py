@@ -1,9 +1,11 @@
-"""wandb, tensorboard and the like, through accelerate: an epoch's numbers, and pictures with their
-prompts, rewards and advantages."""
+"""Where the numbers and samples of an epoch go: files of the run folder, and wandb, tensorboard and
+the like, through accelerate, with prompts, rewards and advantages under the pictures."""
 
 import importlib
 import importlib.util
+import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,11 +19,14 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 
+from flow_grpo import disk
 from flow_grpo.errors import UserError, first_line, with_nearest
 from flow_grpo.files import dotted
+from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.frames import Sample
+from flow_grpo.run.metrics import Timer
 from flow_grpo.show.console import shown_rewards
-from flow_grpo.show.grid import paired_grid, score_text, still
+from flow_grpo.show.grid import paired_grid, save_sample, score_text, still
 
 logger = logging.getLogger("flow_grpo")
 
@@ -49,9 +54,9 @@ def parse(log_with: str) -> list[str]:
 
 
 def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str, Any]) -> None:
-    """As the accelerator was told; what they write goes into the run folder where they let us
-    choose. Where one cannot start, the main process raises a UserError, and a new run leaves no
-    folder behind, so that the same command can be given again."""
+    """Start those that the accelerator was told of; what they write goes into the run folder where
+    they let us choose. Where one cannot start, the main process raises a UserError, and a new run
+    leaves no folder behind, so that the same command can be given again."""
     is_new = not folder.exists()
     accelerator.project_configuration.logging_dir = str(folder)
     flat = {_plain(k): v if isinstance(v, int | float | str) else str(v) for k, v in dotted(config)}
@@ -97,6 +102,46 @@ def log(accelerator: Accelerator, record: dict[str, float | None]) -> None:
             tracker.log(named if tracker.name == "mlflow" else values, step=step)
 
 
+def record(
+    epoch: int, step: int, metrics: dict[str, float], timer: Timer
+) -> dict[str, float | None]:
+    """What is logged of an epoch; None where there is no value, as NaN has no JSON."""
+    values = {"epoch": epoch, "step": step, **metrics, **timer.metrics()}
+    return {name: _jsonable(value) for name, value in values.items()}
+
+
+def append_metrics(path: Path, record: dict[str, float | None]) -> None:
+    """One JSON object per epoch; on the disk, as a later checkpoint has its own line only."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        disk.sync(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def save_samples(folder: Path, images: list[Sample | None], **columns: Sequence) -> None:
+    """PNG files, or GIF files of clips, and a samples.jsonl that says what each is: a score that
+    failed is null there, one that its prompt does not ask for is left out. Columns may be longer
+    than images, and a sample may have no image."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
+            for i, image in enumerate(images):
+                row = {name: values[i] for name, values in columns.items()}
+                record = {name: _jsonable(v) for name, v in row.items() if v != NotAsked()}
+                files = {} if image is None else save_sample(image, folder, f"{i:04d}")
+                file.write(json.dumps({**files, **record}) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, int | str | np.integer):
+        return value if isinstance(value, str) else int(value)
+    return float(value) if math.isfinite(value) else None
+
+
 @contextmanager
 def _kept_going(tracker: GeneralTracker) -> Iterator[None]:
     """What a tracker misses is in the run folder too, so that it may fail."""
@@ -138,7 +183,7 @@ def log_pictures(
         Shown(
             still(image),
             " ".join(word for name in texts for word in columns[name][i].split()),
-            tuple(f"{name} {_text(columns[name][i])}" for name in names),
+            tuple(f"{name} {score_text(float(columns[name][i]))}" for name in names),
         )
         for i, image in enumerate(images)
         if image is not None
@@ -200,10 +245,6 @@ def _key(kind: str, place: int) -> str:
 def _sheet(row: Shown, epoch: int) -> Image.Image:
     heading = f"epoch {epoch}"
     return paired_grid({heading: [row.image]}, [row.prompt], {heading: [list(row.scores)]})
-
-
-def _text(value: float) -> str:
-    return score_text(float(value))
 
 
 def _of_mlflow(name: str) -> str:

@@ -1,9 +1,13 @@
-"""The line that a run prints after each epoch."""
+"""What a run prints: a bar while it works, and a line after each epoch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from flow_grpo.rewards import TOTAL
+
+Record = dict[str, float | None]
 
 
 def table(rows: list[list[str]]) -> str:
@@ -19,11 +23,8 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join([line(rows[0]), f"|{rule}|", *map(line, rows[1:])])
 
 
-Record = dict[str, float | None]
-
-
 def shown_rewards(names: Iterable[str]) -> list[str]:
-    """Of scores: the rewards, and their sum where there are several. Parts of a reward have a / in
+    """The rewards among scores, and their sum where there are several. Parts of one have a / in
     their names."""
     rewards = [name for name in names if name != TOTAL and "/" not in name]
     return rewards if len(rewards) == 1 else [*rewards, TOTAL]
@@ -31,7 +32,7 @@ def shown_rewards(names: Iterable[str]) -> list[str]:
 
 @dataclass
 class Pace:
-    """Of the epochs since this process started."""
+    """How fast the epochs since this process started went."""
 
     epochs: int = 0
     seconds: float = 0.0
@@ -81,3 +82,13 @@ def duration(seconds: float) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.3g}"
+
+
+class Bar(tqdm):
+    monitor_interval = 0  # no thread that watches it and outlives the run
+
+
+def progress_bar(items: Iterable, name: str, shown: bool, total: int | None = None) -> Bar:
+    """Shown on one process, and where somebody can look at it: not in a file."""
+    hidden = None if shown else True  # None: tqdm asks what it writes to
+    return Bar(items, desc=name, leave=False, disable=hidden, total=total, miniters=1)

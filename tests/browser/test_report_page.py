@@ -16,7 +16,7 @@ from runner import ROOT, Runner, environment
 
 from flow_grpo.files import dotted
 from flow_grpo.rewards.failure import NotAsked
-from flow_grpo.run.tracking import save_samples
+from flow_grpo.run.trackers import save_samples
 from flow_grpo.show.grid import score_text
 from flow_grpo.show.health import examine
 from flow_grpo.show.page import write_page

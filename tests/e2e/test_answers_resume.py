@@ -113,10 +113,10 @@ DEATHS = [
     ("flow_grpo.run.checkpoint:_finish", 1, -1),  # the first checkpoint has its files, and no name
     ("flow_grpo.answer.decoding:choose", 5, 0),  # sampling
     ("accelerate:Accelerator.backward", 1, 0),  # training, before the first update
-    ("flow_grpo.run.running:take_update", 2, 0),  # between two updates
+    ("flow_grpo.run.session:take_update", 2, 0),  # between two updates
     ("flow_grpo.answer.policy:AnswerPolicy.save", 1, 0),  # a checkpoint with half its files
     ("flow_grpo.run.checkpoint:_point", 1, 1),  # whole, but `latest` is the one before
-    ("flow_grpo.run.tracking:append_metrics", 1, 2),  # not yet in metrics.jsonl
+    ("flow_grpo.run.trackers:append_metrics", 1, 2),  # not yet in metrics.jsonl
     ("flow_grpo.answer.rollout:PendingAnswers.result", 1, 2),  # waiting for rewards
     ("os:fsync", 9, 2),  # while files of a checkpoint are flushed
 ]

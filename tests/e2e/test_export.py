@@ -13,9 +13,10 @@ from runner import Runner, run_script
 from safetensors.torch import load_file, save_file
 from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.draw.export import Source, export
+from flow_grpo.draw.export import export
 from flow_grpo.draw.models import load_adapter
 from flow_grpo.errors import UserError
+from flow_grpo.run.export import Source
 
 
 @pytest.fixture(scope="module")

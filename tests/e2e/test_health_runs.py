@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from sessions import short_config
 
 from flow_grpo.draw.session import build_session
-from flow_grpo.run.running import carry_out
+from flow_grpo.run.session import carry_out
 from flow_grpo.show.health import CHECKS, Finding, examine
 from flow_grpo.show.reading import read_metrics
 

@@ -84,7 +84,7 @@ def test_a_signal_while_the_model_loads_is_one_line(request, tmp_path, kind, tar
 
 @pytest.mark.parametrize(("kind", "name"), [("diffusion", "SIGTERM"), ("answers", "SIGINT")])
 def test_a_signal_in_the_final_report_is_one_line_after_it(request, tmp_path, kind, name):
-    told = signalled(request.getfixturevalue(kind), "flow_grpo.run.base:write_at_end", name)
+    told = signalled(request.getfixturevalue(kind), "flow_grpo.run.session:write_at_end", name)
     folder = tmp_path / "logs/run"
     assert told == f"stopped at the end: the last epoch and the report are in {folder}\n"
     assert (folder / "report.html").is_file()

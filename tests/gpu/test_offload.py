@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flow_grpo.run.optimizer import offload_state
+from flow_grpo.run.building import offload_state
 
 
 @pytest.mark.parametrize("fused", [True, False])

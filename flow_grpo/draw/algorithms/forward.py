@@ -16,7 +16,7 @@ from flow_grpo.losses import KL, KLS, kl_to_reference, mean_square, root_mean_sq
 from flow_grpo.speed.transfer import send
 
 if TYPE_CHECKING:
-    from flow_grpo.draw.policy import Fixed, Policy
+    from flow_grpo.draw.policy import FixedWeights, Policy
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Noised:
 
 class ForwardProcess(Algorithm):
     shares_noise = False  # samples of a group have the same noise and times
-    fixed: tuple["Fixed", ...] = ()  # weights whose velocities the objective needs
+    fixed: tuple["FixedWeights", ...] = ()  # weights whose velocities the objective needs
 
     def __init__(self, settings: ForwardSettings, setup: Setup) -> None:
         super().__init__(settings, setup)
@@ -158,7 +158,7 @@ class ForwardProcess(Algorithm):
         return replace(noised, **velocities)
 
     def fixed_velocities(
-        self, policy: "Policy", which: "Fixed", at: Noised, batch: Batch
+        self, policy: "Policy", which: "FixedWeights", at: Noised, batch: Batch
     ) -> Tensor:
         s = self.settings
         own = which == "reference" and s.kl_guidance is not None

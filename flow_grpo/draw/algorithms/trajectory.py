@@ -15,7 +15,7 @@ from flow_grpo.losses import KL, KLS, kl_to_reference, root_mean_square
 from flow_grpo.sde import Step
 
 if TYPE_CHECKING:
-    from flow_grpo.draw.policy import Fixed, Policy
+    from flow_grpo.draw.policy import FixedWeights, Policy
 
 StepWeight = Literal["none", "guard", "tempflow"]
 TEMPFLOW = 2.25  # TempFlow-GRPO's constant for SD3
@@ -110,7 +110,7 @@ class TrajectoryAlgorithm(Algorithm):
         trajectory = batch.trajectory
         steps = np.tile(trajectory.steps, (len(batch), 1))
 
-        def velocities(which: "Fixed") -> Tensor:
+        def velocities(which: "FixedWeights") -> Tensor:
             states = trajectory.latents[:, :-1]
             return policy.fixed_velocities(which, states, steps, trajectory.conditioning)
 
@@ -167,7 +167,7 @@ class TrajectoryAlgorithm(Algorithm):
 
 
 def log_ratios(policy: "Policy", trajectory: Trajectory, velocities: Tensor) -> Tensor:
-    """Of whole trajectories to the policy that sampled them, (B,); `velocities` are today's."""
+    """Whole trajectories against the policy that sampled them, (B,); `velocities` are today's."""
     total = torch.zeros_like(trajectory.log_probs[:, 0])
     for j, i in enumerate(trajectory.steps):
         state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from flow_grpo.errors import UserError
 from flow_grpo.speed.transfer import send
 
+Texts = dict[str, Tensor]  # (texts, ...) each
+
 
 class Size(NamedTuple):
     height: int
@@ -49,9 +51,6 @@ def latent_shape(grid: Grid, size: Size) -> tuple[int, ...]:
             f"frames={size.frames} must be 1 more than a multiple of {grid.frame_scale}"
         )
     return grid.channels, (size.frames - 1) // grid.frame_scale + 1, *space
-
-
-Texts = dict[str, Tensor]  # (texts, ...) each
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.files import parse_json, read_json
+from flow_grpo.files import PICKLES, parse_json, read_json, refuse_pickles
 from flow_grpo.speed.lora import lora_layers
 
 TRANSFORMER = "transformer"
 ENCODERS = ("text_encoder", "text_encoder_2")  # that diffusers puts LoRA on
 OF_PEFT = "base_model.model."  # in front of each name that PEFT saves
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # The fields of a LoraConfig that say how the tensors of a plain LoRA or DoRA are used.
 SETTINGS = (
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
@@ -97,12 +96,6 @@ def read_lora(path: str | Path) -> LoraFile:
     for each in settings.values():
         _check_settings(file, each)
     return LoraFile(file, tensors, settings[TRANSFORMER] or None, metadata)
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Say so where all there is would run code when it is loaded."""
-    for path in (path for pattern in PICKLES for path in sorted(folder.glob(pattern))):
-        raise UserError(f"{path} is a pickle, which can run code; save it as .safetensors")
 
 
 def replace_weights(transformer: ModelMixin, folder: Path) -> None:

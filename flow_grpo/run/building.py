@@ -1,0 +1,259 @@
+"""The parts of a session that do not depend on what it trains, from the config of a run."""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, parse_flag_from_env
+from ml_collections import ConfigDict
+from torch.optim import Optimizer
+from transformers.integrations import unset_hf_deepspeed_config
+
+from flow_grpo.errors import OutOfMemory, UserError
+from flow_grpo.rewards import (
+    WeightedReward,
+    build_scorers,
+    check_weights,
+    close_scorers,
+    guard_scorers,
+)
+from flow_grpo.rewards.failure import FailurePolicy
+from flow_grpo.run import trackers
+from flow_grpo.run.distributed import on_all_or_none
+from flow_grpo.run.lock import RunLock
+from flow_grpo.run.policy import BasePolicy
+from flow_grpo.run.resume import Start, load_progress, prepare_folder
+from flow_grpo.run.snapshot import Ema
+from flow_grpo.run.stopping import StopSignals
+
+logger = logging.getLogger("flow_grpo")
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Begin = Callable[..., tuple[Start, RunLock | None]]
+
+
+class Building:
+    """A session on its way. Each trade calls these in the order in which they stand here, its own
+    parts between them: whatever is cheap to check is checked before weights load."""
+
+    def __init__(self, config: ConfigDict, until_built: ExitStack, **settings: Any) -> None:
+        self.config, self._until_built = config, until_built
+        self.accelerator = build_accelerator(
+            config,
+            log_with=trackers.parse(config.log_with) or None,
+            project_dir=config.logdir,
+            **settings,
+        )
+
+    def open_folder(self, begin: Begin) -> None:
+        """Find the run folder and where to go on from; `begin` locks it, or leaves it alone."""
+        self._as_json = json.loads(self.config.to_json_best_effort())
+        self._start, self._lock = begin(self.accelerator, self._as_json, self._until_built)
+
+    def add_rewards(self, check: Callable[[WeightedReward, WeightedReward], None]) -> None:
+        """Build those of training and evaluation; `check` raises where they do not suit the run."""
+        weights = self.config.reward_fn.to_dict(), eval_weights(self.config)
+
+        def build() -> list[WeightedReward]:
+            rewards = build_rewards(self.config, self.accelerator, *weights)
+            check(*rewards)
+            return rewards
+
+        self._rewards = on_all_or_none(self.accelerator, build)
+        self._until_built.callback(close_scorers, *self._rewards)
+
+    def add_policy(self, policy: BasePolicy) -> None:
+        """Its optimizer too, and the moving average of its weights."""
+        optimizer = build_optimizer(self.config, self.accelerator, policy)
+        self._policy, self._optimizer = policy, policy.prepare(self.accelerator, optimizer)
+        train, self._ema = self.config.train, None
+        if train.ema:
+            ema = Ema(policy.trained(), train.ema_decay, train.ema_update_interval)
+            self._ema = ema.prepare(self.accelerator)
+
+    def finish(self) -> dict[str, Any]:
+        """Load the checkpoint to go on from, start the trackers and make the folder: the fields
+        that every session has."""
+        accelerator, start = self.accelerator, self._start
+        settings = adam_settings(self.config)
+        progress = load_progress(accelerator, start.checkpoint, self._optimizer, settings)
+        if self.config.log_with:
+            project = self.config.project_name
+            on_all_or_none(
+                accelerator,
+                lambda: trackers.start(accelerator, project, start.folder, self._as_json),
+            )
+        on_all_or_none(accelerator, lambda: self._lock and prepare_folder(start, self._as_json))
+        reward, eval_reward = self._rewards
+        return {
+            "config": self.config,
+            "accelerator": accelerator,
+            "reward": reward,
+            "eval_reward": eval_reward,
+            "policy": self._policy,
+            "optimizer": self._optimizer,
+            "ema": self._ema,
+            "folder": start.folder,
+            "progress": progress,
+            "stop": StopSignals(accelerator),
+            "lock": self._lock,
+        }
+
+
+@contextmanager
+def building(config: ConfigDict, **settings: Any) -> Iterator[Building]:
+    """`settings` of `build_accelerator`. What was locked and started is given back if the session
+    cannot be built; else the session holds it until it is closed."""
+    with ExitStack() as until_built:
+        yield Building(config, until_built, **settings)
+        until_built.pop_all()
+
+
+@contextmanager
+def advice_when_short(advice: list[str]) -> Iterator[None]:
+    """Running out of memory in here is told together with what may help."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).strip().split(". ")[0]
+        options = f"try {', or '.join(advice)}" if advice else "use fewer or smaller pictures"
+        raise OutOfMemory(f"{reason}; {options}; see docs/performance.md") from error
+
+
+def build_accelerator(
+    config: ConfigDict, *, accumulation_steps: int = 1, autocast: bool = True, **kwargs
+) -> Accelerator:
+    """`autocast=False`: what is trained casts by itself, in sampling as in training."""
+    # accelerate knows the option below by its old name only
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    deepspeed, fsdp = (parse_flag_from_env(f"ACCELERATE_USE_{e}") for e in ("DEEPSPEED", "FSDP"))
+    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+    if deepspeed and config.train.offload_optimizer:
+        raise UserError(
+            "train.offload_optimizer=True does not go with DeepSpeed; set "
+            "offload_optimizer_device: cpu in its accelerate config"
+        )
+    if deepspeed and config.mixed_precision == "fp16":
+        raise UserError("mixed_precision=fp16 does not go with DeepSpeed here; use bf16")
+    if fsdp and on_cpu:
+        raise UserError("FSDP needs GPUs: accelerate shares nothing out on CPUs; use DeepSpeed")
+    # buffers never change, and processes may run different numbers of forwards
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if config.reward_timeout >= config.distributed_timeout:
+            raise UserError(
+                f"reward_timeout={config.reward_timeout} must be below distributed_timeout="
+                f"{config.distributed_timeout}: processes wait for the scores of one another"
+            )
+        timeout = timedelta(seconds=config.distributed_timeout)
+        backend = "gloo" if on_cpu else "nccl"
+        handlers.append(InitProcessGroupKwargs(backend=backend, timeout=timeout))
+    # `accelerate launch` sets it from its own options, and DeepSpeed takes it from nowhere else
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(accumulation_steps)
+    accelerator = Accelerator(
+        # with cpu=True accelerate would turn DeepSpeed and FSDP into plain data parallelism
+        cpu=on_cpu and not (deepspeed or fsdp),
+        # DeepSpeed would cast LoRA to half precision, which cannot hold steps of 1e-4
+        mixed_precision="no" if deepspeed or not autocast else config.mixed_precision,
+        kwargs_handlers=handlers,
+        **kwargs,
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # it steps and clips by itself, and asks for the batch size though no batch passes it
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=1,
+            gradient_clipping=config.train.max_grad_norm,
+        )
+        # under ZeRO-3 transformers would share out the text encoders, which nothing gathers again
+        unset_hf_deepspeed_config()
+    if on_cpu and config.mixed_precision != "no" and accelerator.is_main_process:
+        logger.warning(
+            "mixed_precision=%s is slow on a CPU, on some by a factor of hundreds; use "
+            "--config.mixed_precision=no",
+            config.mixed_precision,
+        )
+    return accelerator
+
+
+def eval_weights(config: ConfigDict) -> dict[str, float]:
+    return (config.eval_reward_fn or config.reward_fn).to_dict()
+
+
+def build_rewards(
+    config: ConfigDict, accelerator: Accelerator, *weights: dict[str, float]
+) -> list[WeightedReward]:
+    """One reward per dict of weights; those that name the same scorer share it."""
+    for each in weights:
+        check_weights(each, "reward_fn" if each == config.reward_fn.to_dict() else "eval_reward_fn")
+    policy = FailurePolicy(config.reward_retries, config.reward_timeout)
+    scorers = build_scorers(
+        dict.fromkeys(name for each in weights for name in each),
+        device=str(accelerator.device),
+        custom=config.custom_rewards.to_dict(),
+        servers=config.reward_servers.to_dict(),
+        options=config.reward_options.to_dict(),
+        policy=policy,
+    )
+    guarded = guard_scorers(scorers, policy)
+    return [WeightedReward(guarded, each) for each in weights]
+
+
+def adam_settings(config: ConfigDict) -> dict[str, Any]:
+    train = config.train
+    return {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "weight_decay": train.adam_weight_decay,
+        "eps": train.adam_epsilon,
+    }
+
+
+def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: BasePolicy) -> Optimizer:
+    optimizer = _build(config, accelerator, policy)
+    if config.train.offload_optimizer:
+        offload_state(optimizer)
+    return optimizer
+
+
+def _build(config: ConfigDict, accelerator: Accelerator, policy: BasePolicy) -> Optimizer:
+    train = config.train
+    settings = adam_settings(config)
+    on_gpu = accelerator.device.type == "cuda"
+    if not train.use_8bit_adam:
+        # in fp16 a fused step hides from the moving average which updates were skipped
+        fused = on_gpu and config.mixed_precision != "fp16"
+        return torch.optim.AdamW(policy.parameters(), fused=fused, **settings)
+    if not on_gpu:
+        raise UserError("train.use_8bit_adam=True needs a GPU; this run is on the CPU")
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
+        ) from error
+    return AdamW8bit(policy.parameters(), **settings)
+
+
+def offload_state(optimizer: Optimizer) -> None:
+    """From now on its state is where the weights are during a step only."""
+    optimizer.register_step_pre_hook(lambda *_: _move(optimizer, None))
+    optimizer.register_step_post_hook(lambda *_: _move(optimizer, "cpu"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: _move(optimizer, "cpu"))
+
+
+def _move(optimizer: Optimizer, device: str | None) -> None:
+    """To `device`, or each to that of its weight. Step counts stay, where Adam wants them."""
+    for weight, state in optimizer.state.items():
+        moved: dict[str, Any] = {
+            name: value.to(device or weight.device)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name != "step"
+        }
+        state.update(moved)

@@ -1,0 +1,294 @@
+"""What every run has and does beside its algorithm: update, evaluate, write, save, stop."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
+from ml_collections import ConfigDict
+from torch.optim import Optimizer
+
+from flow_grpo.errors import RewardOutage, Stopped, UserError
+from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
+from flow_grpo.rewards.frames import Sample
+from flow_grpo.run import trackers
+from flow_grpo.run.building import advice_when_short
+from flow_grpo.run.checkpoint import STATE, Progress, save_checkpoint
+from flow_grpo.run.distributed import on_all_or_none
+from flow_grpo.run.lock import RunLock
+from flow_grpo.run.metrics import Timer, TrainingStats, score_metrics
+from flow_grpo.run.policy import BasePolicy
+from flow_grpo.run.snapshot import Ema
+from flow_grpo.run.stopping import StopRequested, StopSignals
+from flow_grpo.show.console import Pace, epoch_line, progress_bar
+from flow_grpo.show.health import examine
+from flow_grpo.show.page import write_at_end
+from flow_grpo.show.reading import read_metrics
+
+logger = logging.getLogger("flow_grpo")
+
+
+class Plan:
+    """The arithmetic of an epoch: checked before anything is loaded, printed before it starts."""
+
+    num_processes: int
+    group_size: int  # samples of one prompt
+    updates_per_pass: int  # over the samples of an epoch
+    inner_epochs: int  # passes
+
+    @property
+    def updates(self) -> int:
+        return self.updates_per_pass * self.inner_epochs
+
+    def rows(self) -> dict[str, str]:
+        """What the numbers are of, and how they come about."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        updates = f"{self.updates} (train.num_inner_epochs={self.inner_epochs})"
+        rows = {**self.rows(), "updates per epoch": updates}
+        return "\n".join(f"{name:<21} {text}" for name, text in rows.items())
+
+
+@dataclass(kw_only=True)
+class BaseSession:
+    """What lives as long as a run, whatever it trains."""
+
+    config: ConfigDict
+    accelerator: Accelerator
+    reward: WeightedReward
+    eval_reward: WeightedReward
+    plan: Plan
+    policy: BasePolicy
+    optimizer: Optimizer
+    ema: Ema | None
+    folder: Path
+    progress: Progress
+    stop: StopSignals
+    lock: RunLock | None  # on the main process
+    pace: Pace = field(default_factory=Pace)
+
+    def averaged(self) -> AbstractContextManager:
+        """The weights to evaluate: their moving average, where there is one."""
+        return self.ema.applied() if self.ema is not None else nullcontext()
+
+    def how_to_go_on(self) -> str:
+        name = self.folder.name
+        return f"go on with the same command and --config.run_name={name} --config.resume=auto"
+
+    def close(self) -> None:
+        """End the run, also one that was stopped: what trackers hold is written, and the report."""
+        try:
+            close_scorers(self.reward, self.eval_reward)
+            trackers.close(self.accelerator)
+            if self.lock is not None:
+                write_at_end(self.folder, self.lock.check)
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def check_lock(self) -> None:
+        """Before anything is written, on all processes: the folder is still this run's."""
+        on_all_or_none(self.accelerator, lambda: self.lock and self.lock.check())
+
+    def bar(self, items: Iterable, name: str, total: int | None = None) -> Iterable:
+        return progress_bar(items, name, self.accelerator.is_main_process, total)
+
+
+AnySession = TypeVar("AnySession", bound=BaseSession)
+
+
+def carry_out(
+    session: AnySession, train: Callable[[AnySession], None], advice: list[str]
+) -> AnySession:
+    """Train to the end, or until a signal; then everything is saved. `advice`: what needs less
+    memory."""
+    logger.info("run directory         %s", session.folder)
+    logger.info(session.plan.describe())
+    try:
+        with session.stop:
+            try:
+                with advice_when_short(advice):
+                    train(session)
+            except StopRequested as request:
+                # else the epoch is redone
+                if session.progress.record.get("step") == session.progress.step:
+                    save(session)
+                where = f"in epoch {session.progress.epoch + 1}"
+                raise Stopped(f"stopped {where}; {session.how_to_go_on()}") from request
+            finally:
+                session.close()
+            session.accelerator.wait_for_everyone()
+            session.accelerator.end_training()
+    except KeyboardInterrupt as interrupt:  # the second: it does not wait for the step at hand
+        raise Stopped(f"stopped at once; {session.how_to_go_on()}") from interrupt
+    if session.stop.received:
+        raise Stopped(f"stopped at the end: the last epoch and the report are in {session.folder}")
+    logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
+    return session
+
+
+def take_update(session: BaseSession, stats: TrainingStats) -> None:
+    """Move the weights, once the gradients of all micro-batches of an update are there."""
+    accelerator, progress = session.accelerator, session.progress
+    most = session.config.train.max_grad_norm
+    norm = accelerator.clip_grad_norm_(session.policy.parameters(), most)
+    stats.add_grad_norm(norm, most)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    progress.step += 1
+    session.policy.moved()
+    if session.ema is not None and not accelerator.optimizer_step_was_skipped:
+        session.ema.update(progress.step)
+    session.stop.check()
+
+
+def check_training(session: BaseSession, metrics: dict[str, float]) -> None:
+    """Refuse to go on after an epoch whose loss is not finite."""
+    if not math.isfinite(metrics["train/loss"]):
+        raise UserError(
+            f"the loss is not finite after step {session.progress.step}; lower "
+            "train.learning_rate or use mixed_precision=no; the last checkpoint is intact"
+        )
+
+
+def describe_outage(
+    accelerator: Accelerator,
+    reward: WeightedReward,
+    scores: dict[str, np.ndarray],  # gathered: the same on all processes
+    limit: float,
+) -> str | None:
+    """Which reward failed for more than a share `limit` of the samples, and why; None if none did.
+
+    Call it on all processes: the error may have happened on any.
+    """
+    for name in reward.weights:
+        failed = np.isnan(scores[name])
+        if failed.mean() > limit or failed.all():
+            errors = gather_object([reward.last_errors.get(name, "")])
+            last = next((error for error in errors if error), "none recorded")
+            return (
+                f"reward {name!r} gave no score for {failed.sum()} of {len(failed)} {reward.kind}s "
+                f"(max_failed_fraction={limit:g}); last error: {last}"
+            )
+    reward.forget_errors()
+    return None
+
+
+def stop_at_outage(session: BaseSession, epoch: int, rewards: dict[str, np.ndarray]) -> None:
+    """Where too many of the scores of an epoch are missing; saves first."""
+    limit = session.config.max_failed_fraction
+    outage = describe_outage(session.accelerator, session.reward, rewards, limit)
+    if outage:
+        raise RewardOutage(
+            f"epoch {epoch}: {outage}; saved {save(session)}; {session.how_to_go_on()}"
+        )
+
+
+def evaluation_metrics(
+    session: BaseSession, epoch: int, scores: dict[str, np.ndarray], sets: Sequence[str] = ()
+) -> dict[str, float]:
+    limit = session.config.max_failed_fraction
+    outage = describe_outage(session.accelerator, session.eval_reward, scores, limit)
+    if outage and epoch == 0:
+        raise RewardOutage(f"evaluation before training: {outage}")
+    metrics = score_metrics("eval", scores, sets)
+    if outage:
+        logger.warning("evaluation after epoch %d: %s", epoch, outage)
+        metrics[f"eval/{TOTAL}"] = math.nan  # what is left is no measure of the model
+    return metrics
+
+
+def is_due(epoch: int, every: int, last: int) -> bool:
+    return epoch == last or (every > 0 and epoch % every == 0)
+
+
+def finish_epoch(
+    session: BaseSession, epoch: int, metrics: dict[str, float], timer: Timer, *, ends: bool = False
+) -> None:
+    """Write down what the epoch did, so that a run that is killed goes on from here. `ends`: the
+    run does, before its time."""
+    config, progress = session.config, session.progress
+    session.check_lock()
+    score = metrics.get(f"eval/{TOTAL}", math.nan)
+    is_best = score > (-math.inf if progress.best is None else progress.best)  # NaN never is
+    progress.epoch = epoch
+    progress.best = score if is_best else progress.best
+    last = epoch if ends else config.num_epochs
+    progress.kept = epoch > 0 and (is_best or is_due(epoch, config.save_freq, last))
+    progress.record = trackers.record(epoch, progress.step, metrics, timer)
+    if progress.kept or (epoch % config.state_freq == 0 and can_save(session)):
+        with timer("save"):
+            save(session, best=is_best)
+    log(session, trackers.record(epoch, progress.step, metrics, timer))
+
+
+def can_save(session: BaseSession) -> bool:
+    """Torch takes an empty step of Adam to collect the state of an FSDP optimizer that has taken
+    none, which changes its first real one."""
+    fsdp = session.accelerator.distributed_type == DistributedType.FSDP
+    return session.progress.step > 0 or not fsdp
+
+
+def save(session: BaseSession, *, best: bool = False) -> Path:
+    """Write a checkpoint of everything as it is now; returns its folder."""
+    accelerator, policy = session.accelerator, session.policy
+    session.check_lock()
+
+    def write(folder: Path) -> None:
+        accelerator.save_state(str(folder / STATE), exclude_frozen_parameters=True)
+        policy.save(folder)
+        if session.ema is not None:
+            with session.ema.applied():
+                policy.save(folder, prefix="ema_")
+        if accelerator.is_main_process:
+            session.progress.write(folder)
+
+    return save_checkpoint(
+        accelerator,
+        session.folder / "checkpoints",
+        session.progress.step,
+        write,
+        keep=session.config.num_checkpoint_limit,
+        best=best,
+    )
+
+
+def log(session: BaseSession, record: dict[str, float | None]) -> None:
+    if session.accelerator.is_main_process:
+        trackers.append_metrics(session.folder / "metrics.jsonl", record)
+        say_health(session.folder, record["epoch"])
+    trackers.log(session.accelerator, record)
+    last, rewards = session.config.num_epochs, session.reward.weights
+    left = session.pace.left(record, last)
+    logger.info(epoch_line(record, rewards, session.eval_reward.weights, last, left))
+
+
+def say_health(folder: Path, epoch: int) -> None:
+    """What began in this epoch; the rest was said when it began."""
+    try:
+        found = examine(read_metrics(folder))
+    except UserError as error:  # a file that was damaged is no reason to stop
+        logger.warning("health is not known: %s", error)
+        return
+    for finding in found:
+        if finding.epoch == epoch:
+            logger.warning("health, epoch %d: %s; %s", epoch, finding.text, finding.advice)
+
+
+def write_samples(
+    session: BaseSession, kind: str, epoch: int, images: list[Sample], **columns: Sequence
+) -> None:
+    """Some samples, with their scores: files in samples/, and pictures for the trackers."""
+    if not session.accelerator.is_main_process:
+        return
+    trackers.save_samples(session.folder / "samples" / f"{kind}-{epoch:05d}", images, **columns)
+    step = session.progress.step
+    columns = {name: values for name, values in columns.items() if name != "group"}
+    trackers.log_pictures(session.accelerator, kind, images, columns, epoch=epoch, step=step)
