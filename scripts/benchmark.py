@@ -88,6 +88,7 @@ def main(config: ConfigDict) -> Session:
     with tempfile.TemporaryDirectory() as logdir:
         config.logdir, config.run_name, config.resume, config.log_with = logdir, "run", "none", ""
         reference = time_clone(config) if AGAINST.value else {}
+        config.num_epochs = 2 + EPOCHS.value  # the last one timed has one to sample ahead
         session = build_session(config, load=load)
         try:
             with advice_when_short(lighter_training(config, session.plan)):
@@ -175,7 +176,6 @@ def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
 
 def measure(session: Session) -> dict[str, Any]:
     config, plan, device = session.config, session.plan, session.accelerator.device
-    config.num_epochs = 2 + EPOCHS.value  # the last one timed has one to sample ahead
     epochs, ahead = [], None
     for epoch in range(1 + EPOCHS.value):
         metrics, ahead = run_epoch(session, epoch, ahead)

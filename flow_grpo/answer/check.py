@@ -1,11 +1,10 @@
 """Rules of a config that no single field can state, held before anything is loaded."""
 
 from importlib.util import find_spec
-from typing import Any
 
-from ml_collections import ConfigDict
-
-from flow_grpo.answer.fields import ANSWER, GAE, VLLM
+from flow_grpo.answer.fields import ANSWER, GAE, VLLM, AnswerFields
+from flow_grpo.config.places import with_files
+from flow_grpo.config.trade import Unchecked
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import ANSWER_REWARDS, REWARDS
 from flow_grpo.run import trackers
@@ -14,7 +13,8 @@ PER_REWARD = ("gdpo", "pairwise")  # estimators that compare answers by each rew
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 
 
-def check(config: ConfigDict) -> None:
+def check(config: Unchecked | AnswerFields) -> AnswerFields:
+    """The settings of a run, frozen, with files that come with the library found."""
     settings = ANSWER.check(config)
     trackers.parse(settings.log_with)
     sample, train = settings.sample, settings.train
@@ -52,9 +52,10 @@ def check(config: ConfigDict) -> None:
         raise UserError(
             f"min_pixels={settings.min_pixels} must be at most max_pixels={settings.max_pixels}"
         )
+    return with_files(settings)
 
 
-def _check_rewards(settings: Any) -> None:
+def _check_rewards(settings: AnswerFields) -> None:
     for name in (*settings.reward_fn, *settings.eval_reward_fn):
         elsewhere = name in settings.custom_rewards or settings.reward_servers.get(name)
         if name in REWARDS and name not in ANSWER_REWARDS and not elsewhere:

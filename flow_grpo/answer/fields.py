@@ -18,7 +18,7 @@ VLLM = "vllm"
 
 
 @dataclass(frozen=True)
-class Pretrained(shared.Pretrained):
+class AnswerModel(shared.ModelFields):
     model: str = setting(
         "Qwen/Qwen2.5-VL-3B-Instruct",
         "A folder of transformers or a hub id: Qwen2-VL, Qwen2.5-VL or Qwen3-VL.",
@@ -26,7 +26,7 @@ class Pretrained(shared.Pretrained):
 
 
 @dataclass(frozen=True)
-class Sample:
+class AnswerSample:
     questions_per_epoch: int = setting(
         64, "Distinct questions of an epoch, over all processes.", at_least=1
     )
@@ -66,7 +66,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Train(shared.Train):
+class AnswerTrain(shared.TrainFields):
     updates_per_epoch: int = setting(
         2, "Updates that the samples of an epoch are divided into.", at_least=1
     )
@@ -158,14 +158,14 @@ class Train(shared.Train):
 
 
 @dataclass(frozen=True)
-class Answering(shared.Rewards, shared.Run):
+class AnswerFields(shared.SharedFields):
     mixed_precision: str = setting(
         "no",
         '"no" or "bf16": the dtype of the forward pass. What is trained stays in float32. How far '
         "the policy then is from what sampled: answer/engine_dev.",
         choices=("no", "bf16"),
     )
-    pretrained: Pretrained = section(Pretrained)
+    pretrained: AnswerModel = section(AnswerModel)
     min_pixels: int = setting(
         0,
         "Pixels of a picture at least, which is resized where it has fewer; 0 is what the model's "
@@ -207,12 +207,12 @@ class Answering(shared.Rewards, shared.Run):
         "Rewards of answers and their weights: docs/rewards.md.",
     )
     reward_servers: dict = shared.servers(ANSWER_REWARDS)
-    sample: Sample = section(Sample)
-    train: Train = section(Train)
+    sample: AnswerSample = section(AnswerSample)
+    train: AnswerTrain = section(AnswerTrain)
 
 
 ANSWER = Trade(
-    settings=lambda: Answering,
+    settings=lambda: AnswerFields,
     source=__name__,
     example="config/vlm.py:tiny_vlm",
     rewards=REWARDS,

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flow_grpo.config.settings import setting
+from flow_grpo.config.settings import section, setting
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFields:
     run_name: str = setting("", "Folder under `logdir`; empty takes the date and time.")
     logdir: str = setting("logs", "Folder of all runs.")
     resume: str = setting(
@@ -91,7 +91,7 @@ def servers(rewards: Iterable[str]) -> Any:
 
 
 @dataclass(frozen=True)
-class Rewards:
+class RewardFields:
     reward_fn: dict = setting(
         {}, "Rewards and their weights. On the command line: --config.reward_fn=\"{'ocr': 1.0}\""
     )
@@ -124,14 +124,15 @@ class Rewards:
 
 
 @dataclass(frozen=True)
-class Pretrained:
+class ModelFields:
+    model: str = setting("", "A folder or a hub id.")
     revision: str = setting(
         "main", 'Branch, tag or commit of a hub id. A folder has none: leave it at "main".'
     )
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainFields:
     num_inner_epochs: int = setting(
         1, "Passes over an epoch's samples. More reuse, less on-policy.", at_least=1
     )
@@ -178,3 +179,12 @@ class Train:
     lora_path: str = setting(
         "", "Start from this LoRA, which is what a KL is to then; it brings its own rank and alpha."
     )
+
+
+@dataclass(frozen=True)
+class SharedFields(RewardFields, RunFields):
+    """The settings of a run, as far as they do not depend on what it trains."""
+
+    pretrained: ModelFields = section(ModelFields)
+    dataset: str = setting("", "A folder with train and test files, one such file, or a hub name.")
+    train: TrainFields = section(TrainFields)

@@ -4,8 +4,9 @@ A section of a config is a frozen dataclass of `setting(...)`s: `--config.nft.be
 `NftSettings.beta`. What a config holds at first, what it may hold and `--help` all come from there.
 """
 
+import json
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
 from typing import Any, get_args
 
 from ml_collections import ConfigDict
@@ -108,6 +109,11 @@ def freeze(settings: type, config: Any) -> Any:
         elif isinstance(value, list):
             values[each.name] = tuple(value)
     return settings(**values)
+
+
+def to_json(settings: Any) -> dict[str, Any]:
+    """What a run writes of its settings."""
+    return json.loads(json.dumps(asdict(settings), default=str))
 
 
 def check_settings(part: str, settings: Any) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flow_grpo.config import old_names
-from flow_grpo.config.fields import Rewards
+from flow_grpo.config.fields import RewardFields, SharedFields
 from flow_grpo.config.settings import check_settings, freeze, second_names, to_config, walk
 from flow_grpo.errors import UserError, nearest
 from flow_grpo.files import dotted, refuse_halves
 
+Unchecked = ConfigDict  # as a config file returns it: nothing but checks should read it
 # dicts with names of the user's
-OPEN_FIELDS = tuple(each.name for each in fields(Rewards) if each.type is dict)
+OPEN_FIELDS = tuple(each.name for each in fields(RewardFields) if each.type is dict)
 TYPES = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
@@ -47,7 +48,7 @@ class Trade:
         """All fields at their defaults."""
         return to_config(self.settings())
 
-    def freeze(self, config: ConfigDict) -> Any:
+    def freeze(self, config: Unchecked | SharedFields) -> Any:
         """Its values, to be read like the config itself; what is frozen stays as it is."""
         return freeze(self.settings(), config)
 
@@ -73,9 +74,10 @@ class Trade:
             lines += textwrap.wrap(why.get(name, ""), width, **indent)
         return "\n".join(lines)
 
-    def check(self, config: ConfigDict) -> Any:
+    def check(self, config: Unchecked | SharedFields) -> Any:
         """Its values, frozen, once each is known to be one that its field may have."""
-        self._check_fields(config)
+        if isinstance(config, ConfigDict):
+            self._check_fields(config)
         settings = self.freeze(config)
         check_settings("", settings)
         for name, other in self.second_names().items():

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, fields
-from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from flow_grpo.config import old_names
+from flow_grpo.config.places import with_files
+from flow_grpo.config.trade import Unchecked
 from flow_grpo.draw.algorithms import Algorithm
-from flow_grpo.draw.fields import DRAW
+from flow_grpo.draw.fields import DRAW, DrawFields
 from flow_grpo.draw.models import ModelAdapter
 from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.errors import UserError
@@ -22,7 +22,8 @@ STEPS = ("sample.sde_type", "sample.noise_level")
 WINDOW = ("sample.sde_window_range", "sample.sde_window_per")
 
 
-def check(config: ConfigDict) -> None:
+def check(config: Unchecked | DrawFields) -> DrawFields:
+    """The settings of a run, frozen, with files that come with the library found."""
     settings = DRAW.check(config)
     old_names.check_values(settings)
     trackers.parse(settings.log_with)
@@ -38,9 +39,10 @@ def check(config: ConfigDict) -> None:
             f"train.cfg=False with sample.guidance_scale={sample.guidance_scale} would "
             "train another velocity than was sampled; set guidance_scale=1 or train.cfg=True"
         )
+    return with_files(settings)
 
 
-def check_judges(config: ConfigDict, judges: set[str], plan: BatchPlan) -> None:
+def check_judges(config: DrawFields, judges: set[str], plan: BatchPlan) -> None:
     """Rewards that compare the pictures of a group: each call has to have whole groups."""
     for name in sorted(judges):
         plan.check_judge(name)
@@ -64,7 +66,7 @@ def check_eval_judges(judges: set[str]) -> None:
         )
 
 
-def unusual(config: ConfigDict) -> list[str]:
+def unusual(config: Unchecked | DrawFields) -> list[str]:
     """What is allowed but hardly ever meant, one line each."""
     settings = DRAW.freeze(config)
     lines, own = [], settings.own
@@ -88,9 +90,9 @@ def unusual(config: ConfigDict) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def check_void(config: ConfigDict, algorithm: Algorithm) -> None:
+def check_void(settings: DrawFields, algorithm: Algorithm) -> None:
     """One line for settings that were changed from their default and have no effect."""
-    settings, default = DRAW.freeze(config), DRAW.freeze(DRAW.get_config())
+    default = DRAW.freeze(DRAW.get_config())
     if settings.sample.same_latent and not algorithm.noisy_steps(np.random.default_rng(0), 0):
         raise UserError(
             f"sample.same_latent=True does not go with algorithm={algorithm.name!r}, which samples "
@@ -105,7 +107,7 @@ def check_void(config: ConfigDict, algorithm: Algorithm) -> None:
             raise UserError(f"{told} {verb} no effect with {why}; leave {them} at {values}")
 
 
-def check_gradient(config: ConfigDict, model: type[ModelAdapter]) -> None:
+def check_gradient(config: Unchecked | DrawFields, model: type[ModelAdapter]) -> None:
     settings = DRAW.freeze(config)
     gradient = settings.train.guidance_gradient
     name, scale = "sample.guidance_scale", settings.sample.guidance_scale
@@ -118,7 +120,7 @@ def check_gradient(config: ConfigDict, model: type[ModelAdapter]) -> None:
         )
 
 
-def _void(settings: Any, algorithm: Algorithm) -> Iterator[tuple[tuple[str, ...], str]]:
+def _void(settings: DrawFields, algorithm: Algorithm) -> Iterator[tuple[tuple[str, ...], str]]:
     """Names of settings, and what makes them void."""
     sample, advantage = settings.sample, settings.train.advantage
     name, own = algorithm.name, algorithm.settings

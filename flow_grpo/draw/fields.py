@@ -19,14 +19,14 @@ from flow_grpo.sde import KINDS, SOLVERS
 
 
 @dataclass(frozen=True)
-class Pretrained(shared.Pretrained):
+class DrawModel(shared.ModelFields):
     model: str = setting(
         "stabilityai/stable-diffusion-3.5-medium", "A diffusers pipeline folder or a hub id."
     )
 
 
 @dataclass(frozen=True)
-class Sample:
+class DrawSample:
     num_steps: int = setting(10, "Few steps are enough to learn from; evaluation uses more.")
     eval_num_steps: int = setting(40, "Steps of evaluations.", at_least=1)
     guidance_scale: float = setting(
@@ -105,7 +105,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Train(shared.Train):
+class DrawTrain(shared.TrainFields):
     batch_size: int = setting(
         8,
         "Divides sample.train_batch_size. Equal keeps the batches of sampling, and with them an "
@@ -142,10 +142,10 @@ class Train(shared.Train):
 
 
 @dataclass(frozen=True)
-class Drawing(shared.Rewards, shared.Run):
+class DrawFields(shared.SharedFields):
     """All but the algorithms."""
 
-    pretrained: Pretrained = section(Pretrained)
+    pretrained: DrawModel = section(DrawModel)
     resolution: int = setting(512, "Pixels of a square, where height and width are 0.")
     height: int = setting(0, "Pixels; where set, it comes before resolution.")
     width: int = setting(0, "Pixels; where set, it comes before resolution.")
@@ -200,8 +200,8 @@ class Drawing(shared.Rewards, shared.Run):
         "Rewards and their weights. On the command line: --config.reward_fn=\"{'ocr': 1.0}\"",
     )
     reward_servers: dict = shared.servers(REWARDS)
-    sample: Sample = section(Sample)
-    train: Train = section(Train)
+    sample: DrawSample = section(DrawSample)
+    train: DrawTrain = section(DrawTrain)
 
     @property
     def own(self) -> Any:
@@ -224,7 +224,7 @@ def _with_algorithms(sections: tuple[tuple[str, type], ...]) -> type:
     )
     parts = [(name, each, section(each)) for name, each in sections]
     own = [("algorithm", str, chosen), *parts]
-    return make_dataclass("Settings", own, bases=(Drawing,), frozen=True)
+    return make_dataclass("Settings", own, bases=(DrawFields,), frozen=True)
 
 
 DRAW = Trade(
