@@ -1,4 +1,4 @@
-"""Named presets: --config config/grpo.py:tiny_ocr; flow_grpo/draw/presets lists them."""
+"""Named presets: --config config/grpo.py:tiny_ocr; flow_grpo/draw/presets.py lists them."""
 
 from flow_grpo.draw.presets import get_config
 

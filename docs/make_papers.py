@@ -34,7 +34,7 @@ Papers of which we have a method or a setting, and no preset of a full-size mode
 
 `sft` and `rwr` (`tiny_sft`, `tiny_rwr`) follow no single paper. The `tiny_*` presets are tuned to
 the small model: a wider clip, a larger learning rate for the forward-process methods, three times
-per sample, no KL. Their values and reasons are in `flow_grpo/draw/presets/`.
+per sample, no KL. Their values and reasons are in `flow_grpo/draw/presets.py`.
 
 Published results with Flow-GRPO's settings: OCR .59 -> .92, GenEval .63 -> .95, PickScore 21.7 ->
 23.3.

@@ -26,6 +26,7 @@ from flow_grpo.config import command_line
 from flow_grpo.config.places import ROOT, find_files
 from flow_grpo.draw import presets
 from flow_grpo.draw.compare import evaluate_all
+from flow_grpo.draw.fields import DRAW
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json
 from flow_grpo.rewards.scorers.given import path_of
@@ -98,7 +99,7 @@ def build_config(
 ) -> ConfigDict:
     config = presets.get_config(preset)
     for name, value in fields.items():
-        command_line.check_name(name, config)
+        command_line.check_name(name, config, DRAW)
         try:
             config.update_from_flattened_dict({name: value})
         except (TypeError, ValueError) as error:

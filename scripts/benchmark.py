@@ -34,6 +34,7 @@ from train import SampledBatch, collect_rewards, sample_ahead, sample_behind, tr
 from untrained.full import FULL, build
 
 from flow_grpo.config import command_line
+from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.models import ADAPTERS, ModelAdapter, find_adapter
 from flow_grpo.draw.plan import lighter_training
 from flow_grpo.draw.session import (
@@ -87,6 +88,7 @@ def main(config: ConfigDict) -> Session:
     with tempfile.TemporaryDirectory() as logdir:
         config.logdir, config.run_name, config.resume, config.log_with = logdir, "run", "none", ""
         reference = time_clone(config) if AGAINST.value else {}
+        config.num_epochs = 2 + EPOCHS.value  # the last one timed has one to sample ahead
         session = build_session(config, load=load)
         try:
             with advice_when_short(lighter_training(config, session.plan)):
@@ -174,7 +176,6 @@ def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
 
 def measure(session: Session) -> dict[str, Any]:
     config, plan, device = session.config, session.plan, session.accelerator.device
-    config.num_epochs = 2 + EPOCHS.value  # the last one timed has one to sample ahead
     epochs, ahead = [], None
     for epoch in range(1 + EPOCHS.value):
         metrics, ahead = run_epoch(session, epoch, ahead)
@@ -286,4 +287,5 @@ def settings(session: Session) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command_line.run(main, default=str(Path(__file__).parents[1] / "config/grpo.py:benchmark_sd3"))
+    default = str(Path(__file__).parents[1] / "config/grpo.py:benchmark_sd3")
+    command_line.run(main, DRAW, default=default)

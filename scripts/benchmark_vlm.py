@@ -17,7 +17,7 @@ from flow_grpo.answer.losses import Counts, policy_loss, token_weights
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import Prompt
 from flow_grpo.answer.sampling import Sampled, Sampler
-from flow_grpo.config.arguments import Parser
+from flow_grpo.config.mistakes import Parser
 from flow_grpo.data.seeding import sample_generators
 
 

@@ -21,8 +21,7 @@ import numpy as np
 from plot import panels
 from runs import OWN_FIELDS, SIGNS, TASKS, Run, resolve, train_all
 
-from flow_grpo.config.arguments import Parser
-from flow_grpo.config.mistakes import told_plainly
+from flow_grpo.config.mistakes import Parser, told_plainly
 from flow_grpo.errors import Stopped, UserError
 from flow_grpo.show.reading import read_metrics
 

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flow_grpo.config import command_line
-from flow_grpo.config.arguments import Parser
+from flow_grpo.config.mistakes import Parser
 from flow_grpo.demo.painter import Painter
 from flow_grpo.draw.saved import config_of_file, config_of_run
 from flow_grpo.errors import UserError

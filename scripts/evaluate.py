@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.config import command_line
 from flow_grpo.draw.compare import evaluate_all
+from flow_grpo.draw.fields import DRAW
 
 CHECKPOINT = flags.DEFINE_multi_string(
     "checkpoint",
@@ -39,4 +40,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, DRAW)

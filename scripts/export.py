@@ -16,8 +16,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 
 from flow_grpo.answer import export as vlm
-from flow_grpo.config.arguments import Parser
-from flow_grpo.config.mistakes import told_plainly
+from flow_grpo.config.mistakes import Parser, told_plainly
 from flow_grpo.draw.export import export
 from flow_grpo.run.export import Source
 

@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from flow_grpo.config import command_line
-from flow_grpo.config.arguments import Parser
+from flow_grpo.config.mistakes import Parser
 from flow_grpo.config.places import find_files
 from flow_grpo.data.prompts import read_file
 from flow_grpo.demo import gallery

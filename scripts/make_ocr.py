@@ -13,7 +13,7 @@ from pathlib import Path
 from tiny.prompts import parse_sign, sign_prompt
 from tiny.words import all_words, split_words
 
-from flow_grpo.config.arguments import Parser
+from flow_grpo.config.mistakes import Parser
 
 FULL_TRAIN, FULL_TEST = 10_000, 1_000
 MOST = 100_000  # prompts, far from where our texts and sentences run out

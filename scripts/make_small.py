@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 from untrained.small import FAMILIES, build
 
-from flow_grpo.config.arguments import Parser
+from flow_grpo.config.mistakes import Parser
 
 
 def main() -> None:

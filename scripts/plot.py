@@ -15,8 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from flow_grpo.config.arguments import Parser
-from flow_grpo.config.mistakes import told_plainly
+from flow_grpo.config.mistakes import Parser, told_plainly
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json, read_text
 from flow_grpo.pictures import read_picture

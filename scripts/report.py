@@ -9,8 +9,7 @@ Without --out it is report.html in the first run's folder.
 from argparse import Namespace
 from pathlib import Path
 
-from flow_grpo.config.arguments import Parser
-from flow_grpo.config.mistakes import told_plainly
+from flow_grpo.config.mistakes import Parser, told_plainly
 from flow_grpo.errors import UserError
 from flow_grpo.show.page import FILE, write_page
 from flow_grpo.show.serving import build_server

@@ -26,6 +26,7 @@ from flow_grpo.draw import dry
 from flow_grpo.draw.algorithms import Batch
 from flow_grpo.draw.algorithms.base import with_gradient
 from flow_grpo.draw.evaluation import evaluate
+from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.plan import lighter_evaluation, lighter_training
 from flow_grpo.draw.results import write_training_samples
 from flow_grpo.draw.rollout import (
@@ -335,4 +336,4 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     loop = dry.Loop(sample_behind, collect_rewards, train_epoch, run_evaluation)
-    command_line.run(main, dry_run=loop.dry_run)
+    command_line.run(main, DRAW, dry_run=loop.dry_run)

@@ -19,9 +19,7 @@ from accelerate.utils import gather_object
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo.answer import fields
 from flow_grpo.answer.batches import PackedBatch, micro_batches, packed
-from flow_grpo.answer.check import GAE
 from flow_grpo.answer.credit import (
     Fixed,
     answer_advantages,
@@ -31,6 +29,7 @@ from flow_grpo.answer.credit import (
     token_advantages,
 )
 from flow_grpo.answer.dry import AnswerLoop
+from flow_grpo.answer.fields import ANSWER, GAE
 from flow_grpo.answer.losses import Counts, divergence, policy_loss, token_weights, value_loss
 from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout
 from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
@@ -340,4 +339,4 @@ def save_training_samples(
 
 if __name__ == "__main__":
     loop = AnswerLoop(sample_epoch, prepare, give_credit, train_epoch, run_evaluation)
-    command_line.run(main, of=fields, dry_run=loop.dry_run)
+    command_line.run(main, ANSWER, dry_run=loop.dry_run)

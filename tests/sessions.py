@@ -5,7 +5,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from flow_grpo.draw import presets
-from flow_grpo.draw.presets.common import per_gpu_batches
+from flow_grpo.draw.presets import per_gpu_batches
 
 
 def short_config(logdir: Path, run_name: str, **fields) -> ConfigDict:

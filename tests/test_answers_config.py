@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 from flow_grpo.answer import fields
 from flow_grpo.answer.check import check
 from flow_grpo.config import command_line, old_names
-from flow_grpo.config.help import reasons
+from flow_grpo.config.trade import all_fields
 from flow_grpo.draw import fields as picture_fields
 from flow_grpo.draw.check import check as check_pictures
 from flow_grpo.draw.saved import config_of_run
@@ -15,7 +15,7 @@ from flow_grpo.errors import UserError
 
 
 def test_the_reason_of_a_field_is_its_own():
-    known = reasons(fields)
+    known = fields.ANSWER.reasons()
     assert known["logdir"] == "Folder of all runs."
     assert known["num_epochs"].startswith("Epochs of the whole run")
     assert known["train.learning_rate"].startswith("AdamW's")
@@ -55,8 +55,8 @@ def test_a_model_that_is_not_there_is_told_before_the_hub_is_asked(tmp_path):
 
 
 def test_fields_by_their_names_in_trl_and_easyr1_are_told_ours():
-    known = set(command_line._dotted(fields.get_config()))
+    known = set(dict(all_fields(fields.get_config())))
     assert known.issuperset(old_names.OF_ANSWERS.values())
     assert not known.intersection(old_names.OF_ANSWERS)
     with pytest.raises(UserError, match=r"'train\.lr'; it is train\.learning_rate here$"):
-        command_line.check_name("train.lr", fields.get_config())
+        command_line.check_name("train.lr", fields.get_config(), fields.ANSWER)

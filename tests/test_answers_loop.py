@@ -25,7 +25,6 @@ from flow_grpo.answer.losses import AGGREGATIONS, KINDS, Counts
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.rollout import Rollout
 from flow_grpo.answer.session import build_session, lighter_settings
-from flow_grpo.config.help import reasons
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.run.export import Source
@@ -373,7 +372,7 @@ def test_who_answers_as_the_prompt_asks_has_the_whole_reward(places, tmp_path, n
 
 
 def test_every_field_has_a_reason():
-    known = reasons(fields)
+    known = fields.ANSWER.reasons()
     names = [name for name, _ in dotted(fields.get_config().to_dict())]
     without = [n for n in names if not known.get(n) and not n.startswith("reward_")]
     assert not without

@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 from policies import policy_of
 
-from flow_grpo.config.command_line import OPEN_FIELDS
+from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.seeding import Stream, torch_generator
 from flow_grpo.draw import fields as base
@@ -106,7 +106,7 @@ FLOATS = [
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_number_is_finite(name, value):
     key = name.rpartition(".")[2]
-    told = f"grpo.{key}" if key in base.FLOW_GRPO_NAMES else name
+    told = f"grpo.{key}" if name in base.DRAW.second_names() else name
     with pytest.raises(UserError, match=f"^{told}={value} must be a finite number$"):
         check(with_fields(**{name: value}))
 
@@ -144,7 +144,7 @@ def test_unknown_fields_are_named_with_a_suggestion():
 def test_missing_fields_are_named_and_counted():
     config = base.get_config()
     del config.train.beta
-    with pytest.raises(UserError, match=r"it lacks train\.beta; start from flow_grpo\.run\.fields"):
+    with pytest.raises(UserError, match=r"lacks train\.beta; start from flow_grpo\.draw\.fields"):
         check(config)
     del config.sample
     with pytest.raises(UserError, match=r"it lacks sample, train\.beta; start"):

@@ -13,7 +13,7 @@ from families import FAMILIES, Family, save_small
 from sessions import short_config
 from train import train
 
-from flow_grpo.draw.presets.common import per_gpu_batches
+from flow_grpo.draw.presets import per_gpu_batches
 from flow_grpo.draw.session import build_session
 
 METHODS = {

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from flow_grpo.config.help import field_list, reasons
-from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.fields import DRAW, get_config
 from flow_grpo.files import dotted
 
 # dicts with names of the user's, and what says enough by its name
@@ -13,9 +12,8 @@ SAY_ENOUGH = ("reward_fn.", "reward_servers.")
 
 
 def test_every_field_has_a_reason():
-    known = reasons()
+    known = DRAW.reasons()
     names = [name for name, _ in dotted(get_config().to_dict())]
-    # a reason may stand above several fields
     assert not [n for n in names if not known.get(n) and not n.startswith(SAY_ENOUGH)]
     assert known["sample.num_steps"].startswith("Few steps are enough")
     assert known["nft.times"].startswith("Noise levels trained per sample")
@@ -24,7 +22,7 @@ def test_every_field_has_a_reason():
 def test_fields_are_listed_as_the_config_has_them():
     config = get_config()
     config.sample.num_steps = 7
-    text = field_list(config)
+    text = DRAW.describe(config)
     assert "  --config.sample.num_steps=7\n        Few steps are enough" in text
     assert "  --config.custom_rewards={}\n        Names for rewards of your own" in text
     empty = [name for name, value in config.to_dict().items() if value == {}]

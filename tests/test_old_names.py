@@ -5,9 +5,10 @@ from ml_collections import ConfigDict
 from runner import ROOT
 
 from flow_grpo.config import command_line, old_names
+from flow_grpo.config.trade import all_fields
 from flow_grpo.draw import presets
 from flow_grpo.draw.check import check
-from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.fields import DRAW, get_config
 from flow_grpo.errors import UserError
 
 # all that the configs of its repository set
@@ -30,7 +31,7 @@ TRAIN = str.split(
     "ref_update_step sft sft_batch_size"
 )
 FIELDS = [*GENERAL, *(f"sample.{n}" for n in SAMPLE), *(f"train.{n}" for n in TRAIN)]
-OURS = set(command_line._dotted(get_config()))
+OURS = set(dict(all_fields(get_config(), closed=())))
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -40,7 +41,7 @@ def test_a_field_of_flow_grpos_is_known_or_told_what_to_use(name):
         return
     with pytest.raises(UserError) as error:
         command_line.check_names(
-            ["train.py", f"--config={ROOT}/config/base.py", f"--config.{name}=1"]
+            ["train.py", f"--config={ROOT}/config/base.py", f"--config.{name}=1"], DRAW
         )
     told = str(error.value)
     assert told == f"unknown config key '{name}'; {old_names.hint(name)}"

@@ -1,14 +1,19 @@
-"""Presets against docs/published.toml: what authors ran, and what differs on purpose."""
+"""Presets against docs/published.toml: what authors ran, and what differs on purpose; and all
+presets against tests/recorded_presets.json, which `python tests/test_published.py` records anew."""
 
+import json
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.answer import presets as vlm_presets
+from flow_grpo.config.trade import OPEN_FIELDS
+from flow_grpo.draw import fields as draw_fields
 from flow_grpo.draw import presets
 from flow_grpo.draw.algorithms import ALGORITHMS
 from flow_grpo.draw.algorithms.forward import ForwardProcess
@@ -17,8 +22,7 @@ from flow_grpo.draw.models.qwen_image import QwenImageAdapter
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.models.wan import WanAdapter
 from flow_grpo.draw.models.z_image import ZImageAdapter
-from flow_grpo.draw.presets.full import BENCHMARKS
-from flow_grpo.draw.presets.tiny import TINY
+from flow_grpo.draw.presets import BENCHMARKS, TINY
 from flow_grpo.draw.session import build_algorithm, eval_guidance
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -26,8 +30,8 @@ sys.path.insert(0, str(DOCS))
 from make_papers import load, page, resolved  # noqa: E402
 
 DATA = load()
-DRAW = sorted(presets.PRESETS.keys() - {p.__name__ for p in TINY} - BENCHMARKS.keys())
-ANSWER = [preset.__name__ for preset in vlm_presets.FULL]
+DRAW = sorted(presets.PRESETS.keys() - TINY.keys() - BENCHMARKS.keys())
+ANSWER = list(vlm_presets.FULL)
 FAMILIES = {
     "stable-diffusion-3.5": SD3Adapter,
     "FLUX.1": FluxAdapter,
@@ -155,3 +159,46 @@ def test_every_entry_has_a_source_or_says_that_there_is_none(kind):
 def test_the_page_is_made_of_the_table():
     """If not: python docs/make_papers.py"""
     assert (DOCS / "papers.md").read_text("utf-8") == page(DATA)
+
+
+RECORDED = Path(__file__).with_name("recorded_presets.json")
+DEFAULTS = {"draw": draw_fields.get_config, "answer": vlm_presets.get_config}
+
+
+def flat(config: ConfigDict, base: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The fields that are not as in `base`; dicts of the user's names as a whole."""
+    found = {}
+    for name, value in json.loads(config.to_json_best_effort()).items():
+        section = isinstance(value, dict) and name not in OPEN_FIELDS
+        found |= {f"{name}.{k}": v for k, v in value.items()} if section else {name: value}
+    return {k: v for k, v in found.items() if base is None or v != base[k]}
+
+
+def dump(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The fields at their defaults and what each preset changes on the CPU in one process; then
+    what is different there with a GPU, and on eight."""
+    monkeypatch.chdir(DOCS.parent)  # whose datasets and models have relative paths
+    found = {}
+    for trade, module in (("draw", presets), ("answer", vlm_presets)):
+        found[trade] = default = flat(DEFAULTS[trade]())
+        for name in module.PRESETS:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+            own = flat(config := module.get_config(name))
+            found[name] = flat(config, default)
+            if module is presets:
+                found[f"{name}_8gpu"] = flat(module.get_config(f"{name}_8gpu"), own)
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+            found[f"{name}, GPU"] = flat(module.get_config(name), own)
+    return {name: json.dumps(fields, sort_keys=True) for name, fields in found.items() if fields}
+
+
+def test_all_presets_are_what_was_recorded(monkeypatch):
+    """As text, in which 1 is not 1.0."""
+    recorded = json.loads(RECORDED.read_text("utf-8"))
+    assert dump(monkeypatch) == {n: json.dumps(v, sort_keys=True) for n, v in recorded.items()}
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as patch:
+        lines = [f"{json.dumps(name)}: {fields}" for name, fields in dump(patch).items()]
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,9 +37,9 @@ def test_evaluations_can_have_a_guidance_of_their_own(make_session):
     assert session.policy.dynamics.guidance_scale == 2.0
 
     def score(scale: float, of_eval: float | None) -> float:
-        with session.config.unlocked():
-            session.config.sample.guidance_scale = scale
-            session.config.sample.eval_guidance_scale = of_eval
+        guidance = {"guidance_scale": scale, "eval_guidance_scale": of_eval}
+        sample = replace(session.config.sample, **guidance)
+        session.config = replace(session.config, sample=sample)
         return run_evaluation(session, epoch=1)["eval/jpeg_compressibility"]
 
     unguided = score(2.0, 1.0)

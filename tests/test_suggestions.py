@@ -12,16 +12,17 @@ from runner import ROOT
 from untrained.full import FULL
 
 from flow_grpo.config import command, command_line, old_names
-from flow_grpo.config.command_line import option_names
+from flow_grpo.config.settings import walk
+from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.draw import presets
 from flow_grpo.draw.algorithms import ALGORITHMS
-from flow_grpo.draw.check import CHOICES, check
-from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.check import check
+from flow_grpo.draw.fields import DRAW, get_config
 from flow_grpo.draw.models import find_adapter
 from flow_grpo.errors import UserError, nearest
 from flow_grpo.files import dotted
-from flow_grpo.rewards import REWARDS, build_scorers
+from flow_grpo.rewards import REWARDS, build_scorers, option_names
 from flow_grpo.run import trackers
 
 PRESET = f"--config={ROOT}/config/grpo.py:tiny_ocr_1gpu"
@@ -45,7 +46,7 @@ def load(monkeypatch):
         argv, values = [script, *words], flags.FlagValues()
         monkeypatch.setattr(sys, "argv", argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        command_line.check_names(argv)
+        command_line.check_names(argv, DRAW)
         config_flags.DEFINE_config_file("config", flag_values=values)
         values(argv)
         check(values.config)
@@ -77,7 +78,7 @@ def refused(call, *arguments, **keywords) -> list[str]:
 def plain_fields() -> list[str]:
     """Those with a value that can be given again."""
     config = get_config()
-    open_fields = tuple(f"{name}." for name in command_line.OPEN_FIELDS)
+    open_fields = tuple(f"{name}." for name in OPEN_FIELDS)
     names = [n for n, v in dotted(config.to_dict()) if v is not None]
     return [n for n in names if not n.startswith(open_fields)]
 
@@ -124,13 +125,8 @@ def test_every_preset(name):
 
 
 def choices() -> list[tuple[str, str]]:
-    own = [
-        (f"{name}.{field}", choice)
-        for name, algorithm in ALGORITHMS.items()
-        for field, setting in algorithm.Settings.__dataclass_fields__.items()
-        for choice in setting.metadata["choices"]
-    ]
-    return [*((n, c) for n, allowed in CHOICES.items() for c in allowed if len(c) > 2), *own]
+    fields = walk(DRAW.settings())
+    return [(n, c) for n, each in fields for c in each.metadata["choices"] if len(c) > 2]
 
 
 @pytest.mark.parametrize(("name", "choice"), choices())

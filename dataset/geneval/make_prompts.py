@@ -17,7 +17,7 @@ from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.config.arguments import Parser
+from flow_grpo.config.mistakes import Parser
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.scorers.geneval.rules import COLOURS, NAMES, RELATIONS, RGB, SHAPES
 

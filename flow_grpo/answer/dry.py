@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from ml_collections import ConfigDict
 
 from flow_grpo.answer.check import check
 from flow_grpo.answer.credit import Fixed
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.rollout import LENGTH, Rollout
 from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
+from flow_grpo.config.trade import Unchecked
 from flow_grpo.run.metrics import Timer, now
 from flow_grpo.run.rehearsal import (
     Epoch,
@@ -40,7 +40,7 @@ class AnswerLoop(Rehearsal):
     train: Callable[[VlmSession, int, Rollout, ByIndex], dict[str, float]]
     evaluate: Callable[[VlmSession, int], dict[str, float]]
 
-    def build(self, config: ConfigDict) -> VlmSession:
+    def build(self, config: Unchecked) -> VlmSession:
         return build_quietly(config, check, build_session)
 
     def describe(self, session: VlmSession) -> str:
@@ -58,8 +58,9 @@ class AnswerLoop(Rehearsal):
         )
 
     def shrink(self, session: VlmSession, folder: Path) -> VlmSession:
-        config = session.config.copy_and_resolve_references()
-        config.sample.refills = 0  # all of the epoch is trained, whatever it scored
+        # all of the epoch is trained, whatever it scored
+        sample = replace(session.config.sample, refills=0)
+        config = replace(session.config, sample=sample)
         return replace(session, config=config, plan=smallest_epoch(session.plan), folder=folder)
 
     def run_epoch(self, small: VlmSession, epoch: int) -> Epoch:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
-from ml_collections import ConfigDict
 from torch import nn
 
-from flow_grpo.answer.check import GAE, VLLM, check
+from flow_grpo.answer.check import check
+from flow_grpo.answer.fields import GAE, VLLM, AnswerFields
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.policy import AnswerPolicy, load_model
 from flow_grpo.answer.prompts import PromptEncoder, load_processors
 from flow_grpo.answer.rollout import Answerer, reward_metadata
 from flow_grpo.answer.vllm_engine import build_answerer, check_platform
-from flow_grpo.config.places import find_files
+from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.questions import Question, check_pictures, load_questions
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import WeightedReward
@@ -50,14 +50,13 @@ class VlmSession(BaseSession):
 
 
 def build_session(
-    config: ConfigDict,
-    load: Callable[[ConfigDict, Accelerator], nn.Module] | None = None,
+    config: Unchecked | AnswerFields,
+    load: Callable[[AnswerFields, Accelerator], nn.Module] | None = None,
     begin: Begin = find_start,
 ) -> VlmSession:
     """Everything the run needs; whatever is cheap to check is checked before weights load. `begin`
     finds and locks the run folder, which without a lock is left alone."""
-    check(config)
-    find_files(config)
+    config = check(config)
     _check_sharding()
     with building(config, autocast=False) as run:
         accelerator, sample, train = run.accelerator, config.sample, config.train
@@ -169,7 +168,7 @@ def check_reward(reward: WeightedReward, questions: list[Question], max_new_toke
     reward.rehearse_with("No idea.", texts, metadata)
 
 
-def _load(config: ConfigDict, accelerator: Accelerator) -> nn.Module:
+def _load(config: AnswerFields, accelerator: Accelerator) -> nn.Module:
     return load_model(
         config.pretrained.model,
         accelerator.device,
@@ -178,7 +177,7 @@ def _load(config: ConfigDict, accelerator: Accelerator) -> nn.Module:
     )
 
 
-def _longest_prompt(config: ConfigDict, model: nn.Module) -> int:
+def _longest_prompt(config: AnswerFields, model: nn.Module) -> int:
     positions = model.config.text_config.max_position_embeddings
     left = positions - config.sample.max_new_tokens
     if left < 1 or config.max_prompt_length > left:
@@ -196,7 +195,7 @@ def _end_tokens(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ends) if isinstance(ends, list) else (ends,)
 
 
-def lighter_settings(config: ConfigDict) -> list[str]:
+def lighter_settings(config: AnswerFields) -> list[str]:
     """Options that need less memory and that the run does not use yet."""
     sizes = {
         "sample.batch_size": config.sample.batch_size,

@@ -1,17 +1,15 @@
 """Start a script with an ml-collections config; tell mistakes in one line."""
 
 import ast
-import inspect
 import logging
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import diffusers
@@ -20,29 +18,15 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from flow_grpo.config import old_names
-from flow_grpo.config.mistakes import is_first_process, told_plainly
+from flow_grpo.config.mistakes import SIGNALS, is_first_process, told_plainly
 from flow_grpo.config.places import find_config
-from flow_grpo.draw import fields
-from flow_grpo.draw.algorithms import ALGORITHMS
-from flow_grpo.draw.fields import FLOW_GRPO_NAMES
+from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, suggestion
 from flow_grpo.errors import UserError, first_line, nearest
 from flow_grpo.files import refuse_halves
-from flow_grpo.rewards import REWARDS, import_scorer
-from flow_grpo.rewards.frames import OPTION
-from flow_grpo.run.stopping import SIGNALS
 
-OPEN_FIELDS = (  # dicts with names of the user's
-    *("reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"),
-)
 NO_CONFIG = "--config is missing; name one, e.g. --config "
-KINDS = {  # of fields, and what to write on the command line
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    tuple: "a tuple like (0, 5)",
-    ConfigDict: "a dict like {'ocr': 1.0}",
-}
+# what to write on the command line, where it is not what a type is called elsewhere
+WRITTEN = {tuple: "a tuple like (0, 5)", ConfigDict: "a dict like {'ocr': 1.0}"}
 DRY_RUN = (
     "Build all that the run would, measure a few batches, tell how much memory and time the run "
     "will take, and stop; nothing is written."
@@ -51,16 +35,16 @@ DRY_RUN = (
 
 def run(
     main: Callable[[ConfigDict], Any],
+    trade: Trade,
     *,
     default: str | None = None,
     dry_run: Callable[[ConfigDict], Any] | None = None,
-    of: ModuleType = fields,
 ) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
 
     `default` is the config to take where none is named, `dry_run` what to call in place of `main`
-    with --dry_run; `of` has the fields of the config. What is returned is never freed: gloo was
-    seen to wait for ever when the last reference to a process group went.
+    with --dry_run. What is returned is never freed: gloo was seen to wait for ever when the last
+    reference to a process group went.
     """
     set_up_logging()
     config = config_flags.DEFINE_config_file(
@@ -74,9 +58,9 @@ def run(
         if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
             argv = [argv[0], f"--config={default}", *argv[1:]]
         if {"--help", "-h", "--helpshort", "--helpfull"} & {*argv}:
-            print(told_plainly(lambda: _usage(argv, of), debug=True))
+            print(told_plainly(lambda: _usage(argv, trade), debug=True))
             sys.exit()
-        return told_plainly(lambda: _parse(_with_our_configs(argv), of), debug="--debug" in argv)
+        return told_plainly(lambda: _parse(_with_our_configs(argv), trade), debug="--debug" in argv)
 
     def start(_: list[str]) -> None:
         call = dry_run if dry_run and flags.FLAGS.dry_run else main
@@ -114,17 +98,17 @@ def set_up_logging() -> None:
     ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
 
 
-def _parse(argv: list[str], of: ModuleType = fields) -> list[str]:
+def _parse(argv: list[str], trade: Trade) -> list[str]:
     refuse_halves(" ".join(argv), "the command line")
-    config = check_names(argv)
+    config = check_names(argv, trade)
     if config is None and any(arg.startswith("--config.") for arg in argv):
-        raise UserError(NO_CONFIG + of.EXAMPLE)
+        raise UserError(NO_CONFIG + trade.example)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
         raise UserError(plainly(error, config, argv)) from error
     if flags.FLAGS.config is None:
-        raise UserError(NO_CONFIG + of.EXAMPLE)
+        raise UserError(NO_CONFIG + trade.example)
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
     return rest
@@ -138,20 +122,22 @@ def plainly(error: Exception, config: ConfigDict | None, argv: list[str]) -> str
         kind = (config[section] if section else config).get_type(key)
         start = f"--config.{field[1]}="
         given = next((arg for arg in argv if arg.startswith(start)), start)
-        return f"{given} must be {KINDS.get(kind, 'of another type')}"
+        words = WRITTEN.get(kind) or TYPES[kind][1] if kind in TYPES else "of another type"
+        return f"{given} must be {words}"
     if missing := re.match(r"flag --(\w+)=None: Flag --\w+ must have a value", mistake):
         return f"--{missing[1]} is missing: {flags.FLAGS[missing[1]].help}"
     return f"{mistake}; --help lists all options"
 
 
-def _usage(argv: list[str], of: ModuleType) -> str:
-    from flow_grpo.config import help  # it needs all algorithms
-
+def _usage(argv: list[str], trade: Trade) -> str:
     paths = _config_paths(_with_our_configs(argv))
-    config = _load(paths[-1]) if paths else of.get_config()
+    config = _load(paths[-1]) if paths else trade.get_config()
     own = flags.FLAGS.flags_by_module_dict()
     ours = [*own.get(argv[0], []), *own.get(__name__, [])]
-    return help.usage(sys.modules["__main__"].__doc__ or "", ours, config, of)
+    options = [f"  --{flag.name}\n        {flag.help}" for flag in ours]
+    about = (sys.modules["__main__"].__doc__ or "").strip()
+    fields = ["", "fields, as this config has them:", trade.describe(config)]
+    return "\n".join([about, "", "options:", *options, *fields])
 
 
 def _with_our_configs(argv: list[str]) -> list[str]:
@@ -168,7 +154,7 @@ def _with_our_configs(argv: list[str]) -> list[str]:
     return found
 
 
-def check_names(argv: list[str]) -> ConfigDict | None:
+def check_names(argv: list[str], trade: Trade) -> ConfigDict | None:
     """Load the config alone and hold the overrides against it: absl would only name a key."""
     paths = _config_paths(argv)
     if not paths:
@@ -179,23 +165,23 @@ def check_names(argv: list[str]) -> ConfigDict | None:
     for arg in argv:
         if arg.startswith("--config."):
             name, equals, value = arg.removeprefix("--config.").partition("=")
-            check_name(name, config, value if equals else None)
-    _check_flags(argv, config)
+            check_name(name, config, trade, value if equals else None)
+    _check_flags(argv, config, trade)
     # the last of them would be taken without a word
     given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
-    for name in FLOW_GRPO_NAMES:
-        ours, theirs = given.get(f"grpo.{name}"), given.get(f"train.{name}")
+    for name, other in trade.second_names().items():
+        theirs, ours = given.get(name), given.get(other)
         if None not in (ours, theirs) and ours != theirs:
             raise UserError(
-                f"train.{name}={theirs} and grpo.{name}={ours} are two names of one field; give one"
+                f"{name}={theirs} and {other}={ours} are two names of one field; give one"
             )
     return config
 
 
-def _check_flags(argv: list[str], config: ConfigDict) -> None:
+def _check_flags(argv: list[str], config: ConfigDict, trade: Trade) -> None:
     """A field by its last name alone is told its full one."""
-    last = {field: field.rpartition(".")[2] for field in _dotted(config)}
-    own, others = _own_flags(argv[0]), {*ALGORITHMS} - {config.get("algorithm")}
+    last = {field: field.rpartition(".")[2] for field in _names(config)}
+    own, others = _own_flags(argv[0]), {*trade.algorithms()} - {config.get("algorithm")}
     for arg in argv[1:]:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or name.startswith("config.") or _is_flag(name):
@@ -225,14 +211,14 @@ def _config_paths(argv: list[str]) -> list[str]:
     return paths + [b for a, b in pairwise(argv) if a == "--config"]
 
 
-def check_name(name: str, config: ConfigDict, value: str | None = None) -> None:
-    """Of a field that is to be changed, to this value."""
-    known = set(_dotted(config))
+def check_name(name: str, config: ConfigDict, trade: Trade, value: str | None = None) -> None:
+    """Refuse a field that is to be changed, to this value, if there is none of that name."""
+    known = _names(config)
     if name in known:
         return
     field, _, key = name.partition(".")
     if field in OPEN_FIELDS:  # absl cannot add a name to a dict
-        raise UserError(whole_dict(field, key, config, value))
+        raise UserError(whole_dict(field, key, config, trade, value))
     hint = suggestion(name, known, cutoff=0.5) or "--help lists them all"
     raise UserError(f"unknown config key {name!r}; {hint}")
 
@@ -283,28 +269,17 @@ def _reason(error: Exception, path: str) -> str:
     return f" (line {lines[-1]}): {kind}: {message}" if lines else f": {kind}: {message}"
 
 
-def suggestion(name: str, known: Collection[str], *, cutoff: float) -> str:
-    """What a field may have been meant to be called; nothing where nothing is near."""
-    if told := old_names.hint(name, known):
-        return told
-    near = nearest(name, known, cutoff=cutoff)
-    return f"did you mean {near}?" if near else ""
+def _names(config: ConfigDict) -> list[str]:
+    return [name for name, _ in all_fields(config, closed=())]
 
 
-def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:
-    for key, value in config.items():
-        yield prefix + key
-        if isinstance(value, ConfigDict):
-            yield from _dotted(value, f"{prefix}{key}.")
-
-
-def whole_dict(field: str, key: str, config: ConfigDict, value: str | None) -> str:
+def whole_dict(field: str, key: str, config: ConfigDict, trade: Trade, value: str | None) -> str:
     """The mistake, and the option that works: `field` as it is, with this value under `key`, which
     for rewards' names and options is the nearest that there is."""
     names = key.split(".")
     # what is behind a server or in custom_rewards may have any name
     anything = field in ("custom_rewards", "reward_servers")
-    meant = names if anything else _meant(names, config)
+    meant = names if anything else _meant(names, config, trade)
     whole = _without_empty(_as_dict(config, field))
     place = whole
     for name in meant[:-1]:
@@ -318,30 +293,19 @@ def whole_dict(field: str, key: str, config: ConfigDict, value: str | None) -> s
     return f"{f'{field}.{key}'!r} is not in the config; give the whole dict: {option}"
 
 
-def _meant(names: list[str], config: ConfigDict) -> list[str]:
-    paths = {**REWARDS, **_as_dict(config, "custom_rewards")}
+def _meant(names: list[str], config: ConfigDict, trade: Trade) -> list[str]:
+    paths = {**trade.rewards, **_as_dict(config, "custom_rewards")}
     served = _without_empty(_as_dict(config, "reward_servers"))
     known = {*paths, *served}
     reward = names[0] if names[0] in known else nearest(names[0], known) or names[0]
     if len(names) == 1 or reward not in paths or reward in served:
         return [reward, *names[1:]]
-    known = option_names(reward, paths[reward])
+    known = trade.option_names(reward, paths[reward])
     if known is None or names[1] in known:
         return [reward, *names[1:]]
     if not (option := nearest(names[1], known)):
         raise UserError(f"unknown reward_options.{reward}.{names[1]}; it takes {', '.join(known)}")
     return [reward, option, *names[2:]]
-
-
-def option_names(reward: str, path: str) -> list[str] | None:
-    """What reward_options of it takes; None where that may be anything."""
-    try:
-        scorer = import_scorer(reward, path)
-    except UserError:  # told when it is built
-        return None
-    parameters = inspect.signature(scorer).parameters if isinstance(scorer, type) else {}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return None if takes_any else [*parameters, OPTION]
 
 
 def _as_dict(config: ConfigDict, field: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tell a mistake in one line. Of several processes one tells it, and torchrun's report ends with
 it."""
 
+import argparse
 import contextlib
 import errno
 import json
@@ -9,14 +10,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed import DistError
-
 from flow_grpo.errors import LostPeer, Stopped, UserError
+from flow_grpo.files import refuse_halves
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # what ends a run
 LAUNCHER_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun and accelerate launch read it
 # Seconds in which the launcher ends what is left of a node after a failure there.
 LAUNCHER_IS_QUICK = 5.0
@@ -64,6 +65,8 @@ def is_first_of_node() -> bool:
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """gloo's errors have no type of their own, but most name the file they come from."""
+    from torch.distributed import DistError  # here: scripts without torch start at once
+
     gloo = r"\bgloo/(transport|rendezvous)/|^Application timeout caused pair closure"
     return isinstance(error, DistError) or re.search(gloo, str(error)) is not None
 
@@ -99,3 +102,31 @@ def _tell_launcher(line: str) -> None:
     content = json.dumps({"message": {"message": line, "extraInfo": extra}})
     with contextlib.suppress(OSError):  # the line was printed
         Path(os.environ[LAUNCHER_FILE]).write_text(content, encoding="utf-8")
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line of a script whose config, if any, comes from elsewhere. It tells a mistake
+    in one line, as the scripts with a config do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.fail(f"{message}; --help says more")
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        try:
+            refuse_halves(" ".join(sys.argv[1:] if args is None else args), "the command line")
+        except UserError as error:
+            self.fail(str(error))
+        return super().parse_known_args(args, namespace)
+
+    def parse_with_fields(self) -> tuple[argparse.Namespace, list[str]]:
+        """The arguments, and besides them the options --config.FIELD=VALUE."""
+        args, rest = self.parse_known_args()
+        for word in rest:
+            if not word.startswith("--config."):
+                self.error(f"unexpected argument {word!r}")
+        return args, rest
+
+    def fail(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")

@@ -2,8 +2,7 @@
 and those of TRL and EasyR1 for fields of models that answer: docs/vlm.md."""
 
 from collections.abc import Container
-
-from ml_collections import ConfigDict
+from typing import Any
 
 from flow_grpo.errors import UserError
 
@@ -73,16 +72,16 @@ def hint(field: str, known: Container[str] = ()) -> str:
     return f"it is {ours} here" if ours in known else GONE.get(field, "")
 
 
-def check_values(config: ConfigDict) -> None:
-    """Of fields that have Flow-GRPO's names but not its values."""
-    if config.prompt_fn in PROMPT_FNS:
+def check_values(settings: Any) -> None:
+    """Refuse Flow-GRPO's values of fields that have other values here under the same name."""
+    if settings.prompt_fn in PROMPT_FNS:
         raise UserError(
-            f"prompt_fn={config.prompt_fn!r} is Flow-GRPO's name; set "
-            f"--config.prompt_fn={PROMPT_FNS[config.prompt_fn]}"
+            f"prompt_fn={settings.prompt_fn!r} is Flow-GRPO's name; set "
+            f"--config.prompt_fn={PROMPT_FNS[settings.prompt_fn]}"
         )
-    own = {*config.custom_rewards, *(n for n, url in config.reward_servers.items() if url)}
+    own = {*settings.custom_rewards, *(n for n, url in settings.reward_servers.items() if url)}
     for field in ("reward_fn", "eval_reward_fn"):
-        for name in config[field]:
+        for name in getattr(settings, field):
             if name in REWARDS and name not in own:
                 ours, options = REWARDS[name]
                 raise UserError(

@@ -4,9 +4,12 @@ They are in the checkout, or, where the package was installed from a wheel, in i
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from ml_collections import ConfigDict
+
+from flow_grpo.config.fields import SharedFields
 
 _PACKAGE = Path(__file__).parents[1]
 ROOT = _PACKAGE / "share" if (_PACKAGE / "share").is_dir() else _PACKAGE.parent
@@ -22,6 +25,12 @@ def find(path: str) -> str:
 def find_files(config: ConfigDict) -> None:
     """So that `dataset/ocr` and `assets/tiny-sd3` work from any folder."""
     config.dataset, config.pretrained.model = find(config.dataset), find(config.pretrained.model)
+
+
+def with_files(settings: SharedFields) -> SharedFields:
+    """The same of settings that are frozen."""
+    model = replace(settings.pretrained, model=find(settings.pretrained.model))
+    return replace(settings, dataset=find(settings.dataset), pretrained=model)
 
 
 def find_config(argument: str) -> str:

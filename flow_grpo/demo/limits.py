@@ -4,8 +4,7 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-from ml_collections import ConfigDict
-
+from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.session import eval_guidance
 from flow_grpo.errors import UserError
 
@@ -33,7 +32,7 @@ class Limits:
     most_guidance: float
 
     @classmethod
-    def of(cls, config: ConfigDict) -> "Limits":
+    def of(cls, config: DrawFields) -> "Limits":
         """What the config itself asks for is always allowed."""
         steps = config.sample.eval_num_steps
         # some schedules cannot be set to a single step

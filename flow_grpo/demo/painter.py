@@ -1,19 +1,19 @@
 """Draws a prompt with the base and with trained weights, from the same noise, and scores both."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo.config.places import find_files
+from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo.limits import Limits, Wish
 from flow_grpo.draw.check import check
 from flow_grpo.draw.evaluation import BASE, Candidate, Exchange
+from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.prompts import build_test_prompts
 from flow_grpo.draw.rollout import Denoiser, eval_generators, initial_noise
 from flow_grpo.draw.session import build_adapter, build_dynamics, image_size
@@ -76,13 +76,12 @@ class Drawn:
 class Painter:
     """A model in memory, and the rewards of its config; draws for one at a time."""
 
-    def __init__(self, config: ConfigDict, run: Path | None, *, rewards: bool = True) -> None:
+    def __init__(self, config: Unchecked, run: Path | None, *, rewards: bool = True) -> None:
         """Without a `run` there is the base alone."""
-        check(config)
-        find_files(config)
-        config.prompt_cache = ""  # what people type is kept nowhere
-        config.reward_retries = 0
-        config.reward_timeout = min(REWARD_SECONDS, config.reward_timeout)
+        config = check(config)
+        timeout = min(REWARD_SECONDS, config.reward_timeout)
+        # what people type is kept nowhere
+        config = replace(config, prompt_cache="", reward_retries=0, reward_timeout=timeout)
         self.config, self.run = config, run
         self.limits, self.size = Limits.of(config), image_size(config)
         self.newest = self._newest()
@@ -172,7 +171,7 @@ def score_lines(
     return lines
 
 
-def _test_prompts(config: ConfigDict) -> list[Prompt]:
+def _test_prompts(config: DrawFields) -> list[Prompt]:
     """None where they are not on this machine: to draw, they are not needed."""
     try:
         return build_test_prompts(config)

@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
-from ml_collections import ConfigDict
 
-from flow_grpo.config.places import find_files
+from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw import results
 from flow_grpo.draw.check import check, check_eval_judges
@@ -19,6 +18,7 @@ from flow_grpo.draw.evaluation import (
     evaluate,
     find_candidates,
 )
+from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.prompts import build_test_prompts
 from flow_grpo.draw.results import CandidateScores
 from flow_grpo.draw.rollout import Denoiser
@@ -39,7 +39,7 @@ logger = logging.getLogger("flow_grpo")
 
 
 def evaluate_all(
-    config: ConfigDict,
+    config: Unchecked,
     checkpoints: list[str],
     out: Path,
     *,
@@ -53,8 +53,7 @@ def evaluate_all(
     those that the grid shows. `prompts` stand in for the test prompts of the config, `write` for
     what is written beside the pictures.
     """
-    check(config)
-    find_files(config)
+    config = check(config)
     if out.exists():
         raise UserError(f"{out} already exists; choose another --out or remove it")
     candidates = find_candidates(checkpoints)
@@ -87,7 +86,7 @@ def evaluate_all(
 
 
 def score_each(
-    config: ConfigDict,
+    config: DrawFields,
     accelerator: Accelerator,
     candidates: list[Candidate],
     reward: WeightedReward,
@@ -131,7 +130,7 @@ def make_folder(path: Path) -> None:
         raise UserError(f"--out={path} cannot be made: {error.strerror}") from error
 
 
-def settings(config: ConfigDict, prompts: list[Prompt]) -> dict[str, str | float]:
+def settings(config: DrawFields, prompts: list[Prompt]) -> dict[str, str | float]:
     """What all candidates share."""
     return {
         "model": config.pretrained.model,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from ml_collections import ConfigDict
 
+from flow_grpo.config.trade import Unchecked
 from flow_grpo.draw.check import check
 from flow_grpo.draw.plan import BatchPlan, lighter_training
 from flow_grpo.draw.session import Session, build_algorithm, build_session
@@ -38,7 +38,7 @@ class Loop(Rehearsal):
     train: Callable[[Session, int, list, np.ndarray], dict[str, float]]
     evaluate: Callable[[Session, int], dict[str, float]]
 
-    def build(self, config: ConfigDict) -> Session:
+    def build(self, config: Unchecked) -> Session:
         session = build_quietly(config, check, build_session)
         if session.adapter.compiled:
             logger.info("the model is compiled first, which takes a minute or two")
@@ -68,8 +68,8 @@ class Loop(Rehearsal):
                 plan.check_judge(name)
 
         plan = smallest_epoch(session.plan, check)
-        config = session.config.copy_and_resolve_references()
-        config.train.gradient_accumulation_steps = plan.accumulation_steps
+        steps = {"gradient_accumulation_steps": plan.accumulation_steps}
+        config = replace(session.config, train=replace(session.config.train, **steps))
         return replace(
             session,
             plan=plan,

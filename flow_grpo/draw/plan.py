@@ -2,8 +2,7 @@
 
 from dataclasses import Field, dataclass, field, fields, replace
 
-from ml_collections import ConfigDict
-
+from flow_grpo.draw.fields import DrawFields
 from flow_grpo.errors import UserError
 from flow_grpo.run.session import Plan
 
@@ -139,7 +138,7 @@ class BatchPlan(Plan):
         }
 
 
-def lighter_settings(config: ConfigDict) -> list[str]:
+def lighter_settings(config: DrawFields) -> list[str]:
     """Options that need less memory, of those that the run has not yet."""
     on = {
         "train.gradient_checkpointing": config.train.gradient_checkpointing,
@@ -148,7 +147,7 @@ def lighter_settings(config: ConfigDict) -> list[str]:
     return [f"--config.{name}=True" for name, is_on in on.items() if not is_on]
 
 
-def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:
+def lighter_training(config: DrawFields, plan: BatchPlan) -> list[str]:
     smaller = plan.in_smaller_batches()
     batches = [f"{plan.options_for(smaller)} (the same epoch, smaller batches)"] if smaller else []
     # compiled code samples with the memory of training
@@ -161,7 +160,7 @@ def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:
     ]
 
 
-def lighter_evaluation(config: ConfigDict) -> list[str]:
+def lighter_evaluation(config: DrawFields) -> list[str]:
     size = config.sample.test_batch_size
     batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
     return batches + lighter_settings(config)

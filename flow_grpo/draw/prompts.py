@@ -5,12 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ml_collections import ConfigDict
-
 from flow_grpo.data.mixing import Source, check_groups, hold_out, parse_sources, share_out
 from flow_grpo.data.prompts import find_prompts, load_prompts
 from flow_grpo.data.rows import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.plan import BatchPlan
 
 logger = logging.getLogger("flow_grpo")
@@ -23,7 +22,7 @@ class PromptSets:
     sets: list[tuple[int, int]]  # rows of `train` and groups of an epoch, of each set
 
 
-def build_prompts(config: ConfigDict, plan: BatchPlan) -> PromptSets:
+def build_prompts(config: DrawFields, plan: BatchPlan) -> PromptSets:
     sources = parse_sources(config.dataset)
     pairs = [_train_and_test(config, source) for source in sources]
     counts = share_out(plan.groups, [source.share for source in sources])
@@ -40,7 +39,7 @@ def build_prompts(config: ConfigDict, plan: BatchPlan) -> PromptSets:
     return PromptSets(train, test, list(zip(sizes, counts, strict=True)))
 
 
-def build_test_prompts(config: ConfigDict) -> list[Prompt]:
+def build_test_prompts(config: DrawFields) -> list[Prompt]:
     """Where a set has test prompts of its own, those for training are not read."""
     tests = [_test(config, source) for source in parse_sources(config.dataset)]
     test = _in_turn(tests)[: config.eval_prompts or None]
@@ -48,23 +47,23 @@ def build_test_prompts(config: ConfigDict) -> list[Prompt]:
     return test
 
 
-def _train_and_test(config: ConfigDict, source: Source) -> tuple[list[Prompt], list[Prompt]]:
+def _train_and_test(config: DrawFields, source: Source) -> tuple[list[Prompt], list[Prompt]]:
     train, test = _load(config, source, "train", load_prompts), _own_test(config, source)
     return (train, test) if test is not None else _hold_out(config, source, train)
 
 
-def _test(config: ConfigDict, source: Source) -> list[Prompt]:
+def _test(config: DrawFields, source: Source) -> list[Prompt]:
     test = _own_test(config, source)
     if test is None:
         test = _hold_out(config, source, _load(config, source, "train", load_prompts))[1]
     return test
 
 
-def _own_test(config: ConfigDict, source: Source) -> list[Prompt] | None:
+def _own_test(config: DrawFields, source: Source) -> list[Prompt] | None:
     return _load(config, source, "test", find_prompts)
 
 
-def _load(config: ConfigDict, source: Source, split: str, load: Callable) -> list[Prompt] | None:
+def _load(config: DrawFields, source: Source, split: str, load: Callable) -> list[Prompt] | None:
     prompts = load(source.path, split, config.prompt_fn, config.dataset_column)
     if source.path == config.dataset.strip() or prompts is None:
         return prompts
@@ -72,7 +71,7 @@ def _load(config: ConfigDict, source: Source, split: str, load: Callable) -> lis
 
 
 def _hold_out(
-    config: ConfigDict, source: Source, prompts: list[Prompt]
+    config: DrawFields, source: Source, prompts: list[Prompt]
 ) -> tuple[list[Prompt], list[Prompt]]:
     train, test = hold_out(prompts, numpy_rng(config.seed, Stream.HOLD_OUT), source.path)
     logger.info(

@@ -10,8 +10,8 @@ from ml_collections import ConfigDict, config_flags
 
 from flow_grpo.config import command_line
 from flow_grpo.config.places import find_config
-from flow_grpo.draw.check import SCRIPTS
-from flow_grpo.draw.fields import get_config
+from flow_grpo.config.trade import OPEN_FIELDS, SCRIPTS
+from flow_grpo.draw.fields import DRAW, get_config
 from flow_grpo.errors import UserError, first_line, with_nearest
 from flow_grpo.files import dotted, read_json
 
@@ -25,7 +25,7 @@ def config_of_run(run: Path, options: list[str]) -> ConfigDict:
     for name, script in SCRIPTS.items():
         if name in saved and name not in config:
             raise UserError(f"{run} is a run of {script}; this works with runs of scripts/train.py")
-    for name in command_line.OPEN_FIELDS:  # a default is no part of them
+    for name in OPEN_FIELDS:  # a default is no part of them
         config[name] = ConfigDict(saved.pop(name, config[name].to_dict()))
     known = dict(dotted(config.to_dict()))
     fields = dict(dotted(saved))
@@ -41,14 +41,14 @@ def config_of_run(run: Path, options: list[str]) -> ConfigDict:
 def config_of_file(path: str, options: list[str]) -> ConfigDict:
     """path/to/config.py or path/to/config.py:preset."""
     argument = f"--config={find_config(path)}"
-    return override(command_line.check_names([sys.argv[0], argument, *options]), options)
+    return override(command_line.check_names([sys.argv[0], argument, *options], DRAW), options)
 
 
 def override(config: ConfigDict, options: list[str]) -> ConfigDict:
     """--config.FIELD=VALUE."""
     for option in options:
         name, equals, value = option.removeprefix("--config.").partition("=")
-        command_line.check_name(name, config, value if equals else None)
+        command_line.check_name(name, config, DRAW, value if equals else None)
     values, given = flags.FlagValues(), sys.argv
     try:
         sys.argv = [given[0], *options]  # where ml_collections looks for them

@@ -6,15 +6,14 @@ import shutil
 import sysconfig
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from ml_collections import ConfigDict
 from torch.utils._triton import has_triton
 
-from flow_grpo.config.places import find_files
+from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.hub import download_revision
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
@@ -27,6 +26,7 @@ from flow_grpo.draw.check import (
     check_void,
     unusual,
 )
+from flow_grpo.draw.fields import DRAW, DrawFields
 from flow_grpo.draw.models import ModelAdapter, Size, check_model, find_adapter, load_adapter
 from flow_grpo.draw.plan import BatchPlan, lighter_settings
 from flow_grpo.draw.policy import Policy
@@ -103,8 +103,8 @@ class Session(BaseSession):
 
 
 def build_session(
-    config: ConfigDict,
-    load: Callable[[ConfigDict, Accelerator], ModelAdapter] | None = None,
+    config: Unchecked | DrawFields,
+    load: Callable[[DrawFields, Accelerator], ModelAdapter] | None = None,
     begin: Begin = find_start,
 ) -> Session:
     """Everything the run needs; whatever is cheap to check is checked before weights load.
@@ -112,8 +112,7 @@ def build_session(
     `load` stands in for `build_adapter`, where the model is none that was saved; `begin` for what
     finds and locks the run folder, which without a lock is left alone.
     """
-    check(config)
-    find_files(config)
+    config = check(config)
     algorithm = build_algorithm(config)
     micro_batches = algorithm.batch_count(config.train.batch_size)
     steps = micro_batches * algorithm.losses_per_sample
@@ -203,7 +202,7 @@ def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> N
     reward.rehearse(texts, metadata, size.width, size.height, size.frames)
 
 
-def can_compile(config: ConfigDict, accelerator: Accelerator) -> bool:
+def can_compile(config: DrawFields, accelerator: Accelerator) -> bool:
     if not config.compile or accelerator.device.type != "cuda" or is_sharded(accelerator):
         return False
     if missing := missing_tool():
@@ -222,7 +221,7 @@ def missing_tool() -> str:
     return "" if header.is_file() else f"{header} (python3-dev)"
 
 
-def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
+def can_replay(config: DrawFields, accelerator: Accelerator) -> bool:
     """Whether the transformer can be recorded: not what recomputes in the backward pass, nor
     gradients of all weights, which a recording would hold a second time, nor what gathers its
     weights layer by layer. DDP was tried with one GPU, see docs/performance.md."""
@@ -231,12 +230,12 @@ def can_replay(config: ConfigDict, accelerator: Accelerator) -> bool:
     return wanted and whole and config.use_lora and not config.train.gradient_checkpointing
 
 
-def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
+def build_adapter(config: DrawFields, accelerator: Accelerator) -> ModelAdapter:
     model = download_revision(config.pretrained.model, config.pretrained.revision)
     fewest_steps = min(config.sample.num_steps, config.sample.eval_num_steps)
     own = (f"{config.algorithm}.{name}" for name in ("train_guidance", "kl_guidance"))
     names = ("sample.guidance_scale", "sample.eval_guidance_scale", *own)
-    guidance = {n: v for n, v in dotted(config.to_dict()) if n in names and v is not None}
+    guidance = {n: v for n, v in dotted(asdict(config)) if n in names and v is not None}
     check_model(model, image_size(config), guidance, fewest_steps)
     check_gradient(config, find_adapter(model))
     return load_adapter(
@@ -250,7 +249,7 @@ def build_adapter(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
 
 
 def build_dynamics(
-    config: ConfigDict,
+    config: DrawFields,
     adapter: ModelAdapter,
     num_steps: int,
     *,
@@ -268,19 +267,20 @@ def build_dynamics(
     )
 
 
-def eval_guidance(config: ConfigDict) -> float:
+def eval_guidance(config: DrawFields) -> float:
     scale = config.sample.eval_guidance_scale
     return config.sample.guidance_scale if scale is None else scale
 
 
-def image_size(config: ConfigDict) -> Size:
+def image_size(config: DrawFields) -> Size:
     return Size(
         config.height or config.resolution, config.width or config.resolution, config.frames
     )
 
 
-def build_algorithm(config: ConfigDict) -> Algorithm:
+def build_algorithm(config: Unchecked | DrawFields) -> Algorithm:
     """The method of the config; tells all that can be wrong with its settings."""
+    config = DRAW.freeze(config)
     sample, train = config.sample, config.train
     chosen = ALGORITHMS[config.algorithm]
     setup = Setup(
@@ -295,7 +295,7 @@ def build_algorithm(config: ConfigDict) -> Algorithm:
         update_samples=train.batch_size * train.gradient_accumulation_steps,
     )
     try:
-        algorithm = chosen(chosen.Settings(**config[config.algorithm].to_dict()), setup)
+        algorithm = chosen(config.own, setup)
         algorithm.check()
     except ValueError as error:
         raise UserError(str(error)) from error

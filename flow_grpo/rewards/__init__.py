@@ -282,6 +282,17 @@ def check_weights(weights: Mapping[str, float], setting: str = "reward_fn") -> N
             raise UserError(f"{setting}.{name}={weight!r} must be a number, its weight")
 
 
+def option_names(reward: str, path: str) -> list[str] | None:
+    """What reward_options of a reward takes; None where that may be anything."""
+    try:
+        scorer = import_scorer(reward, path)
+    except UserError:  # told when it is built
+        return None
+    parameters = inspect.signature(scorer).parameters if isinstance(scorer, type) else {}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return None if takes_any else [*parameters, OPTION]
+
+
 def build_scorers(
     names: Iterable[str],
     *,

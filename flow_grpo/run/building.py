@@ -1,6 +1,5 @@
 """The parts of a session that do not depend on what it trains, from the config of a run."""
 
-import json
 import logging
 import os
 import warnings
@@ -12,10 +11,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, parse_flag_from_env
-from ml_collections import ConfigDict
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
+from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.settings import to_json
 from flow_grpo.errors import OutOfMemory, UserError
 from flow_grpo.rewards import (
     WeightedReward,
@@ -42,7 +42,7 @@ class Building:
     """A session on its way. Each trade calls these in the order in which they stand here, its own
     parts between them: whatever is cheap to check is checked before weights load."""
 
-    def __init__(self, config: ConfigDict, until_built: ExitStack, **settings: Any) -> None:
+    def __init__(self, config: SharedFields, until_built: ExitStack, **settings: Any) -> None:
         self.config, self._until_built = config, until_built
         self.accelerator = build_accelerator(
             config,
@@ -53,12 +53,12 @@ class Building:
 
     def open_folder(self, begin: Begin) -> None:
         """Find the run folder and where to go on from; `begin` locks it, or leaves it alone."""
-        self._as_json = json.loads(self.config.to_json_best_effort())
+        self._as_json = to_json(self.config)
         self._start, self._lock = begin(self.accelerator, self._as_json, self._until_built)
 
     def add_rewards(self, check: Callable[[WeightedReward, WeightedReward], None]) -> None:
         """Build those of training and evaluation; `check` raises where they do not suit the run."""
-        weights = self.config.reward_fn.to_dict(), eval_weights(self.config)
+        weights = self.config.reward_fn, eval_weights(self.config)
 
         def build() -> list[WeightedReward]:
             rewards = build_rewards(self.config, self.accelerator, *weights)
@@ -107,7 +107,7 @@ class Building:
 
 
 @contextmanager
-def building(config: ConfigDict, **settings: Any) -> Iterator[Building]:
+def building(config: SharedFields, **settings: Any) -> Iterator[Building]:
     """`settings` of `build_accelerator`. What was locked and started is given back if the session
     cannot be built; else the session holds it until it is closed."""
     with ExitStack() as until_built:
@@ -127,7 +127,7 @@ def advice_when_short(advice: list[str]) -> Iterator[None]:
 
 
 def build_accelerator(
-    config: ConfigDict, *, accumulation_steps: int = 1, autocast: bool = True, **kwargs
+    config: SharedFields, *, accumulation_steps: int = 1, autocast: bool = True, **kwargs
 ) -> Accelerator:
     """`autocast=False`: what is trained casts by itself, in sampling as in training."""
     # accelerate knows the option below by its old name only
@@ -182,30 +182,30 @@ def build_accelerator(
     return accelerator
 
 
-def eval_weights(config: ConfigDict) -> dict[str, float]:
-    return (config.eval_reward_fn or config.reward_fn).to_dict()
+def eval_weights(config: SharedFields) -> dict[str, float]:
+    return config.eval_reward_fn or config.reward_fn
 
 
 def build_rewards(
-    config: ConfigDict, accelerator: Accelerator, *weights: dict[str, float]
+    config: SharedFields, accelerator: Accelerator, *weights: dict[str, float]
 ) -> list[WeightedReward]:
     """One reward per dict of weights; those that name the same scorer share it."""
     for each in weights:
-        check_weights(each, "reward_fn" if each == config.reward_fn.to_dict() else "eval_reward_fn")
+        check_weights(each, "reward_fn" if each == config.reward_fn else "eval_reward_fn")
     policy = FailurePolicy(config.reward_retries, config.reward_timeout)
     scorers = build_scorers(
         dict.fromkeys(name for each in weights for name in each),
         device=str(accelerator.device),
-        custom=config.custom_rewards.to_dict(),
-        servers=config.reward_servers.to_dict(),
-        options=config.reward_options.to_dict(),
+        custom=config.custom_rewards,
+        servers=config.reward_servers,
+        options=config.reward_options,
         policy=policy,
     )
     guarded = guard_scorers(scorers, policy)
     return [WeightedReward(guarded, each) for each in weights]
 
 
-def adam_settings(config: ConfigDict) -> dict[str, Any]:
+def adam_settings(config: SharedFields) -> dict[str, Any]:
     train = config.train
     return {
         "lr": train.learning_rate,
@@ -215,14 +215,16 @@ def adam_settings(config: ConfigDict) -> dict[str, Any]:
     }
 
 
-def build_optimizer(config: ConfigDict, accelerator: Accelerator, policy: BasePolicy) -> Optimizer:
+def build_optimizer(
+    config: SharedFields, accelerator: Accelerator, policy: BasePolicy
+) -> Optimizer:
     optimizer = _build(config, accelerator, policy)
     if config.train.offload_optimizer:
         offload_state(optimizer)
     return optimizer
 
 
-def _build(config: ConfigDict, accelerator: Accelerator, policy: BasePolicy) -> Optimizer:
+def _build(config: SharedFields, accelerator: Accelerator, policy: BasePolicy) -> Optimizer:
     train = config.train
     settings = adam_settings(config)
     on_gpu = accelerator.device.type == "cuda"

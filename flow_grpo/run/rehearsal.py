@@ -1,7 +1,6 @@
 """`--dry_run` of a training script: build all that the run would, measure a few batches, tell what
 the run will take, and leave nothing behind."""
 
-import json
 import logging
 import math
 import tempfile
@@ -16,10 +15,10 @@ import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
-from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo.config.places import find_files
+from flow_grpo.config.settings import to_json
+from flow_grpo.config.trade import Unchecked
 from flow_grpo.errors import RewardOutage, Stopped
 from flow_grpo.run.building import advice_when_short
 from flow_grpo.run.metrics import now, peak_memory_gb
@@ -129,7 +128,7 @@ class Rehearsal(ABC):
     evaluate: Callable[[BaseSession, int], dict[str, float]]
 
     @abstractmethod
-    def build(self, config: ConfigDict) -> BaseSession:
+    def build(self, config: Unchecked) -> BaseSession:
         """As the run would build it, by `build_quietly`."""
 
     @abstractmethod
@@ -163,7 +162,7 @@ class Rehearsal(ABC):
             **counts,
         )
 
-    def dry_run(self, config: ConfigDict) -> BaseSession:
+    def dry_run(self, config: Unchecked) -> BaseSession:
         session = self.build(config)
         try:
             logger.info("%-21s %s; nothing is written now", "dry run", describe_start(session))
@@ -229,12 +228,11 @@ class Rehearsal(ABC):
 
 
 def build_quietly(
-    config: ConfigDict, check: Callable[[ConfigDict], None], build: Callable[..., BaseSession]
+    config: Unchecked, check: Callable[[Unchecked], Any], build: Callable[..., BaseSession]
 ) -> BaseSession:
     """A session, with nothing written: no folder, lock, tracker or cache."""
-    check(config)
-    find_files(config)
-    asked = json.loads(config.to_json_best_effort())
+    settings = check(config)
+    asked = to_json(settings)
 
     def look(accelerator: Accelerator, *_: Any) -> tuple[Start, None]:
         """A run of this name is found or refused as always; its lock is given back at once."""
@@ -242,9 +240,8 @@ def build_quietly(
             start, _ = find_start(accelerator, asked, at_once)
         return start, None
 
-    for name in {"log_with", "prompt_cache"} & {*config}:
-        config[name] = ""
-    return build(config, begin=look)
+    written = {"log_with", "prompt_cache"} & {each.name for each in fields(settings)}
+    return build(replace(settings, **dict.fromkeys(written, "")), begin=look)
 
 
 def describe_start(session: BaseSession) -> str:

@@ -11,9 +11,9 @@ from typing import TypeVar
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
-from ml_collections import ConfigDict
 from torch.optim import Optimizer
 
+from flow_grpo.config.fields import SharedFields
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.frames import Sample
@@ -60,7 +60,7 @@ class Plan:
 class BaseSession:
     """What lives as long as a run, whatever it trains."""
 
-    config: ConfigDict
+    config: SharedFields
     accelerator: Accelerator
     reward: WeightedReward
     eval_reward: WeightedReward

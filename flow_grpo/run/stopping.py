@@ -9,9 +9,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from flow_grpo.config.mistakes import SIGNALS
 from flow_grpo.speed.transfer import fetch, send
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequested(Exception):
