@@ -20,10 +20,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.protocol import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -318,6 +319,25 @@ class WorkerPool:
         with self._lock:
             self._live.discard(worker)
         return worker.bury()
+
+
+class PooledScorer(Scorer):
+    """A reward whose work is done in a pool of its own."""
+
+    pool: WorkerPool
+
+    @property
+    def trouble(self) -> str:
+        return self.pool.trouble
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _OthersWork(Exception):

@@ -14,8 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.loading import explained
-from flow_grpo.rewards.scorers.model import SCORE, ModelScorer
+from flow_grpo.rewards.loading import SCORE, ModelScorer, explained
 
 BEST = 5  # on the scale that its raters used, from 1
 DTYPE = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"

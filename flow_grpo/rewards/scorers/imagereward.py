@@ -9,6 +9,8 @@ from torch import nn
 from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
 from flow_grpo.rewards.loading import (
+    SCORE,
+    ModelScorer,
     Weights,
     explained,
     find_file,
@@ -18,7 +20,6 @@ from flow_grpo.rewards.loading import (
     load_tokenizer,
     read_weights,
 )
-from flow_grpo.rewards.scorers.model import SCORE, ModelScorer
 
 KIND = "an ImageReward checkpoint"
 FILES = ("ImageReward.pt", "ImageReward.safetensors")

@@ -11,10 +11,9 @@ from torch import nn
 from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessorPil
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.loading import explained, load_network
+from flow_grpo.rewards.loading import FrozenModel, explained, load_network
 from flow_grpo.rewards.scorers.clip import ClipScore
 from flow_grpo.rewards.scorers.geneval.rules import COLOURS, Detection, Task, own_name
-from flow_grpo.rewards.scorers.model import FrozenModel
 
 TEMPLATES = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
 GROUND = (0x99, 0x99, 0x99)  # takes the place of what is not the thing
