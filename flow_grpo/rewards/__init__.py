@@ -16,9 +16,16 @@ from flow_grpo.errors import RewardOutage, UserError, with_nearest
 from flow_grpo.rewards.calling import SerialThread
 from flow_grpo.rewards.calling.guard import RESERVED, GuardedScorer
 from flow_grpo.rewards.failure import DEFAULT_POLICY, FailurePolicy
-from flow_grpo.rewards.frames import DEFAULT, OPTION, Sample, fetch_pictures, rule_of, split_rules
+from flow_grpo.rewards.frames import DEFAULT, OPTION, fetch_pictures, rule_of, split_rules
 from flow_grpo.rewards.given import import_scorer
-from flow_grpo.rewards.protocol import BatchScores, Scorer, as_scorer, parameters_of
+from flow_grpo.rewards.protocol import (
+    BatchScores,
+    Rows,
+    Samples,
+    Scorer,
+    as_scorer,
+    parameters_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -110,10 +117,7 @@ class WeightedReward:
             guarded.last_error = ""
 
     def submit(
-        self,
-        images: "torch.Tensor | list[Sample]",
-        prompts: list[str],
-        metadata: list[dict] | None = None,
+        self, images: "torch.Tensor | Samples", prompts: list[str], metadata: Rows | None = None
     ) -> PendingScores:
         """Start scoring; images are a (N, 3, H, W) tensor in [0, 1] or PIL images, clips a
         (N, F, 3, H, W) tensor or lists of PIL images."""
@@ -137,10 +141,7 @@ class WeightedReward:
         return PendingScores(parts, self.weights)
 
     def __call__(
-        self,
-        images: "torch.Tensor | list[Sample]",
-        prompts: list[str],
-        metadata: list[dict] | None = None,
+        self, images: "torch.Tensor | Samples", prompts: list[str], metadata: Rows | None = None
     ) -> dict[str, np.ndarray]:
         return self.submit(images, prompts, metadata).result()
 
@@ -166,12 +167,7 @@ class WeightedReward:
         return {n: [i for i, row in rows if not s.why_not(*row)] for n, s in self.scorers.items()}
 
     def rehearse(
-        self,
-        prompts: Sequence[str],
-        metadata: Sequence[dict],
-        width: int,
-        height: int,
-        frames: int,
+        self, prompts: Sequence[str], metadata: Rows, width: int, height: int, frames: int
     ) -> None:
         """Try each scorer on a picture of noise, or a clip."""
         noise = np.random.default_rng(0).integers(256, size=(frames, height, width, 3), dtype="u1")

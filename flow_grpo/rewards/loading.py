@@ -19,12 +19,12 @@ from torch import nn
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
-from flow_grpo.rewards.protocol import Scorer
+from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCORE = "score"
 
-Scores = list[float]
+Values = dict[str, torch.Tensor]  # by the names under which they are logged
 Weights = dict[str, torch.Tensor]
 
 
@@ -53,6 +53,10 @@ class FrozenModel(ABC):
         if self.offload:
             self.network.to("cpu")
 
+    def parts(self, count: int) -> Iterator[slice]:
+        """The batches that `count` images make."""
+        return (slice(i, i + self.batch_size) for i in range(0, count, self.batch_size))
+
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
@@ -75,30 +79,34 @@ class ModelScorer(FrozenModel, Scorer):
     """Scores images by their prompts alone."""
 
     @abstractmethod
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         """Values (N,) by name for RGB images: the reward under `SCORE`, others to be logged."""
 
-    def __call__(
-        self, images: list[Image.Image], prompts: list[str], metadata: list[dict]
-    ) -> Scores | tuple[Scores, dict[str, Scores]]:
+    def pixels(self, images: list[Image.Image]) -> torch.Tensor:
+        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
+        return pixels.to(self.device, self.torch_dtype)  # (N, 3, H, W)
+
+    def tokens(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        """As the text encoder takes them: the token ids and their mask, (N, max_length)."""
+        options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+        found = self.tokenizer(texts, max_length=self.max_length, **options).to(self.device)
+        return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: Rows) -> Returned:
         if not images:
             return []
         self.network.to(self.device)
-        starts = range(0, len(images), self.batch_size)
         with torch.inference_mode():
-            batches = [self._score(images, prompts, start) for start in starts]
+            batches = [
+                self.score_batch([image.convert("RGB") for image in images[part]], prompts[part])
+                for part in self.parts(len(images))
+            ]
         values = {
             name: torch.cat([batch[name].float().cpu() for batch in batches]).tolist()
             for name in batches[0]
         }
         scores = [s if math.isfinite(s) else _failed(s, self.dtype) for s in values.pop(SCORE)]
         return (scores, values) if values else scores
-
-    def _score(
-        self, images: list[Image.Image], prompts: list[str], start: int
-    ) -> dict[str, torch.Tensor]:
-        batch = slice(start, start + self.batch_size)
-        return self.score_batch([image.convert("RGB") for image in images[batch]], prompts[batch])
 
 
 def _failed(score: float, dtype: str) -> Failed:
@@ -210,6 +218,11 @@ def image_processor_class() -> type:
 
     pil = getattr(transformers, "CLIPImageProcessorPil", None)  # transformers 5
     return pil or transformers.CLIPImageProcessor
+
+
+def load_image_processor(source: str, *, option: str) -> Any:
+    with explained(option, source, "an image processor"):
+        return image_processor_class().from_pretrained(source)
 
 
 def find_file(source: str, names: tuple[str, ...], *, option: str, kind: str) -> Path:

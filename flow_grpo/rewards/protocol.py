@@ -27,6 +27,10 @@ from flow_grpo.rewards.frames import (
     mean_of_frames,
 )
 
+Samples = list[Sample] | list[str]
+Rows = list[dict[str, Any]]  # the metadata of each
+Returned = list[float] | tuple[list[float], dict[str, list[float]]]
+
 RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
 
 
@@ -40,7 +44,7 @@ class Scorer:
     has_policy = False  # it keeps the time and tries again by itself, and is called once
     trouble = ""  # why it cannot score now, for a reward server to tell
 
-    def __call__(self, samples: list[Sample], prompts: list[str], metadata: list[dict]) -> Any:
+    def __call__(self, samples: Samples, prompts: list[str], metadata: Rows) -> Returned:
         raise NotImplementedError
 
     def why_not(self, prompt: str, metadata: dict) -> str | None:
@@ -69,7 +73,7 @@ class GivenScorer:
     def __init__(self, given: Any) -> None:
         self.given = given
 
-    def __call__(self, samples: list[Sample], prompts: list[str], metadata: list[dict]) -> Any:
+    def __call__(self, samples: Samples, prompts: list[str], metadata: Rows) -> Returned:
         return self.given(samples, prompts, metadata)
 
     def __getattr__(self, hook: str) -> Any:
@@ -107,9 +111,7 @@ class ContractError(UserError):
     """What a scorer returned is not what a scorer returns."""
 
 
-def score(
-    scorer: Scorer, samples: list[Sample], prompts: list[str], metadata: list[dict]
-) -> BatchScores:
+def score(scorer: Scorer, samples: Samples, prompts: list[str], metadata: Rows) -> BatchScores:
     """What `scorer` gives for each sample; of clips it sees the frames that its rule chooses, as
     pictures with the same prompt, unless it takes whole clips."""
     samples = choose_frames(samples, scorer.frames)
@@ -124,9 +126,7 @@ def score(
     return BatchScores(mean_of_frames(scores.values, counts), extras)
 
 
-def _call(
-    scorer: Scorer, images: list[Sample], prompts: list[str], metadata: list[dict]
-) -> BatchScores:
+def _call(scorer: Scorer, images: Samples, prompts: list[str], metadata: Rows) -> BatchScores:
     """One that is async is waited for."""
     result = scorer(images, prompts, metadata)
     result = run_coroutine(result) if inspect.iscoroutine(result) else result

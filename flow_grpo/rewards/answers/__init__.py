@@ -6,6 +6,7 @@ answer cannot be checked it has no score, and a reason.
 
 import re
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from flow_grpo.errors import UserError
@@ -19,7 +20,7 @@ from flow_grpo.rewards.answers.maths import (
 )
 from flow_grpo.rewards.calling.pool import PooledScorer, WorkerPool
 from flow_grpo.rewards.failure import Failed, NotAsked
-from flow_grpo.rewards.protocol import Scorer
+from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 
 MAX_TEXT = 100_000  # characters of an answer that is looked at, and of what it says in the end
 MAX_FINAL = 2_000
@@ -77,9 +78,7 @@ class AnswerScorer(Scorer):
     kind = "answer"
     name: str  # in the registry, for messages
 
-    def __call__(
-        self, answers: list[str], questions: list[str], metadata: list[dict]
-    ) -> list[float]:
+    def __call__(self, answers: list[str], questions: list[str], metadata: Rows) -> Returned:
         if any(not isinstance(answer, str) for answer in answers):
             raise TypeError(f"{self.name!r} scores answers (scripts/train_vlm.py), not pictures")
         return [self.score(answer, own) for answer, own in zip(answers, metadata, strict=True)]
@@ -96,6 +95,7 @@ class Unread(float):
     """A zero that stands where the answer is no formula."""
 
 
+@dataclass(kw_only=True, eq=False)
 class MathAnswer(AnswerScorer, PooledScorer):
     """1 where the final answer equals the truth in the metadata, else 0.
 
@@ -107,28 +107,22 @@ class MathAnswer(AnswerScorer, PooledScorer):
 
     name = "math_answer"
 
-    def __init__(
-        self,
-        *,
-        timeout: float = 5.0,
-        workers: int = 1,
-        budget: float = 60.0,
-        untagged: bool = False,
-    ) -> None:
-        for name, value in (("timeout", timeout), ("workers", workers), ("budget", budget)):
-            if value <= 0:
+    timeout: float = 5.0
+    workers: int = 1
+    budget: float = 60.0
+    untagged: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "workers", "budget"):
+            if (value := getattr(self, name)) <= 0:
                 raise UserError(f"math_answer's {name} is {value}: it must be more than 0")
         if find_spec("sympy") is None:
             raise UserError("math_answer needs sympy: pip install -e '.[vlm]'")
-        self._untagged = untagged
-        self._budget, self._share = budget, SHARE * workers
         factory = "flow_grpo.rewards.answers.checker:sympy_checker"
-        options = {"memory_gib": MEMORY_GIB}
-        self.pool = WorkerPool(factory, options, workers=workers, timeout=timeout, max_deaths=1)
+        limits = {"workers": self.workers, "timeout": self.timeout, "max_deaths": 1}
+        self.pool = WorkerPool(factory, {"memory_gib": MEMORY_GIB}, **limits)
 
-    def __call__(
-        self, answers: list[str], questions: list[str], metadata: list[dict]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, answers: list[str], questions: list[str], metadata: Rows) -> Returned:
         found = super().__call__(answers, questions, metadata)
         checked = self._checked(dict.fromkeys(pair for pair in found if isinstance(pair, tuple)))
         unread = [float(isinstance(each, Unread)) for each in found]
@@ -143,7 +137,7 @@ class MathAnswer(AnswerScorer, PooledScorer):
         if len(answer) > MAX_TEXT:
             return Failed(f"an answer of {len(answer)} characters is not checked")
         final = final_answer(answer)
-        if final is None and not self._untagged:
+        if final is None and not self.untagged:
             return 0.0
         final = answer.strip() if final is None else final
         if len(final) > MAX_FINAL:
@@ -155,12 +149,13 @@ class MathAnswer(AnswerScorer, PooledScorer):
 
     def _checked(self, pairs: dict[tuple[str, str], None]) -> dict[tuple[str, str], float]:
         start, scores, left = time.monotonic(), {}, list(pairs)
+        share = SHARE * self.workers
         while left:
-            part, left = left[: self._share], left[self._share :]
+            part, left = left[:share], left[share:]
             for pair, result in zip(part, self.pool.map(part), strict=True):
                 scores[pair] = result if isinstance(result, Failed) else float(result)
-            if time.monotonic() - start > self._budget:
-                late = Failed(f"not checked: other answers took {self._budget:g} s")
+            if time.monotonic() - start > self.budget:
+                late = Failed(f"not checked: other answers took {self.budget:g} s")
                 return scores | dict.fromkeys(left, late)
         return scores
 
@@ -198,17 +193,16 @@ def _squeezed(text: str) -> str:
     return "".join(text.split()).casefold()
 
 
+@dataclass(kw_only=True, eq=False)
 class AnswerFormat(AnswerScorer):
     """1 for <think>...</think><answer>...</answer> and nothing else, or, `boxed`, for
     <think>...</think> and a \\boxed answer after it; else 0."""
 
     name = "answer_format"
-
-    def __init__(self, *, boxed: bool = False) -> None:
-        self._boxed = boxed
+    boxed: bool = False
 
     def score(self, answer: str, metadata: dict) -> float:
-        return float(is_well_formed(answer, self._boxed))
+        return float(is_well_formed(answer, self.boxed))
 
 
 class Choice(AnswerScorer):
@@ -242,6 +236,7 @@ class Choice(AnswerScorer):
         return float(self.letter(answer) == self.letter(str(metadata["answer"])))
 
 
+@dataclass(kw_only=True, eq=False)
 class Overlong(AnswerScorer):
     """0 up to `limit` less `buffer` tokens, then down to -1 at the limit (DAPO's soft punishment).
 
@@ -249,17 +244,20 @@ class Overlong(AnswerScorer):
     """
 
     name = "overlong"
+    buffer: float = 0.2
+    limit: int | None = None
 
-    def __init__(self, *, buffer: float = 0.2, limit: int | None = None) -> None:
-        if buffer <= 0 or (limit is not None and limit < 1):
-            raise UserError(f"overlong: buffer={buffer} and limit={limit} must be more than 0")
-        self._buffer, self._limit = buffer, limit
+    def __post_init__(self) -> None:
+        if self.buffer <= 0 or (self.limit is not None and self.limit < 1):
+            raise UserError(
+                f"overlong: buffer={self.buffer} and limit={self.limit} must be more than 0"
+            )
 
     def score(self, answer: str, metadata: dict) -> float:
-        limit = self._limit or metadata.get("max_new_tokens")
+        limit = self.limit or metadata.get("max_new_tokens")
         tokens = metadata.get("answer_tokens")
         if limit is None or tokens is None:
             return Failed("overlong needs answer_tokens and max_new_tokens in the metadata")
-        buffer = min(limit, self._buffer * limit if self._buffer < 1 else self._buffer)
+        buffer = min(limit, self.buffer * limit if self.buffer < 1 else self.buffer)
         over = (tokens - (limit - buffer)) / buffer
         return -min(1.0, max(0.0, over))

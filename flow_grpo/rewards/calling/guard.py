@@ -13,10 +13,12 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards.calling import SerialThread, in_background
 from flow_grpo.rewards.calling.pool import CannotStart
 from flow_grpo.rewards.failure import Attempts, Failed, FailurePolicy, describe
-from flow_grpo.rewards.frames import Sample, kind_of
-from flow_grpo.rewards.protocol import BatchScores, as_scorer, score
+from flow_grpo.rewards.frames import kind_of
+from flow_grpo.rewards.protocol import BatchScores, Rows, Samples, as_scorer, score
 
 log = logging.getLogger(__name__)
+
+Pictures = "Future[list[Sample | None]]"  # None for one that was not a number
 
 # Mistakes in the code or the set-up: the next attempt would end the same way.
 NOT_RETRIED = (
@@ -56,11 +58,11 @@ class GuardedScorer:
         self._running: Future | None = None
 
     def submit(
-        self, pictures: "Future[list[Sample | None]]", prompts: list[str], metadata: list[dict]
+        self, pictures: Pictures, prompts: list[str], metadata: Rows
     ) -> "Future[BatchScores]":
         return self.thread.submit(lambda: self._score(pictures, prompts, metadata))
 
-    def rehearse(self, samples: list[Sample], prompts: list[str], metadata: list[dict]) -> None:
+    def rehearse(self, samples: Samples, prompts: list[str], metadata: Rows) -> None:
         """Tell a mistake in the scorer, or in what it returns, before training starts. Whatever
         else fails may be there when it is needed."""
         running = in_background(lambda: score(self.scorer, samples, prompts, metadata))
@@ -75,12 +77,7 @@ class GuardedScorer:
             reason = describe(error) + _place(error)
             raise UserError(f"reward {self.name!r} fails when it is tried: {reason}") from error
 
-    def _score(
-        self,
-        pictures: "Future[list[Sample | None]]",
-        prompts: list[str],
-        metadata: list[dict],
-    ) -> BatchScores:
+    def _score(self, pictures: Pictures, prompts: list[str], metadata: Rows) -> BatchScores:
         """Of those that are pictures; None stands for one that was not a number."""
         try:
             images = pictures.result()

@@ -143,10 +143,12 @@ class ServerGroup:
                 return response.json()
             except ValueError as error:
                 raise _ServerError("answered with something that is not JSON") from error
-        message = f"answered {response.status_code} {_message(response)}".rstrip()
+        said = _error(response)
+        message = said.get("message", response.reason or "")
+        message = f"answered {response.status_code} {message}".rstrip()
         if response.status_code in BUSY_STATUSES:
             raise _Busy(message, response.headers.get("Retry-After", ""))
-        in_trouble = response.status_code >= 500 and _code(response) != "scorer_broken"
+        in_trouble = response.status_code >= 500 and said.get("code") != "scorer_broken"
         if in_trouble or response.status_code == TOO_SLOW:
             raise _ServerError(message)
         raise Refused(f"{response.url.split('?')[0]} {message}")
@@ -190,20 +192,13 @@ class _Busy(_ServerError):
         self.wait = max(SHORTEST_WAIT, given) * random.uniform(1.0, 1.5)
 
 
-def _code(response: requests.Response) -> Any:
-    try:
-        return response.json()["error"]["code"]
-    except (ValueError, LookupError, TypeError):
-        return None
-
-
-def _message(response: requests.Response) -> str:
+def _error(response: requests.Response) -> dict[str, Any]:
     """What the server says is wrong, in the form of our server or of OpenAI's API."""
     try:
         error = response.json()["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        return error if isinstance(error, dict) else {"message": error}
     except (ValueError, LookupError, TypeError):
-        return response.reason or ""
+        return {}
 
 
 def _reason(error: Exception) -> str:

@@ -19,7 +19,15 @@ from flow_grpo.rewards.frames import (
     kind_of,
     png_base64,
 )
-from flow_grpo.rewards.protocol import BatchScores, Scorer, joined, parse_scores
+from flow_grpo.rewards.protocol import (
+    BatchScores,
+    Returned,
+    Rows,
+    Samples,
+    Scorer,
+    joined,
+    parse_scores,
+)
 
 CHUNK = 16  # images or clips per request: enough to batch, few enough to spread over servers
 BODY_SHARE = 0.9  # of what a server takes, for the images; the rest is for the texts
@@ -68,9 +76,7 @@ class RemoteScorer(Scorer):
         self._max_images = min(limit["max_images"] for limit in limits)
         self._max_body = min(limit["max_body_bytes"] for limit in limits)
 
-    def __call__(
-        self, images: list[Sample] | list[str], prompts: list[str], metadata: list[dict]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, images: Samples, prompts: list[str], metadata: Rows) -> Returned:
         deadline = time.monotonic() + self._timeout
         servers = len(self._servers.urls)
         frames = max((len(image) for image in images if is_clip(image)), default=1)

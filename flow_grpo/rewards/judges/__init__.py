@@ -22,22 +22,9 @@ from flow_grpo.rewards.calling import map_in_threads
 from flow_grpo.rewards.calling.http import Refused, ServerGroup, Unavailable, parse_urls, token_from
 from flow_grpo.rewards.failure import DEFAULT_POLICY, Failed, FailurePolicy, NotAsked, describe
 from flow_grpo.rewards.frames import png_base64
-from flow_grpo.rewards.judges.forms import (
-    AXES_QUESTION,
-    BETTER_QUESTION,
-    FINAL_QUESTION,
-    GRADE_QUESTION,
-    HIGHEST,
-    READ_QUESTION,
-    Answer,
-    Unscorable,
-    labelled_score,
-    labelled_winner,
-    quote,
-    read_completion,
-    read_text,
-)
-from flow_grpo.rewards.protocol import Scorer
+from flow_grpo.rewards.judges import forms
+from flow_grpo.rewards.judges.forms import HIGHEST, Answer, Unscorable, labelled_score
+from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 from flow_grpo.rewards.scorers.ocr import ocr_score, quoted_text, without_quotes
 
 CHAT_PATH = "/v1/chat/completions"
@@ -45,7 +32,7 @@ SLOT = "{prompt}"
 AXES = ("alignment", "coherence", "style")
 
 # UnifiedReward's forms: the question and the names of the further values.
-FORMS = {"final": (FINAL_QUESTION, ("raw",)), "axes": (AXES_QUESTION, AXES)}
+FORMS = {"final": (forms.FINAL_QUESTION, ("raw",)), "axes": (forms.AXES_QUESTION, AXES)}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,11 +114,8 @@ class ChatJudge(Scorer):
                 raise UserError(f"the judge of reward {self.name!r}: {error}") from error
 
     def __call__(
-        self,
-        images: Sequence[Image.Image],
-        prompts: Sequence[str],
-        metadata: Sequence[dict[str, Any]] | None = None,
-    ) -> tuple[list[float], dict[str, list[float]]]:
+        self, images: list[Image.Image], prompts: list[str], metadata: Rows | None = None
+    ) -> Returned:
         deadline = time.monotonic() + self.policy.timeout
 
         def judge(item: tuple[Image.Image, str]) -> tuple[float, dict[str, float]]:
@@ -156,7 +140,7 @@ class ChatJudge(Scorer):
         """`images` are data URLs."""
         body = self._body(images, question)
         completion = self._servers.post(CHAT_PATH, body, deadline=deadline, start=next(self._turns))
-        return read_completion(completion)
+        return forms.read_completion(completion)
 
     def _body(self, images: Sequence[str], question: str) -> dict[str, Any]:
         content = [
@@ -199,7 +183,7 @@ class QwenVlOcr(ChatJudge):
     name = "qwenvl_ocr"
     url_env = "QWEN_VL_OCR_VLLM_URL"
     model_env = "QWEN_VL_OCR_PATH"
-    default_question = READ_QUESTION
+    default_question = forms.READ_QUESTION
     packages = ("Levenshtein",)
 
     def check_question(self, question: Any) -> None:
@@ -219,10 +203,10 @@ class QwenVlOcr(ChatJudge):
     def parse(self, answer: Answer, prompt: str) -> tuple[float, dict[str, float]]:
         if not answer.text.strip():
             raise Unscorable("the answer is empty")
-        score = ocr_score(read_text(answer), quoted_text(prompt))
+        score = ocr_score(forms.read_text(answer), quoted_text(prompt))
         if answer.cut_off and score < 1:
             raise Unscorable(
-                f"max_tokens={self.max_tokens} cut off what it read: {quote(answer.text)}"
+                f"max_tokens={self.max_tokens} cut off what it read: {forms.quote(answer.text)}"
             )
         return score, {}
 
@@ -234,7 +218,7 @@ class QwenVl(ChatJudge):
     name = "qwenvl"
     url_env = "QWEN_VL_VLLM_URL"
     model_env = "QWEN_VL_PATH"
-    default_question = GRADE_QUESTION
+    default_question = forms.GRADE_QUESTION
     extras = ("raw",)
 
     def parse(self, answer: Answer, prompt: str) -> tuple[float, dict[str, float]]:
@@ -313,21 +297,18 @@ class VlmPairwise(ChatJudge):
     name = "vlm_pairwise"
     url_env = "VLM_PAIRWISE_URL"
     model_env = "VLM_PAIRWISE_MODEL"
-    default_question = BETTER_QUESTION
+    default_question = forms.BETTER_QUESTION
     extras = ("flipped", "unjudged")
     images_per_question = 2
     compares_groups = True
     frames = "middle"
 
     def parse(self, answer: Answer, prompt: str) -> tuple[float, dict[str, float]]:
-        return labelled_winner(answer, "Better"), {}
+        return forms.labelled_winner(answer, "Better"), {}
 
     def __call__(
-        self,
-        images: Sequence[Image.Image],
-        prompts: Sequence[str],
-        metadata: Sequence[dict[str, Any]] | None = None,
-    ) -> tuple[list[float], dict[str, list[float]]]:
+        self, images: list[Image.Image], prompts: list[str], metadata: Rows | None = None
+    ) -> Returned:
         deadline = time.monotonic() + self.policy.timeout
         urls = map_in_threads(_encoded, images, self.concurrency)
         pairs = [

@@ -14,11 +14,12 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import (
     SCORE,
     ModelScorer,
+    Values,
     Weights,
     explained,
     find_file,
-    image_processor_class,
     linear_head,
+    load_image_processor,
     load_network,
     load_tokenizer,
     read_weights,
@@ -102,8 +103,7 @@ class ClipSimilarity(ModelScorer):
         text = network.config.text_config
         self.tokenizer = load_tokenizer(source, option=option, tokens=text.vocab_size)
         self.max_length = text.max_position_embeddings
-        with explained(option, source, "an image processor"):
-            self.image_processor = image_processor_class().from_pretrained(source)
+        self.image_processor = load_image_processor(source, option=option)
         return network.to(self.torch_dtype)
 
     def load_clip(self) -> nn.Module:
@@ -113,21 +113,11 @@ class ClipSimilarity(ModelScorer):
         return (self.embed_pictures(images) * self.embed_texts(prompts)).sum(dim=-1)  # (N,)
 
     def embed_pictures(self, images: list[Image.Image]) -> torch.Tensor:
-        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
-        return embed_images(self.network, pixels.to(self.device, self.torch_dtype))
+        return embed_images(self.network, self.pixels(images))
 
     def embed_texts(self, prompts: list[str]) -> torch.Tensor:
         unique = list(dict.fromkeys(prompts))  # the images of a group share theirs
-        tokens = self.tokenizer(
-            unique,
-            padding="max_length",
-            truncation=True,
-            max_length=self.max_length,
-            return_tensors="pt",
-        ).to(self.device)
-        text = self.network.text_model(
-            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
-        )
+        text = self.network.text_model(**self.tokens(unique))
         embedding = F.normalize(self.network.text_projection(text.pooler_output).float(), dim=-1)
         return embedding[[unique.index(prompt) for prompt in prompts]]
 
@@ -145,7 +135,7 @@ class PickScore(ClipSimilarity):
     model: str = "yuvalkirstain/PickScore_v1"
     processor: str | None = VIT_H
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         raw = self.logit_scale * self.cosine(images, prompts)
         return {SCORE: raw / PICKSCORE_SCALE, "raw": raw}
 
@@ -156,7 +146,7 @@ class ClipScore(ClipSimilarity):
 
     model: str = "openai/clip-vit-large-patch14"
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         cosine = self.cosine(images, prompts)
         return {SCORE: self.logit_scale * cosine / CLIPSCORE_SCALE, "cosine": cosine}
 
@@ -192,7 +182,7 @@ class HpsV2(ClipSimilarity):
             CLIPModel, self.model, dtype=torch.float32, kind=kind, weights=weights, config=config
         )
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         return {SCORE: self.cosine(images, prompts)}
 
 
@@ -221,14 +211,12 @@ class Aesthetic(ModelScorer):
         clip = load_network(CLIPModel, self.model, dtype=self.torch_dtype, kind=KIND)
         del clip.text_model  # more than a quarter of the memory, for nothing
         source, option = (self.processor, "processor") if self.processor else (self.model, "model")
-        with explained(option, source, "an image processor"):
-            self.image_processor = image_processor_class().from_pretrained(source)
+        self.image_processor = load_image_processor(source, option=option)
         kind = "an aesthetic head"
         file = find_file(self.head, HEAD_NAMES, option="head", kind=kind)
         with explained("head", self.head, kind):
             head = linear_head(read_weights(file), clip.config.projection_dim)
         return AestheticNetwork(clip, head)
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
-        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
-        return {SCORE: self.network(pixels.to(self.device, self.torch_dtype))}
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
+        return {SCORE: self.network(self.pixels(images))}

@@ -6,7 +6,8 @@ The readers at the end run in worker processes: no torch here.
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from PIL import Image
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.calling.pool import PooledScorer, WorkerPool
 from flow_grpo.rewards.failure import Failed, NotAsked, describe
+from flow_grpo.rewards.protocol import Rows
 
 Picture = tuple[int, int, bytes]  # width, height, RGB bytes
 Reader = Callable[[Picture], str]
@@ -60,60 +62,58 @@ def _normalise(text: str) -> str:
     return "".join(text.lower().split())
 
 
+@dataclass(kw_only=True, eq=False)
 class OcrScorer(PooledScorer):
-    """Scores pictures against the quoted text of their prompts; NaN where that failed.
+    """Scores pictures against the quoted text of their prompts; NaN where that failed."""
 
-    engine: "rapidocr" (weights in its wheel) or "paddleocr" (`det_model_dir` and `rec_model_dir`
-        name local models, else it downloads its own).
-    workers: one-thread processes; None: the cores of this process, shared by the local ranks.
-    mode: "full" finds text and reads it, "line" reads the whole picture as one line of text,
-        "auto" picks per picture by its size.
-    timeout: seconds for one picture.
-    """
+    engine: str = "rapidocr"  # whose weights are in its wheel, or "paddleocr"
+    workers: int | None = None  # one-thread processes; None: `default_workers`
+    mode: str = "auto"  # "full" finds text and reads it, "line" reads the picture as one line
+    det_model_dir: str | None = None  # local models of paddleocr, else it downloads its own
+    rec_model_dir: str | None = None
+    timeout: float = 60.0  # seconds for one picture
 
     concurrent_calls = 2  # while one waits for its last picture, the next keeps the pool busy
 
-    def __init__(
-        self,
-        *,
-        engine: str = "rapidocr",
-        workers: int | None = None,
-        mode: str = "auto",
-        det_model_dir: str | None = None,
-        rec_model_dir: str | None = None,
-        timeout: float = 60.0,
-    ) -> None:
-        if engine not in ENGINES:
-            raise UserError(f"unknown OCR engine {engine!r}: it is one of {', '.join(ENGINES)}")
-        if mode not in MODES:
-            raise UserError(f"unknown OCR mode {mode!r}: it is one of {', '.join(MODES)}")
-        if workers is not None and workers < 1:
-            raise UserError(f"OCR workers is {workers}: it must be 1 or more, or None")
-        if timeout <= 0:
-            raise UserError(f"OCR timeout is {timeout} s: it must be more than 0")
-        _require_packages(engine)
-        options = {"mode": mode, **_model_dirs(engine, det_model_dir, rec_model_dir)}
-        factory = f"flow_grpo.rewards.scorers.ocr:{engine}_reader"
-        workers = default_workers() if workers is None else workers
-        self.pool = WorkerPool(factory, options, workers=workers, timeout=timeout)
+    def __post_init__(self) -> None:
+        for name, value, known in (("engine", self.engine, ENGINES), ("mode", self.mode, MODES)):
+            if value not in known:
+                raise UserError(f"unknown OCR {name} {value!r}: it is one of {', '.join(known)}")
+        if self.workers is not None and self.workers < 1:
+            raise UserError(f"OCR workers is {self.workers}: it must be 1 or more, or None")
+        if self.timeout <= 0:
+            raise UserError(f"OCR timeout is {self.timeout} s: it must be more than 0")
+        _require_packages(self.engine)
+        options = {"mode": self.mode, **self._model_dirs()}
+        factory = f"flow_grpo.rewards.scorers.ocr:{self.engine}_reader"
+        workers = self.workers or default_workers()
+        self.pool = WorkerPool(factory, options, workers=workers, timeout=self.timeout)
 
     def __call__(
-        self,
-        images: Sequence[Image.Image],
-        prompts: Sequence[str],
-        metadata: Sequence[dict[str, Any]] | None = None,
+        self, images: list[Image.Image], prompts: list[str], metadata: Rows | None = None
     ) -> list[float]:
         if len(images) != len(prompts):
             raise ValueError(f"{len(images)} images but {len(prompts)} prompts")
         targets = [quoted_text(prompt) for prompt in prompts]
         return [_score(r, t) for r, t in zip(self._read(images), targets, strict=True)]
 
-    def _read(self, images: Sequence[Image.Image]) -> list[str | Failed]:
+    def _read(self, images: list[Image.Image]) -> list[str | Failed]:
         readings = [_picture(image) for image in images]
         whole = [i for i, picture in enumerate(readings) if not isinstance(picture, Failed)]
         for i, reading in zip(whole, self.pool.map([readings[i] for i in whole]), strict=True):
             readings[i] = reading
         return readings
+
+    def _model_dirs(self) -> dict[str, str]:
+        named = {"det_model_dir": self.det_model_dir, "rec_model_dir": self.rec_model_dir}
+        given = {name: path for name, path in named.items() if path is not None}
+        for name, path in given.items():
+            if self.engine != "paddleocr":
+                raise UserError(f"{name} is {path!r}, but only the engine paddleocr takes models")
+            if not (Path(path) / "inference.yml").is_file():
+                problem = "holds no inference.yml: it is not a PaddleOCR model"
+                raise UserError(f"{name} {path!r} {problem}")
+        return given
 
     def why_not(self, prompt: str, metadata: dict[str, Any]) -> str | None:
         return without_quotes(prompt)
@@ -149,17 +149,6 @@ def _require_packages(engine: str) -> None:
         raise UserError(
             f"the OCR engine {engine} needs {', '.join(missing)}: pip install flow_grpo[{extra}]"
         )
-
-
-def _model_dirs(engine: str, det: str | None, rec: str | None) -> dict[str, str]:
-    named = {"det_model_dir": det, "rec_model_dir": rec}
-    given = {name: path for name, path in named.items() if path is not None}
-    for name, path in given.items():
-        if engine != "paddleocr":
-            raise UserError(f"{name} is {path!r}, but only the engine paddleocr takes models")
-        if not (Path(path) / "inference.yml").is_file():
-            raise UserError(f"{name} {path!r} holds no inference.yml: it is not a PaddleOCR model")
-    return given
 
 
 def is_one_line(width: int, height: int, mode: str) -> bool:

@@ -3,7 +3,6 @@
 The rules are GenEval's, over what a detector finds; no mmdet is needed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -12,7 +11,7 @@ from PIL import Image
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import NotAsked
-from flow_grpo.rewards.protocol import Scorer
+from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 from flow_grpo.rewards.scorers.geneval.rules import TAGS, judge, parse_task
 
 # each with the module it needs, and whose it is
@@ -53,12 +52,7 @@ class GenEval(Scorer):
 
             self.finder = Mask2Former(**options)
 
-    def __call__(
-        self,
-        images: Sequence[Image.Image],
-        prompts: Sequence[str],
-        metadata: Sequence[dict[str, Any]],
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: Rows) -> Returned:
         """Besides the score: whether all rules hold, also for each of GenEval's tags apart."""
         tasks = [parse_task(each) for each in metadata]
         asked = [i for i, task in enumerate(tasks) if task is not None]

@@ -68,11 +68,8 @@ class Mask2Former(FrozenModel):
     ) -> list[list[Detection]]:
         self.network.to(self.device)
         self.colours.network.to(self.device)
-        found = []
-        for start in range(0, len(images), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            found += self._detect(images[part], tasks[part])
-        return found
+        parts = self.parts(len(images))
+        return [found for part in parts for found in self._detect(images[part], tasks[part])]
 
     def _detect(
         self, images: Sequence[Image.Image], tasks: Sequence[Task]
