@@ -142,12 +142,10 @@ async def _disconnect(request: Request) -> None:
 def _answer(reward: str, scores: BatchScores) -> dict[str, Any]:
     return {
         "reward": reward,
-        "scores": [_or_null(value) for value in scores.values],
+        "scores": list(map(_or_null, scores.values)),
         "asked": [not isinstance(v, NotAsked) for v in scores.values],
         "errors": [v.reason if isinstance(v, Failed) else None for v in scores.values],
-        "extras": {
-            name: [_or_null(value) for value in values] for name, values in scores.extras.items()
-        },
+        "extras": {name: list(map(_or_null, values)) for name, values in scores.extras.items()},
     }
 
 

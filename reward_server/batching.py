@@ -195,8 +195,7 @@ class Batcher:
         start = 0
         for job in jobs:
             part = slice(start, start + len(job))
-            extras = {name: values[part] for name, values in scores.extras.items()}
-            self._resolve(job, BatchScores(scores.values[part], extras))
+            self._resolve(job, scores.each(lambda values, part=part: values[part]))
             start += len(job)
 
     def _call(self, jobs: Sequence[Job], behind: Sequence[Job]) -> BatchScores:

@@ -57,7 +57,11 @@ DEFAULT_POLICY = FailurePolicy()
 
 
 class Attempts:
-    """Waits before each further attempt, until the `delays` or the time are used up."""
+    """Waits before each further attempt, until the `delays` or the time are used up.
+
+    By hand, as tenacity counts an attempt also where a busy server asked for the pause
+    (`test_a_busy_server_is_waited_for_as_it_says_without_using_up_attempts`).
+    """
 
     def __init__(self, delays: Iterator[float], deadline: float) -> None:
         self._delays = delays

@@ -182,16 +182,16 @@ def fetch_pictures(
     from flow_grpo.speed.transfer import fetch
 
     pixels, whole = fetch(to_bytes(choose_frames(images, rule))), fetch(_whole(images))
-    return lambda: _pictures(pixels(), whole())
+
+    def pictures() -> list[Sample | None]:
+        pairs = zip(from_bytes(pixels()), whole().tolist(), strict=True)
+        return [picture if ok else None for picture, ok in pairs]
+
+    return pictures
 
 
 def _whole(images: "torch.Tensor") -> "torch.Tensor":
     return images.isfinite().flatten(1).all(1)
-
-
-def _pictures(pixels: "torch.Tensor", whole: "torch.Tensor") -> list[Sample | None]:
-    pairs = zip(pixels.numpy(), whole.tolist(), strict=True)
-    return [_sample(each) if ok else None for each, ok in pairs]
 
 
 def png_base64(image: Image.Image) -> str:

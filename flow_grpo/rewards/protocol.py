@@ -8,7 +8,7 @@ that and a dict of further values per sample, to be logged.
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,13 +78,14 @@ class GivenScorer:
 
     def __getattr__(self, hook: str) -> Any:
         """Looked up each time: it may be a property, or set later."""
-        given = self.__dict__["given"]
-        if hasattr(given, hook):
-            return getattr(given, hook)
+        if hook == "given" or hook.startswith("__"):  # asked for while a copy is made
+            raise AttributeError(hook)
+        if hasattr(self.given, hook):
+            return getattr(self.given, hook)
         if hook == "frames" and self.compares_groups:  # frames of one sample would be its rivals
             return "middle"
         if hook == "has_policy":  # one that takes the policy is given it
-            return "policy" in parameters_of(type(given))
+            return "policy" in parameters_of(type(self.given))
         return getattr(_DEFAULTS, hook)
 
 
@@ -106,6 +107,11 @@ class BatchScores:
     values: list[float]  # one per image, `Failed` or `NotAsked` where there is none
     extras: dict[str, list[float]] = field(default_factory=dict)  # further values to log
 
+    def each(self, change: Callable[[list[float]], list[float]]) -> "BatchScores":
+        """The scores and each of the further values, changed in the same way."""
+        extras = {name: change(values) for name, values in self.extras.items()}
+        return BatchScores(change(self.values), extras)
+
 
 class ContractError(UserError):
     """What a scorer returned is not what a scorer returns."""
@@ -122,8 +128,7 @@ def score(scorer: Scorer, samples: Samples, prompts: list[str], metadata: Rows) 
     rows = [row for row, count in enumerate(counts) for _ in range(count)]
     frames = [frame for clip in clips for frame in clip]
     scores = _call(scorer, frames, [prompts[r] for r in rows], [metadata[r] for r in rows])
-    extras = {name: mean_of_frames(values, counts) for name, values in scores.extras.items()}
-    return BatchScores(mean_of_frames(scores.values, counts), extras)
+    return scores.each(lambda values: mean_of_frames(values, counts))
 
 
 def _call(scorer: Scorer, images: Samples, prompts: list[str], metadata: Rows) -> BatchScores:

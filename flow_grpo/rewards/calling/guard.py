@@ -84,7 +84,8 @@ class GuardedScorer:
             self.kind = kind_of(images)
             whole = [i for i, image in enumerate(images) if image is not None]
             batch = [[column[i] for i in whole] for column in (images, prompts, metadata)]
-            scores = spread(self._attempts(*batch) if whole else BatchScores([]), whole, prompts)
+            scores = self._attempts(*batch) if whole else BatchScores([])
+            scores = scores.each(lambda values: _spread(values, whole, len(prompts)))
             self.mistakes = -math.inf  # it has worked: what fails now is no mistake of that kind
         except BaseException as error:  # also sys.exit() in a reward
             self.mistakes += is_mistake(error)
@@ -143,11 +144,7 @@ def _place(error: BaseException) -> str:
     return f" ({Path(frame.filename).name}, line {frame.lineno})"
 
 
-def spread(scores: BatchScores, places: list[int], images: Sequence[Any]) -> BatchScores:
-    """Scores of some of the images, at their places among all."""
-
-    def column(values: list[float]) -> list[float]:
-        by_place = dict(zip(places, values, strict=True))
-        return [by_place.get(i, NO_PICTURE) for i in range(len(images))]
-
-    return BatchScores(column(scores.values), {n: column(v) for n, v in scores.extras.items()})
+def _spread(values: list[float], places: list[int], count: int) -> list[float]:
+    """Values of some of the images, at their places among all."""
+    by_place = dict(zip(places, values, strict=True))
+    return [by_place.get(i, NO_PICTURE) for i in range(count)]

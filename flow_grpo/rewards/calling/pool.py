@@ -2,7 +2,9 @@
 
 `concurrent.futures` gives up the whole pool when one process dies, and `multiprocessing` imports
 the trainer's main script, torch and all, into every spawned child. So each worker here is a plain
-child process (`worker.py`) behind a pipe, with one thread in the parent that feeds it.
+child process (`worker.py`) behind a pipe, with one thread in the parent that feeds it. pebble was
+tried: it forks, torch and all, or imports the main script too, which
+`test_the_workers_run_without_torch` and `test_workers_do_not_outlive_a_killed_parent` forbid.
 """
 
 import contextlib
