@@ -352,7 +352,7 @@ def _fail(jobs: Iterable[_Job], error: Exception) -> None:
 
 
 def _worker_environment() -> dict[str, str]:
-    package_root = str(Path(__file__).parents[2])
+    package_root = str(Path(__file__).parents[3])
     inherited = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
