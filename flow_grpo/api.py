@@ -29,7 +29,7 @@ from flow_grpo.draw.compare import evaluate_all
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json
-from flow_grpo.rewards.scorers.given import path_of
+from flow_grpo.rewards.given import path_of
 from flow_grpo.show.reading import read_metrics
 
 Reward = str | Callable

@@ -1,8 +1,6 @@
 """`python -m reward_server --rewards ocr,jpeg_compressibility --port 18085`"""
 
 import argparse
-import importlib
-import inspect
 import json
 import logging
 import os
@@ -11,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import REWARDS, Scorer
+from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.failure import describe
+from flow_grpo.rewards.given import import_scorer
+from flow_grpo.rewards.protocol import Scorer, parameters_of
 from reward_server.options import limits, parse
 
 USAGE_ERROR = 2  # exit code of every UserError, as in flow_grpo
@@ -88,7 +88,7 @@ def _check_names(names: list[str], custom: dict[str, str], options: dict[str, An
 
 def _build(name: str, args: argparse.Namespace, custom: dict[str, str]) -> Scorer:
     options = dict(args.options.get(name, {}))
-    if args.workers and _takes_workers({**REWARDS, **custom}[name]):
+    if args.workers and _takes_workers(name, {**REWARDS, **custom}[name]):
         options.setdefault("workers", args.workers)
     settings = {"device": args.device, "custom": custom, "options": {name: options}}
     from reward_server.isolated import IsolatedScorer, build_scorer
@@ -105,11 +105,9 @@ def _build(name: str, args: argparse.Namespace, custom: dict[str, str]) -> Score
         ) from error
 
 
-def _takes_workers(path: str) -> bool:
-    module, _, attribute = path.partition(":")
+def _takes_workers(name: str, path: str) -> bool:
     try:
-        scorer = getattr(importlib.import_module(module), attribute)
-        return isinstance(scorer, type) and "workers" in inspect.signature(scorer).parameters
+        return "workers" in parameters_of(import_scorer(name, path))
     except Exception:
         return False  # `build_scorers` says what is wrong with it
 

@@ -10,9 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from flow_grpo.rewards.calling.guard import BatchScores
 from flow_grpo.rewards.failure import Failed, NotAsked
-from flow_grpo.rewards.frames import CLIP, frame_rule
+from flow_grpo.rewards.frames import CLIP
+from flow_grpo.rewards.protocol import BatchScores
 from reward_server import errors, schemas
 from reward_server.gate import GONE, CountRequests, LimitBody, RequireToken
 from reward_server.limits import Limits
@@ -81,7 +81,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def rewards() -> Response:
         """The rewards of this server, and how much it takes."""
         states = [{"name": name, "ready": desk.ready} for name, desk in service.desks.items()]
-        clips = [name for name, desk in service.desks.items() if frame_rule(desk.scorer) == CLIP]
+        clips = [name for name, desk in service.desks.items() if desk.scorer.frames == CLIP]
         content = {"rewards": states, "clips": clips, "limits": vars(service.limits)}
         return errors.json_response(content)
 
@@ -142,12 +142,10 @@ async def _disconnect(request: Request) -> None:
 def _answer(reward: str, scores: BatchScores) -> dict[str, Any]:
     return {
         "reward": reward,
-        "scores": [_or_null(value) for value in scores.values],
+        "scores": list(map(_or_null, scores.values)),
         "asked": [not isinstance(v, NotAsked) for v in scores.values],
         "errors": [v.reason if isinstance(v, Failed) else None for v in scores.values],
-        "extras": {
-            name: [_or_null(value) for value in values] for name, values in scores.extras.items()
-        },
+        "extras": {name: list(map(_or_null, values)) for name, values in scores.extras.items()},
     }
 
 

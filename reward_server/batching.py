@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from flow_grpo.rewards import Scorer
-from flow_grpo.rewards.calling.guard import BatchScores, is_mistake, score
+from flow_grpo.rewards.calling.guard import is_mistake
 from flow_grpo.rewards.calling.pool import CannotStart
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.frames import Sample
+from flow_grpo.rewards.protocol import BatchScores, Scorer, as_scorer, score
 from reward_server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Batcher:
         timeout: float = math.inf,
     ) -> None:
         self.name = name
-        self._scorer = scorer
+        self._scorer = as_scorer(scorer)
         self._max_batch = max_batch
         self._max_wait = max_wait
         self._metrics = metrics
@@ -98,9 +98,8 @@ class Batcher:
         self._images_waiting = 0
         self._changed = threading.Condition()
         self._closed = False
-        # A scorer that can do several calls at a time says so.
-        calls = getattr(scorer, "concurrent_calls", 1)
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(calls)]
+        calls = range(self._scorer.concurrent_calls)
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in calls]
         for thread in self._threads:
             thread.start()
 
@@ -196,8 +195,7 @@ class Batcher:
         start = 0
         for job in jobs:
             part = slice(start, start + len(job))
-            extras = {name: values[part] for name, values in scores.extras.items()}
-            self._resolve(job, BatchScores(scores.values[part], extras))
+            self._resolve(job, scores.each(lambda values, part=part: values[part]))
             start += len(job)
 
     def _call(self, jobs: Sequence[Job], behind: Sequence[Job]) -> BatchScores:

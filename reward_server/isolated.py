@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import Scorer, build_scorers
-from flow_grpo.rewards.calling.guard import BatchScores, is_mistake, score
-from flow_grpo.rewards.calling.pool import CannotStart, TimedOut, WorkerPool
-from flow_grpo.rewards.calling.threads import in_background
+from flow_grpo.rewards import build_scorers
+from flow_grpo.rewards.calling import in_background
+from flow_grpo.rewards.calling.guard import is_mistake
+from flow_grpo.rewards.calling.pool import CannotStart, PooledScorer, TimedOut, WorkerPool
 from flow_grpo.rewards.failure import Failed, describe
-from flow_grpo.rewards.frames import Sample, frame_rule
+from flow_grpo.rewards.frames import Sample
+from flow_grpo.rewards.protocol import BatchScores, Scorer, score
 from reward_server.batching import ScorerFailed
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ Answer = BatchScores | Raised | str
 
 def build_scorer(name: str, **settings: Any) -> Scorer:
     scorer = build_scorers([name], **settings)[name]
-    if getattr(scorer, "compares_groups", False):
+    if scorer.compares_groups:
         raise UserError(
             f"reward {name!r} compares the pictures of a group, which a reward server gets in "
             "parts; leave it to the trainer"
@@ -65,7 +66,7 @@ def build(name: str, **settings: Any) -> Callable[[Batch | None], Answer]:
 
     def answer(batch: Batch | None) -> Answer:
         if batch is None:
-            return frame_rule(scorer)
+            return scorer.frames
         try:
             return score(scorer, *batch)
         except Exception as error:
@@ -74,13 +75,13 @@ def build(name: str, **settings: Any) -> Callable[[Batch | None], Answer]:
     return answer
 
 
-class IsolatedScorer:
+class IsolatedScorer(PooledScorer):
     """Has the reward `name` scored by a child process, which is built now and replaced when it
     dies or takes longer than `timeout` seconds over a batch. `settings` are of `build_scorers`.
     """
 
     def __init__(self, name: str, *, timeout: float, **settings: Any) -> None:
-        self._pool = WorkerPool(
+        self.pool = WorkerPool(
             "reward_server.isolated:build",
             {"name": name, **settings},
             workers=1,
@@ -90,21 +91,17 @@ class IsolatedScorer:
             environment={},
         )
         try:
-            [self.frames] = self._pool.map([None])
+            [self.frames] = self.pool.map([None])
             if isinstance(self.frames, Failed):
                 raise UserError(f"reward {name!r} cannot be built: {self.frames.reason}")
         except BaseException:
             self.close()
             raise
 
-    @property
-    def trouble(self) -> str:
-        return self._pool.trouble
-
     def __call__(
         self, images: list[Sample], prompts: list[str], metadata: list[dict[str, Any]]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        [answer] = self._pool.map([(images, prompts, metadata)])
+        [answer] = self.pool.map([(images, prompts, metadata)])
         if isinstance(answer, Failed):
             # have the next process ready before the next request
             in_background(self._start_again)
@@ -116,9 +113,6 @@ class IsolatedScorer:
 
     def _start_again(self) -> None:
         try:
-            self._pool.map([None])
+            self.pool.map([None])
         except CannotStart as error:  # nobody else hears of it
             log.warning("%s; the pool goes on trying", error)
-
-    def close(self) -> None:
-        self._pool.close()

@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.calling.threads import in_background
+from flow_grpo.rewards.calling import in_background
 from reward_server.app import create_app
 from reward_server.connection import Connection
 from reward_server.memory import return_large_blocks

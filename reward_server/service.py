@@ -11,11 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import Scorer
-from flow_grpo.rewards.calling.guard import BatchScores, joined, score
-from flow_grpo.rewards.calling.threads import in_background
+from flow_grpo.rewards.calling import in_background
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.frames import Sample
+from flow_grpo.rewards.protocol import BatchScores, Scorer, joined, score
 from reward_server.batching import Batcher, ScorerFailed
 from reward_server.errors import ApiError, Busy, shown
 from reward_server.isolated import SCORING_BYTES, IsolatedScorer
@@ -56,7 +55,7 @@ class Desk:
                 "a call of its scorer does not come back; restart the server, with --isolate "
                 "to have such a scorer restarted alone"
             )
-        return getattr(self.scorer, "trouble", "")
+        return self.scorer.trouble
 
 
 class Service:
@@ -180,7 +179,7 @@ class Service:
         A scorer that takes several calls at a time gets one picture for each of its workers.
         """
         for name, desk in self.desks.items():
-            several = hasattr(desk.scorer, "concurrent_calls")
+            several = desk.scorer.concurrent_calls > 1
             count = max(workers or 0, WORKERS_TO_WARM) if several else 1
             start = time.monotonic()
             pictures = [Image.new("RGB", (64, 64), "grey") for _ in range(count)]
@@ -204,18 +203,12 @@ class Service:
     def close(self) -> None:
         for desk in self.desks.values():
             desk.batcher.close()
-            if hasattr(desk.scorer, "close"):
-                desk.scorer.close()
+            desk.scorer.close()
         self._decoders.shutdown(wait=False)
 
     def kill(self, seconds: float) -> None:
         """End the processes of all scorers, whatever hangs."""
-        closing = [
-            in_background(desk.scorer.close)
-            for desk in self.desks.values()
-            if hasattr(desk.scorer, "close")
-        ]
-        wait(closing, seconds)
+        wait([in_background(desk.scorer.close) for desk in self.desks.values()], seconds)
 
 
 def _pictures(request: ScoreRequest) -> int:

@@ -17,7 +17,7 @@ from small_clip import (
 )
 from torch import nn
 
-from flow_grpo.rewards.scorers.aesthetic import Aesthetic
+from flow_grpo.rewards.scorers.clip import Aesthetic
 
 HEAD_WIDTHS = [DIM, 12, 8, 6, 4, 1]
 # The published names, where dropouts are counted too, and others whose order is not alphabetic.

@@ -6,11 +6,8 @@ import textwrap
 import pytest
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import build_reward, build_scorers, close_scorers
-from flow_grpo.rewards.answers import scorers
-from flow_grpo.rewards.answers.checker import same
-from flow_grpo.rewards.answers.maths import Unreadable
-from flow_grpo.rewards.answers.scorers import (
+from flow_grpo.rewards import ANSWER_REWARDS, answers, build_reward, build_scorers, close_scorers
+from flow_grpo.rewards.answers import (
     MAX_TEXT,
     AnswerFormat,
     Choice,
@@ -19,6 +16,8 @@ from flow_grpo.rewards.answers.scorers import (
     final_answer,
     quick_check,
 )
+from flow_grpo.rewards.answers.checker import same
+from flow_grpo.rewards.answers.maths import Unreadable
 from flow_grpo.rewards.failure import NotAsked
 
 # answer, truth, whether they are the same
@@ -167,7 +166,7 @@ def test_a_formula_that_is_off_by_a_constant_is_wrong_and_no_outage(maths):
 
 
 def test_checks_end_with_their_budget(monkeypatch):
-    monkeypatch.setattr(scorers, "SHARE", 1)
+    monkeypatch.setattr(answers, "SHARE", 1)
     scorer = MathAnswer(timeout=0.5, budget=0.1)
     towers = [rf"<answer>{n}^{{9^{{9^{{9}}}}}}</answer>" for n in range(2, 5)]
     try:
@@ -257,9 +256,10 @@ def test_a_function_of_ones_own_by_module_or_file(tmp_path, monkeypatch):
         build_scorers(["mine"], custom={"mine": "none.py:short"})
 
 
-@pytest.mark.parametrize("name", ["math_answer", "answer_format", "choice", "overlong"])
+@pytest.mark.parametrize("name", ANSWER_REWARDS)
 def test_pictures_are_refused_by_name(name):
     [scorer] = build_scorers([name]).values()
+    assert scorer.kind == "answer"
     with pytest.raises(TypeError, match=f"'{name}' scores answers"):
         scorer([object()], [""], [{"answer": "A"}])
 

@@ -11,7 +11,7 @@ from serving import wait_until
 import flow_grpo
 from flow_grpo import api
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.calling.threads import in_background
+from flow_grpo.rewards.calling import in_background
 from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
 
 SHORT = {

@@ -24,8 +24,7 @@ from transformers import BertConfig, BertModel, CLIPModel
 
 from flow_grpo.rewards import build_reward
 from flow_grpo.rewards.failure import Failed
-from flow_grpo.rewards.scorers.aesthetic import Aesthetic
-from flow_grpo.rewards.scorers.clip import ClipScore, HpsV2, PickScore
+from flow_grpo.rewards.scorers.clip import Aesthetic, ClipScore, HpsV2, PickScore
 
 
 def test_pickscore_is_the_logit_over_26(folder, plain):

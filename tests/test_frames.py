@@ -15,6 +15,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward, build_scorers
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.frames import choose_frames, frame_places, mean_of_frames, rule_of, to_pil
+from flow_grpo.rewards.protocol import as_scorer
 
 JPEG = "jpeg_compressibility"
 RULES = st.sampled_from(["first", "middle", "clip"]) | st.integers(1, 40).map("mean of {}".format)
@@ -218,14 +219,14 @@ def test_one_function_may_have_two_rules():
         ["a", "b"], custom={"a": path, "b": path}, options={"a": {"frames": "first"}}
     )
     assert scorers["a"].frames == "first"
-    assert not hasattr(scorers["b"], "frames")
+    assert scorers["b"].frames == "mean of 4"
 
 
 def test_a_judge_compares_one_frame_of_each_sample():
     class Judge:
         compares_groups = True
 
-    assert rule_of("judge", Judge, None, custom=True) == "middle"
-    assert rule_of("judge", Judge, "first", custom=True) == "first"
+    assert rule_of("judge", as_scorer(Judge), None, custom=True) == "middle"
+    assert rule_of("judge", as_scorer(Judge), "first", custom=True) == "first"
     with pytest.raises(UserError, match="compares samples with each other"):
-        rule_of("judge", Judge, "mean of 2", custom=True)
+        rule_of("judge", as_scorer(Judge), "mean of 2", custom=True)

@@ -74,7 +74,7 @@ TASK = parse_task({"tag": "colors", "include": [{"class": "dog", "count": 1, "co
 
 
 def test_boxes_are_those_of_masks_and_the_asked_class_has_colours(reward, images):
-    found = reward.detector(images, [TASK] * 3)
+    found = reward.finder(images, [TASK] * 3)
     assert all(found)
     for image, things in zip(images, found, strict=True):
         for thing in things:
@@ -90,9 +90,9 @@ def test_boxes_are_those_of_masks_and_the_asked_class_has_colours(reward, images
 
 
 def test_a_batch_is_what_each_picture_is_alone(reward, images):
-    together = reward.detector(images, [TASK] * 3)
+    together = reward.finder(images, [TASK] * 3)
     for image, expected in zip(images, together, strict=True):
-        [alone] = reward.detector([image], [TASK])
+        [alone] = reward.finder([image], [TASK])
         assert [t.name for t in alone] == [t.name for t in expected]
         assert [t.box for t in alone] == [t.box for t in expected]
         assert [t.score for t in alone] == pytest.approx([t.score for t in expected], abs=1e-5)
@@ -100,7 +100,7 @@ def test_a_batch_is_what_each_picture_is_alone(reward, images):
 
 def test_doubtful_things_are_not_counted(reward, images):
     counting = parse_task({"tag": "counting", "include": [{"class": "dog", "count": 3}]})
-    assert reward.detector(images, [counting] * 3) == [[], [], []]
+    assert reward.finder(images, [counting] * 3) == [[], [], []]
 
 
 def test_scores_and_tags(reward, images):
@@ -142,7 +142,7 @@ def test_cocos_names():
 )
 def test_what_is_never_found_is_told(reward, request_, told):
     with pytest.raises(UserError, match=told):
-        reward.detector.check(parse_task({"include": [request_]}))
+        reward.finder.check(parse_task({"include": [request_]}))
 
 
 @pytest.mark.parametrize(

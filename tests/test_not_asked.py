@@ -11,9 +11,10 @@ from PIL import Image
 
 from flow_grpo.draw.algorithms.base import ALGORITHMS, Scored, Setup
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
-from flow_grpo.rewards.calling.guard import BatchScores, GuardedScorer
+from flow_grpo.rewards.calling.guard import GuardedScorer
 from flow_grpo.rewards.calling.remote import _parse
 from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked
+from flow_grpo.rewards.protocol import BatchScores
 from flow_grpo.run.metrics import score_metrics
 from flow_grpo.run.session import describe_outage
 from reward_server.app import _answer

@@ -17,8 +17,7 @@ from flow_grpo.draw.export import export
 from flow_grpo.draw.models import check_model, load_adapter
 from flow_grpo.draw.models.inputs import Size
 from flow_grpo.rewards.loading import load_network, load_tokenizer
-from flow_grpo.rewards.scorers.aesthetic import Aesthetic
-from flow_grpo.rewards.scorers.clip import ClipScore
+from flow_grpo.rewards.scorers.clip import Aesthetic, ClipScore
 from flow_grpo.run.export import Source
 
 CPU = torch.device("cpu")

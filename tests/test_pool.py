@@ -53,7 +53,7 @@ STUB = """
         return engine
 
     def modules_after_rapidocr():
-        from flow_grpo.rewards.scorers.ocr_engines import rapidocr_reader
+        from flow_grpo.rewards.scorers.ocr import rapidocr_reader
         rapidocr_reader("auto")
         return lambda job: list(sys.modules)
 

@@ -13,8 +13,8 @@ from openai_server import MODEL, Hang, HangUp, OpenAiServer, Respond, Slowly, er
 from PIL import Image
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.calling import SerialThread, in_background, map_in_threads
 from flow_grpo.rewards.calling.http import Refused, ServerGroup, Unavailable, parse_urls, token_from
-from flow_grpo.rewards.calling.threads import SerialThread, in_background, map_in_threads
 from flow_grpo.rewards.failure import FailurePolicy
 
 PATH = "/v1/chat/completions"
@@ -249,7 +249,7 @@ def test_a_serial_thread_runs_one_call_after_the_other():
 def test_a_call_that_hangs_does_not_keep_the_program_from_ending():
     program = """
         import time
-        from flow_grpo.rewards.calling.threads import SerialThread, in_background
+        from flow_grpo.rewards.calling import SerialThread, in_background
         in_background(lambda: time.sleep(1000))
         SerialThread().submit(lambda: time.sleep(1000))
         print("done")

@@ -19,6 +19,7 @@ from vlm_judges import (
 
 from flow_grpo.rewards import build_reward
 from flow_grpo.rewards.failure import Failed, FailurePolicy
+from flow_grpo.rewards.judges import ChatJudge, QwenVl, QwenVlOcr, UnifiedReward
 from flow_grpo.rewards.judges.forms import (
     Answer,
     Unscorable,
@@ -26,7 +27,6 @@ from flow_grpo.rewards.judges.forms import (
     read_completion,
     read_text,
 )
-from flow_grpo.rewards.judges.vlm import ChatJudge, QwenVl, QwenVlOcr, UnifiedReward
 from flow_grpo.rewards.scorers.ocr import ocr_score
 
 

@@ -19,7 +19,7 @@ from vlm_judges import (
 )
 
 from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked
-from flow_grpo.rewards.judges.vlm import QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward
 from flow_grpo.rewards.scorers.ocr import ocr_score
 
 SIGNS = {sign(word).tobytes(): word for word in WORDS}

@@ -17,12 +17,12 @@ from vlm_judges import (
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.rewards.judges.vlm import QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward
 
 
 def test_the_registry_has_them():
     for name, judge, _, _ in JUDGES:
-        assert REWARDS[judge.name] == f"flow_grpo.rewards.judges.vlm:{name}"
+        assert REWARDS[judge.name] == f"flow_grpo.rewards.judges:{name}"
 
 
 @every_judge

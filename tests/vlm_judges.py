@@ -6,7 +6,7 @@ from PIL import Image
 from signs import prompt
 
 from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.rewards.judges.vlm import QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward
 
 BLANK = Image.new("RGB", (96, 32))
 JUDGES = [

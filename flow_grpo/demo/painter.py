@@ -18,7 +18,7 @@ from flow_grpo.draw.prompts import build_test_prompts
 from flow_grpo.draw.rollout import Denoiser, eval_generators, initial_noise
 from flow_grpo.draw.session import build_adapter, build_dynamics, image_size
 from flow_grpo.errors import UserError
-from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers, why_not
+from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.frames import Sample, to_pil
 from flow_grpo.run.building import advice_when_short, build_accelerator, build_rewards, eval_weights
@@ -163,7 +163,7 @@ def score_lines(
     for name in names:
         value, reason = float(scores[name][row]), ""
         if value == NotAsked():
-            reason = why_not(reward.scorers[name], prompt.prompt, prompt.metadata)
+            reason = reward.scorers[name].why_not(prompt.prompt, prompt.metadata)
         elif np.isnan(value):
             reason = reward.last_errors.get(name)
         reason = f"  ({' '.join(reason.split())[:REASON_LENGTH]})" if reason else ""

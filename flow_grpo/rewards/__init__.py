@@ -1,53 +1,37 @@
-"""Rewards by name. A scorer is a callable (sync or async) of (images, prompts, metadata).
+"""Rewards by name, and several at work together. What a reward is stands in `protocol.py`.
 
-It gets a list of PIL images, a list of prompts and a list of metadata dicts, and returns one
-number per image, NaN or None where it cannot score, `NotAsked()` where its prompt does not ask for
-it; or a tuple of that and a dict of further values per image, to be logged. One with
-`compares_groups = True` returns shares of wins, and is called with whole groups. Of a video it gets
-single frames, by the rule in its attribute `frames`; with "clip" it gets a list of PIL images for
-each image. This module stays light: scorers are imported when they are built.
+This module stays light: scorers are imported when they are built.
 """
 
-import importlib
-import importlib.util
-import inspect
 import math
-import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from flow_grpo.errors import RewardOutage, UserError, with_nearest
-from flow_grpo.rewards.calling.guard import RESERVED, BatchScores, GuardedScorer
-from flow_grpo.rewards.calling.threads import SerialThread
-from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.rewards.frames import (
-    DEFAULT,
-    OPTION,
-    Sample,
-    fetch_pictures,
-    frame_rule,
-    rule_of,
-    split_rules,
-    with_rule,
+from flow_grpo.rewards.calling import SerialThread
+from flow_grpo.rewards.calling.guard import RESERVED, GuardedScorer
+from flow_grpo.rewards.failure import DEFAULT_POLICY, FailurePolicy
+from flow_grpo.rewards.frames import DEFAULT, OPTION, fetch_pictures, rule_of, split_rules
+from flow_grpo.rewards.given import import_scorer
+from flow_grpo.rewards.protocol import (
+    BatchScores,
+    Rows,
+    Samples,
+    Scorer,
+    as_scorer,
+    parameters_of,
 )
 
 if TYPE_CHECKING:
     import torch
 
-Scorer = Callable[[list[Sample], list[str], list[dict]], Any]
-
-REWARDS = {
-    "aesthetic": "flow_grpo.rewards.scorers.aesthetic:Aesthetic",
-    "answer_format": "flow_grpo.rewards.answers.scorers:AnswerFormat",
-    "choice": "flow_grpo.rewards.answers.scorers:Choice",
+PICTURE_REWARDS = {
+    "aesthetic": "flow_grpo.rewards.scorers.clip:Aesthetic",
     "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
     "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
     "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",
@@ -55,16 +39,20 @@ REWARDS = {
     "imagereward": "flow_grpo.rewards.scorers.imagereward:ImageReward",
     "jpeg_compressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_incompressibility",
-    "math_answer": "flow_grpo.rewards.answers.scorers:MathAnswer",
     "ocr": "flow_grpo.rewards.scorers.ocr:OcrScorer",
-    "overlong": "flow_grpo.rewards.answers.scorers:Overlong",
     "pickscore": "flow_grpo.rewards.scorers.clip:PickScore",
-    "qwenvl": "flow_grpo.rewards.judges.vlm:QwenVl",
-    "qwenvl_ocr": "flow_grpo.rewards.judges.vlm:QwenVlOcr",
-    "unifiedreward": "flow_grpo.rewards.judges.vlm:UnifiedReward",
-    "vlm_pairwise": "flow_grpo.rewards.judges.pairwise:VlmPairwise",
+    "qwenvl": "flow_grpo.rewards.judges:QwenVl",
+    "qwenvl_ocr": "flow_grpo.rewards.judges:QwenVlOcr",
+    "unifiedreward": "flow_grpo.rewards.judges:UnifiedReward",
+    "vlm_pairwise": "flow_grpo.rewards.judges:VlmPairwise",
 }
-ANSWER_REWARDS = [name for name, path in REWARDS.items() if ".rewards.answers." in path]
+ANSWER_REWARDS = {
+    "answer_format": "flow_grpo.rewards.answers:AnswerFormat",
+    "choice": "flow_grpo.rewards.answers:Choice",
+    "math_answer": "flow_grpo.rewards.answers:MathAnswer",
+    "overlong": "flow_grpo.rewards.answers:Overlong",
+}
+REWARDS = dict(sorted({**PICTURE_REWARDS, **ANSWER_REWARDS}.items()))
 TOTAL = "avg"  # Flow-GRPO's name for the weighted sum
 TOKEN_ENV = "REWARD_SERVER_TOKEN"
 
@@ -111,7 +99,7 @@ class WeightedReward:
     @property
     def judges(self) -> set[str]:
         """Those whose scores are shares of wins over the other pictures of a prompt in a call."""
-        return {n for n, s in self.scorers.items() if getattr(s, "compares_groups", False)}
+        return {name for name, scorer in self.scorers.items() if scorer.compares_groups}
 
     @property
     def kind(self) -> str:
@@ -129,10 +117,7 @@ class WeightedReward:
             guarded.last_error = ""
 
     def submit(
-        self,
-        images: "torch.Tensor | list[Sample]",
-        prompts: list[str],
-        metadata: list[dict] | None = None,
+        self, images: "torch.Tensor | Samples", prompts: list[str], metadata: Rows | None = None
     ) -> PendingScores:
         """Start scoring; images are a (N, 3, H, W) tensor in [0, 1] or PIL images, clips a
         (N, F, 3, H, W) tensor or lists of PIL images."""
@@ -144,7 +129,7 @@ class WeightedReward:
             )
         # only of clips in a tensor do rewards fetch what is theirs
         clips = not isinstance(images, list) and images.ndim == 5
-        rules = {n: frame_rule(g.scorer) if clips else DEFAULT for n, g in self._guarded.items()}
+        rules = {n: s.frames if clips else DEFAULT for n, s in self.scorers.items()}
         pictures = {
             rule: self._to_pil.submit(fetch_pictures(images, rule))
             for rule in dict.fromkeys(rules.values())
@@ -156,21 +141,20 @@ class WeightedReward:
         return PendingScores(parts, self.weights)
 
     def __call__(
-        self,
-        images: "torch.Tensor | list[Sample]",
-        prompts: list[str],
-        metadata: list[dict] | None = None,
+        self, images: "torch.Tensor | Samples", prompts: list[str], metadata: Rows | None = None
     ) -> dict[str, np.ndarray]:
         return self.submit(images, prompts, metadata).result()
 
     def check(self, prompts: Sequence[str], metadata: Sequence[dict] | None = None) -> None:
         """Refuse, before training starts, prompts that no reward could ever score, and servers that
         do not answer."""
-        self._tell("check_prompts", prompts)
-        self._tell("check_servers")
+        for scorer in self.scorers.values():
+            scorer.check_prompts(prompts)
+        for scorer in self.scorers.values():
+            scorer.check_servers()
         metadata = [{} for _ in prompts] if metadata is None else metadata
         for place, (prompt, own) in enumerate(zip(prompts, metadata, strict=True), 1):
-            reasons = {name: why_not(s, prompt, own) for name, s in self.scorers.items()}
+            reasons = {name: s.why_not(prompt, own) for name, s in self.scorers.items()}
             if all(reasons.values()):
                 name, reason = next(iter(reasons.items()))
                 raise UserError(
@@ -180,15 +164,10 @@ class WeightedReward:
     def asked(self, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, list[int]]:
         """For each reward, the places of the prompts that ask for it."""
         rows = list(enumerate(zip(prompts, metadata, strict=True)))
-        return {n: [i for i, row in rows if not why_not(s, *row)] for n, s in self.scorers.items()}
+        return {n: [i for i, row in rows if not s.why_not(*row)] for n, s in self.scorers.items()}
 
     def rehearse(
-        self,
-        prompts: Sequence[str],
-        metadata: Sequence[dict],
-        width: int,
-        height: int,
-        frames: int,
+        self, prompts: Sequence[str], metadata: Rows, width: int, height: int, frames: int
     ) -> None:
         """Try each scorer on a picture of noise, or a clip."""
         noise = np.random.default_rng(0).integers(256, size=(frames, height, width, 3), dtype="u1")
@@ -199,13 +178,9 @@ class WeightedReward:
         """Try each scorer of this machine on `sample`, for the first prompt that asks for it."""
         asked = self.asked(prompts, metadata)
         for name, guarded in self._guarded.items():
-            if (
-                not guarded.has_policy and asked[name]
-            ):  # servers answer for themselves, maybe slowly
-                count, first = 2 if name in self.judges else 1, asked[name][0]
-                guarded.rehearse(
-                    [sample] * count, [prompts[first]] * count, [metadata[first]] * count
-                )
+            if asked[name] and not guarded.scorer.has_policy:  # servers may be slow
+                row, count = asked[name][0], 2 if name in self.judges else 1
+                guarded.rehearse([sample] * count, [prompts[row]] * count, [metadata[row]] * count)
 
     def end_if_broken(self) -> None:
         """Before a whole epoch is drawn for a reward whose code fails batch after batch."""
@@ -215,7 +190,8 @@ class WeightedReward:
 
     def rest(self) -> None:
         """Between epochs: scorers that were told to give up the GPU's memory do so."""
-        self._tell("rest")
+        for scorer in self.scorers.values():
+            scorer.rest()
 
     def expect_no_more(self) -> None:
         """What is still being scored may fail without a word."""
@@ -227,24 +203,13 @@ class WeightedReward:
         for thread in (self._to_pil, *(guarded.thread for guarded in self._guarded.values())):
             thread.close()
 
-    def _tell(self, method: str, *args: Any) -> None:
-        for scorer in self.scorers.values():
-            if hasattr(scorer, method):
-                getattr(scorer, method)(*args)
-
-
-def why_not(scorer: Scorer, prompt: str, metadata: dict) -> str | None:
-    """Why a prompt does not ask for this reward; None if it does, as with most rewards."""
-    return scorer.why_not(prompt, metadata) if hasattr(scorer, "why_not") else None
-
 
 def close_scorers(*rewards: WeightedReward) -> None:
     """Each scorer once, also where rewards share it."""
     for reward in rewards:
         reward.expect_no_more()
     for scorer in {id(s): s for r in rewards for s in r.scorers.values()}.values():
-        if hasattr(scorer, "close"):
-            scorer.close()
+        scorer.close()
     for reward in rewards:
         reward.end_threads()
 
@@ -256,7 +221,7 @@ def build_reward(
     custom: Mapping[str, str] | None = None,
     servers: Mapping[str, str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    policy: FailurePolicy | None = None,
+    policy: FailurePolicy = DEFAULT_POLICY,
 ) -> WeightedReward:
     """Build the rewards named in `weights`.
 
@@ -300,13 +265,12 @@ def build_scorers(
     custom: Mapping[str, str] | None = None,
     servers: Mapping[str, str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    policy: FailurePolicy | None = None,
+    policy: FailurePolicy = DEFAULT_POLICY,
 ) -> dict[str, Scorer]:
     """The bare scorers, by name; arguments as of `build_reward`."""
     names, paths = list(names), {**REWARDS, **(custom or {})}
     servers = {name: urls for name, urls in (servers or {}).items() if urls}
     rules, options = split_rules(options or {})
-    policy = policy or FailurePolicy()
     for name in (*names, *options, *(custom or {}), *servers):
         if name in RESERVED:
             raise UserError(f"reward {name!r} has the name of a metric; call it something else")
@@ -325,13 +289,15 @@ def build_scorers(
     found = {name: import_scorer(name, paths[name]) for name in names if name not in servers}
 
     def rule(name: str, scorer: Any) -> str:
-        return rule_of(name, scorer, rules.get(name), custom=name in (custom or {}))
+        own = as_scorer(scorer)
+        return rule_of(name, own, rules.get(name), custom=name in (custom or {}))
 
     def build(name: str) -> Scorer:
         if name in servers:
             return _build_remote(name, servers[name], policy, rules.get(name))
-        scorer = _build(name, found[name], options.get(name, {}), device, policy)
-        return with_rule(scorer, rule(name, scorer))
+        scorer = as_scorer(_build(name, found[name], options.get(name, {}), device, policy))
+        scorer.frames = rule(name, scorer)
+        return scorer
 
     for name, scorer in found.items():  # before any is built, which may take long
         rule(name, scorer)
@@ -339,14 +305,10 @@ def build_scorers(
 
 
 def guard_scorers(
-    scorers: Mapping[str, Scorer], policy: FailurePolicy | None = None
+    scorers: Mapping[str, Scorer], policy: FailurePolicy = DEFAULT_POLICY
 ) -> dict[str, GuardedScorer]:
-    """Each scorer with the policy for its failures, unless it has its own."""
-    policy = policy or FailurePolicy()
-    return {
-        name: GuardedScorer(name, scorer, policy, has_policy=_takes(type(scorer), "policy"))
-        for name, scorer in scorers.items()
-    }
+    """Each scorer with the policy for its failures."""
+    return {name: GuardedScorer(name, scorer, policy) for name, scorer in scorers.items()}
 
 
 def _build_remote(name: str, servers: str, policy: FailurePolicy, frames: str | None) -> Scorer:
@@ -358,14 +320,14 @@ def _build_remote(name: str, servers: str, policy: FailurePolicy, frames: str | 
 
 def _build(
     name: str, scorer: Any, options: Mapping[str, Any], device: str, policy: FailurePolicy
-) -> Scorer:
+) -> Any:
     if not isinstance(scorer, type):
         if options:
             raise UserError(
                 f"reward {name!r} is a function; of reward_options.{name} it takes frames alone"
             )
         return scorer
-    parameters = inspect.signature(scorer).parameters
+    parameters = parameters_of(scorer)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [option for option in options if option not in parameters]
     if unknown and not takes_any:
@@ -373,38 +335,3 @@ def _build(
         raise UserError(with_nearest(message, unknown[0], [*parameters, OPTION]))
     ours = {"device": device, "policy": policy}
     return scorer(**{k: v for k, v in ours.items() if k in parameters} | dict(options))
-
-
-def import_scorer(name: str, path: str) -> Any:
-    module_name, _, attribute = str(path).rpartition(":")
-    if not module_name or not attribute:
-        raise UserError(
-            f"custom_rewards.{name}={path!r} must read 'package.module:function' or "
-            "'path/to/file.py:function'"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a reward module beside one's own config
-    try:
-        from_file = module_name.endswith(".py")
-        module = _run_file(module_name) if from_file else importlib.import_module(module_name)
-        scorer = getattr(module, attribute)
-    except (ImportError, AttributeError, SyntaxError, OSError) as error:
-        raise UserError(f"reward {name!r}: cannot import {path!r} ({error})") from error
-    if not callable(scorer):
-        raise UserError(f"reward {name!r}: {path!r} is a {type(scorer).__name__}, not callable")
-    return scorer
-
-
-def _run_file(path: str) -> ModuleType:
-    """As a module of its own, so that rewards of two files of one name do not mix."""
-    spec = importlib.util.spec_from_file_location(f"reward_file_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _takes(scorer: type, parameter: str) -> bool:
-    try:
-        return parameter in inspect.signature(scorer).parameters
-    except ValueError:  # builtins have none
-        return False

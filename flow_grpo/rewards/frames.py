@@ -6,8 +6,6 @@ choose from.
 """
 
 import base64
-import functools
-import inspect
 import io
 import math
 import re
@@ -19,6 +17,7 @@ from PIL import Image
 from flow_grpo.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 Sample = Image.Image | list[Image.Image]
@@ -115,20 +114,11 @@ def checked_rule(rule: Any, setting: str) -> str:
     return rule
 
 
-def frame_rule(scorer: Any) -> str:
-    return getattr(scorer, OPTION, "middle" if _judges(scorer) else DEFAULT)
-
-
-def _judges(scorer: Any) -> bool:
-    """Whether it compares the samples it is called with: frames of one would be its rivals."""
-    return getattr(scorer, "compares_groups", False)
-
-
 def rule_of(name: str, scorer: Any, asked: str | None, *, custom: bool) -> str:
-    """Of a scorer, or of a class of scorers before one is built."""
-    own = checked_rule(frame_rule(scorer), f"reward {name!r}: its attribute {OPTION}")
+    """Which rule a scorer keeps, if the user asked for another one than its own."""
+    own = checked_rule(scorer.frames, f"reward {name!r}: its attribute {OPTION}")
     rule = agreed_rule(name, asked, own, custom=custom)
-    if _judges(scorer) and _number(rule) > 1:
+    if scorer.compares_groups and _number(rule) > 1:
         raise UserError(
             f"reward_options.{name}.{OPTION}={rule!r}: {name!r} compares samples with each other, "
             "one frame of each; choose 'first' or 'middle'"
@@ -151,25 +141,10 @@ def agreed_rule(name: str, asked: str | None, own: str, *, custom: bool = False)
     return asked
 
 
-def with_rule(scorer: Any, rule: str) -> Any:
-    """The scorer that keeps the rule; of a function a new one, as two rewards may share it."""
-    if frame_rule(scorer) == rule:
-        return scorer
-    if inspect.isroutine(scorer):
-        scorer = functools.partial(scorer)
-    object.__setattr__(scorer, OPTION, rule)  # also of a frozen dataclass
-    return scorer
-
-
 def _number(rule: str) -> int:
     """N of "mean of N"; 0 for what does not read like that."""
     match = re.fullmatch(r"mean of ([1-9][0-9]{0,5})", rule)
     return int(match[1]) if match else 0
-
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
 
 
 def to_pil(images: "torch.Tensor") -> list[Sample]:
@@ -207,16 +182,16 @@ def fetch_pictures(
     from flow_grpo.speed.transfer import fetch
 
     pixels, whole = fetch(to_bytes(choose_frames(images, rule))), fetch(_whole(images))
-    return lambda: _pictures(pixels(), whole())
+
+    def pictures() -> list[Sample | None]:
+        pairs = zip(from_bytes(pixels()), whole().tolist(), strict=True)
+        return [picture if ok else None for picture, ok in pairs]
+
+    return pictures
 
 
 def _whole(images: "torch.Tensor") -> "torch.Tensor":
     return images.isfinite().flatten(1).all(1)
-
-
-def _pictures(pixels: "torch.Tensor", whole: "torch.Tensor") -> list[Sample | None]:
-    pairs = zip(pixels.numpy(), whole.tolist(), strict=True)
-    return [_sample(each) if ok else None for each, ok in pairs]
 
 
 def png_base64(image: Image.Image) -> str:

@@ -1,20 +1,118 @@
-"""Networks, tokenizers and weight files from disk or the hub, or an error that says what to do."""
+"""Rewards with a network in them: their options, batches and place on a device; and networks,
+tokenizers and weight files from disk or the hub, or an error that says what to do."""
 
+import math
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SCORE = "score"
+
+Values = dict[str, torch.Tensor]  # by the names under which they are logged
 Weights = dict[str, torch.Tensor]
+
+
+@dataclass(kw_only=True, eq=False)
+class FrozenModel(ABC):
+    """A network for images in batches. The fields are the reward's options."""
+
+    model: str  # hub id, or a local folder or file
+    dtype: str = "float32"
+    device: str = "cpu"
+    batch_size: int = 16
+    offload: bool = False  # between epochs the network waits in the memory of the CPU
+
+    def __post_init__(self) -> None:
+        self._check_options()
+        self.network = self.load().eval().requires_grad_(False)
+        if not self.offload:
+            self.network.to(self.device)
+
+    @abstractmethod
+    def load(self) -> nn.Module:
+        """The network, on the CPU, in the precision asked for."""
+
+    def rest(self) -> None:
+        """Called when the scores of an epoch are in: the trainer needs the memory now."""
+        if self.offload:
+            self.network.to("cpu")
+
+    def parts(self, count: int) -> Iterator[slice]:
+        """The batches that `count` images make."""
+        return (slice(i, i + self.batch_size) for i in range(0, count, self.batch_size))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def _check_options(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise UserError(f"batch_size={self.batch_size!r} must be a whole number, 1 or more")
+        try:
+            kind = torch.device(self.device).type
+        except (RuntimeError, TypeError) as error:
+            raise UserError(f"device={self.device!r} must read like cpu, cuda or cuda:0") from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"device={self.device!r}, but torch sees no GPU here; use device=cpu")
+
+
+@dataclass(kw_only=True, eq=False)
+class ModelScorer(FrozenModel, Scorer):
+    """Scores images by their prompts alone."""
+
+    @abstractmethod
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
+        """Values (N,) by name for RGB images: the reward under `SCORE`, others to be logged."""
+
+    def pixels(self, images: list[Image.Image]) -> torch.Tensor:
+        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
+        return pixels.to(self.device, self.torch_dtype)  # (N, 3, H, W)
+
+    def tokens(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        """As the text encoder takes them: the token ids and their mask, (N, max_length)."""
+        options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+        found = self.tokenizer(texts, max_length=self.max_length, **options).to(self.device)
+        return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: Rows) -> Returned:
+        if not images:
+            return []
+        self.network.to(self.device)
+        with torch.inference_mode():
+            batches = [
+                self.score_batch([image.convert("RGB") for image in images[part]], prompts[part])
+                for part in self.parts(len(images))
+            ]
+        values = {
+            name: torch.cat([batch[name].float().cpu() for batch in batches]).tolist()
+            for name in batches[0]
+        }
+        scores = [s if math.isfinite(s) else _failed(s, self.dtype) for s in values.pop(SCORE)]
+        return (scores, values) if values else scores
+
+
+def _failed(score: float, dtype: str) -> Failed:
+    hint = "" if dtype == "float32" else f"; {dtype} may be too narrow for it, try float32"
+    return Failed(f"the network gave {score}{hint}")
+
 
 # What transformers, torch, safetensors and the hub raise over a source that is not what it
 # should be.
@@ -120,6 +218,11 @@ def image_processor_class() -> type:
 
     pil = getattr(transformers, "CLIPImageProcessorPil", None)  # transformers 5
     return pil or transformers.CLIPImageProcessor
+
+
+def load_image_processor(source: str, *, option: str) -> Any:
+    with explained(option, source, "an image processor"):
+        return image_processor_class().from_pretrained(source)
 
 
 def find_file(source: str, names: tuple[str, ...], *, option: str, kind: str) -> Path:

@@ -1,11 +1,12 @@
 """Whether two formulas are the same, by sympy: in a process of its own, as it may never end."""
 
+import operator
 import resource
 from collections.abc import Callable
 
 import sympy
 
-from flow_grpo.rewards.answers.maths import BARE, LOOSE, TRIGONOMETRIC, plain, read
+from flow_grpo.rewards.answers.maths import BARE, LOOSE, OPERATORS, TRIGONOMETRIC, plain, read
 
 DIGITS = 30  # that are compared of what is no decimal
 _NAMES = {"pi": sympy.pi, "oo": sympy.oo, "e": sympy.E, "i": sympy.I}
@@ -14,16 +15,9 @@ _CALLS = {
     **{"exp": sympy.exp, "ln": sympy.log, "log": lambda value: sympy.log(value, 10)},
 }
 _OPERATORS = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: a / b,
-    "^": lambda a, b: a**b,
-    "root": lambda a, n: a ** (1 / n),
-    "neg": lambda a: -a,
-    "%": lambda a: a / 100,
-    "!": sympy.factorial,
-    "abs": sympy.Abs,
+    **OPERATORS,
+    **{"^": operator.pow, "root": lambda a, n: a ** (1 / n)},
+    **{"!": sympy.factorial, "abs": sympy.Abs},
 }
 
 

@@ -4,6 +4,7 @@ A tree is a tuple: ("num", Fraction), ("name", "x"), (operator, operands...) or,
 intervals, ("seq", brackets, items...).
 """
 
+import operator
 import re
 from fractions import Fraction
 
@@ -16,6 +17,10 @@ FUNCTIONS = (*TRIGONOMETRIC, "log", "ln", "exp")
 CONSTANTS = ("pi", "infty", "oo")
 GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "phi", "omega", "sigma")
 BARE = "{}"  # brackets of items that stand in no order
+OPERATORS = {
+    **{"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv},
+    **{"neg": operator.neg, "%": lambda value: value / 100},
+}
 _TIMES, _OVER = ("*", "\\cdot", "\\times"), ("/", "\\div", ":")
 _TOKEN = re.compile(r"\d+\.\d+|\.\d+|\d+|\\[A-Za-z]+|[A-Za-z]+|\S")
 
@@ -83,25 +88,13 @@ def exact(tree: tuple) -> Fraction | None:
     kind, *parts = tree
     if kind == "num":
         return parts[0]
-    if kind not in ("+", "-", "*", "/", "^", "neg", "%"):
+    if kind not in (*OPERATORS, "^"):
         return None
     values = [exact(part) for part in parts]
-    if any(value is None for value in values):
+    if None in values or (kind == "/" and values[1] == 0):
         return None
-    first, second = values[0], values[-1]
-    if kind == "^":
-        return _power(first, second)
-    if kind == "/" and second == 0:
-        return None
-    value = {
-        "+": lambda: first + second,
-        "-": lambda: first - second,
-        "*": lambda: first * second,
-        "/": lambda: first / second,
-        "neg": lambda: -first,
-        "%": lambda: first / 100,
-    }[kind]()
-    return value if _bits(value) <= MAX_BITS else None
+    value = _power(*values) if kind == "^" else OPERATORS[kind](*values)
+    return value if value is not None and _bits(value) <= MAX_BITS else None
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
@@ -142,8 +135,8 @@ class _Reader:
 
     def sum(self) -> tuple:
         value = self.product()
-        while operator := self.take("+", "-", "\\pm"):
-            value = (operator, value, self.product())
+        while sign := self.take("+", "-", "\\pm"):
+            value = (sign, value, self.product())
         return value
 
     def product(self) -> tuple:

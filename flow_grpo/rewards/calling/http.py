@@ -1,6 +1,5 @@
 """JSON requests to one or several servers that all do the same, some of which may be down."""
 
-import logging
 import os
 import random
 import time
@@ -13,9 +12,7 @@ from requests.adapters import HTTPAdapter
 from urllib3 import Retry
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.failure import FailurePolicy, describe
-
-log = logging.getLogger(__name__)
+from flow_grpo.rewards.failure import Attempts, FailurePolicy, describe
 
 CONNECT_TIMEOUT = 5.0
 CONNECT_ATTEMPTS = 3
@@ -112,7 +109,7 @@ class ServerGroup:
         if self._down and not self._is_up(deadline):
             raise Unavailable(f"{self._down}; still no answer")
         # While it is down, one quick round: a run whose reward is dead should end soon.
-        delays = iter(()) if self._down else self.policy.delays()
+        attempts = Attempts(iter(()) if self._down else self.policy.delays(), deadline)
         share = DOWN_SHARE if self._down else 1.0
         order = [self.urls[(start + i) % len(self.urls)] for i in range(len(self.urls))]
         while True:
@@ -130,14 +127,11 @@ class ServerGroup:
                     last = f"{url}: {_reason(error)}"
                 if time.monotonic() >= deadline:
                     break
-            # A busy server is alive: waiting for it costs no attempt.
-            wait = busy.wait * random.uniform(1.0, 1.5) if busy else next(delays, None)
-            if wait is None or time.monotonic() + wait >= deadline:
-                self._down = f"{last}, after {self._effort(wait)}"
+            if not attempts.wait(last, busy.wait if busy else None):  # it is alive: no attempt
+                late = f"{self.policy.timeout:g} s"
+                effort = late if attempts.out_of_time else f"{self.policy.retries + 1} attempts"
+                self._down = f"{last}, after {effort}"
                 raise Unavailable(self._down)
-            if not busy:
-                log.warning("%s; trying again in %.1f s", last, wait)
-            time.sleep(wait)
 
     def _post(self, url: str, body: dict[str, Any], timeout: float) -> requests.Response:
         connect = min(CONNECT_TIMEOUT, timeout / CONNECT_ATTEMPTS)
@@ -149,10 +143,12 @@ class ServerGroup:
                 return response.json()
             except ValueError as error:
                 raise _ServerError("answered with something that is not JSON") from error
-        message = f"answered {response.status_code} {_message(response)}".rstrip()
+        said = _error(response)
+        message = said.get("message", response.reason or "")
+        message = f"answered {response.status_code} {message}".rstrip()
         if response.status_code in BUSY_STATUSES:
             raise _Busy(message, response.headers.get("Retry-After", ""))
-        in_trouble = response.status_code >= 500 and _code(response) != "scorer_broken"
+        in_trouble = response.status_code >= 500 and said.get("code") != "scorer_broken"
         if in_trouble or response.status_code == TOO_SLOW:
             raise _ServerError(message)
         raise Refused(f"{response.url.split('?')[0]} {message}")
@@ -170,11 +166,6 @@ class ServerGroup:
             except (requests.RequestException, _ServerError):
                 continue
         return False
-
-    def _effort(self, wait: float | None) -> str:
-        if wait is None:
-            return f"{self.policy.retries + 1} attempts"
-        return f"{self.policy.timeout:g} s"
 
 
 class _Bearer(requests.auth.AuthBase):
@@ -198,23 +189,16 @@ class _Busy(_ServerError):
         super().__init__(message)
         # The header may also hold a date, which no server of ours sends.
         given = float(retry_after) if retry_after.isdecimal() else DEFAULT_WAIT
-        self.wait = max(SHORTEST_WAIT, given)
+        self.wait = max(SHORTEST_WAIT, given) * random.uniform(1.0, 1.5)
 
 
-def _code(response: requests.Response) -> Any:
-    try:
-        return response.json()["error"]["code"]
-    except (ValueError, LookupError, TypeError):
-        return None
-
-
-def _message(response: requests.Response) -> str:
+def _error(response: requests.Response) -> dict[str, Any]:
     """What the server says is wrong, in the form of our server or of OpenAI's API."""
     try:
         error = response.json()["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        return error if isinstance(error, dict) else {"message": error}
     except (ValueError, LookupError, TypeError):
-        return response.reason or ""
+        return {}
 
 
 def _reason(error: Exception) -> str:

@@ -2,7 +2,9 @@
 
 `concurrent.futures` gives up the whole pool when one process dies, and `multiprocessing` imports
 the trainer's main script, torch and all, into every spawned child. So each worker here is a plain
-child process (`worker.py`) behind a pipe, with one thread in the parent that feeds it.
+child process (`worker.py`) behind a pipe, with one thread in the parent that feeds it. pebble was
+tried: it forks, torch and all, or imports the main script too, which
+`test_the_workers_run_without_torch` and `test_workers_do_not_outlive_a_killed_parent` forbid.
 """
 
 import contextlib
@@ -20,10 +22,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
+from flow_grpo.rewards.protocol import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -320,6 +323,25 @@ class WorkerPool:
         return worker.bury()
 
 
+class PooledScorer(Scorer):
+    """A reward whose work is done in a pool of its own."""
+
+    pool: WorkerPool
+
+    @property
+    def trouble(self) -> str:
+        return self.pool.trouble
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class _OthersWork(Exception):
     """One worker cannot be started, but there are others."""
 
@@ -330,7 +352,7 @@ def _fail(jobs: Iterable[_Job], error: Exception) -> None:
 
 
 def _worker_environment() -> dict[str, str]:
-    package_root = str(Path(__file__).parents[2])
+    package_root = str(Path(__file__).parents[3])
     inherited = os.environ.get("PYTHONPATH")
     return {
         **os.environ,

@@ -7,10 +7,9 @@ import time
 from typing import Any
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.calling.guard import BatchScores, joined, parse_scores
+from flow_grpo.rewards.calling import map_in_threads
 from flow_grpo.rewards.calling.http import Refused, ServerGroup, Unavailable, parse_urls
-from flow_grpo.rewards.calling.threads import map_in_threads
-from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked, describe
+from flow_grpo.rewards.failure import Attempts, Failed, FailurePolicy, NotAsked, describe
 from flow_grpo.rewards.frames import (
     CLIP,
     DEFAULT,
@@ -20,19 +19,31 @@ from flow_grpo.rewards.frames import (
     kind_of,
     png_base64,
 )
+from flow_grpo.rewards.protocol import (
+    BatchScores,
+    Returned,
+    Rows,
+    Samples,
+    Scorer,
+    joined,
+    parse_scores,
+)
 
 CHUNK = 16  # images or clips per request: enough to batch, few enough to spread over servers
 BODY_SHARE = 0.9  # of what a server takes, for the images; the rest is for the texts
 CONNECTIONS = 4  # requests under way per server
 START_GRACE = 10.0  # seconds for a server that is started together with the run
+START_PAUSE = 0.5  # seconds between two looks for it
 
 
-class RemoteScorer:
+class RemoteScorer(Scorer):
     """Sends images to the servers that have the reward `name`, and scores them nowhere else.
 
     A batch is cut into chunks, shared out over the servers; a chunk whose server does not
     answer goes to the next one. Chunks that no server answered in time are `Failed`.
     """
+
+    has_policy = True
 
     def __init__(
         self,
@@ -53,7 +64,9 @@ class RemoteScorer:
         )
         # over all batches, and from another server on each process
         self._turns = itertools.count(int(os.environ.get("RANK", "0")))
-        rules, limits = zip(*self._check_servers(), strict=True)
+        attempts = Attempts(itertools.repeat(START_PAUSE), time.monotonic() + START_GRACE)
+        asked = [self._ask_server(url, attempts) for url in urls]
+        rules, limits = zip(*asked, strict=True)
         if len(set(rules)) > 1:
             raise UserError(
                 f"reward_servers.{name}: some of {', '.join(urls)} take whole clips and some "
@@ -63,9 +76,7 @@ class RemoteScorer:
         self._max_images = min(limit["max_images"] for limit in limits)
         self._max_body = min(limit["max_body_bytes"] for limit in limits)
 
-    def __call__(
-        self, images: list[Sample] | list[str], prompts: list[str], metadata: list[dict]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, images: Samples, prompts: list[str], metadata: Rows) -> Returned:
         deadline = time.monotonic() + self._timeout
         servers = len(self._servers.urls)
         frames = max((len(image) for image in images if is_clip(image)), default=1)
@@ -73,54 +84,38 @@ class RemoteScorer:
         rounds = math.ceil(len(images) / (most * servers))
         chunk = math.ceil(len(images) / max(1, rounds * servers))  # as many for each server
 
-        parts = [slice(i, i + chunk) for i in range(0, len(images), chunk or 1)]
-        kind = f"{kind_of(images)}s"
-
         def score(request: tuple[slice, int]) -> BatchScores:
             part, turn = request
             encoded = [_encoded(image) for image in images[part]]
-            return self._score(encoded, prompts[part], metadata[part], turn, deadline, kind)
+            columns = {f"{kind_of(images)}s": encoded, "prompts": prompts[part]}
+            return self._score({**columns, "metadata": metadata[part]}, turn, deadline)
 
+        parts = [slice(i, i + chunk) for i in range(0, len(images), chunk or 1)]
         requests = [(part, next(self._turns)) for part in parts]
         scores = joined(map_in_threads(score, requests, self._threads))
         return scores.values, scores.extras
 
-    def _score(
-        self,
-        images: list[str | list[str]],
-        prompts: list[str],
-        metadata: list[dict],
-        turn: int,
-        deadline: float,
-        kind: str,
-    ) -> BatchScores:
-        half = len(images) // 2
-        if half and sum(map(_characters, images)) > BODY_SHARE * self._max_body:
-            parts = (slice(half), slice(half, None))
-            return joined(
-                [
-                    self._score(images[p], prompts[p], metadata[p], turn, deadline, kind)
-                    for p in parts
-                ]
-            )
-        body = {"reward": self.name, kind: images, "prompts": prompts, "metadata": metadata}
+    def _score(self, columns: dict[str, list], turn: int, deadline: float) -> BatchScores:
+        """`columns` are the samples, first, and what belongs to each."""
+        samples = next(iter(columns.values()))
+        half = len(samples) // 2
+        if half and sum(map(_characters, samples)) > BODY_SHARE * self._max_body:
+            halves = (slice(half), slice(half, None))
+            parts = [{name: column[part] for name, column in columns.items()} for part in halves]
+            return joined([self._score(part, turn, deadline) for part in parts])
+        body = {"reward": self.name, **columns}
         try:
             answer = self._servers.post("/v1/score", body, deadline=deadline, start=turn)
-            return _parse(answer, len(images))
+            return _parse(answer, len(samples))
         except (Refused, Unavailable) as error:
-            return BatchScores([Failed(str(error))] * len(images))
+            reason = str(error)
         except Exception as error:  # an answer of another form; the other chunks are unharmed
-            return BatchScores([Failed(describe(error))] * len(images))
+            reason = describe(error)
+        return BatchScores([Failed(reason)] * len(samples))
 
-    def _check_servers(self) -> list[tuple[str, dict[str, int]]]:
-        """Refuse servers that are not there or lack the reward, before anything else starts.
-
-        Returns the rule for frames and the limits of each.
-        """
-        deadline = time.monotonic() + START_GRACE
-        return [self._check_server(url, deadline) for url in self._servers.urls]
-
-    def _check_server(self, url: str, deadline: float) -> tuple[str, dict[str, int]]:
+    def _ask_server(self, url: str, attempts: Attempts) -> tuple[str, dict[str, int]]:
+        """Its rule for frames and its limits; one that is not there or lacks the reward is
+        refused, before anything else starts."""
         while True:
             try:
                 answer = self._servers.get(url, "/v1/rewards", START_GRACE)
@@ -132,13 +127,12 @@ class RemoteScorer:
                 hint = "; REWARD_SERVER_TOKEN is taken for it" if "401" in str(error) else ""
                 raise UserError(f"reward_servers.{self.name}: {error}{hint}") from error
             except Exception as error:
-                if time.monotonic() > deadline:
+                if not attempts.wait():
                     raise UserError(
                         f"reward_servers.{self.name}: no reward server at {url} "
                         f"({describe(error)[:100]}); start one with "
                         f"python -m reward_server --rewards {self.name}"
                     ) from error
-                time.sleep(0.5)
         if self.name not in names:
             raise UserError(
                 f"reward_servers.{self.name}: {url} does not serve {self.name!r}, it serves "

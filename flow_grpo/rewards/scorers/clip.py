@@ -1,4 +1,4 @@
-"""Rewards that are the similarity of image and prompt in a CLIP model."""
+"""Rewards of a CLIP model: the similarity of image and prompt, and LAION's aesthetic predictor."""
 
 import re
 from dataclasses import dataclass
@@ -12,15 +12,18 @@ from transformers import CLIPConfig, CLIPModel
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import (
+    SCORE,
+    ModelScorer,
+    Values,
     Weights,
     explained,
     find_file,
-    image_processor_class,
+    linear_head,
+    load_image_processor,
     load_network,
     load_tokenizer,
     read_weights,
 )
-from flow_grpo.rewards.scorers.model import SCORE, ModelScorer
 
 # open_clip keeps the image tower under "visual." and the text tower at the top.
 RENAMED = {
@@ -77,6 +80,13 @@ PICKSCORE_SCALE = 26
 CLIPSCORE_SCALE = 30
 HPS_REPOSITORY = "xswu/HPSv2"
 HPS_FILES = {"v2.1": "HPS_v2.1_compressed", "v2.0": "HPS_v2_compressed"}
+# TRL's copy of improved-aesthetic-predictor's sac+logos+ava1-l14-linearMSE.pth
+HEAD_REPOSITORY = "trl-lib/ddpo-aesthetic-predictor"
+HEAD_NAMES = (
+    "aesthetic-model.pth",
+    "sac+logos+ava1-l14-linearMSE.pth",
+    "sac+logos+ava1-l14-linearMSE.safetensors",
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -93,8 +103,7 @@ class ClipSimilarity(ModelScorer):
         text = network.config.text_config
         self.tokenizer = load_tokenizer(source, option=option, tokens=text.vocab_size)
         self.max_length = text.max_position_embeddings
-        with explained(option, source, "an image processor"):
-            self.image_processor = image_processor_class().from_pretrained(source)
+        self.image_processor = load_image_processor(source, option=option)
         return network.to(self.torch_dtype)
 
     def load_clip(self) -> nn.Module:
@@ -104,21 +113,11 @@ class ClipSimilarity(ModelScorer):
         return (self.embed_pictures(images) * self.embed_texts(prompts)).sum(dim=-1)  # (N,)
 
     def embed_pictures(self, images: list[Image.Image]) -> torch.Tensor:
-        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
-        return embed_images(self.network, pixels.to(self.device, self.torch_dtype))
+        return embed_images(self.network, self.pixels(images))
 
     def embed_texts(self, prompts: list[str]) -> torch.Tensor:
         unique = list(dict.fromkeys(prompts))  # the images of a group share theirs
-        tokens = self.tokenizer(
-            unique,
-            padding="max_length",
-            truncation=True,
-            max_length=self.max_length,
-            return_tensors="pt",
-        ).to(self.device)
-        text = self.network.text_model(
-            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
-        )
+        text = self.network.text_model(**self.tokens(unique))
         embedding = F.normalize(self.network.text_projection(text.pooler_output).float(), dim=-1)
         return embedding[[unique.index(prompt) for prompt in prompts]]
 
@@ -136,7 +135,7 @@ class PickScore(ClipSimilarity):
     model: str = "yuvalkirstain/PickScore_v1"
     processor: str | None = VIT_H
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         raw = self.logit_scale * self.cosine(images, prompts)
         return {SCORE: raw / PICKSCORE_SCALE, "raw": raw}
 
@@ -147,7 +146,7 @@ class ClipScore(ClipSimilarity):
 
     model: str = "openai/clip-vit-large-patch14"
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         cosine = self.cosine(images, prompts)
         return {SCORE: self.logit_scale * cosine / CLIPSCORE_SCALE, "cosine": cosine}
 
@@ -183,5 +182,41 @@ class HpsV2(ClipSimilarity):
             CLIPModel, self.model, dtype=torch.float32, kind=kind, weights=weights, config=config
         )
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         return {SCORE: self.cosine(images, prompts)}
+
+
+class AestheticNetwork(nn.Module):
+    def __init__(self, clip: CLIPModel, head: nn.Module) -> None:
+        super().__init__()
+        self.clip = clip
+        self.head = head
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.head(embed_images(self.clip, pixels)).squeeze(-1)  # (N,)
+
+
+@dataclass(kw_only=True, eq=False)
+class Aesthetic(ModelScorer):
+    """LAION's predictor, without the prompt: about 1 (ugly) to 10 (beautiful).
+
+    The head was trained on the embeddings of OpenAI's ViT-L/14: no other `model` fits it.
+    """
+
+    model: str = "openai/clip-vit-large-patch14"
+    processor: str | None = None  # whose image sizes to use; `model`'s own if None
+    head: str = HEAD_REPOSITORY  # or a local .pth or .safetensors file of linear layers
+
+    def load(self) -> nn.Module:
+        clip = load_network(CLIPModel, self.model, dtype=self.torch_dtype, kind=KIND)
+        del clip.text_model  # more than a quarter of the memory, for nothing
+        source, option = (self.processor, "processor") if self.processor else (self.model, "model")
+        self.image_processor = load_image_processor(source, option=option)
+        kind = "an aesthetic head"
+        file = find_file(self.head, HEAD_NAMES, option="head", kind=kind)
+        with explained("head", self.head, kind):
+            head = linear_head(read_weights(file), clip.config.projection_dim)
+        return AestheticNetwork(clip, head)
+
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
+        return {SCORE: self.network(self.pixels(images))}

@@ -6,7 +6,6 @@ an environment of its own.
 
 from dataclasses import dataclass
 
-import torch
 import transformers
 from packaging.version import Version
 from PIL import Image
@@ -14,8 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.loading import explained
-from flow_grpo.rewards.scorers.model import SCORE, ModelScorer
+from flow_grpo.rewards.loading import SCORE, ModelScorer, Values, explained
 
 BEST = 5  # on the scale that its raters used, from 1
 DTYPE = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
@@ -51,6 +49,6 @@ class DeQA(ModelScorer):
             )
         return network
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         raw = self.network.score(images).float()
         return {SCORE: raw / BEST, "raw": raw}

@@ -9,6 +9,9 @@ from torch import nn
 from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
 from flow_grpo.rewards.loading import (
+    SCORE,
+    ModelScorer,
+    Values,
     Weights,
     explained,
     find_file,
@@ -18,7 +21,6 @@ from flow_grpo.rewards.loading import (
     load_tokenizer,
     read_weights,
 )
-from flow_grpo.rewards.scorers.model import SCORE, ModelScorer
 
 KIND = "an ImageReward checkpoint"
 FILES = ("ImageReward.pt", "ImageReward.safetensors")
@@ -52,16 +54,10 @@ class BlipReward(nn.Module):
         self.text = text
         self.head = head
 
-    def forward(
-        self, pixels: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, pixels: torch.Tensor, **tokens: torch.Tensor) -> torch.Tensor:
         image = self.vision(pixel_values=pixels).last_hidden_state
-        text = self.text(
-            input_ids=tokens,
-            attention_mask=mask,
-            encoder_hidden_states=image,
-            is_decoder=False,  # each token sees the whole prompt
-        ).last_hidden_state
+        # without a decoder each token sees the whole prompt
+        text = self.text(**tokens, encoder_hidden_states=image, is_decoder=False).last_hidden_state
         return self.head(text[:, 0].float()).squeeze(-1)  # (N,)
 
 
@@ -83,41 +79,20 @@ class ImageReward(ModelScorer):
             tokens=text_config.vocab_size,
             extra=EXTRA_TOKENS,
         )
+        self.max_length = MAX_LENGTH
         size = vision_config.image_size
         self.image_processor = image_processor_class()(
             size={"shortest_edge": size}, crop_size={"height": size, "width": size}
         )
+        shared = {"source": self.model, "dtype": self.torch_dtype, "kind": KIND}
+        vision = load_network(BlipVisionModel, weights=vision, config=vision_config, **shared)
+        options = {"config": text_config, "add_pooling_layer": False}
         return BlipReward(
-            self._tower(BlipVisionModel, vision_config, vision),
-            self._tower(BlipTextModel, text_config, text, add_pooling_layer=False),
-            head,
+            vision, load_network(BlipTextModel, weights=text, **options, **shared), head
         )
 
-    def _tower(self, tower: type, config: object, weights: Weights, **options: bool) -> nn.Module:
-        return load_network(
-            tower,
-            self.model,
-            dtype=self.torch_dtype,
-            kind=KIND,
-            weights=weights,
-            config=config,
-            **options,
-        )
-
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> dict[str, torch.Tensor]:
-        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
-        tokens = self.tokenizer(
-            prompts,
-            padding="max_length",
-            truncation=True,
-            max_length=MAX_LENGTH,
-            return_tensors="pt",
-        ).to(self.device)
-        judged = self.network(
-            pixels.to(self.device, self.torch_dtype),
-            tokens["input_ids"],
-            tokens["attention_mask"],
-        )
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
+        judged = self.network(self.pixels(images), **self.tokens(prompts))
         return {SCORE: (judged - MEAN) / STD}
 
 

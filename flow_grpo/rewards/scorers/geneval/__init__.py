@@ -3,7 +3,7 @@
 The rules are GenEval's, over what a detector finds; no mmdet is needed.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +11,7 @@ from PIL import Image
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import NotAsked
+from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 from flow_grpo.rewards.scorers.geneval.rules import TAGS, judge, parse_task
 
 # each with the module it needs, and whose it is
@@ -18,71 +19,49 @@ NEEDS = {"mask2former": ("scipy", "scipy"), "shapes": ("cv2", "opencv-python-hea
 SCORES = ("graded", "strict")
 
 
-class GenEval:
-    """Scores pictures against what the metadata of their prompts asks for.
+@dataclass(kw_only=True, eq=False)
+class GenEval(Scorer):
+    """Scores pictures against what the metadata of their prompts asks for."""
 
-    detector: "mask2former" finds things of COCO's classes, "shapes" flat coloured shapes.
-    score: "graded" gives part of the credit for part of what was asked for, "strict" all or
-        nothing, as the benchmark counts.
-    model, clip: of mask2former, which finds things, and of what names their colours.
-    threshold, counting_threshold: how sure it must be of a thing, and where things are counted.
-    """
+    detector: str = "mask2former"  # finds things of COCO's classes; "shapes": flat coloured shapes
+    score: str = "graded"  # part of the credit for part of it; "strict": as the benchmark counts
+    model: str = "facebook/mask2former-swin-small-coco-instance"
+    clip: str = "openai/clip-vit-large-patch14"  # names the colours of what mask2former finds
+    threshold: float = 0.3  # how sure it must be of a thing
+    counting_threshold: float = 0.9  # and where things are counted
+    dtype: str = "float32"
+    device: str = "cpu"
+    batch_size: int = 16
+    offload: bool = False
 
-    def __init__(
-        self,
-        *,
-        detector: str = "mask2former",
-        score: str = "graded",
-        model: str = "facebook/mask2former-swin-small-coco-instance",
-        clip: str = "openai/clip-vit-large-patch14",
-        threshold: float = 0.3,
-        counting_threshold: float = 0.9,
-        dtype: str = "float32",
-        device: str = "cpu",
-        batch_size: int = 16,
-        offload: bool = False,
-    ) -> None:
-        for name, value, known in (("detector", detector, NEEDS), ("score", score, SCORES)):
-            if value not in known:
+    def __post_init__(self) -> None:
+        options = dict(vars(self))
+        for name, known in (("detector", NEEDS), ("score", SCORES)):
+            if (value := options.pop(name)) not in known:
                 raise UserError(f"{name}={value!r} must be one of {', '.join(known)}")
-        needed, package = NEEDS[detector]
+        needed, package = NEEDS[self.detector]
         if find_spec(needed) is None:
-            raise UserError(f"detector={detector!r} needs {package}: pip install {package}")
-        self.strict = score == "strict"
+            raise UserError(f"detector={self.detector!r} needs {package}: pip install {package}")
         # each brings packages of its own
-        if detector == "shapes":
+        if self.detector == "shapes":
             from flow_grpo.rewards.scorers.geneval.shapes import Shapes
 
-            self.detector = Shapes()
+            self.finder = Shapes()
         else:
             from flow_grpo.rewards.scorers.geneval.mask2former import Mask2Former
 
-            self.detector = Mask2Former(
-                model=model,
-                clip=clip,
-                threshold=threshold,
-                counting_threshold=counting_threshold,
-                dtype=dtype,
-                device=device,
-                batch_size=batch_size,
-                offload=offload,
-            )
+            self.finder = Mask2Former(**options)
 
-    def __call__(
-        self,
-        images: Sequence[Image.Image],
-        prompts: Sequence[str],
-        metadata: Sequence[dict[str, Any]],
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: Rows) -> Returned:
         """Besides the score: whether all rules hold, also for each of GenEval's tags apart."""
         tasks = [parse_task(each) for each in metadata]
         asked = [i for i, task in enumerate(tasks) if task is not None]
-        found = self.detector([images[i] for i in asked], [tasks[i] for i in asked])
+        found = self.finder([images[i] for i in asked], [tasks[i] for i in asked])
         scores = [NotAsked()] * len(images)
         extras = {name: [NotAsked()] * len(images) for name in ("strict", *TAGS)}
         for i, detections in zip(asked, found, strict=True):
             verdict = judge(tasks[i], detections)
-            scores[i] = float(verdict.strict) if self.strict else verdict.graded
+            scores[i] = float(verdict.strict) if self.score == "strict" else verdict.graded
             extras["strict"][i] = float(verdict.strict)
             if tasks[i].tag in TAGS:
                 extras[tasks[i].tag][i] = float(verdict.strict)
@@ -93,10 +72,8 @@ class GenEval:
         task = parse_task({"prompt": prompt, **metadata})
         if task is None:
             return 'its metadata has no "include"'
-        self.detector.check(task)
+        self.finder.check(task)
         return None
 
     def rest(self) -> None:
-        """Called when the scores of an epoch are in."""
-        if hasattr(self.detector, "rest"):
-            self.detector.rest()
+        self.finder.rest()

@@ -11,10 +11,9 @@ from torch import nn
 from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessorPil
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.loading import explained, load_network
+from flow_grpo.rewards.loading import FrozenModel, explained, load_network
 from flow_grpo.rewards.scorers.clip import ClipScore
 from flow_grpo.rewards.scorers.geneval.rules import COLOURS, Detection, Task, own_name
-from flow_grpo.rewards.scorers.model import FrozenModel
 
 TEMPLATES = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
 GROUND = (0x99, 0x99, 0x99)  # takes the place of what is not the thing
@@ -69,11 +68,8 @@ class Mask2Former(FrozenModel):
     ) -> list[list[Detection]]:
         self.network.to(self.device)
         self.colours.network.to(self.device)
-        found = []
-        for start in range(0, len(images), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            found += self._detect(images[part], tasks[part])
-        return found
+        parts = self.parts(len(images))
+        return [found for part in parts for found in self._detect(images[part], tasks[part])]
 
     def _detect(
         self, images: Sequence[Image.Image], tasks: Sequence[Task]
