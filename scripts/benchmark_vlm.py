@@ -13,12 +13,13 @@ import torch
 from untrained.answering import SHAPES, build
 
 from flow_grpo.answer.batches import Answer, micro_batches, packed
-from flow_grpo.answer.losses import Counts, policy_loss, token_weights
+from flow_grpo.answer.losses.base import Counts, token_weights
+from flow_grpo.answer.losses.clip import Clip
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import Prompt
 from flow_grpo.answer.sampling import Sampled, Sampler
 from flow_grpo.config.arguments import Parser
-from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.data.seeding import sample_generators
 
 
 def main() -> None:
@@ -112,8 +113,8 @@ def update(policy, optimizer, prompts, rows, sampled: Sampled, args) -> None:
         old = torch.stack(sampled.log_probs[part]).to(device)
         advantages = torch.ones(len(old), 1, device=device)
         scores = policy.scores(batch)["log_probs"]
-        clip = {"clip_low": 0.2, "clip_high": 0.2}
-        loss = policy_loss("clip", scores, old, advantages, batch.mask, **clip).loss
+        clip = Clip(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+        loss = clip.per_token(scores, old, advantages, batch.mask).loss
         (loss * token_weights("token", batch.mask, counts, args.new_tokens)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

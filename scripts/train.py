@@ -21,19 +21,13 @@ from ml_collections import ConfigDict
 
 from flow_grpo.config import command_line
 from flow_grpo.data.prompts import Draw, Prompt, epoch_draws
-from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.data.seeding import Stream, numpy_rng, sample_generators
 from flow_grpo.draw import dry
 from flow_grpo.draw.algorithms import Batch
 from flow_grpo.draw.algorithms.base import Scored, with_gradient
 from flow_grpo.draw.evaluation import evaluate
 from flow_grpo.draw.gpu import lighter_evaluation, lighter_training
-from flow_grpo.draw.rollout import (
-    Denoiser,
-    Trajectory,
-    group_generators,
-    initial_noise,
-    sample_generators,
-)
+from flow_grpo.draw.rollout import Denoiser, Trajectory, group_generators, initial_noise
 from flow_grpo.draw.session import Session, build_dynamics, build_session, image_size
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.run import tracking

@@ -15,7 +15,7 @@ from flow_grpo.answer.decoding import CHUNK, Slots, choose
 from flow_grpo.answer.network import AnswerModel, WideProduct, fuse_norms
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.sampling import Sampler
-from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.speed.lora import lora_layers, without_lora
 
 SETTINGS = {"max_new_tokens": 24, "stop": [small_vlm.EOS, *range(20, 26)], "pad": small_vlm.PAD}

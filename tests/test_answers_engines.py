@@ -21,7 +21,9 @@ from safetensors import safe_open
 
 from flow_grpo.answer import check
 from flow_grpo.answer.dry import AnswerLoop
-from flow_grpo.answer.losses import Counts, importance_weights, policy_loss, token_weights
+from flow_grpo.answer.losses.base import Counts, importance_weights, token_weights
+from flow_grpo.answer.losses.clip import Clip
+from flow_grpo.answer.objective import Objective
 from flow_grpo.answer.policy import ADAPTER, AnswerPolicy
 from flow_grpo.answer.prompts import Prompt
 from flow_grpo.answer.rollout import Answerer
@@ -34,7 +36,7 @@ from flow_grpo.answer.vllm_engine import (
     unexpanded,
 )
 from flow_grpo.data.questions import Question
-from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.errors import UserError
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
@@ -68,9 +70,7 @@ def test_weights_make_an_engines_tokens_those_of_the_policy(cap):
         new = logits.log_softmax(-1).gather(1, chosen[:, None]).T  # (1, 2)
         theirs = engine.gather(1, chosen[:, None]).T
         advantages = reward[chosen][None]  # each token has its own, so that tokens stand alone
-        loss = policy_loss(
-            "clip", new, new.detach(), advantages, mask, clip_low=0.2, clip_high=0.2
-        ).loss
+        loss = Clip(0.2, 0.2, dual_clip=0.0).per_token(new, new.detach(), advantages, mask).loss
         weights = token_weights("token", mask, counts, 2)
         (plain,) = torch.autograd.grad((loss * weights).sum(), logits, retain_graph=True)
         weighted = loss * weights * importance_weights(new, theirs, cap)
@@ -124,18 +124,18 @@ def session_with(kind: type[Answerer], folder: Path, **fields) -> VlmSession:
 def run_with(kind: type[Answerer], folder: Path, **fields) -> tuple[list[dict], list]:
     """Metrics, and what each call of the loss got and gave."""
     session = session_with(kind, folder, **fields)
-    calls, answer_loss = [], train_vlm.answer_loss
+    calls, usual = [], Objective.loss
 
-    def watched(session, batch, fixed, weights, counts):
-        loss = answer_loss(session, batch, fixed, weights, counts)
-        calls.append((session, batch, [replace(f) for f in fixed], weights, counts, loss))
+    def watched(objective, batch, scores, fixed, counts):
+        loss = usual(objective, batch, scores, fixed, counts)
+        calls.append((objective, batch, scores, [replace(f) for f in fixed], counts, loss))
         return loss
 
-    train_vlm.answer_loss = watched
+    Objective.loss = watched
     try:
         train_vlm.train(session)
     finally:
-        train_vlm.answer_loss = answer_loss
+        Objective.loss = usual
         session.close()
     lines = (session.folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], calls
@@ -156,20 +156,18 @@ def test_an_engine_that_is_off_is_told_and_weighted(hot):
     assert line["train/first_update_ratio_dev"] == 0
     # the mean of a ratio over what it is divided by is 1, but for chance and the bound of 2
     assert line["train/importance"] == pytest.approx(1, abs=0.15)
-    weights = torch.cat([fixed.importance for *_, every, _, _, _ in calls for fixed in every])
+    weights = torch.cat([fixed.importance for *_, every, _, _ in calls for fixed in every])
     assert weights.max() == 2
     assert line["train/importance"] == pytest.approx(weights.mean().item(), abs=1e-5)
 
 
 def test_the_loss_of_a_token_is_multiplied_by_its_weight(hot):
-    session, batch, fixed, weights, counts, loss = hot[1][0]
+    objective, batch, scores, fixed, counts, loss = hot[1][0]
     ones = [replace(own, importance=torch.ones_like(own.old)) for own in fixed]
     importance = torch.cat([own.importance for own in fixed])
     assert torch.equal(loss.columns["importance"], importance)
-    # by the weights of the network that were trained since
-    plain = train_vlm.answer_loss(session, batch, ones, weights, counts)
-    weighted = train_vlm.answer_loss(session, batch, fixed, weights, counts)
-    assert torch.allclose(weighted.per_sample, plain.per_sample * importance, atol=1e-6)
+    plain = objective.loss(batch, scores, ones, counts)
+    assert torch.allclose(loss.per_sample, plain.per_sample * importance, atol=1e-6)
 
 
 def test_engines_are_awake_while_they_answer_and_not_else(hot):
@@ -180,7 +178,7 @@ def test_engines_are_awake_while_they_answer_and_not_else(hot):
 def test_an_engine_that_is_not_off_trains_as_ours(tmp_path):
     lines, calls = run_with(SameTemperature, tmp_path / "same")
     assert lines[-1]["answer/engine_dev_max"] <= 1e-5
-    weights = torch.cat([fixed.importance for *_, every, _, _, _ in calls for fixed in every])
+    weights = torch.cat([fixed.importance for *_, every, _, _ in calls for fixed in every])
     assert torch.allclose(weights, torch.ones_like(weights), atol=1e-5)
     ours, _ = run_with(Answerer, tmp_path / "ours", **{"train.recompute_old": True})
     assert "answer/engine_dev" not in ours[-1]

@@ -20,8 +20,8 @@ from flow_grpo.answer.prompts import PromptEncoder, load_processors
 from flow_grpo.answer.rollout import Sample
 from flow_grpo.answer.session import VlmSession
 from flow_grpo.data.questions import Question
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.draw.export import Source
-from flow_grpo.draw.rollout import sample_generators
 
 ROWS = [0, 0, 1, 1, 2, 2]  # questions without pictures, with one and with two
 LARGER = {"min_pixels": 128 * 128, "max_pixels": 256 * 256}

@@ -21,7 +21,9 @@ from flow_grpo.answer import export, fields, presets
 from flow_grpo.answer.batches import PackedBatch
 from flow_grpo.answer.check import PER_REWARD, check
 from flow_grpo.answer.credit import Fixed
-from flow_grpo.answer.losses import AGGREGATIONS, KINDS, Counts
+from flow_grpo.answer.losses import AGGREGATIONS, KINDS
+from flow_grpo.answer.losses.base import Counts
+from flow_grpo.answer.objective import Objective
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.rollout import Rollout
 from flow_grpo.answer.session import build_session, lighter_settings
@@ -213,13 +215,13 @@ def test_lora_is_loaded_by_peft_and_merged(run, places, tmp_path):
 @pytest.fixture
 def trained(monkeypatch) -> list[tuple[list[Fixed], PackedBatch, Counts]]:
     """What the losses of a run are given."""
-    calls, answer_loss = [], train_vlm.answer_loss
+    calls, usual = [], Objective.loss
 
-    def watched(session, batch, fixed, weights, counts):
+    def watched(objective, batch, scores, fixed, counts):
         calls.append((fixed, batch, counts))
-        return answer_loss(session, batch, fixed, weights, counts)
+        return usual(objective, batch, scores, fixed, counts)
 
-    monkeypatch.setattr(train_vlm, "answer_loss", watched)
+    monkeypatch.setattr(Objective, "loss", watched)
     return calls
 
 

@@ -17,7 +17,7 @@ from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import Prompt
 from flow_grpo.answer.sampling import Sampled, Sampler
 from flow_grpo.data.questions import Question
-from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.errors import UserError
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")

@@ -7,12 +7,13 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from untrained.small.sd3 import build as build_tiny_sd3
 
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.draw.algorithms import Batch, Setup
 from flow_grpo.draw.algorithms.grpo import Grpo, GrpoSettings
 from flow_grpo.draw.algorithms.trajectory import Prepared
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.policy import Policy
-from flow_grpo.draw.rollout import Denoiser, Dynamics, initial_noise, sample_generators
+from flow_grpo.draw.rollout import Denoiser, Dynamics, initial_noise
 
 
 def step(*, compiled: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

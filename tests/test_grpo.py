@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.draw.algorithms import Batch, Loss, Setup
 from flow_grpo.draw.algorithms.base import with_gradient
 from flow_grpo.draw.algorithms.grpo import Grpo, GrpoSettings
 from flow_grpo.draw.algorithms.trajectory import Prepared
 from flow_grpo.draw.policy import Policy
-from flow_grpo.draw.rollout import Dynamics, initial_noise, sample_generators
+from flow_grpo.draw.rollout import Dynamics, initial_noise
 from flow_grpo.run.snapshot import Snapshot
 
 WITHOUT_KL = Grpo(GrpoSettings(beta=0.0), Setup())

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from test_families import load
 from untrained.small.sd3 import build as build_tiny_sd3
 
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.policy import Policy
-from flow_grpo.draw.rollout import Dynamics, initial_noise, sample_generators
+from flow_grpo.draw.rollout import Dynamics, initial_noise
 from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.snapshot import Snapshot
 from flow_grpo.speed.lora import without_lora

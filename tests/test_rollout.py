@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.data.seeding import Stream
+from flow_grpo.data.seeding import Stream, sample_generators
 from flow_grpo.draw.models import Schedule
 from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.rollout import (
@@ -16,7 +16,6 @@ from flow_grpo.draw.rollout import (
     eval_generators,
     group_generators,
     initial_noise,
-    sample_generators,
 )
 from flow_grpo.sde import dpm2_step, sde_step
 

@@ -9,18 +9,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from flow_grpo.advantages import Estimator, Scale, compute_advantages
-from flow_grpo.answer.losses import (
-    Divergence,
-    divergence,
-    generalized_advantages,
-    importance_weights,
-    token_rewards,
-    whitened,
-)
+from flow_grpo.answer.losses import Divergence
+from flow_grpo.answer.losses.base import divergence, importance_weights
 from flow_grpo.answer.rollout import BASELINE, Rollout
-from flow_grpo.draw.algorithms.base import Scored
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.distributed import gather_rows
+from flow_grpo.run.metrics import Scored
 
 KL = "kl"  # among rewards
 
@@ -122,3 +116,37 @@ def token_advantages(
     for own in fixed.values():
         if own.returns is not own.values:
             own.advantages = whitened(own.advantages, total)
+
+
+def token_rewards(rewards: Tensor, penalty: Tensor | None, mask: Tensor) -> Tensor:
+    """The reward (R,) of an answer comes with its last token; a penalty (R, T) with each."""
+    last = mask.sum(1) - 1
+    per_token = torch.zeros(mask.shape, dtype=rewards.dtype)
+    per_token[torch.arange(len(rewards)), last] = rewards
+    return per_token if penalty is None else per_token - torch.where(mask, penalty, 0.0)
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float, decay: float
+) -> tuple[Tensor, Tensor]:
+    """GAE (Schulman et al. 2016): advantages, and the returns that the values should have been.
+
+    After the last token of an answer there is nothing more to come.
+    """
+    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
+    following = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
+    surprise = rewards + discount * following - values
+    advantages, later = torch.zeros_like(values), values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        later = torch.where(mask[:, t], surprise[:, t] + discount * decay * later, 0.0)
+        advantages[:, t] = later
+    return advantages, advantages + values
+
+
+def whitened(values: Tensor, total: Tensor) -> Tensor:
+    """With mean 0 and variance 1 over all processes, whose count, sum and sum of squares are
+    `total` (3,)."""
+    count, first, second = total.tolist()
+    mean = first / count
+    deviation = max(second / count - mean**2, 0.0) ** 0.5
+    return (values - mean) / (deviation + 1e-8)

@@ -35,3 +35,8 @@ def torch_generator(seed: int, stream: Stream, *key: int) -> torch.Generator:
     """On the CPU: the same key gives the same noise on every kind of device."""
     state = _entropy(seed, stream, key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
+
+
+def sample_generators(seed: int, epoch: int, index: list[int]) -> list[torch.Generator]:
+    """One per sample, so that its noise does not depend on the batch or process it lands in."""
+    return [torch_generator(seed, Stream.SAMPLE, epoch, i) for i in index]

@@ -236,11 +236,6 @@ def take_step(
     )
 
 
-def sample_generators(seed: int, epoch: int, index: list[int]) -> list[torch.Generator]:
-    """One per sample, so that its noise does not depend on the batch or process it lands in."""
-    return [torch_generator(seed, Stream.SAMPLE, epoch, i) for i in index]
-
-
 def group_generators(seed: int, epoch: int, rows: list[int]) -> list[torch.Generator]:
     """For `same_latent`: samples of one group start from the same noise."""
     return [torch_generator(seed, Stream.GROUP, epoch, row) for row in rows]

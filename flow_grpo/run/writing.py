@@ -11,7 +11,6 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from flow_grpo.data.prompts import Draw
-from flow_grpo.draw.algorithms.base import Scored
 from flow_grpo.draw.session import Session
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import TOTAL
@@ -19,6 +18,7 @@ from flow_grpo.rewards.frames import Sample, to_pil
 from flow_grpo.run import trackers, tracking
 from flow_grpo.run.base import Run
 from flow_grpo.run.checkpoint import STATE, save_checkpoint
+from flow_grpo.run.metrics import Scored
 from flow_grpo.show.console import epoch_line
 from flow_grpo.show.health import examine
 from flow_grpo.show.reading import read_metrics

@@ -47,7 +47,7 @@ def test_answers_are_shown_with_their_pictures(short):
 def test_a_mistake_is_one_line(short):
     run, _ = short
     for fields, told in (
-        ({"train__loss": "ppo"}, "train.loss='ppo' must be one of 'clip', 'gspo', 'cispo'"),
+        ({"train__loss": "ppo"}, "train.loss='ppo' must be one of 'cispo', 'clip', 'gspo'"),
         ({"dataset": "nowhere"}, "no questions at nowhere"),
         ({"pretrained__model": "assets/tiny-sd3"}, "assets/tiny-sd3' cannot be loaded as a vision"),
     ):

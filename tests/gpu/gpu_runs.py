@@ -7,16 +7,12 @@ from accelerate.state import AcceleratorState
 from families import TOKENS, Family
 from untrained import small
 
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.draw.algorithms import Batch, Setup
 from flow_grpo.draw.algorithms.grpo import Grpo, GrpoSettings
 from flow_grpo.draw.models import ADAPTERS
 from flow_grpo.draw.policy import Policy
-from flow_grpo.draw.rollout import (
-    Dynamics,
-    Trajectory,
-    initial_noise,
-    sample_generators,
-)
+from flow_grpo.draw.rollout import Dynamics, Trajectory, initial_noise
 from flow_grpo.run.snapshot import Snapshot
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

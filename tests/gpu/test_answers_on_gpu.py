@@ -14,7 +14,7 @@ from untrained.answering import build
 from flow_grpo.answer.batches import Answer, packed
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.sampling import Sampler
-from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.data.seeding import sample_generators
 from flow_grpo.speed.lora import lora_layers
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))

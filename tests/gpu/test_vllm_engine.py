@@ -16,7 +16,7 @@ from flow_grpo.answer.batches import packed
 from flow_grpo.answer.policy import AnswerPolicy, load_model
 from flow_grpo.answer.rollout import Answerer, Rollout, Sample
 from flow_grpo.answer.vllm_engine import VllmAnswerer, build_answerer
-from flow_grpo.draw.rollout import sample_generators
+from flow_grpo.data.seeding import sample_generators
 
 pytest.importorskip("vllm")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, for each of two engines

@@ -2,7 +2,7 @@
 docs/algorithms.md, "How to add a method"."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from flow_grpo.advantages import Estimator, Scale, compute_advantages
 from flow_grpo.draw.rollout import Trajectory
 from flow_grpo.losses import adapted_weight
+from flow_grpo.run.metrics import Loss, Scored
 from flow_grpo.windows import stochastic_steps
 
 if TYPE_CHECKING:
@@ -35,35 +36,6 @@ class Setup:
     group_size: int = 16
     # of one update, on one process
     update_samples: int = 16
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The rewards of all samples of an epoch, on all processes."""
-
-    # (N,) each, NaN where there is no score, -inf where none was asked; some have no weight
-    rewards: Mapping[str, np.ndarray]
-    groups: np.ndarray  # (N,)
-    weights: Mapping[str, float]
-    baseline: np.ndarray | None = None  # (N,), of a sample without noise of the same prompt
-    judged: Collection[str] = ()  # rewards that are shares of wins within the group
-
-    @property
-    def counted(self) -> dict[str, np.ndarray]:
-        """The rewards that have a weight. Where a prompt did not ask for one, all its samples get
-        the same: the mean of the others, so that no prompt stands out among prompts for it. A
-        baseline knows nothing of that, and takes 0."""
-
-        def counted(values: np.ndarray) -> np.ndarray:
-            asked = values[np.isfinite(values)]
-            filling = asked.mean() if len(asked) and self.baseline is None else 0.0
-            return np.where(np.isneginf(values), filling, values)
-
-        return {name: counted(self.rewards[name]) for name in self.weights}
-
-    @property
-    def total(self) -> np.ndarray:
-        return sum(self.weights[name] * values for name, values in self.counted.items())
 
 
 @dataclass(frozen=True)
@@ -104,18 +76,6 @@ class Batch:
             index=np.concatenate([p.index for p in parts]),
             group=np.concatenate([p.group for p in parts]),
         )
-
-
-@dataclass(frozen=True)
-class Loss:
-    """`columns` are logged as train/NAME, averaged over samples; "ratio" also with its extremes."""
-
-    per_sample: Tensor  # (B,), with gradient; its mean over the samples of an update is the loss
-    columns: Mapping[str, Tensor]  # (B,) each
-
-    def of_none(self) -> "Loss":
-        """The same columns, for no sample."""
-        return Loss(self.per_sample[:0], {name: own[:0] for name, own in self.columns.items()})
 
 
 class Algorithm:
