@@ -20,6 +20,7 @@ from peft import PeftModel
 from safetensors import safe_open
 
 from flow_grpo.answer import check
+from flow_grpo.answer.batches import joined
 from flow_grpo.answer.dry import AnswerLoop
 from flow_grpo.answer.losses.base import Counts, importance_weights, token_weights
 from flow_grpo.answer.losses.clip import Clip
@@ -289,11 +290,13 @@ def test_requests_are_prompts_with_one_mark_for_each_picture(engine):
         pictures = asked.get("multi_modal_data", {"image": []})["image"]
         assert len(pictures) == count
         if count:  # of their last size, and what is read again is the same
-            sizes = [(8 * width, 8 * height) for _, height, width in prompt.grids.tolist()]
+            seen = joined(prompt.seen)
+            sizes = [
+                (8 * width, 8 * height) for _, height, width in seen["image_grid_thw"].tolist()
+            ]
             assert [picture.size for picture in pictures] == sizes
             again = answerer.encoder.images(images=pictures, return_tensors="pt")
-            assert torch.equal(again["pixel_values"], prompt.pixels)
-            assert torch.equal(again["image_grid_thw"], prompt.grids)
+            assert all(torch.equal(again[name], seen[name]) for name in again)
 
 
 def test_two_pictures_side_by_side_keep_two_marks():
@@ -324,7 +327,7 @@ def said(prompt: list[int], tokens: list[int], reason: str) -> SimpleNamespace:
 
 def test_answers_are_read_and_another_prompt_is_refused(engine):
     answerer, _ = engine
-    prompt = Prompt(torch.tensor([1, 40, 41]), torch.zeros(3, 3), 3, None, None, ())
+    prompt = Prompt(torch.tensor([1, 40, 41]), torch.zeros(3, 3), 3)
     sample = answerer._sample(7, prompt, said([1, 40, 41], [50, 51, 2], "stop"))
     assert (sample.row, sample.tokens.tolist(), sample.ended) == (7, [50, 51, 2], True)
     assert sample.log_probs.tolist() == [0, -0.5, -1]

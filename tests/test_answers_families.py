@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from flow_grpo.answer import export as vlm_export
-from flow_grpo.answer.batches import Answer, packed
-from flow_grpo.answer.prompts import PromptEncoder, load_processors
+from flow_grpo.answer.batches import Answer, joined, packed
+from flow_grpo.answer.models import load_processors
+from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Sample
 from flow_grpo.answer.session import VlmSession
 from flow_grpo.data.questions import Question
@@ -81,9 +82,8 @@ def trained_log_probs(session: VlmSession, samples: list[Sample]) -> list[Tensor
 def stock_logits(model: nn.Module, session: VlmSession, sample: Sample) -> Tensor:
     """Of the answer's tokens, by the model's own forward: unpadded, with its own positions."""
     prompt = session.answerer.encoder.encode(session.questions[sample.row])
-    ids, extra = torch.cat([prompt.ids, sample.tokens])[None], {}
-    if prompt.pixels is not None:
-        extra = {"pixel_values": prompt.pixels, "image_grid_thw": prompt.grids}
+    ids, extra = torch.cat([prompt.ids, sample.tokens])[None], joined(prompt.seen)
+    if extra:
         extra["mm_token_type_ids"] = (ids == small_vlm.IMAGE).int()
     return model.eval()(input_ids=ids, **extra).logits[0, len(prompt) - 1 : -1]
 
@@ -181,5 +181,5 @@ def test_pictures_are_resized_as_the_run_says(runs, tmp_path):
     for limits, patches in [({}, [6, 8]), ({"max_pixels": 1024}, [2, 4]), (LARGER, [16, 24])]:
         encoder = PromptEncoder(*load_processors(str(runs.start), **limits), model)
         prompt = encoder.encode(question)
-        assert prompt.grids.tolist() == [[1, *patches]]
+        assert prompt.seen[0]["image_grid_thw"].tolist() == [[1, *patches]]
         assert encoder.length(question) == len(prompt)

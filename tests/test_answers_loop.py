@@ -310,7 +310,7 @@ def test_batches_are_about_equal_whether_or_not_they_divide(samples, most, size)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"train.loss": "ppo"}, "train.loss='ppo' must be one of 'clip', 'gspo', 'cispo'"),
+        ({"train.loss": "ppo"}, "train.loss='ppo' must be one of 'cispo', 'clip', 'gspo'"),
         ({"train.advantage": "vine"}, "train.advantage='vine' must be one of"),
         ({"train.dual_clip": 1.1}, "train.dual_clip=1.1 must be above 1 + train.clip_high=1.2"),
         ({"sample.group_size": 1}, "sample.group_size=1 leaves train.advantage='grpo' nothing"),

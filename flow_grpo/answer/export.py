@@ -11,8 +11,7 @@ from torch import nn
 from transformers.utils import cached_file
 
 from flow_grpo import disk
-from flow_grpo.answer.policy import load_model
-from flow_grpo.answer.prompts import load_processors
+from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.draw.export import Source
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json
@@ -47,7 +46,7 @@ def export(
         raise UserError(f"{out} already exists; choose another --out or remove it")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     merged = _merged(source, model, revision).to(dtype)
-    parts = load_processors(model, revision)
+    parts = [part for part in load_processors(model, revision) if part is not None]
     partial = out.with_name(f".partial-{out.name}")
     try:
         shutil.rmtree(partial, ignore_errors=True)

@@ -12,9 +12,9 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import AutoModelForImageTextToText
 
 from flow_grpo.answer.batches import PackedBatch
+from flow_grpo.answer.models import family_of
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import explained
@@ -23,10 +23,6 @@ from flow_grpo.run.snapshot import Reference
 from flow_grpo.run.trained import Trained
 
 ADAPTER = "default"
-TOWER = "visual"
-# every linear layer, wherever the model keeps its layers
-LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-VISION = r".*visual.*\.(qkv|(gate_|up_|down_)?proj|(linear_)?fc[12]|mlp\.[02])"
 FLOAT = torch.float32
 
 
@@ -54,12 +50,14 @@ class AnswerPolicy(Trained):
         seed: int = 0,
     ) -> None:
         self.use_lora = use_lora
-        self._parts = parts  # tokenizer and image processor, saved with whole models
+        # tokenizer and image processor, saved with whole models
+        self._parts = [part for part in parts if part is not None]
+        family = family_of(model)
         model.requires_grad_(False)
         settings = {"temperature": temperature, "compute_dtype": compute_dtype}
         frozen = self._frozen = None
         if use_lora:
-            targets = LANGUAGE if freeze_vision else f"({LANGUAGE}|{VISION})"
+            targets = family.lora_targets(with_tower=not freeze_vision)
             _add_lora(model, rank, alpha, targets, lora_path, seed)
         else:
             if lora_path:
@@ -67,7 +65,8 @@ class AnswerPolicy(Trained):
             if with_reference:
                 frozen = copy.deepcopy(model)
             model.requires_grad_(True)
-            model.model.visual.requires_grad_(not freeze_vision)
+            if family.tower is not None:
+                family.tower.requires_grad_(not freeze_vision)
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         widen(model, trained)  # a half-precision weight cannot hold small steps
         if frozen is not None:
@@ -185,21 +184,6 @@ def widen(model: nn.Module, names: list[str]) -> None:
     named = dict(model.named_parameters())
     for name in names:
         named[name].data = named[name].data.to(torch.promote_types(named[name].dtype, FLOAT))
-
-
-def load_model(
-    source: str, device: torch.device, dtype: torch.dtype, revision: str = "main"
-) -> nn.Module:
-    with explained("pretrained.model", source, "a vision-language model"):
-        model = AutoModelForImageTextToText.from_pretrained(
-            source, dtype=dtype, revision=revision, trust_remote_code=False
-        )
-    if not hasattr(getattr(model, "model", None), TOWER):
-        raise UserError(
-            f"pretrained.model={source!r} is a {type(model).__name__}, and must be a Qwen2-VL, a "
-            "Qwen2.5-VL or a Qwen3-VL"
-        )
-    return model.to(device).eval()
 
 
 def _add_lora(

@@ -15,9 +15,10 @@ from ml_collections import ConfigDict
 from torch import nn
 
 from flow_grpo.answer.check import GAE, VLLM, check
+from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan
-from flow_grpo.answer.policy import AnswerPolicy, load_model
-from flow_grpo.answer.prompts import PromptEncoder, load_processors
+from flow_grpo.answer.policy import AnswerPolicy
+from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Answerer, reward_metadata
 from flow_grpo.answer.vllm_engine import build_answerer, check_platform
 from flow_grpo.config.places import find_files
@@ -224,7 +225,7 @@ def _load(config: ConfigDict, accelerator: Accelerator) -> nn.Module:
 
 
 def _longest_prompt(config: ConfigDict, model: nn.Module) -> int:
-    positions = model.config.text_config.max_position_embeddings
+    positions = model.config.get_text_config().max_position_embeddings
     left = positions - config.sample.max_new_tokens
     if left < 1 or config.max_prompt_length > left:
         raise UserError(

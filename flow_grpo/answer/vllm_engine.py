@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -78,7 +79,7 @@ class VllmAnswerer(Answerer):
     def _send_weights(self) -> None:
         weights = {"weights_iterator": named_weights(self.policy.network.model)}
         self.engine.collective_rpc("reload_weights", kwargs=weights)
-        self.engine.apply_model(mend)
+        self.engine.apply_model(partial(mend, self.encoder.family.vllm_scratch))
         # what was computed with other weights
         self.engine.reset_prefix_cache()
         self.engine.llm_engine.reset_encoder_cache()
@@ -90,12 +91,10 @@ class VllmAnswerer(Answerer):
 
     def _with_pictures(self, prompt: Prompt, question: Question) -> Prompt:
         images, pictures = self.encoder.images, []
-        for source, (_, height, width) in zip(
-            question.images, [] if prompt.grids is None else prompt.grids.tolist(), strict=True
-        ):
+        for source, seen in zip(question.images, prompt.seen, strict=True):
             # Of the size that it ends up with, so that vLLM, which resizes in another way, has
             # nothing to resize.
-            size = (width * images.patch_size, height * images.patch_size)
+            size = self.encoder.family.size_of(images, seen)
             picture = read_picture(source, question.where)
             pictures.append(picture.resize(size, Image.Resampling(int(images.resample))))
         return replace(prompt, pictures=tuple(pictures))
@@ -148,13 +147,14 @@ class VllmAnswerer(Answerer):
 
 def request(prompt: Prompt, encoder: PromptEncoder) -> dict[str, Any]:
     """A prompt for vLLM, which repeats the placeholders of pictures by itself."""
-    counts = [] if prompt.grids is None else (prompt.grids.prod(-1) // encoder.merge**2).tolist()
-    ids = unexpanded(prompt.ids.tolist(), encoder.image_token, counts)
+    family = encoder.family
+    counts = [family.tokens_of(picture) for picture in prompt.seen]
+    ids = unexpanded(prompt.ids.tolist(), family.image_token, counts)
     pictures = {"multi_modal_data": {"image": list(prompt.pictures)}} if prompt.pictures else {}
     return {"prompt_token_ids": ids, **pictures}
 
 
-def unexpanded(ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
+def unexpanded(ids: Sequence[int], image_token: int | None, counts: Sequence[int]) -> list[int]:
     """Token ids with one placeholder for each picture, in place of as many as it has tokens."""
     short, left, place = [], iter(counts), 0
     while place < len(ids):
@@ -189,14 +189,14 @@ def _with_lora(layer: lora.LoraLayer, weight: Tensor) -> Tensor:
     return narrowed(total, weight.dtype)
 
 
-def mend(model: nn.Module) -> None:
-    """What vLLM's own reloading of weights leaves behind."""
+def mend(scratch: str, model: nn.Module) -> None:
+    """What vLLM's own reloading of weights leaves behind. `scratch` names lists of tensors that are
+    0 where there is no picture: neither weights nor buffers, so after a sleep they hold anything.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
-        # Qwen3-VL's sums for its first layers, 0 where there is no picture: neither weights nor
-        # buffers, so what they hold after a sleep is anything.
-        for sums in getattr(module, "deepstack_input_embeds", None) or ():
+        for sums in (getattr(module, scratch, None) if scratch else None) or ():
             sums.zero_()
         # A head that is tied to the embedding is not loaded, and on a CPU it has a packed copy.
         if isinstance(module, ParallelLMHead):
@@ -271,8 +271,10 @@ def engine_files(source: str, revision: str, ours: Answerer) -> TemporaryDirecto
     for pattern in WEIGHT_FILES:
         for path in root.glob(pattern):
             (folder / path.name).symlink_to(path.resolve())
-    for part in (ours.policy.network.model.config, ours.encoder.tokenizer, ours.encoder.images):
-        part.save_pretrained(folder)
+    encoder = ours.encoder
+    for part in (ours.policy.network.model.config, encoder.tokenizer, encoder.images):
+        if part is not None:
+            part.save_pretrained(folder)
     # asked for by vLLM, though nothing is a video
     (folder / "video_preprocessor_config.json").write_text("{}", encoding="utf-8")
     return files
