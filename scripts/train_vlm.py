@@ -29,6 +29,7 @@ from flow_grpo.answer.credit import (
     token_advantages,
 )
 from flow_grpo.answer.dry import AnswerLoop
+from flow_grpo.answer.losses import build_loss
 from flow_grpo.answer.losses.base import Counts
 from flow_grpo.answer.objective import Objective
 from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout
@@ -198,7 +199,8 @@ def train_epoch(
 ) -> dict[str, float]:
     """Update the weights on the epoch's answers."""
     config, plan, accelerator = session.config, session.plan, session.accelerator
-    objective = Objective.build(
+    objective = Objective(
+        build_loss(config.train.loss, config.train),
         config.train,
         max_new_tokens=config.sample.max_new_tokens,
         reweighed=not session.answerer.exact,

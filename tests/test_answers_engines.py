@@ -33,8 +33,6 @@ from flow_grpo.answer.vllm_engine import (
     VllmAnswerer,
     engine_files,
     named_weights,
-    request,
-    unexpanded,
 )
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import sample_generators
@@ -281,7 +279,7 @@ def test_requests_are_prompts_with_one_mark_for_each_picture(engine):
     prompts = answerer.encode(questions, [0, 1, 2, 3, 1])
     assert list(prompts) == [0, 1, 2, 3]
     for row, count in enumerate([0, 1, 2, 1]):
-        prompt, asked = prompts[row], request(prompts[row], answerer.encoder)
+        prompt, asked = prompts[row], prompts[row].request
         ids = asked["prompt_token_ids"]
         assert ids.count(small_vlm.IMAGE) == count
         assert [i for i in ids if i != small_vlm.IMAGE] == [
@@ -297,11 +295,6 @@ def test_requests_are_prompts_with_one_mark_for_each_picture(engine):
             assert [picture.size for picture in pictures] == sizes
             again = answerer.encoder.images(images=pictures, return_tensors="pt")
             assert all(torch.equal(again[name], seen[name]) for name in again)
-
-
-def test_two_pictures_side_by_side_keep_two_marks():
-    assert unexpanded([1, 5, 5, 5, 5, 5, 2], 5, [2, 3]) == [1, 5, 5, 2]
-    assert unexpanded([1, 7, 2], 5, []) == [1, 7, 2]
 
 
 def test_samples_have_seeds_of_their_own_and_no_tokens_of_pictures(engine):

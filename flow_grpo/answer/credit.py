@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flow_grpo.advantages import Estimator, Scale, compute_advantages
+from flow_grpo.advantages import Estimator, Scale
 from flow_grpo.answer.losses import Divergence
 from flow_grpo.answer.losses.base import divergence, importance_weights
 from flow_grpo.answer.rollout import BASELINE, Rollout
@@ -76,15 +76,7 @@ def answer_advantages(
         _, columns = gather_rows(accelerator, torch.tensor(index), {KL: sums})
         rewards, weights = {**rewards, KL: columns[KL].numpy()}, {**weights, KL: -1.0}
     scored = Scored(rewards, rollout.groups, weights, rollout.scores.get(BASELINE), judged)
-    return compute_advantages(
-        scored.counted,
-        scored.groups,
-        estimator=estimator,
-        scale=scale,
-        weights=scored.weights,
-        baseline=scored.baseline,
-        judged=scored.judged,
-    )
+    return scored.advantages(estimator, scale)
 
 
 def token_advantages(

@@ -9,7 +9,6 @@ from torch import Tensor
 from flow_grpo.answer.batches import PackedBatch
 from flow_grpo.answer.check import GAE
 from flow_grpo.answer.credit import Fixed, stacked
-from flow_grpo.answer.losses import Aggregation, Divergence, build_loss
 from flow_grpo.answer.losses.base import (
     AnswerLoss,
     Counts,
@@ -23,31 +22,17 @@ from flow_grpo.run.metrics import Loss
 @dataclass(frozen=True)
 class Objective:
     policy: AnswerLoss
-    aggregation: Aggregation
+    settings: Any  # the config's section `train`
     max_new_tokens: int
-    beta: float  # weight of the KL
-    kl: Divergence
-    kl_in_loss: bool
-    with_values: bool
-    value_weight: float
-    value_clip: float
     reweighed: bool  # tokens of an engine that is not quite the policy
 
-    @classmethod
-    def build(cls, train: Any, *, max_new_tokens: int, reweighed: bool) -> "Objective":
-        """As the fields of the config's section `train` say."""
-        return cls(
-            policy=build_loss(train.loss, train),
-            aggregation=train.aggregation,
-            max_new_tokens=max_new_tokens,
-            beta=train.beta,
-            kl=train.kl,
-            kl_in_loss=train.beta > 0 and train.kl_in == "loss",
-            with_values=train.advantage == GAE,
-            value_weight=train.value_weight,
-            value_clip=train.value_clip,
-            reweighed=reweighed,
-        )
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.settings.beta > 0 and self.settings.kl_in == "loss"
+
+    @property
+    def with_values(self) -> bool:
+        return self.settings.advantage == GAE
 
     def has_gradient(self, own: Fixed) -> bool:
         return self.kl_in_loss or self.with_values or bool(own.advantages.any())
@@ -61,17 +46,17 @@ class Objective:
     ) -> Loss:
         """Of every token in a micro-batch, times the tokens of the update: their mean is the loss.
         Counts are those of all processes, so that neither processes nor micro-batches change it."""
-        mask, log_probs = batch.mask, scores["log_probs"]
+        train, mask, log_probs = self.settings, batch.mask, scores["log_probs"]
         old, advantages = stacked(fixed, "old", mask), stacked(fixed, "advantages", mask)
         policy = self.policy.per_token(log_probs, old, advantages, mask)
         loss, columns = policy.loss, {"policy_loss": policy.loss}
-        if self.beta > 0:
-            columns["kl"] = divergence(self.kl, log_probs, stacked(fixed, "reference", mask))
-            loss = loss + self.beta * columns["kl"] if self.kl_in_loss else loss
+        if train.beta > 0:
+            columns["kl"] = divergence(train.kl, log_probs, stacked(fixed, "reference", mask))
+            loss = loss + train.beta * columns["kl"] if self.kl_in_loss else loss
         if self.with_values:
             before, returns = stacked(fixed, "values", mask), stacked(fixed, "returns", mask)
-            columns["value_loss"] = value_loss(scores["values"], before, returns, self.value_clip)
-            loss = loss + self.value_weight * columns["value_loss"]
+            columns["value_loss"] = value_loss(scores["values"], before, returns, train.value_clip)
+            loss = loss + train.value_weight * columns["value_loss"]
         columns |= {
             "ratio": policy.ratio,
             "approx_kl": 0.5 * (log_probs - old) ** 2,
@@ -79,7 +64,7 @@ class Objective:
             "clip_low": policy.clipped_low.float(),
             "clip_high": policy.clipped_high.float(),
         }
-        weights = token_weights(self.aggregation, mask, counts, self.max_new_tokens)
+        weights = token_weights(train.aggregation, mask, counts, self.max_new_tokens)
         if self.reweighed:
             columns["importance"] = stacked(fixed, "importance", mask)
             weights = weights * columns["importance"]

@@ -8,7 +8,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +28,7 @@ class Prompt:
     following: int  # the position of an answer's first token
     seen: tuple[Seen, ...] = ()  # its pictures, as the model takes them
     sources: tuple[Hashable, ...] = ()  # one that is the same is the same picture
-    pictures: tuple[Image.Image, ...] = ()  # for an engine that makes its own patches
+    request: Any = None  # as an engine takes it that reads pictures by itself
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -96,7 +95,7 @@ class PromptEncoder:
 
     def _expanded(self, question: Question, counts: Sequence[int]) -> list[int]:
         """The token ids, each picture's placeholder repeated as often as it has tokens."""
-        ids, mark = self._ids(question, len(counts)), self.family.image_token
+        ids, mark = self.token_ids(question), self.family.image_token
         if ids.count(mark) != len(counts):
             raise UserError(
                 f"{question.where} has {len(counts)} pictures, and its prompt as the chat template "
@@ -105,10 +104,12 @@ class PromptEncoder:
         left = iter(counts)
         return [i for one in ids for i in [one] * (next(left) if one == mark else 1)]
 
-    def _ids(self, question: Question, pictures: int) -> list[int]:
+    def token_ids(self, question: Question) -> list[int]:
+        """Those of the chat as the template writes it, with one placeholder for each picture."""
         system = question.system or self._system
         messages = [{"role": "system", "content": system}] if system else []
-        content = _content(self._format.replace(QUESTION, question.text), pictures, question.where)
+        text = self._format.replace(QUESTION, question.text)
+        content = _content(text, len(question.images), question.where)
         messages.append({"role": "user", "content": content})
         try:
             text = _write(self.tokenizer, messages)

@@ -5,7 +5,7 @@ is sent them when it wakes. vLLM is imported where it is used: most runs do with
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from peft.tuners import lora
 from PIL import Image
 from torch import Tensor, nn
 
-from flow_grpo.answer.prompts import Prompt, PromptEncoder
+from flow_grpo.answer.prompts import Prompt
 from flow_grpo.answer.rollout import Answerer, Sample
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError, first_line
@@ -85,19 +85,21 @@ class VllmAnswerer(Answerer):
         self.engine.llm_engine.reset_encoder_cache()
 
     def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
-        """With their pictures, which vLLM reads by itself."""
+        """With requests for vLLM, which makes patches and repeats their placeholders by itself."""
         prompts = super().encode(questions, rows)
-        return {row: self._with_pictures(prompts[row], questions[row]) for row in prompts}
+        return {row: self._with_request(prompts[row], questions[row]) for row in prompts}
 
-    def _with_pictures(self, prompt: Prompt, question: Question) -> Prompt:
-        images, pictures = self.encoder.images, []
+    def _with_request(self, prompt: Prompt, question: Question) -> Prompt:
+        encoder, pictures = self.encoder, []
         for source, seen in zip(question.images, prompt.seen, strict=True):
             # Of the size that it ends up with, so that vLLM, which resizes in another way, has
             # nothing to resize.
-            size = self.encoder.family.size_of(images, seen)
+            size = encoder.family.size_of(encoder.images, seen)
             picture = read_picture(source, question.where)
-            pictures.append(picture.resize(size, Image.Resampling(int(images.resample))))
-        return replace(prompt, pictures=tuple(pictures))
+            pictures.append(picture.resize(size, Image.Resampling(int(encoder.images.resample))))
+        request = {"prompt_token_ids": encoder.token_ids(question)}
+        shown = {"multi_modal_data": {"image": pictures}} if pictures else {}
+        return replace(prompt, request={**request, **shown})
 
     def answer(
         self,
@@ -109,7 +111,7 @@ class VllmAnswerer(Answerer):
 
         seeds = [None] * len(rows) if generators is None else [g.initial_seed() for g in generators]
         params = [SamplingParams(**self.settings(seed)) for seed in seeds]
-        requests = [request(prompts[row], self.encoder) for row in rows]
+        requests = [prompts[row].request for row in rows]
         outputs = self.engine.generate(requests, params, use_tqdm=False)
         return [
             self._sample(row, prompts[row], output)
@@ -143,24 +145,6 @@ class VllmAnswerer(Answerer):
         ended = chosen.finish_reason == "stop"
         text = self.encoder.decode(tokens)
         return Sample(row, torch.tensor(tokens), torch.tensor(log_probs), ended, text)
-
-
-def request(prompt: Prompt, encoder: PromptEncoder) -> dict[str, Any]:
-    """A prompt for vLLM, which repeats the placeholders of pictures by itself."""
-    family = encoder.family
-    counts = [family.tokens_of(picture) for picture in prompt.seen]
-    ids = unexpanded(prompt.ids.tolist(), family.image_token, counts)
-    pictures = {"multi_modal_data": {"image": list(prompt.pictures)}} if prompt.pictures else {}
-    return {"prompt_token_ids": ids, **pictures}
-
-
-def unexpanded(ids: Sequence[int], image_token: int | None, counts: Sequence[int]) -> list[int]:
-    """Token ids with one placeholder for each picture, in place of as many as it has tokens."""
-    short, left, place = [], iter(counts), 0
-    while place < len(ids):
-        short.append(ids[place])
-        place += next(left) if ids[place] == image_token else 1
-    return short
 
 
 @torch.no_grad()

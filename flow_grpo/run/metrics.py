@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from flow_grpo.advantages import Estimator, Scale, compute_advantages
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.shards import whole
 from flow_grpo.speed.transfer import send
@@ -46,6 +47,18 @@ class Scored:
     @property
     def total(self) -> np.ndarray:
         return sum(self.weights[name] * values for name, values in self.counted.items())
+
+    def advantages(self, estimator: Estimator, scale: Scale) -> np.ndarray:
+        """(N,); 0 where there is no score."""
+        return compute_advantages(
+            self.counted,
+            self.groups,
+            estimator=estimator,
+            scale=scale,
+            weights=self.weights,
+            baseline=self.baseline,
+            judged=self.judged,
+        )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,12 @@ class Family:
     # lists of tensors in vLLM's model that are to be 0 and are anything after it slept
     vllm_scratch: ClassVar[str] = ""
 
+    tower: nn.Module | None = None  # that sees pictures
+    # The placeholder of a picture, which the chat template writes once for each, and a prompt
+    # repeats as often as the picture has tokens.
+    image_token: int | None = None
+    banned: Sequence[int] = ()  # tokens that no answer may contain
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         FAMILIES.update(dict.fromkeys(cls.names, cls))
@@ -39,24 +45,9 @@ class Family:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    @property
-    def tower(self) -> nn.Module | None:
-        """The vision tower."""
-        return None
-
-    @property
-    def image_token(self) -> int | None:
-        """The placeholder of a picture, which a prompt repeats as often as the picture has tokens;
-        the chat template writes it once."""
-        return None
-
-    @property
-    def banned(self) -> list[int]:
-        """Tokens that no answer may contain."""
-        return []
-
     def lora_targets(self, with_tower: bool) -> str:
-        return f"({self.layers}|{self.tower_layers})" if with_tower else self.layers
+        both = with_tower and self.tower_layers
+        return f"({self.layers}|{self.tower_layers})" if both else self.layers
 
     def positions(self, ids: Tensor, pictures: Sequence[Seen]) -> Tensor:
         """(axes, P) of a prompt's tokens (P,). After them an answer counts on, on all axes alike,

@@ -36,24 +36,15 @@ class QwenVL(Family):
     tower_layers = r".*visual.*\.(qkv|(gate_|up_|down_)?proj|(linear_)?fc[12]|mlp\.[02])"
     vllm_scratch = "deepstack_input_embeds"  # Qwen3-VL's sums for its first layers
 
-    @property
-    def tower(self) -> nn.Module:
-        return self.model.model.visual
-
-    @property
-    def image_token(self) -> int:
-        return self.model.config.image_token_id
-
-    @property
-    def banned(self) -> list[int]:
-        """A picture's token in an answer would ask for a picture that is not there."""
-        marks = [getattr(self.model.config, name, None) for name in MARKS]
-        return [mark for mark in marks if mark is not None]
-
-    @property
-    def merged(self) -> int:
-        """Patches of a token."""
-        return self.model.config.vision_config.spatial_merge_size**2
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.tower = model.model.visual
+        self.image_token = model.config.image_token_id
+        # in an answer they would ask for a picture that is not there
+        self.banned = [
+            mark for name in MARKS if (mark := getattr(model.config, name, None)) is not None
+        ]
+        self.merged = model.config.vision_config.spatial_merge_size**2  # patches of a token
 
     def positions(self, ids: Tensor, pictures: Sequence[Seen]) -> Tensor:
         kinds = (ids == self.image_token).int()[None]
