@@ -231,7 +231,7 @@ def test_rloo_is_unbiased_on_a_policy_that_can_be_enumerated():
 
 
 def test_kinds_are_all_tried():
-    assert set(KINDS) == {"clip", "gspo", "cispo"}
+    assert {"clip", "gspo", "cispo"} <= set(KINDS)
     for call in (
         lambda: policy_loss("ppo", NEW, OLD, ADVANTAGES, MASK),
         lambda: token_weights("mean", MASK, COUNTS, 8),
