@@ -1,6 +1,8 @@
 """The losses of answers: gradients, aggregation, KL, GAE."""
 
 import itertools
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -228,6 +230,15 @@ def test_rloo_is_unbiased_on_a_policy_that_can_be_enumerated():
         (gradient,) = torch.autograd.grad(loss, logits)
         estimate -= chances[three].prod().detach() * gradient
     assert torch.allclose(estimate, exact, atol=1e-12)
+
+
+def test_the_example_of_the_docs_is_a_loss():
+    text = (Path(__file__).parents[1] / "docs/vlm.md").read_text("utf-8")
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], example := {"__name__": "capped"})
+    new = NEW.clone().requires_grad_()
+    loss = example["LOSS"].read(SimpleNamespace(**CLIP)).per_token(new, OLD, ADVANTAGES, MASK).loss
+    loss[MASK].sum().backward()
+    assert torch.allclose(new.grad, -(NEW - OLD).exp().clamp(max=1.3) * ADVANTAGES * MASK)
 
 
 def test_kinds_are_all_tried():
