@@ -109,7 +109,7 @@ def _as_groups(group_ids: np.ndarray, count: int) -> np.ndarray:
 
 
 def win_shares(wins: np.ndarray) -> np.ndarray:
-    """Of the pairs of each of N samples, the share that it wins (N,); NaN where it has none.
+    """The share of its pairs that each of N samples wins (N,); NaN where it has none.
 
     `wins` (N, N) is 1 where the row beats the column, 0 where it loses, 1/2 for a tie, and NaN
     where there is no verdict, as on the diagonal.

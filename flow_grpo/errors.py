@@ -16,7 +16,7 @@ class UserError(Exception):
 
 
 class OutOfMemory(UserError):
-    """Of a GPU, perhaps of one of several."""
+    """A GPU's memory is short, perhaps that of one of several."""
 
     seen_by_all = False
 
@@ -40,7 +40,7 @@ class RewardOutage(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of a message of other libraries', which may have many."""
+    """The first line of another library's message, which may have many."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -8,19 +8,16 @@ next to zero. A pixel that is rounded the other way would move a reward, so the 
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from ml_collections import ConfigDict
+from train import train
 from untrained import small
 
 from flow_grpo.draw.fields import get_config
 from flow_grpo.draw.models import ADAPTERS, ModelAdapter
 from flow_grpo.draw.session import build_session
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from train import train
 
 FIELDS = {
     "device": "cpu",

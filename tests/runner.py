@@ -102,7 +102,7 @@ def environment(warmed: bool = False) -> dict[str, str]:
 
 def python_path() -> str:
     """With this tree, whatever is installed, and the rewards of the tests."""
-    own = [str(ROOT / "tests"), str(ROOT)]
+    own = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
     return os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH")]))
 
 

@@ -1,21 +1,18 @@
 """Clips as files, and a run whose model draws them."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from plot import plot_pictures
+from train import train as train_run
 
 from flow_grpo.rewards.frames import to_pil
 from flow_grpo.run.tracking import save_samples
 from flow_grpo.show.grid import save_grid
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from plot import plot_pictures
-from train import train as train_run
 
 
 def clips(count: int, frames: int) -> list[list[Image.Image]]:

@@ -2,15 +2,14 @@
 refused; and training through one."""
 
 import json
-import sys
 from collections import Counter
-from pathlib import Path
 
 import judges
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from openai_server import MODEL, OpenAiServer
+from train import collect_rewards, sample_epoch, train
 
 from flow_grpo.advantages import compute_advantages
 from flow_grpo.data.prompts import epoch_draws
@@ -18,9 +17,6 @@ from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.errors import UserError
 from reward_server.__main__ import main as serve
 from reward_server.isolated import build
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from train import collect_rewards, sample_epoch, train
 
 OWN = {
     "reward_fn": ConfigDict({"judge": 1.0}),

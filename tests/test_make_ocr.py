@@ -3,10 +3,8 @@
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import make_ocr
+import pytest
 
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards.scorers.ocr import quoted_text

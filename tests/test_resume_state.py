@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import shutil
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from ml_collections import ConfigDict
 from PIL import Image
 from planted import plant, renew_manifest
 from safetensors.torch import load_file
+from train import main
 
 from flow_grpo.draw.export import Source, export
 from flow_grpo.draw.fields import get_config
@@ -27,9 +27,6 @@ from flow_grpo.run.checkpoint import STATE, Progress, repair_links, weights_in
 from flow_grpo.run.resume import Start, find_start, prepare_folder, refuse_code
 from flow_grpo.run.tracking import save_samples
 from flow_grpo.run.writing import save
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from train import main
 
 # every file that a run reads when it is resumed
 STATE_FILES = {

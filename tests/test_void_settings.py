@@ -1,11 +1,11 @@
 """Settings that others make void are refused in one line, and the script that looks for them."""
 
-import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
+import void_settings
 from methods import METHODS
+from void_settings import NOT_TRIED, OWN_BASE, TRIED, Setting, Trials, settings_of, try_all
 
 from flow_grpo.draw.algorithms import ALGORITHMS
 from flow_grpo.draw.check import check, check_gradient
@@ -16,10 +16,6 @@ from flow_grpo.draw.models.z_image import ZImageAdapter
 from flow_grpo.draw.session import build_algorithm
 from flow_grpo.errors import UserError
 from flow_grpo.run.tracking import dotted
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import void_settings
-from void_settings import NOT_TRIED, OWN_BASE, TRIED, Setting, Trials, settings_of, try_all
 
 FORWARD = ["nft", "awm", "dgpo", "dpo", "sft", "rwr"]
 OWN_CREDIT = ["mix", "dpo", "sft", "rwr"]

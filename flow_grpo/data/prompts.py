@@ -31,7 +31,7 @@ ENDINGS = {
 def load_prompts(
     source: str | Path, split: Split, prompt_fn: str = "auto", column: str = "prompt"
 ) -> list[Prompt]:
-    """Of a folder, a file or a Hugging Face name; a set that has no such split is an error."""
+    """Prompts from a folder, a file or a Hugging Face name; one without this split is an error."""
     prompts = find_prompts(source, split, prompt_fn, column)
     if prompts is None:
         wanted = _either(f"{split}{ending}" for ending in ENDINGS[prompt_fn])

@@ -80,7 +80,7 @@ def find_questions(path: Path, split: Split) -> list[Question] | None:
 
 
 def _files_of(path: Path, split: Split) -> list[Path]:
-    """Of the first of the split's names that has any: one file, or as the hub has them, several
+    """Files of the first of the split's names that has any: one, or as the hub has them, several
     parts, data/train-00000-of-00002.parquet, or a folder of parts, data/train/0000.parquet."""
     for name in SPLITS[split]:
         for folder in (path, path / "data"):

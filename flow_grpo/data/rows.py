@@ -17,6 +17,8 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json, read_text
 
 DELIMITERS = ",;\t"  # spreadsheets write the second where the comma is a decimal point
+Split = Literal["train", "test"]
+INSTALL = "pip install -e '.[data]'"
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,6 @@ def _csv_lines(text: str, delimiter: str, path: Path) -> Iterable[tuple[int, lis
 
 if TYPE_CHECKING:
     import pyarrow
-
-Split = Literal["train", "test"]
-INSTALL = "pip install -e '.[data]'"
 
 
 def read_parquet(path: Path, column: str) -> list[Prompt]:

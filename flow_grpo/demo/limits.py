@@ -40,7 +40,7 @@ class Limits:
         return cls(min(2, steps), max(MOST_STEPS, steps), max(MOST_GUIDANCE, eval_guidance(config)))
 
     def wish(self, prompt: Any, weights: Any, steps: Any, guidance: Any, seed: Any) -> Wish:
-        """Of values of any kind; one that is not allowed is a UserError."""
+        """What values of any kind ask for; one that is not allowed is a UserError."""
         return Wish(
             _prompt(prompt),
             weights,

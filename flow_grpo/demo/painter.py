@@ -28,6 +28,8 @@ from flow_grpo.show.console import shown_rewards
 from flow_grpo.show.grid import score_text
 
 KINDS = {"ema_lora": "EMA", "lora": "LoRA", "ema_transformer": "EMA", "transformer": "weights"}
+REWARD_SECONDS = 60.0  # somebody waits for it
+REASON_LENGTH = 200
 
 
 def list_weights(run: Path) -> dict[str, Path]:
@@ -64,10 +66,6 @@ def _find(run: Path, word: str) -> Path:
         there = [LATEST, *([BEST] if (root / BEST).exists() else []), *steps]
         raise UserError(f"{run} has no checkpoint {word!r}; it has {', '.join(there)}")
     return place
-
-
-REWARD_SECONDS = 60.0  # somebody waits for it
-REASON_LENGTH = 200
 
 
 @dataclass(frozen=True)

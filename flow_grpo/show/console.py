@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from flow_grpo.rewards import TOTAL
 
+Record = dict[str, float | None]
+
 
 def table(rows: list[list[str]]) -> str:
     """The first row is the head; the first column is aligned to the left, all others to the
@@ -19,11 +21,8 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join([line(rows[0]), f"|{rule}|", *map(line, rows[1:])])
 
 
-Record = dict[str, float | None]
-
-
 def shown_rewards(names: Iterable[str]) -> list[str]:
-    """Of scores: the rewards, and their sum where there are several. Parts of a reward have a / in
+    """The rewards among scores, and their sum where there are several. Parts of one have a / in
     their names."""
     rewards = [name for name in names if name != TOTAL and "/" not in name]
     return rewards if len(rewards) == 1 else [*rewards, TOTAL]
@@ -31,7 +30,7 @@ def shown_rewards(names: Iterable[str]) -> list[str]:
 
 @dataclass
 class Pace:
-    """Of the epochs since this process started."""
+    """How fast the epochs since this process started went."""
 
     epochs: int = 0
     seconds: float = 0.0

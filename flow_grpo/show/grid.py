@@ -12,6 +12,7 @@ from flow_grpo.rewards.frames import Sample, choose_frames, is_clip
 
 FRAME_MS = 60  # 16 frames a second, as Wan draws them; GIF counts in hundredths of a second
 PALETTE_WIDTH = 96  # of the copies that colours are taken from
+LINE, GAP = 14, 6
 
 
 def still(sample: Sample) -> Image.Image:
@@ -42,9 +43,6 @@ def _in_256_colours(clip: list[Image.Image]) -> list[Image.Image]:
         strip.paste(frame, (0, height * place))
     palette = strip.quantize()
     return [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in clip]
-
-
-LINE, GAP = 14, 6
 
 
 def save_grid(

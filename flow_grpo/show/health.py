@@ -85,7 +85,7 @@ def ratio_drift(rows: Rows) -> Told | None:
 
 
 def clip_shares(rows: Rows) -> Told | None:
-    """Of the clip's two sides, or of what has no gradient because it has moved too far."""
+    """Losses on the clip's two sides, or without a gradient because they moved too far."""
     for row in rows:
         clipped = (row.get("train/clip_low") or 0) + (row.get("train/clip_high") or 0)
         share = max(clipped, row.get("train/masked") or 0)

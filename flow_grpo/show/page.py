@@ -50,7 +50,7 @@ def write_page(folders: list[Path], out: Path) -> None:
 
 
 def write_at_end(folder: Path, check: Callable[[], None]) -> None:
-    """Of a run that ends, perhaps because it was stopped: whatever is wrong, it ends as it would
+    """The report of a run that ends or was stopped: whatever is wrong, the run ends as it would
     have without a report. `check` raises if the folder is not the run's any more."""
     if not (folder / "metrics.jsonl").is_file():
         return
@@ -86,7 +86,7 @@ def describe(run: Run, budget: float) -> dict[str, Any]:
 
 
 def _samples(run: Run, kind: str, budget: float) -> dict[str, Any]:
-    """Of some epochs; "of" says how many there are, `texts` has what is said of many samples."""
+    """Samples of some epochs; "of" counts all epochs, `texts` has what many samples share."""
     shots = {epoch: read_shots(path, MOST_SAMPLES) for epoch, path in run.shots[kind].items()}
     shots = {epoch: shown for epoch, shown in shots.items() if shown}
     paths = {epoch: [_own(shot, run.folder) for shot in shown] for epoch, shown in shots.items()}
@@ -142,7 +142,7 @@ def _rounded(value: float | None) -> float | None:
 
 def render(data: dict[str, Any], version: str = "") -> str:
     """`version`: of a page that asks its server for newer data."""
-    here = files("flow_grpo.report")
+    here = files("flow_grpo.show")
     style = (here / "page.css").read_text("utf-8")
     script = "\n".join((here / "scripts" / name).read_text("utf-8") for name in SCRIPTS)
     content = {

@@ -14,6 +14,10 @@ from flow_grpo.show.console import Record
 WEIGHTS = tuple(  # folders of a checkpoint
     f"{prefix}{name}" for prefix in ("", "ema_") for name in ("lora", "transformer", "model")
 )
+LARGEST = 1e300  # what is larger, or infinite, no curve can show
+logger = logging.getLogger("flow_grpo")
+SAMPLES = re.compile(r"(eval|train)-(\d+)")
+NOT_SCORES = ("file", "still", "prompt", "answer", "truth", "advantage", "group")
 
 
 def short_names(paths: list[Path]) -> list[str]:
@@ -34,9 +38,6 @@ def _without_usual(parts: tuple[str, ...]) -> tuple[str, ...]:
     """The folders of a run have the same names in each."""
     kept = [part for part in parts if part != "checkpoints"]
     return tuple(kept[:-1] if len(kept) > 1 and kept[-1] in WEIGHTS else kept)
-
-
-LARGEST = 1e300  # what is larger, or infinite, no curve can show
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -63,11 +64,6 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
                 )
         rows.append(row)
     return rows
-
-
-logger = logging.getLogger("flow_grpo")
-SAMPLES = re.compile(r"(eval|train)-(\d+)")
-NOT_SCORES = ("file", "still", "prompt", "answer", "truth", "advantage", "group")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from flow_grpo.errors import UserError
 from flow_grpo.show import page
 
 REFUSED = "this server answers requests for this machine only"
+logger = logging.getLogger("flow_grpo")
+STALLED = 10.0  # seconds in which a client must go on with what it asks, or take what it gets
+MOST_CLIENTS = 64  # at a time; a browser has a few connections
 
 
 def is_local(host: str) -> bool:
@@ -52,12 +55,6 @@ class OnlyOurs:
         await send({"type": "http.response.body", "body": REFUSED.encode()})
 
 
-logger = logging.getLogger("flow_grpo")
-
-STALLED = 10.0  # seconds in which a client must go on with what it asks, or take what it gets
-MOST_CLIENTS = 64  # at a time; a browser has a few connections
-
-
 class Watcher:
     """The newest data of the runs, made when somebody asks and files have changed."""
 
@@ -81,7 +78,7 @@ class Watcher:
             return self._version, self._data
 
     def _fingerprint(self) -> str:
-        """Of what the page is made of, by names and sizes."""
+        """A mark of what the page is made from, by names and sizes."""
         marks = []
         for folder in self.folders:
             paths = [folder / "metrics.jsonl", folder / "config.json"]

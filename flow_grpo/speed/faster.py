@@ -11,6 +11,15 @@ from torch.nn import functional as F
 
 from flow_grpo.speed.lora import is_plain
 
+# Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
+# norms and the like again, at .75 also attention, which costs time.
+ACTIVATIONS_KEPT = 0.95
+HARMLESS = (
+    "Dynamo detected a call to a `functools.lru_cache`",
+    "TensorFloat32",
+    "Torchinductor does not support code generation for complex operators",
+)
+
 
 class FusedGELU(GELU):
     """A product and its GELU in one kernel, where nothing is kept for a backward pass."""
@@ -105,16 +114,6 @@ def channels_last_norms(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.GroupNorm and module.affine:
             module.__class__ = ChannelsLastNorm
-
-
-# Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
-# norms and the like again, at .75 also attention, which costs time.
-ACTIVATIONS_KEPT = 0.95
-HARMLESS = (
-    "Dynamo detected a call to a `functools.lru_cache`",
-    "TensorFloat32",
-    "Torchinductor does not support code generation for complex operators",
-)
 
 
 def settle_compiler() -> None:

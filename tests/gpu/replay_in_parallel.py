@@ -9,6 +9,7 @@ from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from gpu_runs import Run
 
 

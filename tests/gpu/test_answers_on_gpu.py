@@ -4,11 +4,9 @@ small model learns.
 python -m pytest -q --noconftest tests/gpu        on a machine with a GPU
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from benchmark_vlm import make_prompt
 from untrained.answering import build
 
 from flow_grpo.answer.batches import Answer, packed
@@ -16,9 +14,6 @@ from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.sampling import Sampler
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.speed.lora import lora_layers
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-from benchmark_vlm import make_prompt
 
 CUDA = torch.device("cuda")
 ROWS = [i // 4 for i in range(16)]

@@ -125,7 +125,7 @@ class Algorithm:
         return False
 
     def noisy_steps(self, rng: np.random.Generator, epoch: int) -> range:
-        """Of the schedule, in this epoch; the others are ode."""
+        """The steps of the schedule that add noise in this epoch; the others are ode."""
         return range(0)
 
     def credit(self, scored: Scored) -> np.ndarray:
@@ -134,7 +134,7 @@ class Algorithm:
 
     @property
     def trained_samples(self) -> int:
-        """Of one update, on one process."""
+        """How many samples one update trains on one process."""
         return self.setup.update_samples
 
     def batches(self, update: list[Batch], size: int) -> list[Batch]:

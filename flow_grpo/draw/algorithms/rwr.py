@@ -28,7 +28,7 @@ class Rwr(ForwardProcess):
     own_credit = True
 
     def credit(self, scored: Scored) -> np.ndarray:
-        """Of mean 1 in each group."""
+        """Weights with a mean of 1 in each group."""
         return group_softmax(scored.total, scored.groups, self.settings.temperature)
 
     def objective(

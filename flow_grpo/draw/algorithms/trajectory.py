@@ -167,7 +167,7 @@ class TrajectoryAlgorithm(Algorithm):
 
 
 def log_ratios(policy: "Policy", trajectory: Trajectory, velocities: Tensor) -> Tensor:
-    """Of whole trajectories to the policy that sampled them, (B,); `velocities` are today's."""
+    """Whole trajectories against the policy that sampled them, (B,); `velocities` are today's."""
     total = torch.zeros_like(trajectory.log_probs[:, 0])
     for j, i in enumerate(trajectory.steps):
         state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]

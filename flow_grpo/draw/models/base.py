@@ -21,9 +21,9 @@ from flow_grpo.draw.models.embeddings import Embedding, PromptCache, identity
 from flow_grpo.draw.models.inputs import (
     Conditioning,
     Grid,
+    Inputs,
     Schedule,
     Size,
-    Texts,
     cat_padded,
     latent_shape,
     shifted_schedule,
@@ -32,6 +32,18 @@ from flow_grpo.draw.models.lora_files import attach_lora, replace_weights
 from flow_grpo.speed.faster import channels_last_norms, fuse_gelu, join_siblings, settle_compiler
 from flow_grpo.speed.replay import Replayed
 from flow_grpo.speed.transfer import send
+
+OF_IMAGE = ("to_q", "to_k", "to_v")  # they have one input
+OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
+TARGETS = [f"attn.{name}" for name in (*OF_IMAGE, "to_out.0", *OF_TEXT, "to_add_out")]
+SIBLINGS = {"attn": (OF_IMAGE, OF_TEXT)}
+GuidanceGradient = Literal["both", "conditional"]
+Config = Mapping[str, Any]  # of a part of a pipeline
+# Numbers in the VAE's largest tensor: 4 pictures of 512 px. More at once are no faster, and past
+# 2**31 many kernels miscount.
+MAX_NUMBERS = 2**28
+# Texts of a model that masks them are padded to a multiple of this: few shapes to compile for.
+TOKENS = 32
 
 
 def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -55,23 +67,8 @@ def vae_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-OF_IMAGE = ("to_q", "to_k", "to_v")  # they have one input
-OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
-TARGETS = [f"attn.{name}" for name in (*OF_IMAGE, "to_out.0", *OF_TEXT, "to_add_out")]
-SIBLINGS = {"attn": (OF_IMAGE, OF_TEXT)}
-
-
 def mlp_targets(*names: str) -> list[str]:
     return [f"{name}.{layer}" for name in names for layer in ("net.0.proj", "net.2")]
-
-
-GuidanceGradient = Literal["both", "conditional"]
-Config = Mapping[str, Any]  # of a part of a pipeline
-# Numbers in the VAE's largest tensor: 4 pictures of 512 px. More at once are no faster, and past
-# 2**31 many kernels miscount.
-MAX_NUMBERS = 2**28
-# Texts of a model that masks them are padded to a multiple of this: few shapes to compile for.
-TOKENS = 32
 
 
 class ModelAdapter(ABC):
@@ -125,7 +122,7 @@ class ModelAdapter(ABC):
     @classmethod
     @abstractmethod
     def grid(cls, transformer: Config, vae: Config) -> Grid:
-        """Of a model with these configs."""
+        """The latents of a model with these configs."""
 
     @classmethod
     def check(cls, pipeline: Config, transformer: Config, guidance: Mapping[str, float]) -> None:
@@ -146,7 +143,7 @@ class ModelAdapter(ABC):
         transformer: nn.Module,
         latents: Tensor,
         timestep: Tensor,
-        texts: Texts,
+        inputs: Inputs,
         guidance_scale: float,
     ) -> Tensor:
         """The velocity at `latents` (B, ...), which have the model's dtype; `timestep` is (B,)."""
@@ -179,7 +176,7 @@ class ModelAdapter(ABC):
         """Embed all at once what `encode` will be asked for: idle encoders then move once."""
         self._known(list(dict.fromkeys(texts)))
 
-    def _embed(self, texts: list[str]) -> Texts:
+    def _embed(self, texts: list[str]) -> Inputs:
         known = self._known(texts)
         found = [known[text] for text in texts]
         multiple = TOKENS if self.masks_texts else 1
@@ -246,12 +243,12 @@ class ModelAdapter(ABC):
     # --- sizes and noise levels --------------------------------------------------------------
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Of one sample, without the batch dimension."""
+        """The shape of one sample's latents, without the batch dimension."""
         grid = self.grid(self.transformer.config, self.vae.config)
         return latent_shape(grid, Size(height, width, frames))
 
     def tokens(self, height: int, width: int) -> int:
-        """Of a picture."""
+        """How many tokens a picture of this size has."""
         grid = self.grid(self.transformer.config, self.vae.config)
         side = grid.scale * grid.patch
         return (height // side) * (width // side)
@@ -286,8 +283,8 @@ class ModelAdapter(ABC):
             timestep = torch.full((len(latents),), timestep, device=latents.device)
 
         def run(x: Tensor, t: Tensor, index: Tensor) -> Tensor:
-            texts = conditioning.of(index)
-            out = self.forward(transformer, x.to(self.dtype), t, texts, guidance_scale)
+            inputs = conditioning.of(index)
+            out = self.forward(transformer, x.to(self.dtype), t, inputs, guidance_scale)
             return out.to(latents.dtype)
 
         positive, negative = conditioning.positive, conditioning.negative
@@ -319,7 +316,7 @@ class ModelAdapter(ABC):
             self.vae.decoder.compile(dynamic=False)
 
     def blocks(self) -> list[nn.Module]:
-        """Of the transformer: most of its work."""
+        """The transformer's blocks, which do most of its work."""
         names = self.transformer._repeated_blocks or self.transformer._no_split_modules
         return [m for m in self.transformer.modules() if type(m).__name__ in names]
 

@@ -49,7 +49,7 @@ class PromptCache:
         return self._folder / key[:2] / key[2:4] / f"{key}.safetensors"
 
     def find(self, texts: list[str]) -> dict[str, Embedding]:
-        """Those of `texts` that are known."""
+        """Embeddings of the `texts` that are known."""
         found = {}
         for text in texts:
             embedding = self._recent.get(text)
@@ -156,7 +156,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def _sum(values: Tensor) -> int:
-    """Of the bits as 64-bit integers, wrapping around; the odd bytes at the end one by one."""
+    """The bits summed as 64-bit integers that wrap around; odd bytes at the end one by one."""
     if values.storage_offset():
         values = values.clone()  # a view as integers has to be aligned
     data = values.view(torch.uint8)
