@@ -124,7 +124,7 @@ def sample_epoch(session: VlmSession, epoch: int, timer: tracking.Timer) -> Roll
 def sample_answers(
     session: VlmSession, epoch: int, attempt: int, rollout: Rollout, own: list[int]
 ) -> list[PendingAnswers]:
-    """Those of this process; each batch is scored while the next one is sampled."""
+    """The answers of this process; each batch is scored while the next one is sampled."""
     config, answerer, pending = session.config, session.answerer, []
     size = session.plan.batch_size
     batches = [own[i : i + size] for i in range(0, len(own), size)]
@@ -148,7 +148,7 @@ def sample_answers(
 
 
 def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
-    """Of this process's samples: what takes a forward without gradients, where anything does."""
+    """What this process's samples need that takes a forward without gradients, if anything does."""
     train, policy = session.config.train, session.policy
     fixed = {index: Fixed(sample.log_probs) for index, sample in rollout.samples.items()}
     again = session.recomputes_old or train.advantage == GAE
@@ -246,7 +246,7 @@ def training_batches(
     fixed: dict[int, Fixed],
     own: list[int],
 ) -> list[tuple[list[int], PackedBatch]]:
-    """Of an update, without what has no gradient; one at least, as other processes wait for it."""
+    """Micro-batches of an update that have a gradient; one at least, as others wait for it."""
     learns = {i for i in own if objective.has_gradient(fixed[i])}
     kept = own if session.recomputes_old else [i for i in own if i in learns]
     batches = list(packed_batches(session, rollout, kept or own[:1] or [min(fixed)]))

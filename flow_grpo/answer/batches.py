@@ -5,7 +5,7 @@ row holds a prompt once and all its answers behind it, each of which sees the pr
 neither the prompt nor its pictures are computed again for every sample of a group.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 
@@ -112,20 +112,15 @@ def _inputs(
         missing = [(row[number], longest - row[number].shape[-1]) for row in rows]
         return [functional.pad(x, (n, 0) if left else (0, n), value=value) for x, n in missing]
 
-    numbers: dict[Hashable, int] = {}
-    distinct, shown = [], []
-    for prompt in prompts:
-        for source, picture in zip(prompt.sources, prompt.seen, strict=True):
-            if source not in numbers:
-                numbers[source] = len(numbers)
-                distinct.append(picture)
-            shown.append(numbers[source])
+    places = [place for p in prompts for place in zip(p.sources, p.seen, strict=True)]
+    distinct = dict(reversed(places))  # the first of each
+    numbers = {source: n for n, source in enumerate(dict.fromkeys(s for s, _ in places))}
     return Inputs(
         input_ids=torch.stack(column(0, pad)),
         segments=torch.stack(column(2, PADDING)),
         position_ids=torch.stack(column(1, 0), 1),
-        pictures=joined(distinct),
-        shown=torch.tensor(shown) if shown else None,
+        pictures=joined([distinct[source] for source in numbers]),
+        shown=torch.tensor([numbers[source] for source, _ in places]) if places else None,
     )
 
 

@@ -55,7 +55,7 @@ def reweigh(
 
 
 def penalties(fixed: Mapping[int, Fixed], kind: Divergence, beta: float) -> dict[int, Tensor]:
-    """Of each token: what its reward loses for being far from the reference."""
+    """What the reward of each token loses for being far from the reference."""
     return {i: beta * divergence(kind, own.old, own.reference) for i, own in fixed.items()}
 
 

@@ -70,7 +70,7 @@ class FixedCache(Cache):
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Of one query per row. Heads that share keys are queries of one head, so that keys are read
+    """Attention of one query per row. Heads that share keys are queries of one head: keys are read
     once and not copied for each of them."""
     rows, heads, _, width = query.shape
     shared = query.view(rows, key.shape[1], -1, width)

@@ -73,7 +73,7 @@ class AnswerModel(nn.Module):
         return hidden[:, :length] if awaited else hidden
 
     def forward_model(self, positions: Tensor, **arguments: Any) -> Tensor:
-        """The same, by what transformers takes; positions are (axes, B, S)."""
+        """Last hidden states by what transformers takes; positions are (axes, B, S)."""
         positions = positions if self.family.axes > 1 else positions[0]
         with self._cast(positions.device):
             return self.model.model(position_ids=positions, **arguments).last_hidden_state
@@ -121,7 +121,7 @@ class AnswerModel(nn.Module):
         return self.in_step or any(p.requires_grad for p in tower.parameters())
 
     def _with_blank(self, inputs: Inputs) -> Inputs:
-        """With a blank picture in last columns that nothing else sees."""
+        """The same, and a blank picture in last columns that nothing else sees."""
         picture, device = self.family.blank(), inputs.input_ids.device
         count = self.family.tokens_of(picture)
         ids = inputs.input_ids.new_zeros(len(inputs.input_ids), count)

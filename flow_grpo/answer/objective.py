@@ -44,8 +44,9 @@ class Objective:
         fixed: Sequence[Fixed],
         counts: Counts,
     ) -> Loss:
-        """Of every token in a micro-batch, times the tokens of the update: their mean is the loss.
-        Counts are those of all processes, so that neither processes nor micro-batches change it."""
+        """The loss of every token of a micro-batch, times the tokens of the update, so that their
+        mean is the loss. Counts are those of all processes: neither processes nor micro-batches
+        change it."""
         train, mask, log_probs = self.settings, batch.mask, scores["log_probs"]
         old, advantages = stacked(fixed, "old", mask), stacked(fixed, "advantages", mask)
         policy = self.policy.per_token(log_probs, old, advantages, mask)

@@ -105,7 +105,7 @@ class PromptEncoder:
         return [i for one in ids for i in [one] * (next(left) if one == mark else 1)]
 
     def token_ids(self, question: Question) -> list[int]:
-        """Those of the chat as the template writes it, with one placeholder for each picture."""
+        """The chat as its template writes it, with one placeholder for each picture."""
         system = question.system or self._system
         messages = [{"role": "system", "content": system}] if system else []
         text = self._format.replace(QUESTION, question.text)

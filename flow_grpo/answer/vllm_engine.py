@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 
 def check_platform(device: torch.device) -> None:
-    """Of the vLLM that is installed, before anything is loaded."""
+    """Refuse a vLLM that was built for another device, before anything is loaded."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are sent within the process
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -85,7 +85,7 @@ class VllmAnswerer(Answerer):
         self.engine.llm_engine.reset_encoder_cache()
 
     def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
-        """With requests for vLLM, which makes patches and repeats their placeholders by itself."""
+        """Prompts with a request for vLLM, which repeats the placeholders of pictures by itself."""
         prompts = super().encode(questions, rows)
         return {row: self._with_request(prompts[row], questions[row]) for row in prompts}
 
@@ -119,7 +119,7 @@ class VllmAnswerer(Answerer):
         ]
 
     def settings(self, seed: int | None) -> dict[str, Any]:
-        """Of a sample, which has a seed, or of the greedy answer."""
+        """How vLLM samples: with a seed, or the greedy answer without one."""
         return {
             "temperature": 0.0 if seed is None else self.policy.network.temperature,
             "seed": seed,

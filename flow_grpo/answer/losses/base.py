@@ -49,7 +49,7 @@ class ClippedLoss(AnswerLoss):
 
 
 def log_ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Of each token; 0 where there is none."""
+    """Logarithms of every token's ratio; 0 where there is no token."""
     return torch.where(mask, log_probs - old_log_probs, 0.0)
 
 

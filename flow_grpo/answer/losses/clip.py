@@ -30,7 +30,7 @@ class Clip(ClippedLoss):
         return replace(result, loss=torch.where(advantages < 0, bounded, result.loss))
 
     def log_ratio(self, per_token: Tensor, mask: Tensor) -> Tensor:
-        """That is clipped, from those of the tokens."""
+        """What the clip acts on, made from the log-ratios of the tokens."""
         return per_token
 
 

@@ -7,7 +7,7 @@ from flow_grpo.answer.losses.clip import Clip
 
 class Gspo(Clip):
     def log_ratio(self, per_token: Tensor, mask: Tensor) -> Tensor:
-        """That of the geometric mean of the tokens' ratios."""
+        """The mean of an answer's, so that its ratio is the geometric mean of its tokens'."""
         lengths = mask.sum(1, keepdim=True).clamp(min=1)
         return (per_token.sum(1, keepdim=True) / lengths).expand_as(per_token)
 

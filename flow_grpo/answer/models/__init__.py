@@ -29,7 +29,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def find_family(source: str, revision: str = "main") -> type[Family]:
-    """Of a folder or hub id, before its weights are read."""
+    """The family of the model in a folder or under a hub id; its weights are not read."""
     with explained("pretrained.model", source, KIND):
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if config.model_type not in FAMILIES:

@@ -70,7 +70,7 @@ class QwenVL(Family):
         return width * processor.patch_size, height * processor.patch_size
 
     def blank(self) -> Seen:
-        """Of one token."""
+        """As many patches as one token merges."""
         patch, side = self.tower.patch_embed, self.tower.spatial_merge_size
         width = patch.in_channels * patch.temporal_patch_size * patch.patch_size**2
         return {PIXELS: torch.zeros(side * side, width), GRID: torch.tensor([[1, side, side]])}
