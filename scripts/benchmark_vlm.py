@@ -13,7 +13,9 @@ import torch
 from untrained.answering import SHAPES, build
 
 from flow_grpo.answer.batches import Answer, micro_batches, packed
-from flow_grpo.answer.losses import Counts, policy_loss, token_weights
+from flow_grpo.answer.losses.base import Counts, token_weights
+from flow_grpo.answer.losses.clip import Clip
+from flow_grpo.answer.models import family_of
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import Prompt
 from flow_grpo.answer.sampling import Sampled, Sampler
@@ -85,12 +87,10 @@ def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) 
     tokens = count**2 // vision.spatial_merge_size**2
     marks = [config.vision_start_token_id, *[config.image_token_id] * tokens]
     ids = torch.cat([torch.tensor([*marks, config.vision_end_token_id]), words])
-    kinds = (ids == config.image_token_id).int()[None]
-    positions, _ = model.model.get_rope_index(
-        ids[None], mm_token_type_ids=kinds, image_grid_thw=grids
-    )
     pixels = torch.randn(count**2, values, generator=generator)
-    return Prompt(ids, positions[:, 0], int(positions.max()) + 1, pixels, grids, (seed,))
+    seen = ({"pixel_values": pixels, "image_grid_thw": grids},)
+    positions = family_of(model).positions(ids, seen)
+    return Prompt(ids, positions, int(positions.max()) + 1, seen, (seed,))
 
 
 def sample(
@@ -112,8 +112,8 @@ def update(policy, optimizer, prompts, rows, sampled: Sampled, args) -> None:
         old = torch.stack(sampled.log_probs[part]).to(device)
         advantages = torch.ones(len(old), 1, device=device)
         scores = policy.scores(batch)["log_probs"]
-        clip = {"clip_low": 0.2, "clip_high": 0.2}
-        loss = policy_loss("clip", scores, old, advantages, batch.mask, **clip).loss
+        clip = Clip(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+        loss = clip.per_token(scores, old, advantages, batch.mask).loss
         (loss * token_weights("token", batch.mask, counts, args.new_tokens)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

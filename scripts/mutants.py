@@ -57,8 +57,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "run/snapshot": ("snapshot", "reference"),
     "run/checkpoint": ("checkpoint",),
     "disk": ("power_cut", "checkpoint"),
-    "answer/losses": ("answers_losses",),
-    "answer/credit": ("answers_credit", "answers_loop"),
+    "answer/losses/base": ("answers_losses",),
+    "answer/losses/cispo": ("answers_losses",),
+    "answer/losses/clip": ("answers_losses",),
+    "answer/losses/gspo": ("answers_losses",),
+    "answer/credit": ("answers_credit", "answers_losses", "answers_loop"),
 }
 # torch does not survive a fork once it has started its threads, so a process that has only
 # imported it forks the others. Most of the time of a short run is pytest's collecting garbage, to

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from ml_collections import ConfigDict
-from torch import Tensor
 
 from flow_grpo.answer.batches import PackedBatch, micro_batches, packed
 from flow_grpo.answer.credit import (
@@ -25,12 +24,13 @@ from flow_grpo.answer.credit import (
     answer_advantages,
     penalties,
     reweigh,
-    stacked,
     token_advantages,
 )
 from flow_grpo.answer.dry import AnswerLoop
 from flow_grpo.answer.fields import ANSWER, GAE
-from flow_grpo.answer.losses import Counts, divergence, policy_loss, token_weights, value_loss
+from flow_grpo.answer.losses import build_loss
+from flow_grpo.answer.losses.base import Counts
+from flow_grpo.answer.objective import Objective
 from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout
 from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
 from flow_grpo.answer.showing import write_answers
@@ -38,7 +38,7 @@ from flow_grpo.config import command_line
 from flow_grpo.data.seeding import Stream, numpy_rng, sample_generators
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.distributed import accumulated, gather_scores, in_step, is_sharded
-from flow_grpo.run.metrics import Loss, Timer, TrainingStats, peak_memory_gb, reward_metrics
+from flow_grpo.run.metrics import Timer, TrainingStats, peak_memory_gb, reward_metrics
 from flow_grpo.run.session import (
     carry_out,
     evaluation_metrics,
@@ -144,7 +144,7 @@ def sample_answers(
 
 
 def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
-    """What this process's samples need a forward without gradients for, where anything does."""
+    """What this process's samples need that takes a forward without gradients, if anything does."""
     train, policy = session.config.train, session.policy
     fixed = {index: Fixed(sample.log_probs) for index, sample in rollout.samples.items()}
     again = session.recomputes_old or train.advantage == GAE
@@ -193,11 +193,14 @@ def give_credit(session: VlmSession, rollout: Rollout, fixed: dict[int, Fixed]) 
 def train_epoch(
     session: VlmSession, epoch: int, rollout: Rollout, fixed: dict[int, Fixed]
 ) -> dict[str, float]:
-    """Update the weights on the epoch's answers.
-
-    Counts are those of all processes, so that neither processes nor micro-batches change the loss.
-    """
+    """Update the weights on the epoch's answers."""
     config, plan, accelerator = session.config, session.plan, session.accelerator
+    objective = Objective(
+        build_loss(config.train.loss, config.train),
+        config.train,
+        max_new_tokens=config.sample.max_new_tokens,
+        reweighed=not session.answerer.exact,
+    )
     stats, sampled_at, lengths = TrainingStats(), session.progress.step, rollout.scores[LENGTH]
     updates = rollout.updates(with_spread=config.sample.refills > 0)
     for inner in range(plan.inner_epochs):
@@ -208,7 +211,7 @@ def train_epoch(
                 continue
             counts = Counts(tokens=float(lengths[members].sum()), answers=float(members.sum()))
             own = [index for index in sorted(fixed) if members[index]]
-            batches = training_batches(session, rollout, fixed, own)
+            batches = training_batches(session, rollout, objective, fixed, own)
             trained = [index for part, _ in batches for index in part]
             if own:
                 stats.leave_out(int(lengths[own].sum() - lengths[trained].sum()))
@@ -219,74 +222,32 @@ def train_epoch(
             steps = accumulated(accelerator, module, bar, len(batches), at_once=at_once)
             for (part, batch), counted in steps:
                 counted = counted and bool(own)  # or other processes wait for it
-                weights = token_weights(
-                    config.train.aggregation, batch.mask, counts, config.sample.max_new_tokens
-                ) * float(counted)
-                loss = answer_loss(session, batch, [fixed[i] for i in part], weights, counts)
+                scores = session.policy.scores(batch)
+                loss = objective.loss(batch, scores, [fixed[i] for i in part], counts)
                 # gradients are the mean over processes
-                accelerator.backward(loss.per_sample.sum() / counts.tokens * plan.num_processes)
+                share = plan.num_processes * float(counted)
+                accelerator.backward(loss.per_sample.sum() / counts.tokens * share)
                 loss = loss if counted else loss.of_none()
                 stats.add(loss, on_policy=session.progress.step == sampled_at)
             take_update(session, stats)
     metrics = training_metrics(session, stats)
-    metrics["train/clip_range"] = min(config.train.clip_low, config.train.clip_high)
+    if objective.policy.trust is not None:
+        metrics["train/clip_range"] = objective.policy.trust
     return metrics
 
 
-def answer_loss(
-    session: VlmSession, batch: PackedBatch, fixed: list[Fixed], weights: Tensor, counts: Counts
-) -> Loss:
-    """Of every token in a micro-batch, times the tokens of the update: their mean is the loss."""
-    train, mask = session.config.train, batch.mask
-    old, advantages = stacked(fixed, "old", mask), stacked(fixed, "advantages", mask)
-    scores = session.policy.scores(batch)
-    policy = policy_loss(
-        train.loss,
-        scores["log_probs"],
-        old,
-        advantages,
-        mask,
-        clip_low=train.clip_low,
-        clip_high=train.clip_high,
-        dual_clip=train.dual_clip,
-    )
-    loss, columns = policy.loss, {"policy_loss": policy.loss}
-    if train.beta > 0:
-        kl = divergence(train.kl, scores["log_probs"], stacked(fixed, "reference", mask))
-        loss = loss + train.beta * kl if train.kl_in == "loss" else loss
-        columns["kl"] = kl
-    if train.advantage == GAE:
-        before, returns = stacked(fixed, "values", mask), stacked(fixed, "returns", mask)
-        columns["value_loss"] = value_loss(scores["values"], before, returns, train.value_clip)
-        loss = loss + train.value_weight * columns["value_loss"]
-    columns |= {
-        "ratio": policy.ratio,
-        "approx_kl": 0.5 * (scores["log_probs"] - old) ** 2,
-        "entropy": -old,  # an estimate, of the policy that sampled
-        "clip_low": policy.clipped_low.float(),
-        "clip_high": policy.clipped_high.float(),
-    }
-    if not session.answerer.exact:
-        columns["importance"] = stacked(fixed, "importance", mask)
-        weights = weights * columns["importance"]
-    weighted = (loss * weights * counts.tokens)[mask]
-    return Loss(weighted, {name: column[mask].detach() for name, column in columns.items()})
-
-
 def training_batches(
-    session: VlmSession, rollout: Rollout, fixed: dict[int, Fixed], own: list[int]
+    session: VlmSession,
+    rollout: Rollout,
+    objective: Objective,
+    fixed: dict[int, Fixed],
+    own: list[int],
 ) -> list[tuple[list[int], PackedBatch]]:
-    """An update, without what has no gradient; one at least, as other processes wait for it."""
-    learns = {i for i in own if has_gradient(session, fixed[i])}
+    """Micro-batches of an update that have a gradient; one at least, as others wait for it."""
+    learns = {i for i in own if objective.has_gradient(fixed[i])}
     kept = own if session.recomputes_old else [i for i in own if i in learns]
     batches = list(packed_batches(session, rollout, kept or own[:1] or [min(fixed)]))
     return [(part, batch) for part, batch in batches if learns & set(part)] or batches[:1]
-
-
-def has_gradient(session: VlmSession, own: Fixed) -> bool:
-    train = session.config.train
-    in_loss = train.beta > 0 and train.kl_in == "loss"
-    return in_loss or train.advantage == GAE or bool(own.advantages.any())
 
 
 def packed_batches(

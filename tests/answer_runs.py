@@ -22,6 +22,7 @@ from runner import ROOT, environment, torchrun
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from flow_grpo.answer.fields import get_config
+from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.session import VlmSession, build_session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -85,9 +86,10 @@ def _take_settings(zero: str) -> None:
 def run_watched(**fields: Any) -> None:
     """Each process leaves, in `seen-<process>.jsonl` of the run: the tokens that it sampled and
     their rewards, by index, and of each micro-batch whether it had a picture."""
-    prepare, answer_loss, lines = train_vlm.prepare, train_vlm.answer_loss, []
+    prepare, scores, lines, runs = train_vlm.prepare, AnswerPolicy.scores, [], []
 
     def watched_prepare(session, rollout):
+        runs[:] = [session]
         lines.append(
             {
                 "tokens": {i: sample.tokens.tolist() for i, sample in rollout.samples.items()},
@@ -97,15 +99,15 @@ def run_watched(**fields: Any) -> None:
         )
         return prepare(session, rollout)
 
-    def watched_loss(session, batch, fixed, weights, counts):
-        lines[-1]["pictures"].append([session.progress.step, batch.inputs.shown is not None])
-        return answer_loss(session, batch, fixed, weights, counts)
+    def watched_scores(policy, batch):
+        lines[-1]["pictures"].append([runs[0].progress.step, batch.inputs.shown is not None])
+        return scores(policy, batch)
 
-    train_vlm.prepare, train_vlm.answer_loss = watched_prepare, watched_loss
+    train_vlm.prepare, AnswerPolicy.scores = watched_prepare, watched_scores
     try:
         session = run(**fields)
     finally:
-        train_vlm.prepare, train_vlm.answer_loss = prepare, answer_loss
+        train_vlm.prepare, AnswerPolicy.scores = prepare, scores
     path = session.folder / f"seen-{session.accelerator.process_index}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -20,8 +20,11 @@ from peft import PeftModel
 from safetensors import safe_open
 
 from flow_grpo.answer import check
+from flow_grpo.answer.batches import joined
 from flow_grpo.answer.dry import AnswerLoop
-from flow_grpo.answer.losses import Counts, importance_weights, policy_loss, token_weights
+from flow_grpo.answer.losses.base import Counts, importance_weights, token_weights
+from flow_grpo.answer.losses.clip import Clip
+from flow_grpo.answer.objective import Objective
 from flow_grpo.answer.policy import ADAPTER, AnswerPolicy
 from flow_grpo.answer.prompts import Prompt
 from flow_grpo.answer.rollout import Answerer
@@ -30,8 +33,6 @@ from flow_grpo.answer.vllm_engine import (
     VllmAnswerer,
     engine_files,
     named_weights,
-    request,
-    unexpanded,
 )
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import sample_generators
@@ -68,9 +69,7 @@ def test_weights_make_an_engines_tokens_those_of_the_policy(cap):
         new = logits.log_softmax(-1).gather(1, chosen[:, None]).T  # (1, 2)
         theirs = engine.gather(1, chosen[:, None]).T
         advantages = reward[chosen][None]  # each token has its own, so that tokens stand alone
-        loss = policy_loss(
-            "clip", new, new.detach(), advantages, mask, clip_low=0.2, clip_high=0.2
-        ).loss
+        loss = Clip(0.2, 0.2, dual_clip=0.0).per_token(new, new.detach(), advantages, mask).loss
         weights = token_weights("token", mask, counts, 2)
         (plain,) = torch.autograd.grad((loss * weights).sum(), logits, retain_graph=True)
         weighted = loss * weights * importance_weights(new, theirs, cap)
@@ -124,18 +123,18 @@ def session_with(kind: type[Answerer], folder: Path, **fields) -> VlmSession:
 def run_with(kind: type[Answerer], folder: Path, **fields) -> tuple[list[dict], list]:
     """Metrics, and what each call of the loss got and gave."""
     session = session_with(kind, folder, **fields)
-    calls, answer_loss = [], train_vlm.answer_loss
+    calls, usual = [], Objective.loss
 
-    def watched(session, batch, fixed, weights, counts):
-        loss = answer_loss(session, batch, fixed, weights, counts)
-        calls.append((session, batch, [replace(f) for f in fixed], weights, counts, loss))
+    def watched(objective, batch, scores, fixed, counts):
+        loss = usual(objective, batch, scores, fixed, counts)
+        calls.append((objective, batch, scores, [replace(f) for f in fixed], counts, loss))
         return loss
 
-    train_vlm.answer_loss = watched
+    Objective.loss = watched
     try:
         train_vlm.train(session)
     finally:
-        train_vlm.answer_loss = answer_loss
+        Objective.loss = usual
         session.close()
     lines = (session.folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], calls
@@ -156,20 +155,18 @@ def test_an_engine_that_is_off_is_told_and_weighted(hot):
     assert line["train/first_update_ratio_dev"] == 0
     # the mean of a ratio over what it is divided by is 1, but for chance and the bound of 2
     assert line["train/importance"] == pytest.approx(1, abs=0.15)
-    weights = torch.cat([fixed.importance for *_, every, _, _, _ in calls for fixed in every])
+    weights = torch.cat([fixed.importance for *_, every, _, _ in calls for fixed in every])
     assert weights.max() == 2
     assert line["train/importance"] == pytest.approx(weights.mean().item(), abs=1e-5)
 
 
 def test_the_loss_of_a_token_is_multiplied_by_its_weight(hot):
-    session, batch, fixed, weights, counts, loss = hot[1][0]
+    objective, batch, scores, fixed, counts, loss = hot[1][0]
     ones = [replace(own, importance=torch.ones_like(own.old)) for own in fixed]
     importance = torch.cat([own.importance for own in fixed])
     assert torch.equal(loss.columns["importance"], importance)
-    # by the weights of the network that were trained since
-    plain = train_vlm.answer_loss(session, batch, ones, weights, counts)
-    weighted = train_vlm.answer_loss(session, batch, fixed, weights, counts)
-    assert torch.allclose(weighted.per_sample, plain.per_sample * importance, atol=1e-6)
+    plain = objective.loss(batch, scores, ones, counts)
+    assert torch.allclose(loss.per_sample, plain.per_sample * importance, atol=1e-6)
 
 
 def test_engines_are_awake_while_they_answer_and_not_else(hot):
@@ -180,7 +177,7 @@ def test_engines_are_awake_while_they_answer_and_not_else(hot):
 def test_an_engine_that_is_not_off_trains_as_ours(tmp_path):
     lines, calls = run_with(SameTemperature, tmp_path / "same")
     assert lines[-1]["answer/engine_dev_max"] <= 1e-5
-    weights = torch.cat([fixed.importance for *_, every, _, _, _ in calls for fixed in every])
+    weights = torch.cat([fixed.importance for *_, every, _, _ in calls for fixed in every])
     assert torch.allclose(weights, torch.ones_like(weights), atol=1e-5)
     ours, _ = run_with(Answerer, tmp_path / "ours", **{"train.recompute_old": True})
     assert "answer/engine_dev" not in ours[-1]
@@ -282,7 +279,7 @@ def test_requests_are_prompts_with_one_mark_for_each_picture(engine):
     prompts = answerer.encode(questions, [0, 1, 2, 3, 1])
     assert list(prompts) == [0, 1, 2, 3]
     for row, count in enumerate([0, 1, 2, 1]):
-        prompt, asked = prompts[row], request(prompts[row], answerer.encoder)
+        prompt, asked = prompts[row], prompts[row].request
         ids = asked["prompt_token_ids"]
         assert ids.count(small_vlm.IMAGE) == count
         assert [i for i in ids if i != small_vlm.IMAGE] == [
@@ -291,16 +288,13 @@ def test_requests_are_prompts_with_one_mark_for_each_picture(engine):
         pictures = asked.get("multi_modal_data", {"image": []})["image"]
         assert len(pictures) == count
         if count:  # of their last size, and what is read again is the same
-            sizes = [(8 * width, 8 * height) for _, height, width in prompt.grids.tolist()]
+            seen = joined(prompt.seen)
+            sizes = [
+                (8 * width, 8 * height) for _, height, width in seen["image_grid_thw"].tolist()
+            ]
             assert [picture.size for picture in pictures] == sizes
             again = answerer.encoder.images(images=pictures, return_tensors="pt")
-            assert torch.equal(again["pixel_values"], prompt.pixels)
-            assert torch.equal(again["image_grid_thw"], prompt.grids)
-
-
-def test_two_pictures_side_by_side_keep_two_marks():
-    assert unexpanded([1, 5, 5, 5, 5, 5, 2], 5, [2, 3]) == [1, 5, 5, 2]
-    assert unexpanded([1, 7, 2], 5, []) == [1, 7, 2]
+            assert all(torch.equal(again[name], seen[name]) for name in again)
 
 
 def test_samples_have_seeds_of_their_own_and_no_tokens_of_pictures(engine):
@@ -326,7 +320,7 @@ def said(prompt: list[int], tokens: list[int], reason: str) -> SimpleNamespace:
 
 def test_answers_are_read_and_another_prompt_is_refused(engine):
     answerer, _ = engine
-    prompt = Prompt(torch.tensor([1, 40, 41]), torch.zeros(3, 3), 3, None, None, ())
+    prompt = Prompt(torch.tensor([1, 40, 41]), torch.zeros(3, 3), 3)
     sample = answerer._sample(7, prompt, said([1, 40, 41], [50, 51, 2], "stop"))
     assert (sample.row, sample.tokens.tolist(), sample.ended) == (7, [50, 51, 2], True)
     assert sample.log_probs.tolist() == [0, -0.5, -1]

@@ -12,15 +12,19 @@ import torch
 from peft import PeftModel
 from runner import run_script
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
+from untrained.small.parts import seeded
 
 from flow_grpo.answer import export as vlm_export
-from flow_grpo.answer.batches import Answer, packed
-from flow_grpo.answer.prompts import PromptEncoder, load_processors
+from flow_grpo.answer.batches import Answer, joined, packed
+from flow_grpo.answer.models import load_processors
+from flow_grpo.answer.models.base import FAMILIES, Family
+from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Sample
 from flow_grpo.answer.session import VlmSession
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import sample_generators
+from flow_grpo.errors import UserError
 from flow_grpo.run.export import Source
 
 ROWS = [0, 0, 1, 1, 2, 2]  # questions without pictures, with one and with two
@@ -81,9 +85,8 @@ def trained_log_probs(session: VlmSession, samples: list[Sample]) -> list[Tensor
 def stock_logits(model: nn.Module, session: VlmSession, sample: Sample) -> Tensor:
     """Of the answer's tokens, by the model's own forward: unpadded, with its own positions."""
     prompt = session.answerer.encoder.encode(session.questions[sample.row])
-    ids, extra = torch.cat([prompt.ids, sample.tokens])[None], {}
-    if prompt.pixels is not None:
-        extra = {"pixel_values": prompt.pixels, "image_grid_thw": prompt.grids}
+    ids, extra = torch.cat([prompt.ids, sample.tokens])[None], joined(prompt.seen)
+    if extra:
         extra["mm_token_type_ids"] = (ids == small_vlm.IMAGE).int()
     return model.eval()(input_ids=ids, **extra).logits[0, len(prompt) - 1 : -1]
 
@@ -181,5 +184,31 @@ def test_pictures_are_resized_as_the_run_says(runs, tmp_path):
     for limits, patches in [({}, [6, 8]), ({"max_pixels": 1024}, [2, 4]), (LARGER, [16, 24])]:
         encoder = PromptEncoder(*load_processors(str(runs.start), **limits), model)
         prompt = encoder.encode(question)
-        assert prompt.grids.tolist() == [[1, *patches]]
+        assert prompt.seen[0]["image_grid_thw"].tolist() == [[1, *patches]]
         assert encoder.length(question) == len(prompt)
+
+
+def test_a_family_that_only_reads_is_one_class(tmp_path, monkeypatch):
+    """Without a tower, picture tokens or axes of positions, through the whole loop."""
+    monkeypatch.setitem(FAMILIES, "qwen3", type("Reader", (Family,), {}))
+    with seeded(0):
+        model = Qwen3ForCausalLM(Qwen3Config(**small_vlm.TEXT))
+    for part in (model, small_vlm.build_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    data = small_vlm.small_data(tmp_path / "data")
+    fields = {"pretrained.model": str(tmp_path / "model"), "dataset": str(data), "num_epochs": 1}
+    fields |= {"logdir": str(tmp_path), "train.beta": 0.1, "train.freeze_vision": False}
+    with pytest.raises(UserError, match="has 1 pictures, and its prompt as"):
+        answer_runs.run(**fields)
+    for split in ("train", "test"):
+        rows = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(8)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (data / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    session = answer_runs.run(**fields)
+    line = json.loads((session.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["train/first_update_ratio_dev"] <= 1e-5
+    assert line["train/grad_norm"] > 0
+    samples = answers(session)
+    own = [stock_logits(session.policy.model, session, s).log_softmax(-1) for s in samples]
+    own = [x.gather(-1, s.tokens[:, None])[:, 0] for x, s in zip(own, samples, strict=True)]
+    assert furthest(trained_log_probs(session, samples), own) < 1e-5

@@ -13,7 +13,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from flow_grpo.answer import export
-from flow_grpo.answer.prompts import load_processors
+from flow_grpo.answer.models import load_processors
 from flow_grpo.data.questions import load_questions
 from flow_grpo.errors import UserError
 from flow_grpo.run.export import Source

@@ -1,6 +1,9 @@
 """The losses of answers: gradients, aggregation, KL, GAE."""
 
 import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,18 +11,10 @@ import torch
 from torch import Tensor
 
 from flow_grpo.advantages import compute_advantages
-from flow_grpo.answer.losses import (
-    AGGREGATIONS,
-    DIVERGENCES,
-    KINDS,
-    Counts,
-    divergence,
-    generalized_advantages,
-    policy_loss,
-    token_rewards,
-    token_weights,
-    value_loss,
-)
+from flow_grpo.answer.credit import generalized_advantages, token_rewards
+from flow_grpo.answer.losses import AGGREGATIONS, DIVERGENCES, KINDS, build_loss
+from flow_grpo.answer.losses.base import Counts, divergence, token_weights, value_loss
+from flow_grpo.losses import PolicyLoss
 
 LENGTHS = torch.tensor([5, 2, 4, 1])
 MASK = torch.arange(5) < LENGTHS[:, None]
@@ -41,8 +36,12 @@ REFERENCE = OLD + numbers(2, 0.3)
 DUAL = 1.5
 
 
+def policy_loss(kind: str, *tensors: Tensor, dual_clip: float = 0.0) -> PolicyLoss:
+    return build_loss(kind, SimpleNamespace(dual_clip=dual_clip, **CLIP)).per_token(*tensors)
+
+
 def total(kind: str, aggregation: str, new: Tensor, dual: float = 0.0, kl: str = "") -> Tensor:
-    loss = policy_loss(kind, new, OLD, ADVANTAGES, MASK, dual_clip=dual, **CLIP).loss
+    loss = policy_loss(kind, new, OLD, ADVANTAGES, MASK, dual_clip=dual).loss
     return summed(loss, aggregation, new, kl)
 
 
@@ -116,16 +115,16 @@ def test_gradients_of_the_value_loss_equal_finite_differences():
 def test_dual_clip_bounds_the_loss_of_negative_advantages():
     far, old = torch.full((1, 1), 3.0), torch.zeros(1, 1)
     mask, negative = torch.ones(1, 1, dtype=torch.bool), -torch.ones(1, 1)
-    free = policy_loss("clip", far, old, negative, mask, **CLIP).loss
-    bound = policy_loss("clip", far, old, negative, mask, dual_clip=3.0, **CLIP).loss
+    free = policy_loss("clip", far, old, negative, mask).loss
+    bound = policy_loss("clip", far, old, negative, mask, dual_clip=3.0).loss
     assert free.item() == pytest.approx(np.exp(3.0))
     assert bound.item() == 3.0
-    positive = policy_loss("clip", far, old, -negative, mask, dual_clip=3.0, **CLIP).loss
+    positive = policy_loss("clip", far, old, -negative, mask, dual_clip=3.0).loss
     assert positive.item() == pytest.approx(-1.3)
 
 
 def test_gspo_has_one_ratio_for_an_answer_the_geometric_mean():
-    ratio = policy_loss("gspo", NEW, OLD, ADVANTAGES, MASK, **CLIP).ratio
+    ratio = policy_loss("gspo", NEW, OLD, ADVANTAGES, MASK).ratio
     for row, length in enumerate(LENGTHS):
         own = (NEW - OLD)[row, :length].mean().exp()
         assert torch.allclose(ratio[row, :length], own.expand(length))
@@ -139,7 +138,7 @@ def test_parts_of_an_update_add_up_to_the_whole(aggregation):
     for rows in ([0], [1, 2], [3]):
         longest = int(LENGTHS[rows].max())  # a part is padded to its own longest
         new, old, mask = (t[rows, :longest] for t in (NEW, OLD, MASK))
-        loss = policy_loss("clip", new, old, ADVANTAGES[rows], mask, **CLIP).loss
+        loss = policy_loss("clip", new, old, ADVANTAGES[rows], mask).loss
         parts.append((loss * token_weights(aggregation, mask, COUNTS, 8)).sum())
     assert torch.allclose(torch.stack(parts).sum(), whole, atol=1e-12)
 
@@ -224,7 +223,7 @@ def test_rloo_is_unbiased_on_a_policy_that_can_be_enumerated():
         new, own = log_probs()[three], mask[three]
         advantages = compute_advantages(rewards[three], np.zeros(3, dtype=int), estimator="rloo")
         credit = torch.from_numpy(advantages)[:, None]
-        loss = policy_loss("clip", new, new.detach(), credit, own, **CLIP).loss
+        loss = policy_loss("clip", new, new.detach(), credit, own).loss
         counts = Counts(tokens=float(own.sum()), answers=3.0)
         # a constant in place of the length, which would favour short answers
         loss = (loss * token_weights("constant", own, counts, max_new_tokens=1)).sum()
@@ -233,10 +232,19 @@ def test_rloo_is_unbiased_on_a_policy_that_can_be_enumerated():
     assert torch.allclose(estimate, exact, atol=1e-12)
 
 
+def test_the_example_of_the_docs_is_a_loss():
+    text = (Path(__file__).parents[1] / "docs/vlm.md").read_text("utf-8")
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], example := {"__name__": "capped"})
+    new = NEW.clone().requires_grad_()
+    loss = example["LOSS"].read(SimpleNamespace(**CLIP)).per_token(new, OLD, ADVANTAGES, MASK).loss
+    loss[MASK].sum().backward()
+    assert torch.allclose(new.grad, -(NEW - OLD).exp().clamp(max=1.3) * ADVANTAGES * MASK)
+
+
 def test_kinds_are_all_tried():
-    assert set(KINDS) == {"clip", "gspo", "cispo"}
+    assert {"clip", "gspo", "cispo"} <= set(KINDS)
     for call in (
-        lambda: policy_loss("ppo", NEW, OLD, ADVANTAGES, MASK, **CLIP),
+        lambda: policy_loss("ppo", NEW, OLD, ADVANTAGES, MASK),
         lambda: token_weights("mean", MASK, COUNTS, 8),
         lambda: divergence("k4", NEW, OLD),
     ):

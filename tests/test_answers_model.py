@@ -10,7 +10,7 @@ import small_vlm
 import torch
 from torch import Tensor
 
-from flow_grpo.answer.batches import Answer, micro_batches, packed
+from flow_grpo.answer.batches import Answer, joined, micro_batches, packed
 from flow_grpo.answer.decoding import choose
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.answer.policy import AnswerPolicy
@@ -147,9 +147,8 @@ def test_log_probs_are_those_of_transformers_own_forward(network, prompts, sampl
     for answer in answers(prompts, sampled):
         prompt = answer.prompt
         ids = torch.cat([prompt.ids, answer.tokens])[None]
-        extra = {}
-        if prompt.pixels is not None:
-            extra = {"pixel_values": prompt.pixels, "image_grid_thw": prompt.grids}
+        extra = joined(prompt.seen)
+        if extra:
             extra["mm_token_type_ids"] = (ids == small_vlm.IMAGE).int()
         with torch.no_grad():
             network.model.model.rope_deltas = None
@@ -180,7 +179,8 @@ def test_values_are_those_of_the_places_that_predict_the_tokens(network, prompts
 def test_pictures_matter(network, prompts, sampled):
     """Else all of the above would hold for a model that does not look."""
     own = answers(prompts, sampled)[2]
-    other = replace(own.prompt, pixels=-own.prompt.pixels)
+    seen = [{**picture, "pixel_values": -picture["pixel_values"]} for picture in own.prompt.seen]
+    other = replace(own.prompt, seen=seen)
     with torch.no_grad():
         seen, inverted = (
             log_probs(network, [Answer(0, p, own.tokens)]) for p in (own.prompt, other)

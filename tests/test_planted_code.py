@@ -11,8 +11,7 @@ from small_clip import clip_folder, refusal  # noqa: F401, a fixture
 from transformers import CLIPModel
 
 from flow_grpo.answer import export as answers_export
-from flow_grpo.answer.policy import load_model
-from flow_grpo.answer.prompts import load_processors
+from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.draw.export import export
 from flow_grpo.draw.models import check_model, load_adapter
 from flow_grpo.draw.models.inputs import Size

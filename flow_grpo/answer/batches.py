@@ -6,13 +6,15 @@ neither the prompt nor its pictures are computed again for every sample of a gro
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
+from flow_grpo.answer.models.base import Seen
 from flow_grpo.answer.prompts import Prompt
 
 PROMPT, PADDING = 0, -1  # segments of a row; answers are 1, 2, ...
@@ -24,19 +26,18 @@ class Inputs:
 
     input_ids: Tensor  # (B, S)
     segments: Tensor  # (B, S): PROMPT, PADDING or the number of an answer
-    position_ids: Tensor  # (3, B, S)
-    pixel_values: Tensor | None  # of the distinct pictures of all rows
-    image_grid_thw: Tensor | None  # of every place where a picture stands
-    shown: Tensor | None  # (places,): the number of the picture there
+    position_ids: Tensor  # (axes, B, S)
+    pictures: Seen  # the distinct ones of all rows, joined
+    shown: Tensor | None  # (places,): which of them stands in each place, in order of the first
 
     def to(self, device: torch.device) -> "Inputs":
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: t.to(device) for n, t in own.items() if t is not None})
-
-    def as_arguments(self) -> dict[str, Any]:
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        own.pop("shown")
-        return {"attention_mask": attention(own.pop("segments")), **own}
+        return Inputs(
+            self.input_ids.to(device),
+            self.segments.to(device),
+            self.position_ids.to(device),
+            {name: own.to(device) for name, own in self.pictures.items()},
+            None if self.shown is None else self.shown.to(device),
+        )
 
 
 @dataclass(frozen=True)
@@ -64,44 +65,30 @@ class PackedBatch:
 
 
 def left_padded(prompts: Sequence[Prompt], pad: int) -> Inputs:
-    longest = max(map(len, prompts))
-    rows = [
-        (
-            torch.cat([prompt.ids.new_full((longest - len(prompt),), pad), prompt.ids]),
-            torch.cat([prompt.positions.new_zeros(3, longest - len(prompt)), prompt.positions], 1),
-            torch.tensor([PADDING] * (longest - len(prompt)) + [PROMPT] * len(prompt)),
-        )
-        for prompt in prompts
-    ]
-    return _inputs(*(list(column) for column in zip(*rows, strict=True)), prompts)
+    rows = [(p.ids, p.positions, torch.full((len(p),), PROMPT)) for p in prompts]
+    return _inputs(rows, prompts, pad, left=True)
 
 
 def packed(answers: Sequence[Answer], pad: int) -> PackedBatch:
     """Answers to one question have to stand side by side."""
     groups = [list(group) for _, group in groupby(answers, lambda a: a.question)]
-    rows = [_packed_row(group) for group in groups]
-    longest = max(len(ids) for ids, *_ in rows)
-    most = max(len(answer.tokens) for answer in answers)
-    ids, positions, segments = [], [], []
-    for own_ids, own_positions, own_segments, _ in rows:
-        missing = longest - len(own_ids)
-        ids.append(torch.cat([own_ids, own_ids.new_full((missing,), pad)]))
-        positions.append(torch.cat([own_positions, own_positions.new_zeros(3, missing)], 1))
-        segments.append(torch.cat([own_segments, torch.full((missing,), PADDING)]))
-    columns = [column for *_, own in rows for column in own]
-    lengths = torch.tensor([len(answer.tokens) for answer in answers])
+    rows, columns = zip(*map(_packed_row, groups), strict=True)
+    lengths = [len(answer.tokens) for answer in answers]
     return PackedBatch(
-        inputs=_inputs(ids, positions, segments, [group[0].prompt for group in groups]),
+        inputs=_inputs(rows, [group[0].prompt for group in groups], pad),
         row=torch.tensor([i for i, group in enumerate(groups) for _ in group]),
-        column=torch.stack([_filled(column, most) for column in columns]),
-        tokens=torch.stack([_filled(answer.tokens, most) for answer in answers]),
-        mask=torch.arange(most) < lengths[:, None],
+        column=pad_sequence([column for own in columns for column in own], batch_first=True),
+        tokens=pad_sequence([answer.tokens for answer in answers], batch_first=True),
+        mask=torch.arange(max(lengths)) < torch.tensor(lengths)[:, None],
     )
 
 
-def _packed_row(group: Sequence[Answer]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Token ids, positions and segments of a prompt and its answers, and for each answer the
-    columns that predict it. The last token of an answer predicts nothing, and is not there."""
+Row = tuple[Tensor, Tensor, Tensor]  # token ids (S,), positions (axes, S), segments (S,)
+
+
+def _packed_row(group: Sequence[Answer]) -> tuple[Row, list[Tensor]]:
+    """A prompt and its answers, and for each answer the columns that predict it. The last token of
+    an answer predicts nothing, and is not there."""
     prompt = group[0].prompt
     ids, positions, segments = [prompt.ids], [prompt.positions], [PROMPT] * len(prompt)
     columns = []
@@ -110,41 +97,37 @@ def _packed_row(group: Sequence[Answer]) -> tuple[Tensor, Tensor, Tensor, list[T
         steps = torch.arange(count)
         columns.append(torch.cat([torch.tensor([len(prompt) - 1]), len(segments) + steps]))
         ids.append(answer.tokens[:-1])
-        positions.append((prompt.following + steps).expand(3, -1))
+        positions.append((prompt.following + steps).expand(len(prompt.positions), -1))
         segments += [number] * count
-    return torch.cat(ids), torch.cat(positions, 1), torch.tensor(segments), columns
+    return (torch.cat(ids), torch.cat(positions, 1), torch.tensor(segments)), columns
 
 
 def _inputs(
-    ids: list[Tensor], positions: list[Tensor], segments: list[Tensor], prompts: Sequence[Prompt]
+    rows: Sequence[Row], prompts: Sequence[Prompt], pad: int, *, left: bool = False
 ) -> Inputs:
-    pixels, grids, shown = _pictures(prompts)
+    """Rows padded to the longest, and their pictures."""
+    longest = max(len(ids) for ids, *_ in rows)
+
+    def column(number: int, value: int) -> list[Tensor]:
+        missing = [(row[number], longest - row[number].shape[-1]) for row in rows]
+        return [functional.pad(x, (n, 0) if left else (0, n), value=value) for x, n in missing]
+
+    places = [place for p in prompts for place in zip(p.sources, p.seen, strict=True)]
+    distinct = dict(reversed(places))  # the first of each
+    numbers = {source: n for n, source in enumerate(dict.fromkeys(s for s, _ in places))}
     return Inputs(
-        input_ids=torch.stack(ids),
-        segments=torch.stack(segments),
-        position_ids=torch.stack(positions, 1),
-        pixel_values=pixels,
-        image_grid_thw=grids,
-        shown=shown,
+        input_ids=torch.stack(column(0, pad)),
+        segments=torch.stack(column(2, PADDING)),
+        position_ids=torch.stack(column(1, 0), 1),
+        pictures=joined([distinct[source] for source in numbers]),
+        shown=torch.tensor([numbers[source] for source, _ in places]) if places else None,
     )
 
 
-def _pictures(prompts: Sequence[Prompt]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Pixels of the distinct pictures; the grid and the number of the picture of each place."""
-    patches, grids, shown, numbers = [], [], [], {}
-    for prompt in prompts:
-        if prompt.pixels is None:
-            continue
-        grids.append(prompt.grids)
-        pictures = prompt.pixels.split(prompt.grids.prod(-1).tolist())
-        for source, picture in zip(prompt.sources, pictures, strict=True):
-            if source not in numbers:
-                numbers[source] = len(numbers)
-                patches.append(picture)
-            shown.append(numbers[source])
-    if not shown:
-        return None, None, None
-    return torch.cat(patches), torch.cat(grids), torch.tensor(shown)
+def joined(pictures: Sequence[Seen]) -> Seen:
+    """Several pictures as the model takes them together."""
+    names = pictures[0] if pictures else ()
+    return {name: torch.cat([own[name] for own in pictures]) for name in names}
 
 
 def attention(segments: Tensor) -> Tensor:
@@ -154,10 +137,6 @@ def attention(segments: Tensor) -> Tensor:
     seen, sees = segments[:, None, :], segments[:, :, None]
     allowed = (place <= place[:, None]) & ((seen == PROMPT) | (seen == sees)) & (seen != PADDING)
     return (allowed | (place == place[:, None]))[:, None]
-
-
-def _filled(values: Tensor, length: int) -> Tensor:
-    return torch.cat([values, values.new_zeros(length - len(values))])
 
 
 def micro_batches(answers: Sequence[Answer], budget: int) -> Iterator[slice]:

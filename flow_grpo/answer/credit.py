@@ -8,15 +8,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flow_grpo.advantages import Estimator, Scale, compute_advantages
-from flow_grpo.answer.losses import (
-    Divergence,
-    divergence,
-    generalized_advantages,
-    importance_weights,
-    token_rewards,
-    whitened,
-)
+from flow_grpo.advantages import Estimator, Scale
+from flow_grpo.answer.losses import Divergence
+from flow_grpo.answer.losses.base import divergence, importance_weights
 from flow_grpo.answer.rollout import BASELINE, Rollout
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.distributed import gather_rows
@@ -61,7 +55,7 @@ def reweigh(
 
 
 def penalties(fixed: Mapping[int, Fixed], kind: Divergence, beta: float) -> dict[int, Tensor]:
-    """Of each token: what its reward loses for being far from the reference."""
+    """What the reward of each token loses for being far from the reference."""
     return {i: beta * divergence(kind, own.old, own.reference) for i, own in fixed.items()}
 
 
@@ -82,15 +76,7 @@ def answer_advantages(
         _, columns = gather_rows(accelerator, torch.tensor(index), {KL: sums})
         rewards, weights = {**rewards, KL: columns[KL].numpy()}, {**weights, KL: -1.0}
     scored = Scored(rewards, rollout.groups, weights, rollout.scores.get(BASELINE), judged)
-    return compute_advantages(
-        scored.counted,
-        scored.groups,
-        estimator=estimator,
-        scale=scale,
-        weights=scored.weights,
-        baseline=scored.baseline,
-        judged=scored.judged,
-    )
+    return scored.advantages(estimator, scale)
 
 
 def token_advantages(
@@ -122,3 +108,37 @@ def token_advantages(
     for own in fixed.values():
         if own.returns is not own.values:
             own.advantages = whitened(own.advantages, total)
+
+
+def token_rewards(rewards: Tensor, penalty: Tensor | None, mask: Tensor) -> Tensor:
+    """The reward (R,) of an answer comes with its last token; a penalty (R, T) with each."""
+    last = mask.sum(1) - 1
+    per_token = torch.zeros(mask.shape, dtype=rewards.dtype)
+    per_token[torch.arange(len(rewards)), last] = rewards
+    return per_token if penalty is None else per_token - torch.where(mask, penalty, 0.0)
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float, decay: float
+) -> tuple[Tensor, Tensor]:
+    """GAE (Schulman et al. 2016): advantages, and the returns that the values should have been.
+
+    After the last token of an answer there is nothing more to come.
+    """
+    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
+    following = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
+    surprise = rewards + discount * following - values
+    advantages, later = torch.zeros_like(values), values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        later = torch.where(mask[:, t], surprise[:, t] + discount * decay * later, 0.0)
+        advantages[:, t] = later
+    return advantages, advantages + values
+
+
+def whitened(values: Tensor, total: Tensor) -> Tensor:
+    """With mean 0 and variance 1 over all processes, whose count, sum and sum of squares are
+    `total` (3,)."""
+    count, first, second = total.tolist()
+    mean = first / count
+    deviation = max(second / count - mean**2, 0.0) ** 0.5
+    return (values - mean) / (deviation + 1e-8)

@@ -70,7 +70,7 @@ class FixedCache(Cache):
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Of one query per row. Heads that share keys are queries of one head, so that keys are read
+    """Attention of one query per row. Heads that share keys are queries of one head: keys are read
     once and not copied for each of them."""
     rows, heads, _, width = query.shape
     shared = query.view(rows, key.shape[1], -1, width)
@@ -203,11 +203,12 @@ class Step(nn.Module):
         # as attention adds it: given what is seen, every layer would make this of it
         seen = slots.seen[:rows, ..., :columns]
         mask = torch.zeros_like(seen, dtype=cache.dtype).masked_fill_(~seen, -torch.inf)
-        with one_query(self.network.model.model.language_model):
+        with one_query(self.network.model.get_decoder()):
+            positions = (slots.first[:rows] + slots.step).expand(self.network.family.axes, -1)
             hidden = self.network.forward_model(
+                positions[..., None],
                 input_ids=slots.token[:rows, None],
                 attention_mask=mask,
-                position_ids=(slots.first[:rows] + slots.step).expand(3, -1)[..., None],
                 past_key_values=cache,
                 use_cache=True,
             )

@@ -8,8 +8,7 @@ from peft import PeftModel
 from torch import nn
 from transformers.utils import cached_file
 
-from flow_grpo.answer.policy import load_model
-from flow_grpo.answer.prompts import load_processors
+from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.files import read_json
 from flow_grpo.rewards.loading import explained
 from flow_grpo.run.export import Source, refuse_existing, write_folder
@@ -42,7 +41,7 @@ def export(
     refuse_existing(out)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     merged = _merged(source, model, revision).to(dtype)
-    parts = load_processors(model, revision)
+    parts = [part for part in load_processors(model, revision) if part is not None]
 
     def fill(folder: Path) -> None:
         for part in (merged, *parts):

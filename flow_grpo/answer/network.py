@@ -1,8 +1,8 @@
 """The model being trained, and the log-probabilities of its tokens: one function for the policy
 that sampled, the one that is trained and the reference."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -12,55 +12,15 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
-from flow_grpo.answer.batches import PADDING, Inputs, PackedBatch
+from flow_grpo.answer.batches import PADDING, Inputs, PackedBatch, attention
+from flow_grpo.answer.models import family_of
 
-
-@contextmanager
-def each_once(tower: nn.Module, grids: Tensor | None, shown: Tensor | None) -> Iterator[None]:
-    """While the model runs on the pixels of distinct pictures only.
-
-    `grids` (places, 3) are those of every place, as the model counts their tokens, and `shown`
-    (places,) says which picture is there. Pictures are numbered as they first occur.
-    """
-    if shown is None or int(shown.max()) + 1 == len(shown):
-        yield
-        return
-    places = shown.tolist()
-    first = torch.tensor([places.index(number) for number in range(max(places) + 1)])
-    distinct = grids[first.to(grids.device)]
-    counts = (distinct.prod(-1) // tower.spatial_merge_size**2).tolist()
-
-    def see_less(_: nn.Module, pixels: tuple[Tensor], settings: dict[str, Any]) -> tuple:
-        return pixels, {**settings, "grid_thw": distinct}
-
-    def show(_: nn.Module, __: tuple[Tensor], seen: Any) -> Any:
-        def everywhere(features: Tensor) -> Tensor:
-            parts = features.split(counts)
-            return torch.cat([parts[number] for number in places])
-
-        seen.pooler_output = everywhere(seen.pooler_output)
-        if getattr(seen, "deepstack_features", None) is not None:  # Qwen3-VL's, of its layers
-            seen.deepstack_features = [everywhere(own) for own in seen.deepstack_features]
-        return seen
-
-    hooks = [
-        tower.register_forward_pre_hook(see_less, with_kwargs=True),
-        tower.register_forward_hook(show),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 LOGITS = 2**26  # of one chunk, in float32: 256 MiB
 SMALL_HEAD = 2**20  # weights, for which float64 costs next to nothing
 
 
 class AnswerModel(nn.Module):
-    """A vision-language model of transformers, with a value head where one is asked for."""
+    """A model of transformers, with a value head where one is asked for."""
 
     def __init__(
         self,
@@ -74,16 +34,15 @@ class AnswerModel(nn.Module):
         self.model = model
         self.temperature = temperature
         self.compute_dtype = compute_dtype
-        width = model.config.text_config.hidden_size
+        width = model.config.get_text_config().hidden_size
         self.value = nn.Linear(width, 1, dtype=torch.float32) if with_value else None
         if self.value is not None:
             nn.init.zeros_(self.value.weight)
             nn.init.zeros_(self.value.bias)
         if compute_dtype is not None:
             fuse_norms(model)
-        # a picture's token in an answer would ask for a picture that is not there
-        marks = [getattr(model.config, name, None) for name in MARKS]
-        self.banned = [mark for mark in marks if mark is not None]
+        self.family = family_of(model)
+        self.banned = self.family.banned
         self.in_step = False  # whether other processes wait for every layer of a forward
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
@@ -99,18 +58,25 @@ class AnswerModel(nn.Module):
 
     def hidden(self, inputs: Inputs, cache: Cache | None = None) -> Tensor:
         """Last hidden states (B, S, width); keys and values go to the `cache`."""
-        awaited = self._tower_is_awaited(inputs)
+        length, awaited = inputs.input_ids.shape[1], self._tower_is_awaited(inputs)
         if awaited:
             inputs = self._with_blank(inputs)
-        with each_once(self.model.model.visual, inputs.image_grid_thw, inputs.shown):
+        with self.family.looking(inputs.pictures, inputs.shown) as pictures:
             hidden = self.forward_model(
-                **inputs.as_arguments(), past_key_values=cache, use_cache=cache is not None
+                inputs.position_ids,
+                input_ids=inputs.input_ids,
+                attention_mask=attention(inputs.segments),
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **pictures,
             )
-        return hidden[:, :-1] if awaited else hidden
+        return hidden[:, :length] if awaited else hidden
 
-    def forward_model(self, **arguments) -> Tensor:
-        with self._cast(arguments["input_ids"].device):
-            return self.model.model(**arguments).last_hidden_state
+    def forward_model(self, positions: Tensor, **arguments: Any) -> Tensor:
+        """Last hidden states by what transformers takes; positions are (axes, B, S)."""
+        positions = positions if self.family.axes > 1 else positions[0]
+        with self._cast(positions.device):
+            return self.model.model(position_ids=positions, **arguments).last_hidden_state
 
     def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """(N,) of `tokens` after the hidden states (N, width), in chunks that fit in memory."""
@@ -118,7 +84,7 @@ class AnswerModel(nn.Module):
         def chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
             return self.log_probs(hidden).gather(-1, tokens[:, None])[:, 0]
 
-        size = max(1, LOGITS // self.model.config.text_config.vocab_size)
+        size = max(1, LOGITS // self.model.config.get_text_config().vocab_size)
         if len(hidden) <= size:
             return chunk(hidden, tokens)
         pairs = zip(hidden.split(size), tokens.split(size), strict=True)
@@ -149,25 +115,23 @@ class AnswerModel(nn.Module):
         """Whether the vision tower has to run though it has nothing to see: where it is trained,
         DDP waits for the gradient of every weight; where weights are sharded, processes that do
         have pictures wait for this one's part of the tower."""
-        if inputs.pixel_values is not None or not torch.is_grad_enabled():
+        tower = self.family.tower
+        if tower is None or inputs.shown is not None or not torch.is_grad_enabled():
             return False
-        return self.in_step or any(p.requires_grad for p in self.model.model.visual.parameters())
+        return self.in_step or any(p.requires_grad for p in tower.parameters())
 
     def _with_blank(self, inputs: Inputs) -> Inputs:
-        """With a blank picture of one token in a last column that nothing else sees."""
-        tower, rows = self.model.model.visual, len(inputs.input_ids)
-        ids = inputs.input_ids.new_zeros(rows, 1)
-        ids[0] = self.model.config.image_token_id
-        patch, side = tower.patch_embed, tower.spatial_merge_size
-        width = patch.in_channels * patch.temporal_patch_size * patch.patch_size**2
-        grid = torch.tensor([[1, side, side]], device=ids.device)
+        """The same, and a blank picture in last columns that nothing else sees."""
+        picture, device = self.family.blank(), inputs.input_ids.device
+        count = self.family.tokens_of(picture)
+        ids = inputs.input_ids.new_zeros(len(inputs.input_ids), count)
+        ids[0] = self.family.image_token
         return Inputs(
             input_ids=torch.cat([inputs.input_ids, ids], 1),
             segments=torch.cat([inputs.segments, torch.full_like(ids, PADDING)], 1),
-            position_ids=nn.functional.pad(inputs.position_ids, (0, 1)),
-            pixel_values=torch.zeros(side * side, width, device=ids.device),
-            image_grid_thw=grid,
-            shown=grid.new_zeros(1),
+            position_ids=nn.functional.pad(inputs.position_ids, (0, count)),
+            pictures={name: own.to(device) for name, own in picture.items()},
+            shown=ids.new_zeros(1),
         )
 
 

@@ -12,20 +12,14 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import AutoModelForImageTextToText
 
 from flow_grpo.answer.batches import PackedBatch
+from flow_grpo.answer.models import family_of
 from flow_grpo.answer.network import AnswerModel
-from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import explained
 from flow_grpo.run.distributed import filled, hold_with, hollow_copy, is_sharded
 from flow_grpo.run.policy import ADAPTER, BasePolicy, widen
 from flow_grpo.run.snapshot import Reference
-
-TOWER = "visual"
-# every linear layer, wherever the model keeps its layers
-LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-VISION = r".*visual.*\.(qkv|(gate_|up_|down_)?proj|(linear_)?fc[12]|mlp\.[02])"
 
 
 class AnswerPolicy(BasePolicy):
@@ -50,15 +44,18 @@ class AnswerPolicy(BasePolicy):
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        self._parts = parts  # tokenizer and image processor, saved with whole models
-        targets = LANGUAGE if freeze_vision else f"({LANGUAGE}|{VISION})"
+        # tokenizer and image processor, saved with whole models
+        self._parts = [part for part in parts if part is not None]
+        family = family_of(model)
+        targets = family.lora_targets(with_tower=not freeze_vision)
         lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)
         super().__init__(model, lora if use_lora else None, lora_path, seed)
         settings = {"temperature": temperature, "compute_dtype": compute_dtype}
         frozen, self._frozen = None, None
         if not use_lora:
             frozen = copy.deepcopy(model).requires_grad_(False) if with_reference else None
-            model.model.visual.requires_grad_(not freeze_vision)
+            if family.tower is not None:
+                family.tower.requires_grad_(not freeze_vision)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         widen(trained.values())
         if frozen is not None:
@@ -154,18 +151,3 @@ def only_multiplied(model: nn.Module) -> set[str]:
         for weight in layer.parameters(recurse=False)
     }
     return {name for name, weight in model.named_parameters() if weight not in others}
-
-
-def load_model(
-    source: str, device: torch.device, dtype: torch.dtype, revision: str = "main"
-) -> nn.Module:
-    with explained("pretrained.model", source, "a vision-language model"):
-        model = AutoModelForImageTextToText.from_pretrained(
-            source, dtype=dtype, revision=revision, trust_remote_code=False
-        )
-    if not hasattr(getattr(model, "model", None), TOWER):
-        raise UserError(
-            f"pretrained.model={source!r} is a {type(model).__name__}, and must be a Qwen2-VL, a "
-            "Qwen2.5-VL or a Qwen3-VL"
-        )
-    return model.to(device).eval()

@@ -1,24 +1,21 @@
-"""A question as the model reads it: its chat template, picture tokens and three-axis positions."""
+"""A question as the model reads it: its chat template, picture tokens and positions."""
 
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import cached_file
+from transformers import PreTrainedTokenizerBase
 
+from flow_grpo.answer.models import family_of
+from flow_grpo.answer.models.base import Seen
 from flow_grpo.data.questions import MARK, Question
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.files import read_json
 from flow_grpo.pictures import Picture, open_picture, read_picture
-from flow_grpo.rewards.loading import explained
 
 QUESTION = "{question}"
 MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take some hundreds
@@ -27,23 +24,18 @@ MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take
 @dataclass(frozen=True)
 class Prompt:
     ids: Tensor  # (P,)
-    positions: Tensor  # (3, P): time, height and width, all alike for text
+    positions: Tensor  # (axes, P)
     following: int  # the position of an answer's first token
-    pixels: Tensor | None  # (patches, values) of all its pictures
-    grids: Tensor | None  # (pictures, 3): patches in time, height and width
-    sources: tuple[Hashable, ...]  # of its pictures: one that is the same is the same picture
-    pictures: tuple[Image.Image, ...] = ()  # for an engine that makes its own patches
+    seen: tuple[Seen, ...] = ()  # its pictures, as the model takes them
+    sources: tuple[Hashable, ...] = ()  # one that is the same is the same picture
+    request: Any = None  # as an engine takes it that reads pictures by itself
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class PromptEncoder:
-    """The tokenizer and the image processor of a model.
-
-    Not `AutoProcessor`: Qwen's needs torchvision for videos. Pictures are resized with PIL, whether
-    or not torchvision is there, so that tokens and rewards are the same everywhere.
-    """
+    """The tokenizer and the image processor of a model, and what its family makes of both."""
 
     def __init__(
         self,
@@ -57,23 +49,15 @@ class PromptEncoder:
         if QUESTION not in question_format:
             raise UserError(f"question_format={question_format!r} must contain {QUESTION}")
         self.tokenizer, self.images = tokenizer, images
-        self.image_token: int = model.config.image_token_id
-        self.merge: int = model.config.vision_config.spatial_merge_size
-        self._rope_index = model.model.get_rope_index
+        self.family = family_of(model)
         self._system, self._format = system_prompt, question_format
 
     def encode(self, question: Question) -> Prompt:
         pictures = [read_picture(source, question.where) for source in question.images]
-        pixels, grids, counts = None, None, []
-        if pictures:
-            seen = self.images(images=pictures, return_tensors="pt")
-            pixels, grids = seen["pixel_values"], seen["image_grid_thw"]
-            counts = (grids.prod(-1) // self.merge**2).tolist()
-        ids = torch.tensor(self._expanded(question, counts))
-        kinds = (ids == self.image_token).int()[None]
-        positions, _ = self._rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)
-        positions = positions[:, 0]
-        return Prompt(ids, positions, int(positions.max()) + 1, pixels, grids, question.images)
+        seen = self.family.see(self.images, pictures) if pictures else []
+        ids = torch.tensor(self._expanded(question, [self.family.tokens_of(p) for p in seen]))
+        positions = self.family.positions(ids, seen)
+        return Prompt(ids, positions, int(positions.max()) + 1, tuple(seen), question.images)
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures alone."""
@@ -84,7 +68,7 @@ class PromptEncoder:
         with open_picture(source, where) as picture:
             width, height = picture.size
         try:
-            return self.images.get_number_of_image_patches(height, width, {}) // self.merge**2
+            return self.family.count_tokens(self.images, height, width)
         except ValueError as error:  # of a side that is many times the other
             raise UserError(
                 f"{where}: the model cannot see a picture of {width} x {height} pixels: "
@@ -111,19 +95,21 @@ class PromptEncoder:
 
     def _expanded(self, question: Question, counts: Sequence[int]) -> list[int]:
         """The token ids, each picture's placeholder repeated as often as it has tokens."""
-        ids = self._ids(question, len(counts))
-        if ids.count(self.image_token) != len(counts):
+        ids, mark = self.token_ids(question), self.family.image_token
+        if ids.count(mark) != len(counts):
             raise UserError(
                 f"{question.where} has {len(counts)} pictures, and its prompt as the chat template "
-                f"writes it has {ids.count(self.image_token)} places for them"
+                f"writes it has {ids.count(mark)} places for them"
             )
         left = iter(counts)
-        return [i for one in ids for i in [one] * (next(left) if one == self.image_token else 1)]
+        return [i for one in ids for i in [one] * (next(left) if one == mark else 1)]
 
-    def _ids(self, question: Question, pictures: int) -> list[int]:
+    def token_ids(self, question: Question) -> list[int]:
+        """The chat as its template writes it, with one placeholder for each picture."""
         system = question.system or self._system
         messages = [{"role": "system", "content": system}] if system else []
-        content = _content(self._format.replace(QUESTION, question.text), pictures, question.where)
+        text = self._format.replace(QUESTION, question.text)
+        content = _content(text, len(question.images), question.where)
         messages.append({"role": "user", "content": content})
         try:
             text = _write(self.tokenizer, messages)
@@ -166,31 +152,3 @@ def _content(text: str, pictures: int, where: str) -> list[dict[str, str]]:
     for part in rest:
         content += [picture, {"type": "text", "text": part}]
     return [part for part in content if part.get("text") != ""]
-
-
-def load_processors(
-    model: str, revision: str = "main", *, min_pixels: int = 0, max_pixels: int = 0
-) -> tuple[PreTrainedTokenizerBase, Any]:
-    """The tokenizer and the image processor of a folder or hub id; pictures are resized to so many
-    pixels, where a number is given."""
-    pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    pixels = {name: number for name, number in pixels.items() if number}
-    with explained("pretrained.model", model, "a vision-language model"):
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
-        images = AutoImageProcessor.from_pretrained(
-            model, revision=revision, backend="pil", trust_remote_code=False, **pixels
-        )
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = _template_of_processor(model, revision)
-    return tokenizer, images
-
-
-def _template_of_processor(model: str, revision: str) -> str:
-    """Of models that were published before tokenizers had one."""
-    try:
-        path = cached_file(model, "chat_template.json", revision=revision)
-        return read_json(Path(path))["chat_template"]
-    except (UserError, OSError, KeyError, TypeError) as error:
-        raise UserError(
-            f"pretrained.model={model!r} has no chat template; name a model that was tuned to chat"
-        ) from error

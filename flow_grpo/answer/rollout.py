@@ -60,7 +60,7 @@ class Rollout:
         return {n: v for n, v in self.scores.items() if n not in (BASELINE, LENGTH, ENDED)}
 
     def metrics(self) -> dict[str, float]:
-        """Of the lengths of answers, and of what dynamic sampling replaced."""
+        """Lengths of answers, and how many questions dynamic sampling replaced."""
         return {
             "answer/length": float(self.scores[LENGTH].mean()),
             "answer/length_max": float(self.scores[LENGTH].max()),
@@ -95,7 +95,7 @@ class Rollout:
         return np.flatnonzero(np.isin(self.groups, flat))
 
     def own(self, process: int, wanted: np.ndarray) -> list[int]:
-        """Those of the indices that a process samples: an equal share of each update."""
+        """Which of the wanted indices a process samples: an equal share of each update."""
         parts = np.arange(self.plan.samples)
         parts = parts.reshape(self.plan.updates_per_pass, self.plan.num_processes, -1)
         shares = parts[:, process].ravel()

@@ -12,9 +12,10 @@ from torch import nn
 
 from flow_grpo.answer.check import check
 from flow_grpo.answer.fields import GAE, VLLM, AnswerFields
+from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan
-from flow_grpo.answer.policy import AnswerPolicy, load_model
-from flow_grpo.answer.prompts import PromptEncoder, load_processors
+from flow_grpo.answer.policy import AnswerPolicy
+from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Answerer, reward_metadata
 from flow_grpo.answer.vllm_engine import build_answerer, check_platform
 from flow_grpo.config.trade import Unchecked
@@ -178,7 +179,7 @@ def _load(config: AnswerFields, accelerator: Accelerator) -> nn.Module:
 
 
 def _longest_prompt(config: AnswerFields, model: nn.Module) -> int:
-    positions = model.config.text_config.max_position_embeddings
+    positions = model.config.get_text_config().max_position_embeddings
     left = positions - config.sample.max_new_tokens
     if left < 1 or config.max_prompt_length > left:
         raise UserError(

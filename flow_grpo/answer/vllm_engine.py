@@ -5,9 +5,10 @@ is sent them when it wakes. vLLM is imported where it is used: most runs do with
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +19,7 @@ from peft.tuners import lora
 from PIL import Image
 from torch import Tensor, nn
 
-from flow_grpo.answer.prompts import Prompt, PromptEncoder
+from flow_grpo.answer.prompts import Prompt
 from flow_grpo.answer.rollout import Answerer, Sample
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError, first_line
@@ -38,7 +39,7 @@ ENVIRONMENT = {
 
 
 def check_platform(device: torch.device) -> None:
-    """Of the vLLM that is installed, before anything is loaded."""
+    """Refuse a vLLM that was built for another device, before anything is loaded."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are sent within the process
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -78,27 +79,27 @@ class VllmAnswerer(Answerer):
     def _send_weights(self) -> None:
         weights = {"weights_iterator": named_weights(self.policy.network.model)}
         self.engine.collective_rpc("reload_weights", kwargs=weights)
-        self.engine.apply_model(mend)
+        self.engine.apply_model(partial(mend, self.encoder.family.vllm_scratch))
         # what was computed with other weights
         self.engine.reset_prefix_cache()
         self.engine.llm_engine.reset_encoder_cache()
 
     def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
-        """With their pictures, which vLLM reads by itself."""
+        """Prompts with a request for vLLM, which repeats the placeholders of pictures by itself."""
         prompts = super().encode(questions, rows)
-        return {row: self._with_pictures(prompts[row], questions[row]) for row in prompts}
+        return {row: self._with_request(prompts[row], questions[row]) for row in prompts}
 
-    def _with_pictures(self, prompt: Prompt, question: Question) -> Prompt:
-        images, pictures = self.encoder.images, []
-        for source, (_, height, width) in zip(
-            question.images, [] if prompt.grids is None else prompt.grids.tolist(), strict=True
-        ):
+    def _with_request(self, prompt: Prompt, question: Question) -> Prompt:
+        encoder, pictures = self.encoder, []
+        for source, seen in zip(question.images, prompt.seen, strict=True):
             # Of the size that it ends up with, so that vLLM, which resizes in another way, has
             # nothing to resize.
-            size = (width * images.patch_size, height * images.patch_size)
+            size = encoder.family.size_of(encoder.images, seen)
             picture = read_picture(source, question.where)
-            pictures.append(picture.resize(size, Image.Resampling(int(images.resample))))
-        return replace(prompt, pictures=tuple(pictures))
+            pictures.append(picture.resize(size, Image.Resampling(int(encoder.images.resample))))
+        request = {"prompt_token_ids": encoder.token_ids(question)}
+        shown = {"multi_modal_data": {"image": pictures}} if pictures else {}
+        return replace(prompt, request={**request, **shown})
 
     def answer(
         self,
@@ -110,7 +111,7 @@ class VllmAnswerer(Answerer):
 
         seeds = [None] * len(rows) if generators is None else [g.initial_seed() for g in generators]
         params = [SamplingParams(**self.settings(seed)) for seed in seeds]
-        requests = [request(prompts[row], self.encoder) for row in rows]
+        requests = [prompts[row].request for row in rows]
         outputs = self.engine.generate(requests, params, use_tqdm=False)
         return [
             self._sample(row, prompts[row], output)
@@ -118,7 +119,7 @@ class VllmAnswerer(Answerer):
         ]
 
     def settings(self, seed: int | None) -> dict[str, Any]:
-        """Of a sample, which has a seed, or of the greedy answer."""
+        """How vLLM samples: with a seed, or the greedy answer without one."""
         return {
             "temperature": 0.0 if seed is None else self.policy.network.temperature,
             "seed": seed,
@@ -144,23 +145,6 @@ class VllmAnswerer(Answerer):
         ended = chosen.finish_reason == "stop"
         text = self.encoder.decode(tokens)
         return Sample(row, torch.tensor(tokens), torch.tensor(log_probs), ended, text)
-
-
-def request(prompt: Prompt, encoder: PromptEncoder) -> dict[str, Any]:
-    """A prompt for vLLM, which repeats the placeholders of pictures by itself."""
-    counts = [] if prompt.grids is None else (prompt.grids.prod(-1) // encoder.merge**2).tolist()
-    ids = unexpanded(prompt.ids.tolist(), encoder.image_token, counts)
-    pictures = {"multi_modal_data": {"image": list(prompt.pictures)}} if prompt.pictures else {}
-    return {"prompt_token_ids": ids, **pictures}
-
-
-def unexpanded(ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
-    """Token ids with one placeholder for each picture, in place of as many as it has tokens."""
-    short, left, place = [], iter(counts), 0
-    while place < len(ids):
-        short.append(ids[place])
-        place += next(left) if ids[place] == image_token else 1
-    return short
 
 
 @torch.no_grad()
@@ -189,14 +173,14 @@ def _with_lora(layer: lora.LoraLayer, weight: Tensor) -> Tensor:
     return narrowed(total, weight.dtype)
 
 
-def mend(model: nn.Module) -> None:
-    """What vLLM's own reloading of weights leaves behind."""
+def mend(scratch: str, model: nn.Module) -> None:
+    """What vLLM's own reloading of weights leaves behind. `scratch` names lists of tensors that are
+    0 where there is no picture: neither weights nor buffers, so after a sleep they hold anything.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
-        # Qwen3-VL's sums for its first layers, 0 where there is no picture: neither weights nor
-        # buffers, so what they hold after a sleep is anything.
-        for sums in getattr(module, "deepstack_input_embeds", None) or ():
+        for sums in (getattr(module, scratch, None) if scratch else None) or ():
             sums.zero_()
         # A head that is tied to the embedding is not loaded, and on a CPU it has a packed copy.
         if isinstance(module, ParallelLMHead):
@@ -271,8 +255,10 @@ def engine_files(source: str, revision: str, ours: Answerer) -> TemporaryDirecto
     for pattern in WEIGHT_FILES:
         for path in root.glob(pattern):
             (folder / path.name).symlink_to(path.resolve())
-    for part in (ours.policy.network.model.config, ours.encoder.tokenizer, ours.encoder.images):
-        part.save_pretrained(folder)
+    encoder = ours.encoder
+    for part in (ours.policy.network.model.config, encoder.tokenizer, encoder.images):
+        if part is not None:
+            part.save_pretrained(folder)
     # asked for by vLLM, though nothing is a video
     (folder / "video_preprocessor_config.json").write_text("{}", encoding="utf-8")
     return files

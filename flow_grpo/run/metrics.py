@@ -13,12 +13,66 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from flow_grpo.advantages import Estimator, Scale, compute_advantages
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.distributed import whole
 
 # 0 for samples that were left out. Their KL is not: where it is logged, it is of the others.
 LOSSES = ("loss", "policy_loss")
 NAMES = {"ratio": "ratio_mean"}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of all samples of an epoch, on all processes."""
+
+    # (N,) each, NaN where there is no score, -inf where none was asked; some have no weight
+    rewards: Mapping[str, np.ndarray]
+    groups: np.ndarray  # (N,)
+    weights: Mapping[str, float]
+    baseline: np.ndarray | None = None  # (N,), of a sample without noise of the same prompt
+    judged: Collection[str] = ()  # rewards that are shares of wins within the group
+
+    @property
+    def counted(self) -> dict[str, np.ndarray]:
+        """The rewards that have a weight. Where a prompt did not ask for one, all its samples get
+        the same: the mean of the others, so that no prompt stands out among prompts for it. A
+        baseline knows nothing of that, and takes 0."""
+
+        def counted(values: np.ndarray) -> np.ndarray:
+            asked = values[np.isfinite(values)]
+            filling = asked.mean() if len(asked) and self.baseline is None else 0.0
+            return np.where(np.isneginf(values), filling, values)
+
+        return {name: counted(self.rewards[name]) for name in self.weights}
+
+    @property
+    def total(self) -> np.ndarray:
+        return sum(self.weights[name] * values for name, values in self.counted.items())
+
+    def advantages(self, estimator: Estimator, scale: Scale) -> np.ndarray:
+        """(N,); 0 where there is no score."""
+        return compute_advantages(
+            self.counted,
+            self.groups,
+            estimator=estimator,
+            scale=scale,
+            weights=self.weights,
+            baseline=self.baseline,
+            judged=self.judged,
+        )
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`columns` are logged as train/NAME, averaged over samples; "ratio" also with its extremes."""
+
+    per_sample: Tensor  # (B,), with gradient; its mean over the samples of an update is the loss
+    columns: Mapping[str, Tensor]  # (B,) each
+
+    def of_none(self) -> "Loss":
+        """The same columns, for no sample."""
+        return Loss(self.per_sample[:0], {name: own[:0] for name, own in self.columns.items()})
 
 
 def mean_of_scored(values: np.ndarray) -> float:
@@ -57,47 +111,6 @@ def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[s
         "reward/std_within_group": mean_of_scored(np.array([np.std(r) for r in by_group])),
         "reward/zero_std_ratio": mean_of_scored(np.array([np.ptp(r) == 0.0 for r in by_group])),
     }
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The rewards of all samples of an epoch, on all processes."""
-
-    # (N,) each, NaN where there is no score, -inf where none was asked; some have no weight
-    rewards: Mapping[str, np.ndarray]
-    groups: np.ndarray  # (N,)
-    weights: Mapping[str, float]
-    baseline: np.ndarray | None = None  # (N,), of a sample without noise of the same prompt
-    judged: Collection[str] = ()  # rewards that are shares of wins within the group
-
-    @property
-    def counted(self) -> dict[str, np.ndarray]:
-        """The rewards that have a weight. Where a prompt did not ask for one, all its samples get
-        the same: the mean of the others, so that no prompt stands out among prompts for it. A
-        baseline knows nothing of that, and takes 0."""
-
-        def counted(values: np.ndarray) -> np.ndarray:
-            asked = values[np.isfinite(values)]
-            filling = asked.mean() if len(asked) and self.baseline is None else 0.0
-            return np.where(np.isneginf(values), filling, values)
-
-        return {name: counted(self.rewards[name]) for name in self.weights}
-
-    @property
-    def total(self) -> np.ndarray:
-        return sum(self.weights[name] * values for name, values in self.counted.items())
-
-
-@dataclass(frozen=True)
-class Loss:
-    """`columns` are logged as train/NAME, averaged over samples; "ratio" also with its extremes."""
-
-    per_sample: Tensor  # (B,), with gradient; its mean over the samples of an update is the loss
-    columns: Mapping[str, Tensor]  # (B,) each
-
-    def of_none(self) -> "Loss":
-        """The same columns, for no sample."""
-        return Loss(self.per_sample[:0], {name: own[:0] for name, own in self.columns.items()})
 
 
 class TrainingStats:

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from flow_grpo.answer.losses import KINDS
+
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
@@ -47,7 +49,7 @@ def test_answers_are_shown_with_their_pictures(short):
 def test_a_mistake_is_one_line(short):
     run, _ = short
     for fields, told in (
-        ({"train__loss": "ppo"}, "train.loss='ppo' must be one of 'clip', 'gspo', 'cispo'"),
+        ({"train__loss": "ppo"}, f"train.loss='ppo' must be one of {', '.join(map(repr, KINDS))}"),
         ({"dataset": "nowhere"}, "no questions at nowhere"),
         ({"pretrained__model": "assets/tiny-sd3"}, "assets/tiny-sd3' cannot be loaded as a vision"),
     ):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.answer.batches import packed
-from flow_grpo.answer.policy import AnswerPolicy, load_model
+from flow_grpo.answer.models import load_model
+from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.rollout import Answerer, Rollout, Sample
 from flow_grpo.answer.vllm_engine import VllmAnswerer, build_answerer
 from flow_grpo.data.seeding import sample_generators

@@ -27,7 +27,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 from untrained.answering import MARKS, SHAPES, build
 
-from flow_grpo.answer.policy import LANGUAGE
+from flow_grpo.answer.models.qwen_vl import QwenVL
 
 SPECIAL = {
     "<|endoftext|>": 151643,
@@ -144,7 +144,7 @@ def main() -> None:
             args=config,
             train_dataset=build_data(args.answers // args.group, args.text_tokens, args.side),
             processing_class=build_processor(),
-            peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=LANGUAGE),
+            peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=QwenVL.layers),
         )
         trainer.train()
     sampling, training = trainer.spent["sample"][-1], sum(trainer.spent["step"][-steps:])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flow_grpo.advantages import Estimator, Scale, compute_advantages
+from flow_grpo.advantages import Estimator, Scale
 from flow_grpo.draw.rollout import Trajectory
 from flow_grpo.losses import adapted_weight
 from flow_grpo.run.metrics import Loss, Scored
@@ -130,15 +130,7 @@ class Algorithm:
 
     def credit(self, scored: Scored) -> np.ndarray:
         """(N,); 0 where there is no score."""
-        return compute_advantages(
-            scored.counted,
-            scored.groups,
-            estimator=self.setup.estimator,
-            scale=self.setup.scale,
-            weights=scored.weights,
-            baseline=scored.baseline,
-            judged=scored.judged,
-        )
+        return scored.advantages(self.setup.estimator, self.setup.scale)
 
     @property
     def trained_samples(self) -> int:

@@ -1,0 +1,113 @@
+"""What the loop asks of a loss of answers, and what all of them share.
+
+A new loss is a new file in this folder, which ends with `LOSS = ...`. Tensors are (R, T): R answers
+of up to T tokens, and a mask that says which tokens are there; advantages may be (R, 1), one for
+all tokens of an answer.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from flow_grpo.answer.losses import AGGREGATIONS, DIVERGENCES, Aggregation, Divergence
+from flow_grpo.losses import PolicyLoss
+
+
+@dataclass(frozen=True)
+class AnswerLoss:
+    """A policy loss. Its fields are the settings that it reads, under their names in `train`."""
+
+    @classmethod
+    def read(cls, settings: Any) -> Self:
+        return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
+
+    @property
+    def trust(self) -> float | None:
+        """How far a ratio may be from 1 until a clip acts, where there is one."""
+        return None
+
+    def per_token(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+    ) -> PolicyLoss:
+        """The loss of every token; old log-probabilities are of the policy that sampled. Where
+        there is no token, anything finite whose gradient is 0 once it is multiplied by 0."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ClippedLoss(AnswerLoss):
+    """A loss that trusts ratios from 1 - clip_low to 1 + clip_high."""
+
+    clip_low: float
+    clip_high: float
+
+    @property
+    def trust(self) -> float:
+        return min(self.clip_low, self.clip_high)
+
+
+def log_ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Logarithms of every token's ratio; 0 where there is no token."""
+    return torch.where(mask, log_probs - old_log_probs, 0.0)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much an update trains, over all processes."""
+
+    tokens: float
+    answers: float
+
+
+def token_weights(
+    aggregation: Aggregation, mask: Tensor, counts: Counts, max_new_tokens: int
+) -> Tensor:
+    """The weights (R, T) by which losses of tokens are summed; 0 where there is no token.
+
+    token     all tokens of the update count alike, so long answers count more
+    sequence  all answers count alike
+    constant  tokens count alike, whatever the lengths of answers are now (Dr. GRPO)
+    """
+    if aggregation == "token":
+        return mask / counts.tokens
+    if aggregation == "sequence":
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / counts.answers
+    if aggregation == "constant":
+        return mask / (counts.answers * max_new_tokens)
+    known = ", ".join(AGGREGATIONS)
+    raise ValueError(f"unknown aggregation {aggregation!r}; choose one of {known}")
+
+
+def importance_weights(old_log_probs: Tensor, sampled: Tensor, cap: float) -> Tensor:
+    """By how much the policy makes a token likelier than the engine that sampled it did, at most
+    `cap` (truncated importance sampling, Yao et al. 2025); 1 without a cap.
+
+    A mean over the engine's tokens with these weights is one over the policy's own, as far as no
+    weight is held at the cap.
+    """
+    if not cap:
+        return torch.ones_like(old_log_probs)
+    return (old_log_probs - sampled).exp().clamp(max=cap).detach()
+
+
+def divergence(kind: Divergence, log_probs: Tensor, reference: Tensor) -> Tensor:
+    """Estimates of KL(policy, reference) from one sampled token each: k1 is unbiased, k3 too and
+    never negative; the gradient of k2 is unbiased. (That of k1 is 0 on average: it is for the
+    reward.)"""
+    difference = log_probs - reference
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return 0.5 * difference**2
+    if kind == "k3":
+        return torch.exp(-difference) + difference - 1
+    raise ValueError(f"unknown KL {kind!r}; choose one of {', '.join(DIVERGENCES)}")
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """PPO's, of every token; values that moved further than `clip` from the old ones gain
+    nothing."""
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    return 0.5 * torch.maximum((values - returns) ** 2, (held - returns) ** 2)

@@ -1,0 +1,81 @@
+"""What the trainer asks of a family of models that answer. A new one is a new file in this folder.
+
+The defaults are those of a causal language model of transformers that reads text alone: no vision
+tower, no picture tokens, positions of one axis.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+# A picture as its model takes it: tensors by the names of the forward's arguments, whose first
+# dimensions are joined for several pictures.
+Seen = dict[str, Tensor]
+FAMILIES: dict[str, type["Family"]] = {}  # by the `model_type` of a config
+
+
+class Family:
+    """What is known of `model` beyond what all models of transformers have."""
+
+    names: ClassVar[dict[str, str]] = {}  # what people call it, by the `model_type` of its config
+    loader: ClassVar[Any] = AutoModelForCausalLM
+    image_loader: ClassVar[Any] = None  # of the image processor, where there is one
+    axes: ClassVar[int] = 1  # of positions
+    # linear layers that LoRA is put on, as regular expressions
+    layers: ClassVar[str] = r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+    tower_layers: ClassVar[str] = ""
+    # lists of tensors in vLLM's model that are to be 0 and are anything after it slept
+    vllm_scratch: ClassVar[str] = ""
+
+    tower: nn.Module | None = None  # that sees pictures
+    # The placeholder of a picture, which the chat template writes once for each, and a prompt
+    # repeats as often as the picture has tokens.
+    image_token: int | None = None
+    banned: Sequence[int] = ()  # tokens that no answer may contain
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        FAMILIES.update(dict.fromkeys(cls.names, cls))
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def lora_targets(self, with_tower: bool) -> str:
+        both = with_tower and self.tower_layers
+        return f"({self.layers}|{self.tower_layers})" if both else self.layers
+
+    def positions(self, ids: Tensor, pictures: Sequence[Seen]) -> Tensor:
+        """(axes, P) of a prompt's tokens (P,). After them an answer counts on, on all axes alike,
+        from the largest."""
+        return torch.arange(len(ids))[None]
+
+    def count_tokens(self, processor: Any, height: int, width: int) -> int:
+        """How many tokens a picture of this size has; a ValueError where it cannot be seen."""
+        return 0
+
+    # A model without a tower is asked for none of these.
+
+    def see(self, processor: Any, pictures: Sequence[Image.Image]) -> list[Seen]:
+        raise NotImplementedError
+
+    def tokens_of(self, picture: Seen) -> int:
+        raise NotImplementedError
+
+    def size_of(self, processor: Any, picture: Seen) -> tuple[int, int]:
+        """Width and height that it was resized to, in pixels."""
+        raise NotImplementedError
+
+    def blank(self) -> Seen:
+        """A small picture of nothing, for a tower that has to run and has nothing to see."""
+        raise NotImplementedError
+
+    @contextmanager
+    def looking(self, pictures: Seen, shown: Tensor | None) -> Iterator[Seen]:
+        """What the forward takes while this is entered, for the tower to see each of the distinct
+        pictures once, though `shown` (places,) says which one stands in each place."""
+        yield {}
