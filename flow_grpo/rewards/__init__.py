@@ -3,6 +3,7 @@
 This module stays light: scorers are imported when they are built.
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
