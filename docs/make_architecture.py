@@ -55,7 +55,7 @@ def room(module: str) -> str | None:
         return "maths"
     if name in BASICS:
         return "basics"
-    return name or "api"
+    return "api" if name in ("", "__init__") else name
 
 
 def arrows() -> dict[str, set[str]]:

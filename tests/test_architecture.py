@@ -39,7 +39,7 @@ def test_every_room_imports_from_rooms_below_alone():
 
 def test_there_is_no_other_room():
     rooms = {room(f"flow_grpo.{path.stem}") for path in (ROOT / "flow_grpo").iterdir()}
-    assert {*rooms, "scripts", "reward_server"} - {None, "__init__", "__pycache__"} <= {*ROOMS}
+    assert {*rooms, "scripts", "reward_server"} - {None, "__pycache__"} <= {*ROOMS}
 
 
 @pytest.mark.parametrize(("way", "stop"), STOPS)
