@@ -26,6 +26,7 @@ from flow_grpo.draw import dry
 from flow_grpo.draw.algorithms import Batch
 from flow_grpo.draw.algorithms.base import with_gradient
 from flow_grpo.draw.evaluation import evaluate
+from flow_grpo.draw.plan import lighter_evaluation, lighter_training
 from flow_grpo.draw.results import write_training_samples
 from flow_grpo.draw.rollout import (
     Denoiser,
@@ -34,14 +35,7 @@ from flow_grpo.draw.rollout import (
     group_generators,
     initial_noise,
 )
-from flow_grpo.draw.session import (
-    Session,
-    build_dynamics,
-    build_session,
-    image_size,
-    lighter_evaluation,
-    lighter_training,
-)
+from flow_grpo.draw.session import Session, build_dynamics, build_session, image_size
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.run.building import advice_when_short
 from flow_grpo.run.distributed import accumulated, gather_scores

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flow_grpo.draw import presets
-from flow_grpo.draw.plan import BatchPlan, largest_divisor
-from flow_grpo.draw.session import lighter_evaluation, lighter_training
+from flow_grpo.draw.plan import BatchPlan, largest_divisor, lighter_evaluation, lighter_training
 from flow_grpo.errors import OutOfMemory, UserError
 from flow_grpo.run.building import advice_when_short
 

@@ -11,8 +11,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from flow_grpo.draw.check import check
-from flow_grpo.draw.plan import BatchPlan
-from flow_grpo.draw.session import Session, build_algorithm, build_session, lighter_training
+from flow_grpo.draw.plan import BatchPlan, lighter_training
+from flow_grpo.draw.session import Session, build_algorithm, build_session
 from flow_grpo.errors import UserError
 from flow_grpo.run.metrics import Scored, now
 from flow_grpo.run.rehearsal import (

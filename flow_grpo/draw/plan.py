@@ -2,6 +2,8 @@
 
 from dataclasses import Field, dataclass, field, fields, replace
 
+from ml_collections import ConfigDict
+
 from flow_grpo.errors import UserError
 from flow_grpo.run.session import Plan
 
@@ -135,3 +137,31 @@ class BatchPlan(Plan):
             f" x {p.accumulation_steps} accumulated x {p.num_processes} processes,"
             f" each over {p.trained_steps} steps",
         }
+
+
+def lighter_settings(config: ConfigDict) -> list[str]:
+    """Options that need less memory, of those that the run has not yet."""
+    on = {
+        "train.gradient_checkpointing": config.train.gradient_checkpointing,
+        "offload_idle": config.offload_idle,
+    }
+    return [f"--config.{name}=True" for name, is_on in on.items() if not is_on]
+
+
+def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:
+    smaller = plan.in_smaller_batches()
+    batches = [f"{plan.options_for(smaller)} (the same epoch, smaller batches)"] if smaller else []
+    # compiled code samples with the memory of training
+    larger = config.compile and plan.sample_batch_size > plan.train_batch_size
+    return [
+        *batches,
+        *lighter_settings(config),
+        *["--config.compile=False"] * larger,
+        *["--config.sample.merge_lora=False"] * config.sample.merge_lora,
+    ]
+
+
+def lighter_evaluation(config: ConfigDict) -> list[str]:
+    size = config.sample.test_batch_size
+    batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
+    return batches + lighter_settings(config)

@@ -28,7 +28,7 @@ from flow_grpo.draw.check import (
     unusual,
 )
 from flow_grpo.draw.models import ModelAdapter, Size, check_model, find_adapter, load_adapter
-from flow_grpo.draw.plan import BatchPlan
+from flow_grpo.draw.plan import BatchPlan, lighter_settings
 from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.draw.rollout import Dynamics
@@ -301,31 +301,3 @@ def build_algorithm(config: ConfigDict) -> Algorithm:
         raise UserError(str(error)) from error
     check_void(config, algorithm)
     return algorithm
-
-
-def lighter_settings(config: ConfigDict) -> list[str]:
-    """Options that need less memory, of those that the run has not yet."""
-    on = {
-        "train.gradient_checkpointing": config.train.gradient_checkpointing,
-        "offload_idle": config.offload_idle,
-    }
-    return [f"--config.{name}=True" for name, is_on in on.items() if not is_on]
-
-
-def lighter_training(config: ConfigDict, plan: BatchPlan) -> list[str]:
-    smaller = plan.in_smaller_batches()
-    batches = [f"{plan.options_for(smaller)} (the same epoch, smaller batches)"] if smaller else []
-    # compiled code samples with the memory of training
-    larger = config.compile and plan.sample_batch_size > plan.train_batch_size
-    return [
-        *batches,
-        *lighter_settings(config),
-        *["--config.compile=False"] * larger,
-        *["--config.sample.merge_lora=False"] * config.sample.merge_lora,
-    ]
-
-
-def lighter_evaluation(config: ConfigDict) -> list[str]:
-    size = config.sample.test_batch_size
-    batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
-    return batches + lighter_settings(config)
