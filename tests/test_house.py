@@ -15,11 +15,6 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "flow_grpo").rglob("*.py"))
 }
-# settings of both trades that still live in one
-SHARED_FIELDS = {
-    ("flow_grpo.answer.check", "flow_grpo.draw.check"),
-    ("flow_grpo.answer.fields", "flow_grpo.draw.fields"),
-}
 PURE = ("sde", "advantages", "windows", "losses")
 
 
@@ -45,20 +40,6 @@ def test_no_module_imports_itself_on_the_way():
 def test_the_maths_imports_nothing_of_ours():
     for name in PURE:
         assert not list(imports_of(FILES[f"flow_grpo.{name}"])), name
-
-
-def test_neither_trade_imports_the_other_and_what_both_share_imports_neither():
-    """Not in functions either."""
-    apart = {"draw": ("answer",), "answer": ("draw",), "run": ("draw", "answer")}
-    found = {
-        (name, node.module)
-        for name, path in FILES.items()
-        for other in apart.get((*name.split("."), "")[1], ())
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module
-        if f"{node.module}.".startswith(f"flow_grpo.{other}.")
-    }
-    assert not found - SHARED_FIELDS
 
 
 def test_the_loop_names_no_algorithm_and_no_model():

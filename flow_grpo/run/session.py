@@ -98,7 +98,7 @@ class BaseSession:
         on_all_or_none(self.accelerator, lambda: self.lock and self.lock.check())
 
     def bar(self, items: Iterable, name: str, total: int | None = None) -> Iterable:
-        return progress_bar(items, name, self.accelerator.is_main_process, total)
+        return progress_bar(items, name, total, shown=self.accelerator.is_main_process)
 
 
 AnySession = TypeVar("AnySession", bound=BaseSession)
