@@ -38,7 +38,6 @@ from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.models import ADAPTERS, ModelAdapter, find_adapter
 from flow_grpo.draw.plan import lighter_training
 from flow_grpo.draw.session import (
-    DTYPES,
     Session,
     build_adapter,
     build_algorithm,
@@ -46,7 +45,7 @@ from flow_grpo.draw.session import (
     image_size,
 )
 from flow_grpo.errors import UserError, nearest
-from flow_grpo.run.building import advice_when_short
+from flow_grpo.run.building import DTYPES, advice_when_short
 from flow_grpo.run.metrics import peak_memory_gb
 
 MODEL = flags.DEFINE_string(

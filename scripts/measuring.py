@@ -18,7 +18,7 @@ from diffusers import AutoModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.draw.models import ModelAdapter, Size, find_adapter
-from flow_grpo.draw.models.inputs import Texts
+from flow_grpo.draw.models.inputs import Inputs
 from flow_grpo.errors import UserError
 from flow_grpo.run.metrics import now
 from flow_grpo.show.console import table
@@ -70,7 +70,7 @@ class TimedReward:
         return np.random.default_rng(0).random(len(images)).tolist()
 
 
-def forward_tflop(adapter: ModelAdapter, size: Size, texts: Texts) -> float:
+def forward_tflop(adapter: ModelAdapter, size: Size, texts: Inputs) -> float:
     """Of one forward of one sample, in 1e12 multiplications and additions, LoRA not counted;
     `texts` are those of one sample."""
     model = adapter.transformer

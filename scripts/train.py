@@ -43,12 +43,12 @@ from flow_grpo.run.distributed import accumulated, gather_scores
 from flow_grpo.run.metrics import Scored, Timer, TrainingStats, peak_memory_gb, reward_metrics
 from flow_grpo.run.session import (
     carry_out,
-    check_training,
     evaluation_metrics,
     finish_epoch,
     is_due,
     stop_at_outage,
     take_update,
+    training_metrics,
     write_samples,
 )
 from flow_grpo.speed.transfer import send
@@ -272,14 +272,13 @@ def train_epoch(
                 accelerator.backward(loss.per_sample.sum() * share)
                 stats.add(loss, on_policy=session.progress.step == sampled_at)
             take_update(session, stats)
-    metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
+    metrics = training_metrics(session, stats)
     if algorithm.trust:
         metrics["train/clip_range"] = algorithm.trust
     if starts := [s.trajectory.steps[0] for s in samples if s.trajectory.steps]:
         metrics["train/noisy_from"] = min(starts)
     if session.stale is not None:
         metrics["train/staleness"] = staleness
-    check_training(session, metrics)
     return metrics
 
 

@@ -41,12 +41,12 @@ from flow_grpo.run.distributed import accumulated, gather_scores, in_step, is_sh
 from flow_grpo.run.metrics import Loss, Timer, TrainingStats, peak_memory_gb, reward_metrics
 from flow_grpo.run.session import (
     carry_out,
-    check_training,
     evaluation_metrics,
     finish_epoch,
     is_due,
     stop_at_outage,
     take_update,
+    training_metrics,
 )
 
 logger = logging.getLogger("flow_grpo")
@@ -228,9 +228,8 @@ def train_epoch(
                 loss = loss if counted else loss.of_none()
                 stats.add(loss, on_policy=session.progress.step == sampled_at)
             take_update(session, stats)
-    metrics = {**stats.metrics(accelerator), "train/lr": session.optimizer.param_groups[0]["lr"]}
+    metrics = training_metrics(session, stats)
     metrics["train/clip_range"] = min(config.train.clip_low, config.train.clip_high)
-    check_training(session, metrics)
     return metrics
 
 

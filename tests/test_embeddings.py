@@ -49,7 +49,7 @@ def by_text(adapter: SD3Adapter, texts: list[str], negative: list[str] | None = 
     rows = [*batch.positive, *([] if negative is None else batch.negative)]
     every = [*texts, *(negative or [])]
     return {
-        t: (batch.texts["embeds"][i], batch.texts["pooled"][i])
+        t: (batch.inputs["embeds"][i], batch.inputs["pooled"][i])
         for t, i in zip(every, rows, strict=True)
     }
 
@@ -340,7 +340,9 @@ def test_encoders_and_vae_are_on_the_device_while_they_work_only(tiny_sd3, place
     assert during == [ENCODING, ENCODING, DECODING]  # a text at a time
 
     plain = load_adapter(str(tiny_sd3), max_sequence_length=8)
-    assert torch.equal(conditioning.texts["embeds"], plain.encode(["a", "b"], None).texts["embeds"])
+    assert torch.equal(
+        conditioning.inputs["embeds"], plain.encode(["a", "b"], None).inputs["embeds"]
+    )
     assert torch.equal(images, plain.decode(torch.ones(1, *plain.latent_shape(32, 32))))
 
 

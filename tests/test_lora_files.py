@@ -289,9 +289,9 @@ def test_a_lora_on_the_text_encoders_too(tiny_sd3, diffusers_folder, tmp_path):
     both = {**load_file(file), **{f"text_encoder.{k}": v for k, v in layers.items()}}
     save_file(both, file)
     adapter = fresh(tiny_sd3)
-    before = adapter.encode(["a"], None).texts["embeds"]
+    before = adapter.encode(["a"], None).inputs["embeds"]
     adapter.load_lora(diffusers_folder)
-    assert not torch.equal(adapter.encode(["a"], None).texts["embeds"], before)
+    assert not torch.equal(adapter.encode(["a"], None).inputs["embeds"], before)
     with pytest.raises(UserError, match=r"has \d+ tensors for other models than the transformer"):
         export(Source.find(diffusers_folder), str(tiny_sd3), tmp_path / "out")
     imports = {

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -26,7 +26,6 @@ from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.errors import UserError, with_nearest
 from flow_grpo.files import parse_json, read_json, read_text
 from flow_grpo.pictures import Picture, read_picture
-from flow_grpo.show.console import progress_bar
 
 logger = logging.getLogger("flow_grpo")
 
@@ -128,9 +127,13 @@ def read_questions(path: Path) -> list[Question]:
     return [to_question(row, path.parent, where) for where, row in rows]
 
 
-def check_pictures(questions: Sequence[Question], accelerator: Accelerator) -> None:
+def check_pictures(
+    questions: Sequence[Question],
+    accelerator: Accelerator,
+    bar: Callable[[Iterable, str, int], Iterable] = lambda items, name, total: items,
+) -> None:
     """Decode every picture once: what is cut off would end the run when it is drawn. Each process
-    has its share, so that a mistake may be seen by one of them alone."""
+    has its share, so that a mistake may be seen by one of them alone. `bar` shows how far it is."""
     rows: dict[Picture, str] = {}
     for question in questions:
         for source in question.images:
@@ -139,9 +142,7 @@ def check_pictures(questions: Sequence[Question], accelerator: Accelerator) -> N
     # Pillow decodes without Python's lock; no more pictures than threads are in memory
     with ThreadPool(min(8, os.cpu_count() or 1)) as pool:
         decoded = pool.imap(lambda item: read_picture(*item).size, share)
-        for _ in progress_bar(
-            decoded, "checking pictures", accelerator.is_main_process, len(share)
-        ):
+        for _ in bar(decoded, "checking pictures", len(share)):
             pass
 
 

@@ -72,7 +72,8 @@ def evaluate(
         batch_size = math.ceil(most / math.ceil(most / batch_size))  # with the fewest to spare
     denoiser.encode_ahead([prompts[row] for row in rows])
     pending, kept = [], []
-    for start in progress_bar(range(0, most, batch_size), "evaluate", accelerator.is_main_process):
+    starts, shown = range(0, most, batch_size), accelerator.is_main_process
+    for start in progress_bar(starts, "evaluate", shown=shown):
         between_batches()
         reward.end_if_broken()
         batch = rows[start : start + batch_size]

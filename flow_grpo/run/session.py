@@ -98,7 +98,7 @@ class BaseSession:
         on_all_or_none(self.accelerator, lambda: self.lock and self.lock.check())
 
     def bar(self, items: Iterable, name: str, total: int | None = None) -> Iterable:
-        return progress_bar(items, name, self.accelerator.is_main_process, total)
+        return progress_bar(items, name, total, shown=self.accelerator.is_main_process)
 
 
 AnySession = TypeVar("AnySession", bound=BaseSession)
@@ -149,13 +149,15 @@ def take_update(session: BaseSession, stats: TrainingStats) -> None:
     session.stop.check()
 
 
-def check_training(session: BaseSession, metrics: dict[str, float]) -> None:
-    """Refuse to go on after an epoch whose loss is not finite."""
+def training_metrics(session: BaseSession, stats: TrainingStats) -> dict[str, float]:
+    """How an epoch was trained; refuses to go on where the loss is not finite."""
+    metrics = stats.metrics(session.accelerator)
     if not math.isfinite(metrics["train/loss"]):
         raise UserError(
             f"the loss is not finite after step {session.progress.step}; lower "
             "train.learning_rate or use mixed_precision=no; the last checkpoint is intact"
         )
+    return {**metrics, "train/lr": session.optimizer.param_groups[0]["lr"]}
 
 
 def describe_outage(

@@ -88,7 +88,9 @@ class Bar(tqdm):
     monitor_interval = 0  # no thread that watches it and outlives the run
 
 
-def progress_bar(items: Iterable, name: str, shown: bool, total: int | None = None) -> Bar:
+def progress_bar(
+    items: Iterable, name: str, total: int | None = None, *, shown: bool = True
+) -> Bar:
     """Shown on one process, and where somebody can look at it: not in a file."""
     hidden = None if shown else True  # None: tqdm asks what it writes to
     return Bar(items, desc=name, leave=False, disable=hidden, total=total, miniters=1)

@@ -21,9 +21,9 @@ from flow_grpo.draw.models.embeddings import Embedding, PromptCache, identity
 from flow_grpo.draw.models.inputs import (
     Conditioning,
     Grid,
+    Inputs,
     Schedule,
     Size,
-    Texts,
     cat_padded,
     latent_shape,
     shifted_schedule,
@@ -143,7 +143,7 @@ class ModelAdapter(ABC):
         transformer: nn.Module,
         latents: Tensor,
         timestep: Tensor,
-        texts: Texts,
+        inputs: Inputs,
         guidance_scale: float,
     ) -> Tensor:
         """The velocity at `latents` (B, ...), which have the model's dtype; `timestep` is (B,)."""
@@ -176,7 +176,7 @@ class ModelAdapter(ABC):
         """Embed all at once what `encode` will be asked for: idle encoders then move once."""
         self._known(list(dict.fromkeys(texts)))
 
-    def _embed(self, texts: list[str]) -> Texts:
+    def _embed(self, texts: list[str]) -> Inputs:
         known = self._known(texts)
         found = [known[text] for text in texts]
         multiple = TOKENS if self.masks_texts else 1
@@ -283,8 +283,8 @@ class ModelAdapter(ABC):
             timestep = torch.full((len(latents),), timestep, device=latents.device)
 
         def run(x: Tensor, t: Tensor, index: Tensor) -> Tensor:
-            texts = conditioning.of(index)
-            out = self.forward(transformer, x.to(self.dtype), t, texts, guidance_scale)
+            inputs = conditioning.of(index)
+            out = self.forward(transformer, x.to(self.dtype), t, inputs, guidance_scale)
             return out.to(latents.dtype)
 
         positive, negative = conditioning.positive, conditioning.negative

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flow_grpo.draw.models.base import SIBLINGS, TARGETS, Config, ModelAdapter, mlp_targets
 from flow_grpo.draw.models.embeddings import Embedding
-from flow_grpo.draw.models.inputs import Grid, Texts, pack, unpack
+from flow_grpo.draw.models.inputs import Grid, Inputs, pack, unpack
 from flow_grpo.errors import UserError
 
 
@@ -53,7 +53,7 @@ class FluxAdapter(ModelAdapter):
         transformer: nn.Module,
         latents: Tensor,
         timestep: Tensor,
-        texts: Texts,
+        inputs: Inputs,
         guidance_scale: float,
     ) -> Tensor:
         height, width = latents.shape[2:]
@@ -64,9 +64,9 @@ class FluxAdapter(ModelAdapter):
             hidden_states=pack(latents),
             timestep=timestep.to(latents.dtype) / 1000,
             guidance=guidance,
-            pooled_projections=texts["pooled"],
-            encoder_hidden_states=texts["embeds"],
-            txt_ids=latents.new_zeros(texts["embeds"].shape[1], 3),
+            pooled_projections=inputs["pooled"],
+            encoder_hidden_states=inputs["embeds"],
+            txt_ids=latents.new_zeros(inputs["embeds"].shape[1], 3),
             img_ids=places(height // 2, width // 2, latents),
             return_dict=False,
         )[0]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from flow_grpo.errors import UserError
 from flow_grpo.speed.transfer import send
 
-Texts = dict[str, Tensor]  # (texts, ...) each
+Inputs = dict[str, Tensor]  # what a model is given of prompts, by name, (prompts, ...) each
 
 
 class Size(NamedTuple):
@@ -66,15 +66,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """The texts of a batch, each distinct one held once.
+    """What the model is given for each sample of a batch, each distinct thing held once.
 
     What is on the CPU, like the texts' lengths, stays there: a model may take it apart without
     waiting for the device.
     """
 
-    texts: Texts
-    positive: Tensor  # (B,) the text of each sample, on the CPU
-    negative: Tensor | None  # (B,) its negative prompt; None when nothing is guided
+    inputs: Inputs
+    positive: Tensor  # (B,) the inputs of each sample, on the CPU
+    negative: Tensor | None  # (B,) those of its negative prompt; None when nothing is guided
 
     def __len__(self) -> int:
         return len(self.positive)
@@ -83,17 +83,17 @@ class Conditioning:
         negative = None if self.negative is None else self.negative[part]
         return replace(self, positive=self.positive[part], negative=negative)
 
-    def of(self, index: Tensor) -> Texts:
-        """The texts of these numbers."""
-        return {k: text[send(index, text.device)] for k, text in self.texts.items()}
+    def of(self, index: Tensor) -> Inputs:
+        """The inputs with these numbers."""
+        return {k: each[send(index, each.device)] for k, each in self.inputs.items()}
 
     @staticmethod
     def join(parts: "Sequence[Conditioning]") -> "Conditioning":
-        counts = [len(next(iter(p.texts.values()))) for p in parts]
+        counts = [len(next(iter(p.inputs.values()))) for p in parts]
         moved = list(zip(parts, accumulate(counts, initial=0), strict=False))
         guided = parts[0].negative is not None
         return Conditioning(
-            {name: cat_padded([p.texts[name] for p in parts]) for name in parts[0].texts},
+            {name: cat_padded([p.inputs[name] for p in parts]) for name in parts[0].inputs},
             positive=torch.cat([p.positive + start for p, start in moved]),
             negative=torch.cat([p.negative + start for p, start in moved]) if guided else None,
         )

@@ -13,7 +13,7 @@ from flow_grpo.draw.models.base import (
     standardised,
 )
 from flow_grpo.draw.models.embeddings import Embedding
-from flow_grpo.draw.models.inputs import Grid, Texts, pack, unpack
+from flow_grpo.draw.models.inputs import Grid, Inputs, pack, unpack
 from flow_grpo.speed.transfer import send
 
 
@@ -48,11 +48,11 @@ class QwenImageAdapter(ModelAdapter):
         transformer: nn.Module,
         latents: Tensor,
         timestep: Tensor,
-        texts: Texts,
+        inputs: Inputs,
         guidance_scale: float,
     ) -> Tensor:
         height, width = latents.shape[2:]
-        embeds, lengths = texts["embeds"], texts["lengths"]
+        embeds, lengths = inputs["embeds"], inputs["lengths"]
         mask = torch.arange(embeds.shape[1]) < lengths[:, None]
         out = transformer(
             hidden_states=pack(latents),

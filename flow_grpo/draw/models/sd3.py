@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flow_grpo.draw.models.base import SIBLINGS, TARGETS, Config, ModelAdapter
 from flow_grpo.draw.models.embeddings import Embedding
-from flow_grpo.draw.models.inputs import Grid, Schedule, Texts
+from flow_grpo.draw.models.inputs import Grid, Inputs, Schedule
 
 
 class SD3Adapter(ModelAdapter):
@@ -57,13 +57,13 @@ class SD3Adapter(ModelAdapter):
         transformer: nn.Module,
         latents: Tensor,
         timestep: Tensor,
-        texts: Texts,
+        inputs: Inputs,
         guidance_scale: float,
     ) -> Tensor:
         return transformer(
             hidden_states=latents,
             timestep=timestep,
-            encoder_hidden_states=texts["embeds"],
-            pooled_projections=texts["pooled"],
+            encoder_hidden_states=inputs["embeds"],
+            pooled_projections=inputs["pooled"],
             return_dict=False,
         )[0]

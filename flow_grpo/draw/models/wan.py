@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flow_grpo.draw.models.base import Config, ModelAdapter, standardised
 from flow_grpo.draw.models.embeddings import Embedding
-from flow_grpo.draw.models.inputs import Grid, Schedule, Texts
+from flow_grpo.draw.models.inputs import Grid, Inputs, Schedule
 from flow_grpo.errors import UserError
 
 
@@ -61,13 +61,13 @@ class WanAdapter(ModelAdapter):
         transformer: nn.Module,
         latents: Tensor,
         timestep: Tensor,
-        texts: Texts,
+        inputs: Inputs,
         guidance_scale: float,
     ) -> Tensor:
         return transformer(
             hidden_states=latents,
             timestep=timestep,
-            encoder_hidden_states=texts["embeds"],
+            encoder_hidden_states=inputs["embeds"],
             return_dict=False,
         )[0]
 

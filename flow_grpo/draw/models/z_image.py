@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from flow_grpo.draw.models.base import Config, ModelAdapter
 from flow_grpo.draw.models.embeddings import Embedding
-from flow_grpo.draw.models.inputs import Grid, Texts
+from flow_grpo.draw.models.inputs import Grid, Inputs
 
 
 class ZImageAdapter(ModelAdapter):
@@ -40,14 +40,14 @@ class ZImageAdapter(ModelAdapter):
         transformer: nn.Module,
         latents: Tensor,
         timestep: Tensor,
-        texts: Texts,
+        inputs: Inputs,
         guidance_scale: float,
     ) -> Tensor:
-        lengths = texts["lengths"].tolist()
+        lengths = inputs["lengths"].tolist()
         out = transformer(
             x=list(latents[:, :, None].unbind()),
             t=(1000 - timestep) / 1000,  # it counts from noise to picture,
-            cap_feats=[text[:n] for text, n in zip(texts["embeds"], lengths, strict=True)],
+            cap_feats=[text[:n] for text, n in zip(inputs["embeds"], lengths, strict=True)],
             return_dict=False,
         )[0]
         return -torch.stack(list(out))[:, :, 0]  # and so does its velocity
