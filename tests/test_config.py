@@ -1,5 +1,7 @@
 import importlib.util
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,22 @@ from flow_grpo.draw import fields as base
 from flow_grpo.draw.check import check, unusual
 from flow_grpo.draw.session import build_session, can_compile, can_replay, missing_tool
 from flow_grpo.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_few_files_read_what_a_config_file_returns():
+    """The others get the settings that a check makes of it, which are frozen."""
+    paths = [p for p in (ROOT / "flow_grpo").rglob("*.py") if "ConfigDict" in p.read_text("utf-8")]
+    outside = {f"{p.parent.name}/{p.stem}" for p in paths if p.parent.name != "config"}
+    trades = {f"{trade}/{part}" for trade in ("draw", "answer") for part in ("fields", "presets")}
+    assert outside == {*trades, "draw/saved", "flow_grpo/api"}
+
+
+def test_the_parts_of_the_config_stand_below_all_others():
+    text = "".join(p.read_text("utf-8") for p in (ROOT / "flow_grpo/config").glob("*.py"))
+    imported = {*re.findall(r"(?:from|import) flow_grpo\.(\w+)", text)}
+    assert imported == {"config", "errors", "files"}
 
 
 def test_the_defaults_are_allowed():

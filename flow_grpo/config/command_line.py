@@ -201,7 +201,7 @@ def _is_flag(name: str) -> bool:
 
 
 def _own_flags(script: str) -> list[str]:
-    """Of this script and of all."""
+    """The options of this script, and those of all."""
     modules = flags.FLAGS.flags_by_module_dict()
     return [flag.name for module in (script, __name__) for flag in modules.get(module, [])]
 

@@ -37,6 +37,8 @@ SCRIPTS = {"algorithm": "scripts/train.py", "question_format": "scripts/train_vl
 
 @dataclass(frozen=True)
 class Trade:
+    """A kind of run: its fields, and what is said and asked of them."""
+
     settings: Callable[[], type]  # the dataclass of all fields
     source: str  # the module with `get_config()`
     example: str  # a preset
@@ -53,6 +55,7 @@ class Trade:
         return freeze(self.settings(), config)
 
     def second_names(self) -> dict[str, str]:
+        """Fields that have one value with another, and which."""
         return second_names(self.settings())
 
     def algorithms(self) -> tuple[str, ...]:

@@ -156,10 +156,7 @@ FAMILIES: dict[str, Fields] = {
         "pretrained": {"model": "black-forest-labs/FLUX.1-dev"},
         "max_sequence_length": 128,
         # its guidance is embedded, and costs no second pass
-        "sample": {
-            **{"num_steps": 6, "eval_num_steps": 28},
-            **{"guidance_scale": 3.5, "noise_level": 0.9},
-        },
+        "sample": {"num_steps": 6, "eval_num_steps": 28, "guidance_scale": 3.5, "noise_level": 0.9},
         ALL_BATCHES: {"groups": 48, "group_size": 24, "max_batch": 3},
     },
     "_qwen_image": {
@@ -190,10 +187,7 @@ FAMILIES: dict[str, Fields] = {
         "height": 240,
         "width": 416,
         "frames": 33,
-        "sample": {
-            **{"num_steps": 20, "eval_num_steps": 50},
-            **{"guidance_scale": 4.5, "global_std": False},
-        },
+        "sample": {"num_steps": 20, "eval_num_steps": 50, "global_std": False},
         "train": {
             **{"learning_rate": 1e-4, "clip_range": 1e-3, "beta": 0.004},
             **{"lora_rank": 32, "lora_alpha": 64, "gradient_checkpointing": True},
@@ -231,6 +225,8 @@ LARGE: dict[str, Fields] = {
 FAST_BATCHES: Fields = {BATCHES: {"groups": 64, "group_size": 18, "max_batch": 9}}
 NFT_BATCHES: Fields = {BATCHES: {"groups": 48, "group_size": 24, "max_batch": 9, "updates": 1}}
 DGPO_BATCHES: Fields = {BATCHES: {"groups": 8, "group_size": 16, "max_batch": 12, "updates": 1}}
+# The weights learn what guidance would add.
+UNGUIDED: Fields = {"solver": "dpm2", "same_latent": False, "guidance_scale": 1.0}
 # What can be made of a preset of SD3: other methods, fewer trained steps. Where nothing was
 # published for CLIPScore, it takes PickScore's.
 VARIANTS: dict[str, Fields] = {
@@ -264,16 +260,14 @@ VARIANTS: dict[str, Fields] = {
         "mix": {"beta": 0.0},
         "sample": {"num_steps": 25, "same_latent": True},
     },
-    # No guidance: the weights learn what it would add.
     "nft": {
         "algorithm": "nft",
         OCR: {"nft": {"beta": 0.1, "old_rate": 0.0075, "old_start": 75, "old_most": 0.999}},
         GENEVAL: NFT_BATCHES,
         PREFERENCE: NFT_BATCHES,
-        "sample": {"solver": "dpm2", "same_latent": False, "guidance_scale": 1.0},
+        "sample": UNGUIDED,
         "train": {"ema_update_interval": 1},
     },
-    # No guidance: the weights learn what it would add.
     "awm": {
         "algorithm": "awm",
         "awm": {"kl_beta": 0.001, "skip_first": 1, "skip_last": 2},
@@ -283,10 +277,7 @@ VARIANTS: dict[str, Fields] = {
             "awm": {"kl_beta": 0.0001, "skip_first": 0},
             BATCHES: {"groups": 24, "group_size": 24, "max_batch": 9, "updates": 1},
         },
-        "sample": {
-            **{"solver": "dpm2", "same_latent": False},
-            **{"guidance_scale": 1.0, "num_steps": 14},
-        },
+        "sample": {**UNGUIDED, "num_steps": 14},
         "train": {"ema_decay": 0.99, "ema_update_interval": 1},
     },
     # Guided rollouts, and training without guidance, which is the authors' choice.
