@@ -292,7 +292,6 @@ class VlmPairwise(ChatJudge):
     extras = ("flipped", "unjudged")
     images_per_question = 2
     compares_groups = True
-    frames = "middle"
 
     def parse(self, answer: Answer, prompt: str) -> Judged:
         return forms.labelled_winner(answer, "Better"), {}
