@@ -31,6 +31,7 @@ Samples = list[Sample] | list[str]
 Rows = list[dict[str, Any]]  # the metadata of each
 Returned = list[float] | tuple[list[float], dict[str, list[float]]]
 
+FRAMES_OF_A_JUDGE = "middle"  # several of one sample would be each other's rivals
 RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
 
 
@@ -43,6 +44,11 @@ class Scorer:
     concurrent_calls = 1  # calls that a reward server may make at a time
     has_policy = False  # it keeps the time and tries again by itself, and is called once
     trouble = ""  # why it cannot score now, for a reward server to tell
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.compares_groups and cls.frames == DEFAULT:
+            cls.frames = FRAMES_OF_A_JUDGE
 
     def __call__(self, samples: Samples, prompts: list[str], metadata: Rows) -> Returned:
         raise NotImplementedError
@@ -82,8 +88,8 @@ class GivenScorer:
             raise AttributeError(hook)
         if hasattr(self.given, hook):
             return getattr(self.given, hook)
-        if hook == "frames" and self.compares_groups:  # frames of one sample would be its rivals
-            return "middle"
+        if hook == "frames" and self.compares_groups:
+            return FRAMES_OF_A_JUDGE
         if hook == "has_policy":  # one that takes the policy is given it
             return "policy" in parameters_of(type(self.given))
         return getattr(_DEFAULTS, hook)

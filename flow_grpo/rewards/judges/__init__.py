@@ -27,6 +27,8 @@ from flow_grpo.rewards.judges.forms import HIGHEST, Answer, Unscorable, labelled
 from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 from flow_grpo.rewards.scorers.ocr import ocr_score, quoted_text, without_quotes
 
+Judged = tuple[float, dict[str, float]]  # a score, and further values
+
 CHAT_PATH = "/v1/chat/completions"
 SLOT = "{prompt}"
 AXES = ("alignment", "coherence", "style")
@@ -39,14 +41,8 @@ FORMS = {"final": (forms.FINAL_QUESTION, ("raw",)), "axes": (forms.AXES_QUESTION
 class ChatJudge(Scorer):
     """Asks a model about each image and turns its answer into a score.
 
-    url: the servers, with or without /v1, several with commas between.
-    model: the name under which they serve it, for vLLM usually the path it was started with.
-    api_key_env: the environment variable with the servers' key, if they want one.
-    concurrency: requests under way at a time.
-    max_tokens: length of an answer, thinking included.
-    question: replaces our wording, for instance by the one a model was trained on; "{prompt}"
-        stands for the prompt, and the answer has to have the form our question asks for.
-    policy: attempts per image, and seconds for all images of a call together.
+    A `question` replaces our wording, for instance by the one a model was trained on; "{prompt}"
+    stands for the prompt, and the answer has to have the form our question asks for.
     """
 
     name: ClassVar[str]  # in the registry, for messages
@@ -58,13 +54,13 @@ class ChatJudge(Scorer):
     images_per_question: ClassVar[int] = 1
     has_policy: ClassVar[bool] = True
 
-    url: str | None = None
-    model: str | None = None
-    api_key_env: str | None = "OPENAI_API_KEY"
-    concurrency: int = 16
-    max_tokens: int = 512
+    url: str | None = None  # the servers, with or without /v1, several with commas between
+    model: str | None = None  # as they serve it, for vLLM usually the path it was started with
+    api_key_env: str | None = "OPENAI_API_KEY"  # where the servers' key is, if they want one
+    concurrency: int = 16  # requests under way at a time
+    max_tokens: int = 512  # length of an answer, thinking included
     question: str | None = None
-    policy: FailurePolicy = DEFAULT_POLICY
+    policy: FailurePolicy = DEFAULT_POLICY  # attempts per image, and seconds for a whole call
 
     def __post_init__(self) -> None:
         for package in self.packages:
@@ -91,7 +87,7 @@ class ChatJudge(Scorer):
         """The text to send along with the image; `Unscorable` if there is no use in asking."""
         return self.question.replace(SLOT, prompt)  # `format` would choke on other braces
 
-    def parse(self, answer: Answer, prompt: str) -> tuple[float, dict[str, float]]:
+    def parse(self, answer: Answer, prompt: str) -> Judged:
         """The score in an answer and the further values; `Unscorable` where there is none."""
         raise NotImplementedError
 
@@ -118,11 +114,12 @@ class ChatJudge(Scorer):
     ) -> Returned:
         deadline = time.monotonic() + self.policy.timeout
 
-        def judge(item: tuple[Image.Image, str]) -> tuple[float, dict[str, float]]:
-            if self.why_not(item[1], {}):
+        def judge(item: tuple[Image.Image, str]) -> Judged:
+            image, prompt = item
+            if self.why_not(prompt, {}):
                 return NotAsked(), {}
             try:
-                return self._judge(*item, deadline)
+                return self._ask([data_url(image)], prompt, deadline)
             except (Unscorable, Refused, Unavailable) as error:
                 return Failed(str(error)), {}
 
@@ -130,17 +127,11 @@ class ChatJudge(Scorer):
         extras = {name: [more.get(name, math.nan) for _, more in judged] for name in self.extras}
         return [score for score, _ in judged], extras
 
-    def _judge(
-        self, image: Image.Image, prompt: str, deadline: float
-    ) -> tuple[float, dict[str, float]]:
-        question = self.build_question(prompt)
-        return self.parse(self._ask([data_url(image)], question, deadline), prompt)
-
-    def _ask(self, images: Sequence[str], question: str, deadline: float) -> Answer:
+    def _ask(self, images: Sequence[str], prompt: str, deadline: float) -> Judged:
         """`images` are data URLs."""
-        body = self._body(images, question)
+        body = self._body(images, self.build_question(prompt))
         completion = self._servers.post(CHAT_PATH, body, deadline=deadline, start=next(self._turns))
-        return forms.read_completion(completion)
+        return self.parse(forms.read_completion(completion), prompt)
 
     def _body(self, images: Sequence[str], question: str) -> dict[str, Any]:
         content = [
@@ -200,7 +191,7 @@ class QwenVlOcr(ChatJudge):
     def build_question(self, prompt: str) -> str:
         return self.question
 
-    def parse(self, answer: Answer, prompt: str) -> tuple[float, dict[str, float]]:
+    def parse(self, answer: Answer, prompt: str) -> Judged:
         if not answer.text.strip():
             raise Unscorable("the answer is empty")
         score = ocr_score(forms.read_text(answer), quoted_text(prompt))
@@ -221,7 +212,7 @@ class QwenVl(ChatJudge):
     default_question = forms.GRADE_QUESTION
     extras = ("raw",)
 
-    def parse(self, answer: Answer, prompt: str) -> tuple[float, dict[str, float]]:
+    def parse(self, answer: Answer, prompt: str) -> Judged:
         grade = labelled_score(answer, "Score")
         return grade / HIGHEST, {"raw": grade}
 
@@ -251,7 +242,7 @@ class UnifiedReward(ChatJudge):
         self._weights = self._check_weights(self.weights)
         super().__post_init__()
 
-    def parse(self, answer: Answer, prompt: str) -> tuple[float, dict[str, float]]:
+    def parse(self, answer: Answer, prompt: str) -> Judged:
         if self.form == "final":
             grade = labelled_score(answer, "Final Score")
             return grade / HIGHEST, {"raw": grade}
@@ -301,9 +292,8 @@ class VlmPairwise(ChatJudge):
     extras = ("flipped", "unjudged")
     images_per_question = 2
     compares_groups = True
-    frames = "middle"
 
-    def parse(self, answer: Answer, prompt: str) -> tuple[float, dict[str, float]]:
+    def parse(self, answer: Answer, prompt: str) -> Judged:
         return forms.labelled_winner(answer, "Better"), {}
 
     def __call__(
@@ -330,10 +320,9 @@ class VlmPairwise(ChatJudge):
         for picture in (first, second):
             if isinstance(picture, Failed):
                 return Verdict(picture)
-        question = self.build_question(prompt)
         try:
-            wins, _ = self.parse(self._ask([first, second], question, deadline), prompt)
-            loses, _ = self.parse(self._ask([second, first], question, deadline), prompt)
+            wins, _ = self._ask([first, second], prompt, deadline)
+            loses, _ = self._ask([second, first], prompt, deadline)
         except (Unscorable, Refused, Unavailable) as error:
             return Verdict(Failed(str(error)))
         flipped = wins != 1 - loses
