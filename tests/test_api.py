@@ -9,9 +9,9 @@ from runner import ROOT
 from serving import wait_until
 
 import flow_grpo
-from flow_grpo import api
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.calling import in_background
+from flow_grpo.rewards.given import import_scorer
 from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
 
 SHORT = {
@@ -104,8 +104,7 @@ def test_a_function_of_this_process_is_found_by_its_name():
     double = lambda images, prompts, metadata: [2.0] * len(images)  # noqa: E731
     config = flow_grpo.Trainer(rewards={double: 1.0}).config
     [path] = config.custom_rewards.values()
-    module, name = path.split(":")
-    assert getattr(api.importlib.import_module(module), name) is double
+    assert import_scorer("double", path) is double
 
 
 def test_prompts_are_kept_where_a_run_finds_them_again(tmp_path):
