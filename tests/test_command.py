@@ -13,9 +13,8 @@ from runner import ROOT
 from flow_grpo.config import command_line, places
 from flow_grpo.config.command import commands, summary
 from flow_grpo.draw import presets
-from flow_grpo.draw.compare import evaluate_all
+from flow_grpo.draw.check import check
 from flow_grpo.draw.fields import get_config
-from flow_grpo.errors import UserError
 
 PACKAGED = ("flow_grpo", "reward_server", "scripts", "config", "dataset", "assets")
 
@@ -116,9 +115,7 @@ def test_files_of_the_current_folder_come_before_ours(tmp_path, monkeypatch):
     assert places.find("no/such/file") == "no/such/file"
 
 
-def test_an_evaluation_finds_our_prompts_from_any_folder(tmp_path, monkeypatch):
+def test_our_prompts_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = get_config()  # as a config file of one's own has it
-    with pytest.raises(UserError, match="no/such"):
-        evaluate_all(config, ["no/such"], tmp_path / "out")
+    config = check(get_config())  # as a config file of one's own has it
     assert config.dataset == str(ROOT / "dataset/ocr")
