@@ -21,13 +21,7 @@ from ml_collections import ConfigDict
 from flow_grpo.answer import fields
 from flow_grpo.answer.batches import PackedBatch, micro_batches, packed
 from flow_grpo.answer.check import GAE
-from flow_grpo.answer.credit import (
-    Fixed,
-    answer_advantages,
-    penalties,
-    reweigh,
-    token_advantages,
-)
+from flow_grpo.answer.credit import Fixed, answer_advantages, penalties, reweigh, token_advantages
 from flow_grpo.answer.dry import AnswerLoop
 from flow_grpo.answer.losses import build_loss
 from flow_grpo.answer.losses.base import Counts
