@@ -19,13 +19,7 @@ from accelerate.utils import gather_object
 from ml_collections import ConfigDict
 
 from flow_grpo.answer.batches import PackedBatch, micro_batches, packed
-from flow_grpo.answer.credit import (
-    Fixed,
-    answer_advantages,
-    penalties,
-    reweigh,
-    token_advantages,
-)
+from flow_grpo.answer.credit import Fixed, answer_advantages, penalties, reweigh, token_advantages
 from flow_grpo.answer.dry import AnswerLoop
 from flow_grpo.answer.fields import ANSWER, GAE
 from flow_grpo.answer.losses import build_loss

@@ -9,13 +9,7 @@ from torch import Tensor
 from flow_grpo.answer.batches import PackedBatch
 from flow_grpo.answer.check import GAE
 from flow_grpo.answer.credit import Fixed, stacked
-from flow_grpo.answer.losses.base import (
-    AnswerLoss,
-    Counts,
-    divergence,
-    token_weights,
-    value_loss,
-)
+from flow_grpo.answer.losses.base import AnswerLoss, Counts, divergence, token_weights, value_loss
 from flow_grpo.run.metrics import Loss
 
 
