@@ -148,8 +148,7 @@ def test_parts_that_fail_do_not_touch_the_rest():
 def test_a_scorer_with_a_policy_of_its_own_is_called_once():
     script = Script(ConnectionError("refused"))
     script.has_policy = True
-    guard = GuardedScorer("mine", script, FailurePolicy())
-    assert math.isnan(score(guard)[0])
+    assert math.isnan(score(guarded(script))[0])
     assert script.calls == 1
 
 

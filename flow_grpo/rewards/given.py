@@ -37,7 +37,7 @@ def import_scorer(name: str, path: str) -> Any:
         sys.path.append(os.getcwd())  # a reward module beside one's own config
     try:
         if module_name == __name__:
-            scorer = _given(attribute)
+            scorer = __getattr__(attribute)  # also of one with the name of something here
         elif module_name.endswith(".py"):
             scorer = getattr(_run_file(module_name), attribute)
         else:
@@ -49,7 +49,8 @@ def import_scorer(name: str, path: str) -> Any:
     return scorer
 
 
-def _given(name: str) -> Callable:
+def __getattr__(name: str) -> Callable:
+    """A function of this process, as an attribute of this module."""
     if name not in _GIVEN:
         raise AttributeError(
             f"no function {name!r} was given in this process; a run that took one goes on where "
