@@ -99,7 +99,9 @@ class AnswerTrain(shared.TrainFields):
         0.2, "The ratio is held within 1 - clip_low and 1 + clip_high.", at_least=0, at_most=1
     )
     clip_high: float = setting(
-        0.2, "The upper end of the ratio, see clip_low; DAPO raises it to .28.", at_least=0
+        0.2,
+        "The ratio is held within 1 - clip_low and 1 + clip_high; DAPO raises this end to .28.",
+        at_least=0,
     )
     dual_clip: float = setting(
         0.0,

@@ -23,17 +23,17 @@ def find(path: str) -> str:
 
 
 def find_files(config: ConfigDict) -> None:
-    """So that `dataset/ocr` and `assets/tiny-sd3` work from any folder."""
+    """Let `dataset/ocr` and `assets/tiny-sd3` of a config work from any folder."""
     config.dataset, config.pretrained.model = find(config.dataset), find(config.pretrained.model)
 
 
 def with_files(settings: SharedFields) -> SharedFields:
-    """The same of settings that are frozen."""
+    """Let `dataset/ocr` and `assets/tiny-sd3` of frozen settings work from any folder."""
     model = replace(settings.pretrained, model=find(settings.pretrained.model))
     return replace(settings, dataset=find(settings.dataset), pretrained=model)
 
 
 def find_config(argument: str) -> str:
-    """The same of path/to/config.py or path/to/config.py:preset."""
+    """Let path/to/config.py or path/to/config.py:preset be ours, where there is no such file."""
     path, colon, preset = argument.partition(":")
     return find(path) + colon + preset
