@@ -13,6 +13,7 @@ from runner import ROOT
 from flow_grpo.config import command_line, places
 from flow_grpo.config.command import commands, summary
 from flow_grpo.draw import presets
+from flow_grpo.draw.check import check
 from flow_grpo.draw.compare import evaluate_all
 from flow_grpo.draw.fields import get_config
 from flow_grpo.errors import UserError
@@ -121,4 +122,4 @@ def test_an_evaluation_finds_our_prompts_from_any_folder(tmp_path, monkeypatch):
     config = get_config()  # as a config file of one's own has it
     with pytest.raises(UserError, match="no/such"):
         evaluate_all(config, ["no/such"], tmp_path / "out")
-    assert config.dataset == str(ROOT / "dataset/ocr")
+    assert check(config).dataset == str(ROOT / "dataset/ocr")
