@@ -41,8 +41,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "draw/algorithms/trajectory": ("grpo", "gradients", "algorithm_settings", *TRAJECTORY),
     "draw/algorithms/forward": (*FORWARD, "algorithm_settings"),
     "draw/algorithms/grpo": ("grpo", "gradients", *TRAJECTORY),
-    "draw/algorithms/grpo_guard": TRAJECTORY,
-    "draw/algorithms/dppo": TRAJECTORY,
+    "draw/algorithms/grpo_guard": (*TRAJECTORY, "algorithm_settings"),
+    "draw/algorithms/dppo": (*TRAJECTORY, "algorithm_settings"),
     "draw/algorithms/mix": (*TRAJECTORY, "algorithm_settings"),
     "draw/algorithms/nft": FORWARD,
     "draw/algorithms/awm": FORWARD,
@@ -50,18 +50,18 @@ TESTS: dict[str, tuple[str, ...]] = {
     "draw/algorithms/dpo": PREFERENCE,
     "draw/algorithms/sft": PREFERENCE,
     "draw/algorithms/rwr": PREFERENCE,
-    "data/prompts": ("data",),
+    "data/prompts": ("data", "data_files", "data_sets", "data_tables"),
     "draw/rollout": ("rollout", "dpm2"),
     "run/metrics": ("metrics",),
-    "draw/plan": ("plan",),
-    "run/snapshot": ("snapshot", "reference"),
+    "draw/plan": ("plan", "judges"),
+    "run/snapshot": ("snapshot",),
     "run/checkpoint": ("checkpoint",),
-    "disk": ("power_cut", "checkpoint"),
+    "disk": ("disk",),
     "answer/losses/base": ("answers_losses",),
     "answer/losses/cispo": ("answers_losses",),
     "answer/losses/clip": ("answers_losses",),
     "answer/losses/gspo": ("answers_losses",),
-    "answer/credit": ("answers_credit", "answers_losses", "answers_loop"),
+    "answer/credit": ("answers_credit",),
 }
 # torch does not survive a fork once it has started its threads, so a process that has only
 # imported it forks the others. Most of the time of a short run is pytest's collecting garbage, to
@@ -93,7 +93,11 @@ hypothesis.settings.load_profile("mutants")
 
 # the quick ones first: most mutants need no other
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: ("tiny_sd3" in item.fixturenames, hasattr(item.obj, "hypothesis")))
+    def slow(item):
+        runs = {"tiny_sd3", "make_session"}.intersection(item.fixturenames)
+        return bool(runs), hasattr(item.obj, "hypothesis")
+
+    items.sort(key=slow)
 """
 
 

@@ -4,7 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from flow_grpo.advantages import ESTIMATORS, compute_advantages, win_shares
+from flow_grpo.advantages import (
+    ESTIMATORS,
+    best_and_worst,
+    compute_advantages,
+    group_softmax,
+    win_shares,
+)
 
 FIXTURE_GROUPS = np.array([0, 1, 0, 2, 1, 0])
 FIXTURE_REWARDS = np.arange(1, 7)
@@ -125,10 +131,10 @@ def test_gdpo_weighs_what_it_has_normalised():
     """0, 1, 5 have mean 2 and variance 14/3; 3, 0, 0 have mean 1 and variance 2."""
     rewards = {"a": np.array([0, 1, 5]), "b": np.array([3, 0, 0])}
     out = compute_advantages(
-        rewards, np.zeros(3, int), estimator="gdpo", weights={"a": 3.0, "b": 1.0}, eps=0
+        rewards, np.zeros(3, int), estimator="gdpo", weights={"a": 3.0, "b": 1.0}, eps=0.1
     )
-    total = 3 * np.array([-2, -1, 3]) / np.sqrt(14 / 3) + np.array([2, -1, -1]) / np.sqrt(2)
-    np.testing.assert_allclose(out, total / total.std(), atol=1e-12)
+    a, b = np.array([-2, -1, 3]) / (np.sqrt(14 / 3) + 0.1), np.array([2, -1, -1]) / (2**0.5 + 0.1)
+    np.testing.assert_allclose(out, (3 * a + b) / ((3 * a + b).std() + 0.1), atol=1e-12)
 
 
 def test_gdpo_of_a_constant_group_is_exactly_zero():
@@ -286,3 +292,24 @@ def test_bad_arguments_are_named(kwargs, message):
     arguments = {"rewards": np.array([1.0, 2.0]), "group_ids": np.array([0, 0]), **kwargs}
     with pytest.raises(ValueError, match=message):
         compute_advantages(arguments.pop("rewards"), arguments.pop("group_ids"), **arguments)
+
+
+def test_softmax_of_missing_equal_and_huge_rewards():
+    """A missing score has no weight and takes none; equal ones share; e^1000 does not overflow."""
+    total = np.array([1.0, np.nan, 1.0, 3.0, 3.0, 0.0, 1000.0, np.nan])
+    groups = np.array([0, 0, 0, 1, 1, 2, 2, 3])
+    assert group_softmax(total, groups, 1.0).tolist() == [1, 0, 1, 1, 1, 0, 2, 0]
+
+
+def test_rewards_that_tie_share_their_weight():
+    """log(4)/2 = log 2; 0, log 2, log 2: 1/5, 2/5, 2/5, times three."""
+    found = group_softmax(np.log([1.0, 4, 4]), np.zeros(3, int), 2.0)
+    assert found.tolist() == pytest.approx([0.6, 1.2, 1.2])
+
+
+def test_best_and_worst_of_ties_and_missing_scores():
+    """The first of equals; none in constant groups, groups of one, and where one score is left."""
+    total = np.array([2.0, 5, 5, 2, 3, 3, 1, np.nan, 4, np.nan, 8, 6])
+    groups = np.array([0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 4, 4])
+    expected = [-1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, -1]
+    assert best_and_worst(total, groups).tolist() == expected

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import pytest
-from methods import METHODS
+import torch
+from methods import METHODS, method
 
-from flow_grpo.draw.algorithms import ALGORITHMS, check_settings, setting
+from flow_grpo.draw.algorithms import ALGORITHMS, Algorithm, Loss, Setup, check_settings, setting
+from flow_grpo.draw.algorithms.base import Scored
 from flow_grpo.draw.check import check
 from flow_grpo.draw.fields import get_config
 from flow_grpo.draw.session import build_algorithm
@@ -102,60 +105,82 @@ def refused(**changed) -> str:
 @pytest.mark.parametrize("kind", ["cps", "dance"])
 def test_guard_needs_the_flow_rule(kind):
     message = refused(algorithm="grpo_guard", sample__sde_type=kind)
-    assert message.startswith(f"algorithm='grpo_guard' needs sample.sde_type='flow', not {kind!r}:")
+    assert message == (
+        f"algorithm='grpo_guard' needs sample.sde_type='flow', not {kind!r}: its ratio is worked "
+        "out for that step"
+    )
 
 
 def test_dppo_needs_a_variance():
     message = refused(algorithm="dppo", sample__sde_type="cps")
-    assert message.startswith("algorithm='dppo' needs sample.sde_type='flow' or 'dance', not 'cps'")
+    assert message == (
+        "algorithm='dppo' needs sample.sde_type='flow' or 'dance', not 'cps', which leaves the "
+        "variance out of its log-probability"
+    )
 
 
+OWN_CREDIT = ", which gives credit in a way of its own; leave it at 'grpo'"
 FORWARD = ["nft", "awm", "dgpo", "dpo", "sft", "rwr"]
 
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_a_window_needs_noise(name):
     message = refused(algorithm=name, sample__sde_window_size=2)
-    assert message.startswith(f"sample.sde_window_size=2 does not go with algorithm={name!r}")
-    assert message.endswith("set it to 0")
+    assert message == (
+        f"sample.sde_window_size=2 does not go with algorithm={name!r}, which samples without "
+        "noise; set it to 0"
+    )
 
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_remax_needs_noise(name):
     message = refused(algorithm=name, train__advantage="remax")
-    assert message.startswith(f"train.advantage='remax' does not go with algorithm={name!r}")
-    own = ALGORITHMS[name].own_credit
-    assert message.endswith("leave it at 'grpo'" if own else "use 'rloo'")
+    why = ": it compares with a sample drawn without noise, and here all are; use 'rloo'"
+    why = OWN_CREDIT if ALGORITHMS[name].own_credit else why
+    assert message == f"train.advantage='remax' does not go with algorithm={name!r}{why}"
 
 
 @pytest.mark.parametrize("name", ["mix", "dpo", "sft", "rwr"])
 def test_credit_of_its_own_leaves_no_choice_of_advantages(name):
     message = refused(algorithm=name, train__advantage="rloo")
-    assert message.startswith(f"train.advantage='rloo' does not go with algorithm={name!r}, which")
+    assert message == f"train.advantage='rloo' does not go with algorithm={name!r}{OWN_CREDIT}"
 
 
 @pytest.mark.parametrize("name", ["dgpo", "dpo", "sft"])
 def test_groups_of_one_have_nothing_to_compare(name):
     message = refused(algorithm=name, sample__num_image_per_prompt=1)
-    assert message.startswith("sample.num_image_per_prompt=1 must be at least 2 for algorithm=")
+    assert message == (
+        f"sample.num_image_per_prompt=1 must be at least 2 for algorithm={name!r}, which compares "
+        "the samples of a group"
+    )
+    config = get_config()
+    config.algorithm, config.sample.num_image_per_prompt = name, 2
+    build_algorithm(config)
 
 
 @pytest.mark.parametrize("name", ["grpo_guard", "dppo"])
 def test_whole_trajectories_have_no_means_to_compare(name):
     message = refused(algorithm=name, **{f"{name}__ratio": "trajectory"})
-    assert message.startswith(f"{name}.ratio='trajectory' does not go with algorithm={name!r}")
+    assert message == (
+        f"{name}.ratio='trajectory' does not go with algorithm={name!r}, which measures how far "
+        "single steps have moved; use 'step'"
+    )
 
 
 @pytest.mark.parametrize(("name", "weight"), [("grpo", "beta"), ("awm", "kl_beta")])
 def test_a_target_needs_a_kl(name, weight):
     fields = {f"{name}__kl_target": 0.1, f"{name}__{weight}": 0.0}
-    assert refused(algorithm=name, **fields).startswith(f"{name}.kl_target=0.1 needs a KL to move")
+    message = f"{name}.kl_target=0.1 needs a KL to move: set its weight above 0"
+    assert refused(algorithm=name, **fields) == message
+
+
+LEVELS = ": noise levels are those of the rollout; set it lower"
 
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_no_more_times_than_steps(name):
     message = refused(algorithm=name, sample__num_steps=5, **{f"{name}__times": 6})
-    assert message.startswith(f"{name}.times=6 must be at most sample.num_steps=5:")
+    assert message == f"{name}.times=6 must be at most sample.num_steps=5{LEVELS}"
     config = get_config()
     config.algorithm, config.sample.num_steps, config[name].times = name, 6, 6
     assert build_algorithm(config).losses_per_sample == 6
@@ -165,18 +190,16 @@ def test_no_more_times_than_steps(name):
 def test_no_more_times_than_steps_that_are_left(name):
     skipped = {f"{name}__skip_first": 1, f"{name}__skip_last": 4}
     message = refused(algorithm=name, **{f"{name}__times": 6}, **skipped)
-    assert message.startswith(f"{name}.times=6 must be at most sample.num_steps=10 less 5, of skip")
-
-
-def test_dpo_needs_pairs():
-    message = refused(algorithm="dpo", sample__num_image_per_prompt=1)
-    assert message.startswith("sample.num_image_per_prompt=1 must be at least 2 for algorithm=")
+    less = "sample.num_steps=10 less 5, of skip_first and skip_last"
+    assert message == f"{name}.times=6 must be at most {less}{LEVELS}"
 
 
 def test_mix_has_a_window_of_its_own():
     message = refused(algorithm="mix", sample__sde_window_size=2)
-    assert message.startswith("sample.sde_window_size=2 does not go with algorithm='mix'")
-    assert message.endswith("set mix.window_size")
+    assert message == (
+        "sample.sde_window_size=2 does not go with algorithm='mix', which moves a window of its "
+        "own; set mix.window_size"
+    )
 
 
 def test_mix_needs_steps_for_its_window():
@@ -198,3 +221,57 @@ def test_all_methods_can_be_built_from_the_defaults(name):
     algorithm = build_algorithm(config)
     assert type(algorithm) is ALGORITHMS[name]
     assert algorithm.losses_per_sample >= 1
+
+
+class Plain(Algorithm):
+    """A method that says nothing of itself."""
+
+
+def test_a_method_that_says_nothing_samples_by_ode_and_trains_every_sample():
+    plain = Plain(object(), Setup(update_samples=5))
+    plain.check()
+    assert plain.noisy_steps(np.random.default_rng(0), 0) == range(0)
+    assert (plain.needs_reference, plain.trust, plain.samples_with_old(9)) == (False, None, False)
+    assert (plain.trained_samples, plain.batch_count(2), plain.batches([7], 2)) == (5, 3, [7])
+    trained = plain.has_gradient(torch.zeros(2))
+    assert (trained.dtype, trained.tolist()) == (torch.bool, [True, True])
+    assert list(plain.prepared(None, [7, 8])) == [(7, None), (8, None)]
+    with pytest.raises(NotImplementedError):
+        plain.loss(None, None, None, 0)
+    assert plain.adapt({"train/kl": 1.0}) == {}
+    plain.load_state_dict({"kl_weight": 2.0, "most_kl": 1.0})
+    assert plain.state_dict() == {"kl_weight": 0.0, "most_kl": 0.0}
+
+
+def test_a_method_is_known_by_its_name(monkeypatch):
+    assert "" not in ALGORITHMS
+    monkeypatch.setitem(ALGORITHMS, "plain", None)
+    named = type("Named", (Plain,), {"name": "plain"})
+    assert ALGORITHMS["plain"] is named
+
+
+def test_credit_is_by_the_advantages_that_are_set():
+    """Shares of the scores are .5, 0, 1; those of the judge count as they are, twice. Less 1.5."""
+    rewards = {"judge": np.array([0.9, 0.5, 0.1]), "score": np.array([7.0, 3.0, 90.0])}
+    weights = {"judge": 2.0, "score": 1.0}
+    scored = Scored(rewards, np.zeros(3, int), weights, judged={"judge"})
+    plain = Plain(object(), Setup(estimator="pairwise", scale="none"))
+    np.testing.assert_allclose(plain.credit(scored), [0.8, -0.5, -0.3], atol=1e-12)
+
+
+def test_of_no_sample_a_loss_has_the_same_columns():
+    none = Loss(torch.ones(2), {"a": torch.ones(2)}).of_none()
+    assert (none.per_sample.tolist(), none.columns["a"].tolist()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("setup", "steps"),
+    [
+        ({"window_size": 2, "window_range": (3, 5)}, range(3, 5)),
+        ({"timestep_fraction": 0.5}, range(4)),
+    ],
+)
+def test_noisy_steps_are_those_of_the_setup(setup, steps):
+    algorithm = method("grpo", {"num_steps": 8, **setup})
+    assert algorithm.noisy_steps(np.random.default_rng(0), 0) == steps
+    assert algorithm.losses_per_sample == len(steps)

@@ -1,23 +1,64 @@
-"""What an update of answers is made of, written out with loops, in whole runs of two epochs: in the
-second, the weights have left the reference and the value head its zeros."""
+"""What an update of answers is made of: by hand, and written out with loops, in whole runs of two
+epochs: in the second, the weights have left the reference and the value head its zeros."""
 
 import math
 from dataclasses import dataclass
 
 import answer_runs
+import numpy as np
 import pytest
 import small_vlm
 import torch
 import train_vlm
+from accelerate import Accelerator
 from torch import Tensor
 
 from flow_grpo.answer.batches import packed
-from flow_grpo.answer.credit import Fixed
+from flow_grpo.answer.credit import Fixed, answer_advantages, reweigh, token_advantages
 from flow_grpo.answer.network import AnswerModel
-from flow_grpo.answer.rollout import Rollout
+from flow_grpo.answer.plan import AnswerPlan
+from flow_grpo.answer.rollout import Rollout, Sample
 
 COMMON = {"num_epochs": 2, "train.updates_per_epoch": 1, "train.learning_rate": 0.01}
 BETA = 0.5
+
+
+def one_group(**scores: list[float]) -> Rollout:
+    own = {name: np.array(values) for name, values in scores.items()}
+    return Rollout(AnswerPlan(1, 1, 3, 1, 1, 3), np.zeros(1, int), [], scores=own)
+
+
+def test_how_far_an_engine_is_off_by_hand():
+    """By log 2, 0 and log 4: log 2 on average; a weight of 2 is held at 1.5."""
+    rollout = one_group()
+    sampled = [torch.tensor(p).log() for p in ([0.25, 0.3], [0.4])]
+    rollout.samples = {i: Sample(0, p, p, True, "") for i, p in zip((4, 7), sampled, strict=True)}
+    fixed = {4: Fixed(torch.tensor([0.5, 0.3]).log()), 7: Fixed(torch.tensor([0.1]).log())}
+    assert reweigh(Accelerator(cpu=True), rollout, fixed, 1.5) == {
+        "answer/engine_dev": pytest.approx(math.log(2)),
+        "answer/engine_dev_max": pytest.approx(math.log(4)),
+    }
+    assert fixed[4].importance.tolist() == pytest.approx([1.5, 1])
+    assert fixed[7].importance.tolist() == pytest.approx([0.25])
+
+
+def test_the_shares_of_a_judge_are_counted_as_they_are():
+    """Shares of the scores are .5, 0, 1: 2 * (.9, .5, .1) + (.5, 0, 1), less their mean 1.5."""
+    rollout = one_group(judge=[0.9, 0.5, 0.1], score=[7.0, 3.0, 90.0], none=[1.0, 0.0, 0.0])
+    weights = {"judge": 2.0, "score": 1.0}
+    accelerator = Accelerator(cpu=True)
+    found = answer_advantages(accelerator, rollout, weights, {"judge"}, "pairwise", "none", {})
+    np.testing.assert_allclose(found, [0.8, -0.5, -0.3], atol=1e-12)
+
+
+def test_large_rewards_are_whitened_without_rounding():
+    """Their squares have more digits than float32; the deviation is 1."""
+    rollout = one_group(avg=[100001.0, 100003.0, math.nan])
+    fixed = {i: Fixed(torch.zeros(1), values=torch.zeros(1)) for i in range(3)}
+    token_advantages(Accelerator(cpu=True), rollout, fixed, {}, discount=1.0, decay=1.0)
+    advantages = torch.cat([own.advantages for own in fixed.values()])
+    assert advantages.dtype == torch.float32
+    assert advantages.tolist() == pytest.approx([-1, 1, 0])
 
 
 @dataclass

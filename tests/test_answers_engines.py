@@ -44,16 +44,6 @@ FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 # --- the weights of tokens -----------------------------------------------------------------------
 
 
-def test_importance_weights_are_ratios_up_to_the_cap():
-    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64, requires_grad=True)
-    engine = torch.tensor([0.4, 0.5, 0.1], dtype=torch.float64)
-    weights = importance_weights(policy.log(), engine.log(), cap=1.5)
-    assert torch.allclose(weights, torch.tensor([1.25, 0.6, 1.5], dtype=torch.float64))
-    assert not weights.requires_grad
-    assert importance_weights(policy.log(), engine.log(), cap=0).tolist() == [1, 1, 1]
-    assert importance_weights(engine, engine, cap=2.0).tolist() == [1, 1, 1]
-
-
 @pytest.mark.parametrize("cap", [0.0, 1.2, 100.0])
 def test_weights_make_an_engines_tokens_those_of_the_policy(cap):
     """Over all answers of two tokens out of three: the mean over the engine's answers is the

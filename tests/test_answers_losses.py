@@ -13,7 +13,13 @@ from torch import Tensor
 from flow_grpo.advantages import compute_advantages
 from flow_grpo.answer.credit import generalized_advantages, token_rewards
 from flow_grpo.answer.losses import AGGREGATIONS, DIVERGENCES, KINDS, build_loss
-from flow_grpo.answer.losses.base import Counts, divergence, token_weights, value_loss
+from flow_grpo.answer.losses.base import (
+    Counts,
+    divergence,
+    importance_weights,
+    token_weights,
+    value_loss,
+)
 from flow_grpo.losses import PolicyLoss
 
 LENGTHS = torch.tensor([5, 2, 4, 1])
@@ -119,8 +125,22 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
     bound = policy_loss("clip", far, old, negative, mask, dual_clip=3.0).loss
     assert free.item() == pytest.approx(np.exp(3.0))
     assert bound.item() == 3.0
+    both = [policy_loss("clip", NEW, OLD, ADVANTAGES, MASK, dual_clip=d) for d in (0, DUAL)]
+    for name in ("ratio", "clipped_low", "clipped_high"):
+        assert torch.equal(getattr(both[0], name), getattr(both[1], name))
     positive = policy_loss("clip", far, old, -negative, mask, dual_clip=3.0).loss
     assert positive.item() == pytest.approx(-1.3)
+
+
+def test_cispo_tells_what_its_clip_range_holds():
+    new = torch.tensor([[0.7, 0.9, 1.2, 1.4]], dtype=torch.float64).log()
+    old, mask = torch.zeros_like(new), torch.ones_like(new, dtype=torch.bool)
+    found = policy_loss("cispo", new, old, old, mask)
+    assert torch.equal(found.ratio, new.exp())
+    assert found.clipped_low.tolist() == [[True, False, False, False]]
+    assert found.clipped_high.tolist() == [[False, False, False, True]]
+    at_the_edge = policy_loss("cispo", old, old, old, mask, clip_low=0.0, clip_high=0.0)
+    assert not (at_the_edge.clipped_low | at_the_edge.clipped_high).any()
 
 
 def test_gspo_has_one_ratio_for_an_answer_the_geometric_mean():
@@ -159,7 +179,18 @@ def test_divergences_of_known_distributions():
     assert torch.allclose(means["k1"], kl)
     assert torch.allclose(means["k3"], kl)
     assert means["k2"] == pytest.approx(kl.item(), rel=0.2)  # biased, little near the reference
-    assert (divergence("k3", policy.log(), reference.log()) >= 0).all()
+    for kind in ("k2", "k3"):
+        assert (divergence(kind, policy.log(), reference.log()) >= 0).all()
+
+
+def test_importance_weights_are_ratios_up_to_the_cap():
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64, requires_grad=True)
+    engine = torch.tensor([0.4, 0.5, 0.1], dtype=torch.float64)
+    weights = importance_weights(policy.log(), engine.log(), cap=1.5)
+    assert torch.allclose(weights, torch.tensor([1.25, 0.6, 1.5], dtype=torch.float64))
+    assert not weights.requires_grad
+    assert importance_weights(policy.log(), engine.log(), cap=0).tolist() == [1, 1, 1]
+    assert importance_weights(engine, engine, cap=2.0).tolist() == [1, 1, 1]
 
 
 def test_gae_by_hand_at_unequal_lengths():
@@ -243,10 +274,10 @@ def test_the_example_of_the_docs_is_a_loss():
 
 def test_kinds_are_all_tried():
     assert {"clip", "gspo", "cispo"} <= set(KINDS)
-    for call in (
-        lambda: policy_loss("ppo", NEW, OLD, ADVANTAGES, MASK),
-        lambda: token_weights("mean", MASK, COUNTS, 8),
-        lambda: divergence("k4", NEW, OLD),
+    for call, known in (
+        (lambda: policy_loss("ppo", NEW, OLD, ADVANTAGES, MASK), KINDS),
+        (lambda: token_weights("mean", MASK, COUNTS, 8), AGGREGATIONS),
+        (lambda: divergence("k4", NEW, OLD), DIVERGENCES),
     ):
-        with pytest.raises(ValueError, match="choose one of"):
+        with pytest.raises(ValueError, match=f"choose one of {', '.join(known)}$"):
             call()

@@ -1,16 +1,22 @@
 import hashlib
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
+from power import Disk
 
+from flow_grpo.disk import make_folders
 from flow_grpo.errors import UserError
 from flow_grpo.run.checkpoint import (
+    FULL,
     STATE,
     Progress,
     is_intact,
     list_checkpoints,
     newest_intact,
+    repair_links,
     save_checkpoint,
     weights_in,
 )
@@ -243,6 +249,38 @@ def test_a_first_save_that_fails_is_told_and_its_traceback_is_kept_for_debugging
 
 
 @pytest.mark.parametrize(
+    ("free", "reason", "told"),
+    [
+        (FULL - 1, "cannot serialize", "No space left on device (cannot serialize)"),
+        (FULL, "cannot serialize", "cannot serialize"),
+        (0, "No space left on device: 'a'", "No space left on device: 'a'"),
+        (0, None, "No space left on device ([Errno 2] No such file or directory: "),
+    ],
+)
+def test_a_full_disk_is_told_whatever_a_library_says(
+    accelerator, tmp_path, monkeypatch, free, reason, told
+):
+    def write(folder):
+        shutil.rmtree(folder)  # so that the rest fails if this does not
+        if reason:
+            raise RuntimeError(reason)
+
+    monkeypatch.setattr("shutil.disk_usage", {tmp_path: SimpleNamespace(free=free)}.__getitem__)
+    with pytest.raises(UserError) as caught:
+        save_checkpoint(accelerator, tmp_path, 1, write, keep=0)
+    assert str(caught.value).startswith(f"cannot save {tmp_path}/checkpoint-1: {told}")
+
+
+def test_a_checkpoint_is_on_the_disk_once_it_is_saved(accelerator, tmp_path):
+    disk = Disk(tmp_path / "disk", mount=False)
+    with disk.held, disk.watched():
+        make_folders(disk.folder / "run")
+        save_checkpoint(accelerator, disk.folder / "run/checkpoints", 1, Progress().write, keep=0)
+        with disk.left("lazy") as left:
+            assert is_intact(left / "run/checkpoints/latest")
+
+
+@pytest.mark.parametrize(
     ("name", "content", "damage"),
     [
         ("weights", "of", "weights has not the 4 bytes it was written with"),
@@ -315,13 +353,11 @@ def test_what_cannot_be_removed_is_told_and_stays(save, tmp_path, caplog, monkey
         save(3, fails=True)
 
 
-@pytest.mark.parametrize("kind", ["transformer", "ema_transformer", "lora", "ema_lora"])
-def test_each_kind_of_weights_is_preferred_to_those_before(tmp_path, kind):
-    kinds = ["transformer", "ema_transformer", "lora", "ema_lora"]
-    for name in kinds[: kinds.index(kind) + 1]:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").touch()
-    assert weights_in(tmp_path) == tmp_path / kind
+def test_each_kind_of_weights_is_preferred_to_those_before(tmp_path):
+    for kind in ("model", "ema_model", "transformer", "ema_transformer", "lora", "ema_lora"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "model.safetensors").touch()
+        assert weights_in(tmp_path) == tmp_path / kind
 
 
 def test_damaged_weights_that_are_passed_over_are_told(tmp_path, caplog):
@@ -342,3 +378,31 @@ def test_a_folder_without_weights_is_told_with_what_may_be_named(tmp_path):
     assert str(told.value) == (
         f"no checkpoint at {tmp_path}: name a run, a checkpoint or a folder in one"
     )
+
+
+def test_links_are_repaired_to_the_newest_and_the_first_of_the_best(tmp_path, caplog):
+    """As it was when they were made: a second of the same score is no improvement."""
+    folders = [tmp_path / f"checkpoint-{step}" for step in range(5)]
+    for step, score in enumerate((0.25, 0.5, 0.5, None, 0.5)):
+        (folders[step] / STATE).mkdir(parents=True)
+        best = 0.5 if step < 4 else None
+        Progress(step=step, best=best, record={"eval/avg": score}).write(folders[step])
+
+    def links(newest):
+        caplog.clear()
+        repair_links(newest)
+        return [str((tmp_path / link).readlink()) for link in ("latest", "best")]
+
+    assert links(folders[3]) == ["checkpoint-3", "checkpoint-1"]
+    assert caplog.messages == [
+        f"{tmp_path}/latest did not point to checkpoint-3; now it does",
+        f"{tmp_path}/best did not point to checkpoint-1; now it does",
+    ]
+    assert links(folders[3]) == ["checkpoint-3", "checkpoint-1"]
+    assert not caplog.messages
+    (tmp_path / "best").unlink()
+    assert links(folders[1]) == ["checkpoint-1", "checkpoint-1"]
+    assert links(folders[4]) == ["checkpoint-4", "checkpoint-1"]  # which knows of no score
+    (folders[1] / STATE / "progress.json").write_text("")
+    (folders[2] / STATE / "progress.json").write_text('{"record": 1}')
+    assert links(folders[3]) == ["checkpoint-3", "checkpoint-1"]  # nobody knows better

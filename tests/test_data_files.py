@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flow_grpo.data.prompts import Prompt, find_prompts, load_prompts
+from flow_grpo.data.prompts import READERS, Prompt, find_prompts, load_prompts, read_file
 from flow_grpo.errors import UserError
 
 HATS = '"zwei Hüte\nauf einem Stuhl"'
@@ -63,6 +63,7 @@ def test_of_several_files_the_first_kind_is_read(tmp_path):
     assert load_prompts(tmp_path, "train")[0].prompt == "text"
     (tmp_path / "train.csv").write_text("prompt\ncsv")
     assert load_prompts(tmp_path, "train")[0].prompt == "csv"
+    assert find_prompts(tmp_path, "train") == read_file(tmp_path / "train.csv")
     (tmp_path / "train.jsonl").write_text('{"prompt": "jsonl"}')
     assert load_prompts(tmp_path, "train")[0].prompt == "jsonl"
     (tmp_path / "train_metadata.jsonl").write_text('{"prompt": "metadata"}')
@@ -116,7 +117,13 @@ def test_a_mistake_is_told_with_file_line_and_rule(tmp_path, name, content, mess
     assert told(tmp_path / name, "train").startswith(f"{tmp_path / name}{message}")
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
+def test_a_name_on_the_hub_is_read_there(monkeypatch):
+    monkeypatch.setattr("flow_grpo.data.prompts.read_hub", lambda *asked: asked)
+    asked = ("someone/some-set", "test", "caption")
+    assert find_prompts(asked[0], asked[1], column=asked[2]) == asked
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text("[]")
     assert told(tmp_path / "a.json", "train") == (
         f"cannot read prompts from {tmp_path}/a.json: it must be .txt, .jsonl, .csv or .parquet"
@@ -127,3 +134,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     assert "no dataset at" in told("x" * 5000, "train")
     missing = tmp_path / "b.csv"
     assert told(missing, "train") == f"no dataset at {missing}: there is no such file"
+    (tmp_path / "ocr").mkdir()
+    assert told(tmp_path / "orc", "train").endswith(f"; did you mean {tmp_path}/ocr?")
+
+    def broken(path, column):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setitem(READERS, ".txt", broken)
+    assert told(tmp_path / "b.txt", "train") == f"cannot read {tmp_path}/b.txt: Input/output error"

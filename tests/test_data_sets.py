@@ -142,7 +142,9 @@ def test_updates_mix_the_sets():
             rows=200, groups=100, group_size=1, batch_size=50, updates=2, process=0,
             num_processes=1, rng=rng(seed), sets=[(100, 50), (100, 50)],
         )  # fmt: skip
-        return int((draws[0].row < 100).sum())
+        first, second = (int((draw.row < 100).sum()) for draw in draws)
+        assert first + second == 50
+        return first
 
     assert all(10 < first_half(seed) < 40 for seed in range(5))
 

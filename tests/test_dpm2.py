@@ -91,6 +91,11 @@ def test_a_step_of_second_order_by_hand():
 
 
 def test_half_precision_is_computed_in_float32():
-    x, v = torch.ones(2, 3).half(), torch.ones(2, 3).half()
-    found, (x0, _) = dpm2_step(v, x, 0.5, 0.3, (torch.zeros(2, 3), 0.8))
+    x, v = torch.linspace(-1, 1, 6).half(), torch.linspace(0.7, -0.3, 6).half()
+    (found, (x0, _)), (exact, (exact_x0, _)) = (
+        dpm2_step(v.to(dtype), x.to(dtype), 0.6, 0.25, (torch.zeros(6), 0.8))
+        for dtype in (torch.float16, torch.float32)
+    )
     assert found.dtype == x0.dtype == torch.float32
+    assert torch.equal(found, exact)
+    assert torch.equal(x0, exact_x0)

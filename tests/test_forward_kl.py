@@ -140,19 +140,9 @@ def test_cps_has_no_noise_to_divide_by_at_the_last_step(name, kind):
     )
     config.sample.sde_type = "dance"
     build_algorithm(config)
-
-
-def test_steps_of_each_sample_are_those_steps_taken_one_by_one():
-    dynamics = Dynamics(SCHEDULE, "flow", 0.5)
-    x, v, landed = (pixels([a, 1.0], [0.5, a], [a, -a]) for a in (0.2, 0.7, 0.3))
-    steps = np.array([2, 0, 1])
-    together = take_step(dynamics, steps, x, v, stochastic=True, next_latents=landed)
-    for row, i in enumerate(steps.tolist()):
-        part = slice(row, row + 1)
-        alone = take_step(dynamics, i, x[part], v[part], stochastic=True, next_latents=landed[part])
-        for field in ("mean", "std", "rate", "log_prob"):
-            torch.testing.assert_close(getattr(together, field)[part], getattr(alone, field))
-    assert together.rate.flatten().tolist() == pytest.approx([0.5, 1.25**0.5, 1.0])
+    method(name, {"sde_type": "cps"}, kl_type="velocity", kl_beta=0.1).check()
+    if "reference" not in ALGORITHMS[name].fixed:
+        method(name, {"sde_type": "cps"}, kl_type=kind, kl_beta=0.0).check()
 
 
 def test_the_kl_pulls_towards_the_reference():

@@ -1,6 +1,7 @@
 """nft and awm, and what all methods share that noise final latents again, against numbers worked
 out by hand from their formulas. Velocities have two pixels, so that a mean is half a sum."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -26,9 +27,15 @@ def test_nft_by_hand():
     Loss 5 (.75 * .25 + .25 * .425) = 1.46875.
     Gradient with the sizes fixed, of v+ (.3, -.1) (-.5)/.2 = (-.75, .25), of v- (.5, -.3) .5/.4 =
     (.625, -.375): 5 (.75 (-.75, .25) + .25 (.625, -.375)) = (-2.03125, .46875)."""
-    loss, gradient, _ = objective(method("nft"), VELOCITY, at_level(0.5, TARGET, old=OLD), 2.5)
+    at = at_level(0.5, TARGET, old=OLD)
+    loss, gradient, columns = objective(method("nft"), VELOCITY, at, 2.5)
+    assert columns["old_distance"].tolist() == pytest.approx([0.04])
     assert loss == pytest.approx([1.46875])
     assert gradient[0] == pytest.approx([-2.03125, 0.46875])
+    # beside a sample without errors, whose size is its own
+    at = at_level(0.5, torch.cat([TARGET, TARGET]), old=torch.cat([OLD, TARGET]))
+    both, _, _ = objective(method("nft"), torch.cat([VELOCITY, TARGET]), at, 2.5, 2.5)
+    assert both == pytest.approx([1.46875, 0])
 
 
 def test_nft_of_a_small_beta_by_hand():
@@ -148,6 +155,18 @@ def test_old_weights_follow_after_an_epoch(name, settings, keeps):
         algorithm.after_epoch(policy, updates)
         for before, weight, after in zip(old, policy.parameters(), policy.old.copy, strict=True):
             torch.testing.assert_close(after, keep * before + (1 - keep) * weight.detach())
+
+
+@pytest.mark.parametrize(("name", "after"), [("nft", -1), ("dgpo", 200), ("awm", math.inf)])
+def test_old_weights_sample_once_there_were_so_many_updates(name, after):
+    found = [method(name).samples_with_old(updates) for updates in (0, 1, 200, 201)]
+    assert found == [updates > after for updates in (0, 1, 200, 201)]
+
+
+def test_the_largest_guidance_that_is_asked_for_is_known():
+    asked = [{}, {"train_guidance": 4.5}, {"kl_guidance": 3.0}]
+    asked.append({"train_guidance": 2.0, "kl_guidance": 3.0})
+    assert [method("awm", **each).most_guidance for each in asked] == [0, 4.5, 3, 3]
 
 
 def test_decays_in_closed_form():

@@ -4,6 +4,7 @@ import torch
 from flow_grpo.losses import (
     adapted_weight,
     clipped_policy_loss,
+    drift,
     kl_to_reference,
     root_mean_square,
 )
@@ -69,6 +70,8 @@ def test_gaussian_kl_equals_torch_distributions():
     normal = torch.distributions.Normal
     expected = torch.distributions.kl_divergence(normal(0.5, 0.1), normal(0.2, 0.1))
     torch.testing.assert_close(kl("gaussian"), expected.expand(2))
+    moved = drift(torch.full((2, 3), 0.5), torch.full((2, 3), 0.2), torch.full((2, 1), 0.1))
+    torch.testing.assert_close(moved, expected.expand(2))
 
 
 def test_flow_grpo_kl_leaves_dt_out():
@@ -105,11 +108,11 @@ def test_an_unknown_kl_is_named():
 
 
 @pytest.mark.parametrize(
-    ("kl", "expected"), [(0.31, 0.08), (0.3, 0.04), (0.2, 0.04), (0.134, 0.04), (0.13, 0.02)]
+    ("kl", "expected"), [(1.13, 0.08), (1.125, 0.04), (0.75, 0.04), (0.5, 0.04), (0.49, 0.02)]
 )
 def test_the_weight_of_the_kl_follows_its_target(kl, expected):
-    """Target .2: doubled above .3, halved below .1333."""
-    assert adapted_weight(0.04, kl, 0.2) == pytest.approx(expected)
+    """Target .75: doubled above 1.125, halved below .5."""
+    assert adapted_weight(0.04, kl, 0.75) == pytest.approx(expected)
 
 
 def test_the_norm_of_a_velocity_is_per_sample_and_has_no_gradient():

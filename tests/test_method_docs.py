@@ -51,7 +51,7 @@ def test_settings_are_listed_with_their_defaults(heading):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_papers_are_those_of_the_files(name):
-    source = (ROOT / "flow_grpo" / "algorithms" / f"{name}.py").read_text("utf-8")
+    source = (ROOT / "flow_grpo" / "draw" / "algorithms" / f"{name}.py").read_text("utf-8")
     number = re.compile(r"arXiv\s(\d{4}\.\d{5})")
     assert number.findall(section(name)) == number.findall(source)
     assert all(n in text("papers.md") for n in number.findall(source))
@@ -97,7 +97,7 @@ def test_functions_that_the_page_names_exist():
             assert method[0] == ALGORITHMS[name].__name__
             assert hasattr(ALGORITHMS[name], method[1])
     for file, function in re.findall(r"\b(\w+)\.py, ([a-z_]\w*)\b(?!\.)", page):
-        folders = (ROOT / "flow_grpo", ROOT / "flow_grpo" / "algorithms")
+        folders = (ROOT / "flow_grpo", ROOT / "flow_grpo" / "draw" / "algorithms")
         [path] = [p for f in folders if (p := f / f"{file}.py").exists()]
         assert f"def {function}(" in path.read_text("utf-8")
 

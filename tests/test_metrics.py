@@ -126,3 +126,17 @@ def test_pictures_of_a_group_are_as_far_apart_as_their_pixels(dtype):
     total, count = group_distance(clips, np.array([5, 5, 2, 2, 2, 9])).tolist()
     assert count == 2
     assert total == pytest.approx((0.6 + 0.6 * math.sqrt(2 / 3)) / math.sqrt(2), rel=1e-3)
+
+
+def test_groups_are_counted_in_float32():
+    """float16 has no 2049."""
+    images, groups = torch.zeros(2 * 2049, 1, 1, 1, dtype=torch.float16), np.repeat(range(2049), 2)
+    assert group_distance(images, groups).tolist() == [0, 2049]
+
+
+def test_a_process_without_samples_leaves_the_extremes_to_others():
+    stats = TrainingStats()
+    stats.add(step_loss([], [], []), on_policy=True)
+    stats.add_grad_norm(2.0, 1.0)
+    found = stats.metrics(Accelerator(cpu=True))
+    assert (found["train/ratio_min"], found["train/ratio_max"]) == (math.inf, -math.inf)

@@ -180,6 +180,17 @@ def test_a_mistake_is_told_with_its_numbers_the_rule_and_the_way_out(changes, me
     assert str(told.value) == message
 
 
+def test_updates_of_parts_of_groups_are_told_with_the_way_out():
+    plan(accumulation_steps=8).check_whole_groups("dpo")
+    with pytest.raises(UserError) as told:
+        plan().check_whole_groups("dpo")
+    assert str(told.value) == (
+        "algorithm='dpo' compares within groups of sample.num_image_per_prompt=8, but an update "
+        "has 12 samples per process = train.batch_size=3 x train.gradient_accumulation_steps=4; "
+        "make that a multiple"
+    )
+
+
 def test_too_few_prompts_are_told_with_the_way_out():
     with pytest.raises(UserError) as told:
         plan().check_prompts(5, "dataset/ocr")

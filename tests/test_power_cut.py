@@ -1,6 +1,5 @@
 """The power fails: what a run needs is on the disk before anything relies on it."""
 
-import errno
 import json
 import shutil
 import sys
@@ -12,7 +11,7 @@ from accelerate import Accelerator
 from power import Disk, can_mount
 from sessions import short_config
 
-from flow_grpo.disk import make_folders, sync, write_text
+from flow_grpo.disk import make_folders, write_text
 from flow_grpo.run.checkpoint import Progress, is_intact, newest_intact, save_checkpoint
 from flow_grpo.run.resume import find_start, prepare_folder
 
@@ -80,21 +79,6 @@ def test_a_file_is_whole_before_it_is_written_and_there_afterwards(tmp_path, way
         assert {content for _, content in moments[len(before) :]} == {"before", "after"}
         assert (before[-1][1], moments[-1][1]) == ("before", "after")
         assert [path.name for path in disk.folder.glob("*file*")] == ["file"]
-
-
-def test_a_folder_that_cannot_be_synced_is_no_error_and_a_broken_disk_is(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    numbers = iter([errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EINVAL, errno.EIO])
-
-    def fails(descriptor: int) -> None:
-        raise OSError(next(numbers), "fails")
-
-    monkeypatch.setattr("os.fsync", fails)
-    for _ in range(3):
-        sync(tmp_path)
-    for path in (tmp_path / "file", tmp_path):
-        with pytest.raises(OSError, match="fails"):
-            sync(path)
 
 
 @pytest.fixture(scope="module")

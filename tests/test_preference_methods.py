@@ -9,7 +9,6 @@ import pytest
 import torch
 from methods import STEPS, at_level, method, numbers, objective, of_credit, pixels, rollout
 
-from flow_grpo.advantages import best_and_worst, group_softmax
 from flow_grpo.draw.algorithms.base import Batch, Scored, with_gradient
 from flow_grpo.draw.algorithms.dgpo import Weighted
 
@@ -19,27 +18,32 @@ SETUP = {"num_steps": STEPS, "group_size": 2, "update_samples": 4}
 @pytest.mark.parametrize(
     ("velocity", "credit", "c", "loss", "gradient"),
     [
-        ([0.9, 0.1], 2.0, 0.01, 0.01, [0, 0]),  # better already
-        ([0.9, 0.1], -2.0, 0.01, -0.01, [0.1, -0.1]),  # .5 * -2 (-.1, .1)
-        ([0.7, 0.3], 2.0, 0.01, 0.09, [-0.3, 0.3]),
-        ([0.7, 0.3], -2.0, 0.01, -0.09, [0, 0]),  # worse already
+        ([0.9, 0.1], 0.5, 0.01, 0.01, [0, 0]),  # better already
+        ([0.9, 0.1], -0.5, 0.01, -0.01, [0.1, -0.1]),  # 2 * -.5 (-.1, .1)
+        ([0.7, 0.3], 0.5, 0.01, 0.09, [-0.3, 0.3]),
+        ([0.7, 0.3], -0.5, 0.01, -0.09, [0, 0]),  # worse already
         ([0.7, 0.3], 0.0, 0.01, 0.0, [0, 0]),
-        ([0.9, 0.1], 2.0, 0.1, 0.01, [-0.1, 0.1]),  # within a wider clip
-        ([0.7, 0.3], -2.0, 0.1, -0.09, [0.3, -0.3]),
+        ([0.9, 0.1], 0.0, 0.01, 0.0, [0, 0]),
+        ([0.9, 0.1], 0.5, 0.1, 0.01, [-0.1, 0.1]),  # within a wider clip
+        ([0.7, 0.3], -0.5, 0.1, -0.09, [0.3, -0.3]),
+        ([0.8, 0.2], 0.5, 0.0, 0.04, [-0.2, 0.2]),  # at the edge of the clip
+        ([0.8, 0.2], -0.5, 0.0, -0.04, [0.2, -0.2]),
     ],
 )
 def test_dgpo_by_hand(velocity, credit, c, loss, gradient):
-    """u = (1, 0), weight .5. v_old = (.8, .2): d_old = .04. d = .01 for v = (.9, .1), whose rho =
-    e^.03 = 1.030; d = .09 for (.7, .3), rho = e^-.05 = .951. Loss .5 A d, gradient .5 A (v - u)."""
+    """u = (1, 0), weight 2. v_old = (.8, .2): d_old = .04. d = .01 for v = (.9, .1), whose rho =
+    e^.03 = 1.030; d = .09 for (.7, .3), rho = e^-.05 = .951. Loss 2 A d, gradient 2 A (v - u)."""
     at = at_level(0.5, pixels([1.0, 0.0]), old=pixels([0.8, 0.2]))
-    at = Weighted(**vars(at), weight=numbers(0.5))
+    at = Weighted(**vars(at), weight=numbers(2.0))
     algorithm = method("dgpo", clip_range=c)
+    assert algorithm.trust == c
     found, slope, columns = objective(algorithm, pixels(velocity), at, credit)
     assert found == pytest.approx([loss])
     assert slope[0] == pytest.approx(gradient)
-    assert columns["old_ratio"].tolist() == pytest.approx(
-        [math.exp(0.03 if velocity[0] == 0.9 else -0.05)]
-    )
+    ratio = math.exp({0.9: 0.03, 0.8: 0.0, 0.7: -0.05}[velocity[0]])
+    assert columns["old_ratio"].tolist() == pytest.approx([ratio])
+    assert columns["masked"].tolist() == [ratio > 1 + c if credit > 0 else ratio < 1 - c]
+    assert columns["group_weight"].tolist() == [2.0]
 
 
 def test_dgpo_cuts_advantages_in_the_loss_and_in_the_weight():
@@ -127,19 +131,25 @@ def test_dpo_by_hand():
 
 
 def test_dpo_of_the_wrong_order_by_hand():
-    """The same errors the other way around: margin -1.45, log(1 + e^1.45) = 1.660723."""
-    pair = {name: value.flip(0) for name, value in dpo_pair().items()}
-    at = at_level(0.5, **pair)
-    velocity = pixels([0.4, 0.2], [0.8, 0.2])
-    loss, _, columns = objective(method("dpo", beta=10.0), velocity, at, 1.0, -1.0)
-    assert loss == pytest.approx([1.660723] * 2, abs=1e-6)
-    assert columns["accuracy"].tolist() == [0, 0]
+    """The same errors the other way around: margin -1.45, log(1 + e^1.45) = 1.660723; then once
+    more as they were, and a pair of no weight. A tenth of beta changes no order."""
+    pair = {name: torch.cat([v.flip(0), v, v]) for name, v in dpo_pair().items()}
+    at, credit = at_level(0.5, **pair), (1.0, -1.0, 1.0, -1.0, 0.0, 0.0)
+    near, far = [0.8, 0.2], [0.4, 0.2]
+    velocity = pixels(far, near, near, far, near, far)
+    for beta in (10.0, 1.0):
+        loss, _, columns = objective(method("dpo", beta=beta), velocity, at, *credit)
+        assert columns["accuracy"].tolist() == [0, 0, 1, 1, 1, 1]
+        if beta == 10.0:
+            assert loss == pytest.approx([1.660723] * 2 + [0.210723] * 2 + [0, 0], abs=1e-6)
 
 
 def test_dpo_is_log_two_at_the_reference_and_finite_far_from_it():
     pair = dpo_pair()
-    loss, _, _ = objective(method("dpo"), pair["reference"], at_level(0.5, **pair), 1.0, -1.0)
+    at = at_level(0.5, **pair)
+    loss, _, columns = objective(method("dpo"), pair["reference"], at, 1.0, -1.0)
     assert loss == pytest.approx([math.log(2)] * 2)
+    assert columns["accuracy"].tolist() == [0, 0]
     far, gradient, _ = objective(
         method("dpo"), 100 + pair["reference"], at_level(0.5, **pair), 1.0, -1.0
     )
@@ -181,7 +191,7 @@ def test_dpo_pairs_the_best_of_each_group_with_its_worst(size, sizes):
     batches = algorithm.batches(in_batches(credit, groups, 5), size)
     assert [len(b) for b in batches] == sizes
     assert len(batches) == algorithm.batch_count(size)
-    assert sum(map(len, batches)) == algorithm.trained_samples == 6
+    assert range(sum(map(len, batches))) == range(algorithm.trained_samples) == range(6)
     whole = Batch.join(batches)
     assert whole.index.tolist() == [1, 2, 4, 5, 9, 10]
     assert whole.credit.tolist() == [1, -1, 0, 0, 1, -1]
@@ -206,9 +216,10 @@ def test_what_dpo_leaves_out_are_whole_pairs(kl_beta, index):
     assert Batch.join(kept).index.tolist() == index
 
 
-def test_where_no_pair_counts_one_is_kept():
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_where_no_pair_counts_one_is_kept(size):
     algorithm = method("dpo", SIX)
-    batches = algorithm.batches(in_batches(np.zeros(12), epoch_of_three_groups()[1], 12), 4)
+    batches = algorithm.batches(in_batches(np.zeros(12), epoch_of_three_groups()[1], 12), size)
     [kept] = with_gradient(algorithm, batches, batch=True, sample=True)
     assert len(kept) == 2
 
@@ -238,7 +249,7 @@ def test_sft_takes_the_best_of_each_group(size):
     assert credit.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0]
     batches = algorithm.batches(in_batches(credit, groups, 5), size)
     assert len(batches) == algorithm.batch_count(size)
-    assert algorithm.trained_samples == 3
+    assert range(algorithm.trained_samples) == range(3)
     whole = Batch.join(batches)
     assert whole.index.tolist() == [1, 4, 9]
     assert whole.credit.tolist() == [1, 0, 1]
@@ -270,24 +281,3 @@ def test_rwrs_weights_by_hand():
     assert weights.tolist() == pytest.approx([0.5, 1.5, 0.375, 0.75, 1.875])
     warmer = method("rwr", temperature=1e9).credit(scored)
     assert warmer.tolist() == pytest.approx([1] * 5)
-
-
-def test_softmax_of_missing_equal_and_huge_rewards():
-    """A missing score has no weight and takes none; equal ones share; e^1000 does not overflow."""
-    total = np.array([1.0, np.nan, 1.0, 3.0, 3.0, 0.0, 1000.0, np.nan])
-    groups = np.array([0, 0, 0, 1, 1, 2, 2, 3])
-    assert group_softmax(total, groups, 1.0).tolist() == [1, 0, 1, 1, 1, 0, 2, 0]
-
-
-def test_rewards_that_tie_share_their_weight():
-    """0, log 2, log 2: 1/5, 2/5, 2/5, times three."""
-    found = group_softmax(np.log([1.0, 2, 2]), np.zeros(3, int), 1.0)
-    assert found.tolist() == pytest.approx([0.6, 1.2, 1.2])
-
-
-def test_best_and_worst_of_ties_and_missing_scores():
-    """The first of equals; none in constant groups, groups of one, and where one score is left."""
-    total = np.array([2.0, 5, 5, 2, 3, 3, 1, np.nan, 4, np.nan, 8, 6])
-    groups = np.array([0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 4, 4])
-    expected = [-1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, -1]
-    assert best_and_worst(total, groups).tolist() == expected

@@ -91,7 +91,7 @@ def test_files_with_mutants_and_their_tests_exist():
         paths = [f"flow_grpo/{name}.py", *(f"tests/test_{test}.py" for test in tests)]
         assert tests
         assert [path for path in paths if not (ROOT / path).is_file()] == []
-    algorithms = {f"algorithms/{name}" for name in ALGORITHMS}
+    algorithms = {f"draw/algorithms/{name}" for name in ALGORITHMS}
     assert algorithms <= set(mutants.TESTS)
 
 

@@ -23,7 +23,7 @@ from flow_grpo.draw.fields import get_config
 from flow_grpo.draw.models import load_adapter
 from flow_grpo.draw.session import Session, build_session
 from flow_grpo.errors import UserError
-from flow_grpo.run.checkpoint import STATE, Progress, repair_links, weights_in
+from flow_grpo.run.checkpoint import STATE, weights_in
 from flow_grpo.run.distributed import accumulated
 from flow_grpo.run.export import Source
 from flow_grpo.run.resume import Start, find_start, prepare_folder, refuse_code
@@ -337,21 +337,6 @@ def test_after_a_fall_back_the_links_are_those_of_then(run, resume):
     resume()
     assert (run / "checkpoints/latest").readlink() == Path("checkpoint-2")
     assert (run / "checkpoints/best").readlink() == Path("checkpoint-0")  # 2 was not evaluated
-
-
-def test_the_first_of_two_that_score_the_same_is_the_best(tmp_path):
-    """As it was when they were made: the second is no improvement."""
-    for step, score in enumerate((0.25, 0.5, 0.5, None)):
-        folder = tmp_path / f"checkpoint-{step}"
-        (folder / STATE).mkdir(parents=True)
-        Progress(step=step, best=0.5, record={"eval/avg": score}).write(folder)
-    repair_links(folder)
-    assert (tmp_path / "best").readlink() == Path("checkpoint-1")
-    assert (tmp_path / "latest").readlink() == Path("checkpoint-3")
-    (tmp_path / "checkpoint-1" / STATE / "progress.json").write_text("")
-    (tmp_path / "checkpoint-2" / STATE / "progress.json").write_text('{"record": 1}')
-    repair_links(folder)  # nobody knows better
-    assert (tmp_path / "best").readlink() == Path("checkpoint-1")
 
 
 @pytest.mark.parametrize("way", ["auto", "path"])

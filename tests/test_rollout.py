@@ -2,8 +2,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from methods import pixels
 from torch import nn
 
 from flow_grpo.data.prompts import Prompt
@@ -13,9 +15,12 @@ from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.rollout import (
     Denoiser,
     Dynamics,
+    Trajectory,
+    draw_noise,
     eval_generators,
     group_generators,
     initial_noise,
+    take_step,
 )
 from flow_grpo.sde import dpm2_step, sde_step
 
@@ -29,6 +34,7 @@ def draw(adapter, index, *, steps=range(1, 3), kind="flow", guidance=4.5):
         adapter.encode(prompts, [""] * len(prompts) if guidance > 1 else None),
         steps=steps,
         generators=generators,
+        keep_means=True,
     )
 
 
@@ -108,7 +114,16 @@ def test_a_slice_of_a_trajectory_is_the_trajectory_of_a_slice(adapter):
     assert len(part) == len(part.conditioning) == 2
     assert torch.equal(part.final, trajectory.final[1:3])
     assert torch.equal(part.latents, trajectory.latents[1:3])
+    assert torch.equal(part.log_probs, trajectory.log_probs[1:3])
+    assert torch.equal(part.means, trajectory.means[1:3])
     assert torch.equal(part.conditioning.negative, trajectory.conditioning.negative[1:3])
+    whole = Trajectory.join([trajectory[:1], part, trajectory[3:]])
+    assert whole.steps == trajectory.steps
+    for name in ("final", "latents", "log_probs", "means"):
+        assert torch.equal(getattr(whole, name), getattr(trajectory, name))
+    assert len(whole.conditioning) == 4
+    plain = draw(adapter, [0, 1], steps=range(0))
+    assert plain[:1].means is Trajectory.join([plain, plain]).means is None
 
 
 class Scale(nn.Module):
@@ -149,7 +164,7 @@ def seeded(*seeds):
 def test_a_path_through_a_known_field_is_the_one_its_formula_gives():
     """In the precision of the model, with noise from one generator per sample."""
     trajectory = Denoiser(KnownField(), Scale(), KNOWN).sample(
-        START, NUMBERS, steps=range(2), generators=seeded(1, 2)
+        START, NUMBERS, steps=range(2), generators=seeded(1, 2), keep_means=True
     )
     drawn = [torch.randn(2, 2, generator=g, dtype=torch.float64) for g in seeded(1, 2)]
     x = START.double()
@@ -165,6 +180,7 @@ def test_a_path_through_a_known_field_is_the_one_its_formula_gives():
         )
         torch.testing.assert_close(trajectory.latents[:, i], x, rtol=1e-12, atol=0)
         torch.testing.assert_close(trajectory.log_probs[:, i], step.log_prob, rtol=1e-9, atol=0)
+        torch.testing.assert_close(trajectory.means[:, i], step.mean, rtol=1e-12, atol=0)
         x = step.next_sample
     assert trajectory.steps == range(2)
     assert torch.equal(trajectory.conditioning, NUMBERS)
@@ -207,14 +223,43 @@ def test_compiled_code_samples_what_will_be_trained_as_it_will_be_trained(compil
     assert step.log_prob.requires_grad
 
 
-@pytest.mark.parametrize(("guidance", "negative"), [(1.0, None), (1.5, ["blurry", ""])])
-def test_negative_prompts_are_read_only_where_there_is_guidance(guidance, negative):
+def test_steps_of_each_sample_are_those_steps_taken_one_by_one():
+    dynamics = replace(KNOWN, noise_level=0.5)
+    x, v, landed = (pixels([a, 1.0], [0.5, a], [a, -a]) for a in (0.2, 0.7, 0.3))
+    steps = np.array([2, 0, 1])
+    together = take_step(dynamics, steps, x, v, stochastic=True, next_latents=landed)
+    for row, i in enumerate(steps.tolist()):
+        part = slice(row, row + 1)
+        alone = take_step(dynamics, i, x[part], v[part], stochastic=True, next_latents=landed[part])
+        for field in ("mean", "std", "rate", "log_prob"):
+            torch.testing.assert_close(getattr(together, field)[part], getattr(alone, field))
+    assert together.rate.flatten().tolist() == pytest.approx([0.5, 1.25**0.5, 1.0])
+
+
+def test_another_guidance_changes_nothing_else():
+    denoiser = Denoiser(KnownField(), Scale(), KNOWN)
+    assert denoiser.guided(None) is denoiser
+    assert denoiser.guided(0.0) == replace(denoiser, dynamics=replace(KNOWN, guidance_scale=0.0))
+
+
+def test_noise_is_drawn_for_each_sample_in_its_precision():
+    drawn = draw_noise(seeded(1, 2), 3, START.double())
+    for noise, generator in zip(drawn, seeded(1, 2), strict=True):
+        assert torch.equal(noise, torch.randn(3, 2, generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("guidance", "most", "negative"),
+    [(1.0, 0.0, None), (1.5, 0.0, ["blurry", ""]), (1.0, 1.5, ["blurry", ""])],
+)
+def test_negative_prompts_are_read_only_where_there_is_guidance(guidance, most, negative):
     ahead = []
     adapter = SimpleNamespace(
         encode=lambda *texts: texts, encode_ahead=ahead.extend, is_guided=lambda scale: scale > 1
     )
     prompts = [Prompt("a", "blurry"), Prompt("b")]
-    denoiser = Denoiser(adapter, None, replace(KNOWN, guidance_scale=guidance))
+    dynamics = replace(KNOWN, guidance_scale=guidance, most_guidance=most)
+    denoiser = Denoiser(adapter, None, dynamics)
     assert denoiser.encode(prompts) == (["a", "b"], negative)
     assert denoiser.passes == (2 if guidance > 1 else 1)
     denoiser.encode_ahead(prompts)
@@ -228,6 +273,7 @@ def test_without_noisy_steps_nothing_is_drawn_and_nothing_kept():
         x = x + (0.6 * x + TIMESTEPS[i] / 1000 * NUMBERS) * (SIGMAS[i + 1] - SIGMAS[i])
     torch.testing.assert_close(trajectory.final, x, rtol=1e-12, atol=0)
     assert trajectory.latents.shape == trajectory.log_probs.shape == (2, 0)
+    assert trajectory.means is None
 
 
 def test_steps_of_second_order_begin_anew_after_one_with_noise():

@@ -6,7 +6,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flow_grpo.sde import sde_step
+from flow_grpo.sde import NEARLY_ONE, sde_step
 
 X = torch.linspace(-1, 1, 8).reshape(2, 1, 2, 2)
 V = torch.linspace(0.5, -0.5, 8).reshape(2, 1, 2, 2)
@@ -109,6 +109,12 @@ def test_a_batch_of_mixed_sigmas_equals_its_rows(kind):
         if kind != "ode":
             torch.testing.assert_close(both.log_prob[i : i + 1], one.log_prob)
             torch.testing.assert_close(both.std[i : i + 1], one.std)
+
+
+@pytest.mark.parametrize(("sigma", "held"), [(0.5, False), (NEARLY_ONE, False), (0.9991, True)])
+def test_sigma_max_stands_in_where_sigma_is_nearly_one(sigma, held):
+    steps = [sde_step(V, X.double(), sigma, 0.4, sigma_max=m, next_sample=X) for m in (0.45, None)]
+    assert torch.equal(steps[0].std, steps[1].std) != held
 
 
 def test_one_generator_per_sample_makes_noise_independent_of_the_batch():

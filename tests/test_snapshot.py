@@ -2,14 +2,15 @@ import logging
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from flow_grpo.run.snapshot import Snapshot
+from flow_grpo.run.snapshot import Reference, Snapshot
 
 
-def weights(seed: int = 0) -> dict[str, nn.Parameter]:
+def weights(seed: int = 0, more: int = 0) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"a": (3, 2), "b": (4,)}
+    shapes = {"a": (3, 2), "b": (4,), **{f"c{i}": (2,) for i in range(more)}}
     return {n: nn.Parameter(torch.randn(s, generator=generator)) for n, s in shapes.items()}
 
 
@@ -32,16 +33,21 @@ def test_a_blend_keeps_a_share():
 def test_a_share_of_nothing_is_a_copy_bit_for_bit():
     own = weights()
     snapshot = Snapshot(own, "old")
+    assert snapshot.is_current
     for parameter in own.values():
         parameter.data.mul_(1 / 3)
+    snapshot.is_current = False
+    snapshot.blend(0.5)
+    assert not snapshot.is_current
     snapshot.blend(0)
+    assert snapshot.is_current
     assert all(map(torch.equal, snapshot.copy, own.values()))
     own["a"].data.add_(1)
     assert not torch.equal(snapshot.copy[0], own["a"])
 
 
 def test_it_stands_in_and_steps_aside():
-    own = weights()
+    own = weights(more=40)
     first = [p.detach().clone() for p in own.values()]
     snapshot = Snapshot(own, "old")
     for parameter in own.values():
@@ -81,6 +87,40 @@ def test_saved_and_loaded_bit_for_bit(tmp_path):
     loaded.load(tmp_path)
     assert all(map(torch.equal, loaded.copy, snapshot.copy))
     assert all(map(torch.equal, other.values(), before))
+    assert not loaded.is_current
+    for parameter, copy in zip(other.values(), snapshot.copy, strict=True):
+        parameter.data.copy_(copy)
+    loaded.load(tmp_path)
+    assert loaded.is_current
+
+
+def test_it_comes_with_the_state_of_the_accelerator(tmp_path, monkeypatch):
+    accelerator, own = Accelerator(cpu=True), weights()
+    old, reference = Snapshot(own, "old"), Reference(own)
+    old.prepare(accelerator)
+    reference.prepare(accelerator)
+    accelerator.save_state(str(tmp_path))
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {
+        "old.safetensors",
+        "reference.safetensors",
+    }
+    for copy in (*old.copy, *reference.copy):
+        copy.zero_()
+    accelerator.load_state(str(tmp_path))
+    assert all(map(torch.equal, old.copy, own.values()))
+    assert all(map(torch.equal, reference.copy, own.values()))
+    monkeypatch.setattr(Accelerator, "is_main_process", False)  # which alone writes
+    accelerator.save_state(str(tmp_path / "other"))
+    assert not list(tmp_path.glob("other/*.safetensors"))
+
+
+def test_where_no_reference_was_saved_it_is_what_the_run_was_built_with(tmp_path, caplog):
+    own = weights()
+    reference = Reference(own)
+    own["a"].data.zero_()
+    reference.load(tmp_path)
+    assert torch.equal(reference.copy[0], weights()["a"])
+    assert not caplog.messages
 
 
 def test_one_process_of_several_writes(tmp_path):
@@ -96,13 +136,15 @@ def test_where_none_was_saved_it_begins_with_the_weights(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         snapshot.load(tmp_path)
     assert all(map(torch.equal, snapshot.copy, own.values()))
-    assert "has no old weights" in caplog.text
+    assert caplog.messages == [f"{tmp_path} has no old weights; they begin with those trained"]
 
 
 def test_other_weights_are_refused(tmp_path):
     Snapshot(weights(), "old").save(tmp_path)
-    with pytest.raises(ValueError, match=r"old.safetensors is of other weights"):
+    message = "^old.safetensors is of other weights than those trained$"
+    with pytest.raises(ValueError, match=message):
         Snapshot({"c": nn.Parameter(torch.zeros(2))}, "old").load(tmp_path)
     reshaped = {"a": nn.Parameter(torch.zeros(1, 2)), "b": nn.Parameter(torch.zeros(4))}
-    with pytest.raises(ValueError, match=r"old.safetensors is of weights of another shape"):
+    message = "^old.safetensors is of weights of another shape than those trained$"
+    with pytest.raises(ValueError, match=message):
         Snapshot(reshaped, "old").load(tmp_path)

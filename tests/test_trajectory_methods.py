@@ -10,7 +10,6 @@ import torch
 from methods import STEPS, method, numbers, pixels, rollout, taken
 
 from flow_grpo.draw.algorithms.base import Scored
-from flow_grpo.windows import moving_window
 
 # Ratios of 1.2 and .8, each with an advantage of either sign.
 LOG_RATIOS = [math.log(1.2), math.log(1.2), math.log(0.8), math.log(0.8)]
@@ -39,6 +38,7 @@ def test_grpo_and_mix_by_hand(name):
 def test_each_side_of_the_clip_can_be_set_alone():
     """Low .3, high .1: .8 is within [.7, 1.1], so that the last is -A rho = 1.6."""
     algorithm = method("grpo", clip_range=0.1, clip_range_low=0.3)
+    assert (algorithm.trust, method("dppo").trust) == (0.1, None)
     assert surrogate(algorithm, taken(LOG_RATIOS, CREDIT))[0] == pytest.approx(
         [-2.2, 2.4, -1.6, 1.6]
     )
@@ -101,7 +101,7 @@ def test_guards_mean_ratio_is_nearer_one_than_grpos_at_low_noise():
 
 @pytest.mark.parametrize(
     ("ratio", "credit", "outward"),
-    [(1.2, 2, True), (1.2, -2, False), (0.8, 2, False), (0.8, -2, True)],
+    [(1.2, 0.5, True), (1.2, -0.5, False), (0.8, 0.5, False), (0.8, -0.5, True)],
 )
 @pytest.mark.parametrize(("delta", "far"), [(0.4, True), (0.5, True), (0.500001, False)])
 def test_dppo_masks_what_is_far_and_moves_further_out(ratio, credit, outward, delta, far):
@@ -117,6 +117,7 @@ def test_dppo_masks_what_is_far_and_moves_further_out(ratio, credit, outward, de
     loss, gradient, columns = surrogate(method("dppo", delta=delta), given)
     masked = far and outward
     assert columns["masked"].tolist() == [masked]
+    assert columns["ratio"].tolist() == pytest.approx([ratio])
     assert loss == gradient == pytest.approx([0 if masked else -credit * ratio])
 
 
@@ -128,11 +129,12 @@ def test_dppo_masks_samples_one_by_one():
 
 
 def test_nothing_is_outward_at_ratio_one_or_without_an_advantage():
-    moved = pixels([0.5, 0.5], [0.5, 0.5])
-    given = taken([0.0, 0.3], [2.0, 0.0], mean=moved, old_mean=0 * moved, std=0.5)
+    moved = pixels(*[[0.5, 0.5]] * 4)
+    log_ratios, credit = [0.0, 0.3, 0.0, -0.3], [2.0, 0.0, -2.0, 0.0]
+    given = taken(log_ratios, credit, mean=moved, old_mean=0 * moved, std=0.5)
     _, gradient, columns = surrogate(method("dppo"), given)
-    assert columns["masked"].tolist() == [False, False]
-    assert gradient == [-2.0, 0.0]
+    assert not columns["masked"].any()
+    assert gradient == [-2.0, 0.0, 2.0, 0.0]
 
 
 SETUP = {"num_steps": STEPS}
@@ -204,20 +206,6 @@ def test_mix_moves_its_window_and_wraps():
     assert max(w.stop for w in windows) == 9
 
 
-def test_a_window_may_take_longer_strides():
-    """Of six places: 0, 4, 8 - 6, 12 - 12."""
-    starts = [
-        moving_window(10, size=4, shift=4, every=2, epoch=epoch).start for epoch in (0, 1, 2, 4, 6)
-    ]
-    assert starts == [0, 0, 4, 2, 0]
-
-
-def test_the_largest_window_stays_where_it_is_and_a_larger_one_is_an_error():
-    assert [moving_window(4, size=3, shift=1, every=1, epoch=e) for e in (0, 5)] == [range(3)] * 2
-    with pytest.raises(ValueError, match=r"window_size=4 must be below sample.num_steps=4"):
-        moving_window(4, size=4, shift=1, every=1, epoch=0)
-
-
 def test_mix_adds_the_z_scores_of_each_reward():
     """Group 0, reward a: 1, 3 have mean 2 and deviation 1: -1, 1; b: 10, 10 all alike: 0, 0.
     Group 1, a: 0, 4, 4, 0 -> -1, 1, 1, -1; b: 1, 1, 1, 5 have mean 2 and deviation sqrt 3:
@@ -240,14 +228,15 @@ def test_in_mix_a_sample_without_one_of_its_scores_has_none():
     assert method("mix").credit(scored).tolist() == pytest.approx([2, -2, 0], abs=1e-6)
 
 
-def test_the_ratio_of_a_trajectory_is_the_product_of_its_steps():
+@pytest.mark.parametrize("window", [{}, {"window_size": 1, "window_range": (1, 2)}])
+def test_the_ratio_of_a_trajectory_is_the_product_of_its_steps(window):
     """Each step's loss has the value of the whole and the gradient of its own part, so that their
     sum has the gradient of exp(sum of log-ratios), worked out here in one graph."""
-    setup = {"num_steps": STEPS}
+    setup = {"num_steps": STEPS, **window}
     algorithm = method("grpo", setup, beta=0.0, ratio="trajectory", clip_range=10.0)
     policy, batch = rollout(algorithm, moved=0.05)
     prepared = algorithm.prepare(policy, batch)
-    losses = [algorithm.loss(policy, batch, prepared, j) for j in range(3)]
+    losses = [algorithm.loss(policy, batch, prepared, j) for j in range(1 if window else 3)]
     trajectory, total = batch.trajectory, 0.0
     for j, i in enumerate(trajectory.steps):
         state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
@@ -275,13 +264,15 @@ def test_the_weight_of_the_kl_is_moved_and_kept():
     fixed = method("grpo", beta=0.5)
     fixed.load_state_dict(algorithm.state_dict())  # of a run that had a target
     assert (fixed.kl_weight, fixed.adapt({"train/kl": 1.0})) == (0.5, {})
+    other.load_state_dict({})  # of a run that knew of no target
+    assert (other.kl_weight, other.most_kl) == (1.0, 0.0)
 
 
 def test_the_weight_of_the_kl_waits_until_its_target_was_reached():
     """At first the KL is 0, whatever its weight."""
     algorithm = method("grpo", beta=0.5, kl_target=0.1)
-    used = [algorithm.adapt({"train/kl": kl}) for kl in (0.0, 1e-6, 0.01, 0.1, 0.2, 0.01)]
-    assert [each["train/kl_weight"] for each in used] == [0.5, 0.5, 0.5, 0.5, 0.5, 1.0]
+    used = [algorithm.adapt({"train/kl": kl}) for kl in (0.0, 1e-6, 0.01, 0.1, 0.01, 0.2)]
+    assert [each["train/kl_weight"] for each in used] == [0.5, 0.5, 0.5, 0.5, 0.5, 0.25]
     assert algorithm.kl_weight == 0.5
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
-from flow_grpo.windows import stochastic_steps
+from flow_grpo.windows import moving_window, stochastic_steps
 
 
 def test_without_a_window_every_step_but_the_last():
@@ -72,6 +72,21 @@ def test_an_impossible_window_is_named(kwargs, message):
     kwargs = {"num_steps": 10, "rng": np.random.default_rng(0), **kwargs}
     with pytest.raises(ValueError, match=message):
         stochastic_steps(kwargs.pop("num_steps"), **kwargs)
+
+
+def test_a_moving_window_may_take_longer_strides():
+    """Of six places: 0, 4, 8 - 6, 12 - 12."""
+    starts = [
+        moving_window(10, size=4, shift=4, every=2, epoch=epoch).start for epoch in (0, 1, 2, 4, 6)
+    ]
+    assert starts == [0, 0, 4, 2, 0]
+
+
+def test_the_largest_moving_window_stays_where_it_is_and_a_larger_one_is_an_error():
+    assert [moving_window(4, size=3, shift=1, every=1, epoch=e) for e in (0, 5)] == [range(3)] * 2
+    message = "mix.window_size=4 must be below sample.num_steps=4: the last step adds no noise$"
+    with pytest.raises(ValueError, match=message):
+        moving_window(4, size=4, shift=1, every=1, epoch=0)
 
 
 def test_random_streams_do_not_meet():
