@@ -42,8 +42,9 @@ REFERENCE = OLD + numbers(2, 0.3)
 DUAL = 1.5
 
 
-def policy_loss(kind: str, *tensors: Tensor, dual_clip: float = 0.0) -> PolicyLoss:
-    return build_loss(kind, SimpleNamespace(dual_clip=dual_clip, **CLIP)).per_token(*tensors)
+def policy_loss(kind: str, *tensors: Tensor, **settings: float) -> PolicyLoss:
+    settings = {"dual_clip": 0.0, **CLIP, **settings}
+    return build_loss(kind, SimpleNamespace(**settings)).per_token(*tensors)
 
 
 def total(kind: str, aggregation: str, new: Tensor, dual: float = 0.0, kl: str = "") -> Tensor:

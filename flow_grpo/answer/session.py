@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def build_session(
         test_questions = test_questions[: config.eval_questions or None]
         plan.check_questions(len(questions), config.dataset)
         every = [*questions, *test_questions]
-        on_all_or_none(accelerator, lambda: check_pictures(every, accelerator, progress_bar))
+        bar = partial(progress_bar, shown=accelerator.is_main_process)
+        on_all_or_none(accelerator, lambda: check_pictures(every, accelerator, bar))
 
         def check_rewards(reward: WeightedReward, eval_reward: WeightedReward) -> None:
             check_reward(reward, questions, sample.max_new_tokens)

@@ -130,7 +130,7 @@ def read_questions(path: Path) -> list[Question]:
 def check_pictures(
     questions: Sequence[Question],
     accelerator: Accelerator,
-    bar: Callable[..., Iterable] = lambda items, *_: items,
+    bar: Callable[[Iterable, str, int], Iterable] = lambda items, name, total: items,
 ) -> None:
     """Decode every picture once: what is cut off would end the run when it is drawn. Each process
     has its share, so that a mistake may be seen by one of them alone. `bar` shows the progress."""
@@ -142,7 +142,7 @@ def check_pictures(
     # Pillow decodes without Python's lock; no more pictures than threads are in memory
     with ThreadPool(min(8, os.cpu_count() or 1)) as pool:
         decoded = pool.imap(lambda item: read_picture(*item).size, share)
-        for _ in bar(decoded, "checking pictures", accelerator.is_main_process, len(share)):
+        for _ in bar(decoded, "checking pictures", len(share)):
             pass
 
 
