@@ -17,7 +17,7 @@ from flow_grpo.answer.losses.base import Counts, token_weights
 from flow_grpo.answer.losses.clip import Clip
 from flow_grpo.answer.models import family_of
 from flow_grpo.answer.policy import AnswerPolicy
-from flow_grpo.answer.prompts import Prompt
+from flow_grpo.answer.prompts import EncodedPrompt
 from flow_grpo.answer.sampling import Sampled, Sampler
 from flow_grpo.config.mistakes import Parser
 from flow_grpo.data.seeding import sample_generators
@@ -75,7 +75,7 @@ def questions(args) -> int:
     return -(-args.answers // args.group)
 
 
-def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) -> Prompt:
+def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) -> EncodedPrompt:
     """A picture of noise and random words."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
     vision = config.vision_config
@@ -90,11 +90,11 @@ def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) 
     pixels = torch.randn(count**2, values, generator=generator)
     seen = ({"pixel_values": pixels, "image_grid_thw": grids},)
     positions = family_of(model).positions(ids, seen)
-    return Prompt(ids, positions, int(positions.max()) + 1, seen, (seed,))
+    return EncodedPrompt(ids, positions, int(positions.max()) + 1, seen, (seed,))
 
 
 def sample(
-    policy: AnswerPolicy, prompts: list[Prompt], rows: list[int], count: int
+    policy: AnswerPolicy, prompts: list[EncodedPrompt], rows: list[int], count: int
 ) -> tuple[Sampled, dict[str, float]]:
     sampler = Sampler(policy.network, max_new_tokens=count, stop=[-1], pad=0)  # none ends early
     numbers = list(range(len(rows)))

@@ -26,7 +26,7 @@ from flow_grpo.answer.losses.base import Counts, importance_weights, token_weigh
 from flow_grpo.answer.losses.clip import Clip
 from flow_grpo.answer.objective import Objective
 from flow_grpo.answer.policy import ADAPTER, AnswerPolicy
-from flow_grpo.answer.prompts import Prompt
+from flow_grpo.answer.prompts import EncodedPrompt
 from flow_grpo.answer.rollout import Answerer
 from flow_grpo.answer.session import VlmSession, build_session
 from flow_grpo.answer.vllm_engine import (
@@ -310,7 +310,7 @@ def said(prompt: list[int], tokens: list[int], reason: str) -> SimpleNamespace:
 
 def test_answers_are_read_and_another_prompt_is_refused(engine):
     answerer, _ = engine
-    prompt = Prompt(torch.tensor([1, 40, 41]), torch.zeros(3, 3), 3)
+    prompt = EncodedPrompt(torch.tensor([1, 40, 41]), torch.zeros(3, 3), 3)
     sample = answerer._sample(7, prompt, said([1, 40, 41], [50, 51, 2], "stop"))
     assert (sample.row, sample.tokens.tolist(), sample.ended) == (7, [50, 51, 2], True)
     assert sample.log_probs.tolist() == [0, -0.5, -1]

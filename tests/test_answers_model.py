@@ -14,7 +14,7 @@ from flow_grpo.answer.batches import Answer, joined, micro_batches, packed
 from flow_grpo.answer.decoding import choose
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.answer.policy import AnswerPolicy
-from flow_grpo.answer.prompts import Prompt
+from flow_grpo.answer.prompts import EncodedPrompt
 from flow_grpo.answer.sampling import Sampled, Sampler
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import sample_generators
@@ -30,7 +30,7 @@ def network(request) -> AnswerModel:
 
 
 @pytest.fixture(scope="module")
-def prompts(network, tmp_path_factory) -> list[Prompt]:
+def prompts(network, tmp_path_factory) -> list[EncodedPrompt]:
     encoder = small_vlm.encoder(network.model)
     return [encoder.encode(q) for q in small_vlm.questions(tmp_path_factory.mktemp("questions"))]
 

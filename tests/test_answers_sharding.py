@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flow_grpo.answer.batches import Answer, PackedBatch, packed
-from flow_grpo.answer.decoding import Step
+from flow_grpo.answer.decoding import DecodingStep
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.answer.policy import AnswerPolicy, sampler
 from flow_grpo.answer.session import build_session
@@ -81,7 +81,8 @@ def test_half_precision_samples_from_half_the_bytes_and_the_same_numbers(tmp_pat
         assert torch.equal(hollow(batch)["log_probs"], network(batch)["log_probs"])
         layer = hollow.model.model.language_model.layers[0].mlp.up_proj
         assert (layer.base_layer if use_lora else layer).weight.dtype == torch.bfloat16
-        ours, theirs = Step(hollow).weights, Step(network).weights  # LoRA merged, to sample with
+        # LoRA merged, to sample with
+        ours, theirs = (DecodingStep(each).weights for each in (hollow, network))
         assert ours.keys() <= theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

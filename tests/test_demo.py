@@ -16,7 +16,7 @@ from families import FAMILIES, STEPS, run_fields, save_prompts, save_small
 from ml_collections import ConfigDict
 from shown import CUSTOM, HOSTILE, REWARDS, make_run
 
-from flow_grpo.demo.limits import MOST_GUIDANCE, MOST_STEPS, PROMPT_LENGTH, Limits, Wish
+from flow_grpo.demo.limits import MOST_GUIDANCE, MOST_STEPS, PROMPT_LENGTH, DemoLimits, Wish
 from flow_grpo.demo.painter import Painter, find_checkpoints, list_weights
 from flow_grpo.draw.check import check
 from flow_grpo.draw.compare import evaluate_all
@@ -43,7 +43,7 @@ def painter(run):
 
 
 def wish(**values) -> Wish:
-    return Limits(2, 50, 20.0).wish(**{**GOOD, **values})
+    return DemoLimits(2, 50, 20.0).wish(**{**GOOD, **values})
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_what_is_allowed_is_taken_as_it_is():
 
 def test_what_the_config_asks_for_is_within_the_limits():
     config = get_config()
-    assert Limits.of(config) == Limits(2, MOST_STEPS, MOST_GUIDANCE)
+    assert DemoLimits.of(config) == DemoLimits(2, MOST_STEPS, MOST_GUIDANCE)
     config.sample.eval_num_steps, config.sample.guidance_scale = 80, 25.0
-    assert Limits.of(config) == Limits(2, 80, 25.0)
+    assert DemoLimits.of(config) == DemoLimits(2, 80, 25.0)
     config.sample.eval_num_steps = 1
-    assert Limits.of(config).fewest_steps == 1
+    assert DemoLimits.of(config).fewest_steps == 1
 
 
 def test_the_picker_has_all_weights_of_the_run(run):

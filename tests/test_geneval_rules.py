@@ -3,7 +3,13 @@
 import pytest
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.scorers.geneval.rules import Detection, Verdict, judge, parse_task, relations
+from flow_grpo.rewards.scorers.geneval.rules import (
+    Detection,
+    GenEvalVerdict,
+    judge,
+    parse_task,
+    relations,
+)
 
 
 def thing(name: str, colour: str | None = None, at=(0, 0), size=(10, 10), score=0.9) -> Detection:
@@ -140,7 +146,7 @@ CASES = {
 def test_verdicts(case):
     metadata, found, strict, graded = CASES[case]
     verdict = judge(parse_task(metadata), found)
-    assert verdict == Verdict(strict, pytest.approx(graded))
+    assert verdict == GenEvalVerdict(strict, pytest.approx(graded))
     if strict and not metadata["exclude"]:  # more of other things changes nothing
         assert judge(parse_task(metadata), [*found, thing("kite")]) == verdict
 

@@ -21,7 +21,7 @@ from flow_grpo.rewards import build_reward
 from flow_grpo.rewards.failure import Failed, FailurePolicy
 from flow_grpo.rewards.judges import ChatJudge, QwenVl, QwenVlOcr, UnifiedReward
 from flow_grpo.rewards.judges.forms import (
-    Answer,
+    Reply,
     Unscorable,
     labelled_score,
     read_completion,
@@ -195,8 +195,8 @@ def test_a_missing_axis_is_a_failure():
     ],
 )
 def test_grades_are_found_in_the_forms_models_write(text, expected):
-    assert labelled_score(Answer(text), "Score") == expected
-    assert labelled_score(Answer(text + "\nThat is all", cut_off=True), "Score") == expected
+    assert labelled_score(Reply(text), "Score") == expected
+    assert labelled_score(Reply(text + "\nThat is all", cut_off=True), "Score") == expected
 
 
 PIECES = [
@@ -238,14 +238,14 @@ def reason_or(call, *args):
 
 @given(texts, st.booleans(), st.sampled_from(["Score", "Final Score", "Style Score"]))
 def test_no_text_gives_a_grade_off_the_scale(text, cut_off, label):
-    grade = reason_or(labelled_score, Answer(text, cut_off), label)
+    grade = reason_or(labelled_score, Reply(text, cut_off), label)
     assert grade if isinstance(grade, str) else 1 <= grade <= 5
 
 
 @given(shapes | texts.map(completion))
 def test_any_json_gives_an_answer_or_a_reason(shape):
     answer = reason_or(read_completion, shape)
-    if isinstance(answer, Answer):
+    if isinstance(answer, Reply):
         assert "<think>" not in answer.text
         assert 0 <= ocr_score(read_text(answer), "CAT") <= 1
     else:
@@ -256,5 +256,5 @@ def test_a_long_answer_is_read_in_no_time():
     start = time.monotonic()
     for filler in (" ", "Score ", "Score: ", "Score (1-5)", "*", "Score: 1", "\n"):
         with pytest.raises(Unscorable):
-            labelled_score(Answer("Score" + filler * 50_000 + "x"), "Score")
+            labelled_score(Reply("Score" + filler * 50_000 + "x"), "Score")
     assert time.monotonic() - start < 2.0

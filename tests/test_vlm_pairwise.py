@@ -18,7 +18,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS, build_reward
 from flow_grpo.rewards.failure import Failed, FailurePolicy
 from flow_grpo.rewards.judges import VlmPairwise
-from flow_grpo.rewards.judges.forms import Answer, Unscorable, labelled_winner
+from flow_grpo.rewards.judges.forms import Reply, Unscorable, labelled_winner
 
 
 def grey(level: int) -> Image.Image:
@@ -192,7 +192,7 @@ def test_its_settings_are_named_where_they_are_wrong():
     ],
 )
 def test_a_winner_is_read(text, wins):
-    assert labelled_winner(Answer(text), "Better") == wins
+    assert labelled_winner(Reply(text), "Better") == wins
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,10 @@ def test_a_winner_is_read(text, wins):
 )
 def test_where_there_is_no_winner_there_is_a_reason(text):
     with pytest.raises(Unscorable, match='the answer gives no winner as its "Better"'):
-        labelled_winner(Answer(text), "Better")
+        labelled_winner(Reply(text), "Better")
 
 
 def test_an_answer_that_was_cut_off_has_no_winner():
     with pytest.raises(Unscorable, match="max_tokens cut the answer off before"):
-        labelled_winner(Answer("Better: 1", cut_off=True), "Better")
-    assert labelled_winner(Answer("Better: 1\nSince", cut_off=True), "Better") == 1.0
+        labelled_winner(Reply("Better: 1", cut_off=True), "Better")
+    assert labelled_winner(Reply("Better: 1\nSince", cut_off=True), "Better") == 1.0

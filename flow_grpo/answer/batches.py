@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from flow_grpo.answer.models.base import Seen
-from flow_grpo.answer.prompts import Prompt
+from flow_grpo.answer.prompts import EncodedPrompt
 
 PROMPT, PADDING = 0, -1  # segments of a row; answers are 1, 2, ...
 
@@ -45,7 +45,7 @@ class Answer:
     """One sample, as training needs it."""
 
     question: int  # answers of one number share a prompt
-    prompt: Prompt
+    prompt: EncodedPrompt
     tokens: Tensor  # (T,), the end token included
 
 
@@ -64,7 +64,7 @@ class PackedBatch:
         return PackedBatch(**own)
 
 
-def left_padded(prompts: Sequence[Prompt], pad: int) -> Inputs:
+def left_padded(prompts: Sequence[EncodedPrompt], pad: int) -> Inputs:
     rows = [(p.ids, p.positions, torch.full((len(p),), PROMPT)) for p in prompts]
     return _inputs(rows, prompts, pad, left=True)
 
@@ -103,7 +103,7 @@ def _packed_row(group: Sequence[Answer]) -> tuple[Row, list[Tensor]]:
 
 
 def _inputs(
-    rows: Sequence[Row], prompts: Sequence[Prompt], pad: int, *, left: bool = False
+    rows: Sequence[Row], prompts: Sequence[EncodedPrompt], pad: int, *, left: bool = False
 ) -> Inputs:
     """Rows padded to the longest, and their pictures."""
     longest = max(len(ids) for ids, *_ in rows)

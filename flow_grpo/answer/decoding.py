@@ -180,7 +180,7 @@ class Slots:
             held.copy_(value)
 
 
-class Step(nn.Module):
+class DecodingStep(nn.Module):
     """From one token of each answer to the next, with the weights as they were when it was made."""
 
     def __init__(self, network: AnswerModel) -> None:
@@ -218,7 +218,7 @@ class Step(nn.Module):
 
 
 @torch.no_grad()
-def _for_sampling(step: Step, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _for_sampling(step: DecodingStep, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Weights by name: LoRA merged, and cast once what autocast would cast in every step."""
     merged = {layer.base_layer.weight for layer in step.lora}
     for name, module in step.named_modules():
@@ -234,7 +234,7 @@ def _for_sampling(step: Step, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
 class Graphs:
     """Steps of one and the same slots, recorded once for each number of rows and columns."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: DecodingStep) -> None:
         self.step = step
         self.memory = GraphMemory()
         self.recorded: dict[tuple, torch.cuda.CUDAGraph] = {}

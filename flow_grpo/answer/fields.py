@@ -18,7 +18,7 @@ VLLM = "vllm"
 
 
 @dataclass(frozen=True)
-class AnswerModel(shared.ModelFields):
+class AnswerModelFields(shared.ModelFields):
     model: str = setting(
         "Qwen/Qwen2.5-VL-3B-Instruct",
         "A folder of transformers or a hub id: Qwen2-VL, Qwen2.5-VL or Qwen3-VL.",
@@ -167,7 +167,7 @@ class AnswerFields(shared.SharedFields):
         "the policy then is from what sampled: answer/engine_dev.",
         choices=("no", "bf16"),
     )
-    pretrained: AnswerModel = section(AnswerModel)
+    pretrained: AnswerModelFields = section(AnswerModelFields)
     min_pixels: int = setting(
         0,
         "Pixels of a picture at least, which is resized where it has fewer; 0 is what the model's "

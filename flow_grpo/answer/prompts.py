@@ -22,7 +22,7 @@ MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     ids: Tensor  # (P,)
     positions: Tensor  # (axes, P)
     following: int  # the position of an answer's first token
@@ -52,12 +52,12 @@ class PromptEncoder:
         self.family = family_of(model)
         self._system, self._format = system_prompt, question_format
 
-    def encode(self, question: Question) -> Prompt:
+    def encode(self, question: Question) -> EncodedPrompt:
         pictures = [read_picture(source, question.where) for source in question.images]
         seen = self.family.see(self.images, pictures) if pictures else []
         ids = torch.tensor(self._expanded(question, [self.family.tokens_of(p) for p in seen]))
         positions = self.family.positions(ids, seen)
-        return Prompt(ids, positions, int(positions.max()) + 1, tuple(seen), question.images)
+        return EncodedPrompt(ids, positions, int(positions.max()) + 1, tuple(seen), question.images)
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures alone."""

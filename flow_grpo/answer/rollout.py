@@ -12,7 +12,7 @@ from torch import Tensor
 from flow_grpo.answer.batches import Answer
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.policy import AnswerPolicy
-from flow_grpo.answer.prompts import Prompt, PromptEncoder
+from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
 from flow_grpo.answer.sampling import Sampler
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import Stream, numpy_rng
@@ -43,7 +43,7 @@ class Rollout:
     spare: list[int]  # questions to take instead
     refilled: int = 0  # questions that others were taken instead of
     samples: dict[int, Sample] = field(default_factory=dict)
-    prompts: dict[int, Prompt] = field(default_factory=dict)  # by row
+    prompts: dict[int, EncodedPrompt] = field(default_factory=dict)  # by row
     scores: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) each
 
     @classmethod
@@ -155,12 +155,12 @@ class Answerer:
             finally:
                 self.sampler = None  # and the memory that it takes
 
-    def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
+    def encode(self, questions: list[Question], rows: list[int]) -> dict[int, EncodedPrompt]:
         return {row: self.encoder.encode(questions[row]) for row in dict.fromkeys(rows)}
 
     def answer(
         self,
-        prompts: dict[int, Prompt],
+        prompts: dict[int, EncodedPrompt],
         rows: list[int],
         generators: list[torch.Generator] | None = None,
     ) -> list[Sample]:

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flow_grpo.answer.batches import PADDING, left_padded
-from flow_grpo.answer.decoding import COLUMNS, Graphs, Slots, Step, uniform
+from flow_grpo.answer.decoding import COLUMNS, DecodingStep, Graphs, Slots, uniform
 from flow_grpo.answer.network import AnswerModel
-from flow_grpo.answer.prompts import Prompt
+from flow_grpo.answer.prompts import EncodedPrompt
 
 LOOK = 4  # steps between two looks at which answers have ended, for which a GPU is waited
 MOST_ALIVE = 0.8  # share of the slots whose answers go on, for the others to be left out
@@ -41,15 +41,15 @@ class Sampler:
         self.network, self.steps, self.pad = network, max_new_tokens, pad
         self.device = next(network.parameters()).device
         self.stop = torch.tensor(stop, device=self.device)
-        self.plain = Step(network)
+        self.plain = DecodingStep(network)
         self.graphed = cuda_graphs and self.device.type == "cuda"
-        self.step: Step | Graphs = self.plain
+        self.step: DecodingStep | Graphs = self.plain
         self.slots: Slots | None = None
 
     @torch.no_grad()
     def sample(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[EncodedPrompt],
         rows: Sequence[int],
         generators: Sequence[torch.Generator] | None = None,
     ) -> Sampled:
@@ -77,7 +77,7 @@ class Sampler:
 
     def _read(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[EncodedPrompt],
         rows: Sequence[int],
         generators: Sequence[torch.Generator] | None,
     ) -> tuple[Slots, int]:

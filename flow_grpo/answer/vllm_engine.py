@@ -19,7 +19,7 @@ from peft.tuners import lora
 from PIL import Image
 from torch import Tensor, nn
 
-from flow_grpo.answer.prompts import Prompt
+from flow_grpo.answer.prompts import EncodedPrompt
 from flow_grpo.answer.rollout import Answerer, Sample
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError, first_line
@@ -84,12 +84,12 @@ class VllmAnswerer(Answerer):
         self.engine.reset_prefix_cache()
         self.engine.llm_engine.reset_encoder_cache()
 
-    def encode(self, questions: list[Question], rows: list[int]) -> dict[int, Prompt]:
+    def encode(self, questions: list[Question], rows: list[int]) -> dict[int, EncodedPrompt]:
         """Prompts with a request for vLLM, which repeats the placeholders of pictures by itself."""
         prompts = super().encode(questions, rows)
         return {row: self._with_request(prompts[row], questions[row]) for row in prompts}
 
-    def _with_request(self, prompt: Prompt, question: Question) -> Prompt:
+    def _with_request(self, prompt: EncodedPrompt, question: Question) -> EncodedPrompt:
         encoder, pictures = self.encoder, []
         for source, seen in zip(question.images, prompt.seen, strict=True):
             # Of the size that it ends up with, so that vLLM, which resizes in another way, has
@@ -103,7 +103,7 @@ class VllmAnswerer(Answerer):
 
     def answer(
         self,
-        prompts: dict[int, Prompt],
+        prompts: dict[int, EncodedPrompt],
         rows: list[int],
         generators: list[torch.Generator] | None = None,
     ) -> list[Sample]:
@@ -131,7 +131,7 @@ class VllmAnswerer(Answerer):
             "detokenize": False,
         }
 
-    def _sample(self, row: int, prompt: Prompt, output: Any) -> Sample:
+    def _sample(self, row: int, prompt: EncodedPrompt, output: Any) -> Sample:
         if list(output.prompt_token_ids) != prompt.ids.tolist():
             raise UserError(
                 f"vLLM reads {len(output.prompt_token_ids)} tokens in a prompt where training "

@@ -19,7 +19,7 @@ HELD_OUT, MOST_HELD_OUT = 0.1, 256
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """A prompt set: a folder, a file or a Hugging Face name, and how much is drawn from it."""
 
     path: str
@@ -27,7 +27,7 @@ class Source:
     share: Fraction = Fraction(1)  # of the sum of all shares
 
 
-def parse_sources(dataset: str) -> list[Source]:
+def parse_sources(dataset: str) -> list[PromptSource]:
     """ "path/a:0.7,path/b:0.3", or one path; without numbers all have equal shares."""
     if not dataset.strip() or os.path.exists(dataset):  # which many sets are too long for
         parts = [(dataset, "")]
@@ -41,7 +41,7 @@ def parse_sources(dataset: str) -> list[Source]:
     if len({bool(share) for _, share in parts}) > 1:
         raise UserError(f"dataset={dataset!r} must have a share for each set or for none; {FORM}")
     shares = [_to_share(share, dataset) if share else Fraction(1) for _, share in parts]
-    return [Source(*each) for each in zip(paths, names_of(paths), shares, strict=True)]
+    return [PromptSource(*each) for each in zip(paths, names_of(paths), shares, strict=True)]
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
@@ -75,7 +75,7 @@ def share_out(groups: int, shares: Sequence[Fraction]) -> list[int]:
     return counts
 
 
-def check_groups(source: Source, rows: int, groups: int, of: int) -> None:
+def check_groups(source: PromptSource, rows: int, groups: int, of: int) -> None:
     """Enough prompts for its part of an epoch, and a part at all."""
     if groups == 0:
         raise UserError(

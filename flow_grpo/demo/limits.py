@@ -24,7 +24,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Limits:
+class DemoLimits:
     """The size is not among them: it is the config's."""
 
     fewest_steps: int
@@ -32,7 +32,7 @@ class Limits:
     most_guidance: float
 
     @classmethod
-    def of(cls, config: DrawFields) -> "Limits":
+    def of(cls, config: DrawFields) -> "DemoLimits":
         """What the config itself asks for is always allowed."""
         steps = config.sample.eval_num_steps
         # some schedules cannot be set to a single step

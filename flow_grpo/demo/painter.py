@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.demo.limits import Limits, Wish
+from flow_grpo.demo.limits import DemoLimits, Wish
 from flow_grpo.draw.check import check
 from flow_grpo.draw.evaluation import BASE, Candidate, Exchange
 from flow_grpo.draw.fields import DrawFields
@@ -83,7 +83,7 @@ class Painter:
         # what people type is kept nowhere
         config = replace(config, prompt_cache="", reward_retries=0, reward_timeout=timeout)
         self.config, self.run = config, run
-        self.limits, self.size = Limits.of(config), image_size(config)
+        self.limits, self.size = DemoLimits.of(config), image_size(config)
         self.newest = self._newest()
         self.accelerator = build_accelerator(config)
         self.reward = self._rewards() if rewards else None

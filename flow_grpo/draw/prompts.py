@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from flow_grpo.data.mixing import Source, check_groups, hold_out, parse_sources, share_out
+from flow_grpo.data.mixing import PromptSource, check_groups, hold_out, parse_sources, share_out
 from flow_grpo.data.prompts import find_prompts, load_prompts
 from flow_grpo.data.rows import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
@@ -47,23 +47,25 @@ def build_test_prompts(config: DrawFields) -> list[Prompt]:
     return test
 
 
-def _train_and_test(config: DrawFields, source: Source) -> tuple[list[Prompt], list[Prompt]]:
+def _train_and_test(config: DrawFields, source: PromptSource) -> tuple[list[Prompt], list[Prompt]]:
     train, test = _load(config, source, "train", load_prompts), _own_test(config, source)
     return (train, test) if test is not None else _hold_out(config, source, train)
 
 
-def _test(config: DrawFields, source: Source) -> list[Prompt]:
+def _test(config: DrawFields, source: PromptSource) -> list[Prompt]:
     test = _own_test(config, source)
     if test is None:
         test = _hold_out(config, source, _load(config, source, "train", load_prompts))[1]
     return test
 
 
-def _own_test(config: DrawFields, source: Source) -> list[Prompt] | None:
+def _own_test(config: DrawFields, source: PromptSource) -> list[Prompt] | None:
     return _load(config, source, "test", find_prompts)
 
 
-def _load(config: DrawFields, source: Source, split: str, load: Callable) -> list[Prompt] | None:
+def _load(
+    config: DrawFields, source: PromptSource, split: str, load: Callable
+) -> list[Prompt] | None:
     prompts = load(source.path, split, config.prompt_fn, config.dataset_column)
     if source.path == config.dataset.strip() or prompts is None:
         return prompts
@@ -71,7 +73,7 @@ def _load(config: DrawFields, source: Source, split: str, load: Callable) -> lis
 
 
 def _hold_out(
-    config: DrawFields, source: Source, prompts: list[Prompt]
+    config: DrawFields, source: PromptSource, prompts: list[Prompt]
 ) -> tuple[list[Prompt], list[Prompt]]:
     train, test = hold_out(prompts, numpy_rng(config.seed, Stream.HOLD_OUT), source.path)
     logger.info(

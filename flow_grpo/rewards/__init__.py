@@ -109,7 +109,7 @@ class WeightedReward:
 
     @property
     def last_errors(self) -> dict[str, str]:
-        """Of each reward that failed, why it did so the last time."""
+        """Why each reward that failed did so the last time."""
         return {name: g.last_error for name, g in self._guarded.items() if g.last_error}
 
     def forget_errors(self) -> None:

@@ -19,7 +19,7 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import lies_in
 from flow_grpo.rewards import TOTAL
 from flow_grpo.show import health
-from flow_grpo.show.reading import LARGEST, Run, Shot, read_runs, read_shots
+from flow_grpo.show.reading import LARGEST, RunFolder, Shot, read_runs, read_shots
 from flow_grpo.show.thumbnails import fit
 
 logger = logging.getLogger("flow_grpo")
@@ -68,7 +68,7 @@ def build(folders: list[Path]) -> dict[str, Any]:
     return {"made": made, "runs": [describe(run, PICTURE_BYTES / len(runs)) for run in runs]}
 
 
-def describe(run: Run, budget: float) -> dict[str, Any]:
+def describe(run: RunFolder, budget: float) -> dict[str, Any]:
     names = dict.fromkeys(name for row in run.rows for name in row)
     return {
         "name": run.name,
@@ -85,7 +85,7 @@ def describe(run: Run, budget: float) -> dict[str, Any]:
     }
 
 
-def _samples(run: Run, kind: str, budget: float) -> dict[str, Any]:
+def _samples(run: RunFolder, kind: str, budget: float) -> dict[str, Any]:
     """Samples of some epochs; "of" counts all epochs, `texts` has what many samples share."""
     shots = {epoch: read_shots(path, MOST_SAMPLES) for epoch, path in run.shots[kind].items()}
     shots = {epoch: shown for epoch, shown in shots.items() if shown}
@@ -110,7 +110,7 @@ def _own(shot: Shot, run: Path) -> Path | None:
     return None
 
 
-def _best(run: Run, among: dict[int, Any]) -> list[int]:
+def _best(run: RunFolder, among: dict[int, Any]) -> list[int]:
     """The epoch with the highest held-out reward, if it is among these."""
     name = f"eval/{TOTAL}"
     scored = [row for row in run.rows if row.get(name) is not None and row.get("epoch") in among]

@@ -80,7 +80,7 @@ class Shot:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     name: str
     folder: Path
     rows: list[Record]
@@ -88,7 +88,7 @@ class Run:
     shots: dict[str, dict[int, Path]]  # of "eval" and "train": folder of samples, by epoch
 
 
-def read_runs(folders: list[Path]) -> list[Run]:
+def read_runs(folders: list[Path]) -> list[RunFolder]:
     where = [folder.resolve() for folder in folders]
     if len({*where}) < len(where):
         raise UserError("a run is named twice; name each once")
@@ -97,13 +97,13 @@ def read_runs(folders: list[Path]) -> list[Run]:
     ]
 
 
-def read_run(folder: Path, name: str = "") -> Run:
+def read_run(folder: Path, name: str = "") -> RunFolder:
     if not folder.is_dir():
         raise UserError(f"no run at {folder}: name the folder of a run, like logs/RUN")
     rows = read_metrics(folder)
     if not rows:
         raise UserError(f"no metrics in {folder} yet: wait for the run's first evaluation")
-    return Run(name or folder.name, folder, rows, _read_config(folder), _find_shots(folder))
+    return RunFolder(name or folder.name, folder, rows, _read_config(folder), _find_shots(folder))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

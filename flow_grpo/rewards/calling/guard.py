@@ -78,7 +78,7 @@ class GuardedScorer:
             raise UserError(f"reward {self.name!r} fails when it is tried: {reason}") from error
 
     def _score(self, pictures: Pictures, prompts: list[str], metadata: Rows) -> BatchScores:
-        """Of those that are pictures; None stands for one that was not a number."""
+        """Scores of what there is to score; None stands for one that was not a number."""
         try:
             images = pictures.result()
             self.kind = kind_of(images)

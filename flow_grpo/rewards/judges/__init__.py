@@ -23,7 +23,7 @@ from flow_grpo.rewards.calling.http import Refused, ServerGroup, Unavailable, pa
 from flow_grpo.rewards.failure import DEFAULT_POLICY, Failed, FailurePolicy, NotAsked, describe
 from flow_grpo.rewards.frames import png_base64
 from flow_grpo.rewards.judges import forms
-from flow_grpo.rewards.judges.forms import HIGHEST, Answer, Unscorable, labelled_score
+from flow_grpo.rewards.judges.forms import HIGHEST, Reply, Unscorable, labelled_score
 from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 from flow_grpo.rewards.scorers.ocr import ocr_score, quoted_text, without_quotes
 
@@ -87,7 +87,7 @@ class ChatJudge(Scorer):
         """The text to send along with the image; `Unscorable` if there is no use in asking."""
         return self.question.replace(SLOT, prompt)  # `format` would choke on other braces
 
-    def parse(self, answer: Answer, prompt: str) -> Judged:
+    def parse(self, answer: Reply, prompt: str) -> Judged:
         """The score in an answer and the further values; `Unscorable` where there is none."""
         raise NotImplementedError
 
@@ -191,7 +191,7 @@ class QwenVlOcr(ChatJudge):
     def build_question(self, prompt: str) -> str:
         return self.question
 
-    def parse(self, answer: Answer, prompt: str) -> Judged:
+    def parse(self, answer: Reply, prompt: str) -> Judged:
         if not answer.text.strip():
             raise Unscorable("the answer is empty")
         score = ocr_score(forms.read_text(answer), quoted_text(prompt))
@@ -212,7 +212,7 @@ class QwenVl(ChatJudge):
     default_question = forms.GRADE_QUESTION
     extras = ("raw",)
 
-    def parse(self, answer: Answer, prompt: str) -> Judged:
+    def parse(self, answer: Reply, prompt: str) -> Judged:
         grade = labelled_score(answer, "Score")
         return grade / HIGHEST, {"raw": grade}
 
@@ -242,7 +242,7 @@ class UnifiedReward(ChatJudge):
         self._weights = self._check_weights(self.weights)
         super().__post_init__()
 
-    def parse(self, answer: Answer, prompt: str) -> Judged:
+    def parse(self, answer: Reply, prompt: str) -> Judged:
         if self.form == "final":
             grade = labelled_score(answer, "Final Score")
             return grade / HIGHEST, {"raw": grade}
@@ -293,7 +293,7 @@ class VlmPairwise(ChatJudge):
     images_per_question = 2
     compares_groups = True
 
-    def parse(self, answer: Answer, prompt: str) -> Judged:
+    def parse(self, answer: Reply, prompt: str) -> Judged:
         return forms.labelled_winner(answer, "Better"), {}
 
     def __call__(

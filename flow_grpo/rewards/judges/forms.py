@@ -72,12 +72,12 @@ class Unscorable(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     text: str  # without the thinking
     cut_off: bool = False  # by max_tokens
 
 
-def read_completion(completion: Any) -> Answer:
+def read_completion(completion: Any) -> Reply:
     """The answer in the JSON of a chat completion."""
     try:
         choice = completion["choices"][0]
@@ -91,10 +91,10 @@ def read_completion(completion: Any) -> Answer:
     if spoken is None:
         why = "max_tokens cut it off before it said anything" if cut_off else "it has no content"
         raise Unscorable(f"the answer holds no reply, {why}: {quote(content or choice)}")
-    return Answer(spoken.strip(), cut_off)
+    return Reply(spoken.strip(), cut_off)
 
 
-def labelled_score(answer: Answer, label: str) -> float:
+def labelled_score(answer: Reply, label: str) -> float:
     """The number from 1 to 5 behind `label` and a colon; the last one where there are several."""
     match = _last(_number_pattern(label), answer, label, "number")
     number, scale = match.groups()
@@ -105,14 +105,14 @@ def labelled_score(answer: Answer, label: str) -> float:
     return score
 
 
-def labelled_winner(answer: Answer, label: str) -> float:
+def labelled_winner(answer: Reply, label: str) -> float:
     """Whether the first of two pictures wins: 1 or 0, or 1/2 for a tie. Behind `label` and a colon
     on a line of its own; the last one where there are several."""
     winner = _last(_winner_pattern(label), answer, label, "winner").group(1)
     return {"1": 1.0, "2": 0.0}.get(winner, 0.5)
 
 
-def read_text(answer: Answer) -> str:
+def read_text(answer: Reply) -> str:
     """What a reader read in a picture: its answer without the wrapping some models add.
 
     Empty for `NO_TEXT`, which our question asks for where there is nothing to read.
@@ -138,7 +138,7 @@ def _without_thinking(content: str) -> str | None:
     return None if opened and not reply.strip() else reply
 
 
-def _last(pattern: re.Pattern[str], answer: Answer, label: str, what: str) -> re.Match[str]:
+def _last(pattern: re.Pattern[str], answer: Reply, label: str, what: str) -> re.Match[str]:
     matches = list(pattern.finditer(answer.text))
     # A number at the very end of an answer that was cut off may lack its decimals.
     lost = not matches or not answer.text[matches[-1].end() :].strip(".")

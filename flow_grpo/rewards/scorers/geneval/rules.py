@@ -106,7 +106,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GenEvalVerdict:
     strict: bool  # as the benchmark counts: all rules hold
     graded: float  # in [0, 1], for training: the mean of what each rule was met to
 
@@ -172,7 +172,7 @@ def relations(a: Box, b: Box) -> set[str]:
     return {name for name, holds in found.items() if holds}
 
 
-def judge(task: Task, detections: Sequence[Detection]) -> Verdict:
+def judge(task: Task, detections: Sequence[Detection]) -> GenEvalVerdict:
     found: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda d: -d.score):
         found.setdefault(detection.name, []).append(detection)
@@ -199,7 +199,7 @@ def judge(task: Task, detections: Sequence[Detection]) -> Verdict:
             strict = False
             if name not in asked:
                 credits.append(0.0)
-    return Verdict(strict, float(np.mean(credits)))
+    return GenEvalVerdict(strict, float(np.mean(credits)))
 
 
 def _count(things: Sequence[Detection], colour: str) -> int:
