@@ -379,7 +379,7 @@ def test_every_field_has_a_reason():
     names = [name for name, _ in dotted(fields.get_config().to_dict())]
     without = [n for n in names if not known.get(n) and not n.startswith("reward_")]
     assert not without
-    assert known["train.clip_high"].startswith("The upper end of the ratio")
+    assert known["train.clip_high"].startswith("The ratio is held within")
 
 
 def test_a_preset_that_is_not_there_is_told():
