@@ -3,6 +3,7 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -76,8 +77,11 @@ def test_evaluation_does_not_depend_on_batches_or_processes(run, tmp_path):
 
 def kill_a_worker() -> None:
     """As if the system had run out of memory."""
-    children = psutil.Process().children(recursive=True)
-    workers = [c for c in children if "flow_grpo.rewards.calling.worker" in " ".join(c.cmdline())]
+    workers = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # one that has just ended
+            if "flow_grpo.rewards.calling.worker" in child.cmdline():
+                workers.append(child)
     assert workers
     workers[0].kill()
 
