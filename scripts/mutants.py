@@ -70,7 +70,7 @@ SETTINGS = """
 [tool.mutmut]
 source_paths = ["flow_grpo"]
 only_mutate = ["flow_grpo/{name}.py"]
-also_copy = ["scripts", "assets", "dataset", "reward_server", "conftest.py"]
+also_copy = ["scripts", "assets", "dataset", "reward_server", "docs", "conftest.py"]
 pytest_add_cli_args_test_selection = {tests}
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-p", "no:unraisableexception"]
 process_isolation = "forkserver"
@@ -149,7 +149,7 @@ def survivors(name: str) -> tuple[int, list[Mutant]]:
     """How many mutants flow_grpo/<name>.py has, and those that pass its unit tests."""
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
-    for part in ("flow_grpo", "scripts", "tests", "assets", "dataset", "reward_server"):
+    for part in ("flow_grpo", "scripts", "tests", "assets", "dataset", "reward_server", "docs"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     source = folder / "flow_grpo" / f"{name}.py"
     source.write_text(without_decorators(source.read_text("utf-8")), "utf-8")
