@@ -61,7 +61,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "answer/losses/cispo": ("answers_losses",),
     "answer/losses/clip": ("answers_losses",),
     "answer/losses/gspo": ("answers_losses",),
-    "answer/credit": ("answers_credit",),
+    "answer/credit": ("answers_credit", "answers_losses"),
 }
 # torch does not survive a fork once it has started its threads, so a process that has only
 # imported it forks the others. Most of the time of a short run is pytest's collecting garbage, to

@@ -231,6 +231,19 @@ def test_the_value_loss_gains_nothing_beyond_its_clip():
     assert values.grad.item() == 0
 
 
+def test_the_value_loss_is_the_larger_of_both():
+    values, old, returns = torch.tensor([[-1.0, 3.0, 0.5], [0.3, 1.0, 0.3], [-2.0, 0.0, 0.0]])
+    loss = value_loss(values, old, returns, clip=0.5)
+    # the held value -.2; the value itself; a value that has not moved far
+    assert torch.allclose(loss, torch.tensor([0.5 * 1.8**2, 4.5, 0.125]))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.3, 0.2), (0.2, 0.3)])
+def test_a_clipped_loss_trusts_up_to_its_nearer_end(low, high):
+    settings = SimpleNamespace(clip_low=low, clip_high=high, dual_clip=0.0)
+    assert build_loss("clip", settings).trust == 0.2
+
+
 def test_rloo_is_unbiased_on_a_policy_that_can_be_enumerated():
     """Over all triples of its three answers, of one token and of two: the mean of the gradients
     that training takes is the gradient of the expected reward."""
