@@ -1,0 +1,1 @@
+"""The small model that edits pictures: its scenes, its instructions and its pretraining."""
