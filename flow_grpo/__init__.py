@@ -1,5 +1,7 @@
 import os
 
+__version__ = "0.1.0"
+
 # transformers and diffusers speak, at import, of packages that are missing and not needed here.
 # Their errors still show; set these variables to see more.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -172,6 +172,20 @@ def best_and_worst(total: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return out
 
 
+def keep_best_worst(total: np.ndarray, groups: np.ndarray, count: int) -> np.ndarray:
+    """The rows of the `count` best and the `count` worst of each group, in their order; those
+    without a score only where too few have one."""
+    kept = []
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        order = rows[np.argsort(total[rows], kind="stable")]  # those without a score are last
+        scored = np.count_nonzero(~np.isnan(total[rows]))
+        worst, best, unscored = np.split(order, [scored // 2, scored])
+        order = np.concatenate([worst, unscored, best])
+        kept.append(np.sort([*order[:count], *order[-count:]]))
+    return np.concatenate(kept)
+
+
 def group_softmax(total: np.ndarray, groups: np.ndarray, temperature: float) -> np.ndarray:
     """softmax(total / temperature) within each group, times the number of its scored samples."""
     out = np.zeros(len(total))

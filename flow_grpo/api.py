@@ -9,9 +9,11 @@ run = Trainer("assets/tiny-sd3", rewards=[bright], prompts=["a red sign", "a blu
 run.metrics[-1]["eval/bright"], run.checkpoint
 """
 
+import base64
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -20,15 +22,19 @@ from types import ModuleType
 from typing import Any
 
 from ml_collections import ConfigDict
+from PIL import Image
 
 from flow_grpo import disk
 from flow_grpo.config import command_line
 from flow_grpo.config.places import ROOT, find_files
+from flow_grpo.data.rows import Columns
 from flow_grpo.draw import presets
 from flow_grpo.draw.compare import evaluate_all
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json
+from flow_grpo.pictures import upright
+from flow_grpo.rewards.frames import png_base64
 from flow_grpo.rewards.given import path_of
 from flow_grpo.show.reading import read_metrics
 
@@ -41,7 +47,7 @@ Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 class Run:
     """What a training left."""
 
-    folder: Path
+    folder: Path  # absolute, as is the next
     checkpoint: Path  # the newest: lora/ and ema_lora/ are what `pipe.load_lora_weights` takes
     metrics: list[dict[str, float]]  # one dict for each evaluation or epoch, as in metrics.jsonl
 
@@ -65,8 +71,8 @@ class Trainer:
         """What scripts/train.py does with this config."""
         command_line.set_up_logging()
         session = _script("train").main(ConfigDict(self.config))
-        checkpoint = (session.folder / "checkpoints/latest").resolve()
-        return Run(session.folder, checkpoint, read_metrics(session.folder))
+        folder = session.folder.resolve()
+        return Run(folder, (folder / "checkpoints/latest").resolve(), read_metrics(folder))
 
 
 def evaluate(
@@ -97,6 +103,7 @@ def build_config(
     preset: str,
     fields: Mapping[str, Any],
 ) -> ConfigDict:
+    DRAW.load_custom(fields)
     config = presets.get_config(preset)
     for name, value in fields.items():
         command_line.check_name(name, config, DRAW)
@@ -112,7 +119,8 @@ def build_config(
         config.dataset = str(prompts)
     elif prompts is not None:
         sets = {"train": prompts, **({} if test_prompts is None else {"test": test_prompts})}
-        config.dataset = str(_write_prompts(Path(config.logdir), sets))
+        columns = Columns(image=config.image_column).pictures
+        config.dataset = str(_write_prompts(Path(config.logdir), sets, columns))
     find_files(config)
     return config
 
@@ -146,13 +154,17 @@ def _pair(reward: Reward | tuple[Reward, float]) -> tuple[Reward, float]:
     return reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
 
 
-def _write_prompts(logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> Path:
-    """In a folder named by what is in it, so that a run that goes on finds the same."""
+def _write_prompts(
+    logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, Any]]], columns: Sequence[str]
+) -> Path:
+    """In a folder named by what is in it, so that a run that goes on finds the same. `columns` may
+    have pictures."""
     files = {}
     for split, prompts in sets.items():
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
             raise UserError(f"{split} prompts must be a list, not {prompts!r:.80}")
-        lines = [_row(prompt, f"{split} prompt {n}") for n, prompt in enumerate(prompts, 1)]
+        rows = enumerate(prompts, 1)
+        lines = [_row(prompt, f"{split} prompt {n}", columns) for n, prompt in rows]
         if not lines:
             raise UserError(f"the {split} prompts are empty; give at least one")
         files[f"{split}.jsonl"] = "".join(lines)
@@ -167,15 +179,30 @@ def _write_prompts(logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, 
     return folder
 
 
-def _row(prompt: str | Mapping[str, Any], where: str) -> str:
+def _row(prompt: str | Mapping[str, Any], where: str, columns: Sequence[str]) -> str:
     if not isinstance(prompt, str | Mapping):
         raise UserError(f"{where} must be a text or a dict with one, not {prompt!r:.80}")
+    row = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     try:
-        line = json.dumps({"prompt": prompt} if isinstance(prompt, str) else dict(prompt))
-    except (TypeError, ValueError, RecursionError) as error:  # an object, or a dict in itself
+        line = json.dumps(row | {name: _kept(row[name]) for name in columns if name in row})
+    except (TypeError, ValueError, RecursionError, OSError) as error:
+        # an object, a dict in itself, a picture that is cut off
         raise UserError(f"{where} cannot be saved as JSON: {first_line(error)}") from error
     parse_json(line, where)
     return f"{line}\n"
+
+
+def _kept(pictures: Any) -> Any:
+    """As they stand in a file that is written elsewhere: paths start there, unless they are whole,
+    and the pictures themselves are text."""
+    if isinstance(pictures, list | tuple):
+        return [_kept(each) for each in pictures]
+    if isinstance(pictures, Image.Image):
+        return f"data:image/png;base64,{png_base64(upright(pictures))}"
+    if isinstance(pictures, bytes):
+        return f"data:;base64,{base64.b64encode(pictures).decode()}"
+    is_file = isinstance(pictures, str | Path) and os.path.isfile(pictures)
+    return os.path.abspath(pictures) if is_file else pictures
 
 
 def _script(name: str) -> ModuleType:

@@ -1,7 +1,10 @@
 import difflib
 import os
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
+
+MOST_NAMES = 5000  # of files that are compared, which takes a second
 
 
 class UserError(Exception):
@@ -60,6 +63,15 @@ def with_nearest(message: str, name: str, known: Iterable[str]) -> str:
     return f"{message}; did you mean {near}?" if near else message
 
 
+def with_nearest_file(message: str, path: str | Path, pattern: str = "*") -> str:
+    """The same for a file or folder that is not there, of those beside it that are of a kind."""
+    folder = Path(path).parent
+    found = folder.glob(pattern) if os.path.isdir(folder) else ()  # which too long a name is not
+    beside = {each.relative_to(folder).parts[0] for each in islice(found, MOST_NAMES)}
+    near = nearest(Path(path).name, beside)
+    return f"{message}; did you mean {folder / near}?" if near else message
+
+
 def check_model_folder(model: str, marker: str) -> None:
     """Refuse a path with nothing there: the hub would be asked for it, again and again. `marker` is
     a file that every model's folder has."""
@@ -68,5 +80,4 @@ def check_model_folder(model: str, marker: str) -> None:
             f"no model at pretrained.model={model!r}: there is no such folder; name one, or a hub "
             "id (owner/name)"
         )
-        beside = [str(each.parent) for each in Path(model).parent.glob(f"*/{marker}")]
-        raise UserError(with_nearest(message, model, beside))
+        raise UserError(with_nearest_file(message, model, f"*/{marker}"))

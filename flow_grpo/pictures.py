@@ -1,6 +1,7 @@
 """The one place where picture files are opened: few formats, and so many pixels at most."""
 
 import io
+import warnings
 from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -11,6 +12,8 @@ from flow_grpo.errors import UserError, first_line
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 2**26  # 8192 x 8192: a file of a few KB may hold more than there is memory for
 Picture = Path | bytes  # a file, or what is in it
+# Pillow warns of what is refused here in one line, and refuses twice as many pixels itself.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 class BadPicture(UserError):
@@ -54,16 +57,25 @@ def open_picture(
 
 
 def read_picture(source: Picture, where: str = "") -> Image.Image:
-    """Upright, as its camera was held, on white where it is transparent, and in 8-bit RGB."""
     with open_picture(source, where) as opened:
         try:
-            picture = in_8_bits(ImageOps.exif_transpose(opened))
-            if picture.has_transparency_data:  # without which black on nothing is black on black
-                white = Image.new("RGBA", picture.size, "white")
-                picture = Image.alpha_composite(white, picture.convert("RGBA"))
-            return picture.convert("RGB")
+            return upright(opened)
         except Exception as error:  # only now a file that is cut off is noticed
             raise _broken(_named(source, where), error) from error
+
+
+def upright(picture: Image.Image) -> Image.Image:
+    """As its camera was held, on white where it is transparent, and in 8-bit RGB."""
+    picture = in_8_bits(ImageOps.exif_transpose(picture))
+    if picture.has_transparency_data:  # without which black on nothing is black on black
+        white = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(white, picture.convert("RGBA"))
+    return picture.convert("RGB")
+
+
+def fit_picture(source: Picture, width: int, height: int) -> Image.Image:
+    """Scaled, and where its shape is another, cut in the middle; never squeezed."""
+    return ImageOps.fit(read_picture(source), (width, height), Image.Resampling.LANCZOS)
 
 
 def in_8_bits(picture: Image.Image) -> Image.Image:

@@ -1,13 +1,16 @@
 """Rules of a config that no single field can state, held before anything is loaded."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 from flow_grpo.answer.fields import ANSWER, GAE, VLLM, AnswerFields
+from flow_grpo.answer.losses import find_loss
 from flow_grpo.config.places import with_files
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import ANSWER_REWARDS, REWARDS
 from flow_grpo.run import trackers
+from flow_grpo.speed.low_bits import FULL
 
 PER_REWARD = ("gdpo", "pairwise")  # estimators that compare answers by each reward alone
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
@@ -15,13 +18,19 @@ COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 
 def check(config: Unchecked | AnswerFields) -> AnswerFields:
     """The settings of a run, frozen, with files that come with the library found."""
-    settings = ANSWER.check(config)
+    settings = _with_loss(ANSWER.check(config))
     trackers.parse(settings.log_with)
     sample, train = settings.sample, settings.train
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
     _check_rewards(settings)
     if sample.engine == VLLM:
         _check_vllm(sample.temperature)
+        if settings.pretrained.base_precision != FULL:
+            raise UserError(
+                f"pretrained.base_precision={settings.pretrained.base_precision!r} does not go "
+                "with sample.engine='vllm', which samples with weights of its own; use "
+                "sample.engine='transformers'"
+            )
     if 0 < train.dual_clip <= 1 + train.clip_high:
         raise UserError(
             f"train.dual_clip={train.dual_clip} must be above 1 + train.clip_high="
@@ -53,6 +62,20 @@ def check(config: Unchecked | AnswerFields) -> AnswerFields:
             f"min_pixels={settings.min_pixels} must be at most max_pixels={settings.max_pixels}"
         )
     return with_files(settings)
+
+
+def _with_loss(settings: AnswerFields) -> AnswerFields:
+    """What is unset as the loss has it."""
+    train, loss = settings.train, find_loss(settings.train.loss)
+    unset = {name: value for name, value in loss.along.items() if getattr(train, name) is None}
+    train = replace(train, **unset)
+    if max(train.clip_low, train.clip_high) > loss.widest_clip:
+        options = " ".join(f"--config.train.{name}={value}" for name, value in loss.along.items())
+        raise UserError(
+            f"train.clip_low={train.clip_low} and train.clip_high={train.clip_high} never hold a "
+            f"ratio of train.loss={train.loss!r}; use {options}"
+        )
+    return replace(settings, train=train)
 
 
 def _check_rewards(settings: AnswerFields) -> None:

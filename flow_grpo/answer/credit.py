@@ -21,7 +21,8 @@ KL = "kl"  # among rewards
 
 @dataclass
 class Fixed:
-    """What stays as it is while an answer is trained; (T,) each, on the CPU."""
+    """Per-token values of one answer that do not change while it is trained: (T,) each, on the
+    CPU."""
 
     old: Tensor  # log-probabilities of the policy that sampled
     reference: Tensor | None = None
@@ -40,8 +41,8 @@ def stacked(fixed: Sequence[Fixed], name: str, mask: Tensor) -> Tensor:
 def reweigh(
     accelerator: Accelerator, rollout: Rollout, fixed: Mapping[int, Fixed], cap: float
 ) -> dict[str, float]:
-    """Importance weights into `fixed`, and how far the log-probabilities of the engine that sampled
-    are from the policy's own, over all processes."""
+    """Put importance weights into `fixed`, and measure over all processes how far the
+    log-probabilities of the engine that sampled are from the policy's own."""
     off = []
     for index, own in fixed.items():
         sampled = rollout.samples[index].log_probs
@@ -68,7 +69,8 @@ def answer_advantages(
     scale: Scale,
     lost: Mapping[int, Tensor],
 ) -> np.ndarray:
-    """(N,); `lost` are penalties of the samples of this process, none or of all."""
+    """The advantage of each answer of the epoch, (N,). `lost` has the KL penalties to subtract from
+    the rewards first, of this process's answers; it may be empty."""
     rewards = rollout.rewards
     if lost:
         index = sorted(lost)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, Cache, DynamicCache
 
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.speed.lora import (
-    is_plain,
+    is_sum,
     lora_layers,
     merged_weight,
     narrowed,
@@ -55,7 +55,7 @@ class FixedCache(Cache):
         self.place.fill_(read.layers[0].keys.shape[2])
 
     def keep(self, index: Tensor, columns: int) -> None:
-        """These rows, in front."""
+        """Move these rows to the front and go on with them alone."""
         for pair in self.held:
             for held in pair:
                 held[: len(index), :, :columns] = held[index, :, :columns]
@@ -84,7 +84,7 @@ AttentionInterface.register(ONE_QUERY, _attend)
 
 @contextmanager
 def one_query(language_model: nn.Module) -> Iterator[None]:
-    """Within, the model takes one token per row."""
+    """Context in which attention is the faster one for a single new token per row."""
     config = language_model.config
     usual = config._attn_implementation
     config._attn_implementation = ONE_QUERY
@@ -163,7 +163,7 @@ class Slots:
         self.token[:rows] = token
 
     def keep(self, index: Tensor, columns: int) -> None:
-        """Go on with these slots, in front."""
+        """Move these slots to the front and go on with them alone."""
         count = len(index)
         self.cache.keep(index, columns)
         for held in (self.seen, self.token, self.first, self.draws, self.answer):
@@ -172,7 +172,7 @@ class Slots:
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """A step within is taken back."""
+        """Context that undoes the decoding step taken in it: to warm up, and to record a graph."""
         kept = (self.token, self.step, self.cache.place)
         before = [held.clone() for held in kept]
         yield
@@ -188,7 +188,7 @@ class DecodingStep(nn.Module):
         self.network = network
         self.lora, self.weights = [], {}
         if network.compute_dtype is not None:
-            self.lora = [layer for layer in lora_layers(network) if is_plain(layer)]
+            self.lora = [layer for layer in lora_layers(network) if is_sum(layer)]
             self.weights = dict(_for_sampling(self, network.compute_dtype))
 
     def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool) -> None:
@@ -225,7 +225,7 @@ def _for_sampling(step: DecodingStep, dtype: torch.dtype) -> Iterator[tuple[str,
         if module in step.lora:
             weight = merged_weight(module, module.base_layer.weight)
             yield f"{name}.base_layer.weight", narrowed(weight, dtype)
-        elif isinstance(module, nn.Linear) and ".lora_" not in name:
+        elif type(module) is nn.Linear and ".lora_" not in name:
             for part, weight in module.named_parameters(recurse=False):
                 if weight.dtype != dtype and weight not in merged:
                     yield f"{name}.{part}", weight.to(dtype)

@@ -8,7 +8,9 @@ from peft import PeftModel
 from torch import nn
 from transformers.utils import cached_file
 
+from flow_grpo.answer.fields import ANSWER
 from flow_grpo.answer.models import load_model, load_processors
+from flow_grpo.config.saved import config_of_run
 from flow_grpo.files import read_json
 from flow_grpo.rewards.loading import explained
 from flow_grpo.run.export import Source, refuse_existing, write_folder
@@ -51,6 +53,8 @@ def export(
 
 
 def _merged(source: Source, model: str, revision: str) -> nn.Module:
+    if source.run is not None:
+        config_of_run(source.run, ANSWER)  # imports a family of the user's own
     if not source.is_lora:
         return load_model(str(source.weights), CPU, torch.float32)
     base = load_model(model, CPU, torch.float32, revision)

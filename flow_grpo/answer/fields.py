@@ -1,16 +1,20 @@
 """Every field of a run that trains a model that answers, its default and why it is there. Presets
 change them: flow_grpo/answer/presets.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from flow_grpo.advantages import ESTIMATORS, SCALES
-from flow_grpo.answer.losses import AGGREGATIONS, DIVERGENCES, KINDS
+from flow_grpo.answer.losses import AGGREGATIONS, DIVERGENCES, KINDS, OWN
 from flow_grpo.config import fields as shared
+from flow_grpo.config.custom import check_class, check_defaults
 from flow_grpo.config.settings import section, setting
 from flow_grpo.config.trade import Trade
-from flow_grpo.rewards import ANSWER_REWARDS, REWARDS, option_names
+from flow_grpo.errors import UserError
+from flow_grpo.rewards import ANSWER_REWARDS, REWARDS, check_fields, option_names
 
 THINK = "{question}\nThink first, between <think> and </think>. Then give the final answer "
 GAE = "gae"  # the estimator that is PPO's
@@ -21,7 +25,8 @@ VLLM = "vllm"
 class AnswerModelFields(shared.ModelFields):
     model: str = setting(
         "Qwen/Qwen2.5-VL-3B-Instruct",
-        "A folder of transformers or a hub id: Qwen2-VL, Qwen2.5-VL or Qwen3-VL.",
+        "A folder of transformers or a hub id: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, or a language model "
+        "with a chat template (Qwen, Llama, distilled R1).",
     )
 
 
@@ -95,12 +100,16 @@ class AnswerTrain(shared.TrainFields):
         "gradients).",
         choices=KINDS,
     )
-    clip_low: float = setting(
-        0.2, "The ratio is held within 1 - clip_low and 1 + clip_high.", at_least=0, at_most=1
+    clip_low: float | None = setting(
+        None,
+        "The ratio is held within 1 - clip_low and 1 + clip_high; unset, 0.2 and 0.2, or 3e-4 and "
+        '4e-4 for loss="gspo".',
+        at_least=0,
+        at_most=1,
     )
-    clip_high: float = setting(
-        0.2,
-        "The ratio is held within 1 - clip_low and 1 + clip_high; DAPO raises this end to .28.",
+    clip_high: float | None = setting(
+        None,
+        "The ratio is held within 1 - clip_low and 1 + clip_high; DAPO raises this end to 0.28.",
         at_least=0,
     )
     dual_clip: float = setting(
@@ -108,10 +117,11 @@ class AnswerTrain(shared.TrainFields):
         "The loss of a negative advantage is held at this ratio, 3 in most papers; 0 is no bound.",
         at_least=0,
     )
-    aggregation: str = setting(
-        "token",
+    aggregation: str | None = setting(
+        None,
         'Mean over "token"s of an update, over tokens and then answers ("sequence"), or a sum over '
-        'tokens divided by a "constant" (Dr. GRPO), so that length has no part in it.',
+        'tokens divided by a "constant" (Dr. GRPO), so that length has no part in it. Unset, '
+        '"token", or "sequence" for loss="gspo".',
         choices=AGGREGATIONS,
     )
     beta: float = setting(
@@ -152,8 +162,7 @@ class AnswerTrain(shared.TrainFields):
     )
     learning_rate: float = setting(
         1e-5,
-        "AdamW's, of a size that is usual for language models. It stays as it is, from the first "
-        "update to the last.",
+        "AdamW's, at its highest (see lr_scheduler); of a size that is usual for language models.",
         above=0,
     )
     adam_weight_decay: float = setting(0.01, "AdamW's, usual for language models.")
@@ -209,16 +218,63 @@ class AnswerFields(shared.SharedFields):
         "Rewards of answers and their weights: docs/rewards.md.",
     )
     reward_servers: dict = shared.servers(ANSWER_REWARDS)
+    custom_losses: dict = setting(
+        {}, 'Losses of your own: {"mine": "path/to/file.py:Mine"}; train.loss="mine" then uses it.'
+    )
     sample: AnswerSample = section(AnswerSample)
     train: AnswerTrain = section(AnswerTrain)
 
 
+def settings() -> type:
+    """All fields, with those of losses of the user's own."""
+    return _with_losses(tuple(OWN.items())) if OWN else AnswerFields
+
+
+@cache
+def _with_losses(losses: tuple[tuple[str, type], ...]) -> type:
+    known = {each.name: each for each in fields(AnswerTrain)}
+    choices = (*KINDS, *(name for name, _ in losses))
+    own = {"loss": (str, setting("clip", known["loss"].metadata["reason"], choices=choices))}
+    for _, loss in losses:
+        for each in (each for each in fields(loss) if each.name not in known):
+            default = {"default": each.default, "default_factory": each.default_factory}
+            own[each.name] = (each.type, field(**default, metadata=each.metadata))
+    parts = [(name, *each) for name, each in own.items()]
+    train = make_dataclass("Train", parts, bases=(AnswerTrain,), frozen=True)
+    return make_dataclass(
+        "Settings", [("train", train, section(train))], bases=(AnswerFields,), frozen=True
+    )
+
+
+def take_loss(where: str, name: str, found: Any) -> None:
+    """Add a loss of the user's own."""
+    from flow_grpo.answer.losses.base import AnswerLoss  # here: the fields need no torch
+
+    if name in KINDS:
+        raise UserError(f"{where} has the name of a loss of ours; choose another")
+    check_class(where, found, AnswerLoss)
+    check_defaults(where, found, [each.name for each in fields(AnswerTrain)])
+    OWN[name] = found
+
+
 ANSWER = Trade(
-    settings=lambda: AnswerFields,
+    settings=settings,
+    first=(
+        *("pretrained.model", "dataset", "reward_fn", "run_name", "num_epochs"),
+        *("sample.group_size", "sample.max_new_tokens"),
+        *("train.learning_rate", "mixed_precision"),
+    ),
     source=__name__,
+    presets_in="flow_grpo.answer.presets",
+    marker="config.json",
     example="config/vlm.py:tiny_vlm",
     rewards=REWARDS,
+    check_rewards=check_fields,
     option_names=option_names,
+    custom={
+        "custom_losses": f"{__name__}:take_loss",
+        "custom_models": "flow_grpo.answer.models:take_model",
+    },
 )
 
 

@@ -75,7 +75,7 @@ class AnswerModel(nn.Module):
     def forward_model(self, positions: Tensor, **arguments: Any) -> Tensor:
         """Last hidden states by what transformers takes; positions are (axes, B, S)."""
         positions = positions if self.family.axes > 1 else positions[0]
-        with self._cast(positions.device):
+        with self.cast(positions.device):
             return self.model.model(position_ids=positions, **arguments).last_hidden_state
 
     def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class AnswerModel(nn.Module):
             return nn.functional.linear(hidden, head.weight)
         return WideProduct.apply(hidden.to(self.compute_dtype), head.weight.to(self.compute_dtype))
 
-    def _cast(self, device: torch.device) -> AbstractContextManager:
+    def cast(self, device: torch.device) -> AbstractContextManager:
         if self.compute_dtype is None:
             return nullcontext()
         return torch.autocast(device.type, self.compute_dtype)

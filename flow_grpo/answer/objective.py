@@ -15,6 +15,9 @@ from flow_grpo.run.metrics import Loss
 
 @dataclass(frozen=True)
 class Objective:
+    """The whole loss of a batch of answers: the policy's, and the value's and the KL's where
+    wanted."""
+
     policy: AnswerLoss
     settings: Any  # the config's section `train`
     max_new_tokens: int

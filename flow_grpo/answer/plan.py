@@ -9,6 +9,8 @@ from flow_grpo.run.session import Plan
 
 @dataclass(frozen=True)
 class AnswerPlan(Plan):
+    """How many questions, answers and updates an epoch has."""
+
     num_processes: int
     questions: int
     group_size: int
@@ -52,8 +54,8 @@ class AnswerPlan(Plan):
     def check_questions(self, rows: int, source: str) -> None:
         if rows < self.questions:
             raise UserError(
-                f"{source} has {rows} questions but an epoch needs {self.questions} distinct ones; "
-                "add questions or lower sample.questions_per_epoch"
+                f"{source} has {rows} questions to train on but an epoch needs {self.questions} "
+                "distinct ones; add questions or lower sample.questions_per_epoch"
             )
 
     def rows(self) -> dict[str, str]:

@@ -67,7 +67,9 @@ class AnswerPolicy(BasePolicy):
         self.network.to(model.device)
         self._recompute = gradient_checkpointing
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            before = model.gradient_checkpointing_enable  # its name until transformers 5.23
+            enable = getattr(model, "activation_checkpointing_enable", before)
+            enable({"use_reentrant": False})
         self.module = self.whole = self.network
         # before weights are sharded: each process calls the reference as often as it likes
         self._start = Reference(self.trained()) if use_lora and with_reference else None

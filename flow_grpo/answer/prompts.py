@@ -17,7 +17,7 @@ from flow_grpo.data.questions import MARK, Question
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.pictures import Picture, open_picture, read_picture
 
-QUESTION = "{question}"
+QUESTION, THINK = "{question}", "<think>"
 MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take some hundreds
 
 
@@ -51,6 +51,7 @@ class PromptEncoder:
         self.tokenizer, self.images = tokenizer, images
         self.family = family_of(model)
         self._system, self._format = system_prompt, question_format
+        self._opening = ""  # of an answer, written by the template
 
     def encode(self, question: Question) -> EncodedPrompt:
         pictures = [read_picture(source, question.where) for source in question.images]
@@ -76,7 +77,8 @@ class PromptEncoder:
             ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        """An answer, with the tag that the chat template has opened for it, as of DeepSeek-R1."""
+        return self._opening + self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def check_lengths(self, questions: Sequence[Question], most: int) -> int:
         """Refuse a question that does not fit: what is cut off may be the question itself.
@@ -109,10 +111,14 @@ class PromptEncoder:
         system = question.system or self._system
         messages = [{"role": "system", "content": system}] if system else []
         text = self._format.replace(QUESTION, question.text)
-        content = _content(text, len(question.images), question.where)
+        # templates of models without pictures take a text
+        content = text
+        if self.images is not None:
+            content = _content(text, len(question.images), question.where)
         messages.append({"role": "user", "content": content})
         try:
             text = _write(self.tokenizer, messages)
+            self._opening = THINK if text.rstrip().endswith(THINK) else ""
             text.encode()  # which tells of half a character better than the tokenizer does
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:  # a template is a program, and fails in as many ways

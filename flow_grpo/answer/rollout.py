@@ -48,6 +48,7 @@ class Rollout:
 
     @classmethod
     def draw(cls, plan: AnswerPlan, questions: int, seed: int, epoch: int) -> "Rollout":
+        """Choose the questions of an epoch; no answer is sampled yet."""
         order = numpy_rng(seed, Stream.PROMPTS, epoch).permutation(questions)
         return cls(plan, order[: plan.questions], order[plan.questions :].tolist())
 
@@ -105,7 +106,7 @@ class Rollout:
         return int(self.rows[index // self.plan.group_size])
 
     def answer(self, index: int) -> Answer:
-        """As it is trained."""
+        """Sampled answer `index` with its prompt, as training takes it."""
         sample = self.samples[index]
         return Answer(sample.row, self.prompts[sample.row], sample.tokens)
 

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
+from flow_grpo.answer.agreement import check_agreement
 from flow_grpo.answer.check import check
 from flow_grpo.answer.fields import GAE, VLLM, AnswerFields
 from flow_grpo.answer.models import load_model, load_processors
@@ -20,12 +21,13 @@ from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Answerer, reward_metadata
 from flow_grpo.answer.vllm_engine import build_answerer, check_platform
 from flow_grpo.config.trade import Unchecked
-from flow_grpo.data.questions import Question, check_pictures, load_questions
+from flow_grpo.data.images import check_pictures
+from flow_grpo.data.questions import Question, load_questions
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.run.building import DTYPES, Begin, advice_when_short, building
 from flow_grpo.run.distributed import on_all_or_none
-from flow_grpo.run.resume import find_start
+from flow_grpo.run.resume import check_goal, find_start
 from flow_grpo.run.session import BaseSession
 from flow_grpo.show.console import progress_bar
 
@@ -59,6 +61,7 @@ def build_session(
 ) -> VlmSession:
     """Everything the run needs; whatever is cheap to check is checked before weights load. `begin`
     finds and locks the run folder, which without a lock is left alone."""
+    check_goal(config)
     config = check(config)
     _check_sharding()
     with building(config, autocast=False) as run:
@@ -73,7 +76,7 @@ def build_session(
             inner_epochs=train.num_inner_epochs,
             most_at_once=sample.batch_size,
         )
-        run.open_folder(begin)
+        run.open_folder(begin, plan.updates)
         questions, test_questions = load_questions(config.dataset, config.seed)
         test_questions = test_questions[: config.eval_questions or None]
         plan.check_questions(len(questions), config.dataset)
@@ -118,6 +121,7 @@ def build_session(
             compute_dtype=torch.bfloat16 if config.mixed_precision == "bf16" else None,
             seed=config.seed,
         )
+        on_all_or_none(accelerator, lambda: check_agreement(policy.network))
         run.add_policy(policy)
         answerer = Answerer(
             policy,
@@ -178,6 +182,7 @@ def _load(config: AnswerFields, accelerator: Accelerator) -> nn.Module:
         accelerator.device,
         DTYPES[config.mixed_precision],
         config.pretrained.revision,
+        config.pretrained.base_precision,
     )
 
 

@@ -7,30 +7,47 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-import diffusers
-import transformers
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from flow_grpo.config.mistakes import SIGNALS, is_first_process, told_plainly
-from flow_grpo.config.places import find_config
-from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, suggestion
-from flow_grpo.errors import UserError, first_line, nearest
+from flow_grpo.access import check_access
+from flow_grpo.config import old_names
+from flow_grpo.config.mistakes import (
+    SIGNALS,
+    as_typed,
+    is_first_process,
+    quoted,
+    say,
+    told_plainly,
+    typed,
+)
+from flow_grpo.config.places import ROOT, check_made, find, find_config
+from flow_grpo.config.saved import PLACES, find_run
+from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, entry, suggestion
+from flow_grpo.errors import UserError, first_line, nearest, with_nearest_file
 from flow_grpo.files import refuse_halves
 
 NO_CONFIG = "--config is missing; name one, e.g. --config "
 # what to write on the command line, where it is not what a type is called elsewhere
 WRITTEN = {tuple: "a tuple like (0, 5)", ConfigDict: "a dict like {'ocr': 1.0}"}
+MORE = """\
+--help=all      every setting, with its value in the config that --config names
+--help=train    those of a section
+--help=presets  the names of presets
+docs/configuration.md says more."""
 DRY_RUN = (
     "Build all that the run would, measure a few batches, tell how much memory and time the run "
     "will take, and stop; nothing is written."
 )
+RESUME = "logs/RUN, to go on with that run and its own config; --config.FIELD=VALUE changes it."
+OF_RUN = ROOT / "config/run.py"
 
 
 def run(
@@ -46,27 +63,54 @@ def run(
     with --dry_run. What is returned is never freed: gloo was seen to wait for ever when the last
     reference to a process group went.
     """
-    set_up_logging()
-    config = config_flags.DEFINE_config_file(
+    if not flags.FLAGS.is_parsed():
+        look(trade, dry_run=dry_run is not None, default=default)
+
+    def start(_: list[str]) -> None:
+        set_up_logging()
+        call = dry_run if dry_run and flags.FLAGS.dry_run else main
+        call_and_exit(lambda: call(flags.FLAGS.config), debug=flags.FLAGS.debug)
+
+    app.run(start, flags_parser=lambda argv: argv[:1])
+
+
+def look(trade: Trade, *, dry_run: bool = False, default: str | None = None) -> None:
+    """Parse the command line: show help, and tell every mistake that can be told without torch.
+    The training scripts call it before the imports that take seconds."""
+    config_flags.DEFINE_config_file(
         "config", help_string="path/to/config.py or path/to/config.py:preset"
     )
     flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
     if dry_run:
         flags.DEFINE_bool("dry_run", False, DRY_RUN)
+        flags.DEFINE_string("resume", None, RESUME)
+        default = next((f"{OF_RUN}:{run}" for run in _values(sys.argv, "resume")), default)
+    argv = sys.argv
+    if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
+        argv = [argv[0], f"--config={default}", *argv[1:]]
+    argv = _with_our_configs(argv)
+    told_plainly(lambda: _look(argv, trade, asks=default is None), debug="--debug" in argv)
 
-    def parse(argv: list[str]) -> list[str]:
-        if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
-            argv = [argv[0], f"--config={default}", *argv[1:]]
-        if {"--help", "-h", "--helpshort", "--helpfull"} & {*argv}:
-            print(told_plainly(lambda: _usage(argv, trade), debug=True))
-            sys.exit()
-        return told_plainly(lambda: _parse(_with_our_configs(argv), trade), debug="--debug" in argv)
 
-    def start(_: list[str]) -> None:
-        call = dry_run if dry_run and flags.FLAGS.dry_run else main
-        call_and_exit(lambda: call(config.value), debug=flags.FLAGS.debug)
+def _look(argv: list[str], trade: Trade, *, asks: bool) -> None:
+    """The hub is asked for the model, unless the script may put another in its place."""
+    if {"--help", "-h", "--helpshort"} & {*argv}:
+        _show(_short_help(argv, trade))
+    if part := next((arg for arg in argv if re.match("--help(=|full)", arg)), None):
+        _show(_usage(argv, trade, part.partition("=")[2]))
+    _parse(argv, trade)
+    settings = trade.check(flags.FLAGS.config)
+    trade.check_rewards(settings)
+    check_made(settings.dataset)
+    model = find(settings.pretrained.model)
+    if asks and not Path(model).parent.is_dir():  # a folder may have been meant, and mistyped
+        options = {"revision": settings.pretrained.revision, "known": trade.models()}
+        check_access("pretrained.model", model, file=trade.marker, **options)
 
-    app.run(start, flags_parser=parse)
+
+def _show(text: str) -> NoReturn:
+    say(text)
+    sys.exit()
 
 
 def call_and_exit(call: Callable[[], Any], *, debug: bool) -> NoReturn:
@@ -86,10 +130,16 @@ def call_and_exit(call: Callable[[], Any], *, debug: bool) -> NoReturn:
 def set_up_logging() -> None:
     """Our lines to stdout, bare, from the first process; warnings from all. Once: a notebook may
     train twice."""
+    import diffusers
+    import transformers
+
     for library in (transformers.utils.logging, diffusers.utils.logging):
         library.disable_progress_bar()  # one per file loaded
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # our client tells of its retries itself
-    logging.getLogger("accelerate").setLevel(logging.WARNING)
+    for library in ("accelerate", "httpx", "httpx2"):  # these tell of each request to the hub
+        logging.getLogger(library).setLevel(logging.WARNING)
+    # diffusers', of the hub's client, where there is no network
+    warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("flow_grpo")
@@ -98,23 +148,42 @@ def set_up_logging() -> None:
     ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
 
 
-def _parse(argv: list[str], trade: Trade) -> list[str]:
+def _parse(argv: list[str], trade: Trade) -> None:
     refuse_halves(" ".join(argv), "the command line")
+    _check_resumed(argv)
     config = check_names(argv, trade)
-    if config is None and any(arg.startswith("--config.") for arg in argv):
+    if config is None:
+        _check_flags(argv, _names(trade.get_config()))
         raise UserError(NO_CONFIG + trade.example)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
         raise UserError(plainly(error, config, argv)) from error
-    if flags.FLAGS.config is None:
-        raise UserError(NO_CONFIG + trade.example)
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
-    return rest
 
 
-def plainly(error: Exception, config: ConfigDict | None, argv: list[str]) -> str:
+def _check_resumed(argv: list[str]) -> None:
+    """--resume says all that these say."""
+    for run in _values(argv, "resume"):
+        if (config := _values(argv, "config")[-1]) != f"{OF_RUN}:{run}":
+            raise UserError(f"--resume {run} has a config of its own; leave --config {config} out")
+        for name in PLACES:
+            if _values(argv, f"config.{name}"):
+                raise UserError(
+                    f"--resume {run} goes on with that run; leave --config.{name} out, or start a "
+                    f"new run from its state: --config ... --config.resume={run}"
+                )
+
+
+def config_of_first(argv: list[str], option: str) -> str | None:
+    """--config for the first run, or part of one, that an option names, with commas or repeated."""
+    words = [word for value in _values(argv, option) for word in (value, *value.split(","))]
+    run = next(filter(None, map(find_run, map(Path, words))), None)
+    return run and f"{OF_RUN}:{run}"
+
+
+def plainly(error: Exception, config: ConfigDict, argv: list[str]) -> str:
     """What absl says of a flag, with the rule and a way out."""
     mistake = first_line(error)
     if field := re.match(r"flag --config\.([\w.]+)=", mistake):
@@ -129,15 +198,28 @@ def plainly(error: Exception, config: ConfigDict | None, argv: list[str]) -> str
     return f"{mistake}; --help lists all options"
 
 
-def _usage(argv: list[str], trade: Trade) -> str:
-    paths = _config_paths(_with_our_configs(argv))
-    config = _load(paths[-1]) if paths else trade.get_config()
+def _short_help(argv: list[str], trade: Trade) -> str:
+    why = trade.reasons()
+    first = [entry(f"--config.{name}=...", why[name]) for name in trade.first]
+    return "\n".join([*_about(argv), "", "settings that are often changed:", *first, "", MORE])
+
+
+def _usage(argv: list[str], trade: Trade, part: str) -> str:
+    if part == "presets":
+        return "\n".join(trade.presets.PRESETS)
+    paths = _values(argv, "config")
+    config = _load(paths[-1], argv, trade) if paths else trade.get_config()
+    fields = trade.describe(config, "" if part in ("", "all") else part)
+    return "\n".join([*_about(argv), "", "fields, as this config has them:", fields])
+
+
+def _about(argv: list[str]) -> list[str]:
+    """What the script does, and its options."""
     own = flags.FLAGS.flags_by_module_dict()
     ours = [*own.get(argv[0], []), *own.get(__name__, [])]
-    options = [f"  --{flag.name}\n        {flag.help}" for flag in ours]
+    options = [entry(f"--{flag.name}", flag.help) for flag in ours]
     about = (sys.modules["__main__"].__doc__ or "").strip()
-    fields = ["", "fields, as this config has them:", trade.describe(config)]
-    return "\n".join([about, "", "options:", *options, *fields])
+    return [as_typed(about), "", "options:", *options]
 
 
 def _with_our_configs(argv: list[str]) -> list[str]:
@@ -156,17 +238,14 @@ def _with_our_configs(argv: list[str]) -> list[str]:
 
 def check_names(argv: list[str], trade: Trade) -> ConfigDict | None:
     """Load the config alone and hold the overrides against it: absl would only name a key."""
-    paths = _config_paths(argv)
+    paths = _values(argv, "config")
     if not paths:
         return None
     sys.path.append(str(Path(paths[-1].partition(":")[0]).resolve().parent))  # modules beside it
     _check_processes(paths[-1].partition(":")[2])
-    config = _load(paths[-1])
-    for arg in argv:
-        if arg.startswith("--config."):
-            name, equals, value = arg.removeprefix("--config.").partition("=")
-            check_name(name, config, trade, value if equals else None)
-    _check_flags(argv, config, trade)
+    config = _load(paths[-1], argv, trade)
+    _check_fields(argv, config, trade)
+    _check_flags(argv, _names(config), idle={*trade.algorithms()} - {config.get("algorithm")})
     # the last of them would be taken without a word
     given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
     for name, other in trade.second_names().items():
@@ -178,18 +257,41 @@ def check_names(argv: list[str], trade: Trade) -> ConfigDict | None:
     return config
 
 
-def _check_flags(argv: list[str], config: ConfigDict, trade: Trade) -> None:
-    """A field by its last name alone is told its full one."""
-    last = {field: field.rpartition(".")[2] for field in _names(config)}
-    own, others = _own_flags(argv[0]), {*trade.algorithms()} - {config.get("algorithm")}
+def _check_fields(argv: list[str], config: ConfigDict, trade: Trade) -> None:
+    """Tell all names that are wrong at once; of Flow-GRPO's, also the whole line to type."""
+    start = "--config."
+    words = {arg: arg.removeprefix(start).split("=", 1) for arg in argv if arg.startswith(start)}
+    given = {word[0]: _read(word[1]) for word in words.values() if len(word) == 2}
+    own = {name: _as_dict(config, name) for name in ("custom_rewards", "reward_servers")}
+    old, wrong, line = old_names.among({**own, **given}, _names(config)), [], []
+    for arg in argv[1:]:
+        name, *value = words.get(arg, [""])
+        try:
+            if name:
+                check_name(name, config, trade, *value)
+                if name in old:
+                    raise UserError(old_names.TOLD.format(name, *value))
+        except UserError as error:
+            wrong.append(str(error))
+        line += [f"{start}{n}={v}" for n, v in old[name].items()] if name in old else [arg]
+    if wrong and len(wrong) == len(old) and (wrong[1:] or old.keys() & {*_names(config)}):
+        wrong.append(f"type {' '.join([typed(), *map(quoted, line)])}")
+    if wrong:
+        raise UserError("; ".join(wrong))
+
+
+def _check_flags(argv: list[str], known: Collection[str], *, idle: Collection[str] = ()) -> None:
+    """A field by its last name alone is told its full one. `idle` are sections without effect."""
+    last = {field: field.rpartition(".")[2] for field in known}
+    own = _own_flags(argv[0])
     for arg in argv[1:]:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or name.startswith("config.") or _is_flag(name):
             continue
-        near = name if name in last.values() else nearest(name, [*last.values(), *own], cutoff=0.6)
+        names = [*last.values(), *own]
+        near = name if name in names else nearest(name, names, cutoff=0.6)
         fields = [field for field in last if last[field] == near]
-        # those of other algorithms have no effect
-        fields = [f for f in fields if f.partition(".")[0] not in others] or fields
+        fields = [f for f in fields if f.partition(".")[0] not in idle] or fields
         meant = [near] if near in own else [f"config.{field}" for field in fields[:3]]
         hint = " or ".join(f"--{each}{equals}{value}" for each in meant)
         way_out = f"did you mean {hint}?" if hint else "--help lists all"
@@ -206,9 +308,10 @@ def _own_flags(script: str) -> list[str]:
     return [flag.name for module in (script, __name__) for flag in modules.get(module, [])]
 
 
-def _config_paths(argv: list[str]) -> list[str]:
-    paths = [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
-    return paths + [b for a, b in pairwise(argv) if a == "--config"]
+def _values(argv: list[str], option: str) -> list[str]:
+    start = f"--{option}="
+    values = [a.removeprefix(start) for a in argv if a.startswith(start)]
+    return values + [b for a, b in pairwise(argv) if a == f"--{option}"]
 
 
 def check_name(name: str, config: ConfigDict, trade: Trade, value: str | None = None) -> None:
@@ -233,7 +336,15 @@ def _check_processes(preset: str) -> None:
         )
 
 
-def _load(path: str) -> ConfigDict:
+def _load(path: str, argv: list[str], trade: Trade) -> ConfigDict:
+    """The config of a file, with the fields of classes that it or the command line names."""
+    given = {name: _values(argv, f"config.{name}") for name in trade.custom}
+    trade.load_custom({name: _read(values[-1]) for name, values in given.items() if values})
+    config = _load_file(path)
+    return _load_file(path) if trade.load_custom(config) else config
+
+
+def _load_file(path: str) -> ConfigDict:
     """What `get_config` of this file returns; whatever it raises is a mistake in that file."""
     absl = logging.getLogger("absl")
     try:
@@ -244,7 +355,9 @@ def _load(path: str) -> ConfigDict:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"cannot load --config {path}{_reason(error, path)}") from error
+        message, file = f"cannot load --config {path}{_reason(error, path)}", path.partition(":")[0]
+        message = message if os.path.exists(file) else with_nearest_file(message, file, "*.py")
+        raise UserError(message) from error
     finally:
         absl.disabled = False
     if not isinstance(config, ConfigDict):
@@ -278,7 +391,7 @@ def whole_dict(field: str, key: str, config: ConfigDict, trade: Trade, value: st
     for rewards' names and options is the nearest that there is."""
     names = key.split(".")
     # what is behind a server or in custom_rewards may have any name
-    anything = field in ("custom_rewards", "reward_servers")
+    anything = field in ("custom_rewards", "reward_servers", *trade.custom)
     meant = names if anything else _meant(names, config, trade)
     whole = _without_empty(_as_dict(config, field))
     place = whole

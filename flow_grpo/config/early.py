@@ -1,4 +1,4 @@
-"""Imported before all else, which takes seconds: until `cli.call_and_exit` takes over, Ctrl-C and
+"""Import this before all else, which takes seconds: until `command_line` takes over, Ctrl-C and
 SIGTERM end the process at once, in one line. Nothing has begun yet that needs an orderly end."""
 
 import os

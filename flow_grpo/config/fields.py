@@ -1,5 +1,5 @@
 """The fields that every run has, whatever it trains: draw/fields.py and answer/fields.py add their
-own, and say of one again what is another there."""
+own, and redefine those that mean something else there."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +16,11 @@ class RunFields:
         "none",
         '"auto" goes on with the run of this name where it was stopped, if there is one; a path '
         '(of a run or a checkpoint) starts a new run from that state; "none" starts a new run.',
+    )
+    resume_changed: bool = setting(
+        False,
+        "Go on with another reward, data set, model or method than the run had. For those who "
+        "change its goal on purpose: it is refused otherwise, as a flag that was forgotten.",
     )
     seed: int = setting(
         42,
@@ -76,8 +81,8 @@ class RunFields:
     )
     device: str = setting(
         "auto",
-        '"auto" takes a CUDA GPU where there is one; "cpu" never does.',
-        choices=("auto", "cpu"),
+        '"auto" takes a CUDA GPU where there is one; "cpu" never does; "cuda" has to have one, and '
+        '"cuda:1" takes that one.',
     )
 
 
@@ -129,6 +134,13 @@ class ModelFields:
     revision: str = setting(
         "main", 'Branch, tag or commit of a hub id. A folder has none: leave it at "main".'
     )
+    base_precision: str = setting(
+        "bf16",
+        'Frozen weights under LoRA: "fp8" takes half the memory and is for new GPUs, "nf4" takes a '
+        'quarter and is no faster; "bf16" leaves them as mixed_precision says. The saved LoRA '
+        "is for the model as it was.",
+        choices=("bf16", "fp8", "nf4"),
+    )
 
 
 @dataclass(frozen=True)
@@ -148,8 +160,18 @@ class TrainFields:
         "Adam's moments wait on the CPU between updates: less GPU memory, for two copies of them "
         "an update. DeepSpeed has an offload of its own.",
     )
-    learning_rate: float = setting(
-        3e-4, "AdamW's. It stays as it is, from the first update to the last.", above=0
+    learning_rate: float = setting(3e-4, "AdamW's, at its highest: see lr_scheduler.", above=0)
+    lr_scheduler: str = setting(
+        "constant",
+        'The learning rate stays as it is ("constant"), or falls over all updates of the run: in a '
+        'straight line to 0 ("linear") or as a "cosine", see lr_min_ratio.',
+        choices=("constant", "linear", "cosine"),
+    )
+    lr_warmup_steps: int = setting(
+        0, "Updates at the start in which the learning rate rises from 0.", at_least=0
+    )
+    lr_min_ratio: float = setting(
+        0.0, "Share of learning_rate that a cosine ends with.", at_least=0, at_most=1
     )
     adam_beta1: float = setting(0.9, "AdamW's decay of the first moment.", from_0_below=1)
     adam_beta2: float = setting(0.999, "AdamW's decay of the second moment.", from_0_below=1)
@@ -187,4 +209,9 @@ class SharedFields(RewardFields, RunFields):
 
     pretrained: ModelFields = section(ModelFields)
     dataset: str = setting("", "A folder with train and test files, one such file, or a hub name.")
+    custom_models: dict = setting(
+        {},
+        "Model families of your own, by what a model's files call them: "
+        '{"MyPipeline": "path/to/file.py:MyAdapter"}',
+    )
     train: TrainFields = section(TrainFields)

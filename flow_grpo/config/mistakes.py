@@ -7,13 +7,15 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, Any, NoReturn
 
+from flow_grpo.config.places import ROOT
 from flow_grpo.errors import LostPeer, Stopped, UserError
 from flow_grpo.files import refuse_halves
 
@@ -53,6 +55,62 @@ def told_plainly(call: Callable, *, debug: bool):
                 "--config.resume=auto"
             )
         )
+
+
+def say(text: str) -> None:
+    """Print what was asked for. Whoever reads it may stop early, as `head` does: then this process
+    ends like other programs, without a word."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(text, flush=True)
+
+
+def typed() -> str:
+    """What started this script: `flow-grpo train` or `python scripts/train.py`."""
+    words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    if len(words) > 1 and Path(words[-2]).name in ("flow-grpo", "flow_grpo.config.command"):
+        return f"flow-grpo {words[-1]}"
+    script = Path(sys.argv[0])
+    return f"python -m {script.parent.name}" if script.name == "__main__.py" else f"python {script}"
+
+
+def line_to_type(*words: str, without: Sequence[str]) -> str:
+    """What was typed, with these words in the place of its config and of the fields `without`
+    which it should be."""
+    if Path(sys.argv[0]).resolve().parent != ROOT / "scripts":  # in a notebook or a test
+        return " ".join(words)
+    options = []
+    for word in sys.argv[1:]:
+        if word.startswith("-"):
+            options.append(word)
+        elif options and "=" not in options[-1]:  # --option value
+            options[-1] += f"={word}"
+    fields = "|".join(map(re.escape, without))
+    left_out = re.compile(rf"--(config|resume|config\.({fields})(\..*)?)(=|$)")
+    kept = [quoted(option) for option in options if not left_out.match(option)]
+    start = f"... {sys.argv[0]}" if "WORLD_SIZE" in os.environ else typed()  # which was launched
+    return " ".join([start, *words, *kept])
+
+
+def quoted(word: str) -> str:
+    """As a shell takes it, in double quotes where it has single ones in it."""
+    plain = shlex.quote(word)
+    if plain == word or re.search(r'["$`\\!]', word):
+        return plain
+    option, equals, value = word.partition("=")
+    return f'{option}{equals}"{value}"' if equals else plain
+
+
+def as_typed(text: str) -> str:
+    """Its examples as commands of `flow-grpo`, where that is what was typed."""
+    if not typed().startswith("flow-grpo "):
+        return text
+    text = re.sub(r"python scripts/(\w+)\.py", lambda m: f"flow-grpo {_command(m[1])}", text)
+    module = "-m flow_grpo.config.command"  # what a launcher starts
+    return re.sub(r"(?<= )scripts/(\w+)\.py", lambda m: f"{module} {_command(m[1])}", text)
+
+
+def _command(script: str) -> str:
+    return script.replace("_", "-")
 
 
 def is_first_process() -> bool:
@@ -107,6 +165,16 @@ def _tell_launcher(line: str) -> None:
 class Parser(argparse.ArgumentParser):
     """The command line of a script whose config, if any, comes from elsewhere. It tells a mistake
     in one line, as the scripts with a config do."""
+
+    def __init__(self, **options: Any) -> None:
+        first, _, rest = (sys.modules["__main__"].__doc__ or "").partition("\n")
+        if options.get("description") == first:  # the examples come after the options
+            options |= {"epilog": as_typed(rest.strip("\n"))}
+            options |= {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(**{"prog": typed(), **options})
+
+    def print_help(self, file: IO[str] | None = None) -> None:
+        say(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         self.fail(f"{message}; --help says more")

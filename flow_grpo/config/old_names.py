@@ -1,10 +1,8 @@
 """Names in Flow-GRPO's configs that are others here, or gone, which docs/migrating.md says more of;
 and those of TRL and EasyR1 for fields of models that answer: docs/vlm.md."""
 
-from collections.abc import Container
+from collections.abc import Collection, Container, Mapping
 from typing import Any
-
-from flow_grpo.errors import UserError
 
 RENAMED = {  # its field: ours
     "save_dir": "logdir",
@@ -56,7 +54,8 @@ OF_ANSWERS = {  # TRL's and EasyR1's, without their sections: ours
     "gamma": "train.discount",
 }
 PROMPT_FNS = {"general_ocr": "text", "geneval": "metadata"}
-REWARDS = {"video_ocr": ("ocr", "{'ocr': {'frames': 'mean of 4'}}")}  # ours, and its options
+REWARDS = {"video_ocr": ("ocr", {"frames": "mean of 4"})}  # ours, and its options
+TOLD = "{}={} has a name of Flow-GRPO's"
 PRESETS = {
     "general_ocr_wan2_1": "wan_ocr",
     "pickscore_qwenimage": "pickscore_qwen_image",
@@ -72,19 +71,31 @@ def hint(field: str, known: Container[str] = ()) -> str:
     return f"it is {ours} here" if ours in known else GONE.get(field, "")
 
 
-def check_values(settings: Any) -> None:
-    """Refuse Flow-GRPO's values of fields that have other values here under the same name."""
-    if settings.prompt_fn in PROMPT_FNS:
-        raise UserError(
-            f"prompt_fn={settings.prompt_fn!r} is Flow-GRPO's name; set "
-            f"--config.prompt_fn={PROMPT_FNS[settings.prompt_fn]}"
-        )
-    own = {*settings.custom_rewards, *(n for n, url in settings.reward_servers.items() if url)}
-    for field in ("reward_fn", "eval_reward_fn"):
-        for name in getattr(settings, field):
-            if name in REWARDS and name not in own:
-                ours, options = REWARDS[name]
-                raise UserError(
-                    f"{field}: {name!r} is Flow-GRPO's name; use {ours!r}, with "
-                    f'--config.reward_options="{options}"'
-                )
+def ours(field: str, value: Any, own: Container[str] = ()) -> dict[str, Any] | None:
+    """What to write in the place of a field of Flow-GRPO's, or of a value: fields and their values,
+    none where it is gone; None for all that is not Flow-GRPO's. `own` are rewards of the user's."""
+    if field in GONE:
+        return {}
+    if field in RENAMED:
+        return {RENAMED[field]: value}
+    if field == "prompt_fn" and isinstance(value, str) and value in PROMPT_FNS:
+        return {field: PROMPT_FNS[value]}
+    if field not in ("reward_fn", "eval_reward_fn") or not isinstance(value, Mapping):
+        return None
+    old = {name: REWARDS[name] for name in value if name in REWARDS and name not in own}
+    weights = {old[name][0] if name in old else name: weight for name, weight in value.items()}
+    return {field: weights, "reward_options": dict(old.values())} if old else None
+
+
+def among(given: Mapping[str, Any], known: Collection[str]) -> dict[str, dict[str, Any]]:
+    """All that is Flow-GRPO's among these fields, with what to write in its place; `known` are
+    those that there are here."""
+    named = (given.get(name) for name in ("custom_rewards", "reward_servers"))
+    own = [n for each in named if isinstance(each, Mapping) for n, place in each.items() if place]
+    new = {name: ours(name, value, own) for name, value in given.items()}
+    valued = ("prompt_fn", "reward_fn", "eval_reward_fn")
+    return {
+        name: each
+        for name, each in new.items()
+        if each is not None and (name in valued or name not in known) and {*each} <= {*known}
+    }

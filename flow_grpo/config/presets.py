@@ -33,3 +33,9 @@ def apply(fields: Fields, config: ConfigDict, special: Special | None = None) ->
             apply(value, config[name])
         elif name != LIKE:
             config[name] = value
+
+
+def models_of(*tables: Mapping[str, Fields]) -> list[str]:
+    """What the presets of these tables train."""
+    fields = [each.get("pretrained", {}) for table in tables for each in table.values()]
+    return list(dict.fromkeys(each["model"] for each in fields if "model" in each))

@@ -1,6 +1,6 @@
 """The fields of a config: name, type, default, reason and rule of each in one place.
 
-A section of a config is a frozen dataclass of `setting(...)`s: `--config.nft.beta=.1` sets
+A section of a config is a frozen dataclass of `setting(...)`s: `--config.nft.beta=0.1` sets
 `NftSettings.beta`. What a config holds at first, what it may hold and `--help` all come from there.
 """
 
@@ -52,7 +52,7 @@ def section(settings: type) -> Any:
 
 
 def same_as(other: str) -> Any:
-    """A dataclass field that is a second name of another: both have one value in a config."""
+    """A dataclass field that is an alias of another one: a config has one value for both."""
     metadata = {"same_as": other, "reason": f"Flow-GRPO's name of {other}.", "choices": ()}
     return field(default=None, metadata=metadata)
 
@@ -67,7 +67,7 @@ def walk(settings: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
 
 
 def second_names(settings: type) -> dict[str, str]:
-    """Fields that have one value with another, and which."""
+    """The aliases among these settings: {alias: field it stands for}."""
     named = {name: each.metadata.get("same_as") for name, each in walk(settings)}
     return {name: other for name, other in named.items() if other}
 
@@ -128,7 +128,7 @@ def check_settings(part: str, settings: Any) -> None:
 
 
 def _check_rules(name: str, value: Any, each: Field) -> None:
-    choices = each.metadata["choices"]
+    choices = each.metadata.get("choices", ())
     if choices and value not in choices:
         message = f"{name}={value!r} must be one of {', '.join(map(repr, choices))}"
         raise UserError(with_nearest(message, value, choices))

@@ -1,25 +1,28 @@
 """The two kinds of runs, of models that draw and of models that answer: what the command line, the
 help and the check of a config have to know of each."""
 
+import importlib
 import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from types import ModuleType
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from flow_grpo.config import old_names
+from flow_grpo.config.custom import CUSTOM, import_class, import_named
 from flow_grpo.config.fields import RewardFields, SharedFields
 from flow_grpo.config.settings import check_settings, freeze, second_names, to_config, walk
-from flow_grpo.errors import UserError, nearest
+from flow_grpo.errors import UserError, nearest, with_nearest
 from flow_grpo.files import dotted, refuse_halves
 
 Unchecked = ConfigDict  # as a config file returns it: nothing but checks should read it
 # dicts with names of the user's
-OPEN_FIELDS = tuple(each.name for each in fields(RewardFields) if each.type is dict)
+OPEN_FIELDS = (*(each.name for each in fields(RewardFields) if each.type is dict), *CUSTOM)
 TYPES = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
@@ -40,11 +43,17 @@ class Trade:
     """A kind of run: its fields, and what is said and asked of them."""
 
     settings: Callable[[], type]  # the dataclass of all fields
+    first: tuple[str, ...]  # fields that the short help has
     source: str  # the module with `get_config()`
+    presets_in: str  # the module with PRESETS and MODELS
+    marker: str  # a file that every model has
     example: str  # a preset
     rewards: Mapping[str, str]  # where each is imported from
+    check_rewards: Callable[[SharedFields], None]  # their names and weights
     # what reward_options of a reward, by its name and path, takes; None where that may be anything
     option_names: Callable[[str, str], list[str] | None]
+    # fields that name classes of the user's own, and where the function is that takes one
+    custom: Mapping[str, str] = field(default_factory=dict)
 
     def get_config(self) -> ConfigDict:
         """All fields at their defaults."""
@@ -63,23 +72,48 @@ class Trade:
         known = dict(walk(self.settings()))
         return known["algorithm"].metadata["choices"] if "algorithm" in known else ()
 
+    @property
+    def presets(self) -> ModuleType:
+        return importlib.import_module(self.presets_in)
+
+    def models(self) -> list[str]:
+        """Hub ids that people train."""
+        return [self.get_config().pretrained.model, *self.presets.MODELS]
+
     def reasons(self) -> dict[str, str]:
         """Why each field is there, by its full name."""
-        return {name: each.metadata["reason"] for name, each in walk(self.settings())}
+        known = walk(self.settings())
+        return {name: each.metadata.get("reason", "") for name, each in known}
 
-    def describe(self, config: ConfigDict, width: int = 88) -> str:
-        """--config.NAME=VALUE of every field, each with its reason below."""
-        why, lines, values = self.reasons(), [], config.to_dict()
-        empty = [(name, value) for name, value in values.items() if value == {}]
-        for name, value in sorted([*dotted(values), *empty], key=lambda field: field[0]):
-            lines.append(f"  --config.{name}={value!r}")
-            indent = {"initial_indent": " " * 8, "subsequent_indent": " " * 8}
-            lines += textwrap.wrap(why.get(name, ""), width, **indent)
-        return "\n".join(lines)
+    def describe(self, config: ConfigDict, section: str = "") -> str:
+        """--config.NAME=VALUE of every field, or of those of a section, with its reason below."""
+        why, values = self.reasons(), config.to_dict()
+        if section:
+            sections = [name for name, value in values.items() if isinstance(value, dict)]
+            if section not in sections:
+                message = f"--help={section}: the sections are {', '.join(sections)}"
+                raise UserError(with_nearest(message, section, sections))
+            values = {section: values[section]}
+        own = ConfigDict(values)
+        empty = [(name, {}) for name, value in all_fields(own) if value == ConfigDict()]
+        fields = sorted([*dotted(values), *empty], key=lambda field: field[0])
+        return "\n".join(entry(f"--config.{n}={v!r}", why.get(n, "")) for n, v in fields)
+
+    def load_custom(self, config: Mapping[str, Any] | ConfigDict) -> bool:
+        """Import the classes that a config names, which may bring fields of their own; whether
+        there are other fields now."""
+        before = self.settings()
+        for field_name, takes in self.custom.items():
+            named = config.get(field_name)
+            for name, path in named.items() if isinstance(named, dict | ConfigDict) else ():
+                where = f"{field_name}.{name}"
+                import_named(takes, where, where)(where, name, import_class(where, str(path)))
+        return self.settings() is not before
 
     def check(self, config: Unchecked | SharedFields) -> Any:
         """Its values, frozen, once each is known to be one that its field may have."""
         if isinstance(config, ConfigDict):
+            self.load_custom(config)
             self._check_fields(config)
         settings = self.freeze(config)
         check_settings("", settings)
@@ -108,24 +142,43 @@ class Trade:
                 raise UserError(
                     f"this is a config of {script}; run that, or start from {self.example}"
                 )
+        dicts = {n: v.to_dict() for n, v in given.items() if isinstance(v, ConfigDict)}
+        old = old_names.among({**given, **dicts}, known)
+        unknown = [name for name in given if name not in known]
+        hints = {name: suggestion(name, known, cutoff=0.75) for name in unknown}
+        shown = {name: f"{name} ({hint})" if hint else name for name, hint in hints.items()}
+        others = [shown.pop(name) for name in unknown if name not in old]
         problems = []
-        if unknown := [name for name in given if name not in known]:
-            hints = [suggestion(name, known, cutoff=0.75) for name in unknown]
-            shown = [f"{n} ({h})" if h else n for n, h in zip(unknown, hints, strict=True)]
-            problems.append(f"it has unknown fields: {_some(shown)}")
+        if unknown:
+            named = [*shown.values(), *([_some(others)] if others else [])]
+            problems.append(f"it has unknown fields: {', '.join(named)}")
+        problems += [
+            old_names.TOLD.format(name, dicts.get(name, given[name]))
+            for name in old
+            if name in known
+        ]
         absent = [name for name in known if name not in given]
         # of a section that is not there, only its name
         if missing := [name for name in absent if name.rpartition(".")[0] not in absent]:
             problems.append(f"it lacks {_some(missing)}")
+        if ours := {n: v for new in old.values() for n, v in new.items()}:
+            problems.append("write " + "; ".join(f"config.{n} = {v!r}" for n, v in ours.items()))
+        if others or missing:
+            problems.append(f"start from {self.source}.get_config() and change what differs")
         if problems:
-            way_out = f"start from {self.source}.get_config() and change what differs"
-            raise UserError(f"the config does not fit: {'; '.join([*problems, way_out])}")
+            raise UserError(f"the config does not fit: {'; '.join(problems)}")
         for name, value in dotted(config.to_dict()):
             _check_text(name, value)
         for name, value in given.items():
             section, _, key = name.rpartition(".")
             kind = (default[section] if section else default).get_type(key)
             _check_value(name, value, known[name], kind)
+
+
+def entry(option: str, why: str) -> str:
+    """One entry of a help text."""
+    indent = {"initial_indent": " " * 8, "subsequent_indent": " " * 8}
+    return "\n".join([f"  {option}", *textwrap.wrap(why, 88, **indent)])
 
 
 def suggestion(name: str, known: Collection[str], *, cutoff: float) -> str:
@@ -145,10 +198,11 @@ def _get(settings: Any, name: str) -> Any:
 def all_fields(
     config: ConfigDict, prefix: str = "", closed: Collection[str] = OPEN_FIELDS
 ) -> Iterator[tuple[str, Any]]:
-    """Fields and sections by their full names; what is in `closed` as a whole."""
+    """Every field and section with its full name; dicts named in `closed`, and those within a
+    section, count as one value."""
     for key, value in config.items():
         yield prefix + key, value
-        if isinstance(value, ConfigDict) and key not in closed:
+        if isinstance(value, ConfigDict) and not prefix and key not in closed:
             yield from all_fields(value, f"{prefix}{key}.", closed)
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
 
+from flow_grpo.access import NEWEST, check_access, refusal
 from flow_grpo.errors import UserError, first_line
-
-NEWEST = "main"
 
 
 def download_revision(model: str, revision: str) -> str:
@@ -20,6 +19,7 @@ def download_revision(model: str, revision: str) -> str:
             f"pretrained.revision={revision!r} is for models of the hub, and {model} is a folder; "
             f"leave it at {NEWEST!r}"
         )
+    check_access("pretrained.model", model, revision=revision, file="model_index.json")
     try:
         return str(DiffusionPipeline.download(model, revision=revision, use_safetensors=True))
     except (OSError, ValueError) as error:
@@ -35,11 +35,14 @@ def download_data(source: str, patterns: Sequence[str]) -> Path:
     `source` is owner/name or owner/name@revision; EasyR1's owner/name@train is the newest too.
     """
     name, _, revision = source.removesuffix("@train").partition("@")
+    check_access("dataset", name, kind="dataset", revision=revision or NEWEST, file="README.md")
     try:
         found = snapshot_download(
             name, repo_type="dataset", revision=revision or NEWEST, allow_patterns=list(patterns)
         )
     except Exception as error:  # of many kinds: no network, no such set, not allowed
+        if told := refusal(error, "dataset", name, kind="dataset"):
+            raise UserError(told) from error
         at = f" --revision {revision}" if revision else ""
         place = Path(name).name
         raise UserError(

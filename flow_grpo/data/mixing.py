@@ -1,5 +1,6 @@
 """Several prompt sets in one run, and test prompts where a set has none of its own."""
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,11 +12,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.errors import UserError
 
 T = TypeVar("T")
 FORM = 'write it like "path/a:0.7,path/b:0.3"'
 HELD_OUT, MOST_HELD_OUT = 0.1, 256
+FEWEST = 10  # of which a part can be held out
+logger = logging.getLogger("flow_grpo")
 
 
 @dataclass(frozen=True)
@@ -84,30 +88,45 @@ def check_groups(source: PromptSource, rows: int, groups: int, of: int) -> None:
         )
     if rows < groups:
         raise UserError(
-            f"{source.path} has {rows} prompts but its share of the {of} groups of an epoch needs "
-            f"{groups} distinct ones; add prompts, lower its share or sample.num_batches_per_epoch"
+            f"{source.path} has {rows} prompts to train on but its share of the {of} groups of an "
+            f"epoch needs {groups} distinct ones; add prompts, lower its share or "
+            "sample.num_batches_per_epoch"
         )
+
+
+def split_off(
+    rows: list[T],
+    seed: int,
+    source: str,
+    what: str = "prompts",
+    key: Callable[[T], Any] = attrgetter("prompt"),
+) -> tuple[list[T], list[T]]:
+    """(train, test) of a set without a test part; a line tells how."""
+    train, test = hold_out(rows, numpy_rng(seed, Stream.HOLD_OUT), key)
+    if train is test:
+        how = f"its {len(rows)} {what}, too few to hold any out, are for both"
+    else:
+        how = f"held out {len(test)} of its {len(rows)} {what} by seed={seed}"
+    logger.info(
+        "%s has no test %s: %s; for your own, give a folder with a train and a test file",
+        *(source, what, how),
+    )
+    return train, test
 
 
 def hold_out(
-    prompts: list[T],
-    rng: np.random.Generator,
-    source: str,
-    key: Callable[[T], Any] = attrgetter("prompt"),
+    rows: list[T], rng: np.random.Generator, key: Callable[[T], Any] = attrgetter("prompt")
 ) -> tuple[list[T], list[T]]:
-    """(train, test): a tenth for testing, with no `key` (the text) in both. Both keep their
-    order."""
-    texts = sorted({key(p) for p in prompts})
-    if len(texts) < 2:
-        raise UserError(
-            f"{source} has one prompt, so none can be held out for testing; add prompts, or give "
-            "it a test set of its own"
-        )
-    wanted = min(max(1, round(HELD_OUT * len(prompts))), MOST_HELD_OUT)
-    count, chosen, rows = 0, set(), Counter(map(key, prompts))
+    """(train, test): a tenth for testing, with no `key` (the text) in both, in their order. Fewer
+    than ten stay together."""
+    texts = sorted({key(p) for p in rows})
+    if len(texts) < FEWEST:
+        return rows, rows
+    wanted = min(max(1, round(HELD_OUT * len(rows))), MOST_HELD_OUT)
+    count, chosen, often = 0, set(), Counter(map(key, rows))
     for i in rng.permutation(len(texts))[:-1]:  # one is left to train on
         if count < wanted:
             chosen.add(texts[i])
-            count += rows[texts[i]]
-    train = [p for p in prompts if key(p) not in chosen]
-    return train, [p for p in prompts if key(p) in chosen]
+            count += often[texts[i]]
+    train = [p for p in rows if key(p) not in chosen]
+    return train, [p for p in rows if key(p) in chosen]

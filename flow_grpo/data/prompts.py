@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from flow_grpo.config.places import check_made
 from flow_grpo.data.rows import (
+    Columns,
     Prompt,
     Split,
     is_hub_name,
@@ -17,7 +19,7 @@ from flow_grpo.data.rows import (
     read_lines,
     read_parquet,
 )
-from flow_grpo.errors import UserError, with_nearest
+from flow_grpo.errors import UserError, with_nearest_file
 
 READERS = {".txt": read_lines, ".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
 # what may follow "train" and "test"; of several files the first is read
@@ -29,41 +31,49 @@ ENDINGS = {
 
 
 def load_prompts(
-    source: str | Path, split: Split, prompt_fn: str = "auto", column: str = "prompt"
+    source: str | Path,
+    split: Split,
+    prompt_fn: str = "auto",
+    column: str = "prompt",
+    image_column: str = "",
 ) -> list[Prompt]:
     """Prompts from a folder, a file or a Hugging Face name; one without this split is an error."""
-    prompts = find_prompts(source, split, prompt_fn, column)
+    prompts = find_prompts(source, split, prompt_fn, column, image_column)
     if prompts is None:
         wanted = _either(f"{split}{ending}" for ending in ENDINGS[prompt_fn])
         message = f"no dataset at {source}: it must hold {wanted} (prompt_fn={prompt_fn!r})"
-        beside = [] if os.path.exists(source) else map(str, Path(source).parent.glob("*"))
-        raise UserError(with_nearest(message, str(source), beside))
+        raise UserError(message if os.path.exists(source) else with_nearest_file(message, source))
     return prompts
 
 
 def find_prompts(
-    source: str | Path, split: Split, prompt_fn: str = "auto", column: str = "prompt"
+    source: str | Path,
+    split: Split,
+    prompt_fn: str = "auto",
+    column: str = "prompt",
+    image_column: str = "",
 ) -> list[Prompt] | None:
     """None where there is no such split: a single file is all for training."""
     if prompt_fn not in ENDINGS:
         raise UserError(f"unknown prompt_fn={prompt_fn!r}; choose one of {', '.join(ENDINGS)}")
+    check_made(str(source))
     if is_hub_name(str(source)):
-        return read_hub(str(source), split, column)
+        return read_hub(str(source), split, column, image_column)
     path = Path(source)
     if os.path.isfile(path):  # which does not raise for a name that is too long
-        return read_file(path, column) if split == "train" else None
+        return read_file(path, column, image_column) if split == "train" else None
     if path.suffix in READERS and not os.path.exists(path):
-        raise UserError(f"no dataset at {path}: there is no such file")
+        raise UserError(with_nearest_file(f"no dataset at {path}: there is no such file", path))
     files = (path / f"{split}{ending}" for ending in ENDINGS[prompt_fn])
     file = next((each for each in files if os.path.isfile(each)), None)
-    return None if file is None else read_file(file, column)
+    return None if file is None else read_file(file, column, image_column)
 
 
-def read_file(path: Path, column: str = "prompt") -> list[Prompt]:
+def read_file(path: Path, column: str = "prompt", image_column: str = "") -> list[Prompt]:
     if path.suffix not in READERS:
         raise UserError(f"cannot read prompts from {path}: it must be {_either(READERS)}")
     try:
-        prompts = READERS[path.suffix](path, column)
+        prompts = READERS[path.suffix](path, Columns(column, image_column))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not prompts:

@@ -4,28 +4,22 @@ Three layouts are read as they are, row by row: ours (`question`, `images`, `ans
 (`problem`, `images`, `answer`) and LMM-R1's (`message`, a chat as a JSON string, and `answer`).
 """
 
-import base64
-import binascii
-import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
-from accelerate import Accelerator
-
+from flow_grpo.config.places import check_made
 from flow_grpo.data.hub import download_data
-from flow_grpo.data.mixing import hold_out
+from flow_grpo.data.images import COLUMNS, contents, find_picture, listed
+from flow_grpo.data.mixing import split_off
 from flow_grpo.data.rows import Split, as_json, is_hub_name, read_table
-from flow_grpo.data.seeding import Stream, numpy_rng
-from flow_grpo.errors import UserError, with_nearest
+from flow_grpo.errors import UserError, with_nearest_file
 from flow_grpo.files import parse_json, read_json, read_text
-from flow_grpo.pictures import Picture, read_picture
+from flow_grpo.pictures import Picture
 
 logger = logging.getLogger("flow_grpo")
 
@@ -33,7 +27,6 @@ MARK = "<image>"  # in a text: a picture stands here
 VIDEO_MARK = "<video>"  # in EasyR1's layout, with a column `videos`
 ENDINGS = (".jsonl", ".json", ".parquet")
 TEXTS = ("question", "problem", "message")  # of which a row has one
-PICTURES = ("images", "image")
 # names that a split may have, the first of which is there is read
 SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "val")}
 PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
@@ -53,6 +46,7 @@ class Question:
 def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[Question]]:
     """(train, test) of a folder with files of each, or of one file, a tenth of which is held out by
     the seed; or of a Hugging Face name, whose files are fetched first."""
+    check_made(str(source))
     named = is_hub_name(str(source).partition("@")[0]) and not os.path.exists(source)
     path = download_data(str(source), FETCHED) if named else Path(source)
     train = find_questions(path, "train")
@@ -60,12 +54,8 @@ def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[
         raise UserError(_nothing_to_train(source, path))
     test = find_questions(path, "test")
     if test is None:
-        rng = numpy_rng(seed, Stream.HOLD_OUT)
-        train, test = hold_out(train, rng, str(source), key=_content)
-        logger.info(
-            "%s has no test questions: held out %d by seed=%d; for your own, give a folder with a "
-            "train and a test file",
-            *(source, len(test), seed),
+        train, test = split_off(
+            train, seed, str(source), "questions", lambda q: contents(q.text, q.images)
         )
     return train, test
 
@@ -108,7 +98,7 @@ def _nothing_to_train(source: str | Path, path: Path) -> str:
     wanted = " or ".join(f"train{ending}" for ending in ENDINGS)
     message = f"no questions at {source}: it must be a folder with {wanted}, or such a file"
     if not os.path.exists(path):
-        return with_nearest(message, str(source), map(str, path.parent.glob("*")))
+        return with_nearest_file(message, path)
     there = sorted(file for ending in ENDINGS for file in path.rglob(f"*{ending}"))
     names = ", ".join(str(file.relative_to(path)) for file in there[:4])
     return f"{message}; it has {names}" if there else message
@@ -127,25 +117,6 @@ def read_questions(path: Path) -> list[Question]:
     return [to_question(row, path.parent, where) for where, row in rows]
 
 
-def check_pictures(
-    questions: Sequence[Question],
-    accelerator: Accelerator,
-    bar: Callable[[Iterable, str, int], Iterable] = lambda items, name, total: items,
-) -> None:
-    """Decode every picture once: what is cut off would end the run when it is drawn. Each process
-    has its share, so that a mistake may be seen by one of them alone. `bar` shows the progress."""
-    rows: dict[Picture, str] = {}
-    for question in questions:
-        for source in question.images:
-            rows.setdefault(source, question.where)
-    share = list(rows.items())[accelerator.process_index :: accelerator.num_processes]
-    # Pillow decodes without Python's lock; no more pictures than threads are in memory
-    with ThreadPool(min(8, os.cpu_count() or 1)) as pool:
-        decoded = pool.imap(lambda item: read_picture(*item).size, share)
-        for _ in bar(decoded, "checking pictures", len(share)):
-            pass
-
-
 def to_question(row: Any, folder: Path, where: str) -> Question:
     """`folder`: where paths of pictures start."""
     if not isinstance(row, dict):
@@ -155,7 +126,7 @@ def to_question(row: Any, folder: Path, where: str) -> Question:
         raise UserError(
             f"{where}: has no {', '.join(TEXTS[:-1])} or {TEXTS[-1]}, it has: {', '.join(row)}"
         )
-    system, text, sources = "", row[name], _listed(row, where)
+    system, text, sources = "", row[name], listed(row, where)
     if name == "message":
         if sources:
             raise UserError(f"{where}: has a message and images; the message names its pictures")
@@ -176,8 +147,8 @@ def to_question(row: Any, folder: Path, where: str) -> Question:
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
         raise UserError(f'{where}: needs a text or a number in "answer", got {answer!r}')
-    images = tuple(_picture(each, folder, where) for each in sources)
-    rest = {k: v for k, v in row.items() if k not in (*PICTURES, "message")}
+    images = tuple(find_picture(each, folder, where) for each in sources)
+    rest = {k: v for k, v in row.items() if k not in (*COLUMNS, "message")}
     metadata = {**as_json(rest), "question": text, "answer": str(answer)}
     return Question(text, images, str(answer), metadata, where, system)
 
@@ -196,16 +167,6 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in lines:
             if line.strip():
                 yield f"{path}:{number}", parse_json(line, f"{path}:{number}")
-
-
-def _listed(row: dict[str, Any], where: str) -> list[Any]:
-    """What its columns of pictures name."""
-    name = next((name for name in PICTURES if row.get(name) is not None), None)
-    given = row[name] if name else []
-    given = given if isinstance(given, list) else [given]
-    if any(not isinstance(each, str | bytes | dict) for each in given):
-        raise UserError(f'{where}: "{name}" must be a list of paths or of bytes, got {given!r:.80}')
-    return given
 
 
 def _chat(message: Any, where: str) -> tuple[str, str, list[Any]]:
@@ -239,40 +200,3 @@ def _part(part: Any, sources: list[Any], where: str) -> str:
         raise UserError(f"{where}: message has a part that is no text and no image: {part!r:.80}")
     sources.append(source)
     return MARK
-
-
-def _picture(source: Any, folder: Path, where: str) -> Picture:
-    """A file that is there, or bytes."""
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
-    if isinstance(source, str):
-        source = _from_text(source, folder, where)
-    if not isinstance(source, Path | bytes):
-        raise UserError(f"{where}: a picture must have bytes or a path, got {source!r:.80}")
-    if isinstance(source, Path) and not os.path.isfile(source):
-        raise UserError(f"{where}: there is no picture {source}; paths start at {folder}")
-    return source
-
-
-def _from_text(source: str, folder: Path, where: str) -> Picture:
-    """A path, or one of the two kinds of URL that need no network."""
-    scheme, _, rest = source.partition(":")
-    if scheme in ("http", "https"):
-        raise UserError(f"{where}: {source[:80]} is not fetched; save it, and give its path")
-    if scheme == "file":
-        return folder / unquote(source.removeprefix("file://"))
-    if scheme == "data":
-        try:
-            return base64.b64decode(rest.partition(",")[2], validate=True)
-        except binascii.Error as error:
-            raise UserError(f"{where}: a picture is not base64 ({error})") from error
-    return folder / source
-
-
-def _content(question: Question) -> tuple[str, ...]:
-    """By which two rows are the same question."""
-    images = (
-        hashlib.sha256(each).hexdigest() if isinstance(each, bytes) else str(each)
-        for each in question.images
-    )
-    return (question.text, *images)

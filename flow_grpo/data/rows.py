@@ -13,12 +13,42 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from flow_grpo.access import check_access, refusal
+from flow_grpo.data.images import COLUMNS, find_picture, listed
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json, read_text
+from flow_grpo.pictures import Picture
 
 DELIMITERS = ",;\t"  # spreadsheets write the second where the comma is a decimal point
 Split = Literal["train", "test"]
 INSTALL = "pip install -e '.[data]'"
+NO_IMAGES = "none"
+MASK = "mask"  # the column of masks, in files that have pictures
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which of a file's columns have what the model is given."""
+
+    prompt: str = "prompt"
+    image: str = ""  # "": `images` or `image`, where there is one; "none": none
+
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        return () if self.image == NO_IMAGES else (self.image,) if self.image else COLUMNS
+
+    def check(self, columns: Iterable[str], where: str) -> None:
+        """Refuse a file that lacks one that was named."""
+        columns = list(columns)
+        named = {"dataset_column": (self.prompt, "prompts")}
+        if self.image not in ("", NO_IMAGES):
+            named["image_column"] = (self.image, "pictures")
+        for setting, (name, what) in named.items():
+            if name not in columns:
+                raise UserError(
+                    f'{where} has no column "{name}", it has: {", ".join(columns)}; name the one '
+                    f"with the {what}: --config.{setting}=NAME"
+                )
 
 
 @dataclass(frozen=True)
@@ -26,57 +56,62 @@ class Prompt:
     prompt: str
     negative_prompt: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)  # handed to the rewards
+    images: tuple[Picture, ...] = ()  # for the model to start from
+    mask: Picture | None = None  # of the first of these: white is what may change
+    where: str = field(default="", compare=False)  # file and line
 
 
-def to_prompt(row: dict[str, Any], column: str, where: str) -> Prompt:
-    """The rewards get the whole row, with the prompt under that name whatever its column's is."""
-    text, negative = row[column], row.get("negative_prompt") or ""
+def to_prompt(row: dict[str, Any], columns: Columns, folder: Path, where: str) -> Prompt:
+    """The rewards get the whole row but its pictures, with the prompt under that name whatever its
+    column's is. `folder`: where paths of pictures start."""
+    text, negative = row[columns.prompt], row.get("negative_prompt") or ""
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f'{where}: needs a text in column "{column}", got {text!r}')
+        raise UserError(f'{where}: needs a text in column "{columns.prompt}", got {text!r}')
     if not isinstance(negative, str):
         raise UserError(f'{where}: "negative_prompt" must be a string, got {negative!r}')
-    metadata = {k: v for k, v in row.items() if k != "negative_prompt"}
-    return Prompt(text, negative, metadata | {"prompt": text})
+    given = {k: v for k, v in row.items() if v != ""}  # CSV has no other way to name none
+    sources = listed(given, where, columns.pictures)
+    images = tuple(find_picture(each, folder, where) for each in sources)
+    mask = find_picture(given[MASK], folder, where) if images and given.get(MASK) else None
+    is_file = bool(images) or isinstance(row.get(MASK), bytes | dict)
+    left_out = ("negative_prompt", *columns.pictures, *([MASK] if is_file else ()))
+    metadata = {k: v for k, v in row.items() if k not in left_out}
+    return Prompt(text, negative, metadata | {"prompt": text}, images, mask, where)
 
 
-def check_column(column: str, columns: Iterable[str], where: str) -> None:
-    columns = list(columns)
-    if column not in columns:
-        raise UserError(
-            f'{where} has no column "{column}", it has: {", ".join(columns)}; name the one with '
-            "the prompts: --config.dataset_column=NAME"
-        )
-
-
-def read_lines(path: Path, column: str) -> list[Prompt]:
+def read_lines(path: Path, columns: Columns) -> list[Prompt]:
     """There is but one column."""
-    return [Prompt(line.strip()) for line in read_text(path).split("\n") if line.strip()]
+    columns.check([columns.prompt], str(path))
+    lines = enumerate(read_text(path).split("\n"), 1)
+    return [Prompt(line.strip(), where=f"{path}:{n}") for n, line in lines if line.strip()]
 
 
-def read_jsonl(path: Path, column: str) -> list[Prompt]:
+def read_jsonl(path: Path, columns: Columns) -> list[Prompt]:
     lines = enumerate(read_text(path).split("\n"), 1)  # not at U+2028
-    return [_read_json(line, column, f"{path}:{n}") for n, line in lines if line.strip()]
+    return [_read_json(line, columns, path, n) for n, line in lines if line.strip()]
 
 
-def _read_json(line: str, column: str, where: str) -> Prompt:
+def _read_json(line: str, columns: Columns, path: Path, number: int) -> Prompt:
+    where, column = f"{path}:{number}", columns.prompt
     row = parse_json(line, where)
     if not isinstance(row, dict) or not isinstance(row.get(column), str) or not row[column]:
         others = isinstance(row, dict) and column not in row and ", ".join(row)
         hint = f" (it has {others}; set --config.dataset_column)" if others else ""
         shown = line.strip()[:80]
         raise UserError(f'{where}: needs an object with a "{column}" string{hint}, got {shown}')
-    return to_prompt(row, column, where)
+    columns.check(row, where)
+    return to_prompt(row, columns, path.parent, where)
 
 
-def read_csv(path: Path, column: str) -> list[Prompt]:
+def read_csv(path: Path, columns: Columns) -> list[Prompt]:
     """The first line names the columns; values are text. Lines without any value are left out."""
     text = read_text(path)
-    lines = _csv_lines(text, _delimiter(text, column), path)
+    lines = _csv_lines(text, _delimiter(text, columns.prompt), path)
     number, header = next(lines, (1, []))
     header = [name.strip() for name in header]
     if not header:
         return []
-    check_column(column, header, f"{path}:{number}")
+    columns.check(header, f"{path}:{number}")
     if twice := sorted({name for name in header if header.count(name) > 1}):
         raise UserError(f"{path}:{number}: two columns are named {twice[0]!r}; rename one")
     prompts = []
@@ -87,7 +122,8 @@ def read_csv(path: Path, column: str) -> list[Prompt]:
                 f"{where}: {len(values)} values for {len(header)} columns; put double quotes "
                 "around a value that has a separator in it"
             )
-        prompts.append(to_prompt(dict(zip(header, values, strict=True)), column, where))
+        row = dict(zip(header, values, strict=True))
+        prompts.append(to_prompt(row, columns, path.parent, where))
     return prompts
 
 
@@ -124,12 +160,13 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-def read_parquet(path: Path, column: str) -> list[Prompt]:
+def read_parquet(path: Path, columns: Columns) -> list[Prompt]:
     parquet = _import("pyarrow.parquet", f"{path} needs pyarrow")
     try:
         schema = parquet.read_schema(path)
-        check_column(column, schema.names, str(path))
-        return prompts_of(parquet.read_table(path, columns=kept(schema)), column, str(path))
+        columns.check(schema.names, str(path))
+        table = parquet.read_table(path, columns=kept(schema, columns))
+        return prompts_of(table, columns, path.parent, str(path))
     except (ValueError, OSError) as error:  # pyarrow's own errors are ValueErrors
         raise UserError(f"{path} is not a whole parquet file: {first_line(error)}") from error
 
@@ -151,14 +188,17 @@ def is_hub_name(source: str) -> bool:
     return named and path.suffix not in files and not any(map(os.path.exists, (path, path.parent)))
 
 
-def read_hub(name: str, split: Split, column: str) -> list[Prompt] | None:
+def read_hub(name: str, split: Split, column: str, image_column: str = "") -> list[Prompt] | None:
     """None where there is no such split. "validation" will do for "test", and a set with one split
     alone has that to train on."""
     here = f"there is no folder or file {name}, and as the name of a Hugging Face dataset it"
     datasets = _import("datasets", f"{here} needs the package datasets")
+    check_access("dataset", name, kind="dataset", file="README.md")
     try:
         splits = datasets.load_dataset(name)
     except Exception as error:  # of many kinds: no network, no such set, a choice to be made
+        if told := refusal(error, "dataset", name, kind="dataset"):
+            raise UserError(told) from error
         raise UserError(
             f"{here} cannot be loaded: {first_line(error)}; save what you need of it as "
             "train.parquet in a folder, with the columns you want"
@@ -171,22 +211,35 @@ def read_hub(name: str, split: Split, column: str) -> list[Prompt] | None:
         if split == "test":
             return None
         raise UserError(f'{name} has no split "train", it has: {", ".join(splits)}')
+    columns = Columns(column, image_column)
     part, where = splits[chosen[0]], f"{name} ({chosen[0]})"
     schema = part.features.arrow_schema
-    check_column(column, schema.names, where)
-    table = part.select_columns(kept(schema)).with_format("arrow")[:]
-    return prompts_of(table, column, where)
+    columns.check(schema.names, where)
+    table = part.select_columns(kept(schema, columns)).with_format("arrow")[:]
+    return prompts_of(table, columns, Path(), where)
 
 
-def kept(schema: "pyarrow.Schema") -> list[str]:
-    """All but columns with bytes, such as pictures: rewards may get the metadata as JSON."""
-    return [name for name, kind in zip(schema.names, schema.types, strict=True) if _plain(kind)]
+def kept(schema: "pyarrow.Schema", columns: Columns) -> list[str]:
+    """All but columns with bytes, which metadata cannot have: rewards may get it as JSON. Those of
+    pictures for the model stay, and of their masks."""
+    kinds, files = zip(schema.names, schema.types, strict=True), _files(schema.names, columns)
+    return [name for name, kind in kinds if _plain(kind) or name in files]
 
 
-def prompts_of(table: "pyarrow.Table", column: str, where: str) -> list[Prompt]:
-    check_column(column, table.column_names, where)  # a column of bytes is gone by now
+def _files(names: Iterable[str], columns: Columns) -> tuple[str, ...]:
+    """Columns that may have pictures."""
+    return (*columns.pictures, MASK) if {*names} & {*columns.pictures} else ()
+
+
+def prompts_of(table: "pyarrow.Table", columns: Columns, folder: Path, where: str) -> list[Prompt]:
+    columns.check(table.column_names, where)  # a column of bytes is gone by now
+    files = _files(table.column_names, columns)
+
+    def plain(row: dict[str, Any]) -> dict[str, Any]:
+        return {k: v if k in files else as_json(v) for k, v in row.items()}
+
     rows = enumerate(table.to_pylist(), 1)
-    return [to_prompt(as_json(row), column, f"{where} row {n}") for n, row in rows]
+    return [to_prompt(plain(row), columns, folder, f"{where} row {n}") for n, row in rows]
 
 
 def as_json(value: Any) -> Any:

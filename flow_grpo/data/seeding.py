@@ -21,6 +21,7 @@ class Stream(IntEnum):
     NOISE = 7  # key: epoch, inner epoch, sample index or group id; noise that is added in training
     TIMES = 8  # as NOISE: how much of it
     HOLD_OUT = 9  # no key: which prompts are for testing
+    DATA = 10  # key: epoch, inner epoch, update, place: pictures that are trained beside samples
 
 
 def _entropy(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:

@@ -38,29 +38,34 @@ def write(
     shown = [p.prompt for p in prompts[: len(images)]]
     comparison(scored, shown).save(out / PICTURE)
     kind = "small" if still(images[0]).width < SMALL else "large"
-    sources = {each.name: _sources(out / "samples" / each.name) for each in scored}
+    samples = {each.name: _read(out / "samples" / each.name) for each in scored}
     rows = [
-        [_figure(each.name, sources[each.name][row], each.lines(row), kind) for each in scored]
+        [
+            *(_figure("source", source, [], kind) for source in samples[scored[0].name][row][1:]),
+            *(_figure(s.name, samples[s.name][row][0], s.lines(row), kind) for s in scored),
+        ]
         for row in range(len(shown))
     ]
     sections = map(_section, shown, rows)
     (out / PAGE).write_text(_page(settings, "\n".join(sections)), encoding="utf-8")
 
 
-def _sources(folder: Path) -> list[str]:
-    """The files of a folder of samples, in their order, as addresses that hold all of them."""
+def _read(folder: Path) -> list[list[str]]:
+    """The samples of a folder, and after each what it was made from, as addresses that hold all of
+    their files."""
     lines = (folder / "samples.jsonl").read_text("utf-8").splitlines()
-    return [_source(folder / json.loads(line)["file"]) for line in lines]
+    rows = map(json.loads, lines)
+    return [[_address(folder / n) for n in (r["file"], *r.get("sources", ()))] for r in rows]
 
 
-def _source(path: Path) -> str:
+def _address(path: Path) -> str:
     return f"data:image/{path.suffix[1:]};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def _figure(name: str, source: str, lines: list[str], kind: str) -> str:
+def _figure(name: str, address: str, lines: list[str], kind: str) -> str:
     scores = "".join(f"<br>{html.escape(line)}" for line in lines)
     caption = f"<figcaption><b>{html.escape(name)}</b>{scores}</figcaption>"
-    return f'<figure><img class="{kind}" src="{source}" alt="">{caption}</figure>'
+    return f'<figure><img class="{kind}" src="{address}" alt="">{caption}</figure>'
 
 
 def _section(prompt: str, figures: list[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.session import eval_guidance
 from flow_grpo.errors import UserError
+from flow_grpo.pictures import BadPicture, read_picture
 
 PROMPT_LENGTH = 2000  # characters
 MOST_STEPS = 50
@@ -21,6 +22,7 @@ class Wish:
     steps: int
     guidance: float
     seed: int
+    pictures: tuple[bytes, ...] = ()  # to start from
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,28 @@ class DemoLimits:
     fewest_steps: int
     most_steps: int
     most_guidance: float
+    pictures: range = range(1)  # how many the model starts from
 
     @classmethod
-    def of(cls, config: DrawFields) -> "DemoLimits":
+    def of(cls, config: DrawFields, pictures: range = range(1)) -> "DemoLimits":
         """What the config itself asks for is always allowed."""
         steps = config.sample.eval_num_steps
-        # some schedules cannot be set to a single step
-        return cls(min(2, steps), max(MOST_STEPS, steps), max(MOST_GUIDANCE, eval_guidance(config)))
+        return cls(
+            min(2, steps),  # some schedules cannot be set to a single step
+            max(MOST_STEPS, steps),
+            max(MOST_GUIDANCE, eval_guidance(config)),
+            pictures,
+        )
 
-    def wish(self, prompt: Any, weights: Any, steps: Any, guidance: Any, seed: Any) -> Wish:
+    def wish(
+        self,
+        prompt: Any,
+        weights: Any,
+        steps: Any,
+        guidance: Any,
+        seed: Any,
+        *pictures: bytes | None,
+    ) -> Wish:
         """What values of any kind ask for; one that is not allowed is a UserError."""
         return Wish(
             _prompt(prompt),
@@ -46,6 +61,7 @@ class DemoLimits:
             _whole("steps", steps, self.fewest_steps, self.most_steps),
             _number("guidance", guidance, 0, self.most_guidance),
             _whole("seed", seed, 0, MOST_SEED),
+            _pictures([picture for picture in pictures if picture is not None], self.pictures),
         )
 
 
@@ -59,6 +75,21 @@ def _prompt(value: Any) -> str:
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise UserError("the prompt has half a character in it; write it whole")
     return text
+
+
+def _pictures(given: list[bytes], takes: range) -> tuple[bytes, ...]:
+    if len(given) > takes[-1]:
+        most = f"{takes[-1]} at most" if takes[-1] else "none"
+        came = f"{len(given)} picture{'s' if given[1:] else ''} came"
+        raise UserError(f"the model takes {most}, and {came}; leave some out")
+    if len(given) < takes[0]:
+        raise UserError("the model starts from a picture; upload one")
+    for picture in given:
+        try:
+            read_picture(picture)
+        except BadPicture as error:
+            raise UserError(f"the picture {error.problem}") from error
+    return tuple(given)
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:

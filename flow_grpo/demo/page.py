@@ -1,12 +1,11 @@
-"""The page of the demo: every text is shown as text, no files are taken, and nothing is asked of
-any other server. Whoever imports this has set what gradio reads from the environment."""
+"""The page of the demo: every text is shown as text, no files are taken but the pictures that a
+model starts from, and nothing is asked of any other server. Whoever imports this has set what
+gradio reads from the environment."""
 
 import html
 import random
-import shutil
 import uuid
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,42 +16,43 @@ from starlette.middleware import Middleware
 from flow_grpo.demo.gallery import SMALL
 from flow_grpo.demo.limits import MOST_SEED
 from flow_grpo.demo.painter import Drawn, Painter
+from flow_grpo.demo.uploads import MOST_BYTES, BoundedUploads, Keeper
 from flow_grpo.draw.session import eval_guidance
 from flow_grpo.errors import UserError
+from flow_grpo.pictures import Picture
 from flow_grpo.show.grid import save_sample
 from flow_grpo.show.serving import OnlyOurs
 
 QUEUE = 8  # who comes when as many wait is told so
-KEPT = 64  # drawings whose files can still be looked at
+MOST_BOXES = 4  # for pictures to start from
 EXAMPLES = 4
+FIELDS = 5  # that come before the pictures
 FONTS = ["system-ui", "sans-serif"]  # of the reader's machine
 CSS = """
 .gradio-container {max-width: 1000px !important; margin: 0 auto !important}
 footer {display: none !important}
-.drawn button, .drawn .image-frame, .drawn img {width: 100% !important}
-.drawn img {height: auto !important; object-fit: contain !important}
-.small img {image-rendering: pixelated}
+.drawn button, .upload-container, .image-frame, .image-frame img {width: 100% !important}
+.image-frame img {height: auto !important; object-fit: contain !important}
+.small img, td img {image-rendering: pixelated; object-fit: contain !important}
 .scores textarea {font-variant-numeric: tabular-nums}
 """
 
 
 def build_page(painter: Painter, folder: Path) -> gr.Blocks:
-    """`folder` is where gradio serves files from."""
+    """`folder` is where gradio keeps files and serves them from."""
     config, limits = painter.config, painter.limits
-    files: deque[Path] = deque()
+    boxes = min(MOST_BOXES, limits.pictures[-1])
     small = ["small"] if painter.size.width < SMALL else []
 
     @told
     def draw(*values: Any) -> list[Any]:
-        wish = limits.wish(*values)
+        wish = limits.wish(*values[:FIELDS], *map(keeper.read, values[FIELDS:]))
         if painter.run and wish.weights is None:
             raise UserError("no trained weights are chosen; choose some")
         drawn = painter.draw(wish)
         place = folder / uuid.uuid4().hex
         place.mkdir()
-        files.append(place)
-        if len(files) > KEPT:
-            shutil.rmtree(files.popleft(), ignore_errors=True)
+        keeper.tidy()
         return [part for number, each in enumerate(drawn) for part in _shown(each, place, number)]
 
     @told
@@ -90,18 +90,25 @@ def build_page(painter: Painter, folder: Path) -> gr.Blocks:
         with gr.Row():
             button = gr.Button("Draw", variant="primary")
             other = gr.Button("Other seed")
-        outputs = []
+        outputs, pictures = [], []
         with gr.Row():
+            for number in range(boxes):
+                with gr.Column(min_width=190):
+                    gr.Markdown("### Source" if number == 0 else f"### Source {number + 1}")
+                    pictures.append(_upload(small))
             for heading in ["Base", "Trained"] if painter.run else ["Base"]:
-                with gr.Column():
+                with gr.Column(min_width=190):
                     gr.Markdown(f"### {heading}")
                     outputs += [_picture(heading, small), _scores(painter)]
-        if examples := list(painter.prompts)[:EXAMPLES]:
-            gr.Examples([[each] for each in examples], [prompt], label="Test prompts")
+        if examples := [
+            [each.prompt, *_copies(each.images[:boxes], folder, f"example-{number}", boxes)]
+            for number, each in enumerate(painter.prompts[:EXAMPLES])
+        ]:
+            gr.Examples(examples, [prompt, *pictures], label="Test prompts")
         # not preprocessed: whatever was posted is told in our words
         drawing = {
             "fn": draw,
-            "inputs": [prompt, weights, steps, guidance, seed],
+            "inputs": [prompt, weights, steps, guidance, seed, *pictures],
             "outputs": outputs,
             "preprocess": False,
             "concurrency_id": "model",
@@ -111,10 +118,11 @@ def build_page(painter: Painter, folder: Path) -> gr.Blocks:
         private = {"api_visibility": "private"}
         other.click(another, None, seed, **private).then(**drawing, **private)
         page.load(refresh, None, weights, **private)
+    keeper = Keeper(folder)  # now that gradio's copies of the examples are there
     return page.queue(max_size=QUEUE, api_open=False)
 
 
-def serve(page: gr.Blocks, host: str, port: int) -> str:
+def serve(page: gr.Blocks, folder: Path, host: str, port: int, *, uploads: bool = False) -> str:
     """Until it is closed; returns its address."""
     theme = gr.themes.Default(primary_hue="blue", font=FONTS, font_mono=FONTS)
     try:
@@ -130,8 +138,13 @@ def serve(page: gr.Blocks, host: str, port: int) -> str:
             enable_monitoring=False,
             run_history=False,
             footer_links=[],
-            max_file_size="1b",  # there is nothing to upload
-            app_kwargs={"middleware": [Middleware(OnlyOurs, served_at=host)]},
+            max_file_size=MOST_BYTES if uploads else 1,
+            app_kwargs={
+                "middleware": [
+                    Middleware(OnlyOurs, served_at=host),
+                    Middleware(BoundedUploads, keeper=Keeper(folder)),
+                ]
+            },
             theme=theme,
             css=CSS,
         )
@@ -156,6 +169,25 @@ def told(call: Callable) -> Callable:
 def _shown(drawn: Drawn, place: Path, number: int) -> tuple[str, str]:
     name = save_sample(drawn.sample, place, str(number))["file"]
     return str(place / name), "\n".join(drawn.scores)
+
+
+def _copies(pictures: Sequence[Picture], folder: Path, name: str, boxes: int) -> list[str | None]:
+    """The pictures of a test prompt, for gradio to show; None for each box that stays empty."""
+    files = [folder / f"{name}-{place}.png" for place in range(len(pictures))]
+    for file, picture in zip(files, pictures, strict=True):
+        file.write_bytes(picture if isinstance(picture, bytes) else picture.read_bytes())
+    return [*map(str, files), *[None] * (boxes - len(files))]
+
+
+def _upload(classes: list[str]) -> gr.Image:
+    return gr.Image(
+        label="Source",
+        show_label=False,
+        type="filepath",
+        sources=["upload", "clipboard"],
+        buttons=[],
+        elem_classes=["source", *classes],
+    )
 
 
 def _picture(heading: str, classes: list[str]) -> gr.Image:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config.trade import Unchecked
+from flow_grpo.data.images import digest
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo.limits import DemoLimits, Wish
 from flow_grpo.draw.check import check
@@ -17,6 +18,7 @@ from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.prompts import build_test_prompts
 from flow_grpo.draw.rollout import Denoiser, eval_generators, initial_noise
 from flow_grpo.draw.session import build_adapter, build_dynamics, image_size
+from flow_grpo.draw.sources import reward_metadata
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.failure import NotAsked
@@ -83,12 +85,13 @@ class Painter:
         # what people type is kept nowhere
         config = replace(config, prompt_cache="", reward_retries=0, reward_timeout=timeout)
         self.config, self.run = config, run
-        self.limits, self.size = DemoLimits.of(config), image_size(config)
+        self.size = image_size(config)
         self.newest = self._newest()
         self.accelerator = build_accelerator(config)
         self.reward = self._rewards() if rewards else None
-        self.prompts = {prompt.prompt: prompt for prompt in _test_prompts(config)}
+        self.prompts = _test_prompts(config)
         self.adapter = build_adapter(config, self.accelerator)
+        self.limits = DemoLimits.of(config, self.adapter.sources)
         trained = [self._candidate(self.newest)] if self.newest else []
         self.exchange = Exchange(self.adapter, [Candidate(BASE, None), *trained])
         self.exchange.check(trained)
@@ -106,12 +109,19 @@ class Painter:
             candidates.append(self._candidate(wish.weights))
         model = self.adapter
         model.check(model.pipeline.config, model.transformer.config, {"guidance": wish.guidance})
-        # one of the test prompts brings what rewards have to know of it
-        prompt = self.prompts.get(wish.prompt, Prompt(wish.prompt))
+        prompt = self.prompt_of(wish)
         with self._turn, advice_when_short(["fewer --config.frames", "a smaller picture"]):
             images = torch.cat([self._draw(each, prompt, wish) for each in candidates])
             lines = self._score(images, prompt) if self.reward else [[] for _ in candidates]
         return [Drawn(*each) for each in zip(to_pil(images), lines, strict=True)]
+
+    def prompt_of(self, wish: Wish) -> Prompt:
+        """One of the test prompts brings what rewards have to know of it."""
+        given = [digest(picture) for picture in wish.pictures]
+        for prompt in self.prompts:
+            if prompt.prompt == wish.prompt and [digest(p) for p in prompt.images] == given:
+                return prompt
+        return Prompt(wish.prompt, images=wish.pictures)
 
     def close(self) -> None:
         if self.reward:
@@ -136,7 +146,8 @@ class Painter:
         """Together: a reward may compare the two."""
         self.reward.forget_errors()
         count = len(images)
-        scores = self.reward(images, [prompt.prompt] * count, [prompt.metadata] * count)
+        told = reward_metadata([prompt] * count, self.adapter)
+        scores = self.reward(images, [prompt.prompt] * count, told)
         return [score_lines(self.reward, scores, row, prompt) for row in range(count)]
 
     def _candidate(self, name: str) -> Candidate:

@@ -1,11 +1,10 @@
 """Rules of a config that no single field can state, held before anything is loaded."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 import numpy as np
 
-from flow_grpo.config import old_names
 from flow_grpo.config.places import with_files
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.draw.algorithms import Algorithm
@@ -15,6 +14,7 @@ from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.run import trackers
+from flow_grpo.speed.low_bits import FULL
 
 CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
 WIDE_FOR_CPS = 1e-4
@@ -25,26 +25,69 @@ WINDOW = ("sample.sde_window_range", "sample.sde_window_per")
 def check(config: Unchecked | DrawFields) -> DrawFields:
     """The settings of a run, frozen, with files that come with the library found."""
     settings = DRAW.check(config)
-    old_names.check_values(settings)
     trackers.parse(settings.log_with)
     sample = settings.sample
     if sample.sde_type == "cps" and sample.noise_level > 1:
         raise UserError(
             f"sample.noise_level={sample.noise_level} must be at most 1 for sde_type='cps'"
         )
+    _check_selection(settings)
     if sample.merge_lora and not settings.use_lora:
         raise UserError("sample.merge_lora=True needs use_lora=True")
+    precision = settings.pretrained.base_precision
+    if sample.merge_lora and precision != FULL:
+        raise UserError(
+            "sample.merge_lora=True does not go with pretrained.base_precision="
+            f"{precision!r}: so few bits have no room for LoRA"
+        )
     if sample.guidance_scale > 1 and not settings.train.cfg:
         raise UserError(
             f"train.cfg=False with sample.guidance_scale={sample.guidance_scale} would "
             "train another velocity than was sampled; set guidance_scale=1 or train.cfg=True"
         )
+    gate, group = settings.anchors.kl_gate, sample.num_image_per_prompt
+    if gate and 0 not in settings.reward_fn.values():
+        raise UserError(
+            f"anchors.kl_gate={gate} needs a second opinion on the pictures: add a reward of "
+            "weight 0 to reward_fn, e.g. {'ocr': 1.0, 'pickscore': 0.0}"
+        )
+    if settings.anchors.diversity and group < 3:
+        raise UserError(
+            "anchors.diversity=True weighs how far each picture of a group is from its nearest, "
+            f"and in a group of sample.num_image_per_prompt={group} all are alike far; set it to 3 "
+            "or more"
+        )
     return with_files(settings)
+
+
+def _check_selection(settings: DrawFields) -> None:
+    sample, keep = settings.sample, settings.train.keep_best_worst
+    name, drawn = f"train.keep_best_worst={keep}", sample.num_image_per_prompt
+    if keep and (drawn % (2 * keep) or drawn == 2 * keep):
+        raise UserError(
+            f"{name} keeps {2 * keep} samples of a group, so sample.num_image_per_prompt={drawn} "
+            f"must be 2, 3 or more times that; make it {4 * keep}, or keep fewer"
+        )
+    if keep and sample.same_latent:
+        raise UserError(
+            f"{name} does not go with sample.same_latent=True: it chooses by the first noise, and "
+            "a group would have one; set one of them back"
+        )
+    if keep and sample.explore_steps > sample.num_steps:
+        raise UserError(
+            f"sample.explore_steps={sample.explore_steps} must be at most sample.num_steps="
+            f"{sample.num_steps}: {name} explores to save steps"
+        )
 
 
 def check_judges(config: DrawFields, judges: set[str], plan: BatchPlan) -> None:
     """Rewards that compare the pictures of a group: each call has to have whole groups."""
     for name in sorted(judges):
+        if plan.explored > 1:
+            raise UserError(
+                f"train.keep_best_worst={config.train.keep_best_worst} does not go with reward "
+                f"{name!r}, which compares the pictures of a whole group; set it to 0"
+            )
         plan.check_judge(name)
         if plan.group_size < 2:
             raise UserError(
@@ -80,23 +123,35 @@ def unusual(config: Unchecked | DrawFields) -> list[str]:
                 f"settings have {CPS_CLIP}; set --config.{field}={CPS_CLIP}"
             )
     for other in [name for name in DRAW.algorithms() if name != settings.algorithm]:
-        values = getattr(settings, other)
+        values = asdict(getattr(settings, other))
+        usual = asdict(type(getattr(settings, other))())
         lines += [
-            f"{other}.{each.name}={getattr(values, each.name)} has no effect: "
-            f"algorithm={settings.algorithm!r}"
-            for each in fields(values)
-            if getattr(values, each.name) != each.default
+            f"{other}.{name}={value} has no effect: algorithm={settings.algorithm!r}"
+            for name, value in values.items()
+            if value != usual[name]
         ]
     return list(dict.fromkeys(lines))
 
 
 def check_void(settings: DrawFields, algorithm: Algorithm) -> None:
-    """One line for settings that were changed from their default and have no effect."""
-    default = DRAW.freeze(DRAW.get_config())
-    if settings.sample.same_latent and not algorithm.noisy_steps(np.random.default_rng(0), 0):
+    """One line for settings that do not go with the method, or that were changed from their default
+    and have no effect."""
+    default, sample = DRAW.freeze(DRAW.get_config()), settings.sample
+    if sample.same_latent and not algorithm.noisy_steps(np.random.default_rng(0), 0):
         raise UserError(
             f"sample.same_latent=True does not go with algorithm={algorithm.name!r}, which samples "
             "without noise: all samples of a group would be the same; set it to False"
+        )
+    if sample.sde_window_per == "group" and sample.num_image_per_prompt % sample.train_batch_size:
+        raise UserError(
+            f"sample.sde_window_per='group' needs batches of one group: sample.train_batch_size="
+            f"{sample.train_batch_size} must divide sample.num_image_per_prompt="
+            f"{sample.num_image_per_prompt}"
+        )
+    if settings.frames > 1 and algorithm.needs_reward_gradient:
+        raise UserError(
+            f"frames={settings.frames} does not go with algorithm={algorithm.name!r}, which takes "
+            "gradients of pictures; set it to 1"
         )
     given, usual = (dict(dotted(asdict(each))) for each in (settings, default))
     for names, why in _void(settings, algorithm):
@@ -135,6 +190,14 @@ def _void(settings: DrawFields, algorithm: Algorithm) -> Iterator[tuple[tuple[st
         yield ("train.timestep_fraction",), f"sample.sde_window_size={sample.sde_window_size}"
     else:
         yield WINDOW, "sample.sde_window_size=0"
+    if getattr(own, "anchor_beta", None) == 0:
+        yield (f"{name}.anchor",), f"{name}.anchor_beta=0.0"
+    if settings.pretrained.base_precision == FULL:
+        yield ("sample.eval_precision",), f"pretrained.base_precision={FULL!r}"
+    if not settings.train.keep_best_worst:
+        yield ("sample.explore_steps",), "train.keep_best_worst=0"
+    if getattr(algorithm, "shares_noise", False):
+        yield (f"{name}.noise_per",), f"{method}, which compares samples at one noise"
     if len(noisy) == sample.num_steps - 1 and advantage != "remax":
         yield ("sample.solver",), "noise on all steps but the last"
     if algorithm.own_credit:
@@ -143,6 +206,8 @@ def _void(settings: DrawFields, algorithm: Algorithm) -> Iterator[tuple[tuple[st
         yield ("sample.global_std",), f"train.advantage={advantage!r}"
     if not algorithm.needs_reference:
         yield (f"{name}.kl_type", f"{name}.kl_guidance"), "no KL: its weight is 0"
+    if not settings.anchors.data:
+        yield ("anchors.data_weight",), "anchors.data=''"
     sides = [f"{name}.clip_range_{side}" for side in ("low", "high")]
     if all(getattr(own, side.rpartition(".")[2], None) is not None for side in sides):
         yield (f"{name}.clip_range",), f"both {sides[0]} and {sides[1]}"

@@ -13,7 +13,6 @@ from flow_grpo.draw import results
 from flow_grpo.draw.check import check, check_eval_judges
 from flow_grpo.draw.evaluation import (
     Candidate,
-    Evaluation,
     Exchange,
     evaluate,
     find_candidates,
@@ -28,7 +27,9 @@ from flow_grpo.draw.session import (
     check_reward,
     eval_guidance,
     image_size,
+    model_and_family,
 )
+from flow_grpo.draw.sources import check_sources
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers
 from flow_grpo.run.building import build_accelerator, build_rewards, eval_weights
@@ -59,6 +60,7 @@ def evaluate_all(
     candidates = find_candidates(checkpoints)
     accelerator = build_accelerator(config)
     prompts = prompts or build_test_prompts(config)
+    check_sources(prompts, *model_and_family(config), image_size(config), accelerator)
     if pictures is None:
         pictures = config.log_images if config.frames > 1 else len(prompts)
     scored, outage = [], None
@@ -67,8 +69,7 @@ def evaluate_all(
         check_eval_judges(reward.judges)
         check_reward(reward, prompts, image_size(config))
         for each in score_each(config, accelerator, candidates, reward, prompts, out, pictures):
-            images = each.result.images[: config.log_images]
-            scored.append(CandidateScores(each.candidate, Evaluation(each.result.scores, images)))
+            scored.append(CandidateScores(each.candidate, each.result.shortened(config.log_images)))
             scores, limit = each.result.scores, config.max_failed_fraction
             outage = describe_outage(accelerator, reward, scores, limit)
             if outage:

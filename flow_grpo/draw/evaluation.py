@@ -5,18 +5,20 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from PIL import Image
 from torch import Tensor
 
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw.models import ModelAdapter
 from flow_grpo.draw.rollout import Denoiser, eval_generators, initial_noise
+from flow_grpo.draw.sources import reward_metadata, sources_of
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import TOTAL, WeightedReward
 from flow_grpo.rewards.frames import Sample, from_bytes, to_bytes
@@ -36,6 +38,11 @@ class Evaluation:
         str, np.ndarray
     ]  # (prompts,) by reward name, NaN where it failed, -inf where not asked
     images: list[Sample]  # of the first prompts, as many as were asked for
+    sources: list[list[Image.Image]] = field(default_factory=list)  # what these were made from
+
+    def shortened(self, count: int) -> "Evaluation":
+        """With no more pictures than `count`."""
+        return Evaluation(self.scores, self.images[:count], self.sources[:count])
 
     def means(self) -> dict[str, float]:
         return {name: mean_of_scored(values) for name, values in self.scores.items()}
@@ -88,9 +95,8 @@ def evaluate(
         chosen = [prompts[row] for row in batch]
         # rows only grow; as bytes, as clips are large
         kept += to_bytes(images[: sum(row < keep_images for row in batch)])
-        pending.append(
-            reward.submit(images, [p.prompt for p in chosen], [p.metadata for p in chosen])
-        )
+        told = reward_metadata(chosen, adapter)
+        pending.append(reward.submit(images, [p.prompt for p in chosen], told))
     index = np.array(rows, dtype=np.int64)
     scores = gather_scores(accelerator, index, [scores.result() for scores in pending])
     # a process that kept none has to know what the others send
@@ -100,7 +106,8 @@ def evaluate(
         torch.tensor([row for row in rows if row < keep_images], dtype=torch.long),
         {"images": torch.stack(kept).cpu() if kept else torch.zeros(0, *shape, dtype=torch.uint8)},
     )
-    return Evaluation(scores, from_bytes(gathered["images"]))
+    sources = sources_of(prompts[: keep_images if shown else 0], adapter)
+    return Evaluation(scores, from_bytes(gathered["images"]), sources)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from safetensors import SafetensorError
 
+from flow_grpo.access import check_access, refusal
+from flow_grpo.draw.models import ADAPTERS
+from flow_grpo.draw.models.experts import SECOND
 from flow_grpo.draw.models.lora_files import Misfit, attach_lora, replace_weights
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json
@@ -30,18 +33,23 @@ def export(
     refuse_existing(out)
     base = _pipeline_folder(model, revision)
     index = _read_index(base)
-    transformer = _merged(source, base, getattr(diffusers, index[TRAINED][1]))
-    transformer.to(dtype)
-    for name, parameter in transformer.named_parameters():
-        if not parameter.isfinite().all():
-            raise UserError(f"{source.weights}: {name} is not finite in {_name(dtype)}")
+    places = {TRAINED: source.weights}
+    if (index.get(SECOND) or [None])[0]:
+        places[SECOND] = source.weights / SECOND
+    merged = {part: _merged(source, base, part, index, place) for part, place in places.items()}
+    for part, transformer in merged.items():
+        transformer.to(dtype)
+        for name, parameter in transformer.named_parameters():
+            if not parameter.isfinite().all():
+                raise UserError(f"{places[part]}: {name} is not finite in {_name(dtype)}")
 
     def fill(folder: Path) -> None:
-        _copy_parts(base, index, folder)
-        transformer.save_pretrained(folder / TRAINED)
-        # the same but for the path it was loaded from
-        shutil.copyfile(base / TRAINED / "config.json", folder / TRAINED / "config.json")
-        card = _model_card(source, model, out.name, dtype)
+        _copy_parts(base, index, folder, set(merged))
+        for part, transformer in merged.items():
+            transformer.save_pretrained(folder / part)
+            # the same but for the path it was loaded from
+            shutil.copyfile(base / part / "config.json", folder / part / "config.json")
+        card = _model_card(source, model, out.name, dtype, _task(index))
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     write_folder(out, fill)
@@ -51,11 +59,13 @@ def _pipeline_folder(model: str, revision: str) -> Path:
     """A folder as it is; a hub id from the cache, downloaded if it is not there."""
     if Path(model).is_dir():
         return Path(model)
+    check_access("--model", model, revision=revision, file="model_index.json")
     try:
         return Path(DiffusionPipeline.download(model, revision=revision))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot load --model {model}: no such folder, and not on the hub "
+            refusal(error, "--model", model)
+            or f"cannot load --model {model}: no such folder, and not on the hub "
             f"({first_line(error.__cause__ or error)})"
         ) from error
 
@@ -77,9 +87,9 @@ def _read_index(folder: Path) -> dict:
     return index
 
 
-def _merged(source: Source, folder: Path, kind: type[ModelMixin]) -> ModelMixin:
-    """The transformer in float32, as plain layers."""
-    part = folder / TRAINED
+def _merged(source: Source, folder: Path, name: str, index: dict, weights: Path) -> ModelMixin:
+    """The transformer of this name in float32, with these weights, as plain layers."""
+    part, kind = folder / name, getattr(diffusers, index[name][1])
     try:
         transformer, report = kind.from_pretrained(
             part, dtype=torch.float32, output_loading_info=True
@@ -91,27 +101,33 @@ def _merged(source: Source, folder: Path, kind: type[ModelMixin]) -> ModelMixin:
         raise UserError(f"{part} is not complete: it has no {min(made_up)}")
     try:
         if source.is_lora:
-            attach_lora(transformer, source.weights)
+            attach_lora(transformer, weights)
             transformer.fuse_lora()
             transformer.unload_lora()
         else:
-            replace_weights(transformer, source.weights)
+            replace_weights(transformer, weights)
     except Misfit as error:
         raise UserError(f"{error}; name the model it was trained from with --model") from error
     return transformer
 
 
-def _copy_parts(folder: Path, index: dict, out: Path) -> None:
+def _copy_parts(folder: Path, index: dict, out: Path, but: set[str]) -> None:
     """What the pipeline is made of, and no single-file copies of it that lie beside."""
     shutil.copyfile(folder / "model_index.json", out / "model_index.json")
     for licence in folder.glob("LICENSE*"):
         shutil.copyfile(licence, out / licence.name)
     for name in index:
-        if name != TRAINED and (folder / name).is_dir():
+        if name not in but and (folder / name).is_dir():
             shutil.copytree(folder / name, out / name, copy_function=shutil.copyfile)
 
 
-def _model_card(source: Source, model: str, name: str, dtype: torch.dtype) -> str:
+def _task(index: dict) -> str:
+    """As the hub calls it."""
+    family = ADAPTERS.get(index.get("_class_name"))
+    return "image-to-image" if family and family.sources[-1] else "text-to-image"
+
+
+def _model_card(source: Source, model: str, name: str, dtype: torch.dtype, task: str) -> str:
     facts = [] if source.step is None else [f"step {source.step}"]
     if source.averaged is not None:
         facts.append("moving average (EMA)" if source.averaged else "not averaged")
@@ -123,7 +139,7 @@ def _model_card(source: Source, model: str, name: str, dtype: torch.dtype) -> st
     shown = Path(base).name if Path(base).is_absolute() else base
     return f"""---
 library_name: diffusers
-pipeline_tag: text-to-image
+pipeline_tag: {task}
 {front}---
 
 # {name}

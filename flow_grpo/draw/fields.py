@@ -2,20 +2,22 @@
 algorithm are in its file under flow_grpo/draw/algorithms. Presets change them:
 flow_grpo/draw/presets.py."""
 
-from dataclasses import dataclass, make_dataclass
+import ast
+import sys
+from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
 from flow_grpo.advantages import ESTIMATORS
 from flow_grpo.config import fields as shared
+from flow_grpo.config.custom import check_class, check_defaults
 from flow_grpo.config.settings import same_as, section, setting
 from flow_grpo.config.trade import Trade
-from flow_grpo.draw.algorithms import ALGORITHMS
-from flow_grpo.draw.models.base import GuidanceGradient
-from flow_grpo.rewards import REWARDS, option_names
-from flow_grpo.sde import KINDS, SOLVERS
+from flow_grpo.errors import UserError
+from flow_grpo.rewards import REWARDS, check_fields, option_names
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,19 @@ class DrawSample:
     eval_guidance_scale: float | None = setting(
         None, "The guidance of evaluations; not set means that of training.", at_least=0
     )
+    guidance_scale_2: float | None = setting(
+        None,
+        "The guidance of the second transformer, at little noise, of a model that has two, in "
+        "training and evaluations; not set means that of the first.",
+        at_least=0,
+    )
+    eval_precision: str = setting(
+        "base",
+        'Evaluate with the frozen weights as pretrained.base_precision has them ("base"), or as '
+        'they were, for those who will use them so ("bf16"): the CPU keeps a copy and sends it '
+        "layer by layer.",
+        choices=("base", "bf16"),
+    )
     train_batch_size: int = setting(
         8, "Images per process that are sampled together; see test_batch_size."
     )
@@ -58,7 +73,7 @@ class DrawSample:
     sde_type: str = setting(
         "flow",
         '"flow", "dance" or "cps": how noise is added, see docs/algorithm.md.',
-        choices=[kind for kind in KINDS if kind != "ode"],
+        choices=("flow", "dance", "cps"),
     )
     noise_level: float = setting(0.7, "Too little explores nothing, too much draws noise.", above=0)
     global_std: bool = setting(
@@ -85,15 +100,19 @@ class DrawSample:
     )
     sde_window_per: str = setting(
         "epoch",
-        'Draw the window per "epoch", or per "batch" that is sampled: more steps are trained in '
-        "an epoch, and which ones depends on the batch size.",
-        choices=("epoch", "batch"),
+        'Draw the window per "epoch", per "group", or per "batch" that is sampled: more steps are '
+        'trained in an epoch. "batch" makes the result depend on the batch size, "group" needs one '
+        "that divides the group.",
+        choices=("epoch", "group", "batch"),
     )
     solver: str = setting(
         "euler",
         '"euler", or "dpm2" of second order: better pictures in few steps, where steps add no '
         "noise.",
-        choices=SOLVERS,
+        choices=("euler", "dpm2"),
+    )
+    explore_steps: int = setting(
+        4, "Steps, without noise, of samples from which train.keep_best_worst chooses.", at_least=1
     )
     async_depth: int = setting(
         0,
@@ -120,6 +139,12 @@ class DrawTrain(shared.TrainFields):
         'sample without noise), "gdpo" or "pairwise" (share of wins over the others of the group).',
         choices=ESTIMATORS,
     )
+    keep_best_worst: int = setting(
+        0,
+        "Where above 0: draw num_image_per_prompt samples of each prompt by few steps, and only "
+        "so many of the best and as many of the worst again, with all steps, to train on them.",
+        at_least=0,
+    )
     cfg: bool = setting(
         True, "Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only."
     )
@@ -128,7 +153,7 @@ class DrawTrain(shared.TrainFields):
         '"both" halves of guidance have a gradient, as the policy that sampled has it. '
         '"conditional" takes the unconditional half as a constant: biased, for less time and '
         "memory.",
-        choices=get_args(GuidanceGradient),
+        choices=("both", "conditional"),
     )
     timestep_fraction: float = setting(
         1.0, "Without a window: train the first of the steps, up to this share."
@@ -139,6 +164,42 @@ class DrawTrain(shared.TrainFields):
     clip_range: float = same_as("grpo.clip_range")
     clip_range_low: float | None = same_as("grpo.clip_range_low")
     clip_range_high: float | None = same_as("grpo.clip_range_high")
+
+
+@dataclass(frozen=True)
+class DrawAnchors:
+    norm_guard: float = setting(
+        0.0,
+        "Weight of (|v| / |v_ref| - 1)^2 wherever a velocity is longer than the reference's: "
+        "pictures get harsh as velocities grow. It takes the reference's forward pass.",
+        at_least=0,
+    )
+    data: str = setting(
+        "",
+        "Pictures with captions to train on beside the samples: a folder of pictures, each with "
+        "its caption in a .txt file of the same name, or what `dataset` takes, with a picture in "
+        "each row.",
+    )
+    data_weight: float = setting(
+        1.0, "Weight of the flow-matching loss on the pictures of anchors.data.", above=0
+    )
+    kl_gate: float = setting(
+        0.0,
+        "Where set, the KL holds this share of the samples alone, with all its weight: those that "
+        "the rewards rank furthest above where rewards of weight 0 in reward_fn rank them.",
+        from_0_below=1,
+    )
+    reset_kl: float = setting(
+        0.0, "Where set: the reference becomes the policy once the KL is above this.", at_least=0
+    )
+    reset_epochs: int = setting(
+        0, "Where set: the reference becomes the policy after so many epochs.", at_least=0
+    )
+    diversity: bool = setting(
+        False,
+        "Multiply advantages above 0 by how far a picture is from the one of its group that is "
+        "most like it, over the group's mean of that.",
+    )
 
 
 @dataclass(frozen=True)
@@ -188,6 +249,11 @@ class DrawFields(shared.SharedFields):
         "prompt",
         "Where the prompts are, in files with columns. Rewards get the others as metadata.",
     )
+    image_column: str = setting(
+        "",
+        'Where the pictures are that a model starts from. Empty: "images" or "image", where there '
+        'is one; "none": pictures are left out.',
+    )
     prompt_fn: str = setting(
         "auto",
         '"text" reads train.txt, "metadata" train_metadata.jsonl, "auto" whichever file is there.',
@@ -200,8 +266,12 @@ class DrawFields(shared.SharedFields):
         "Rewards and their weights. On the command line: --config.reward_fn=\"{'ocr': 1.0}\"",
     )
     reward_servers: dict = shared.servers(REWARDS)
+    custom_algorithms: dict = setting(
+        {}, 'Methods of your own: {"mine": "path/to/file.py:Mine"}; algorithm="mine" then uses it.'
+    )
     sample: DrawSample = section(DrawSample)
     train: DrawTrain = section(DrawTrain)
+    anchors: DrawAnchors = section(DrawAnchors)
 
     @property
     def own(self) -> Any:
@@ -211,7 +281,9 @@ class DrawFields(shared.SharedFields):
 
 def settings() -> type:
     """All fields, with a section for each algorithm that there is now."""
-    return _with_algorithms(tuple((name, each.Settings) for name, each in ALGORITHMS.items()))
+    found = sys.modules.get(f"{__package__}.algorithms")  # they need torch, and a config does not
+    own = {n: a.Settings for n, a in found.ALGORITHMS.items()} if found else _read_settings()
+    return _with_algorithms(tuple(own.items()))
 
 
 @cache
@@ -227,12 +299,66 @@ def _with_algorithms(sections: tuple[tuple[str, type], ...]) -> type:
     return make_dataclass("Settings", own, bases=(DrawFields,), frozen=True)
 
 
+def take_algorithm(field: str, name: str, found: Any) -> None:
+    """Add a method of the user's own."""
+    from flow_grpo.draw.algorithms import ALGORITHMS, OURS, Algorithm
+
+    if name in {*OURS, "algorithm", *(each.name for each in fields(DrawFields))}:
+        raise UserError(f"{field} has the name of a field or a method of ours; choose another")
+    check_class(field, found, Algorithm, name=name)
+    check_defaults(field, found.Settings)
+    ALGORITHMS[name] = found
+
+
+@cache
+def _read_settings() -> dict[str, type]:
+    """The settings of all algorithms, made of the lines in their files: to import those takes
+    torch. A class has its `name` and `Settings` in lines of its own."""
+    folder = Path(__file__).parent
+    files = [folder.parent / "losses.py", *sorted((folder / "algorithms").glob("*.py"))]
+    lines = {}  # what stands in those files under a name
+    for node in (node for file in files for node in ast.parse(file.read_text("utf-8")).body):
+        if isinstance(node, ast.ClassDef):
+            lines[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            lines[ast.unparse(target)] = node
+    made = {"dataclass": dataclass, "setting": setting, "Literal": Literal, "__name__": __name__}
+
+    def make(name: str) -> None:
+        """Once, after what it is made of."""
+        if node := lines.pop(name, None):
+            for each in [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]:
+                make(each)
+            exec(compile(ast.Module([node], []), __file__, "exec"), made)
+
+    found = {}
+    for node in [node for node in lines.values() if isinstance(node, ast.ClassDef)]:
+        own = {ast.unparse(e.targets[0]): e.value for e in node.body if isinstance(e, ast.Assign)}
+        if {"name", "Settings"} <= own.keys():
+            make(own["Settings"].id)
+            found[ast.literal_eval(own["name"])] = made[own["Settings"].id]
+    return found
+
+
 DRAW = Trade(
     settings=settings,
+    first=(
+        *("pretrained.model", "dataset", "reward_fn", "run_name", "num_epochs"),
+        *("sample.num_image_per_prompt", "sample.num_steps", "resolution"),
+        *("train.learning_rate", "mixed_precision"),
+    ),
     source=__name__,
+    presets_in="flow_grpo.draw.presets",
+    marker="model_index.json",
     example="config/grpo.py:tiny_ocr",
     rewards=REWARDS,
+    check_rewards=check_fields,
     option_names=option_names,
+    custom={
+        "custom_algorithms": f"{__name__}:take_algorithm",
+        "custom_models": "flow_grpo.draw.models:take_model",
+    },
 )
 
 

@@ -18,6 +18,8 @@ def _field(config_name: str) -> Field:
 
 @dataclass(frozen=True)
 class BatchPlan(Plan):
+    """How many samples, groups, batches and updates an epoch has."""
+
     num_processes: int
     sample_batch_size: int = _field("sample.train_batch_size")  # per process
     batches_per_epoch: int = _field("sample.num_batches_per_epoch")  # per process
@@ -27,6 +29,7 @@ class BatchPlan(Plan):
     accumulation_steps: int = _field("train.gradient_accumulation_steps")
     inner_epochs: int = _field("train.num_inner_epochs")
     trained_steps: int = 1  # denoising steps trained per sample
+    explored: int = 1  # samples drawn for each that is kept
 
     def __post_init__(self) -> None:
         for number in fields(self):
@@ -38,7 +41,7 @@ class BatchPlan(Plan):
                 f"{self.samples} samples per epoch = sample.train_batch_size="
                 f"{self.sample_batch_size} x sample.num_batches_per_epoch={self.batches_per_epoch}"
                 f" x {self.num_processes} processes do not divide into groups of "
-                f"sample.num_image_per_prompt={self.group_size}; change one of these numbers"
+                f"{self.group_field}; change one of these numbers"
             )
         if self.sample_batch_size % self.train_batch_size:
             raise UserError(
@@ -52,6 +55,12 @@ class BatchPlan(Plan):
                 f"{self.micro_batches} micro-batches of an epoch per process; some gradients would "
                 "be left over, so make it a divisor"
             )
+
+    @property
+    def group_field(self) -> str:
+        """What says how large a group is."""
+        kept = f"2 x train.keep_best_worst={self.group_size // 2}"
+        return kept if self.explored > 1 else f"sample.num_image_per_prompt={self.group_size}"
 
     @property
     def samples(self) -> int:
@@ -94,8 +103,8 @@ class BatchPlan(Plan):
         share = self.train_batch_size * self.accumulation_steps
         if share % self.group_size:
             raise UserError(
-                f"algorithm={algorithm!r} compares within groups of sample.num_image_per_prompt="
-                f"{self.group_size}, but an update has {share} samples per process = "
+                f"algorithm={algorithm!r} compares within groups of {self.group_field}, but "
+                f"an update has {share} samples per process = "
                 f"train.batch_size={self.train_batch_size} x train.gradient_accumulation_steps="
                 f"{self.accumulation_steps}; make that a multiple"
             )
@@ -120,18 +129,19 @@ class BatchPlan(Plan):
     def check_prompts(self, rows: int, source: str) -> None:
         if rows < self.groups:
             raise UserError(
-                f"{source} has {rows} prompts but an epoch needs {self.groups} distinct ones "
-                f"({self.samples} samples in groups of {self.group_size}); add prompts or "
-                "lower sample.num_batches_per_epoch"
+                f"{source} has {rows} prompts to train on but an epoch needs {self.groups} "
+                f"distinct ones ({self.samples} samples in groups of {self.group_size}); add "
+                "prompts or lower sample.num_batches_per_epoch"
             )
 
     def rows(self) -> dict[str, str]:
         p = self
         per_update = p.train_batch_size * p.accumulation_steps * p.num_processes
+        of = f", kept of {p.explored * p.group_size}" if p.explored > 1 else ""
         return {
             "samples per epoch": f"{p.samples} = {p.sample_batch_size} per batch"
             f" x {p.batches_per_epoch} batches x {p.num_processes} processes",
-            "groups per epoch": f"{p.groups} prompts x {p.group_size} images",
+            "groups per epoch": f"{p.groups} prompts x {p.group_size} images{of}",
             "samples per update": f"{per_update} = {p.train_batch_size} per micro-batch"
             f" x {p.accumulation_steps} accumulated x {p.num_processes} processes,"
             f" each over {p.trained_steps} steps",

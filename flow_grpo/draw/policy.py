@@ -8,21 +8,19 @@ from typing import Literal
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.optim import Optimizer
 
 from flow_grpo.draw.models import Conditioning, ModelAdapter
 from flow_grpo.draw.models.base import latent_dtype
+from flow_grpo.draw.models.experts import parts_of
 from flow_grpo.draw.rollout import Denoiser, Dynamics
-from flow_grpo.run.distributed import is_sharded
 from flow_grpo.run.policy import BasePolicy, widen
 from flow_grpo.run.snapshot import Snapshot
 from flow_grpo.sde import Step
-from flow_grpo.speed.lora import fold_lora, lora_layers
+from flow_grpo.speed.lora import lora_layers
 from flow_grpo.speed.transfer import send
 
 FixedWeights = Literal["reference", "old", "current"]
@@ -65,6 +63,7 @@ class Policy(BasePolicy):
         # the weights at the start of the run, and earlier ones, for algorithms that need them
         self.reference: Snapshot | None = None
         self.old: Snapshot | None = None
+        self.loras: dict[str, Snapshot] = {}  # of other runs, by path
         self.passes = 0  # of the transformer over samples so far: 1 forward, 3 with backward
 
     def _keep_precision(self) -> None:
@@ -91,20 +90,17 @@ class Policy(BasePolicy):
     def _is_unused(self, name: str) -> bool:
         return self.adapter.unused is not None and bool(re.fullmatch(self.adapter.unused, name))
 
-    def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
-        if not is_sharded(accelerator):  # engines that do gather them layer by layer
-            fold_lora(self.transformer)
-        return super().prepare(accelerator, optimizer)
-
     @property
     def denoiser(self) -> Denoiser:
-        """The weights that are trained."""
+        """What samples and steps with the weights being trained."""
         return Denoiser(self.adapter, self.module, self.dynamics)
 
     @contextmanager
-    def fixed(self, which: FixedWeights) -> Iterator[Denoiser]:
-        """The reference, the old policy or the one that is trained, to be run without gradients."""
-        other = nullcontext() if which == "current" else getattr(self, which).applied()
+    def fixed(self, which: FixedWeights | Snapshot) -> Iterator[Denoiser]:
+        """The reference, the old policy, the one that is trained or any other weights, to be run
+        without gradients."""
+        weights = getattr(self, which, None) if isinstance(which, str) else which
+        other = nullcontext() if which == "current" else weights.applied()
         with torch.no_grad(), other:
             yield self.denoiser
 
@@ -130,7 +126,7 @@ class Policy(BasePolicy):
 
     def fixed_velocities(
         self,
-        which: FixedWeights,
+        which: FixedWeights | Snapshot,
         latents: Tensor,
         steps: np.ndarray,
         conditioning: Conditioning,
@@ -150,16 +146,36 @@ class Policy(BasePolicy):
             ]
         return torch.stack(velocities, 1)
 
+    def input_gradient(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        conditioning: Conditioning,
+        incoming: Tensor,
+        *,
+        guidance: float | None = None,
+    ) -> Tensor:
+        """The gradient in `latents` of the velocity there times `incoming`; none in the weights."""
+        self.count(len(latents), backward=True, guidance=guidance)
+        denoiser = self.denoiser.guided(guidance)
+        with torch.enable_grad(), denoiser.unshared_gradients():
+            latents = latents.detach().requires_grad_()
+            velocity = denoiser.velocity(latents, timestep, conditioning)
+        [gradient] = torch.autograd.grad(velocity, latents, incoming)
+        return gradient
+
     def moved(self) -> None:
         if self.old is not None:
             self.old.is_current = False
 
     def count(self, samples: int, *, backward: bool = False, guidance: float | None = None) -> None:
+        """Add to `passes` what these samples cost: a backward pass counts as two."""
         self.passes += samples * self.denoiser.guided(guidance).passes * (3 if backward else 1)
 
     def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
         self.adapter.save_lora(folder, self.transformer, weights)
 
     def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
-        self.transformer.save_config(folder / f"{prefix}transformer")
-        save_file(weights, folder / f"{prefix}transformer" / SAFETENSORS_WEIGHTS_NAME)
+        for place, part, own in parts_of(self.transformer, weights):
+            part.save_config(folder / f"{prefix}transformer" / place)
+            save_file(own, folder / f"{prefix}transformer" / place / SAFETENSORS_WEIGHTS_NAME)

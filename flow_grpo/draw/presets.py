@@ -11,12 +11,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.config import old_names
 from flow_grpo.config.places import find_files
-from flow_grpo.config.presets import LIKE, Fields, apply, resolve
+from flow_grpo.config.presets import LIKE, Fields, apply, models_of, resolve
 from flow_grpo.draw.fields import get_config as base_config
 from flow_grpo.errors import UserError, nearest
 
@@ -25,16 +24,25 @@ from flow_grpo.errors import UserError, nearest
 ALL_BATCHES, BATCHES, GPU, CPU = "all batches", "batches", "with a GPU", "without a GPU"
 OCR, GENEVAL, PREFERENCE = "for OCR", "for GenEval", "for PickScore and CLIPScore"
 CASES: dict[str, Callable[[ConfigDict], bool]] = {
-    GPU: lambda _: torch.cuda.is_available(),
-    CPU: lambda _: not torch.cuda.is_available(),
+    GPU: lambda _: _has_gpu(),
+    CPU: lambda _: not _has_gpu(),
     OCR: lambda config: "ocr" in config.reward_fn,
     GENEVAL: lambda config: "geneval" in config.reward_fn,
     PREFERENCE: lambda config: not {"ocr", "geneval"} & {*config.reward_fn},
 }
+DEVICES = [f"/dev/{name}" for name in ("nvidiactl", "nvmap", "kfd", "dxg")]  # one has every GPU
 # The log-probability is a mean over 1,536 numbers, not 65,536 as at 512 px: it moves further.
 TINY_CLIP = 1e-3
 # What docs/results has of awm and dgpo was measured without a cut of their advantages.
 UNCUT = 1e3
+
+
+def _has_gpu() -> bool:
+    if not any(map(os.path.exists, DEVICES)):
+        return False  # which needs no torch to tell
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _tiny_forward(algorithm: str, rate: float = 1e-3, epochs: int = 9, **own: Any) -> Fields:
@@ -94,6 +102,23 @@ TINY: dict[str, Fields] = {
         "mix": {"beta": 0.0, "clip_range": TINY_CLIP, "window_size": 3, "every": 2},
         "sample": {"sde_window_size": 0, "same_latent": True},
     },
+    # TempFlow-GRPO: a group is one picture up to a step of its own, where its samples branch.
+    "tiny_tempflow": {
+        LIKE: "tiny_ocr",
+        "grpo": {"step_weight": "tempflow"},
+        "sample": {
+            **{"same_latent": True, "global_std": False},
+            **{"sde_window_size": 1, "sde_window_per": "group"},
+        },
+        GPU: {
+            "sample": {"sde_window_range": (0, 9)},
+            BATCHES: {"groups": 32, "group_size": 16, "max_batch": 16},
+        },
+        CPU: {
+            "sample": {"sde_window_range": (0, 7)},
+            BATCHES: {"groups": 16, "group_size": 12, "max_batch": 12},
+        },
+    },
     "tiny_nft": _tiny_forward("nft", rate=3e-4, beta=0.1, old_most=0.0),
     # What the quickstart takes: of all methods it learns the fastest here. It has learnt all in
     # four epochs; twice as long, and all signs are dark, or all are pale. The weights of an epoch
@@ -109,6 +134,14 @@ TINY: dict[str, Fields] = {
             BATCHES: {"groups": 16, "group_size": 8, "max_batch": 32, "updates": 4},
         },
     },
+    # Thrice as long as is good for it: what scripts/hacking.py cures.
+    "tiny_hacked": {
+        LIKE: "tiny_awm",
+        "log_images": 96,  # all that are evaluated
+        GPU: {"num_epochs": 12, "eval_freq": 4},
+        CPU: {"num_epochs": 8, "eval_freq": 4},
+    },
+    "tiny_ram": _tiny_forward("ram", kl_beta=0.05),
     "tiny_dgpo": _tiny_forward("dgpo", adv_clip_max=UNCUT, old_most=0.0),
     "tiny_dpo": _tiny_forward("dpo"),
     "tiny_sft": _tiny_forward("sft"),
@@ -125,6 +158,27 @@ TINY: dict[str, Fields] = {
         "nft": {"kl_beta": 0.3},
         GPU: {"num_epochs": 36, "eval_freq": 3},
         CPU: {"num_epochs": 16, "eval_freq": 4},
+    },
+    # The small model that edits: does as it is told, and leaves the rest as it was.
+    # AWM at the rate of tiny_awm forgets what it can: from .74 to .56 in two epochs.
+    "tiny_edit": {
+        LIKE: "tiny_nft",
+        "pretrained": {"model": "assets/tiny-edit"},
+        "max_sequence_length": 12,  # as it was trained
+        "dataset": "dataset/edits",
+        "reward_fn": {"geneval": 1.0},
+        # The graded score is at .93 from the start, which leaves little to tell samples apart.
+        "reward_options": {"geneval": {"detector": "shapes", "score": "strict"}},
+        "train": {"learning_rate": 6e-4},
+        GPU: {"num_epochs": 36, "eval_freq": 4},
+        # About 24 s an epoch on two cores.
+        CPU: {
+            "num_epochs": 18,
+            "eval_freq": 6,
+            "sample": {"num_steps": 6, "solver": "dpm2"},
+            "nft": {"times": 2},
+            BATCHES: {"groups": 16, "group_size": 8, "max_batch": 32},
+        },
     },
     # Signs and scenes in one run; each prompt asks for the reward that fits it.
     "tiny_mixed": {
@@ -169,6 +223,17 @@ FAMILIES: dict[str, Fields] = {
         "train": {"gradient_checkpointing": True, "ema": False},
         ALL_BATCHES: {"groups": 32, "group_size": 16, "max_batch": 4},
     },
+    "_kontext": {
+        LIKE: "_flux",
+        "pretrained": {"model": "black-forest-labs/FLUX.1-Kontext-dev"},
+        "sample": {"guidance_scale": 2.5},
+        ALL_BATCHES: {"groups": 48, "group_size": 21, "max_batch": 3},
+    },
+    "_qwen_image_edit": {
+        LIKE: "_qwen_image",
+        "pretrained": {"model": "Qwen/Qwen-Image-Edit"},
+        "sample": {"noise_level": 1.0, "sde_window_size": 0},
+    },
     # Z-Image-Turbo as Flow-Factory trains it: one noisy step, the second, third or fourth. Its
     # guidance counts from 0.
     "_z_image": {
@@ -180,6 +245,17 @@ FAMILIES: dict[str, Fields] = {
         },
         "train": {"advantage": "gdpo"},
         ALL_BATCHES: {"groups": 48, "group_size": 16, "max_batch": 6},
+    },
+    # Distilled models at their own steps, by the sampler that most were distilled with: cps at
+    # noise 1 goes to (1 - sigma) x0 and draws all noise anew. The clip is that of all cps.
+    "_few": {
+        LIKE: "_large",
+        "sample": {
+            **{"num_steps": 4, "eval_num_steps": 4, "guidance_scale": 1.0},
+            **{"sde_type": "cps", "noise_level": 1.0},
+        },
+        "train": {"clip_range": 1e-5},
+        ALL_BATCHES: {"groups": 48, "group_size": 16, "max_batch": 4},
     },
     "_wan": {
         LIKE: "_large",
@@ -194,12 +270,48 @@ FAMILIES: dict[str, Fields] = {
         },
         ALL_BATCHES: {"groups": 16, "group_size": 4, "max_batch": 2},
     },
+    # As Flow-Factory trains them: short clips, one noisy step, the second, third or fourth.
+    "_wan22_a14b": {
+        LIKE: "_large",
+        "pretrained": {"model": "Wan-AI/Wan2.2-T2V-A14B-Diffusers"},
+        "height": 480,
+        "width": 480,
+        "frames": 5,
+        "reward_options": {"pickscore": {"frames": "mean of 5"}},
+        "sample": {
+            **{"num_steps": 10, "eval_num_steps": 28, "noise_level": 0.9},
+            **{"guidance_scale": 4.0, "guidance_scale_2": 3.0},
+            **{"sde_window_size": 1, "sde_window_range": (1, 4)},
+        },
+        "train": {"learning_rate": 1e-4, "advantage": "gdpo", "gradient_checkpointing": True},
+        ALL_BATCHES: {"groups": 48, "group_size": 16, "max_batch": 2},
+    },
+    "_wan_i2v": {
+        LIKE: "_wan22_a14b",
+        "pretrained": {"model": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"},
+        "height": 240,
+        "width": 240,
+        "sample": {"guidance_scale": 5.0, "guidance_scale_2": None},
+    },
     "_wan_14b": {LIKE: "_wan", "pretrained": {"model": "Wan-AI/Wan2.1-T2V-14B-Diffusers"}},
 }
 
 
 def _task(family: str, reward: str, dataset: str, **more: Any) -> Fields:
     return {LIKE: family, "reward_fn": {reward: 1.0}, "dataset": f"dataset/{dataset}", **more}
+
+
+def _counting(family: str, kept: float) -> Fields:
+    """`kept`: the weight of what an edit has to leave as it was."""
+    rewards = {"geneval": 1 - kept, "keep_source": kept}
+    return {
+        **{LIKE: family, "reward_fn": rewards},
+        **{"dataset": "dataset/counting_edit", "prompt_fn": "metadata"},
+    }
+
+
+def _few(model: str, **more: Any) -> Fields:
+    return _task("_few", "pickscore", "pickscore", pretrained={"model": model}, **more)
 
 
 SD3: dict[str, Fields] = {
@@ -216,9 +328,25 @@ LARGE: dict[str, Fields] = {
     "pickscore_flux": _task("_flux", "pickscore", "pickscore"),
     "general_ocr_qwen_image": _task("_qwen_image", "ocr", "ocr_full"),
     "pickscore_qwen_image": _task("_qwen_image", "pickscore", "pickscore"),
+    # Edits that change how many things there are, and keep the rest.
+    "counting_flux_kontext": _counting("_kontext", 0.5),
+    "counting_qwen_image_edit": _counting("_qwen_image_edit", 0.2),
+    "counting_qwen_image_edit_fast": {
+        LIKE: "counting_qwen_image_edit",
+        "sample": {"noise_level": 1.5, "sde_window_size": 4},
+    },
     "pickscore_z_image": _task("_z_image", "pickscore", "pickscore"),
+    "pickscore_sd3_turbo": _few("stabilityai/stable-diffusion-3.5-large-turbo"),
+    "pickscore_flux_schnell": _few("black-forest-labs/FLUX.1-schnell", max_sequence_length=256),
+    "pickscore_flux2_klein": _few("black-forest-labs/FLUX.2-klein-4B"),
+    "pickscore_z_image_turbo": _few(
+        "Tongyi-MAI/Z-Image-Turbo",
+        sample={"num_steps": 8, "eval_num_steps": 8, "guidance_scale": 0.0},
+    ),
     "wan_ocr": _task("_wan", "ocr", "ocr_full"),
     "wan_pickscore": _task("_wan", "pickscore", "pickscore"),
+    "pickscore_wan22_a14b": _task("_wan22_a14b", "pickscore", "pickscore"),
+    "pickscore_wan_i2v": _task("_wan_i2v", "pickscore", "sharegpt4o_image_mini"),
     "wan_14b_ocr": _task("_wan_14b", "ocr", "ocr_full"),
 }
 
@@ -347,10 +475,11 @@ PRESETS: dict[str, Fields] = {
     **{f"{p}_{v}": _varied(p, v) for p in SD3 for v in VARIANTS},
     **BENCHMARKS,
 }
+MODELS = models_of(FAMILIES, PRESETS)
 
 
-def get_config(name: str = "") -> ConfigDict:
-    preset, gpus = re.fullmatch(r"(?s)(.*?)(?:_([1-9]\d{0,5})gpu)?", str(name)).groups()
+def check_preset(name: str) -> None:
+    preset, gpus = _parts(name)
     ending = f"_{gpus}gpu" if gpus else ""
     if preset in old_names.PRESETS:
         raise UserError(f"unknown preset {name!r}; it is {old_names.PRESETS[preset]}{ending} here")
@@ -363,6 +492,17 @@ def get_config(name: str = "") -> ConfigDict:
     launched = os.environ.get("WORLD_SIZE", gpus)
     if gpus is not None and gpus != launched:
         raise UserError(f"preset {name!r} is for {gpus} GPUs but {launched} processes were started")
+
+
+def _parts(name: str) -> tuple[str, str | None]:
+    """What it is called, and for how many GPUs."""
+    return re.fullmatch(r"(?s)(.*?)(?:_([1-9]\d{0,5})gpu)?", str(name)).groups()
+
+
+def get_config(name: str = "") -> ConfigDict:
+    check_preset(name)
+    preset, gpus = _parts(name)
+    launched = os.environ.get("WORLD_SIZE", gpus)
     config = _resolve(preset, int(launched or 1))
     find_files(config)
     return config

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from flow_grpo.data.mixing import PromptSource, check_groups, hold_out, parse_sources, share_out
+from flow_grpo.data.images import contents
+from flow_grpo.data.mixing import PromptSource, check_groups, parse_sources, share_out, split_off
 from flow_grpo.data.prompts import find_prompts, load_prompts
 from flow_grpo.data.rows import Prompt
-from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.plan import BatchPlan
 
@@ -49,13 +49,14 @@ def build_test_prompts(config: DrawFields) -> list[Prompt]:
 
 def _train_and_test(config: DrawFields, source: PromptSource) -> tuple[list[Prompt], list[Prompt]]:
     train, test = _load(config, source, "train", load_prompts), _own_test(config, source)
-    return (train, test) if test is not None else _hold_out(config, source, train)
+    return (train, test) if test is not None else _split_off(config, source, train)
 
 
 def _test(config: DrawFields, source: PromptSource) -> list[Prompt]:
     test = _own_test(config, source)
     if test is None:
-        test = _hold_out(config, source, _load(config, source, "train", load_prompts))[1]
+        train = _load(config, source, "train", load_prompts)
+        test = _split_off(config, source, train)[1]
     return test
 
 
@@ -66,22 +67,17 @@ def _own_test(config: DrawFields, source: PromptSource) -> list[Prompt] | None:
 def _load(
     config: DrawFields, source: PromptSource, split: str, load: Callable
 ) -> list[Prompt] | None:
-    prompts = load(source.path, split, config.prompt_fn, config.dataset_column)
+    columns = config.dataset_column, config.image_column
+    prompts = load(source.path, split, config.prompt_fn, *columns)
     if source.path == config.dataset.strip() or prompts is None:
         return prompts
     return [replace(p, metadata={**p.metadata, "dataset": source.name}) for p in prompts]
 
 
-def _hold_out(
+def _split_off(
     config: DrawFields, source: PromptSource, prompts: list[Prompt]
 ) -> tuple[list[Prompt], list[Prompt]]:
-    train, test = hold_out(prompts, numpy_rng(config.seed, Stream.HOLD_OUT), source.path)
-    logger.info(
-        "%s has no test prompts: held out %d of its %d prompts by seed=%d; for your own, give a "
-        "folder with a train and a test file",
-        *(source.path, len(test), len(prompts), config.seed),
-    )
-    return train, test
+    return split_off(prompts, config.seed, source.path, key=lambda p: contents(p.prompt, p.images))
 
 
 def _in_turn(tests: list[list[Prompt]]) -> list[Prompt]:

@@ -3,6 +3,7 @@ results.json, results.md and grid.png."""
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from flow_grpo import disk
 from flow_grpo.data.prompts import Draw, Prompt
 from flow_grpo.draw.evaluation import Candidate, Evaluation
 from flow_grpo.draw.session import Session
+from flow_grpo.draw.sources import sources_of
 from flow_grpo.rewards import TOTAL
 from flow_grpo.rewards.frames import to_pil
 from flow_grpo.run.metrics import Scored
 from flow_grpo.run.session import write_samples
 from flow_grpo.run.trackers import save_samples
 from flow_grpo.show.console import shown_rewards, table
-from flow_grpo.show.grid import paired_grid, save_grid, score_text, still
+from flow_grpo.show.grid import paired_grid, save_grid, score_text, source_columns, still
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ NOTE = (
     "Difference to {first} ± the standard error of the paired difference (same prompts, same "
     "noise). Within two standard errors it may well be chance."
 )
+ONE = " A difference without ± is that of one prompt, which has no standard error."
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def save_pictures(out: Path, scored: CandidateScores, prompts: list[Prompt], cou
         scored.result,
     )
     if count:
-        save_samples(folder, result.images[:count], prompt=texts, **result.scores)
+        shown = result.shortened(count)
+        save_samples(folder, shown.images, shown.sources, prompt=texts, **result.scores)
 
 
 def columns(result: Evaluation) -> list[str]:
@@ -110,7 +114,7 @@ def write(
     shown = [p.prompt for p in prompts[: len(scored[0].result.images)]]
     if not shown:
         return
-    if len(scored) == 1:
+    if len(scored) == 1 and not any(scored[0].result.sources):
         [only] = scored
         scores = [score_text(only.result.score(TOTAL, i)) for i in range(len(shown))]
         save_grid(out, only.result.images, shown, scores)
@@ -119,10 +123,11 @@ def write(
 
 
 def comparison(scored: list[CandidateScores], shown: list[str]) -> Image.Image:
-    """A column per candidate, a row for each of the prompts that are `shown`."""
+    """A column per candidate, a row for each of the prompts that are `shown`; what the pictures
+    were made from stands first."""
     lines = {each.name: [each.lines(i) for i in range(len(shown))] for each in scored}
     pictures = {each.name: [still(image) for image in each.result.images] for each in scored}
-    return paired_grid(pictures, shown, lines)
+    return paired_grid(source_columns(scored[0].result.sources) | pictures, shown, lines)
 
 
 def report(
@@ -151,8 +156,10 @@ def console(scored: list[CandidateScores], prompts: int) -> str:
     """A line of one candidate, a table of several."""
     if len(scored) > 1:
         return summary(scored)
-    means = "  ".join(f"{name} {mean:.4f}" for name, mean in scored[0].result.means().items())
-    return f"{prompts} prompts  {means}"
+    means = scored[0].result.means().items()
+    # of what a scorer returns besides, some is of other prompts
+    told = [f"{name} {mean:.4f}" for name, mean in means if "/" not in name or not math.isnan(mean)]
+    return "  ".join([f"{prompts} prompts", *told])
 
 
 def summary(scored: list[CandidateScores]) -> str:
@@ -170,7 +177,8 @@ def summary(scored: list[CandidateScores]) -> str:
         ]
         rows.append([each.name, *cells, *([str(each.result.failed())] if failed else [])])
     text = table(rows)
-    return f"{text}\n\n{NOTE.format(first=first.name)}" if others else text
+    note = NOTE.format(first=first.name) + (ONE if re.search(r"\([+-][\d.]+\)", text) else "")
+    return f"{text}\n\n{note}" if others else text
 
 
 def cell(mean: float, difference: Difference | None, places: int) -> str:
@@ -204,12 +212,14 @@ def write_training_samples(
     """The first of this process: at least one whole group, if the process drew one."""
     config, index = session.config, np.concatenate([draw.index for draw, _ in shown])
     count = max(config.log_images, session.plan.group_size) if config.log_images else 0
+    prompts = [session.prompts[row] for draw, _ in shown for row in draw.row]
     write_samples(
         session,
         "train",
         epoch,
         to_pil(torch.cat([images for _, images in shown])[:count]),
-        prompt=[session.prompts[row].prompt for draw, _ in shown for row in draw.row],
+        sources_of(prompts[:count], session.adapter),
+        prompt=[prompt.prompt for prompt in prompts],
         **{name: values[index] for name, values in scored.rewards.items()},
         advantage=credit[index],
         group=scored.groups[index],

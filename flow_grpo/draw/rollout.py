@@ -21,7 +21,8 @@ from flow_grpo.speed.transfer import send
 
 @dataclass(frozen=True)
 class Dynamics:
-    """How a velocity field is walked; the same in sampling and training."""
+    """How a sample is drawn from a velocity field: schedule, kind of SDE, noise and guidance. The
+    same in sampling and training."""
 
     schedule: Schedule
     kind: Kind = "ode"  # of the stochastic steps; all others are ode
@@ -42,6 +43,8 @@ class Trajectory:
     log_probs: Tensor  # (B, len(steps))
     conditioning: Conditioning
     means: Tensor | None = None  # (B, len(steps), C, H, W), of the steps, where asked for
+    states: Tensor | None = None  # (B, all steps + 1, C, H, W), where asked for
+    pull: Tensor | None = None  # like final: the gradient of the reward there, where asked for
 
     def __len__(self) -> int:
         return len(self.final)
@@ -53,8 +56,13 @@ class Trajectory:
             latents=self.latents[part],
             log_probs=self.log_probs[part],
             conditioning=self.conditioning[part],
-            means=None if self.means is None else self.means[part],
+            **{name: own[part] for name, own in self._further().items()},
         )
+
+    def _further(self) -> dict[str, Tensor]:
+        """What was asked for beside the rest."""
+        names = ("means", "states", "pull")
+        return {name: own for name in names if (own := getattr(self, name)) is not None}
 
     @staticmethod
     def join(parts: "Sequence[Trajectory]") -> "Trajectory":
@@ -65,13 +73,13 @@ class Trajectory:
             latents=torch.cat([p.latents for p in parts]),
             log_probs=torch.cat([p.log_probs for p in parts]),
             conditioning=Conditioning.join([p.conditioning for p in parts]),
-            means=None if parts[0].means is None else torch.cat([p.means for p in parts]),
+            **{n: torch.cat([getattr(p, n) for p in parts]) for n in parts[0]._further()},
         )
 
 
 @dataclass(frozen=True)
 class Denoiser:
-    """A model and how it is walked."""
+    """A model together with the dynamics that it draws by."""
 
     adapter: ModelAdapter
     transformer: nn.Module
@@ -96,15 +104,17 @@ class Denoiser:
             gradient=self.dynamics.guidance_gradient,
         )
 
+    def unshared_gradients(self) -> AbstractContextManager:
+        """DDP would take a pass with gradients for the one whose gradients it has to share."""
+        ddp = isinstance(self.transformer, DistributedDataParallel)
+        return self.transformer.no_sync() if ddp else nullcontext()
+
     def velocity_as_trained(
         self, latents: Tensor, timestep: float | Tensor, conditioning: Conditioning
     ) -> Tensor:
         """Without gradient, but by the code that trains: compiled code rounds differently where it
         keeps nothing for a backward pass."""
-        # DDP would take a pass with gradients for the one whose gradients it has to share
-        ddp = isinstance(self.transformer, DistributedDataParallel)
-        quietly = self.transformer.no_sync() if ddp else nullcontext()
-        with torch.set_grad_enabled(self.adapter.compiled), quietly:
+        with torch.set_grad_enabled(self.adapter.compiled), self.unshared_gradients():
             velocity = self.velocity(latents, timestep, conditioning)
         return velocity.detach()  # and with it go the activations
 
@@ -143,56 +153,87 @@ class Denoiser:
         steps: range = range(0),
         generators: list[torch.Generator] | None = None,
         without_noise: Callable[[], AbstractContextManager] = nullcontext,
+        alike: np.ndarray | None = None,
         keep_means: bool = False,
+        keep_states: bool = False,
     ) -> Trajectory:
         """Denoise `latents` (B, C, H, W); `steps` add noise, drawn from one generator per sample.
 
-        With no steps it is the plain ode. All other steps are taken within `without_noise`.
+        With no steps it is the plain ode. All other steps are taken within `without_noise`. Samples
+        of the same number in `alike` (B,) start from the same noise and prompt: until noise comes
+        between them, their steps are taken once, unless all states are kept, of steps without
+        noise.
         """
         latents = latents.to(dtype=latent_dtype(self.transformer))
         noise = step_noise(generators, len(steps), latents) if steps else None
-        kept, log_probs, means = [], [], []
+        kept, log_probs, means, path = [], [], [], [latents]
         for stochastic, run in groupby(range(len(self.dynamics.schedule)), steps.__contains__):
             if stochastic:
                 kept.append(latents)
+                given = self.adapter.prepared(self.transformer, conditioning)
                 for i in run:
-                    step, _ = self.step(i, latents, conditioning, stochastic=True, noise=noise)
+                    step, _ = self.step(i, latents, given, stochastic=True, noise=noise)
                     latents = step.next_sample
                     kept.append(latents)
                     log_probs.append(step.log_prob)
                     means += [step.mean] if keep_means else []
             else:
                 with without_noise():
-                    latents = self._ode(list(run), latents, conditioning)
+                    if alike is None or kept or keep_states:
+                        kept_here = path if keep_states else None
+                        latents = self._ode(list(run), latents, conditioning, kept_here)
+                    else:
+                        latents = self._shared_ode(list(run), latents, conditioning, alike)
         empty = latents.new_zeros(len(latents), 0)
         return Trajectory(
-            latents,
+            self.adapter.finish(latents, conditioning),
             steps,
             torch.stack(kept, 1) if kept else empty,
             torch.stack(log_probs, 1) if log_probs else empty,
             conditioning,
             torch.stack(means, 1) if means else None,
+            torch.stack(path, 1) if keep_states else None,
         )
 
-    def _ode(self, run: list[int], latents: Tensor, conditioning: Conditioning) -> Tensor:
-        """Consecutive steps without noise."""
+    def _ode(
+        self,
+        run: list[int],
+        latents: Tensor,
+        conditioning: Conditioning,
+        path: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Consecutive steps without noise; where each led is added to `path`."""
         sigmas, before = self.dynamics.schedule.sigmas, None
+        given = self.adapter.prepared(self.transformer, conditioning)
         for i in run:
-            step, velocity = self.step(i, latents, conditioning, stochastic=False)
+            step, velocity = self.step(i, latents, given, stochastic=False)
             if self.dynamics.solver == "dpm2":
                 latents, before = dpm2_step(velocity, latents, sigmas[i], sigmas[i + 1], before)
             else:
                 latents = step.next_sample
+            if path is not None:
+                path.append(latents)
         return latents
 
+    def _shared_ode(
+        self, run: list[int], latents: Tensor, conditioning: Conditioning, alike: np.ndarray
+    ) -> Tensor:
+        groups = list(dict.fromkeys(alike.tolist()))
+        first = torch.tensor([alike.tolist().index(group) for group in groups])
+        each = torch.tensor([groups.index(group) for group in alike.tolist()])
+        latents = self._ode(run, latents[send(first, latents.device)], conditioning[first])
+        return latents[send(each, latents.device)]
+
     def encode(self, prompts: list[Prompt]) -> Conditioning:
-        negative = [p.negative_prompt for p in prompts] if self._needs_negatives else None
-        return self.adapter.encode([p.prompt for p in prompts], negative)
+        return self.adapter.encode(*self._given(prompts))
 
     def encode_ahead(self, prompts: list[Prompt]) -> None:
-        """Have the texts of `prompts` at hand."""
-        negative = [p.negative_prompt for p in prompts] if self._needs_negatives else []
-        self.adapter.encode_ahead([*(p.prompt for p in prompts), *negative])
+        """Have what the model is given of `prompts` at hand."""
+        self.adapter.encode_ahead(*self._given(prompts))
+
+    def _given(self, prompts: list[Prompt]) -> tuple[list[str], list[str] | None, list[tuple]]:
+        negative = [p.negative_prompt for p in prompts] if self._needs_negatives else None
+        return [p.prompt for p in prompts], negative, [p.images for p in prompts]
 
     @property
     def _needs_negatives(self) -> bool:
@@ -205,6 +246,12 @@ class Denoiser:
         return 2 if self.adapter.is_guided(self.dynamics.guidance_scale) else 1
 
 
+def steps_taken(num_steps: int, noisy: range, alike: np.ndarray) -> int:
+    """How many steps of single samples `Denoiser.sample` takes, by the same arguments."""
+    shared = noisy.start if noisy else num_steps
+    return len(alike) * (num_steps - shared) + len({*alike.tolist()}) * shared
+
+
 def take_step(
     dynamics: Dynamics,
     i: int | np.ndarray,
@@ -215,8 +262,8 @@ def take_step(
     next_latents: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Step:
-    """Step i of the schedule, or i (B,) of each sample, along `velocity`: with new noise, or to
-    where it went."""
+    """Take step i of the schedule, or i (B,) of each sample, along `velocity`: with new noise, or
+    to `next_latents`, where it went when it was sampled."""
     sigmas = dynamics.schedule.sigmas
     if isinstance(i, np.ndarray):
         exact = torch.tensor(sigmas, dtype=torch.float64)
@@ -249,6 +296,7 @@ def eval_generators(seed: int, rows: list[int]) -> list[torch.Generator]:
 def initial_noise(
     generators: list[torch.Generator], shape: tuple[int, ...], device: torch.device | str
 ) -> Tensor:
+    """The latents that samples begin with, one from each generator."""
     return send(torch.stack(list(_drawn(generators, shape, torch.float32))), device)
 
 

@@ -9,12 +9,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from PIL import Image
 from torch.utils._triton import has_triton
 
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.hub import download_revision
+from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.draw.algorithms import ALGORITHMS, Algorithm, Setup
@@ -26,22 +29,33 @@ from flow_grpo.draw.check import (
     check_void,
     unusual,
 )
+from flow_grpo.draw.data_anchor import DataAnchor, check_data, read_pictures
 from flow_grpo.draw.fields import DRAW, DrawFields
-from flow_grpo.draw.models import ModelAdapter, Size, check_model, find_adapter, load_adapter
+from flow_grpo.draw.models import (
+    LATE_GUIDANCE,
+    ModelAdapter,
+    Size,
+    check_model,
+    find_adapter,
+    load_adapter,
+)
 from flow_grpo.draw.plan import BatchPlan, lighter_settings
 from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.draw.rollout import Dynamics
+from flow_grpo.draw.sources import check_sources, with_sources
+from flow_grpo.draw.teachers import add_teachers, read_teachers
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.run.building import DTYPES, Begin, advice_when_short, building
 from flow_grpo.run.distributed import is_sharded, runs_in_step
-from flow_grpo.run.resume import find_start
+from flow_grpo.run.resume import check_goal, find_start
 from flow_grpo.run.session import BaseSession
 from flow_grpo.run.snapshot import Reference, Snapshot
 from flow_grpo.sde import Solver
-from flow_grpo.speed.lora import MergedLora, is_plain
+from flow_grpo.speed.lora import MergedLora, is_sum
+from flow_grpo.speed.low_bits import FULL
 
 logger = logging.getLogger("flow_grpo")
 
@@ -59,11 +73,13 @@ class Session(BaseSession):
     policy: Policy
     merged: MergedLora | None
     stale: Snapshot | None  # the weights that sampled the epoch to be trained next
+    data: DataAnchor | None = None  # pictures that are trained beside samples
 
     def noisy_steps(self, epoch: int, first: int) -> range:
         """The steps that add noise, in the batch whose first sample is `first`."""
-        per_batch = [first] if self.config.sample.sde_window_per == "batch" else []
-        rng = numpy_rng(self.config.seed, Stream.WINDOW, epoch, *per_batch)
+        keys = {"epoch": [], "group": [first // self.plan.group_size], "batch": [first]}
+        key = keys[self.config.sample.sde_window_per]
+        rng = numpy_rng(self.config.seed, Stream.WINDOW, epoch, *key)
         return self.algorithm.noisy_steps(rng, epoch)
 
     def test_sets(self) -> list[str]:
@@ -71,18 +87,25 @@ class Session(BaseSession):
         several = len(self.prompt_sets) > 1
         return [p.metadata["dataset"] for p in self.test_prompts] if several else []
 
+    def tasks(self, rows: np.ndarray) -> np.ndarray:
+        """The prompt set that each row is of."""
+        last = np.cumsum([count for count, _ in self.prompt_sets])
+        return np.array(self.algorithm.setup.tasks)[np.searchsorted(last, rows, side="right")]
+
     def behaviour(self) -> AbstractContextManager:
-        """The weights to sample with."""
+        """Context in which the policy has the weights to sample the next batch with."""
         old = self.algorithm.samples_with_old(self.progress.step)
         return self.policy.old.applied() if old else nullcontext()
 
     def sampled_by(self) -> AbstractContextManager:
-        """The weights that sampled the epoch to be trained next."""
+        """Context in which the policy has the weights that sampled the epoch about to be
+        trained."""
         return self.behaviour() if self.stale is None else self.stale.applied()
 
     def remember_behaviour(self) -> None:
-        """Before training: the weights that sampled ahead, or would have. Not sooner, so that a run
-        that is stopped until then still has those of the samples it was about to train."""
+        """Where samples are drawn ahead: copy the weights that drew the next epoch's, just before
+        training changes them. Not sooner, so that a run that is stopped until then still has those
+        of the samples it was about to train."""
         if self.stale is not None:
             with self.behaviour():
                 self.stale.blend(0)
@@ -112,6 +135,7 @@ def build_session(
     `load` stands in for `build_adapter`, where the model is none that was saved; `begin` for what
     finds and locks the run folder, which without a lock is left alone.
     """
+    check_goal(config)
     config = check(config)
     algorithm = build_algorithm(config)
     micro_batches = algorithm.batch_count(config.train.batch_size)
@@ -125,25 +149,44 @@ def build_session(
             num_processes=accelerator.num_processes,
             sample_batch_size=sample.train_batch_size,
             batches_per_epoch=sample.num_batches_per_epoch,
-            group_size=sample.num_image_per_prompt,
+            group_size=group_size(config),
             train_batch_size=train.batch_size,
             accumulation_steps=train.gradient_accumulation_steps,
             inner_epochs=train.num_inner_epochs,
             trained_steps=algorithm.losses_per_sample,
+            explored=sample.num_image_per_prompt // group_size(config),
         )
         if algorithm.whole_groups:
             plan.check_whole_groups(algorithm.name)
         if sample.merge_lora and is_sharded(accelerator):
             raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
-        run.open_folder(begin)
+        run.open_folder(begin, plan.updates)
         data, size = build_prompts(config, plan), image_size(config)
+        every, pictures = [*data.train, *data.test], read_pictures(config)
+        named = model_and_family(config) if load is None else (config.pretrained.model, None)
+        if load is None:
+            check_sources(every, *named, size, accelerator)
+        check_data(pictures, *named, accelerator)
 
         def check_rewards(reward: WeightedReward, eval_reward: WeightedReward) -> None:
             check_judges(config, reward.judges, plan)
+            if algorithm.needs_reward_gradient:
+                reward.check_differentiable(f"algorithm={algorithm.name!r}")
             check_eval_judges(eval_reward.judges)
             check_reward(reward, data.train, size)
             check_reward(eval_reward, data.test, size)
 
+        if algorithm.loras and (is_sharded(accelerator) or not config.use_lora):
+            raise UserError(
+                f"algorithm={algorithm.name!r} swaps one LoRA for another: it needs use_lora=True, "
+                "and neither ZeRO-3 nor FSDP"
+            )
+        if algorithm.start and train.lora_path:
+            raise UserError(
+                f"train.lora_path={train.lora_path!r} has no effect with "
+                f"{algorithm.name}.start='merged'; set that to 'model'"
+            )
+        teachers = read_teachers(algorithm.loras, train, model_and_family(config)[0])
         run.add_rewards(check_rewards)
         with advice_when_short(lighter_settings(config)):
             adapter = (load or build_adapter)(config, accelerator)
@@ -159,18 +202,24 @@ def build_session(
             gradient_checkpointing=train.gradient_checkpointing,
             seed=config.seed,
         )
-        if sample.merge_lora and not all(map(is_plain, policy.lora_layers)):
+        if sample.merge_lora and not all(map(is_sum, policy.lora_layers)):
             raise UserError(f"sample.merge_lora=True: {train.lora_path} has more than plain LoRA")
+        add_teachers(policy, teachers, algorithm.start)
         run.add_policy(policy)
         merged = MergedLora(policy.lora_layers) if sample.merge_lora else None
-        if can_compile(config, accelerator):
-            adapter.compile()
-        if adapter.can_replay and can_replay(config, accelerator):
-            adapter.replay()
+        adapter.speed_up(
+            fold=not is_sharded(accelerator),  # engines that shard gather weights layer by layer
+            compiled=can_compile(config, accelerator),
+            # a mask for those without a picture is nothing that a recording takes
+            # nor does it give gradients of its inputs
+            graphs=can_replay(config, accelerator)
+            and len({len(p.images) for p in every}) == 1
+            and not algorithm.needs_reward_gradient,
+        )
         # before a checkpoint is loaded, and so the same after a resume
         if algorithm.needs_reference:
             policy.reference = Reference(policy.trained())
-            if config.use_lora:
+            if config.use_lora or algorithm.anchors.resets:
                 policy.reference.prepare(accelerator)
         if algorithm.keeps_old:
             policy.old = Snapshot(policy.trained(), "old").prepare(accelerator)
@@ -187,14 +236,28 @@ def build_session(
             algorithm=algorithm,
             merged=merged,
             stale=stale,
+            data=DataAnchor(pictures, policy, config.anchors.data_weight) if pictures else None,
         )
         algorithm.load_state_dict(session.progress.algorithm)
     return session
 
 
+def model_and_family(config: DrawFields) -> tuple[str, type[ModelAdapter] | None]:
+    """The model's name and its family; None where that cannot be told yet."""
+    name = config.pretrained.model
+    try:
+        return name, find_adapter(download_revision(name, config.pretrained.revision))
+    except UserError:  # told when it is loaded
+        return name, None
+
+
 def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> None:
     """Tell whatever can be wrong with it, before the model loads."""
-    texts, metadata = [p.prompt for p in prompts], [p.metadata for p in prompts]
+    grey = Image.new("RGB", (size.width, size.height), "grey")
+    texts, metadata = (
+        [p.prompt for p in prompts],
+        [with_sources(p, lambda _: grey) for p in prompts],
+    )
     reward.check(texts, metadata)
     for name, rows in reward.asked(texts, metadata).items():
         if len(rows) < len(prompts):
@@ -232,20 +295,31 @@ def can_replay(config: DrawFields, accelerator: Accelerator) -> bool:
 
 def build_adapter(config: DrawFields, accelerator: Accelerator) -> ModelAdapter:
     model = download_revision(config.pretrained.model, config.pretrained.revision)
-    fewest_steps = min(config.sample.num_steps, config.sample.eval_num_steps)
-    own = (f"{config.algorithm}.{name}" for name in ("train_guidance", "kl_guidance"))
-    names = ("sample.guidance_scale", "sample.eval_guidance_scale", *own)
+    sample = config.sample
+    explored = sample.explore_steps if config.train.keep_best_worst else sample.num_steps
+    fewest_steps = min(sample.num_steps, sample.eval_num_steps, explored)
+    own = (
+        f"{config.algorithm}.{name}"
+        for name in ("train_guidance", "kl_guidance", "teacher_guidance")
+    )
+    names = ("sample.guidance_scale", "sample.eval_guidance_scale", LATE_GUIDANCE, *own)
     guidance = {n: v for n, v in dotted(asdict(config)) if n in names and v is not None}
-    check_model(model, image_size(config), guidance, fewest_steps)
+    sharded = is_sharded(accelerator)
+    check_model(model, image_size(config), guidance, fewest_steps, sharded=sharded)
     check_gradient(config, find_adapter(model))
-    return load_adapter(
+    adapter = load_adapter(
         model,
         device=accelerator.device,
         dtype=DTYPES[config.mixed_precision],
         max_sequence_length=config.max_sequence_length,
         prompt_cache=config.prompt_cache,
         offload_idle=config.offload_idle,
+        source_size=image_size(config),
+        base_precision=config.pretrained.base_precision,
+        keep_full=config.sample.eval_precision == FULL,
     )
+    adapter.guidance_scale_2 = config.sample.guidance_scale_2
+    return adapter
 
 
 def build_dynamics(
@@ -265,6 +339,11 @@ def build_dynamics(
         guidance_gradient=config.train.guidance_gradient,
         solver=solver,
     )
+
+
+def group_size(config: DrawFields) -> int:
+    """How many samples of a prompt are trained."""
+    return 2 * config.train.keep_best_worst or config.sample.num_image_per_prompt
 
 
 def eval_guidance(config: DrawFields) -> float:
@@ -291,8 +370,10 @@ def build_algorithm(config: Unchecked | DrawFields) -> Algorithm:
         timestep_fraction=train.timestep_fraction,
         estimator=train.advantage,
         scale="batch" if sample.global_std else "group",
-        group_size=sample.num_image_per_prompt,
+        group_size=group_size(config),
         update_samples=train.batch_size * train.gradient_accumulation_steps,
+        anchors=config.anchors,
+        tasks=tuple(source.name for source in parse_sources(config.dataset)),
     )
     try:
         algorithm = chosen(config.own, setup)

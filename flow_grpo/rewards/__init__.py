@@ -5,7 +5,8 @@ This module stays light: scorers are imported when they are built.
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ from flow_grpo.rewards.protocol import (
 if TYPE_CHECKING:
     import torch
 
+    from flow_grpo.config.fields import RewardFields
+
 PICTURE_REWARDS = {
     "aesthetic": "flow_grpo.rewards.scorers.clip:Aesthetic",
     "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
@@ -40,11 +43,13 @@ PICTURE_REWARDS = {
     "imagereward": "flow_grpo.rewards.scorers.imagereward:ImageReward",
     "jpeg_compressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_incompressibility",
+    "keep_source": "flow_grpo.rewards.scorers.keep_source:KeepSource",
     "ocr": "flow_grpo.rewards.scorers.ocr:OcrScorer",
     "pickscore": "flow_grpo.rewards.scorers.clip:PickScore",
     "qwenvl": "flow_grpo.rewards.judges:QwenVl",
     "qwenvl_ocr": "flow_grpo.rewards.judges:QwenVlOcr",
     "unifiedreward": "flow_grpo.rewards.judges:UnifiedReward",
+    "viescore": "flow_grpo.rewards.judges:VieScore",
     "vlm_pairwise": "flow_grpo.rewards.judges:VlmPairwise",
 }
 ANSWER_REWARDS = {
@@ -113,7 +118,7 @@ class WeightedReward:
         return {name: g.last_error for name, g in self._guarded.items() if g.last_error}
 
     def forget_errors(self) -> None:
-        """So that what is told of an epoch is of that epoch."""
+        """Begin to collect errors anew, so that an epoch tells its own only."""
         for guarded in self._guarded.values():
             guarded.last_error = ""
 
@@ -170,18 +175,34 @@ class WeightedReward:
     def rehearse(
         self, prompts: Sequence[str], metadata: Rows, width: int, height: int, frames: int
     ) -> None:
-        """Try each scorer on a picture of noise, or a clip."""
+        """Try each scorer on two pictures of noise, or clips."""
         noise = np.random.default_rng(0).integers(256, size=(frames, height, width, 3), dtype="u1")
         clip = [Image.fromarray(frame) for frame in noise]
         self.rehearse_with(clip if frames > 1 else clip[0], prompts, metadata)
 
     def rehearse_with(self, sample: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
-        """Try each scorer of this machine on `sample`, for the first prompt that asks for it."""
+        """Try each scorer of this machine on `sample`, twice, for the first prompt that asks for
+        it: what returns one number for all of them is found out."""
         asked = self.asked(prompts, metadata)
         for name, guarded in self._guarded.items():
             if asked[name] and not guarded.scorer.has_policy:  # servers may be slow
-                row, count = asked[name][0], 2 if name in self.judges else 1
-                guarded.rehearse([sample] * count, [prompts[row]] * count, [metadata[row]] * count)
+                row = asked[name][0]
+                guarded.rehearse([sample] * 2, [prompts[row]] * 2, [metadata[row]] * 2)
+
+    def check_differentiable(self, why: str) -> None:
+        """Refuse a reward whose gradient is asked for and that has none."""
+        for name, scorer in self.scorers.items():
+            if scorer.score_pixels is None:
+                raise UserError(
+                    f"reward {name!r} cannot be differentiated, which {why} needs; take aesthetic, "
+                    "clipscore, hpsv2, pickscore or one of your own with score_pixels, or another "
+                    "algorithm"
+                )
+
+    def score_pixels(self, pixels: "torch.Tensor", prompts: list[str]) -> "torch.Tensor":
+        """The weighted sum (N,) as a function of the pixels (N, 3, H, W)."""
+        weighted = self.weights.items()
+        return sum(w * self.scorers[n].score_pixels(pixels, prompts) for n, w in weighted)
 
     def end_if_broken(self) -> None:
         """Before a whole epoch is drawn for a reward whose code fails batch after batch."""
@@ -195,12 +216,12 @@ class WeightedReward:
             scorer.rest()
 
     def expect_no_more(self) -> None:
-        """What is still being scored may fail without a word."""
+        """Silence the errors of what is still being scored."""
         for guarded in self._guarded.values():
             guarded.closed = True
 
     def end_threads(self) -> None:
-        """Once no scorer works any more."""
+        """Stop the threads, once no scorer works any more."""
         for thread in (self._to_pil, *(guarded.thread for guarded in self._guarded.values())):
             thread.close()
 
@@ -248,6 +269,34 @@ def check_weights(weights: Mapping[str, float], setting: str = "reward_fn") -> N
             raise UserError(f"{setting}.{name}={weight!r} must be a number, its weight")
 
 
+def check_names(
+    names: Collection[str], others: Iterable[str], custom: Collection[str], servers: Iterable[str]
+) -> None:
+    """Refuse rewards that there are not. `names` are asked for, and may be what a server has;
+    `others` have options."""
+    paths = {**REWARDS, **dict.fromkeys(custom)}
+    for name in (*names, *others, *custom, *servers):
+        if name in RESERVED:
+            raise UserError(f"reward {name!r} has the name of a metric; call it something else")
+        if not (name in paths or (name in servers and name in names)):
+            message = (
+                f"unknown reward {name!r}; known are {', '.join(sorted(paths))}; "
+                "add your own with config.custom_rewards, or its server with config.reward_servers"
+            )
+            raise UserError(with_nearest(message, name, paths))
+
+
+def check_fields(settings: "RewardFields") -> None:
+    """Refuse weights that are no numbers, and names that are none."""
+    weights = {"reward_fn": settings.reward_fn, "eval_reward_fn": settings.eval_reward_fn}
+    for field, own in weights.items():
+        if own or field == "reward_fn":
+            check_weights(own, field)
+    names = [*settings.reward_fn, *settings.eval_reward_fn]
+    servers = [name for name, urls in settings.reward_servers.items() if urls]
+    check_names(names, settings.reward_options, settings.custom_rewards, servers)
+
+
 def option_names(reward: str, path: str) -> list[str] | None:
     """What reward_options of a reward takes; None where that may be anything."""
     try:
@@ -272,15 +321,7 @@ def build_scorers(
     names, paths = list(names), {**REWARDS, **(custom or {})}
     servers = {name: urls for name, urls in (servers or {}).items() if urls}
     rules, options = split_rules(options or {})
-    for name in (*names, *options, *(custom or {}), *servers):
-        if name in RESERVED:
-            raise UserError(f"reward {name!r} has the name of a metric; call it something else")
-        if not (name in paths or (name in servers and name in names)):
-            message = (
-                f"unknown reward {name!r}; known are {', '.join(sorted(paths))}; "
-                "add your own with config.custom_rewards, or its server with config.reward_servers"
-            )
-            raise UserError(with_nearest(message, name, paths))
+    check_names(names, options, custom or {}, servers)
     for name in servers:
         if options.get(name):
             raise UserError(
@@ -296,7 +337,10 @@ def build_scorers(
     def build(name: str) -> Scorer:
         if name in servers:
             return _build_remote(name, servers[name], policy, rules.get(name))
-        scorer = as_scorer(_build(name, found[name], options.get(name, {}), device, policy))
+        try:
+            scorer = as_scorer(_build(name, found[name], options.get(name, {}), device, policy))
+        except UserError as error:
+            raise type(error)(_with_option(str(error), name)) from error
         scorer.frames = rule(name, scorer)
         return scorer
 
@@ -310,6 +354,18 @@ def guard_scorers(
 ) -> dict[str, GuardedScorer]:
     """Each scorer with the policy for its failures."""
     return {name: GuardedScorer(name, scorer, policy) for name, scorer in scorers.items()}
+
+
+def _with_option(told: str, reward: str) -> str:
+    """A class tells of an option by its name alone; here it is where a config has it."""
+    match = re.search(r"\bgive (?:(\w+)=(\S+)|the path of a copy as (\w+))$", told)
+    if not match:
+        return told
+    option = {reward: {match[1] or match[3]: match[2] or "PATH"}}
+    return (
+        f'{told[: match.start()]}give --config.reward_options="{option}" (--options of a reward '
+        "server)"
+    )
 
 
 def _build_remote(name: str, servers: str, policy: FailurePolicy, frames: str | None) -> Scorer:

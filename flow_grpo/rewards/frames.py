@@ -115,7 +115,7 @@ def checked_rule(rule: Any, setting: str) -> str:
 
 
 def rule_of(name: str, scorer: Any, asked: str | None, *, custom: bool) -> str:
-    """Which rule a scorer keeps, if the user asked for another one than its own."""
+    """The rule by which a scorer takes frames, if the user asked for another one than its own."""
     own = checked_rule(scorer.frames, f"reward {name!r}: its attribute {OPTION}")
     rule = agreed_rule(name, asked, own, custom=custom)
     if scorer.compares_groups and _number(rule) > 1:
@@ -127,8 +127,8 @@ def rule_of(name: str, scorer: Any, asked: str | None, *, custom: bool) -> str:
 
 
 def agreed_rule(name: str, asked: str | None, own: str, *, custom: bool = False) -> str:
-    """What the user asked for, unless the reward takes something else: its `own` rule says whether
-    it takes clips. Of a custom one without a word on it, the user knows."""
+    """The rule to take frames by: the user's, unless it conflicts with the reward's `own`, which
+    says whether it takes clips. A custom reward that says nothing takes what the user says."""
     setting = f"reward_options.{name}.{OPTION}={asked!r}"
     if asked in (None, own):
         return own

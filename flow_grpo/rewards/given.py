@@ -1,15 +1,11 @@
 """Rewards as a config names them: "package.module:function", "path/to/file.py:function", or, of a
 function that lives in this process only, like one of a notebook, "flow_grpo.rewards.given:NAME"."""
 
-import importlib
-import importlib.util
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from flow_grpo.config.custom import import_named
 from flow_grpo.errors import UserError
 
 _GIVEN: dict[str, Callable] = {}
@@ -27,25 +23,13 @@ def path_of(function: Callable, name: str) -> str:
 
 def import_scorer(name: str, path: str) -> Any:
     """The function, object or class that a config names by its path."""
-    module_name, _, attribute = str(path).rpartition(":")
-    if not module_name or not attribute:
-        raise UserError(
-            f"custom_rewards.{name}={path!r} must read 'package.module:function' or "
-            "'path/to/file.py:function'"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a reward module beside one's own config
-    try:
-        if module_name == __name__:
-            scorer = __getattr__(attribute)  # also of one with the name of something here
-        elif module_name.endswith(".py"):
-            scorer = getattr(_run_file(module_name), attribute)
-        else:
-            scorer = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, SyntaxError, OSError) as error:
-        raise UserError(f"reward {name!r}: cannot import {path!r} ({error})") from error
+    who, own = f"reward {name!r}", str(path).removeprefix(f"{__name__}:")
+    if own in _GIVEN and own != path:
+        scorer = _GIVEN[own]  # also one with the name of something here
+    else:
+        scorer = import_named(path, f"custom_rewards.{name}", who, "function")
     if not callable(scorer):
-        raise UserError(f"reward {name!r}: {path!r} is a {type(scorer).__name__}, not callable")
+        raise UserError(f"{who}: {path!r} is a {type(scorer).__name__}, not callable")
     return scorer
 
 
@@ -57,11 +41,3 @@ def __getattr__(name: str) -> Callable:
             "it is given again"
         )
     return _GIVEN[name]
-
-
-def _run_file(path: str) -> ModuleType:
-    """As a module of its own, so that rewards of two files of one name do not mix."""
-    spec = importlib.util.spec_from_file_location(f"reward_file_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -4,7 +4,7 @@ tokenizers and weight files from disk or the hub, or an error that says what to 
 import math
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,9 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional as F
 
+from flow_grpo.access import check_access, refusal
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.protocol import Returned, Rows, Scorer
@@ -57,6 +59,10 @@ class FrozenModel(ABC):
         """The batches that `count` images make."""
         return (slice(i, i + self.batch_size) for i in range(0, count, self.batch_size))
 
+    def pixels(self, images: list[Image.Image]) -> torch.Tensor:
+        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
+        return pixels.to(self.device, self.torch_dtype)  # (N, 3, H, W)
+
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
@@ -82,9 +88,21 @@ class ModelScorer(FrozenModel, Scorer):
     def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         """Values (N,) by name for RGB images: the reward under `SCORE`, others to be logged."""
 
-    def pixels(self, images: list[Image.Image]) -> torch.Tensor:
-        pixels = self.image_processor(images=images, return_tensors="pt")["pixel_values"]
-        return pixels.to(self.device, self.torch_dtype)  # (N, 3, H, W)
+    def processed(self, pixels: torch.Tensor) -> torch.Tensor:
+        """What `pixels` gives, of (N, 3, H, W) in [0, 1] and with a gradient: the shorter side
+        resized, the middle cut out."""
+        processor, (height, width) = self.image_processor, pixels.shape[-2:]
+        scale = processor.size["shortest_edge"] / min(height, width)
+        size = int(height * scale), int(width * scale)
+        resized = F.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 1)
+        crop = processor.crop_size["height"], processor.crop_size["width"]
+        top, left = ((own - kept) // 2 for own, kept in zip(size, crop, strict=True))
+        middle = resized[..., top : top + crop[0], left : left + crop[1]]
+        mean, std = (
+            middle.new_tensor(values)[:, None, None]
+            for values in (processor.image_mean, processor.image_std)
+        )
+        return ((middle - mean) / std).to(self.device, self.torch_dtype)
 
     def tokens(self, texts: list[str]) -> dict[str, torch.Tensor]:
         """As the text encoder takes them: the token ids and their mask, (N, max_length)."""
@@ -130,8 +148,9 @@ LOAD_ERRORS = (
 
 
 @contextmanager
-def explained(option: str, source: str, kind: str) -> Iterator[None]:
+def explained(option: str, source: str, kind: str, known: Iterable[str] = ()) -> Iterator[None]:
     """Turn what goes wrong while `source`, the value of `option`, is loaded into a UserError."""
+    check_access(option, source, known=known)
     try:
         yield
     except LOAD_ERRORS as error:
@@ -149,7 +168,8 @@ def explained(option: str, source: str, kind: str) -> Iterator[None]:
                 "it must be what the model's authors published, or a copy by save_pretrained"
             ) from error
         raise UserError(
-            f"{option}={source!r} is no local path, and {kind} cannot be had from the hub under "
+            refusal(error, option, source, known=known)
+            or f"{option}={source!r} is no local path, and {kind} cannot be had from the hub under "
             f"that name ({reason}); without a network, give the path of a copy as {option}"
         ) from error
 

@@ -10,9 +10,10 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.calling import run_coroutine
@@ -27,12 +28,24 @@ from flow_grpo.rewards.frames import (
     mean_of_frames,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Samples = list[Sample] | list[str]
 Rows = list[dict[str, Any]]  # the metadata of each
 Returned = list[float] | tuple[list[float], dict[str, list[float]]]
 
 FRAMES_OF_A_JUDGE = "middle"  # several of one sample would be each other's rivals
+SOURCE = "source"  # in the metadata: the PIL image that a picture was made from, or several
+MASK = "mask"  # and the one that says what of it may change, in white
 RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
+
+
+def pictures_in(row: dict[str, Any], name: str = SOURCE) -> list[Image.Image]:
+    """Those that a row's metadata has under this name."""
+    found = row.get(name)
+    pictures = found if isinstance(found, list) else [found]
+    return pictures if all(isinstance(each, Image.Image) for each in pictures) else []
 
 
 class Scorer:
@@ -44,6 +57,9 @@ class Scorer:
     concurrent_calls = 1  # calls that a reward server may make at a time
     has_policy = False  # it keeps the time and tries again by itself, and is called once
     trouble = ""  # why it cannot score now, for a reward server to tell
+    # Of one that can be differentiated: scores (N,) of pixels (N, 3, H, W) in [0, 1] and prompts,
+    # as a function of the pixels.
+    score_pixels: "Callable[[Tensor, list[str]], Tensor] | None" = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -96,7 +112,7 @@ class GivenScorer:
 
 
 def as_scorer(given: Any) -> Scorer:
-    """What has every hook; also of a class before one is built of it."""
+    """Give a function, an object or a class all hooks of a scorer."""
     return given if isinstance(given, Scorer | GivenScorer) else GivenScorer(given)
 
 
@@ -106,6 +122,17 @@ def parameters_of(scorer: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(scorer).parameters if isinstance(scorer, type) else {}
     except ValueError:  # builtins do not tell
         return {}
+
+
+def takes_call(scorer: Scorer | GivenScorer) -> bool:
+    """Whether it has the arguments of a reward."""
+    try:
+        inspect.signature(getattr(scorer, "given", scorer)).bind(*"abc")
+    except TypeError:
+        return False
+    except ValueError:  # builtins do not tell
+        pass
+    return True
 
 
 @dataclass(frozen=True)
@@ -120,7 +147,7 @@ class BatchScores:
 
 
 class ContractError(UserError):
-    """What a scorer returned is not what a scorer returns."""
+    """A scorer returned the wrong type, length or values."""
 
 
 def score(scorer: Scorer, samples: Samples, prompts: list[str], metadata: Rows) -> BatchScores:
@@ -183,7 +210,7 @@ def _number(what: str, value: Any) -> float:
 
 
 def joined(parts: Sequence[BatchScores]) -> BatchScores:
-    """One after the other; parts may differ in their extras."""
+    """Scores of several batches as those of one; the batches may differ in their extras."""
     names = dict.fromkeys(name for part in parts for name in part.extras)
     missing = Failed("it was not returned for this image")
     extras = {

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,29 +13,37 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, parse_flag_from_env
 from torch.optim import Optimizer
+from transformers import get_scheduler
 from transformers.integrations import unset_hf_deepspeed_config
 
-from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.fields import SharedFields, TrainFields
 from flow_grpo.config.settings import to_json
 from flow_grpo.errors import OutOfMemory, UserError
 from flow_grpo.rewards import (
     WeightedReward,
     build_scorers,
-    check_weights,
+    check_fields,
     close_scorers,
     guard_scorers,
 )
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.run import trackers
-from flow_grpo.run.distributed import on_all_or_none
+from flow_grpo.run.distributed import is_sharded, on_all_or_none
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.policy import BasePolicy
 from flow_grpo.run.resume import Start, load_progress, prepare_folder
 from flow_grpo.run.snapshot import Ema
 from flow_grpo.run.stopping import StopSignals
+from flow_grpo.speed.low_bits import FULL, check_precision
 
 logger = logging.getLogger("flow_grpo")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# what transformers calls them
+SCHEDULES = {
+    "constant": "constant_with_warmup",
+    "linear": "linear",
+    "cosine": "cosine_with_min_lr",
+}
 Begin = Callable[..., tuple[Start, RunLock | None]]
 
 
@@ -50,9 +59,12 @@ class Building:
             project_dir=config.logdir,
             **settings,
         )
+        check_base(config, self.accelerator)
 
-    def open_folder(self, begin: Begin) -> None:
-        """Find the run folder and where to go on from; `begin` locks it, or leaves it alone."""
+    def open_folder(self, begin: Begin, updates: int) -> None:
+        """Find the run folder and where to go on from; `begin` locks it, or leaves it alone. An
+        epoch has so many `updates`."""
+        self._rates = learning_rates(self.config.train, updates * self.config.num_epochs)
         self._as_json = to_json(self.config)
         self._start, self._lock = begin(self.accelerator, self._as_json, self._until_built)
 
@@ -98,6 +110,7 @@ class Building:
             "eval_reward": eval_reward,
             "policy": self._policy,
             "optimizer": self._optimizer,
+            "learning_rate": self._rates,
             "ema": self._ema,
             "folder": start.folder,
             "progress": progress,
@@ -106,10 +119,26 @@ class Building:
         }
 
 
+def check_base(config: SharedFields, accelerator: Accelerator) -> None:
+    """Refuse frozen weights in few bits where they cannot be."""
+    precision = config.pretrained.base_precision
+    if precision != FULL:
+        field = f"pretrained.base_precision={precision!r}"
+        if not config.use_lora:
+            raise UserError(f"{field} needs use_lora=True: weights in few bits are not trained")
+        if is_sharded(accelerator):
+            raise UserError(
+                f"{field} does not go with ZeRO-3 or FSDP: every GPU has all of them; use plain "
+                "data parallelism"
+            )
+        check_precision(precision, accelerator.device)
+
+
 @contextmanager
 def building(config: SharedFields, **settings: Any) -> Iterator[Building]:
-    """`settings` of `build_accelerator`. What was locked and started is given back if the session
-    cannot be built; else the session holds it until it is closed."""
+    """Context that builds a session step by step. What was locked and started is given back if that
+    fails; else the session holds it until it is closed. `settings` are those of
+    `build_accelerator`."""
     with ExitStack() as until_built:
         yield Building(config, until_built, **settings)
         until_built.pop_all()
@@ -126,13 +155,35 @@ def advice_when_short(advice: list[str]) -> Iterator[None]:
         raise OutOfMemory(f"{reason}; {options}; see docs/performance.md") from error
 
 
+def choose_device(device: str, processes: int) -> bool:
+    """Whether it is the CPU. A GPU that is named by its number is accelerate's from now on."""
+    if device in ("auto", "cpu"):
+        return device == "cpu" or not torch.cuda.is_available()
+    if not re.fullmatch(r"cuda(:\d+)?", device):
+        raise UserError(f"device={device!r} must be 'auto', 'cpu', 'cuda' or one GPU, as 'cuda:1'")
+    count = torch.cuda.device_count()
+    if not count:
+        raise UserError(f"device={device!r}, but torch sees no GPU here; use device=cpu")
+    if device != "cuda":
+        if processes > 1:
+            raise UserError(
+                f"device={device!r} is one GPU for {processes} processes; use device=cuda, and "
+                "each has its own"
+            )
+        if int(device.removeprefix("cuda:")) >= count:
+            raise UserError(f"device={device!r}, but the last GPU here is cuda:{count - 1}")
+        os.environ["ACCELERATE_TORCH_DEVICE"] = device
+        torch.cuda.set_device(device)
+    return False
+
+
 def build_accelerator(
     config: SharedFields, *, accumulation_steps: int = 1, autocast: bool = True, **kwargs
 ) -> Accelerator:
     """`autocast=False`: what is trained casts by itself, in sampling as in training."""
     # accelerate knows the option below by its old name only
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
-    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    on_cpu = choose_device(config.device, int(os.environ.get("WORLD_SIZE", "1")))
     deepspeed, fsdp = (parse_flag_from_env(f"ACCELERATE_USE_{e}") for e in ("DEEPSPEED", "FSDP"))
     torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
     if deepspeed and config.train.offload_optimizer:
@@ -190,8 +241,7 @@ def build_rewards(
     config: SharedFields, accelerator: Accelerator, *weights: dict[str, float]
 ) -> list[WeightedReward]:
     """One reward per dict of weights; those that name the same scorer share it."""
-    for each in weights:
-        check_weights(each, "reward_fn" if each == config.reward_fn else "eval_reward_fn")
+    check_fields(config)
     policy = FailurePolicy(config.reward_retries, config.reward_timeout)
     scorers = build_scorers(
         dict.fromkeys(name for each in weights for name in each),
@@ -213,6 +263,32 @@ def adam_settings(config: SharedFields) -> dict[str, Any]:
         "weight_decay": train.adam_weight_decay,
         "eps": train.adam_epsilon,
     }
+
+
+def learning_rates(train: TrainFields, updates: int) -> Callable[[int], float]:
+    """The learning rate of an update of a run, by how many there were before it: there is no other
+    state to save."""
+    if train.lr_min_ratio and train.lr_scheduler != "cosine":
+        raise UserError(
+            f"train.lr_min_ratio={train.lr_min_ratio} has no effect with train.lr_scheduler="
+            f"{train.lr_scheduler!r}; leave it at 0.0, or use 'cosine'"
+        )
+    if train.lr_warmup_steps >= updates:
+        raise UserError(
+            f"train.lr_warmup_steps={train.lr_warmup_steps} must be below the {updates} updates of "
+            "the run; lower it, or raise num_epochs"
+        )
+    name, options = SCHEDULES[train.lr_scheduler], {}
+    if train.lr_scheduler == "cosine":
+        options["min_lr_rate"] = train.lr_min_ratio
+    schedule = get_scheduler(
+        name,
+        torch.optim.SGD([torch.zeros(1)]),  # takes no step
+        num_warmup_steps=train.lr_warmup_steps,
+        num_training_steps=updates,
+        scheduler_specific_kwargs=options,
+    )
+    return lambda done: train.learning_rate * schedule.lr_lambdas[0](done)
 
 
 def build_optimizer(

@@ -37,11 +37,8 @@ def on_all_or_none(accelerator: Accelerator, call: Callable[[], Result]) -> Resu
 
 
 def in_step(accelerator: Accelerator, batches: Sequence[Batch]) -> list[tuple[Batch, bool]]:
-    """The micro-batches of an update, and whether each counts.
-
-    Where every backward is a joint effort, a process that has fewer than another repeats its first,
-    and has to give it no weight.
-    """
+    """The micro-batches of an update, each with whether it counts. Where a backward pass needs all
+    processes, one that has fewer batches than another repeats its first, with no weight."""
     counted = [(batch, True) for batch in batches]
     if not runs_in_step(accelerator):
         return counted
@@ -107,14 +104,16 @@ def gather_scores(
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether every forward is a joint effort, so that all processes must run equally many."""
+    """Whether weights are sharded (ZeRO-3, FSDP): a forward pass needs all processes, and each must
+    run equally many."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return accelerator.state.deepspeed_plugin.zero_stage == 3
     return accelerator.distributed_type == DistributedType.FSDP
 
 
 def runs_in_step(accelerator: Accelerator) -> bool:
-    """Whether every backward is a joint effort, so that all processes must run equally many."""
+    """Whether a backward pass needs all processes (DeepSpeed, FSDP), so that each must run equally
+    many."""
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 

@@ -42,7 +42,7 @@ class Source:
 
     @property
     def averaged(self) -> bool | None:
-        """None: a folder of another name, which does not tell."""
+        """Whether the folder has averaged weights; None if its name does not tell."""
         name = self.weights.name
         return name.startswith("ema_") if name.removeprefix("ema_") in NAMES else None
 

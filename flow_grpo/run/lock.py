@@ -52,7 +52,8 @@ class Holder:
         return (self.host, self.namespace, self.boot) == here
 
     def is_alive(self) -> bool | None:
-        """None: a process has its number, but another start, so it may not be the same one."""
+        """Whether the process that wrote the lock still runs; None if another may have its
+        number."""
         try:
             if psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE:
                 return False  # killed, its parent has yet to notice

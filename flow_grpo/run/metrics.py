@@ -32,12 +32,12 @@ class Scored:
     weights: Mapping[str, float]
     baseline: np.ndarray | None = None  # (N,), of a sample without noise of the same prompt
     judged: Collection[str] = ()  # rewards that are shares of wins within the group
+    apart: np.ndarray | None = None  # (N,), from the sample of the group that is most like it
 
     @property
     def counted(self) -> dict[str, np.ndarray]:
-        """The rewards that have a weight. Where a prompt did not ask for one, all its samples get
-        the same: the mean of the others, so that no prompt stands out among prompts for it. A
-        baseline knows nothing of that, and takes 0."""
+        """The rewards that have a weight. Where a prompt does not ask for one, its samples get that
+        reward's mean over the others, so that it gives them no advantage; a baseline gets 0."""
 
         def counted(values: np.ndarray) -> np.ndarray:
             asked = values[np.isfinite(values)]
@@ -129,10 +129,14 @@ class TrainingStats:
 
     def add(self, loss: Loss, *, on_policy: bool) -> None:
         """`on_policy`: the weights are still those that sampled."""
-        for name, values in {"loss": loss.per_sample, **loss.columns}.items():
-            self._columns[name].append(values.detach())
+        self.add_columns({"loss": loss.per_sample, **loss.columns})
         if on_policy and "ratio" in loss.columns:
             self._deviation.append((loss.columns["ratio"] - 1).abs())
+
+    def add_columns(self, columns: Mapping[str, Tensor]) -> None:
+        """What else was trained, (B,) each, of samples of its own."""
+        for name, values in columns.items():
+            self._columns[name].append(values.detach())
 
     def add_grad_norm(self, norm: Tensor | float, most: float) -> None:
         """`most`: what it was scaled down to, where it was larger."""
@@ -146,7 +150,8 @@ class TrainingStats:
         columns = {name: torch.cat(parts).double() for name, parts in self._columns.items()}
         sums = torch.stack([values.sum() for values in columns.values()])
         left_out = [self._left_out if name in LOSSES else 0 for name in columns]
-        counts = torch.full_like(sums, len(columns["loss"])) + sums.new_tensor(left_out)
+        counts = sums.new_tensor([len(values) for values in columns.values()])
+        counts = counts + sums.new_tensor(left_out)
         sums, counts = accelerator.reduce(torch.stack([sums, counts]))
         means = zip(columns, (sums / counts).tolist(), strict=True)
         metrics = {f"train/{NAMES.get(name, name)}": mean for name, mean in means}

@@ -61,7 +61,7 @@ class BasePolicy:
         return optimizer
 
     def moved(self) -> None:
-        """After an update of the weights."""
+        """Called after each update of the weights."""
 
     def save(self, folder: Path, prefix: str = "") -> None:
         """For others to load: `<prefix>lora/`, or a folder for the whole model.

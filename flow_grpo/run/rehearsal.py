@@ -87,7 +87,8 @@ def run_seconds(measured: Measured, work: Work) -> float:
 
 
 def count_evaluations(done: int, last: int, every: int) -> int:
-    """How many are to come after `done` epochs; -1: not even the one before training was done."""
+    """How many evaluations are to come after `done` epochs; -1 if the one before training is due
+    too."""
     epochs = range(max(done, 0) + 1, last + 1)
     return (done < 0) + sum(is_due(epoch, every, last) for epoch in epochs)
 
@@ -114,7 +115,7 @@ def count(number: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class Epoch:
-    """A small one, on one process."""
+    """A small epoch on one process, timed in parts."""
 
     seconds: tuple[float, float, float]  # sampling, waiting for rewards, training
     held: float  # bytes that a sampled batch keeps until it is trained
@@ -152,7 +153,7 @@ class Rehearsal(ABC):
         """Sample, score and train."""
 
     def work(self, session: BaseSession, *, eval_batch_size: int, **counts: int) -> Work:
-        """What `counts` of an epoch come to; epochs and evaluations are those still to be done."""
+        """What one process still has to do; `counts` are those of an epoch."""
         config, done = session.config, session.progress.epoch
         shared = math.ceil(len(getattr(session, self.tests)) / session.plan.num_processes)
         return Work(
@@ -186,12 +187,14 @@ class Rehearsal(ABC):
 
     def measure(self, session: BaseSession, folder: Path) -> tuple[Measured, Work, float]:
         """Seconds of the parts, how often the run has them, and GiB of a process at its peak."""
-        small, work = self.shrink(session, folder), self.count_work(session)
+        small = replace(self.shrink(session, folder), dry=True)
+        work = self.count_work(session)
         done = self.count_work(small)
         logger.info(
-            "%-21s %d of %d batches sampled, scored and trained, %d of %d of an evaluation, twice",
+            "%-21s %d of %d batches sampled, scored and trained, %d of %d of an evaluation, twice"
+            "%s",
             *("measured", done.batches, work.batches),
-            *(min(2, work.eval_batches), work.eval_batches),
+            *(min(2, work.eval_batches), work.eval_batches, each_process(session)),
         )
         first = max(session.progress.epoch, 0)
         totals = []
@@ -277,6 +280,12 @@ def tell(session: BaseSession, measured: Measured, work: Work, peak: float) -> N
     else:
         total = psutil.virtual_memory().total / 2**30
         where = f"{total:.1f} GiB of this machine"
-    each = ", for each process" if session.plan.num_processes > 1 else ""
+    each = each_process(session)
     logger.info("%-21s %.1f GiB at the peak%s, of %s", "memory", peak, each, where)
     logger.info(describe(measured, work))
+
+
+def each_process(session: BaseSession) -> str:
+    """What figures are of, where there are several processes."""
+    number = session.plan.num_processes
+    return f", on each of {number} processes" if number > 1 else ""

@@ -5,9 +5,9 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,12 @@ from safetensors import SafetensorError
 from torch.optim import Optimizer
 
 from flow_grpo import disk
+from flow_grpo.config import places
+from flow_grpo.config.custom import CUSTOM
+from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.mistakes import line_to_type
+from flow_grpo.config.saved import CONFIG, PLACES, as_started, start_folders
+from flow_grpo.config.trade import OPEN_FIELDS, Unchecked
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import dotted, parse_json, read_json
 from flow_grpo.run.checkpoint import (
@@ -31,6 +37,7 @@ from flow_grpo.run.checkpoint import (
     repair_links,
 )
 from flow_grpo.run.lock import RunLock
+from flow_grpo.run.origin import changed_prompts, write_origin
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +59,11 @@ LOADING_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError),
     *(pickle.UnpicklingError, SafetensorError),
 )
-PLACES = ("resume", "run_name", "logdir")  # what a run is called, not what it does
+# what a run is for; a setting beside it may change
+GOAL = (
+    *("algorithm", "train.loss", "pretrained.model", "pretrained.revision", "dataset"),
+    *("reward_fn", "eval_reward_fn", "custom_rewards", *CUSTOM),
+)
 # What the weights and the optimizer's state were made for. A LoRA that was loaded brings its own
 # rank and alpha, which are compared when the state is.
 FIXED = ("use_lora", "train.use_8bit_adam", "train.lora_rank", "train.lora_alpha")
@@ -179,8 +190,9 @@ def find_start(
             lock = _take_lock(folder)
             until.callback(lock.release)
             start = _find_start(folder, config["resume"])
+            if start.checkpoint or not start.is_new:
+                compare_configs(start, config)
             if start.checkpoint is not None:
-                compare_configs(start.checkpoint, config)
                 refuse_code(accelerator, start.checkpoint)
             decision = [start]
         except UserError as error:
@@ -221,7 +233,7 @@ def _find_start(folder: Path, resume: str) -> Start:
         return Start(folder, checkpoint, is_new=True)
     if resume != "auto" and not was_restarted():
         raise UserError(
-            f"{folder} already exists; go on with it (--config.resume=auto), choose another "
+            f"{folder} already exists; go on with it (--resume {folder}), choose another "
             "run_name or remove it"
         )
     root = folder / "checkpoints"
@@ -248,41 +260,107 @@ def _checkpoint_at(path: Path) -> Path:
     return found
 
 
-def compare_configs(checkpoint: Path, config: dict[str, Any]) -> None:
-    """Tell what is not as it was in the run of the checkpoint; refuse what cannot be used."""
-    path = checkpoint.parents[1] / "config.json"
+def compare_configs(start: Start, config: dict[str, Any]) -> None:
+    """Tell what is not as it was in the run to go on with; refuse what cannot be used, and another
+    goal than it had."""
+    run = start.checkpoint.parents[1] if start.checkpoint else start.folder
+    path = run / CONFIG
     try:
-        before = dict(dotted(read_json(path)))
+        before, now = _before(run), by_name(config)
     except FileNotFoundError:
         log.warning("there is no %s, so what has changed since is not told", path)
         return
     except (UserError, OSError, AttributeError) as error:
         raise UserError(
-            f"cannot resume from {checkpoint}: {first_line(error)}; bring {path.name} back, or "
-            "remove it and what has changed since is not told"
+            f"cannot resume from {start.checkpoint or run}: {first_line(error)}; bring {CONFIG} "
+            "back, or remove it and what has changed since is not told"
         ) from error
-    now = dict(dotted(config))
     loaded = before.get("train.lora_path") or now.get("train.lora_path")
     for name in FIXED[:2] if loaded or not now["use_lora"] else FIXED:
-        if name in before and before[name] != now[name]:
+        if start.checkpoint and name in before and before[name] != now[name]:
             raise UserError(
-                f"{name}={now[name]} but {checkpoint} was trained with {before[name]}; set it "
-                "back, or start a new run"
+                f"{name}={now[name]} but {start.checkpoint} was trained with {before[name]}; set "
+                "it back, or start a new run"
             )
-    if new := sorted({name.partition(".")[0] for name in now.keys() - before.keys()}):
-        log.warning("that run had no such fields yet, or not all of: %s", ", ".join(new))
-    for name in sorted(before.keys() - {*PLACES}):
-        if before.get(name) != now.get(name):
-            log.warning(
-                "resumed with another %s: %r, it was %r", name, now.get(name), before.get(name)
-            )
+    changed = _changed(before, now)
+    prompts = [] if "dataset" in changed else changed_prompts(run, config["dataset"])
+    _refuse_another_goal(run, before, now, prompts, goes_on=not start.is_new)
+    for name in prompts:
+        log.warning("resumed with other prompts: %s changed", name)
+    for name in changed:
+        log.warning("resumed with another %s: %r, it was %r", name, now[name], before[name])
+
+
+def check_goal(config: Unchecked | SharedFields) -> None:
+    """Refuse another goal than that of the run to go on with, before its settings are checked:
+    those of another method would be told first, and obeyed in vain."""
+    fields = config.to_dict() if isinstance(config, Unchecked) else asdict(config)
+    run = Path(str(fields.get("logdir", ""))) / str(fields.get("run_name", ""))
+    if fields.get("resume") != "auto" or not fields.get("run_name"):
+        return
+    try:
+        before, now = _before(run), by_name(fields)
+    except (UserError, OSError, AttributeError):
+        return  # the checks tell of it
+    _refuse_another_goal(run, before, now)
+
+
+def _before(run: Path) -> dict[str, Any]:
+    return by_name(as_started(read_json(run / CONFIG), start_folders(run)))
+
+
+def _refuse_another_goal(
+    run: Path,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    prompts: Sequence[str] = (),
+    *,
+    goes_on: bool = True,
+) -> None:
+    """`prompts`: files of the data set that are not as they were."""
+    others = [name for name in _changed(before, now) if name in GOAL]
+    told = [f"{name}={now[name]!r} (it was {before[name]!r})" for name in others]
+    told += [f"the prompts in {', '.join(prompts)} changed"] if prompts else []
+    if told and now.get("resume_changed") is not True:
+        back = "set it back" if others else "bring the prompts back"
+        if others and goes_on:
+            line = line_to_type(f"--resume {run}", without=[*PLACES, *others])
+            back = f"go on as it was with {line}"
+        raise UserError(
+            f"{run} had another goal: {', '.join(told)}; {back}, or, to change it on purpose, add "
+            "--config.resume_changed=True"
+        )
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    both = (before.keys() & now.keys()) - {*PLACES, "resume_changed"}
+    return [name for name in sorted(both) if _place(before[name]) != _place(now[name])]
+
+
+def by_name(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields by their full names; of those with names of the user's, what is not empty."""
+    fields = {name: value for name, value in config.items() if name not in OPEN_FIELDS}
+    whole = {name: config[name] for name in OPEN_FIELDS if name in config}
+    used = {name: {k: v for k, v in each.items() if v} for name, each in whole.items()}
+    return {**dict(dotted(fields)), **used}
+
+
+def _place(value: Any) -> Any:
+    """A folder, or several, by one name, whatever it was called from."""
+
+    def real(path: str) -> str:
+        found = places.find(path)
+        return os.path.realpath(found) if os.path.exists(found) else path
+
+    return places.each_set(value, real) if isinstance(value, str) else value
 
 
 def prepare_folder(start: Start, config: dict[str, Any]) -> None:
     """Make the folder, or bring it back to where its checkpoint was; on one process."""
     try:
         disk.make_folders(start.folder)
-        disk.write_text(start.folder / "config.json", json.dumps(config, indent=2) + "\n")
+        disk.write_text(start.folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_origin(start.folder, config["dataset"])
         _prepare_metrics(start, start.folder / "metrics.jsonl")
         if start.checkpoint is not None and not start.is_new:
             repair_links(start.checkpoint)

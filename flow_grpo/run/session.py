@@ -2,15 +2,18 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
+from PIL import Image
 from torch.optim import Optimizer
 
 from flow_grpo.config.fields import SharedFields
@@ -26,7 +29,8 @@ from flow_grpo.run.metrics import Timer, TrainingStats, score_metrics
 from flow_grpo.run.policy import BasePolicy
 from flow_grpo.run.snapshot import Ema
 from flow_grpo.run.stopping import StopRequested, StopSignals
-from flow_grpo.show.console import Pace, epoch_line, progress_bar
+from flow_grpo.show.console import Lines, Pace, epoch_line, progress_bar
+from flow_grpo.show.grid import still, strip
 from flow_grpo.show.health import examine
 from flow_grpo.show.page import write_at_end
 from flow_grpo.show.reading import read_metrics
@@ -67,23 +71,30 @@ class BaseSession:
     plan: Plan
     policy: BasePolicy
     optimizer: Optimizer
+    learning_rate: Callable[[int], float]  # of the next update, by how many there were
     ema: Ema | None
     folder: Path
     progress: Progress
     stop: StopSignals
     lock: RunLock | None  # on the main process
     pace: Pace = field(default_factory=Pace)
+    lines: Lines = field(default_factory=Lines)
+    closed: bool = False
+    dry: bool = False  # a small part of a run, to be measured
 
     def averaged(self) -> AbstractContextManager:
         """The weights to evaluate: their moving average, where there is one."""
         return self.ema.applied() if self.ema is not None else nullcontext()
 
     def how_to_go_on(self) -> str:
-        name = self.folder.name
-        return f"go on with the same command and --config.run_name={name} --config.resume=auto"
+        return f"go on with --resume {self.folder}"
 
     def close(self) -> None:
-        """End the run, also one that was stopped: what trackers hold is written, and the report."""
+        """End the run, also one that was stopped: what trackers hold is written, and the report.
+        A second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
         try:
             close_scorers(self.reward, self.eval_reward)
             trackers.close(self.accelerator)
@@ -98,7 +109,9 @@ class BaseSession:
         on_all_or_none(self.accelerator, lambda: self.lock and self.lock.check())
 
     def bar(self, items: Iterable, name: str, total: int | None = None) -> Iterable:
-        return progress_bar(items, name, total, shown=self.accelerator.is_main_process)
+        shown = self.accelerator.is_main_process
+        name = re.sub(r"^(epoch \d+ )?", "dry run: ", name) if self.dry else name
+        return progress_bar(items, name, total, shown=shown, lines=self.lines)
 
 
 AnySession = TypeVar("AnySession", bound=BaseSession)
@@ -111,6 +124,11 @@ def carry_out(
     memory."""
     logger.info("run directory         %s", session.folder)
     logger.info(session.plan.describe())
+    done, epochs = session.progress.epoch, session.config.num_epochs
+    if done >= epochs:
+        logger.info(
+            "it has all its %d epochs; for more, add --config.num_epochs=%d", done, 2 * done
+        )
     try:
         with session.stop:
             try:
@@ -140,6 +158,8 @@ def take_update(session: BaseSession, stats: TrainingStats) -> None:
     most = session.config.train.max_grad_norm
     norm = accelerator.clip_grad_norm_(session.policy.parameters(), most)
     stats.add_grad_norm(norm, most)
+    for group in session.optimizer.param_groups:
+        group["lr"] = session.learning_rate(progress.step)
     session.optimizer.step()
     session.optimizer.zero_grad()
     progress.step += 1
@@ -285,12 +305,19 @@ def say_health(folder: Path, epoch: int) -> None:
 
 
 def write_samples(
-    session: BaseSession, kind: str, epoch: int, images: list[Sample], **columns: Sequence
+    session: BaseSession,
+    kind: str,
+    epoch: int,
+    images: list[Sample],
+    sources: Sequence[Sequence[Image.Image]] = (),
+    **columns: Sequence,
 ) -> None:
     """Some samples, with their scores: files in samples/, and pictures for the trackers."""
     if not session.accelerator.is_main_process:
         return
-    trackers.save_samples(session.folder / "samples" / f"{kind}-{epoch:05d}", images, **columns)
+    folder = session.folder / "samples" / f"{kind}-{epoch:05d}"
+    trackers.save_samples(folder, images, sources, **columns)
     step = session.progress.step
     columns = {name: values for name, values in columns.items() if name != "group"}
-    trackers.log_pictures(session.accelerator, kind, images, columns, epoch=epoch, step=step)
+    shown = [strip([*own, still(i)]) if own else i for i, own in zip_longest(images, sources)]
+    trackers.log_pictures(session.accelerator, kind, shown, columns, epoch=epoch, step=step)

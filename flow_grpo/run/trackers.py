@@ -30,7 +30,7 @@ from flow_grpo.show.grid import paired_grid, save_sample, score_text, still
 
 logger = logging.getLogger("flow_grpo")
 
-OFFLINE = {  # what helps where a tracker cannot start
+TRACKERS = {  # what helps where a tracker cannot start
     "wandb": "run `wandb login`, or set WANDB_MODE=offline",
     "tensorboard": "",
     "swanlab": "run `swanlab login`, or set SWANLAB_MODE=offline",
@@ -44,10 +44,10 @@ def parse(log_with: str) -> list[str]:
     """Names of trackers, separated by commas; raises where one cannot be used."""
     names = list(dict.fromkeys(name.strip() for name in log_with.split(",") if name.strip()))
     for name in names:
-        if name not in OFFLINE:
-            known = ", ".join(OFFLINE)
+        if name not in TRACKERS:
+            known = ", ".join(TRACKERS)
             message = f"log_with={log_with!r} must be some of {known}, or empty"
-            raise UserError(with_nearest(message, name, OFFLINE))
+            raise UserError(with_nearest(message, name, TRACKERS))
         if importlib.util.find_spec(name) is None:  # accelerate would go on without a word
             raise UserError(f"log_with={log_with!r} needs: pip install {name}")
     return names
@@ -77,12 +77,12 @@ def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str
         close(accelerator)
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
-        told = [f"log_with={failed}: {first_line(error).rstrip('.')}", OFFLINE.get(failed, "")]
+        told = [f"log_with={failed}: {first_line(error).rstrip('.')}", TRACKERS.get(failed, "")]
         raise UserError("; ".join(filter(None, told))) from error
 
 
 def close(accelerator: Accelerator) -> None:
-    """Once: some take a second end amiss."""
+    """End all trackers, once: some take a second end amiss."""
     while accelerator.trackers:
         tracker = accelerator.trackers.pop()
         if _has_started(tracker):
@@ -94,6 +94,7 @@ def _has_started(tracker: GeneralTracker) -> bool:
 
 
 def log(accelerator: Accelerator, record: dict[str, float | None]) -> None:
+    """Send the numbers of an epoch to all trackers."""
     step = record["step"]  # the axis of all, and a name that trackio keeps for itself
     values = {k: v for k, v in record.items() if v is not None and k != "step"}
     for tracker in accelerator.trackers:
@@ -120,17 +121,29 @@ def append_metrics(path: Path, record: dict[str, float | None]) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def save_samples(folder: Path, images: list[Sample | None], **columns: Sequence) -> None:
+def save_samples(
+    folder: Path,
+    images: list[Sample | None],
+    sources: Sequence[Sequence[Image.Image]] = (),
+    **columns: Sequence,
+) -> None:
     """PNG files, or GIF files of clips, and a samples.jsonl that says what each is: a score that
     failed is null there, one that its prompt does not ask for is left out. Columns may be longer
-    than images, and a sample may have no image."""
+    than images, and a sample may have no image. `sources`: what each was made from, a file for
+    each picture, however many samples share it."""
+    every = {id(picture): picture for own in sources for picture in own}
+    names = {key: f"source-{number:04d}.png" for number, key in enumerate(every)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for key, name in names.items():
+            every[key].save(folder / name)
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for i, image in enumerate(images):
                 row = {name: values[i] for name, values in columns.items()}
                 record = {name: _jsonable(v) for name, v in row.items() if v != NotAsked()}
                 files = {} if image is None else save_sample(image, folder, f"{i:04d}")
+                if sources and sources[i]:
+                    files["sources"] = [names[id(picture)] for picture in sources[i]]
                 file.write(json.dumps({**files, **record}) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
@@ -173,7 +186,7 @@ def log_pictures(
     epoch: int,
     step: int,
 ) -> None:
-    """On the main process."""
+    """Send pictures with their captions to all trackers; on the main process."""
     if not images or not accelerator.trackers:
         return
     scores = shown_rewards(name for name in columns if name not in (*TEXTS, "advantage"))

@@ -1,12 +1,19 @@
-"""What a run prints: a bar while it works, and a line after each epoch."""
+"""What a run prints: a bar or a line now and then while it works, and one after each epoch."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from flow_grpo.rewards import TOTAL
 
+T = TypeVar("T")
+EVERY = 30.0  # seconds between two lines of progress
+logger = logging.getLogger("flow_grpo")
 Record = dict[str, float | None]
 
 
@@ -88,9 +95,35 @@ class Bar(tqdm):
     monitor_interval = 0  # no thread that watches it and outlives the run
 
 
+@dataclass
+class Lines:
+    """What stands for a bar in a file: a line now and then, whatever is at work."""
+
+    last: float = field(default_factory=lambda: time.monotonic())  # when there was one
+
+    def follow(self, items: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
+        start = time.monotonic()
+        total = len(items) if total is None else total
+        for done, item in enumerate(items):
+            now = time.monotonic()
+            left = (total - done) * (now - start) / done if done else 0.0
+            if now - self.last >= EVERY and left >= 1:  # else it will be done at once
+                logger.info("%s: %d of %d, %s left", name, done, total, duration(left))
+                self.last = now
+            yield item
+
+
 def progress_bar(
-    items: Iterable, name: str, total: int | None = None, *, shown: bool = True
-) -> Bar:
-    """Shown on one process, and where somebody can look at it: not in a file."""
-    hidden = None if shown else True  # None: tqdm asks what it writes to
-    return Bar(items, desc=name, leave=False, disable=hidden, total=total, miniters=1)
+    items: Iterable[T],
+    name: str,
+    total: int | None = None,
+    *,
+    shown: bool = True,
+    lines: Lines | None = None,
+) -> Iterable[T]:
+    """On one process: a bar where somebody can look at it, `lines` in a file."""
+    if not shown:
+        return items
+    if not sys.stderr.isatty():
+        return (lines or Lines()).follow(items, name, total)
+    return Bar(items, desc=name, leave=False, total=total, miniters=1)

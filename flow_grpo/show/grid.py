@@ -45,6 +45,23 @@ def _in_256_colours(clip: list[Image.Image]) -> list[Image.Image]:
     return [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in clip]
 
 
+def strip(images: Sequence[Image.Image]) -> Image.Image:
+    """In a row, as large as they are."""
+    sheet, _ = _sheet(sum(i.width + GAP for i in images) - GAP, max(i.height for i in images))
+    for place, image in enumerate(images):
+        sheet.paste(image, (sum(i.width + GAP for i in images[:place]), 0))
+    return sheet
+
+
+def source_columns(sources: Sequence[Sequence[Image.Image]]) -> dict[str, list[Image.Image | None]]:
+    """What samples were made from, as columns to stand before them; none of samples without."""
+    most = max(map(len, sources), default=0)
+    return {
+        f"source {i + 1}" if i else "source": [own[i] if i < len(own) else None for own in sources]
+        for i in range(most)
+    }
+
+
 def save_grid(
     folder: Path, images: list[Sample], captions: list[str], scores: list[str] | None = None
 ) -> None:
@@ -54,7 +71,7 @@ def save_grid(
 
 
 def picture_grid(
-    images: list[Image.Image],
+    images: list[Image.Image | None],
     captions: list[str],
     scores: list[str] | None = None,
     *,
@@ -64,9 +81,10 @@ def picture_grid(
 ) -> Image.Image:
     """Each picture under its caption and score; headings are repeated over the columns.
 
-    Small pictures are enlarged by a whole factor, to at least `min_width`.
+    Small pictures are enlarged by a whole factor, to at least `min_width`; the place of None is
+    left empty.
     """
-    width, height = _enlarged(images[0], min_width)
+    width, height = _enlarged(images, min_width)
     cell = width + GAP, height + LINE + GAP
     columns = min(columns, len(images))
     top = LINE if headings else 0
@@ -77,22 +95,21 @@ def picture_grid(
     for i, (image, caption, score) in enumerate(zip(images, captions, scores, strict=True)):
         x, y = i % columns * cell[0], top + i // columns * cell[1]
         _write(pen, x, y, caption, width, end=f"  {score}" if score else "")
-        grid.paste(_resized(image, (width, height)), (x, y + LINE))
+        _paste(grid, image, (width, height), (x, y + LINE))
     return grid
 
 
 def paired_grid(
-    columns: dict[str, list[Image.Image]],
+    columns: dict[str, list[Image.Image | None]],
     prompts: list[str],
     scores: dict[str, list[list[str]]],
     *,
     min_width: int = 192,
 ) -> Image.Image:
     """A row per prompt, which stands over it, and a column per heading; `scores` has the lines to
-    write under each picture."""
-    first = next(iter(columns))
-    width, height = _enlarged(columns[first][0], min_width)
-    lines = max(map(len, scores[first]))
+    write under each picture of some columns."""
+    width, height = _enlarged([image for own in columns.values() for image in own], min_width)
+    lines = max((len(own) for rows in scores.values() for own in rows), default=0)
     cell = width + GAP, LINE + height + lines * LINE + GAP
     whole = len(columns) * cell[0]
     grid, pen = _sheet(whole, LINE + len(prompts) * cell[1])
@@ -103,8 +120,8 @@ def paired_grid(
         _write(pen, x, 0, heading, width)
         for row, image in enumerate(images):
             y = LINE + row * cell[1] + LINE
-            grid.paste(_resized(image, (width, height)), (x, y))
-            for place, line in enumerate(scores[heading][row]):
+            _paste(grid, image, (width, height), (x, y))
+            for place, line in enumerate(scores[heading][row] if heading in scores else ()):
                 _write(pen, x, y + height + place * LINE, line, width)
     return grid
 
@@ -140,10 +157,14 @@ def _sheet(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     return grid, ImageDraw.Draw(grid)
 
 
-def _enlarged(image: Image.Image, min_width: int) -> tuple[int, int]:
-    zoom = max(1, -(-min_width // image.width))
-    return zoom * image.width, zoom * image.height
+def _enlarged(images: Sequence[Image.Image | None], min_width: int) -> tuple[int, int]:
+    first = next(image for image in images if image)
+    zoom = max(1, -(-min_width // first.width))
+    return zoom * first.width, zoom * first.height
 
 
-def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    return image.resize(size, Image.Resampling.NEAREST)
+def _paste(
+    grid: Image.Image, image: Image.Image | None, size: tuple[int, int], place: tuple[int, int]
+) -> None:
+    if image:
+        grid.paste(image.resize(size, Image.Resampling.NEAREST), place)

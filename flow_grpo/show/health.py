@@ -26,8 +26,12 @@ ALIKE = 0.5  # of the diversity at the start
 # Of another reward, in spreads over samples; training draws new prompts each epoch
 FALL = {"reward": 1.0, "eval": 0.5}
 INFLATED = 1.5  # times the velocity norm at the start
+LONGER = 1.15  # times the reference's velocity norm at the same states
+RESETS = 3  # of the reference, in that many epochs in a row
+LOST, LOST_EVALS = 1 / 3, 3  # of what evaluation had gained, in that many in a row
 
 AVERAGE, SPREAD, SAME = f"reward/{TOTAL}", "reward/std_within_group", "reward/zero_std_ratio"
+EVALUATED = f"eval/{TOTAL}"
 Rows = Sequence[Record]
 Told = tuple[int, str, str]  # epoch, text and advice of a finding
 
@@ -189,7 +193,8 @@ def diversity(rows: Rows) -> Told | None:
                 f"distance of pictures of a group fell from {first:.2g} to {now:.2g}: the reward "
                 "may be hacked",
                 "look at samples/: if all pictures look alike, take an earlier checkpoint, fewer "
-                "epochs, a smaller train.learning_rate or a larger weight of the KL",
+                "epochs, a smaller train.learning_rate, a larger weight of the KL or "
+                "anchors.diversity=True",
             )
     return None
 
@@ -218,6 +223,26 @@ def second_reward(rows: Rows) -> Told | None:
     return None
 
 
+def past_the_best(rows: Rows) -> Told | None:
+    """The score of evaluation, well below its best for several evaluations in a row."""
+    evaluated, below = list(having(rows, EVALUATED)), 0
+    best = evaluated[0] if evaluated else {}
+    for row in evaluated:
+        best = max(best, row, key=lambda each: each[EVALUATED])
+        gained = best[EVALUATED] - evaluated[0][EVALUATED]
+        below = below + 1 if best[EVALUATED] - row[EVALUATED] > LOST * gained > 0 else 0
+        if below == LOST_EVALS:
+            return (
+                row["epoch"],
+                f"{EVALUATED} was {best[EVALUATED]:.4g} in epoch {best['epoch']} and is "
+                f"{row[EVALUATED]:.4g} now, the third evaluation in a row with over a third of "
+                "the gain lost",
+                "take checkpoints/best; stop sooner, or train with a smaller train.learning_rate "
+                "or a larger weight of the KL",
+            )
+    return None
+
+
 def velocity_norm(rows: Rows) -> Told | None:
     for start, row in since_start(rows, "train/velocity_norm"):
         first, now = start["train/velocity_norm"], row["train/velocity_norm"]
@@ -226,8 +251,35 @@ def velocity_norm(rows: Rows) -> Told | None:
                 row["epoch"],
                 f"the norm of the velocity grew from {first:.3g} to {now:.3g}: pictures get harsh "
                 "and overexposed",
-                "go on from an earlier checkpoint with a smaller train.learning_rate or a larger "
-                "weight of the KL",
+                "go on from an earlier checkpoint with a smaller train.learning_rate, a larger "
+                "weight of the KL or anchors.norm_guard",
+            )
+    return None
+
+
+def norm_ratio(rows: Rows) -> Told | None:
+    """Against the first epoch too, as the reference may be guided in another way."""
+    for start, row in since_start(rows, "train/norm_ratio"):
+        now = row["train/norm_ratio"]
+        if now > LONGER * max(1.0, start["train/norm_ratio"]):
+            return (
+                row["epoch"],
+                f"velocities are {now:.3g} times as long as the reference's: pictures get harsh",
+                "set anchors.norm_guard, or a larger one; look for damage in samples/",
+            )
+    return None
+
+
+def reference_resets(rows: Rows) -> Told | None:
+    """A reference that always is the policy holds nothing."""
+    in_a_row = 0
+    for row in having(rows, "train/reference_reset"):
+        in_a_row = in_a_row + 1 if row["train/reference_reset"] else 0
+        if in_a_row == RESETS:
+            return (
+                row["epoch"],
+                f"the reference was reset in {RESETS} epochs in a row: the KL holds nothing",
+                "raise anchors.reset_kl or anchors.reset_epochs",
             )
     return None
 
@@ -242,7 +294,10 @@ CHECKS: dict[str, Callable[[Rows], Told | None]] = {
     "failed rewards": failed_rewards,
     "diversity": diversity,
     "second reward": second_reward,
+    "past the best": past_the_best,
     "velocity norm": velocity_norm,
+    "norm against the reference": norm_ratio,
+    "reference resets": reference_resets,
 }
 
 

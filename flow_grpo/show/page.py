@@ -86,27 +86,38 @@ def describe(run: RunFolder, budget: float) -> dict[str, Any]:
 
 
 def _samples(run: RunFolder, kind: str, budget: float) -> dict[str, Any]:
-    """Samples of some epochs; "of" counts all epochs, `texts` has what many samples share."""
+    """Samples of some epochs; "of" counts all epochs, `texts` and `sources` have what many samples
+    share."""
     shots = {epoch: read_shots(path, MOST_SAMPLES) for epoch, path in run.shots[kind].items()}
     shots = {epoch: shown for epoch, shown in shots.items() if shown}
-    paths = {epoch: [_own(shot, run.folder) for shot in shown] for epoch, shown in shots.items()}
+    files = {epoch: _files(shown) for epoch, shown in shots.items()}
+    paths = {epoch: [_own(path, run.folder) for path in own] for epoch, own in files.items()}
     pictures = fit(paths, budget, EPOCHS[kind], _best(run, shots))
     texts: dict[str, int] = {}
+    sources: dict[str, int] = {}
+    samples = []
+    for epoch, encoded in pictures.items():
+        found = dict(zip(files[epoch], encoded, strict=True))
+        samples.append([_sample(shot, found, texts, sources) for shot in shots[epoch]])
     return {
         "of": len(shots),
         "epochs": list(pictures),
-        "samples": [
-            [_sample(shot, picture, texts) for shot, picture in zip(shots[epoch], own, strict=True)]
-            for epoch, own in pictures.items()
-        ],
+        "samples": samples,
         "texts": list(texts),
+        "sources": list(sources),
     }
 
 
-def _own(shot: Shot, run: Path) -> Path | None:
-    if shot.picture is None or lies_in(run, shot.picture):
-        return shot.picture
-    logger.warning("%s is not shown: it is a link that leads out of the run", shot.picture)
+def _files(shots: list[Shot]) -> list[Path]:
+    """Each once: the samples of a group are made from one source."""
+    every = (path for shot in shots for path in (shot.picture, *shot.sources) if path)
+    return list(dict.fromkeys(every))
+
+
+def _own(path: Path, run: Path) -> Path | None:
+    if lies_in(run, path):
+        return path
+    logger.warning("%s is not shown: it is a link that leads out of the run", path)
     return None
 
 
@@ -117,11 +128,15 @@ def _best(run: RunFolder, among: dict[int, Any]) -> list[int]:
     return [max(scored, key=lambda row: row[name])["epoch"]] if scored else []
 
 
-def _sample(shot: Shot, picture: str | None, texts: dict[str, int]) -> dict[str, Any]:
+def _sample(
+    shot: Shot, encoded: dict[Path, str | None], texts: dict[str, int], sources: dict[str, int]
+) -> dict[str, Any]:
+    made_from = [encoded[path] for path in shot.sources if encoded[path]]
     sample = {
         "prompt": texts.setdefault(shot.prompt, len(texts)),
         "scores": {name: _rounded(value) for name, value in shot.scores.items()},
-        "picture": picture,
+        "picture": shot.picture and encoded[shot.picture],
+        "sources": [sources.setdefault(each, len(sources)) for each in made_from] or None,
         "answer": shot.answer and shortened(shot.answer),
         "truth": shot.truth and shortened(shot.truth),
         "advantage": _rounded(shot.advantage),

@@ -17,7 +17,7 @@ WEIGHTS = tuple(  # folders of a checkpoint
 LARGEST = 1e300  # what is larger, or infinite, no curve can show
 logger = logging.getLogger("flow_grpo")
 SAMPLES = re.compile(r"(eval|train)-(\d+)")
-NOT_SCORES = ("file", "still", "prompt", "answer", "truth", "advantage", "group")
+NOT_SCORES = ("file", "still", "sources", "prompt", "answer", "truth", "advantage", "group")
 
 
 def short_names(paths: list[Path]) -> list[str]:
@@ -72,6 +72,7 @@ class Shot:
 
     prompt: str
     picture: Path | None  # an answer may stand in its place
+    sources: tuple[Path, ...]  # what the picture was made from
     answer: str | None
     truth: str | None  # what the answer should have been
     scores: dict[str, float | None]  # None: it failed
@@ -143,10 +144,16 @@ def _parse(folder: Path, lines: list[str]) -> Iterator[Shot]:
         if not isinstance(row, dict):
             continue
         file, answer, truth = (row.get(name) for name in ("file", "answer", "truth"))
+        sources = row.get("sources")
+        # by their names alone: a file that says otherwise does not lead out of the folder
+        picture, *made_from = [
+            folder / Path(str(name)).name if name else None
+            for name in (file, *(sources if isinstance(sources, list) else ()))
+        ]
         yield Shot(
             str(row.get("prompt", "")),
-            # by its name alone: a file that says otherwise does not lead out of the folder
-            folder / Path(str(file)).name if file else None,
+            picture,
+            tuple(filter(None, made_from)),
             None if answer is None else str(answer),
             None if truth is None else str(truth),
             {str(name): value for name, value in row.items() if name not in NOT_SCORES},

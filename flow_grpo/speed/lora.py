@@ -30,13 +30,18 @@ def without_lora(layers: list[lora.LoraLayer]) -> Iterator[None]:
 
 
 def is_plain(layer: lora.LoraLayer) -> bool:
-    """Whether it is `xW + (xA)B` and nothing else, and so a sum of weights."""
+    """Whether it is `xW + (xA)B` and nothing else."""
     return (
-        type(layer.base_layer) is nn.Linear
+        isinstance(layer.base_layer, nn.Linear)
         and not layer.lora_variant  # DoRA and others are no sum
         and not any(layer.lora_bias.values())
         and all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
     )
+
+
+def is_sum(layer: lora.LoraLayer) -> bool:
+    """Whether it is a sum of weights: those in few bits have no room for LoRA."""
+    return is_plain(layer) and type(layer.base_layer) is nn.Linear
 
 
 def merged_weight(layer: lora.Linear, weight: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ def fold_lora(model: nn.Module) -> None:
     Half precision cannot hold a sum of a weight and the small steps that training takes.
     """
     for layer in model.modules():
-        if type(layer) is lora.Linear and is_plain(layer) and _is_exact(layer) and _pays(layer):
+        if type(layer) is lora.Linear and is_sum(layer) and _is_exact(layer) and _pays(layer):
             layer.__class__ = FoldedLinear
 
 

@@ -92,6 +92,7 @@ class Replayed:
 
     def __init__(self, module: nn.Module) -> None:
         self._model = _Model(module)
+        self.plain = self._model.plain_forward
         self._recordings: dict[tuple, _Recording] = {}
         self._memory = GraphMemory()
 

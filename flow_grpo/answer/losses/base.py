@@ -5,8 +5,11 @@ of up to T tokens, and a mask that says which tokens are there; advantages may b
 all tokens of an answer.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +21,12 @@ from flow_grpo.losses import PolicyLoss
 @dataclass(frozen=True)
 class AnswerLoss:
     """A policy loss. Its fields are the settings that it reads, under their names in `train`."""
+
+    # settings of `train` that go with it, where the run does not say otherwise
+    along: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"}
+    )
+    widest_clip: ClassVar[float] = math.inf  # that ever holds a ratio
 
     @classmethod
     def read(cls, settings: Any) -> Self:

@@ -10,46 +10,71 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from flow_grpo.answer.fields import ANSWER
 from flow_grpo.answer.models.base import FAMILIES, Family
+from flow_grpo.answer.models.text import TextModel, is_text_model
+from flow_grpo.config.custom import check_class
 from flow_grpo.errors import UserError
 from flow_grpo.files import read_json
 from flow_grpo.rewards.loading import explained
+from flow_grpo.speed.low_bits import FULL, to_low_bits
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-KIND = "a vision-language model"
+KIND = "a language model"
+
+
+def take_model(field: str, name: str, found: Any) -> None:
+    """Add a family of the user's own, or put it in the place of ours."""
+    check_class(field, found, Family)
+    if name not in found.names:
+        raise UserError(f"{field} names a class with names={found.names}; add {name!r} to them")
+    FAMILIES[name] = found
 
 
 def family_of(model: nn.Module) -> Family:
-    return FAMILIES[model.config.model_type](model)
+    """The family of a model that `load_model` loaded."""
+    return _known(model.config)(model)
+
+
+def _known(config: PretrainedConfig) -> type[Family] | None:
+    """The family of a model; a language model without one of its own has that of all of them."""
+    return FAMILIES.get(config.model_type) or (TextModel if is_text_model(config) else None)
 
 
 def find_family(source: str, revision: str = "main") -> type[Family]:
     """The family of the model in a folder or under a hub id; its weights are not read."""
-    with explained("pretrained.model", source, KIND):
+    with explained("pretrained.model", source, KIND, ANSWER.models()):
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    if config.model_type not in FAMILIES:
+    if (family := _known(config)) is None:
         names = [name for family in FAMILIES.values() for name in family.names.values()]
-        *others, last = [f"a {name}" for name in dict.fromkeys(names)]
         raise UserError(
             f"pretrained.model={source!r} is a {(config.architectures or [config.model_type])[0]}, "
-            f"and must be {', '.join(others)} or {last}"
+            f"and must be {', '.join(f'a {name}' for name in dict.fromkeys(names))} or a language "
+            "model of transformers, or of a family of your own (custom_models)"
         )
-    return FAMILIES[config.model_type]
+    return family
 
 
 def load_model(
-    source: str, device: torch.device, dtype: torch.dtype, revision: str = "main"
+    source: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    revision: str = "main",
+    base_precision: str = FULL,
 ) -> nn.Module:
+    """Load a model of the hub or of a folder; a UserError if we have no family for it."""
     family = find_family(source, revision)
     with explained("pretrained.model", source, KIND):
         model = family.loader.from_pretrained(
             source, dtype=dtype, revision=revision, trust_remote_code=False
         )
+    if base_precision != FULL:
+        to_low_bits([model.model], base_precision, device)  # all but the head
     return model.to(device).eval()
 
 

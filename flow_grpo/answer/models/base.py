@@ -46,12 +46,13 @@ class Family:
         self.model = model
 
     def lora_targets(self, with_tower: bool) -> str:
+        """A pattern of the layers to put LoRA on, for peft."""
         both = with_tower and self.tower_layers
         return f"({self.layers}|{self.tower_layers})" if both else self.layers
 
     def positions(self, ids: Tensor, pictures: Sequence[Seen]) -> Tensor:
-        """(axes, P) of a prompt's tokens (P,). After them an answer counts on, on all axes alike,
-        from the largest."""
+        """Position ids (axes, P) of a prompt's tokens (P,). An answer goes on from the largest of
+        them, on all axes alike."""
         return torch.arange(len(ids))[None]
 
     def count_tokens(self, processor: Any, height: int, width: int) -> int:
@@ -61,9 +62,11 @@ class Family:
     # A model without a tower is asked for none of these.
 
     def see(self, processor: Any, pictures: Sequence[Image.Image]) -> list[Seen]:
+        """What the model's own processor makes of each picture: arguments of the forward pass."""
         raise NotImplementedError
 
     def tokens_of(self, picture: Seen) -> int:
+        """How many tokens of a prompt one picture takes."""
         raise NotImplementedError
 
     def size_of(self, processor: Any, picture: Seen) -> tuple[int, int]:
@@ -76,6 +79,7 @@ class Family:
 
     @contextmanager
     def looking(self, pictures: Seen, shown: Tensor | None) -> Iterator[Seen]:
-        """What the forward takes while this is entered, for the tower to see each of the distinct
-        pictures once, though `shown` (places,) says which one stands in each place."""
+        """Context that yields the picture arguments of the forward pass. The tower sees each
+        distinct picture once, however often it is shown: `shown` (places,) says which one stands
+        where."""
         yield {}

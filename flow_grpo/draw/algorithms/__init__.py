@@ -9,4 +9,6 @@ from flow_grpo.draw.algorithms.base import ALGORITHMS, Algorithm, Batch, Loss, S
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["ALGORITHMS", "Algorithm", "Batch", "Loss", "Setup", "check_settings", "setting"]
+OURS = frozenset(ALGORITHMS)
+
+__all__ = ["ALGORITHMS", "OURS", "Algorithm", "Batch", "Loss", "Setup", "check_settings", "setting"]

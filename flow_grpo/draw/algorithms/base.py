@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.advantages import Estimator, Scale
+from flow_grpo.config.settings import section
+from flow_grpo.draw.algorithms.anchors import Anchors
+from flow_grpo.draw.fields import DrawAnchors
 from flow_grpo.draw.rollout import Trajectory
 from flow_grpo.losses import adapted_weight
 from flow_grpo.run.metrics import Loss, Scored
@@ -36,6 +39,8 @@ class Setup:
     group_size: int = 16
     # of one update, on one process
     update_samples: int = 16
+    anchors: DrawAnchors = section(DrawAnchors)
+    tasks: tuple[str, ...] = ("all",)  # the names of the prompt sets
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Batch:
     index: np.ndarray  # (B,) of each sample within the epoch
     group: np.ndarray  # (B,)
     seed: tuple[int, ...] = (0,)  # of the run, epoch and pass: new noise follows from it
+    tasks: np.ndarray | None = None  # (B,), the prompt set of each sample
 
     def __len__(self) -> int:
         return len(self.credit)
@@ -61,6 +67,7 @@ class Batch:
             credit=self.credit[rows],
             index=self.index[part],
             group=self.group[part],
+            tasks=None if self.tasks is None else self.tasks[part],
         )
 
     def by_group(self) -> list[np.ndarray]:
@@ -75,11 +82,13 @@ class Batch:
             credit=torch.cat([p.credit for p in parts]),
             index=np.concatenate([p.index for p in parts]),
             group=np.concatenate([p.group for p in parts]),
+            tasks=None if parts[0].tasks is None else np.concatenate([p.tasks for p in parts]),
         )
 
 
 class Algorithm:
-    """Defaults: sample by ode, take advantages for credit, train every sample."""
+    """Base of all methods. By default a method samples without noise, takes advantages for credit
+    and trains every sample."""
 
     name: ClassVar[str] = ""  # of the config section, and what --config.algorithm takes
     Settings: ClassVar[type]
@@ -89,6 +98,12 @@ class Algorithm:
     whole_groups: ClassVar[bool] = False
     keeps_means: ClassVar[bool] = False  # of the steps that were sampled
     own_credit: ClassVar[bool] = False  # in place of train.advantage
+    holds: ClassVar[bool] = False  # its losses go through `hold`, where there is a reference
+    # LoRA folders by the fields that name them: `policy.loras` has their weights.
+    loras: Mapping[str, str] = {}
+    start: Sequence[str] = ()  # those of them whose mean the run begins with
+    # Trajectories have all their states, and the gradient of the reward at their end.
+    needs_reward_gradient: ClassVar[bool] = False
     losses_per_sample: int = 1
     kl_weight: float = 0.0  # as it is now, where `kl_target` moves it
     most_guidance: float = 0.0  # of the scales that it asks for, beside that of the rollout
@@ -101,6 +116,7 @@ class Algorithm:
 
     def __init__(self, settings: Any, setup: Setup) -> None:
         self.settings, self.setup = settings, setup
+        self.anchors = Anchors(setup.anchors)
 
     def check(self) -> None:
         """Raise a ValueError of one line for settings that do not go together."""
@@ -119,17 +135,25 @@ class Algorithm:
             raise ValueError(
                 f"{self.name}.kl_target={target} needs a KL to move: set its weight above 0"
             )
+        reference = self.needs_reference
+        self.anchors.check(self.name, self.kl_weight, holds=self.holds, has_reference=reference)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the KL or a guard gives samples without credit a gradient."""
+        return self.kl_weight > 0 or self.setup.anchors.norm_guard > 0
 
     @property
     def needs_reference(self) -> bool:
-        return False
+        return self.is_held
 
     def noisy_steps(self, rng: np.random.Generator, epoch: int) -> range:
         """The steps of the schedule that add noise in this epoch; the others are ode."""
         return range(0)
 
     def credit(self, scored: Scored) -> np.ndarray:
-        """(N,); 0 where there is no score."""
+        """Turn rewards into one number per sample, (N,): by default the advantage. 0 where there is
+        no score."""
         return scored.advantages(self.setup.estimator, self.setup.scale)
 
     @property
@@ -159,14 +183,22 @@ class Algorithm:
             yield batch, self.prepare(policy, batch)
 
     def prepare(self, policy: "Policy", batch: Batch) -> Any:
+        """Compute what the losses of a batch need without gradients, such as the reference's
+        velocities; `loss` gets it."""
         return None
 
     def loss(self, policy: "Policy", batch: Batch, prepared: Any, j: int) -> Loss:
-        """The j-th of `losses_per_sample`."""
+        """The loss of each sample's j-th trained step or noise level, j below
+        `losses_per_sample`."""
         raise NotImplementedError
 
+    def hold(self, loss: Loss, batch: Batch, **at: Tensor) -> Loss:
+        """The loss with the KL and the anchors at a velocity of the batch: see `Anchors.hold`."""
+        return self.anchors.hold(loss, batch.index, kl_weight=self.kl_weight, **at)
+
     def after_epoch(self, policy: "Policy", updates: int) -> None:
-        """`updates`: of the weights, since the run began."""
+        """Called once an epoch was trained, for instance to move the old weights; `updates` counts
+        those of the whole run."""
 
     def samples_with_old(self, updates: int) -> bool:
         """Whether `policy.old` samples an epoch before which there were so many updates."""
@@ -186,9 +218,11 @@ class Algorithm:
 
     def state_dict(self) -> dict[str, float]:
         """What is not in the weights, to resume from."""
-        return {"kl_weight": self.kl_weight, "most_kl": self.most_kl}
+        kl = {"kl_weight": self.kl_weight, "most_kl": self.most_kl}
+        return kl | self.anchors.state_dict()
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.anchors.load_state_dict(state)
         if getattr(self.settings, "kl_target", 0.0):
             self.kl_weight = state.get("kl_weight", self.kl_weight)
             self.most_kl = state.get("most_kl", 0.0)
@@ -212,6 +246,7 @@ def _with_gradient(algorithm: Algorithm, batch: Batch) -> Batch:
 
 
 def trajectory_steps(setup: Setup, rng: np.random.Generator) -> range:
+    """The noisy steps of a rollout that a method trains, as the settings choose them."""
     return stochastic_steps(
         setup.num_steps,
         window_size=setup.window_size,

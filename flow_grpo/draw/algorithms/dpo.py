@@ -50,7 +50,7 @@ class Dpo(ForwardProcess):
         return super().batch_count(_even(size))
 
     def has_gradient(self, credit: Tensor) -> Tensor:
-        return credit != 0 if self.settings.kl_beta == 0 else super().has_gradient(credit)
+        return super().has_gradient(credit) if self.is_held else credit != 0
 
     def objective(
         self, velocity: Tensor, at: Noised, batch: Batch

@@ -2,7 +2,7 @@
 x0 is noised again, x_t = (1 - t) x0 + t e, and the velocity at x_t is trained."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from flow_grpo.config.settings import setting
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.draw.algorithms.base import Algorithm, Batch, Loss, Setup
+from flow_grpo.draw.models import Schedule
 from flow_grpo.draw.rollout import Dynamics, draw_noise, take_step
 from flow_grpo.losses import KL, KLS, kl_to_reference, mean_square, root_mean_square
 from flow_grpo.speed.transfer import send
@@ -32,6 +33,12 @@ class ForwardSettings:
         "How many of the cleanest levels of the rollout are never trained: errors there say little "
         "of the picture.",
         at_least=0,
+    )
+    noise_per: Literal["sample", "group"] = setting(
+        "sample",
+        'Draw noise levels and noise for each "sample", or once for all samples of a "group" '
+        "(V-GRPO): their losses then differ by the samples alone. dgpo and dpo always do that.",
+        choices=("sample", "group"),
     )
     train_guidance: float | None = setting(
         None,
@@ -84,7 +91,10 @@ class Noised:
 
 
 class ForwardProcess(Algorithm):
-    shares_noise = False  # samples of a group have the same noise and times
+    """Base of the methods that noise final latents again; a subclass has an `objective`."""
+
+    holds = True
+    shares_noise = False  # samples of a group have the same noise and times, always
     fixed: tuple["FixedWeights", ...] = ()  # weights whose velocities the objective needs
 
     def __init__(self, settings: ForwardSettings, setup: Setup) -> None:
@@ -120,7 +130,7 @@ class ForwardProcess(Algorithm):
 
     @property
     def needs_reference(self) -> bool:
-        return self.settings.kl_beta > 0 or "reference" in self.fixed
+        return self.is_held or "reference" in self.fixed
 
     @property
     def most_guidance(self) -> float:
@@ -134,21 +144,10 @@ class ForwardProcess(Algorithm):
 
     def prepare(self, policy: "Policy", batch: Batch) -> Noised:
         schedule, x0 = policy.dynamics.schedule, batch.trajectory.final
-        keys = (batch.group if self.shares_noise else batch.index).tolist()
         seed, *rest = batch.seed
-        s, count = self.settings, self.settings.times
-        rngs = [numpy_rng(seed, Stream.TIMES, *rest, key) for key in keys]
-        span = len(schedule) - s.skip_first - s.skip_last
-        steps = s.skip_first + np.stack([stratified(rng, span, count) for rng in rngs])
+        keys, steps = self.levels(batch, len(schedule))
         generators = [torch_generator(seed, Stream.NOISE, *rest, key) for key in keys]
-        e = draw_noise(generators, count, x0)
-        sigmas, timesteps = (
-            send(torch.tensor(values)[torch.from_numpy(steps)], x0.device)
-            for values in (schedule.sigmas, schedule.timesteps)
-        )
-        t = sigmas.to(x0.dtype).reshape(len(batch), count, *[1] * (x0.ndim - 1))
-        x0 = x0[:, None]
-        noised = Noised(steps, t, timesteps, (1 - t) * x0 + t * e, e - x0)
+        noised = noise(schedule, x0, steps, generators)
         needed = set(self.fixed) | ({"reference"} if self.needs_reference else set())
         if policy.old is not None and policy.old.is_current:
             needed -= {"old"}  # the velocity itself, see `loss`
@@ -156,6 +155,17 @@ class ForwardProcess(Algorithm):
             which: self.fixed_velocities(policy, which, noised, batch) for which in sorted(needed)
         }
         return replace(noised, **velocities)
+
+    def levels(self, batch: Batch, num_steps: int) -> tuple[list[int], np.ndarray]:
+        """The steps (B, T) of the schedule whose noise levels are trained, and the key of each
+        sample's random numbers."""
+        s = self.settings
+        shared = self.shares_noise or s.noise_per == "group"
+        keys = (batch.group if shared else batch.index).tolist()
+        seed, *rest = batch.seed
+        rngs = [numpy_rng(seed, Stream.TIMES, *rest, key) for key in keys]
+        span = num_steps - s.skip_first - s.skip_last
+        return keys, s.skip_first + np.stack([stratified(rng, span, s.times) for rng in rngs])
 
     def fixed_velocities(
         self, policy: "Policy", which: "FixedWeights", at: Noised, batch: Batch
@@ -178,11 +188,12 @@ class ForwardProcess(Algorithm):
             at = replace(at, old=velocity.detach())
         policy_loss, columns = self.objective(velocity, at, batch)
         norm = root_mean_square(velocity)
-        loss, columns = policy_loss, {"policy_loss": policy_loss, "velocity_norm": norm, **columns}
-        if at.reference is not None:
-            columns["kl"] = kl = self.kl(policy.dynamics, velocity, at)
-            loss = loss + self.kl_weight * kl
-        return Loss(loss, columns)
+        columns = {"policy_loss": policy_loss, "velocity_norm": norm, **columns}
+        loss = Loss(policy_loss, columns)
+        if at.reference is None:
+            return loss
+        kl = self.kl(policy.dynamics, velocity, at)
+        return self.hold(loss, batch, velocity=velocity, reference=at.reference, kl=kl)
 
     def kl(self, dynamics: Dynamics, velocity: Tensor, at: Noised) -> Tensor:
         """To the reference, (B,)."""
@@ -204,9 +215,23 @@ class ForwardProcess(Algorithm):
         )
 
 
+def noise(
+    schedule: Schedule, x0: Tensor, steps: np.ndarray, generators: list[torch.Generator]
+) -> Noised:
+    """Samples `x0` (B, C, H, W) at the noise levels of the steps (B, T), one generator for each."""
+    e = draw_noise(generators, steps.shape[1], x0)
+    sigmas, timesteps = (
+        send(torch.tensor(values)[torch.from_numpy(steps)], x0.device)
+        for values in (schedule.sigmas, schedule.timesteps)
+    )
+    t = sigmas.to(x0.dtype).reshape(*steps.shape, *[1] * (x0.ndim - 1))
+    x0 = x0[:, None]
+    return Noised(steps, t, timesteps, (1 - t) * x0 + t * e, e - x0)
+
+
 def stratified(rng: np.random.Generator, steps: int, count: int) -> np.ndarray:
-    """`count` different ones of `steps`, one from each of as many equal parts: all are equally
-    likely. One draw shifts them together, so that two of them never meet."""
+    """Pick `count` different steps, one from each of `count` equal parts, all by one random offset:
+    every step is equally likely, and two never meet."""
     return (np.arange(count) * steps + rng.integers(steps)) // count
 
 

@@ -26,7 +26,7 @@ class GrpoSettings(TrajectorySettings):
 
     @property
     def clip(self) -> tuple[float, float]:
-        """Low and high."""
+        """How far the ratio may go below and above 1."""
         low, high = self.clip_range_low, self.clip_range_high
         return self.clip_range if low is None else low, self.clip_range if high is None else high
 

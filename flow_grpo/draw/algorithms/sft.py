@@ -29,7 +29,7 @@ class Sft(ForwardProcess):
         return [whole[best[i : i + size]] for i in range(0, len(best), size)]
 
     def has_gradient(self, credit: Tensor) -> Tensor:
-        return credit != 0 if self.settings.kl_beta == 0 else super().has_gradient(credit)
+        return super().has_gradient(credit) if self.is_held else credit != 0
 
     def objective(
         self, velocity: Tensor, at: Noised, batch: Batch

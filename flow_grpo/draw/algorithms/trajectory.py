@@ -79,6 +79,10 @@ class Taken:
 
 
 class TrajectoryAlgorithm(Algorithm):
+    """Base of the methods that train the noisy steps of a rollout; a subclass has a `surrogate`."""
+
+    holds = True
+
     def __init__(self, settings: TrajectorySettings, setup: Setup) -> None:
         super().__init__(settings, setup)
         self.kl_weight = settings.beta
@@ -92,15 +96,11 @@ class TrajectoryAlgorithm(Algorithm):
                 "measures how far single steps have moved; use 'step'"
             )
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.settings.beta > 0
-
     def noisy_steps(self, rng: np.random.Generator, epoch: int) -> range:
         return trajectory_steps(self.setup, rng)
 
     def has_gradient(self, credit: Tensor) -> Tensor:
-        return credit != 0 if self.settings.beta == 0 else super().has_gradient(credit)
+        return super().has_gradient(credit) if self.is_held else credit != 0
 
     def surrogate(self, taken: Taken) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss (B,) of a step before its weight, and what to log of it."""
@@ -140,23 +140,12 @@ class TrajectoryAlgorithm(Algorithm):
         half_square = 0.5 * taken.log_ratio.detach() ** 2
         columns = {"policy_loss": policy_loss, "approx_kl": half_square, **columns}
         columns["velocity_norm"] = root_mean_square(velocity)
-        loss = policy_loss
-        if prepared.reference is not None:
-            reference = prepared.reference[:, j]
-            other = take_step(
-                policy.dynamics, i, state, reference, stochastic=True, next_latents=landed
-            )
-            kl = kl_to_reference(
-                settings.kl_type,
-                mean=step.mean,
-                reference_mean=other.mean,
-                std=step.std,
-                rate=step.rate,
-                velocity=velocity,
-                reference_velocity=reference,
-            )
-            loss, columns["kl"] = loss + self.kl_weight * kl, kl
-        return Loss(loss, columns)
+        loss = Loss(policy_loss, columns)
+        if prepared.reference is None:
+            return loss
+        reference = prepared.reference[:, j]
+        kl = kl_of_step(settings.kl_type, policy, i, state, (step, velocity), reference)
+        return self.hold(loss, batch, velocity=velocity, reference=reference, kl=kl)
 
     def _weight(self, taken: Taken) -> float | Tensor:
         if self.settings.step_weight == "guard":
@@ -164,6 +153,25 @@ class TrajectoryAlgorithm(Algorithm):
         if self.settings.step_weight == "tempflow":
             return TEMPFLOW * taken.step.std.flatten()
         return 1.0
+
+
+def kl_of_step(
+    kind: KL, policy: "Policy", i: int, state: Tensor, taken: tuple[Step, Tensor], other: Tensor
+) -> Tensor:
+    """From step i of `state`, with its velocity, to that along the velocity `other`, (B,)."""
+    step, velocity = taken
+    there = take_step(
+        policy.dynamics, i, state, other, stochastic=True, next_latents=step.next_sample
+    )
+    return kl_to_reference(
+        kind,
+        mean=step.mean,
+        reference_mean=there.mean,
+        std=step.std,
+        rate=step.rate,
+        velocity=velocity,
+        reference_velocity=other,
+    )
 
 
 def log_ratios(policy: "Policy", trajectory: Trajectory, velocities: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -12,14 +13,24 @@ from diffusers import AutoModel, DiffusionPipeline, FlowMatchEulerDiscreteSchedu
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
+from flow_grpo.access import check_access, is_offline, refusal
+from flow_grpo.config.custom import check_class
+from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.models.base import ModelAdapter
 from flow_grpo.draw.models.embeddings import cache_folder
 from flow_grpo.draw.models.flux import FluxAdapter
+from flow_grpo.draw.models.flux2 import Flux2Adapter, Flux2KleinAdapter
+from flow_grpo.draw.models.flux_kontext import FluxKontextAdapter
 from flow_grpo.draw.models.inputs import Conditioning, Schedule, Size, latent_shape
 from flow_grpo.draw.models.lora_files import errors_told_once
+from flow_grpo.draw.models.processors import TOKENIZERS, load_pipeline
 from flow_grpo.draw.models.qwen_image import QwenImageAdapter
+from flow_grpo.draw.models.qwen_image_21 import QwenImage21Adapter
+from flow_grpo.draw.models.qwen_image_edit import QwenImageEditAdapter, QwenImageEditPlusAdapter
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.models.wan import WanAdapter
+from flow_grpo.draw.models.wan_5b import Wan5BAdapter
+from flow_grpo.draw.models.wan_i2v import WanImageToVideoAdapter
 from flow_grpo.draw.models.z_image import ZImageAdapter
 from flow_grpo.errors import UserError, check_model_folder, first_line
 from flow_grpo.files import read_json
@@ -32,12 +43,18 @@ __all__ = [
     "check_model",
     "find_adapter",
     "load_adapter",
+    "take_model",
 ]
 
 ADAPTERS: dict[str, type[ModelAdapter]] = {
     adapter.pipeline_class.__name__: adapter
-    for adapter in (SD3Adapter, FluxAdapter, QwenImageAdapter, ZImageAdapter, WanAdapter)
+    for adapter in (
+        *(SD3Adapter, FluxAdapter, FluxKontextAdapter, Flux2Adapter, Flux2KleinAdapter),
+        *(QwenImageAdapter, QwenImage21Adapter, QwenImageEditAdapter, QwenImageEditPlusAdapter),
+        *(ZImageAdapter, WanAdapter, WanImageToVideoAdapter),
+    )
 }
+LATE_GUIDANCE = "sample.guidance_scale_2"
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 COMPOSED = (DiffusionPipeline, transformers.ProcessorMixin)
 # What diffusers, transformers and safetensors raise when files of a model are missing or damaged.
@@ -47,6 +64,14 @@ LOADING = (
 )
 
 
+def take_model(field: str, name: str, found: Any) -> None:
+    """Add a family of the user's own, or put it in the place of ours."""
+    check_class(field, found, ModelAdapter)
+    if (own := found.pipeline_class.__name__) != name:
+        raise UserError(f"{field} is for {own}; name it so, as a model_index.json does")
+    ADAPTERS[name] = found
+
+
 def load_adapter(
     model: str,
     *,
@@ -54,15 +79,17 @@ def load_adapter(
     dtype: torch.dtype = torch.float32,
     max_sequence_length: int = 256,
     prompt_cache: str = "",
-    offload_idle: bool = False,
+    **options: Any,
 ) -> ModelAdapter:
-    """Load a pipeline folder or hub id. What it is is checked before any weights are read."""
+    """Load a pipeline folder or hub id. What it is is checked before any weights are read. Other
+    options are those of a ModelAdapter."""
     adapter = find_adapter(model)
     cache = cache_folder(prompt_cache) if prompt_cache else None
     _check_parts(Path(model))
     try:
         with errors_told_once():
-            pipeline = adapter.pipeline_class.from_pretrained(
+            pipeline = load_pipeline(
+                adapter.pipeline_class,
                 model,
                 dtype=dtype,
                 use_safetensors=True,  # a pickle could run code
@@ -70,7 +97,8 @@ def load_adapter(
     except LOADING as error:
         why = error.__cause__ if isinstance(error, StrictDataclassError) else error
         reason = _damaged_file(Path(model)) or first_line(why or error)
-        raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
+        told = refusal(error, "pretrained.model", model)
+        raise UserError(told or f"cannot load pretrained.model={model!r}: {reason}") from error
     for part in (p for p in pipeline.components.values() if isinstance(p, torch.nn.Module)):
         for name, parameter in part.named_parameters():
             if parameter.is_meta:  # it was in no file
@@ -82,11 +110,18 @@ def load_adapter(
         dtype=dtype,
         max_sequence_length=max_sequence_length,
         prompt_cache=cache,
-        offload_idle=offload_idle,
+        **options,
     )
 
 
-def check_model(model: str, size: Size, guidance: Mapping[str, float], fewest_steps: int) -> None:
+def check_model(
+    model: str,
+    size: Size,
+    guidance: Mapping[str, float],
+    fewest_steps: int,
+    *,
+    sharded: bool = False,
+) -> None:
     """Refuse what this model cannot do, by its configs alone; `guidance` has scales by field."""
     adapter = find_adapter(model)
     parts = {"pipeline": DiffusionPipeline.load_config(model)}
@@ -105,6 +140,17 @@ def check_model(model: str, size: Size, guidance: Mapping[str, float], fewest_st
             "between the first and the last; set sample.num_steps and sample.eval_num_steps to 2 "
             "or more"
         )
+    has_two = parts["pipeline"].get("boundary_ratio") is not None
+    if has_two and sharded:  # processes may be at different ones, and would wait for each other
+        raise UserError(
+            f"{model} has two transformers, which does not go with ZeRO-3 or FSDP; take ZeRO-2 or "
+            "no engine"
+        )
+    if (late := guidance.get(LATE_GUIDANCE)) is not None and not (
+        has_two and any(adapter.is_guided(g) for n, g in guidance.items() if n != LATE_GUIDANCE)
+    ):
+        why = "without sample.guidance_scale" if has_two else "with one transformer"
+        raise UserError(f"{LATE_GUIDANCE}={late} has no effect {why}; leave it out")
     adapter.check(parts["pipeline"], parts["transformer"], guidance)
 
 
@@ -113,25 +159,39 @@ def find_adapter(model: str) -> type[ModelAdapter]:
     if os.path.isdir(model) and not (Path(model) / "model_index.json").is_file():
         raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")
     check_model_folder(model, "model_index.json")
+    known = DRAW.models()
+    check_access("pretrained.model", model, file="model_index.json", known=known)
     try:
         index = DiffusionPipeline.load_config(model)
         name = index["_class_name"]
     except LOADING as error:
         reason = first_line(error)
         if not os.path.isdir(model):
-            reason = f"no such folder, and not on the hub ({reason})"
-        raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
+            hub = "in the cache, and HF_HUB_OFFLINE is set" if is_offline() else "on the hub"
+            reason = f"no such folder, and not {hub} ({reason})"
+        told = refusal(error, "pretrained.model", model, known=known)
+        raise UserError(told or f"cannot load pretrained.model={model!r}: {reason}") from error
     if not isinstance(name, str) or name not in ADAPTERS:
         raise UserError(
-            f"{model} is a {name}; pretrained.model must be one of {', '.join(ADAPTERS)}"
+            f"{model} is a {name}; pretrained.model must be one of {', '.join(ADAPTERS)}, or of a "
+            "family of your own (custom_models)"
         )
     for part, kind in index.items():
+        if kind == ["transformers", ADAPTERS[name].processors.get(part)]:
+            continue  # which we put together ourselves
         if isinstance(kind, list) and len(kind) == 2 and _may_run_code(*map(str, kind)):
             raise UserError(
                 f"{model}: its {part} is {'.'.join(map(str, kind))}, which may run Python code of "
                 "the model's own; name a model whose parts are diffusers' and transformers'"
             )
-    return ADAPTERS[name]
+    return family_of(name, index)
+
+
+def family_of(name: str, pipeline: Mapping[str, Any]) -> type[ModelAdapter]:
+    """By the name of the pipeline's class and its config: Wan 2.2 5B goes by either name of Wan."""
+    family = ADAPTERS[name]
+    is_5b = family in (WanAdapter, WanImageToVideoAdapter) and pipeline.get("expand_timesteps")
+    return Wan5BAdapter if is_5b else family
 
 
 def _may_run_code(library: str, name: str) -> bool:
@@ -149,7 +209,8 @@ def _check_parts(folder: Path) -> None:
     for name, part in DiffusionPipeline.load_config(folder).items():
         if not isinstance(part, list) or len(part) != 2 or part[0] != "transformers":
             continue
-        kind, choices = getattr(transformers, str(part[1]), None), []
+        kind = TOKENIZERS.get(str(part[1])) or getattr(transformers, str(part[1]), None)
+        choices = []
         if not isinstance(kind, type):
             continue
         if issubclass(kind, transformers.PreTrainedModel):
@@ -157,9 +218,8 @@ def _check_parts(folder: Path) -> None:
         elif issubclass(kind, transformers.PreTrainedTokenizerBase):
             vocabulary = dict(kind.vocab_files_names)
             whole = vocabulary.pop("tokenizer_file", None)
-            choices = [["tokenizer_config.json", *vocabulary.values()]]
-            if whole:
-                choices.append(["tokenizer_config.json", whole])
+            names = [n for n in (list(vocabulary.values()), [whole] if whole else []) if n] or [[]]
+            choices = [["tokenizer_config.json", *each] for each in names]
         lacking = [[f for f in files if not (folder / name / f).is_file()] for files in choices]
         if lacking and all(lacking):
             files = " or ".join(map(", ".join, lacking))

@@ -6,6 +6,7 @@ import logging
 import os
 import uuid
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from flow_grpo.data.images import digest
 from flow_grpo.errors import UserError
+from flow_grpo.pictures import Picture
 
 logger = logging.getLogger(__name__)
 
-Embedding = dict[str, Tensor]  # of one text
+Embedding = dict[str, Tensor]  # of one text, and of its pictures
 IN_MEMORY = 2048  # prompts; for SD3.5 in half precision at most 3.5 GB, at 205 tokens
 SAMPLES = 64  # values of each weight that are hashed in their order
 
@@ -39,7 +42,16 @@ class PromptCache:
         self._identity = identity
         self._in_memory = in_memory
         self._recent: OrderedDict[str, Embedding] = OrderedDict()
+        self._digests: dict[Picture, str] = {}
         self._can_write = folder is not None
+
+    def name(self, text: str, pictures: tuple[Picture, ...]) -> str:
+        """What stands for a text with pictures in the place of a text: these go by what is in them,
+        which is looked at once."""
+        for each in pictures:
+            if each not in self._digests:
+                self._digests[each] = digest(each)
+        return "\0".join([*(self._digests[each] for each in pictures), text])
 
     def key(self, text: str) -> str:
         return hashlib.sha256(f"{self._identity} {text}".encode()).hexdigest()
@@ -91,7 +103,7 @@ def cache_folder(name: str) -> Path:
 
 def identity(
     encoders: dict[str, nn.Module],
-    tokenizers: dict[str, PreTrainedTokenizerBase],
+    tokenizers: dict[str, PreTrainedTokenizerBase | ProcessorMixin],
     *,
     device: torch.device,
     **settings: Any,
@@ -107,7 +119,8 @@ def identity(
 
 
 def _encoder_facts(module: nn.Module) -> dict[str, Any]:
-    config = module.config.to_dict()  # has the version of transformers too
+    config = module.config  # diffusers' are dicts
+    config = dict(config if isinstance(config, Mapping) else config.to_dict())
     config.pop("_name_or_path", None)
     return {
         "class": type(module).__name__,
@@ -117,7 +130,8 @@ def _encoder_facts(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _tokenizer_facts(part: PreTrainedTokenizerBase | ProcessorMixin) -> dict[str, Any]:
+    tokenizer = part.tokenizer if isinstance(part, ProcessorMixin) else part
     backend = {}
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -130,6 +144,7 @@ def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         "max_length": tokenizer.model_max_length,
         "padding_side": tokenizer.padding_side,
         "backend": backend,
+        "template": part.chat_template,
     }
 
 

@@ -1,6 +1,7 @@
 """FLUX.1: dev, which has its guidance embedded, and schnell, which has none."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from diffusers import FluxPipeline
@@ -27,12 +28,8 @@ class FluxAdapter(ModelAdapter):
 
     @classmethod
     def check(cls, pipeline: Config, transformer: Config, guidance: Mapping[str, float]) -> None:
-        for name, scale in guidance.items():
-            if scale > 1 and not transformer.get("guidance_embeds"):
-                raise UserError(
-                    f"{name}={scale}: this FLUX.1 (schnell) was trained without guidance; "
-                    f"set --config.{name}=1"
-                )
+        if not transformer.get("guidance_embeds"):
+            refuse_guidance("FLUX.1 (schnell)", guidance)
 
     @classmethod
     def is_guided(cls, scale: float) -> bool:
@@ -57,24 +54,47 @@ class FluxAdapter(ModelAdapter):
         guidance_scale: float,
     ) -> Tensor:
         height, width = latents.shape[2:]
+        ids = places(height // 2, width // 2, latents)
+        out = self.run(transformer, pack(latents), ids, timestep, inputs, guidance_scale)
+        return unpack(out, height, width)
+
+    def run(
+        self,
+        transformer: nn.Module,
+        tokens: Tensor,
+        ids: Tensor,
+        timestep: Tensor,
+        inputs: Inputs,
+        guidance_scale: float,
+        **options: Any,
+    ) -> Tensor:
+        """What the transformer makes of each of the tokens (B, N, 4 C) at the places `ids`."""
         guidance = None
         if self.transformer.config.guidance_embeds:
-            guidance = torch.full((len(latents),), guidance_scale, device=latents.device)
-        out = transformer(
-            hidden_states=pack(latents),
-            timestep=timestep.to(latents.dtype) / 1000,
+            guidance = torch.full((len(tokens),), guidance_scale, device=tokens.device)
+        return transformer(
+            hidden_states=tokens,
+            timestep=timestep.to(tokens.dtype) / 1000,
             guidance=guidance,
             pooled_projections=inputs["pooled"],
             encoder_hidden_states=inputs["embeds"],
-            txt_ids=latents.new_zeros(inputs["embeds"].shape[1], 3),
-            img_ids=places(height // 2, width // 2, latents),
+            txt_ids=tokens.new_zeros(inputs["embeds"].shape[1], 3),
+            img_ids=ids,
             return_dict=False,
+            **options,
         )[0]
-        return unpack(out, height, width)
 
 
-def places(height: int, width: int, like: Tensor) -> Tensor:
-    """(height x width, 3): of each token 0, its row and its column."""
+def refuse_guidance(model: str, guidance: Mapping[str, float]) -> None:
+    for name, scale in guidance.items():
+        if scale > 1:
+            raise UserError(
+                f"{name}={scale}: this {model} was trained without guidance; set --config.{name}=1"
+            )
+
+
+def places(height: int, width: int, like: Tensor, picture: int = 0) -> Tensor:
+    """(height x width, 3): of each token the number of its picture, its row and its column."""
     rows, columns = (torch.arange(n, device=like.device, dtype=like.dtype) for n in (height, width))
     grid = torch.cartesian_prod(rows, columns)
-    return torch.cat([torch.zeros_like(grid[:, :1]), grid], 1)
+    return torch.cat([torch.full_like(grid[:, :1], picture), grid], 1)

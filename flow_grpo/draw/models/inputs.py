@@ -108,6 +108,16 @@ def cat_padded(tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
     return torch.cat([F.pad(t, (0, 0, 0, most - t.shape[1])) for t in tensors])
 
 
+def source_mask(lengths: Tensor, before: int, device: torch.device) -> dict[str, Tensor] | None:
+    """What attention is told where prompts have sources of several `lengths`, behind `before`
+    tokens that all have; None where all are alike."""
+    most = int(lengths.max())
+    if int(lengths.min()) == most:
+        return None
+    mask = torch.arange(before + most) < before + lengths[:, None]
+    return {"attention_mask": send(mask[:, None, None], device)}
+
+
 def pack(latents: Tensor) -> Tensor:
     """(B, C, H, W) to (B, H/2 W/2, 4 C)."""
     patches = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
@@ -120,18 +130,25 @@ def unpack(packed: Tensor, height: int, width: int) -> Tensor:
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
-def shifted_schedule(scheduler, num_steps: int, tokens: int) -> Schedule:
-    """From 1 to 1/num_steps in equal steps, shifted as the scheduler says for so many tokens."""
+def shift_of(scheduler, tokens: int) -> float:
+    """By how much the scheduler shifts noise levels for so many tokens."""
     config = scheduler.config
-    mu = calculate_shift(
+    return calculate_shift(
         tokens,
         config.get("base_image_seq_len", 256),
         config.get("max_image_seq_len", 4096),
         config.get("base_shift", 0.5),
         config.get("max_shift", 1.15),
     )
-    sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
-    if config.get("use_flow_sigmas"):
+
+
+def shifted_schedule(
+    scheduler, num_steps: int, mu: float, sigmas: Sequence[float] | None = None
+) -> Schedule:
+    """From 1 to 1/num_steps in equal steps, or `sigmas`, shifted by `mu`."""
+    if sigmas is None:
+        sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
+    if scheduler.config.get("use_flow_sigmas"):
         sigmas = None
     timesteps, _ = retrieve_timesteps(scheduler, num_steps, "cpu", sigmas=sigmas, mu=mu)
     return Schedule(tuple(scheduler.sigmas.tolist()), tuple(timesteps.tolist()))

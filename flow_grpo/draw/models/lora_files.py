@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flow_grpo.access import check_access, refusal
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import PICKLES, parse_json, read_json, refuse_pickles
 from flow_grpo.speed.lora import lora_layers
@@ -75,9 +76,10 @@ def attach_lora(
         raise Misfit(f"{file.path} has {left} tensors for other models than the {TRANSFORMER}")
 
 
-def read_lora(path: str | Path) -> LoraFile:
-    """A folder as diffusers or PEFT write it, one .safetensors file, or a hub id."""
-    file = _find(path)
+def read_lora(path: str | Path, field: str = "train.lora_path") -> LoraFile:
+    """A folder as diffusers or PEFT write it, one .safetensors file, or a hub id, which `field`
+    names."""
+    file = _find(path, field)
     try:
         with safe_open(file, "pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -120,8 +122,8 @@ def _with_prefix(items: dict, model: str) -> dict:
     return {k.removeprefix(prefix): v for k, v in items.items() if k.startswith(prefix)}
 
 
-def _find(path: str | Path) -> Path:
-    folder = _downloaded(path)
+def _find(path: str | Path, field: str) -> Path:
+    folder = _downloaded(path, field)
     if folder.is_file():
         if folder.suffix != ".safetensors":
             raise UserError(f"{folder} must be a .safetensors file: a pickle can run code")
@@ -142,7 +144,7 @@ def _find(path: str | Path) -> Path:
     return found[0]
 
 
-def _downloaded(path: str | Path) -> Path:
+def _downloaded(path: str | Path, field: str = "train.lora_path") -> Path:
     local = Path(path)
     if local.exists():
         return local
@@ -150,11 +152,13 @@ def _downloaded(path: str | Path) -> Path:
     if local.is_absolute() or len(local.parts) != 2 or local.parent.is_dir():
         # the hub would be asked for it, again and again
         raise UserError(f"{start}: there is no such folder")
+    check_access(field, str(path), file="adapter_config.json")
     try:
         return Path(snapshot_download(str(path), ignore_patterns=["*/*", *PICKLES]))
     except (OSError, ValueError) as error:
-        reason = f"no such folder, and not on the hub ({first_line(error)})"
-        raise UserError(f"{start}: {reason}") from error
+        told = refusal(error, field, str(path))
+        reason = f"{start}: no such folder, and not on the hub ({first_line(error)})"
+        raise UserError(told or reason) from error
 
 
 def _check_settings(where: Path, settings: dict) -> None:
@@ -191,7 +195,7 @@ def _attach(transformer: ModelMixin, file: LoraFile) -> int:
         known = {k: v for k, v in file.settings.items() if k in SETTINGS}
         with torch.random.fork_rng():  # it draws weights, which are replaced below
             transformer.add_adapter(LoraConfig(**known))
-    _compare(tensors, get_peft_model_state_dict(transformer))
+    compare_layers(tensors, get_peft_model_state_dict(transformer))
     for layer in lora_layers(transformer):  # peft would round them to the dtype of the model
         for name in layer.adapter_layer_names:
             getattr(layer, name).to(torch.promote_types(transformer.dtype, torch.float32))
@@ -200,7 +204,7 @@ def _attach(transformer: ModelMixin, file: LoraFile) -> int:
     return len(tensors)
 
 
-def _compare(saved: dict[str, Tensor], layers: dict[str, Tensor]) -> None:
+def compare_layers(saved: dict[str, Tensor], layers: dict[str, Tensor]) -> None:
     if unknown := sorted(saved.keys() - layers.keys()):
         raise ValueError(
             f"{len(unknown)} of its {len(saved)} tensors fit no layer, like {unknown[0]}"

@@ -2,6 +2,7 @@
 
 import torch
 from diffusers import QwenImagePipeline
+from PIL import Image
 from torch import Tensor, nn
 
 from flow_grpo.draw.models.base import (
@@ -54,16 +55,22 @@ class QwenImageAdapter(ModelAdapter):
         height, width = latents.shape[2:]
         embeds, lengths = inputs["embeds"], inputs["lengths"]
         mask = torch.arange(embeds.shape[1]) < lengths[:, None]
+        drawn = pack(latents)
+        source, shapes = self.source_tokens(inputs)
         out = transformer(
-            hidden_states=pack(latents),
+            hidden_states=drawn if source is None else torch.cat([drawn, source], 1),
             timestep=timestep.to(latents.dtype) / 1000,
             encoder_hidden_states=embeds,
             # always: whether a text is the longest of its batch must not change the arithmetic
             encoder_hidden_states_mask=send(mask, latents.device),
-            img_shapes=[[(1, height // 2, width // 2)]] * len(latents),
+            img_shapes=[[(1, height // 2, width // 2), *shapes]] * len(latents),
             return_dict=False,
         )[0]
-        return unpack(out, height, width)
+        return unpack(out[:, : drawn.shape[1]], height, width)
+
+    def source_tokens(self, inputs: Inputs) -> tuple[Tensor | None, list[tuple[int, int, int]]]:
+        """What comes after the tokens that are drawn, and the shape of each picture in it."""
+        return None, []
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float) -> Tensor:
         """Each token keeps the length that it has with the prompt."""
@@ -76,8 +83,10 @@ class QwenImageAdapter(ModelAdapter):
     def scaled(self, latents: Tensor) -> Tensor:
         return standardised(latents[:, :, None], self.vae.config)
 
+    def source_latents(self, picture: Image.Image) -> Tensor:
+        pixels = self.pipeline.image_processor.preprocess(picture)[:, :, None]
+        latents = self.vae.encode(pixels.to(self.device, self.vae.dtype)).latent_dist.mode()
+        return standardised(latents, self.vae.config, back=True)[:, :, 0].to(self.dtype)
+
     def decode_latents(self, latents: Tensor) -> Tensor:
         return super().decode_latents(latents)[:, :, 0]
-
-    def vae_width(self) -> int:
-        return self.vae.config.base_dim

@@ -7,16 +7,20 @@ answer cannot be checked it has no score, and a reason.
 import re
 import time
 from dataclasses import dataclass
+from fractions import Fraction
 from importlib.util import find_spec
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.answers.maths import (
+    BASE,
     LOOSE,
     Unreadable,
-    computes_with_lists,
-    exact,
+    are_words,
+    number,
     plain,
-    read,
+    refuse_costly,
+    same_unit,
+    unstyled,
 )
 from flow_grpo.rewards.calling.pool import PooledScorer, WorkerPool
 from flow_grpo.rewards.failure import Failed, NotAsked
@@ -100,8 +104,8 @@ class MathAnswer(AnswerScorer, PooledScorer):
     """1 where the final answer equals the truth in the metadata, else 0.
 
     It stands in answer tags or in a box (\\boxed), or, `untagged`, is the whole answer where there
-    are neither. What is no plain number is checked by sympy in `workers` processes; a check that
-    takes longer than `timeout` seconds, or comes after `budget` seconds of others, has no score.
+    are neither. What is no plain number is checked by math-verify in `workers` processes; a check
+    that takes longer than `timeout` seconds, or comes after `budget` seconds of others, has none.
     Logs as `unread` the share of answers that are no formula.
     """
 
@@ -116,17 +120,17 @@ class MathAnswer(AnswerScorer, PooledScorer):
         for name in ("timeout", "workers", "budget"):
             if (value := getattr(self, name)) <= 0:
                 raise UserError(f"math_answer's {name} is {value}: it must be more than 0")
-        if find_spec("sympy") is None:
-            raise UserError("math_answer needs sympy: pip install -e '.[vlm]'")
-        factory = "flow_grpo.rewards.answers.checker:sympy_checker"
+        if find_spec("math_verify") is None or find_spec("antlr4") is None:
+            raise UserError("math_answer needs math-verify: pip install -e '.[vlm]'")
+        factory = "flow_grpo.rewards.answers.checker:math_checker"
         limits = {"workers": self.workers, "timeout": self.timeout, "max_deaths": 1}
         self.pool = WorkerPool(factory, {"memory_gib": MEMORY_GIB}, **limits)
 
     def __call__(self, answers: list[str], questions: list[str], metadata: Rows) -> Returned:
         found = super().__call__(answers, questions, metadata)
         checked = self._checked(dict.fromkeys(pair for pair in found if isinstance(pair, tuple)))
-        unread = [float(isinstance(each, Unread)) for each in found]
-        return [checked.get(each, each) for each in found], {"unread": unread}
+        scores = [checked.get(each, each) for each in found]
+        return scores, {"unread": [float(isinstance(each, Unread)) for each in scores]}
 
     def why_not(self, question: str, metadata: dict) -> str | None:
         return None if str(metadata.get("answer", "")).strip() else "it has no answer to check with"
@@ -153,7 +157,8 @@ class MathAnswer(AnswerScorer, PooledScorer):
         while left:
             part, left = left[:share], left[share:]
             for pair, result in zip(part, self.pool.map(part), strict=True):
-                scores[pair] = result if isinstance(result, Failed) else float(result)
+                told = isinstance(result, bool)
+                scores[pair] = float(result) if told else Unread() if result is None else result
             if time.monotonic() - start > self.budget:
                 late = Failed(f"not checked: other answers took {self.budget:g} s")
                 return scores | dict.fromkeys(left, late)
@@ -165,32 +170,34 @@ def quick_check(answer: str, truth: str) -> float | tuple[str, str]:
 
     Raises `Unreadable` where the answer is no formula, and the truth is one.
     """
-    answer, truth = plain(answer), plain(truth)
+    (answer, unit), (truth, wanted) = plain(answer), plain(truth)
     if _squeezed(answer) == _squeezed(truth):
-        return 1.0
+        return float(same_unit(unit, wanted))
+    if not same_unit(unit, wanted) or are_words(truth):
+        return 0.0
+    if (given := BASE.fullmatch(answer)) or BASE.fullmatch(truth):  # 17 will do for 17_8
+        given, asked = given or [0, answer, 0], BASE.fullmatch(truth) or [0, truth, 0]
+        return float(given[1] == asked[1] and (given[2] == asked[2] or 0 in (given[2], asked[2])))
+    left, right = number(answer), number(truth)
+    if left is not None and right is not None:
+        percent = ("%" in answer) - ("%" in truth)  # 50 and 0.5 both count as 50%
+        loose = LOOSE * abs(right) if "." in answer or "." in truth else 0
+        return float(
+            abs(left - right) <= loose or (percent and left * Fraction(100) ** percent == right)
+        )
     try:
-        wanted = read(truth)
+        refuse_costly(truth)
     except Unreadable as error:
-        # of words, which are all there is to compare
-        return Failed(f"its truth {truth[:60]!r}: {error}") if "\\" in truth else 0.0
-    if computes_with_lists(wanted):
-        return Failed(f"its truth {truth[:60]!r}: it computes with lists")
-    given = read(answer)
-    if computes_with_lists(given):
-        raise Unreadable("it computes with lists")
-    if ("%" in answer) != ("%" in truth):  # 50 and 0.5 both count as 50%
-        bare = [read(text.replace("%", "")) for text in (answer, truth)]
-        if exact(bare[0]) is not None and exact(bare[0]) == exact(bare[1]):
-            return 1.0
-    left, right = exact(given), exact(wanted)
-    if left is None or right is None:
-        return (answer, truth)
-    loose = LOOSE * abs(right) if "." in answer or "." in truth else 0
-    return float(abs(left - right) <= loose)
+        return Failed(f"its truth {truth[:60]!r}: {error}")
+    if are_words(answer):
+        raise Unreadable("these are words")
+    refuse_costly(answer)
+    return (answer, truth)
 
 
 def _squeezed(text: str) -> str:
-    return "".join(text.split()).casefold()
+    """Without spaces, but for those between digits: 1 1/2 is not 11/2."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).casefold()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -210,19 +217,24 @@ class Choice(AnswerScorer):
     do not ask for it."""
 
     name = "choice"
-    _LETTER = re.compile(r"\(?([A-Ea-e])\)?[.:]?|\(?([A-E])[).:,]\s?.*", re.DOTALL)
-    _SPOKEN = re.compile(r"\b(?:answer|option|choice)(?: is)?:?\s*\(?([A-E])\b(?!')")
+    _LETTER = re.compile(
+        r"(?i:option |choice )?\(?([A-Ja-j])\)?[.:]?|\(?([A-J])[).:,]\s?.*", re.DOTALL
+    )
+    # I is a letter here, and a word in "the answer is, I think, B"
+    _SPOKEN = re.compile(
+        r"\b(?i:answer|option|choice)(?i: is)?:?\s*\(?([A-HJ]|I(?!,? [a-z]))\b(?!')"
+    )
 
     def why_not(self, question: str, metadata: dict) -> str | None:
         truth = metadata.get("answer", "")
-        return None if self.letter(str(truth)) else f"its answer {truth!r} is none of A to E"
+        return None if self.letter(str(truth)) else f"its answer {truth!r} is none of A to J"
 
     def letter(self, text: str) -> str | None:
         """In tags or a box, alone or before its text; or as in "the answer is B"."""
         if len(text) > MAX_TEXT:
             return None
         final = final_answer(text)
-        said = plain(text if final is None else final)
+        said = unstyled(text if final is None else final)
         if match := self._LETTER.fullmatch(said):
             return (match[1] or match[2]).upper()
         spoken = self._SPOKEN.findall(said)

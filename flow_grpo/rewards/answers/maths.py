@@ -1,255 +1,222 @@
-"""Reads numbers, fractions and LaTeX into a tree, without evaluating anything.
+"""What a final answer says, as far as text alone tells: without styles and units, as a number, or
+as something that no library should be asked to compute."""
 
-A tree is a tuple: ("num", Fraction), ("name", "x"), (operator, operands...) or, for lists, sets and
-intervals, ("seq", brackets, items...).
-"""
-
-import operator
 import re
 from fractions import Fraction
+from itertools import accumulate
 
-MAX_DEPTH = 60
-MAX_TOKENS = 200  # a sum of as many terms is a tree as deep
-MAX_BITS = 4096  # of a number that is computed here
+MAX_LENGTH = 400  # characters of a formula; the library takes long over more
+MAX_DEPTH = 8  # brackets in brackets
+MAX_POWERS = 24
+MAX_BITS = 10**6  # of a number that a formula may stand for, and of the exponents in it
+MAX_EXPONENT = 10**4
 LOOSE = Fraction(1, 10**6)  # how far a decimal may be off, relative
-TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan")
-FUNCTIONS = (*TRIGONOMETRIC, "log", "ln", "exp")
-CONSTANTS = ("pi", "infty", "oo")
-GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "phi", "omega", "sigma")
-BARE = "{}"  # brackets of items that stand in no order
-OPERATORS = {
-    **{"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv},
-    **{"neg": operator.neg, "%": lambda value: value / 100},
-}
-_TIMES, _OVER = ("*", "\\cdot", "\\times"), ("/", "\\div", ":")
-_TOKEN = re.compile(r"\d+\.\d+|\.\d+|\d+|\\[A-Za-z]+|[A-Za-z]+|\S")
 
-_DROPPED = ("$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\!", "{,}")
-_SIZES = ("\\left", "\\right", "\\displaystyle")
-_DEGREES = ("^\\circ", "^{\\circ}", "°")
-_SPACES = ("\\,", "\\;", "\\:", "\\ ", "~", "\\quad")
+TRIGONOMETRIC = ("arcsin", "arccos", "arctan", "sin", "cos", "tan", "cot", "sec", "csc")
+_FUNCTIONS = (*TRIGONOMETRIC, "log", "ln", "exp", "sqrt", "min", "max")
+_KNOWN = re.compile(
+    rf"{'|'.join(_FUNCTIONS)}|frac|binom|cdot|times|div|pm|mp|leq?|geq?|neq?|overline|approx"
+    r"|pi|infty|alpha|beta|gamma|[dD]elta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|varphi|omega|ell"
+    r"|cup|cap|setminus|in|emptyset|mathbb|begin|end|[lr](?:floor|ceil|brace)"
+)
+_MATRIX, _BEGUN = re.compile(r"\\(?:begin|end)\{[pbB]?matrix\}"), re.compile(r"\\(?:begin|end)")
+
+_DROPPED = ("\\$", "$", "\\(", "\\)", "\\[", "\\]", "\\!", "{,}", "€", "£")
+_SIZES = ("\\left", "\\right", "\\displaystyle", "\\bigl", "\\bigr", "\\big", "\\Big")
+_SPACES = ("\\,", "\\;", "\\:", "\\ ", "~", "\\quad", "\\qquad", "\n", "\t", "\u00a0")
 _REPLACED = {
-    **dict.fromkeys((*_DROPPED, *_SIZES, *_DEGREES), ""),
+    **dict.fromkeys((*_DROPPED, *_SIZES), ""),
     **dict.fromkeys(_SPACES, " "),
     **dict.fromkeys("−–", "-"),
-    **dict.fromkeys("×·", "*"),
-    **dict.fromkeys(("\\dfrac", "\\tfrac"), "\\frac"),
-    **{"÷": "/", "**": "^", "π": "\\pi ", "√": "\\sqrt ", "∞": "\\infty ", "\\%": "%"},
-    **{"\\{": "\\lbrace ", "\\}": "\\rbrace "},
+    **{"\\\\": "\\\\"},  # between the rows of a matrix
+    **dict.fromkeys("×·", "\\cdot "),
+    **dict.fromkeys(("^\\circ", "^{\\circ}", "\\degree"), "°"),
+    **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
+    **dict.fromkeys(("\\dbinom", "\\tbinom"), "\\binom"),
+    **dict.fromkeys(("\\lvert", "\\rvert", "\\vert"), "|"),
+    **dict.fromkeys(("\\varnothing", "∅"), "\\emptyset "),
+    **{"÷": "/", "π": "\\pi ", "∞": "\\infty ", "\\%": "%", "≤": "\\le ", "²": "^2", "³": "^3"},
+    **{"≥": "\\ge ", "±": "\\pm ", "∪": "\\cup ", "\\langle": "(", "\\rangle": ")"},
 }
-_REPLACE = re.compile("|".join(map(re.escape, sorted(_REPLACED, key=len, reverse=True))))
-_STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_UNIT = re.compile(r"(?<=[\d)}])\s+[A-Za-z]{2}[A-Za-z ]*(?:\^\{?[23]\}?)?$")
-_NAMED = re.compile(r"^[A-Za-z]\s*=(?!.*=)\s*")
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-_SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
-_MIXED = re.compile(r"(-?)(\d+)\s+(\d+)\s*/\s*(\d+)")
+_WHOLE = {each: r"(?![A-Za-z])" for each in _REPLACED if re.fullmatch(r"\\[A-Za-z]+", each)}
+_REPLACE = re.compile(
+    "|".join(re.escape(each) + _WHOLE.get(each, "") for each in sorted(_REPLACED, key=len)[::-1])
+)
+_STYLED = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
+)
+_LEAD = re.compile(r"^(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s+", re.IGNORECASE)
+_BARE = re.compile(rf"(?<![\\A-Za-z])({'|'.join((*_FUNCTIONS, 'pi', 'infty'))})(?![A-Za-z])")
+_AND = re.compile(r"(?<![A-Za-z]),?\s*(?:and|or)(?![A-Za-z])")
+_SHORT = re.compile(r"\\(frac|binom)\s*(\\pi|[0-9A-Za-z])")
+_SHORT_SECOND = re.compile(r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\\pi|[0-9A-Za-z])")
+_ROOT = re.compile(r"√\s*(\d+|[A-Za-z])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)°")
+_THOUSANDS = re.compile(r"(?<![\d,.(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}])")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(rf"(?<=\d)\s*({'|'.join(_SCALES)})\b")
+_UNITS = "cm|mm|km|dm|nm|ft|in|yd|mi|kg|mg|lbs?|oz|hrs?|min|secs?|ml|mph|kph|kmh|pm|am|deg|rad|usd"
+_UNIT = re.compile(
+    rf"(?:(?<=[\d)}}])|(?<=\\pi))(?:\s*(?:{_UNITS})|\s+(?:[mgsLh]|[A-Za-z]{{3,}}|sq))"
+    rf"(?:[\s./]+(?:{_UNITS}|[mgsLh]|of|an?|[A-Za-z]{{3,}}))*\.?\s*(?:\^\s*\{{?[23]\}}?)?$"
+)
+_AREA = re.compile(r"^(?:square|cubic|sq\.?)\s+")
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
+_NUMBER = re.compile(rf"([-+]?)\s*({_DIGITS}?(?:\.\d+)?)(?:[eE]([-+]?\d{{1,3}}))?\s*(%?)")
+_FRACTION = re.compile(
+    r"([-+]?)\s*(?:(\d+)\s*(?=\\)|(\d+)\s+)?"
+    r"(?:\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}|(\d+)\s*/\s*(\d+))"
+)
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+BASE = re.compile(r"(\d+)\s*_\s*\{?\s*(\d+)\s*\}?")
+_LETTERS = re.compile(r"[A-Za-z][A-Za-z .,'-]*")
+_FACTORIAL = re.compile(
+    r"(?<![\w^.}])(?:\d{1,3}|[A-Za-z]|\((?:[A-Za-z+\- ]|\d{1,3}(?!\d))+\))!(?!!)"
+)
+_CHOSEN = r"\s*\{(?:[A-Za-df-z+\- ]|\d{1,3}(?!\d))+\}"
+_BINOMIAL = re.compile(rf"\\binom{_CHOSEN}{_CHOSEN}")
+_TOKEN = re.compile(r"\\[A-Za-z]+|\d+|\\.|.", re.DOTALL)
 
 
 class Unreadable(ValueError):
     """Not a formula, or none that is known here."""
 
 
-def plain(text: str) -> str:
-    """Without what does not matter: spaces at the ends, dollar signs, styles, units, `x =`."""
+def plain(text: str) -> tuple[str, str]:
+    """The text as the library likes it, and its unit."""
+    text = _AND.sub(",", _LEAD.sub("", unstyled(text)))
+    text = _ROOT.sub(r"\\sqrt{\1}", text).replace("√", "sqrt")
+    text = _BARE.sub(r"\\\1 ", text).replace("infinity", "\\infty ").replace("\\log_e", "\\ln")
+    for _ in range(MAX_POWERS):
+        if found := re.search(r"\\sqrt\s*\(", text):
+            end = group_end(text, found.end() - 1)
+            text = f"{text[: found.start()]}\\sqrt{{{text[found.end() : end - 1]}}}{text[end:]}"
+    text = _SHORT_SECOND.sub(r"\1{\2}", _SHORT.sub(r"\\\1{\2}", text))
+    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    text = _SCALE.sub(lambda match: f"\\cdot 10^{{{_SCALES[match[1]]}}}", text)
+    if any(f"\\{name}" in text for name in TRIGONOMETRIC):
+        text = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", text)
+    text = text.replace("°", "").strip()
+    unit = _UNIT.search(text)
+    said = text[: unit.start()].strip() if unit else text
+    if unit is None or (len(unit[0].strip()) == 1 and number(said) is None):  # r^2 h
+        return text, ""
+    return said, _AREA.sub("", unit[0].strip()).partition("^")[0].lower()
+
+
+def unstyled(text: str) -> str:
+    """Without what does not matter: spaces at the ends, dollar signs, sizes, styles."""
+    text = re.sub(r"(?<=[\w)])\*\*(?=[\w(-])", "^", text).replace("**", "")
     text = _REPLACE.sub(lambda match: _REPLACED[match[0]], text)
-    text = _STYLED.sub(r" \1 ", text).strip().rstrip(".").strip()
-    return _NAMED.sub("", _UNIT.sub("", text)).strip()
+    return _STYLED.sub(r" \1 ", text).strip().rstrip(".").strip()
 
 
-def read(text: str) -> tuple:
-    """The tree of a text that `plain` returned."""
-    if _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
-    if mixed := _MIXED.fullmatch(text):
-        sign, whole, part, of = mixed.groups()
-        text = f"{sign}({whole}+{part}/{of})"
-    if scientific := _SCIENTIFIC.fullmatch(text):
-        text = "{}*10^{{{}}}".format(*scientific.groups())
-    tokens = _TOKEN.findall(text)
-    if len(tokens) > MAX_TOKENS:
-        raise Unreadable(f"it has {len(tokens)} tokens, more than {MAX_TOKENS}")
-    reader = _Reader(tokens)
-    tree = reader.items()
-    if reader.tokens:
-        raise Unreadable(f"{reader.tokens[-1]!r} is not expected")
-    return tree
+def same_unit(one: str, other: str) -> bool:
+    """cm and centimetres, not cm and m; a missing one is any."""
+    short = max(len(one), len(other)) <= 2
+    return not one or not other or (one == other if short else one[0] == other[0])
 
 
-def computes_with_lists(tree: tuple) -> bool:
-    """As in f(1,2) or (1,2)+t(3,4): it is read, and nothing here can compare it."""
-    inner = [part for part in tree if isinstance(part, tuple)]
-    operand = tree[0] != "seq" and any(part[0] == "seq" for part in inner)
-    return operand or any(map(computes_with_lists, inner))
-
-
-def exact(tree: tuple) -> Fraction | None:
-    """Its value, where that is a fraction of numbers that are not too long."""
-    kind, *parts = tree
-    if kind == "num":
-        return parts[0]
-    if kind not in (*OPERATORS, "^"):
+def number(text: str) -> Fraction | None:
+    """The value of a decimal, a fraction or a mixed number; 50% is 1/2."""
+    if (found := _NUMBER.fullmatch(text)) and found[2]:
+        sign, digits, power, percent = found.groups()
+        value = Fraction(digits.replace(",", "")) * Fraction(10) ** int(power or 0)
+        value = value / 100 if percent else value
+    elif found := _FRACTION.fullmatch(text):
+        sign, *parts = found.groups()
+        whole, (top, bottom) = parts[0] or parts[1] or 0, parts[2:4] if parts[2] else parts[4:]
+        if not int(bottom):
+            return None
+        value = int(whole) + Fraction(int(top), int(bottom))
+    elif found := _REPEATING.fullmatch(text):
+        sign, whole, start, period = found.groups()
+        value = Fraction(f"{whole or 0}.{start}0")
+        value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(start))
+    else:
         return None
-    values = [exact(part) for part in parts]
-    if None in values or (kind == "/" and values[1] == 0):
-        return None
-    value = _power(*values) if kind == "^" else OPERATORS[kind](*values)
-    return value if value is not None and _bits(value) <= MAX_BITS else None
+    return -value if sign == "-" else value
 
 
-def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
-    if exponent.denominator != 1 or _bits(base) * abs(exponent) > MAX_BITS:
-        return None
-    return None if base == 0 and exponent <= 0 else base**exponent.numerator
+def are_words(text: str) -> bool:
+    """As `east` or `Tom and Anna`; `xy` is a product."""
+    letters = _LETTERS.fullmatch(text)
+    return bool(letters) and max(map(len, re.findall("[A-Za-z]+", text))) > 2
 
 
-def _bits(value: Fraction) -> int:
-    return max(value.numerator.bit_length(), value.denominator.bit_length())
+def refuse_costly(text: str) -> None:
+    """Raises `Unreadable`, at once, where the library could take for ever, or is not known to end:
+    9^{9^{9^9}}, (10^9)!, brackets without end, sums and integrals."""
+    depths = [depth for _, depth in with_depth(text)] or [0]
+    if len(text) > MAX_LENGTH or max(depths) > MAX_DEPTH or text.count("|") > 2 * MAX_DEPTH:
+        raise Unreadable("it is too long, or nested too deeply")
+    if not text.isascii() or not re.search("[0-9A-Za-z]", text):
+        raise Unreadable("it has no digits and letters, or others than LaTeX")
+    commands = re.findall(r"\\([A-Za-z]+)", text)
+    unknown = next((each for each in commands if not _KNOWN.fullmatch(each)), None)
+    rules = {
+        f"\\{unknown} is not known": unknown,
+        "its brackets do not match": depths[-1] or min(depths) < 0,
+        "of environments only matrices are known": _count(_BEGUN, text) != _count(_MATRIX, text),
+        "a number follows another": re.search(r"(?<![_\d])\d+(?:\s+|\s*_\s*\{?)\d", text),
+        "it has signs in a row": "--" in text.replace(" ", ""),
+        "it has a factorial of something large": text.count("!") != _count(_FACTORIAL, text),
+        "it has a binomial of something large": text.count("\\binom") != _count(_BINOMIAL, text),
+        "its value could be too large": text.count("^") > MAX_POWERS or _bits(text) > MAX_BITS,
+    }
+    if reason := next((why for why, broken in rules.items() if broken), None):
+        raise Unreadable(reason)
 
 
-class _Reader:
-    """Recursive descent; tokens are taken from the end of a reversed list."""
+def _count(pattern: re.Pattern, text: str) -> int:
+    return len(pattern.findall(text))
 
-    def __init__(self, tokens: list[str]) -> None:
-        self.tokens = tokens[::-1]
-        self.depth = 0
 
-    def next(self) -> str:
-        return self.tokens[-1] if self.tokens else ""
+def _bits(text: str) -> int:
+    """At least as many as its value has, with letters below 4."""
+    bits, most, product, done, before = 0, 1, 1, 0, ""
+    for found in _TOKEN.finditer(text):
+        token = found[0]
+        if found.start() < done:
+            continue
+        if token in ("^", "\\exp"):
+            done = group_end(text, found.end())
+            value = _exponent(text[found.end() : done])
+            most = max(most, value)
+            product *= value if before in (")", "}", "]", "|") else 1
+            bits += 2 * (token != "^")
+        elif token.isdigit():
+            bits += int(token).bit_length()
+        elif token.isalpha() or token == "\\pi":
+            bits += 2
+        before = before if token.isspace() else token
+    return bits * most * product
 
-    def take(self, *wanted: str) -> str:
-        """The next token if it is one of these, else ""."""
-        return self.tokens.pop() if self.next() in wanted and self.tokens else ""
 
-    def expect(self, *wanted: str) -> str:
-        if not (token := self.take(*wanted)):
-            raise Unreadable(f"{self.next() or 'the end'!r} in the place of {wanted[0]!r}")
-        return token
+def _exponent(text: str) -> int:
+    """The most that it can be."""
+    if "!" in text or "\\binom" in text:
+        raise Unreadable("an exponent has a factorial")
+    digits = text.strip(" {}()+-")
+    value = int(digits) if digits.isdigit() else 2 ** min(_bits(text), 99)
+    if value > MAX_EXPONENT:
+        raise Unreadable("an exponent could be too large")
+    return max(1, value)
 
-    def items(self) -> tuple:
-        """One formula, or several with commas between."""
-        found = [self.sum()]
-        while self.take(","):
-            found.append(self.sum())
-        return found[0] if len(found) == 1 else ("seq", BARE, *found)
 
-    def sum(self) -> tuple:
-        value = self.product()
-        while sign := self.take("+", "-", "\\pm"):
-            value = (sign, value, self.product())
-        return value
+def group_end(text: str, start: int) -> int:
+    """Where the group ends that begins at `start`: brackets, a number, a command or a letter."""
+    while start < len(text) and text[start] in " -+":
+        start += 1
+    if text[start : start + 1] not in ("(", "[", "{"):
+        found = re.compile(r"\\[A-Za-z]+|\d+|.").match(text, start)
+        return found.end() if found else len(text)
+    ends = (place for place, (_, depth) in enumerate(with_depth(text[start:])) if depth == 0)
+    return start + next(ends, len(text)) + 1
 
-    def product(self) -> tuple:
-        value = self.signed()
-        while True:
-            if self.take(*_TIMES):
-                value = ("*", value, self.signed())
-            elif self.take(*_OVER):
-                value = ("/", value, self.signed())
-            elif self._starts_factor():
-                value = self._beside(value, self.power())
-            else:
-                return value
 
-    def _beside(self, left: tuple, right: tuple) -> tuple:
-        """`2x` is a product, 2\\frac{1}{2} a mixed number."""
-        whole = left[0] == "num" and left[1].denominator == 1
-        if whole and right[0] == "/" and all(part[0] == "num" for part in right[1:]):
-            return ("+", left, right)
-        if right[0] == "num":
-            raise Unreadable("a number follows another value")
-        return ("*", left, right)
-
-    def _starts_factor(self) -> bool:
-        token = self.next()
-        command = token.startswith("\\") and token not in ("\\pm", "\\rbrace", *_TIMES, *_OVER)
-        return bool(token) and (token in ("(", "[", "{") or token[0].isalnum() or command)
-
-    def signed(self) -> tuple:
-        """Signs in a row are counted, not nested."""
-        negative = False
-        while sign := self.take("+", "-"):
-            negative ^= sign == "-"
-        value = self.power()
-        return ("neg", value) if negative else value
-
-    def power(self) -> tuple:
-        value = self.atom()
-        while mark := self.take("!", "%"):
-            value = (mark, value)
-        if self.take("^"):
-            value = ("^", value, self.group())
-        return value
-
-    def group(self) -> tuple:
-        """What follows ^, \\frac and \\sqrt: in braces, or a single character."""
-        if self.take("{"):
-            value = self.sum()
-            self.expect("}")
-            return value
-        if self.next()[:1].isdigit() and len(self.next()) > 1:
-            digits = self.tokens.pop()
-            self.tokens += [digits[1:], digits[0]]
-        return self.signed() if self.next() == "-" else self.atom()
-
-    def atom(self) -> tuple:
-        """All that nests passes here."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unreadable("it is nested too deeply")
-        value = self._atom()
-        self.depth -= 1
-        return value
-
-    def _atom(self) -> tuple:
-        token = self.tokens.pop() if self.tokens else ""
-        if token[:1].isdigit() or token.startswith("."):
-            try:
-                return ("num", Fraction(token))
-            except ValueError as error:  # a lone dot, or digits of another script
-                raise Unreadable(f"{token!r} is no number") from error
-        if token in ("(", "[", "{"):
-            return self._bracketed(token)
-        if token == "\\lbrace":
-            value = self.items()
-            self.expect("\\rbrace")
-            return ("seq", BARE, *(value[2:] if value[0] == "seq" else (value,)))
-        if token == "|":
-            value = self.sum()
-            self.expect("|")
-            return ("abs", value)
-        if token == "\\frac":
-            return ("/", self.group(), self.group())
-        return self._named(token)
-
-    def _bracketed(self, opened: str) -> tuple:
-        value = self.items()
-        if opened == "{":
-            self.expect("}")
-            return value
-        closed = self.expect(")", "]")
-        if value[0] == "seq" and value[1] == BARE:
-            return ("seq", opened + closed, *value[2:])
-        if opened + closed not in ("()", "[]"):
-            raise Unreadable("its brackets do not match")
-        return value
-
-    def _named(self, token: str) -> tuple:
-        name = token.removeprefix("\\")
-        if name == "sqrt":
-            root = ("num", Fraction(2))
-            if self.take("["):
-                root = self.sum()
-                self.expect("]")
-            return ("root", self.group(), root)
-        if name in FUNCTIONS:
-            exponent = self.group() if self.take("^") else None
-            value = ("call", name, self.group() if self.next() == "{" else self.power())
-            return value if exponent is None else ("^", value, exponent)
-        if name in CONSTANTS or (token.startswith("\\") and name in GREEK):
-            return ("name", "oo" if name == "infty" else name)
-        if token.isascii() and token.isalpha() and len(token) <= 2:
-            *others, last = token
-            self.tokens += [last] if others else []
-            return ("name", token[0])
-        raise Unreadable(f"{token or 'the end'!r} is not known")
+def with_depth(text: str) -> list[tuple[str, int]]:
+    """Each character, with the number of brackets that are open after it."""
+    steps = ((character in "([{") - (character in ")]}") for character in text)
+    return list(zip(text, accumulate(steps), strict=True))

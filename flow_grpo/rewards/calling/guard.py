@@ -14,7 +14,15 @@ from flow_grpo.rewards.calling import SerialThread, in_background
 from flow_grpo.rewards.calling.pool import CannotStart
 from flow_grpo.rewards.failure import Attempts, Failed, FailurePolicy, describe
 from flow_grpo.rewards.frames import kind_of
-from flow_grpo.rewards.protocol import BatchScores, Rows, Samples, as_scorer, score
+from flow_grpo.rewards.protocol import (
+    BatchScores,
+    ContractError,
+    Rows,
+    Samples,
+    as_scorer,
+    score,
+    takes_call,
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +78,17 @@ class GuardedScorer:
         if not running.done():
             limit = f"reward_timeout={self._policy.timeout:g}"
             kind = kind_of(samples)
-            raise UserError(f"reward {self.name!r} hangs: no score for one {kind} in {limit} s")
+            raise UserError(f"reward {self.name!r} hangs: no score for two {kind}s in {limit} s")
         error = running.exception()
         # a pool goes on trying to start its workers, but a run should not begin without them
         if isinstance(error, CannotStart) or (error is not None and is_mistake(error)):
             reason = describe(error) + _place(error)
+            if isinstance(error, ContractError) or not takes_call(self.scorer):
+                kind = kind_of(samples)
+                reason += (
+                    f"; write it as {self.name}({kind}s, prompts, metadata), which returns a list "
+                    f"with one number per {kind}"
+                )
             raise UserError(f"reward {self.name!r} fails when it is tried: {reason}") from error
 
     def _score(self, pictures: Pictures, prompts: list[str], metadata: Rows) -> BatchScores:

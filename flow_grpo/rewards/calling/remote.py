@@ -20,6 +20,8 @@ from flow_grpo.rewards.frames import (
     png_base64,
 )
 from flow_grpo.rewards.protocol import (
+    MASK,
+    SOURCE,
     BatchScores,
     Returned,
     Rows,
@@ -27,8 +29,10 @@ from flow_grpo.rewards.protocol import (
     Scorer,
     joined,
     parse_scores,
+    pictures_in,
 )
 
+COLUMNS = {SOURCE: "sources", MASK: "masks"}  # of a request, for the pictures in metadata
 CHUNK = 16  # images or clips per request: enough to batch, few enough to spread over servers
 BODY_SHARE = 0.9  # of what a server takes, for the images; the rest is for the texts
 CONNECTIONS = 4  # requests under way per server
@@ -80,7 +84,9 @@ class RemoteScorer(Scorer):
         deadline = time.monotonic() + self._timeout
         servers = len(self._servers.urls)
         frames = max((len(image) for image in images if is_clip(image)), default=1)
-        most = max(1, min(CHUNK, self._max_images // frames))
+        given = [sum(len(pictures_in(row, name)) for name in COLUMNS) for row in metadata]
+        pictures = frames + max(given, default=0)  # of a sample, at most
+        most = max(1, min(CHUNK, self._max_images // pictures))
         rounds = math.ceil(len(images) / (most * servers))
         chunk = math.ceil(len(images) / max(1, rounds * servers))  # as many for each server
 
@@ -88,7 +94,8 @@ class RemoteScorer(Scorer):
             part, turn = request
             encoded = [_encoded(image) for image in images[part]]
             columns = {f"{kind_of(images)}s": encoded, "prompts": prompts[part]}
-            return self._score({**columns, "metadata": metadata[part]}, turn, deadline)
+            columns |= _with_pictures(metadata[part])
+            return self._score(columns, turn, deadline)
 
         parts = [slice(i, i + chunk) for i in range(0, len(images), chunk or 1)]
         requests = [(part, next(self._turns)) for part in parts]
@@ -99,7 +106,8 @@ class RemoteScorer(Scorer):
         """`columns` are the samples, first, and what belongs to each."""
         samples = next(iter(columns.values()))
         half = len(samples) // 2
-        if half and sum(map(_characters, samples)) > BODY_SHARE * self._max_body:
+        sent = [*samples, *(each for name in COLUMNS.values() for each in columns.get(name, ()))]
+        if half and sum(map(_characters, sent)) > BODY_SHARE * self._max_body:
             halves = (slice(half), slice(half, None))
             parts = [{name: column[part] for name, column in columns.items()} for part in halves]
             return joined([self._score(part, turn, deadline) for part in parts])
@@ -148,8 +156,29 @@ def _encoded(sample: Sample | str) -> str | list[str]:
     return [png_base64(frame) for frame in sample] if is_clip(sample) else png_base64(sample)
 
 
-def _characters(encoded: str | list[str]) -> int:
-    return sum(map(len, encoded)) if is_clip(encoded) else len(encoded)
+def _with_pictures(metadata: Rows) -> dict[str, list]:
+    """Columns of a request. JSON has no pictures: they go in columns of their own, where there are
+    any. Samples of a group have one object, which is encoded once."""
+    columns = {"metadata": metadata}
+    encoded: dict[int, str] = {}
+    for name, column in COLUMNS.items():
+        found = [pictures_in(row, name) for row in metadata]
+        if not any(found):
+            continue
+        for picture in (picture for own in found for picture in own):
+            encoded[id(picture)] = encoded.get(id(picture)) or png_base64(picture)
+        texts = [[encoded[id(picture)] for picture in own] or [None] for own in found]
+        columns[column] = [own if own[1:] else own[0] for own in texts]
+        pairs = zip(columns["metadata"], found, strict=True)
+        columns["metadata"] = [
+            {key: value for key, value in row.items() if not own or key != name}
+            for row, own in pairs
+        ]
+    return columns
+
+
+def _characters(encoded: str | list[str] | None) -> int:
+    return sum(map(len, encoded)) if is_clip(encoded) else len(encoded or "")
 
 
 def _parse(answer: dict[str, Any], count: int) -> BatchScores:

@@ -1,7 +1,7 @@
 """Rewards judged by a vision-language model behind an OpenAI-compatible API (vLLM, SGLang).
 
-Each image is one request. What could not be asked, or whose answer holds no score, is `Failed`;
-an answer is not asked for again, since at temperature 0 it would be the same.
+Each image is one request, or two. What could not be asked, or whose answer holds no score, is
+`Failed`; an answer is not asked for again, since at temperature 0 it would be the same.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from flow_grpo.rewards.failure import DEFAULT_POLICY, Failed, FailurePolicy, Not
 from flow_grpo.rewards.frames import png_base64
 from flow_grpo.rewards.judges import forms
 from flow_grpo.rewards.judges.forms import HIGHEST, Reply, Unscorable, labelled_score
-from flow_grpo.rewards.protocol import Returned, Rows, Scorer
+from flow_grpo.rewards.protocol import Returned, Rows, Scorer, pictures_in
 from flow_grpo.rewards.scorers.ocr import ocr_score, quoted_text, without_quotes
 
 Judged = tuple[float, dict[str, float]]  # a score, and further values
@@ -114,24 +114,34 @@ class ChatJudge(Scorer):
     ) -> Returned:
         deadline = time.monotonic() + self.policy.timeout
 
-        def judge(item: tuple[Image.Image, str]) -> Judged:
-            image, prompt = item
-            if self.why_not(prompt, {}):
+        def judge(item: tuple[Image.Image, str, dict[str, Any]]) -> Judged:
+            image, prompt, row = item
+            if self.why_not(prompt, row):
                 return NotAsked(), {}
             try:
-                return self._ask([data_url(image)], prompt, deadline)
+                return self.judge(image, prompt, row, deadline)
             except (Unscorable, Refused, Unavailable) as error:
                 return Failed(str(error)), {}
 
-        judged = map_in_threads(judge, zip(images, prompts, strict=True), self.concurrency)
+        rows = [{}] * len(prompts) if metadata is None else metadata
+        judged = map_in_threads(judge, zip(images, prompts, rows, strict=True), self.concurrency)
         extras = {name: [more.get(name, math.nan) for _, more in judged] for name in self.extras}
         return [score for score, _ in judged], extras
 
+    def judge(
+        self, image: Image.Image, prompt: str, row: dict[str, Any], deadline: float
+    ) -> Judged:
+        """Ask about one image; `row` is its metadata."""
+        return self._ask([data_url(image)], prompt, deadline)
+
     def _ask(self, images: Sequence[str], prompt: str, deadline: float) -> Judged:
         """`images` are data URLs."""
-        body = self._body(images, self.build_question(prompt))
-        completion = self._servers.post(CHAT_PATH, body, deadline=deadline, start=next(self._turns))
-        return self.parse(forms.read_completion(completion), prompt)
+        return self.parse(self._reply(images, self.build_question(prompt), deadline), prompt)
+
+    def _reply(self, images: Sequence[str], question: str, deadline: float) -> Reply:
+        body, turn = self._body(images, question), next(self._turns)
+        completion = self._servers.post(CHAT_PATH, body, deadline=deadline, start=turn)
+        return forms.read_completion(completion)
 
     def _body(self, images: Sequence[str], question: str) -> dict[str, Any]:
         content = [
@@ -265,6 +275,42 @@ class UnifiedReward(ChatJudge):
                 "weights from 0, at least one above 0"
             )
         return dict(weights)
+
+
+class VieScore(ChatJudge):
+    """How good an edit is, by VIEScore's rubric (Ku et al. 2024, arXiv 2312.14867), which
+    GEdit-Bench uses too: the root of the lower of "success" and "kept", times the lower of
+    "naturalness" and "cleanness".
+
+    Two requests: the first two grades are of the picture beside what it was made from, the other
+    two of the picture alone. All four, from 0 to 10, are further values; the reward is a tenth.
+    `question` replaces the wording of the first request.
+    """
+
+    name = "viescore"
+    url_env = "VIESCORE_URL"
+    model_env = "VIESCORE_MODEL"
+    default_question = forms.EDIT_QUESTION
+    extras = ("success", "kept", "naturalness", "cleanness")
+    images_per_question = 2
+
+    def why_not(self, prompt: str, metadata: dict[str, Any]) -> str | None:
+        return None if pictures_in(metadata) else "it has no picture that was edited"
+
+    def judge(
+        self, image: Image.Image, prompt: str, row: dict[str, Any], deadline: float
+    ) -> Judged:
+        edited, sources = data_url(image), [data_url(source) for source in pictures_in(row)]
+        compared = self._reply([*sources, edited], self.build_question(prompt), deadline)
+        grades = self._grades(compared, self.extras[:2])
+        grades |= self._grades(
+            self._reply([edited], forms.LOOK_QUESTION, deadline), self.extras[2:]
+        )
+        success, kept, naturalness, cleanness = grades.values()
+        return math.sqrt(min(success, kept) * min(naturalness, cleanness)) / 10, grades
+
+    def _grades(self, answer: Reply, names: Sequence[str]) -> dict[str, float]:
+        return {name: labelled_score(answer, name.capitalize(), 0, 10) for name in names}
 
 
 @dataclass(frozen=True)

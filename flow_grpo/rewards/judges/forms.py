@@ -61,6 +61,32 @@ sentences, then end with a line of its own, with 1, 2 or tie for X:
 Better: X"""
 
 
+# VIEScore's two pairs of grades (Ku et al. 2024, arXiv 2312.14867): of an edit, and of a picture.
+EDIT_QUESTION = """\
+You see a picture, or several, and then, as the last one, what an image editor made from it. The
+editor was told:
+
+{prompt}
+
+Compare the last picture with what it was made from, and give two grades from 0 to 10. Success: 0
+if the instruction was not followed at all, 10 if the change is exactly the one that was asked for.
+Kept: 0 if it has become another scene, 10 if nothing has changed but what the instruction asks
+for. A picture that is as it was has followed nothing. Give your reasons in one or two sentences,
+then end with these two lines:
+Success: X
+Kept: Y"""
+
+LOOK_QUESTION = """\
+You see a picture that was made by a machine. Whatever it shows, give two grades from 0 to 10.
+Naturalness: 0 if it does not look real in the least, with wrong light, shadows, sizes or
+distances, 10 if it could be a photograph, or a drawing by a skilled hand. Cleanness: 0 if most of
+it is spoilt by distortions, watermarks, scratches, blurred faces, odd limbs or parts that do not
+belong together, 10 if there is nothing of the kind. Give your reasons in one or two sentences,
+then end with these two lines:
+Naturalness: X
+Cleanness: Y"""
+
+
 LOWEST, HIGHEST = 1.0, 5.0
 
 _QUOTES = {'"': '"', "'": "'", "“": "”", "”": "”", "„": "“", "«": "»", "`": "`"}
@@ -94,14 +120,16 @@ def read_completion(completion: Any) -> Reply:
     return Reply(spoken.strip(), cut_off)
 
 
-def labelled_score(answer: Reply, label: str) -> float:
-    """The number from 1 to 5 behind `label` and a colon; the last one where there are several."""
-    match = _last(_number_pattern(label), answer, label, "number")
+def labelled_score(
+    answer: Reply, label: str, lowest: float = LOWEST, highest: float = HIGHEST
+) -> float:
+    """The number behind `label` and a colon; the last one where there are several."""
+    match = _last(_number_pattern(label, lowest, highest), answer, label, "number")
     number, scale = match.groups()
     score = float(number)
-    if not LOWEST <= score <= HIGHEST or (scale and float(scale) != HIGHEST):
-        said = match.group().strip()
-        raise Unscorable(f"{said!r} is not on the scale from 1 to 5: {quote(answer.text)}")
+    if not lowest <= score <= highest or (scale and float(scale) != highest):
+        said, ends = match.group().strip(), f"{lowest:g} to {highest:g}"
+        raise Unscorable(f"{said!r} is not on the scale from {ends}: {quote(answer.text)}")
     return score
 
 
@@ -161,12 +189,12 @@ def _label(label: str) -> str:
 
 
 @functools.cache
-def _number_pattern(label: str) -> re.Pattern[str]:
+def _number_pattern(label: str, lowest: float, highest: float) -> re.Pattern[str]:
     """`Label: 4`, with the marks, ranges and scales that models put around it.
 
     The number stays on the line of its label: a list below it may begin with "1.".
     """
-    stated_range = r"\([ \t]*1[ \t]*(?:[-–—]|to)[ \t]*5[ \t]*\)"
+    stated_range = rf"\([ \t]*{lowest:g}[ \t]*(?:[-–—]|to)[ \t]*{highest:g}[ \t]*\)"
     number = r"([-+]?[0-9]+(?:\.[0-9]+)?)"
     # "4-5", "4,5" and "90%" are no scores, and 4 is not the score in them.
     not_after = r"(?![0-9A-Za-z]|[.,][0-9]|[ \t]*(?:[-–—~]|to\b)[ \t]*[0-9]|[ \t]*%)"

@@ -109,8 +109,17 @@ class ClipSimilarity(ModelScorer):
     def load_clip(self) -> nn.Module:
         return load_network(CLIPModel, self.model, dtype=torch.float32, kind=KIND)
 
-    def cosine(self, images: list[Image.Image], prompts: list[str]) -> torch.Tensor:
-        return (self.embed_pictures(images) * self.embed_texts(prompts)).sum(dim=-1)  # (N,)
+    def values(self, cosine: torch.Tensor) -> Values:
+        """What is made of the cosines (N,) of images and prompts."""
+        return {SCORE: cosine}
+
+    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
+        return self.values((self.embed_pictures(images) * self.embed_texts(prompts)).sum(dim=-1))
+
+    def score_pixels(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        self.network.to(self.device)
+        embedded = embed_images(self.network, self.processed(pixels))
+        return self.values((embedded * self.embed_texts(prompts)).sum(dim=-1))[SCORE]
 
     def embed_pictures(self, images: list[Image.Image]) -> torch.Tensor:
         return embed_images(self.network, self.pixels(images))
@@ -135,8 +144,8 @@ class PickScore(ClipSimilarity):
     model: str = "yuvalkirstain/PickScore_v1"
     processor: str | None = VIT_H
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
-        raw = self.logit_scale * self.cosine(images, prompts)
+    def values(self, cosine: torch.Tensor) -> Values:
+        raw = self.logit_scale * cosine
         return {SCORE: raw / PICKSCORE_SCALE, "raw": raw}
 
 
@@ -146,8 +155,7 @@ class ClipScore(ClipSimilarity):
 
     model: str = "openai/clip-vit-large-patch14"
 
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
-        cosine = self.cosine(images, prompts)
+    def values(self, cosine: torch.Tensor) -> Values:
         return {SCORE: self.logit_scale * cosine / CLIPSCORE_SCALE, "cosine": cosine}
 
 
@@ -181,9 +189,6 @@ class HpsV2(ClipSimilarity):
         return load_network(
             CLIPModel, self.model, dtype=torch.float32, kind=kind, weights=weights, config=config
         )
-
-    def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
-        return {SCORE: self.cosine(images, prompts)}
 
 
 class AestheticNetwork(nn.Module):
@@ -220,3 +225,6 @@ class Aesthetic(ModelScorer):
 
     def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         return {SCORE: self.network(self.pixels(images))}
+
+    def score_pixels(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        return self.network.to(self.device)(self.processed(pixels))

@@ -28,7 +28,7 @@ ENGINES = {
     "paddleocr": (("paddleocr", "Levenshtein"), "paddleocr"),
 }
 MODES = ("auto", "full", "line")
-MAX_DEFAULT_WORKERS = 8
+MAX_DEFAULT_WORKERS = 16
 
 # "x"  “x” and ”x”  „x“  «x» and »x«
 _QUOTED = re.compile(r'"([^"]*)"|[“”]([^“”]*)[“”]|„([^„“”"]*)[“”"]|«([^«»]*)»|»([^«»]*)«')

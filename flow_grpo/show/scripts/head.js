@@ -86,6 +86,8 @@ function summaryTiles(run) {
     tile("Held-out reward", change(run, held), best ? `${held}, best ${numberText(best.value)} at epoch ${best.epoch}` : held),
     tile("Training reward", change(run, drawn), `${drawn}, first to last epoch`),
     tile("Diversity", change(run, "reward/diversity"), "distance of two pictures of a prompt"),
+    tile("Velocity norm", change(run, "train/norm_ratio"), "times the reference's"),
+    tile("Held by the KL", change(run, "train/gated"), "share of the samples"),
     el("div", { class: "tile" }, el("p", { class: "quiet", text: "Time" }),
       el("p", { class: "figure", text: durationText(time.total) }), el("p", { class: "quiet", text: shares })));
 }

@@ -12,11 +12,13 @@ function placeOf(epochs, epoch) {
 }
 
 function at(run, kind, epoch) {
-  const { epochs, samples, texts } = run[kind], place = placeOf(epochs, epoch);
+  const { epochs, samples, texts, sources } = run[kind], place = placeOf(epochs, epoch);
   if (place < 0) return { epoch: null, samples: [] };
   // a reward may have the name of something that every object has, like "constructor"
   const own = (scores) => Object.assign(Object.create(null), scores);
-  return { epoch: epochs[place], samples: samples[place].map((sample) => ({ ...sample, prompt: texts[sample.prompt], scores: own(sample.scores) })) };
+  return { epoch: epochs[place], samples: samples[place].map((sample) => ({
+    ...sample, prompt: texts[sample.prompt], scores: own(sample.scores), sources: (sample.sources || []).map((number) => sources[number]),
+  })) };
 }
 
 // the same prompt may be there several times, each with a noise of its own
@@ -59,14 +61,18 @@ function markOf(sample) {
   return middle === null || typeof value !== "number" ? "" : value > middle ? " good" : " bad";
 }
 
-// of a picture its prompt; of an answer the question, with its picture and the truth
-function headOf(sample) {
-  const asked = isAnswer(sample) && sample.picture, picture = asked ? el("img", {
-    class: "asked", src: sample.picture, alt: sample.prompt, onload: () => picture.classList.toggle("small", picture.naturalWidth < 160),
-  }) : null;
+function askedPicture(src, alt) {
+  const picture = el("img", { class: "asked", src, alt, onload: () => picture.classList.toggle("small", picture.naturalWidth < 160) });
+  return picture;
+}
+
+// of a picture its prompt and what it was made from; of an answer the question, with its picture and the truth
+function headOf(sample, sources = sample.sources) {
+  const asked = isAnswer(sample) ? [sample.picture].filter(Boolean) : sources;
   const truth = sample.truth === undefined ? null
     : el("p", { class: "truth" }, el("span", { class: "quiet", text: "truth" }), el("span", { text: sample.truth, dir: "auto" }));
-  return [promptText(sample.prompt), picture, truth];
+  const pictures = asked.length ? el("div", { class: "asked-for" }, ...asked.map((src) => askedPicture(src, isAnswer(sample) ? sample.prompt : "source"))) : null;
+  return [promptText(sample.prompt), pictures, truth];
 }
 
 function promptText(text) {
@@ -183,14 +189,20 @@ function buildEvolution(data) {
   const keys = [...new Set(first.flatMap((found) => [...found.keys()]))];
   const names = scoreNames(starts.flatMap((start) => start.samples));
   const pair = !several && starts[0].run.eval.epochs.length > 1;
+  const edited = starts.some((start) => start.samples.some((sample) => sample.sources.length));
   const cards = keys.map((key) => {
     const slots = Array.from({ length: several ? data.runs.length : pair ? 2 : 1 }, buildSlot);
     const asked = first.map((found) => found.get(key)).find(Boolean);
-    const node = el("article", { class: "card" }, ...headOf(asked), el("div", { class: "slots" }, ...slots.map((slot) => slot.node)));
+    const sources = asked.sources.map((picture) => {
+      const slot = buildSlot();
+      fillSlot(slot, { ...asked, picture }, [], ["source"]);
+      return slot;
+    });
+    const node = el("article", { class: "card" }, ...headOf(asked, []), el("div", { class: "slots" }, ...[...sources, ...slots].map((slot) => slot.node)));
     return { key, slots, node };
   });
   return {
-    node: el("div", { class: several || answered(data) ? "cards broad" : "cards", id: "evolution" }, ...cards.map((card) => card.node)),
+    node: el("div", { class: several || edited || answered(data) ? "cards broad" : "cards", id: "evolution" }, ...cards.map((card) => card.node)),
     show(epoch) {
       const now = data.runs.map((run) => at(run, "eval", epoch));
       const found = now.map((each) => byPrompt(each.samples));

@@ -56,7 +56,7 @@ class Mask2Former(FrozenModel):
     def check(self, task: Task) -> None:
         """Raise a UserError for a class or colour that is never found."""
         classes = set(self.names.values())
-        for wanted in task.include:
+        for wanted in task.wanted:
             if wanted.name not in classes:
                 raise UserError(f"class {wanted.name!r} is not one that {self.model} knows")
             if wanted.colour not in (None, *COLOURS):

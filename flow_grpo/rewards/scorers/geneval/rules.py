@@ -8,6 +8,8 @@ A prompt's metadata asks in GenEval's own layout:
      "exclude": [{"class": "dog", "count": 2}]}
 
 "position" names a relation and the place in "include" of what it is a relation to.
+
+An edit asks for what should change; its "keep" asks, in the same layout, for the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,11 +100,17 @@ class Task:
     tag: str
     include: tuple[Wanted, ...]
     exclude: tuple[tuple[str, int], ...] = ()  # a class, and from how many on it is wrong
+    keep: "Task | None" = None  # of an edit: what should stay as it was
+
+    @property
+    def wanted(self) -> tuple[Wanted, ...]:
+        """What is asked for, and what should stay."""
+        return (*self.include, *(self.keep.include if self.keep else ()))
 
     @property
     def coloured(self) -> set[str]:
         """Classes whose colours matter."""
-        return {wanted.name for wanted in self.include if wanted.colour}
+        return {wanted.name for wanted in self.wanted if wanted.colour}
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,10 @@ def parse_task(metadata: Mapping[str, Any]) -> Task | None:
     if "include" not in metadata:
         return None
     include = [_wanted(request, metadata) for request in _list(metadata, "include")]
-    if not include:
+    keep = metadata.get("keep")
+    if keep is not None and (not isinstance(keep, Mapping) or "include" not in keep):
+        raise _bad(metadata, 'keep must be an object with an "include"')
+    if not include and not keep:  # an edit may only take something away
         raise _bad(metadata, "include is empty; it must name what to draw")
     for place, wanted in enumerate(include):
         if wanted.relation and wanted.of not in range(place):
@@ -124,7 +135,8 @@ def parse_task(metadata: Mapping[str, Any]) -> Task | None:
     exclude = [
         (w.name, w.count) for w in (_wanted(r, metadata) for r in _list(metadata, "exclude"))
     ]
-    return Task(str(metadata.get("tag", "")), tuple(include), tuple(exclude))
+    kept = parse_task({"prompt": metadata.get("prompt", ""), **keep}) if keep else None
+    return Task(str(metadata.get("tag", "")), tuple(include), tuple(exclude), kept)
 
 
 def _list(metadata: Mapping[str, Any], key: str) -> Sequence[Any]:
@@ -173,6 +185,7 @@ def relations(a: Box, b: Box) -> set[str]:
 
 
 def judge(task: Task, detections: Sequence[Detection]) -> GenEvalVerdict:
+    """Whether the detections are what the task asks for, and why not."""
     found: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda d: -d.score):
         found.setdefault(detection.name, []).append(detection)
@@ -199,7 +212,7 @@ def judge(task: Task, detections: Sequence[Detection]) -> GenEvalVerdict:
             strict = False
             if name not in asked:
                 credits.append(0.0)
-    return GenEvalVerdict(strict, float(np.mean(credits)))
+    return GenEvalVerdict(strict, float(np.mean(credits)) if credits else 1.0)
 
 
 def _count(things: Sequence[Detection], colour: str) -> int:

@@ -22,7 +22,7 @@ class Shapes:
         """Nothing of it is on a GPU."""
 
     def check(self, task: Task) -> None:
-        for wanted in task.include:
+        for wanted in task.wanted:
             if wanted.name not in SHAPES or wanted.colour not in (None, *RGB):
                 known = f"{', '.join(SHAPES)} in {', '.join(RGB)}"
                 raise UserError(f"{wanted.colour or ''} {wanted.name}: the detector knows {known}")

@@ -1,0 +1,83 @@
+"""Text encoders that see pictures have a processor where others have a tokenizer.
+
+A processor's own loader takes the classes that its files name, which may be Python code of the
+model's own, and needs torchvision. Here each is put together of parts whose classes are named.
+"""
+
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from transformers import (
+    CLIPImageProcessorPil,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLProcessor,
+    Qwen3VLProcessor,
+    TokenizersBackend,
+)
+
+# Of those that read texts alone here, the tokenizer in their folder.
+TOKENIZERS: dict[str, type[PreTrainedTokenizerBase]] = {
+    "PixtralProcessor": TokenizersBackend,
+    "Qwen3VLProcessor": Qwen2Tokenizer,
+}
+KNOWN = (*TOKENIZERS, "Qwen2VLProcessor", "CLIPImageProcessor")
+
+
+class TextProcessor(Qwen3VLProcessor):
+    """A processor less what pictures need; its pipeline asks for one, not for a tokenizer."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+    ) -> None:
+        template = chat_template or tokenizer.chat_template
+        self.image_token = "<|image_pad|>"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        ProcessorMixin.__init__(self, tokenizer, chat_template=template)
+
+
+class PictureProcessor(Qwen2VLProcessor):
+    """Texts and pictures, without videos, for which transformers would want torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.video_processor = self.chat_template = None
+        self.image_token, self.video_token = names = ["<|image_pad|>", "<|video_pad|>"]
+        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(names)
+
+    def save_pretrained(self, folder: Any, **_: Any) -> None:
+        self.image_processor.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+# pipelines are saved with the class that anybody can load
+PictureProcessor.__name__ = Qwen2VLProcessor.__name__
+PictureProcessor.__module__ = Qwen2VLProcessor.__module__
+
+
+def load_processor(kind: str, model: str, part: str) -> Any:
+    """What stands here for a processor of this class, one of KNOWN."""
+    if kind in TOKENIZERS:
+        tokenizer = TOKENIZERS[kind].from_pretrained(model, subfolder=part)
+        return TextProcessor(tokenizer) if kind == "Qwen3VLProcessor" else tokenizer
+    if kind == "CLIPImageProcessor":
+        return CLIPImageProcessorPil.from_pretrained(model, subfolder=part)
+    pictures = Qwen2VLImageProcessorPil.from_pretrained(model, subfolder=part)
+    return PictureProcessor(pictures, Qwen2Tokenizer.from_pretrained(model, subfolder="tokenizer"))
+
+
+def load_pipeline(kind: type[DiffusionPipeline], model: str, **settings: Any) -> DiffusionPipeline:
+    """As `kind.from_pretrained` does, with our own processors."""
+    index = DiffusionPipeline.load_config(model).items()
+    own = {
+        part: load_processor(value[1], model, part)
+        for part, value in index
+        if isinstance(value, list | tuple) and value[-1] in KNOWN
+    }
+    # diffusers takes no tokenizer for a processor: it is given none first
+    given = {n: p if isinstance(p, ProcessorMixin) else None for n, p in own.items()}
+    pipeline = kind.from_pretrained(model, **settings, **given)
+    pipeline.register_modules(**own)
+    return pipeline

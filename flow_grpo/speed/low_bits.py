@@ -1,0 +1,223 @@
+"""Frozen weights in 8 or 4 bits, one copy of them: sampling and training run the same layers, and
+so are one policy."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flow_grpo.errors import UserError
+
+FULL = "bf16"
+FP8, NF4 = "fp8", "nf4"
+LARGEST = 448.0  # of a float8_e4m3fn
+BLOCK = 64  # weights that share a scale in 4 bits
+SIDES = 16  # a product in 8 bits takes sides that are a multiple of this
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    if precision == FP8 and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise UserError(
+                "pretrained.base_precision='fp8' needs a GPU of compute capability 8.9 or more "
+                f"(RTX 40, L4, H100), and this one has {capability[0]}.{capability[1]}; use 'nf4'"
+            )
+
+
+def to_low_bits(
+    modules: Iterable[nn.Module], precision: str, device: torch.device, *, keep_full: bool = False
+) -> None:
+    """Take the linear layers of frozen `modules` to `device` one by one, so that it never holds all
+    of them at full precision. With `keep_full` the CPU keeps what they were."""
+    if precision == FULL:
+        return
+    kind = {FP8: Fp8Linear, NF4: Nf4Linear}[precision]
+    for layer in [x for module in modules for x in module.modules() if type(x) is nn.Linear]:
+        if kind.fits(*layer.weight.shape):
+            weight = layer.weight.detach()
+            layer.full = _on_host(weight) if keep_full else None
+            # parameters, not buffers, which DDP would send to all processes in every pass
+            for name, tensor in kind.stored(weight.to(device)).items():
+                setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+            # empty, and of the precision to compute in, which libraries look up here
+            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+            layer.__class__ = kind
+
+
+def _on_host(weight: Tensor) -> Tensor:
+    return weight.pin_memory() if torch.cuda.is_available() else weight
+
+
+class LowBitLinear(nn.Linear):
+    """A frozen layer whose `low` and `scale` stand for its weight."""
+
+    low: Tensor
+    scale: Tensor
+    full: Tensor | None  # on the host
+    is_full = False  # whether `full` is computed with
+
+    @staticmethod
+    def fits(rows: int, columns: int) -> bool:
+        """Whether a weight of this shape can be stored."""
+        raise NotImplementedError
+
+    @staticmethod
+    def stored(weight: Tensor) -> dict[str, Tensor]:
+        """What stands for it, by name."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if self.is_full:
+            weight = self.full.to(x.device, x.dtype, non_blocking=True)
+            return F.linear(x, weight, self.bias)
+        return self.product(x)
+
+
+@contextmanager
+def at_full_precision(module: nn.Module) -> Iterator[None]:
+    """Compute with the weights that the host has kept, which are sent layer by layer."""
+    layers = [x for x in module.modules() if isinstance(x, LowBitLinear) and x.full is not None]
+    if not layers:
+        yield
+        return
+    usual = module.forward
+    module.forward = getattr(usual, "plain", usual)  # of a recording
+    for layer in layers:
+        layer.is_full = True
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        module.forward = usual
+        for layer in layers:
+            layer.is_full = False
+
+
+class Fp8Linear(LowBitLinear):
+    """e4m3, with a scale for each output; inputs and gradients have one for each row."""
+
+    @staticmethod
+    def fits(rows: int, columns: int) -> bool:
+        return not (rows % SIDES or columns % SIDES)
+
+    @staticmethod
+    def stored(weight: Tensor) -> dict[str, Tensor]:
+        rows, scale = rows_in_8_bits(weight)
+        return {"low": rows, "scale": scale.t().contiguous()}
+
+    def product(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        return _Fp8Product.apply(flat, self.low, self.scale, self.bias).unflatten(0, x.shape[:-1])
+
+
+def rows_in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, K), and the scale (N, 1) of each row."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / LARGEST
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+class _Fp8Product(torch.autograd.Function):
+    """`x` (M, K) times `low` (N, K); only `x` has a gradient. The scale of an output goes into the
+    gradient before that is put in 8 bits: so one copy of the weights serves both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(low, scale)
+        return _multiplied(x, low.t(), scale, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        low, scale = ctx.saved_tensors
+        # a GPU wants the second factor column by column
+        columns, ones = low.t().contiguous().t(), scale.new_ones(1, low.shape[1])
+        out = _multiplied(gradient.float() * scale, columns, ones)
+        return out.to(gradient.dtype), None, None, None
+
+
+def _multiplied(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows, own = rows_in_8_bits(x)
+    if not x.is_cuda:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        out = (rows.to(wide) @ columns.to(wide)) * own * scale
+        return (out if bias is None else out + bias).to(x.dtype)
+    half = torch.bfloat16
+    bias = None if bias is None else bias.to(half)
+    out = torch._scaled_mm(
+        rows, columns, own, scale, bias=bias, out_dtype=half, use_fast_accum=True
+    )
+    return out.to(x.dtype)
+
+
+class Nf4Linear(LowBitLinear):
+    """4 bits, a scale for each block of weights, widened layer by layer to compute with: the memory
+    of QLoRA, and not its speed."""
+
+    levels: Tensor  # that the 4 bits count
+
+    @staticmethod
+    def fits(rows: int, columns: int) -> bool:
+        return not rows * columns % BLOCK
+
+    @staticmethod
+    def stored(weight: Tensor) -> dict[str, Tensor]:
+        blocks = weight.float().view(-1, BLOCK)
+        scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12).bfloat16()
+        levels = normal_levels().to(weight.device)
+        between = (levels[1:] + levels[:-1]) / 2
+        places = torch.bucketize(blocks / scale.float(), between).to(torch.uint8).view(-1, 2)
+        low = (places[:, 0] << 4) | places[:, 1]
+        return {"low": low, "scale": scale, "levels": levels}
+
+    def product(self, x: Tensor) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        return _Nf4Product.apply(x, self.low, self.scale, self.levels, self.bias, shape)
+
+
+def normal_levels() -> Tensor:
+    """The 16 numbers of NF4 (arXiv 2305.14314): quantiles of a normal distribution, of which the
+    largest is 1 and one is 0; one more of them is positive than negative."""
+    most = 0.9677083
+    positive, negative = (
+        torch.special.ndtri(torch.linspace(most, 0.5, n, dtype=torch.float64))[:-1] for n in (9, 8)
+    )
+    levels = torch.cat([-negative, torch.zeros(1, dtype=torch.float64), positive]).sort().values
+    return (levels / levels.max()).float()
+
+
+def _widened(
+    low: Tensor, scale: Tensor, levels: Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    places = torch.stack([low >> 4, low & 15], -1).view(-1, BLOCK).int()
+    return (levels[places] * scale).view(shape).to(dtype)
+
+
+class _Nf4Product(torch.autograd.Function):
+    """Keeps the 4 bits for the backward pass, not the weights that they were widened to."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        low: Tensor,
+        scale: Tensor,
+        levels: Tensor,
+        bias: Tensor | None,
+        shape: tuple[int, int],
+    ) -> Tensor:
+        ctx.save_for_backward(low, scale, levels)
+        ctx.shape = shape
+        return F.linear(x, _widened(low, scale, levels, shape, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight = _widened(*ctx.saved_tensors, ctx.shape, gradient.dtype)
+        return gradient @ weight, None, None, None, None, None
