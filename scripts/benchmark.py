@@ -35,7 +35,7 @@ from untrained.full import FULL, build
 
 from flow_grpo.config import command_line
 from flow_grpo.draw.fields import DRAW
-from flow_grpo.draw.models import ADAPTERS, ModelAdapter, find_adapter
+from flow_grpo.draw.models import ModelAdapter, family_of, find_adapter
 from flow_grpo.draw.plan import lighter_training
 from flow_grpo.draw.session import (
     Session,
@@ -157,20 +157,31 @@ def time_clone(config: ConfigDict) -> dict[str, Any]:
 
 
 def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
-    if MEMORY.value:
-        total = torch.cuda.get_device_properties(accelerator.device).total_memory / 2**30
-        torch.cuda.set_per_process_memory_fraction(min(1.0, MEMORY.value / total))
     if config.pretrained.model not in FULL:
+        limit_memory(accelerator.device)
         return build_adapter(config, accelerator)
     device, dtype = accelerator.device, DTYPES[config.mixed_precision]
     pipeline = build(config.pretrained.model, device, dtype)
-    return ADAPTERS[type(pipeline).__name__](
+    adapter = family_of(type(pipeline).__name__, pipeline.config)(
         pipeline,
         device=device,
         dtype=dtype,
         max_sequence_length=config.max_sequence_length,
         offload_idle=config.offload_idle,
+        source_size=image_size(config),
+        base_precision=config.pretrained.base_precision,
     )
+    # random weights are made on the GPU, at full precision; those of a file go there one by one
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    limit_memory(device)
+    return adapter
+
+
+def limit_memory(device: torch.device) -> None:
+    if MEMORY.value:
+        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, MEMORY.value / total))
 
 
 def measure(session: Session) -> dict[str, Any]:
@@ -275,6 +286,7 @@ def settings(session: Session) -> dict[str, Any]:
         "beta": config.train.beta,
         "weights": f"LoRA r {config.train.lora_rank}" if config.use_lora else "all",
         "precision": config.mixed_precision,
+        "base_precision": config.pretrained.base_precision,
         "compile": session.adapter.compiled,
         "cuda_graphs": session.adapter.replayed,
         "merge_lora": config.sample.merge_lora,

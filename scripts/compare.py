@@ -4,6 +4,10 @@ several: one figure with bands over the seeds (OUT.png) and a table of each task
     python scripts/compare.py tiny_ocr tiny_awm tiny_nft --seeds 1 2 3 --passes 100000 \
         --out docs/results/compare [--tasks signs scenes] [--config.FIELD=VALUE ...]
 
+With --rates, each method first runs with each learning rate and the seed --choose, which is not
+shown; --seeds then run at the rate whose held-out reward was the highest, averaged over passes.
+--also NAME evaluates a second reward that is not trained: where it falls, the first is hacked.
+
 Each run is a folder under --logdir. The same command goes on where it was stopped.
 """
 
@@ -37,13 +41,15 @@ class Epoch:
     reward: float | None  # held-out
     kl: float | None
     diversity: float | None
+    also: float | None = None  # of a reward that is not trained
 
 
 Runs = dict[str, list[list[Epoch]]]  # of each method those of its seeds
 
 
-def read_run(folder: Path) -> list[Epoch]:
-    """`folder` may also be a metrics file, without its ending."""
+def read_run(folder: Path, also: str = "") -> list[Epoch]:
+    """`folder` may also be a metrics file, without its ending; `also` is a reward beside the
+    trained one."""
     epochs, seconds = [], 0.0
     alone = folder.parent / f"{folder.name}.jsonl"
     for row in read_metrics(alone if alone.is_file() else folder):
@@ -51,10 +57,12 @@ def read_run(folder: Path) -> list[Epoch]:
         if passes is None:
             raise UserError(f"{folder} has no perf/passes: an older version wrote it; train anew")
         seconds += sum(row.get(name) or 0.0 for name in WORK)
-        names = ("eval/avg", "train/kl", "reward/diversity")
+        names = ("eval/avg", "train/kl", "reward/diversity", f"eval/{also}")
         epochs.append(Epoch(passes, seconds, *map(row.get, names)))
     if not epochs or epochs[0].reward is None:
         raise UserError(f"{folder} does not begin with an evaluation; name whole runs")
+    if also and epochs[0].also is None:
+        raise UserError(f"{folder} has no eval/{also}: it was not evaluated; leave --also out")
     return epochs
 
 
@@ -83,9 +91,23 @@ def band(runs: list[list[Epoch]], end: int) -> tuple[np.ndarray, np.ndarray]:
     return grid, np.stack([carried_forward(*zip(*curve, strict=True), grid) for curve in curves])
 
 
-def table_row(name: str, runs: list[list[Epoch]], threshold: float) -> list[str]:
-    """Of one method, whose runs are cut already."""
+def mean_reward(run: list[Epoch], end: int) -> float:
+    """Held-out, averaged over the passes up to `end`: high if it learns soon and then stays."""
+    evaluated = [(e.passes, e.reward) for e in cut(run, end) if e.reward is not None]
+    passes, rewards = zip(*evaluated, strict=True)
+    return float(np.average(rewards, weights=np.diff([*passes, end])))
+
+
+def best_rate(runs: dict[float, list[Epoch]], end: int) -> float:
+    return max(runs, key=lambda rate: mean_reward(runs[rate], end))
+
+
+def table_row(
+    name: str, runs: list[list[Epoch]], threshold: float, also: bool = False
+) -> list[str]:
+    """The row of one method, whose runs are cut already."""
     before, after = ([run[i].reward for run in runs] for i in (0, -1))
+    others = [[run[i].also for run in runs] for i in (0, -1)] if also else []
     crossings = [e for run in runs if (e := first_crossing(run, threshold)) is not None]
     missed = "" if len(crossings) == len(runs) else f" ({len(crossings)} of {len(runs)} seeds)"
     diversity = [logged(run, "diversity") for run in runs]
@@ -97,6 +119,7 @@ def table_row(name: str, runs: list[list[Epoch]], threshold: float) -> list[str]
         short(mean([e.seconds for e in crossings]), missed),
         short(mean([kl[-1] for run in runs if (kl := logged(run, "kl"))])),
         "-" if spread[0] is None else f"{short(spread[0])} -> {short(spread[1])}",
+        *([" -> ".join(map(with_range, others))] if also else []),
     ]
 
 
@@ -125,21 +148,34 @@ def short(value: float | None, note: str = "") -> str:
     return f"{value / size:g}{unit}{note}"
 
 
-def table(runs: Runs, end: int, threshold: float) -> str:
-    """Of one task, in Markdown."""
+def table(
+    runs: Runs, end: int, threshold: float, rates: dict[str, str] | None = None, also: str = ""
+) -> str:
+    """The table of one task, in Markdown; `rates` are those that the methods were run at."""
     head = ["method", "held-out reward, before -> after"]
     head += [f"{unit} to {threshold:g}" for unit in ("passes", "seconds")]
     head += ["KL at the end", "diversity, first -> last epoch"]
-    rows = [table_row(name, [cut(r, end) for r in of], threshold) for name, of in runs.items()]
+    head += [f"{also}, before -> after"] if also else []
+    every = {name: [cut(run, end) for run in of] for name, of in runs.items()}
+    rows = [table_row(name, of, threshold, bool(also)) for name, of in every.items()]
+    for cells in [head, *rows] if rates else []:
+        cells.insert(1, "learning rate" if cells is head else rates[cells[0]])
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     totals = {name: min(run[-1].passes for run in of) for name, of in runs.items()}
     ended = [f"{name} ended at {total:,} passes." for name, total in totals.items() if total < end]
     return "\n".join([*lines, "", *ended])
 
 
-def report(tasks: dict[str, Runs], end: int, threshold: float, command: str) -> str:
+def report(
+    tasks: dict[str, Runs],
+    end: int,
+    threshold: float,
+    command: str,
+    rates: dict[str, dict[str, str]],
+    also: str = "",
+) -> str:
     """The table of each task, and how they were made."""
-    parts = [table(runs, end, threshold) for runs in tasks.values()]
+    parts = [table(runs, end, threshold, rates.get(t), also) for t, runs in tasks.items()]
     if len(tasks) > 1:
         parts = [f"## {task}\n\n{part}" for task, part in zip(tasks, parts, strict=True)]
     notes = [
@@ -147,6 +183,9 @@ def report(tasks: dict[str, Runs], end: int, threshold: float, command: str) -> 
         "through the transformer: forward 1, forward and backward 3. Seconds are of sampling,",
         "scoring and training, without evaluations.",
     ]
+    if rates:
+        notes += ["Of each method the best of several learning rates, by a seed that is not shown;"]
+        notes += ["* is the lowest or the highest that was tried."]
     return "\n\n".join([*parts, "\n".join(notes), f"    {command}\n"])
 
 
@@ -169,9 +208,13 @@ def draw(tasks: dict[str, Runs], end: int, threshold: float, out: Path) -> None:
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("presets", nargs="*", help="of config/grpo.py")
+    variants = "of config/grpo.py; PRESET+FIELD=VALUE+FIELD=VALUE for one with other fields"
+    parser.add_argument("presets", nargs="*", help=variants)
     parser.add_argument("--seeds", nargs="*", type=int, default=[])
     tasks = "signs: as the presets are; scenes: the shapes of dataset/scenes"
+    parser.add_argument("--rates", nargs="+", type=float, default=[], help="of learning, to try")
+    parser.add_argument("--choose", type=int, default=0, help="the seed that chooses among them")
+    parser.add_argument("--also", default="", help="a reward to evaluate that is not trained")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[SIGNS], help=tasks)
     parser.add_argument("--passes", type=int, help="where to cut; else where the shortest run ends")
     parser.add_argument("--threshold", type=float, default=0.9, help="a held-out reward")
@@ -184,6 +227,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     for name, values in lists.items():
         if not values or len({*values}) < len(values):
             raise UserError(f"{name} must be one or more, each once, not {values}")
+    rates, choose = args.rates, args.choose
+    if rates and (len({*rates}) < len(rates) or min(rates) <= 0 or choose in args.seeds):
+        raise UserError(
+            f"--rates {rates} must be above 0, each once, and --choose={choose} none of --seeds"
+        )
     for name, value in {"--passes": args.passes, "--jobs": args.jobs}.items():
         if value is not None and value < 1:
             raise UserError(f"{name}={value} must be at least 1")
@@ -200,33 +248,50 @@ def compare() -> None:
     args, overrides = parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("figures need matplotlib: pip install -e .[plot]")
-    if not args.no_train:
-        # all methods with one seed, then with the next: what is there early can be compared
-        wanted = [Run(t, p, s) for s in args.seeds for t in args.tasks for p in args.presets]
-        for run in wanted:
-            resolve(run, overrides)
-        make_folders(args.out.parent, args.logdir)
-        try:
-            if not train_all(wanted, args.logdir, overrides, args.jobs):
-                sys.exit(1)
-        except KeyboardInterrupt as stop:
-            raise Stopped("stopped; the same command goes on") from stop
-    tasks = {
-        task: {
-            preset: [read_run(args.logdir / Run(task, preset, s).name) for s in args.seeds]
-            for preset in args.presets
-        }
-        for task in args.tasks
+    both = [(task, preset) for task in args.tasks for preset in args.presets]
+
+    def trained(wanted: list[Run]) -> dict[Run, list[Epoch]]:
+        if wanted and not args.no_train:
+            train_missing(wanted, args, overrides)
+        return {run: read_run(args.logdir / run.name, args.also) for run in wanted}
+
+    def shortest(runs: dict[Run, list[Epoch]]) -> int:
+        return args.passes or min(run[-1].passes for run in runs.values())
+
+    tried = trained([Run(*b, args.choose, r, args.also) for r in args.rates for b in both])
+    rates = {}
+    for task, preset in both if args.rates else []:
+        own = [(r.rate, of) for r, of in tried.items() if (r.task, r.method) == (task, preset)]
+        rates[task, preset] = best_rate(dict(own), shortest(tried))
+    # all methods with one seed, then with the next: what is there early can be compared
+    shown = trained([Run(*b, s, rates.get(b), args.also) for s in args.seeds for b in both])
+    end = shortest(shown)
+    tasks = {task: {preset: [] for preset in args.presets} for task in args.tasks}
+    for run, epochs in shown.items():
+        tasks[run.task][run.method].append(epochs)
+    ends = (min(args.rates), max(args.rates)) if args.rates else ()
+    told = {
+        task: {p: f"{rates[task, p]:g}{'*' * (rates[task, p] in ends)}" for p in args.presets}
+        for task in (args.tasks if rates else [])
     }
-    every = [run for runs in tasks.values() for of in runs.values() for run in of]
-    end = args.passes or min(run[-1].passes for run in every)
     options = [a for a in sys.argv[1:] if a != "--no-train"]
     command = shlex.join(["python", "scripts/compare.py", *options])
-    text = report(tasks, end, args.threshold, command)
+    text = report(tasks, end, args.threshold, command, told, args.also)
     make_folders(args.out.parent)
     draw(tasks, end, args.threshold, Path(f"{args.out}.png"))
     Path(f"{args.out}.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+def train_missing(wanted: list[Run], args: argparse.Namespace, overrides: list[str]) -> None:
+    for run in wanted:
+        resolve(run, overrides)
+    make_folders(args.out.parent, args.logdir)
+    try:
+        if not train_all(wanted, args.logdir, overrides, args.jobs):
+            sys.exit(1)
+    except KeyboardInterrupt as stop:
+        raise Stopped("stopped; the same command goes on") from stop
 
 
 def make_folders(*folders: Path) -> None:

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from flow_grpo.config import command_line
 from flow_grpo.config.mistakes import Parser
-from flow_grpo.demo.painter import Painter
-from flow_grpo.draw.saved import config_of_file, config_of_run
 from flow_grpo.errors import UserError
 from flow_grpo.show.serving import is_local
 
@@ -52,6 +50,10 @@ def show(args: Namespace, options: list[str]) -> None:
     if find_spec("gradio") is None:
         raise UserError("the demo needs gradio: pip install -e '.[demo]'")
     port = find_port(args.host, args.port)
+    # here: help and mistakes should not wait for torch
+    from flow_grpo.demo.painter import Painter
+    from flow_grpo.draw.saved import config_of_file, config_of_run
+
     config = config_of_run(args.run, options) if args.run else config_of_file(args.config, options)
     painter = Painter(config, args.run, rewards=args.rewards)
     with tempfile.TemporaryDirectory(prefix="flow_grpo-demo-") as folder:
@@ -59,8 +61,10 @@ def show(args: Namespace, options: list[str]) -> None:
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder)
         from flow_grpo.demo.page import build_page, serve
 
-        page = build_page(painter, Path(folder))
-        logger.info("open %s  (Ctrl-C ends it)", serve(page, args.host, port))
+        place, edits = Path(folder), bool(painter.limits.pictures[-1])
+        page = build_page(painter, place)
+        url = serve(page, place, args.host, port, uploads=edits)
+        logger.info("open %s  (Ctrl-C ends it)", url)
         if not is_local(args.host):
             logger.warning("whoever reaches %s can draw: there is no password", args.host)
         signal.signal(signal.SIGTERM, signal.default_int_handler)

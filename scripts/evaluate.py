@@ -1,23 +1,23 @@
 """Score a model and checkpoints of it on a prompt set.
 
     python scripts/evaluate.py --config config/grpo.py:tiny_ocr --out eval/base
-    python scripts/evaluate.py --config ... --checkpoint logs/RUN/checkpoints/checkpoint-24 \
-        --out eval/trained
-    python scripts/evaluate.py --config ... --checkpoint base,logs/A,logs/B --out eval/compared
+    python scripts/evaluate.py --checkpoint logs/RUN/checkpoints/checkpoint-24 --out eval/trained
+    python scripts/evaluate.py --checkpoint base,logs/A,logs/B --out eval/compared
 
-Model, prompts, rewards, sizes and steps come from the config. Every prompt has a noise of its
+Model, prompts, rewards, sizes and steps come from the config; without --config, from that of the
+first run that --checkpoint names. Every prompt has a noise of its
 own, so batch size and number of processes do not change the result, and checkpoints are compared
 on the same noise. Writes results.json, results.md, grid.png (of videos the middle frames), and
 the pictures with their scores to samples/.
 """
 
+import sys
 from pathlib import Path
 
 from absl import flags
 from ml_collections import ConfigDict
 
 from flow_grpo.config import command_line
-from flow_grpo.draw.compare import evaluate_all
 from flow_grpo.draw.fields import DRAW
 
 CHECKPOINT = flags.DEFINE_multi_string(
@@ -36,8 +36,10 @@ OUT = flags.DEFINE_string("out", None, "New folder for what is written.", requir
 
 
 def main(config: ConfigDict) -> None:
+    from flow_grpo.draw.compare import evaluate_all  # here: help and mistakes should not wait
+
     evaluate_all(config, CHECKPOINT.value, Path(OUT.value), pictures=PICTURES.value)
 
 
 if __name__ == "__main__":
-    command_line.run(main, DRAW)
+    command_line.run(main, DRAW, default=command_line.config_of_first(sys.argv, "checkpoint"))

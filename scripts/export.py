@@ -12,13 +12,7 @@ import logging
 from argparse import Namespace
 from pathlib import Path
 
-import torch
-from diffusers.utils import logging as diffusers_logging
-
-from flow_grpo.answer import export as vlm
 from flow_grpo.config.mistakes import Parser, told_plainly
-from flow_grpo.draw.export import export
-from flow_grpo.run.export import Source
 
 
 def main() -> None:
@@ -41,11 +35,19 @@ def main() -> None:
         help="how weights are stored; parts that were not trained are copied as they are",
     )
     args = parser.parse_args()
-    diffusers_logging.set_verbosity(logging.CRITICAL)  # what is wrong is told below, in one line
     told_plainly(lambda: merge(args), debug=False)
 
 
 def merge(args: Namespace) -> None:
+    # here: help and mistakes should not wait for these
+    import torch
+    from diffusers.utils import logging as diffusers_logging
+
+    from flow_grpo.answer import export as vlm
+    from flow_grpo.draw.export import export
+    from flow_grpo.run.export import Source
+
+    diffusers_logging.set_verbosity(logging.CRITICAL)  # what is wrong is told in one line
     source = Source.find(args.checkpoint, raw=args.raw)
     model, revision = (args.model, "main") if args.model else source.trained_model()
     write = vlm.export if vlm.answers(source, model) else export

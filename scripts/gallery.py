@@ -14,13 +14,6 @@ from flow_grpo.config import command_line
 from flow_grpo.config.mistakes import Parser
 from flow_grpo.config.places import find_files
 from flow_grpo.data.prompts import read_file
-from flow_grpo.demo import gallery
-from flow_grpo.demo.painter import find_checkpoints
-from flow_grpo.draw.compare import evaluate_all
-from flow_grpo.draw.evaluation import BASE
-from flow_grpo.draw.prompts import build_test_prompts
-from flow_grpo.draw.saved import config_of_run
-from flow_grpo.run.checkpoint import LATEST
 
 COUNT = 8
 
@@ -31,7 +24,7 @@ def main() -> None:
     parser.add_argument(
         "--checkpoints",
         nargs="+",
-        default=[LATEST],
+        default=["latest"],
         metavar="NAME",
         help="latest, best, a step or a path; the base always comes first",
     )
@@ -49,11 +42,20 @@ def main() -> None:
 
 
 def draw(args: Namespace, options: list[str]) -> None:
+    # here: help and mistakes should not wait for torch
+    from flow_grpo.demo import gallery
+    from flow_grpo.demo.painter import find_checkpoints
+    from flow_grpo.draw.compare import evaluate_all
+    from flow_grpo.draw.evaluation import BASE
+    from flow_grpo.draw.prompts import build_test_prompts
+    from flow_grpo.draw.saved import config_of_run
+
     config = config_of_run(args.run, options)
     checkpoints = find_checkpoints(args.run, args.checkpoints)
     find_files(config)
     if args.prompts:
-        prompts = read_file(args.prompts, config.dataset_column)[: args.count]
+        prompts = read_file(args.prompts, config.dataset_column, config.image_column)
+        prompts = prompts[: args.count]
     else:
         prompts = build_test_prompts(config)[: args.count or COUNT]
     config.log_images = len(prompts)

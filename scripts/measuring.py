@@ -18,6 +18,7 @@ from diffusers import AutoModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.draw.models import ModelAdapter, Size, find_adapter
+from flow_grpo.draw.models.experts import parts_of
 from flow_grpo.draw.models.inputs import Inputs
 from flow_grpo.errors import UserError
 from flow_grpo.run.metrics import now
@@ -48,7 +49,7 @@ def find_functions(clone: Path) -> tuple[Callable, Callable]:
 
 
 def own_resolution(model: str) -> int | None:
-    """Of the pictures that the model was made for, where it says so."""
+    """The size of the pictures that the model was made for, where it says so."""
     try:
         transformer = AutoModel.load_config(model, subfolder="transformer")
         vae = AutoModel.load_config(model, subfolder="vae")
@@ -71,13 +72,14 @@ class TimedReward:
 
 
 def forward_tflop(adapter: ModelAdapter, size: Size, texts: Inputs) -> float:
-    """Of one forward of one sample, in 1e12 multiplications and additions, LoRA not counted;
+    """What one forward of one sample takes, in 1e12 multiplications and additions, without LoRA;
     `texts` are those of one sample."""
-    model = adapter.transformer
+    _, model, _ = next(parts_of(adapter.transformer))
     with torch.device("meta"):
         plain = type(model).from_config(model.config)
     latents = torch.empty(1, *adapter.latent_shape(*size), device="meta")
-    there = {k: v if k == "lengths" else v.to("meta", torch.float32) for k, v in texts.items()}
+    host = ("lengths", "source_lengths")
+    there = {k: v if k in host else v.to("meta", torch.float32) for k, v in texts.items()}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         adapter.forward(plain, latents, torch.empty(1, device="meta"), there, 1.0)
     return counter.get_total_flops() / 1e12
@@ -111,6 +113,8 @@ def report(result: dict[str, Any]) -> str:
             other = theirs[name]["median"]
             rows[-1] += [f"{other:.4g}", f"{other / own['median']:.2f}"]
     precision = "float32" if settings["precision"] == "no" else settings["precision"]
+    if (base := settings.get("base_precision", "bf16")) != "bf16":
+        precision += f" on a base in {base}"
     rates = {
         kind: f"{result[f'{kind}_tflops']:.4g} ({100 * result[f'{kind}_tflops_share']:.3g} %)"
         for kind in ("sampling", "training")

@@ -19,7 +19,7 @@ from flow_grpo.config.mistakes import Parser, told_plainly
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json, read_text
 from flow_grpo.pictures import read_picture
-from flow_grpo.show.grid import picture_grid, score_text
+from flow_grpo.show.grid import picture_grid, score_text, source_columns
 from flow_grpo.show.reading import read_metrics, short_names
 
 EVALUATION = re.compile(r"eval-(\d+)")  # a folder of a run's samples
@@ -101,19 +101,25 @@ def by_scale(values: dict[str, list[float]]) -> list[list[str]]:
 
 
 def plot_pictures(folders: list[Path], count: int, out: Path) -> None:
-    """The same samples of each folder next to each other, one column per folder."""
+    """The same samples of each folder next to each other, one column per folder; what they were
+    made from stands first."""
     tables = [_read_samples(folder) for folder in folders]
     count = min(count, *(len(table) for table in tables))
     if count < 1:
         raise UserError("no pictures to show; --count and the run's log_images must be at least 1")
+    sources = source_columns([_sources(folders[0], row) for row in tables[0][:count]])
     images, prompts, scores = [], [], []
     for i in range(count):
+        images += [own[i] for own in sources.values()]
+        prompts += [""] * len(sources)
+        scores += [""] * len(sources)
         for folder, table in zip(folders, tables, strict=True):
-            images.append(_open(folder, table[i]))
+            images.append(_open(folder, table[i].get("still") or table[i].get("file")))
             prompts.append(str(table[i].get("prompt", "")))
             scores.append(score_text(table[i].get("avg")))
-    columns = len(folders) * (2 if count % 2 == 0 else 1)
-    grid = picture_grid(images, prompts, scores, headings=headings(folders), columns=columns)
+    names = [*sources, *headings(folders)]
+    columns = len(names) * (2 if count % 2 == 0 else 1)
+    grid = picture_grid(images, prompts, scores, headings=names, columns=columns)
     with writing(out):
         grid.save(out)
 
@@ -145,8 +151,12 @@ def _read_samples(folder: Path) -> list[dict]:
     return [parse_json(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
-def _open(folder: Path, row: dict[str, Any]) -> Image.Image:
-    name = row.get("still") or row.get("file")
+def _sources(folder: Path, row: dict[str, Any]) -> list[Image.Image]:
+    names = row.get("sources", [])
+    return [_open(folder, name) for name in (names if isinstance(names, list) else [names])]
+
+
+def _open(folder: Path, name: Any) -> Image.Image:
     if not isinstance(name, str):
         raise UserError(f"{folder} has a sample without a picture")
     return read_picture(folder / Path(name).name)  # which does not lead elsewhere

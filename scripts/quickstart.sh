@@ -13,8 +13,9 @@ Trains the small model that ships in the repo to draw signs that OCR can read, o
 The first time it makes .venv (or \$VENV) with python3 (or \$PYTHON), and installs into it.
 
   PRESET                 tiny_awm if none is given; tiny_ocr for GRPO, others: docs/algorithms.md;
-                         tiny_geneval draws scenes of shapes; vlm trains a small model to answer
-                         questions about pictures: docs/vlm.md
+                         tiny_geneval draws scenes of shapes; edit trains a small model to edit
+                         pictures as it is told: docs/models.md; vlm one to answer questions about
+                         pictures: docs/vlm.md
   --config.FIELD=VALUE   another value of a field, e.g. --config.seed=1: docs/configuration.md
 
 Curves, pictures and checkpoints go to logs/quickstart-DATE-TIME; report.html there shows them.
@@ -40,6 +41,7 @@ for argument in "$@"; do
     *) fail "unknown argument '$argument'" ;;
     esac
 done
+[[ "$preset" == edit ]] && preset=tiny_edit
 run="quickstart-$(date +%Y%m%d-%H%M%S)"
 script=train.py config="grpo.py:$preset" extras=ocr,plot
 if [[ "$preset" == vlm ]]; then

@@ -33,21 +33,45 @@ TASKS = {  # what differs from the preset
 @dataclass(frozen=True)
 class Run:
     task: str
-    preset: str
+    method: str  # a preset, or PRESET+FIELD=VALUE+FIELD=VALUE with what differs from it
     seed: int
+    rate: float | None = None  # of learning, in place of the preset's
+    also: str = ""  # a reward to evaluate beside the one that is trained
+    label: str = ""  # where the method is too long to name a folder
+
+    @property
+    def preset(self) -> str:
+        return self.method.partition("+")[0]
+
+    @property
+    def changes(self) -> list[str]:
+        return [f"--config.{change}" for change in self.method.split("+")[1:]]
 
     @property
     def name(self) -> str:
         task = "" if self.task == SIGNS else f"{self.task}-"
-        return f"{task}{self.preset}-{self.seed}"
+        rate = "" if self.rate is None else f"-lr{self.rate:g}"
+        return f"{task}{self.label or self.method}{rate}-{self.seed}".replace("/", "_")
+
+    def fields(self) -> dict[str, Any]:
+        """What the task and this run change of the preset, beside the seed."""
+        fields = dict(TASKS[self.task])
+        if self.rate is not None:
+            fields["train.learning_rate"] = self.rate
+        if self.also:
+            trained = fields.get("reward_fn") or get_config(self.preset).reward_fn.to_dict()
+            fields["eval_reward_fn"] = {**trained, self.also: 0.0}  # no part of the held-out reward
+        return fields
 
 
 def resolve(run: Run, overrides: list[str]) -> dict[str, Any]:
     """The fields of this run."""
     config = get_config(run.preset)
-    for name, value in TASKS[run.task].items():
-        config[name] = ConfigDict(value) if isinstance(value, dict) else value
-    config = override(config, overrides)
+    for name, value in run.fields().items():
+        section, _, field = name.rpartition(".")
+        own = config[section] if section else config
+        own[field] = ConfigDict(value) if isinstance(value, dict) else value
+    config = override(config, [*run.changes, *overrides])
     config.seed = run.seed
     return dict(dotted(json.loads(config.to_json_best_effort())))
 
@@ -72,7 +96,7 @@ def is_done(folder: Path, now: dict[str, Any]) -> bool:
 
 
 def start(run: Run, logdir: Path, overrides: list[str]) -> Popen:
-    fields = TASKS[run.task] | {"seed": run.seed}
+    fields = run.fields() | {"seed": run.seed}
     fields |= {"run_name": run.name, "logdir": logdir, "resume": "auto"}
     command = [
         sys.executable,
@@ -82,7 +106,8 @@ def start(run: Run, logdir: Path, overrides: list[str]) -> Popen:
     command += [f"--config.{field}={value}" for field, value in fields.items()]
     with (logdir / f"{run.name}.log").open("ab") as log:
         # in a session of its own, so that it hears of Ctrl-C from us only, once
-        return Popen([*command, *overrides], stdout=log, stderr=log, start_new_session=True)
+        command += [*run.changes, *overrides]
+        return Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def train_all(runs: list[Run], logdir: Path, overrides: list[str], jobs: int) -> bool:

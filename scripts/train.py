@@ -9,9 +9,15 @@ and update the weights. What differs between algorithms is in flow_grpo/draw/alg
 
 if __name__ == "__main__":
     import flow_grpo.config.early  # noqa: F401  first: the others take seconds
+    from flow_grpo.config import command_line
+    from flow_grpo.draw.fields import DRAW
+
+    command_line.look(DRAW, dry_run=True)
 
 import logging
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,12 +25,15 @@ import torch
 from accelerate.utils import gather_object
 from ml_collections import ConfigDict
 
+from flow_grpo.advantages import keep_best_worst
 from flow_grpo.config import command_line
 from flow_grpo.data.prompts import Draw, Prompt, epoch_draws
 from flow_grpo.data.seeding import Stream, numpy_rng, sample_generators
 from flow_grpo.draw import dry
 from flow_grpo.draw.algorithms import Batch
+from flow_grpo.draw.algorithms.anchors import nearest, thumbnails
 from flow_grpo.draw.algorithms.base import with_gradient
+from flow_grpo.draw.data_anchor import DataBatch
 from flow_grpo.draw.evaluation import evaluate
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.plan import lighter_evaluation, lighter_training
@@ -35,11 +44,13 @@ from flow_grpo.draw.rollout import (
     group_distance,
     group_generators,
     initial_noise,
+    steps_taken,
 )
 from flow_grpo.draw.session import Session, build_dynamics, build_session, image_size
+from flow_grpo.draw.sources import reward_metadata
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.run.building import advice_when_short
-from flow_grpo.run.distributed import accumulated, gather_scores
+from flow_grpo.run.distributed import accumulated, gather_rows, gather_scores
 from flow_grpo.run.metrics import Scored, Timer, TrainingStats, peak_memory_gb, reward_metrics
 from flow_grpo.run.session import (
     carry_out,
@@ -54,6 +65,7 @@ from flow_grpo.run.session import (
 from flow_grpo.speed.transfer import send
 
 logger = logging.getLogger("flow_grpo")
+GRADIENTS = 8  # pictures that are differentiated together: the VAE keeps its activations
 BASELINE = f"{TOTAL}/baseline"  # a name that no reward can have
 
 
@@ -64,7 +76,9 @@ class SampledBatch:
     images: torch.Tensor | None  # (B, 3, H, W) or (B, F, 3, H, W), of the first group, to show
     scores: PendingScores  # {reward name: (B,)}, computed in the background
     distance: torch.Tensor  # (2,), of pictures within a group: see group_distance
+    thumbnails: torch.Tensor | None  # (B, numbers), where anchors.diversity compares them
     step: int  # optimizer updates of the weights that sampled it
+    steps: int  # of single samples, that it took
 
 
 def main(config: ConfigDict) -> Session:
@@ -91,23 +105,23 @@ def train(session: Session) -> None:
         with timer("reward_wait"):
             scored = collect_rewards(session, epoch, samples)
         session.stop.check()
-        drawn = sum(len(s.trajectory) for s in samples)
-        session.policy.count(drawn * config.sample.num_steps)
+        session.policy.count(sum(s.steps for s in samples))
         stop_at_outage(session, done, scored.rewards)
         if ahead is None:  # else they are at work
             session.reward.rest()
-        credit = session.algorithm.credit(scored)
+        credit = session.algorithm.anchors.shape(session.algorithm.credit(scored), scored)
         session.remember_behaviour()
         with timer("train"):
             training = train_epoch(session, epoch, samples, credit)
             session.algorithm.after_epoch(session.policy, progress.step)
             training |= session.algorithm.adapt(training)
+            training |= session.algorithm.anchors.renew_reference(session.policy, training)
             progress.algorithm = session.algorithm.state_dict()
 
         metrics = {
             **reward_metrics(scored.rewards, scored.groups),
             **training,
-            "reward/diversity": mean_distance(session, samples),
+            **diversity(session, samples),
             "perf/images_per_s": session.plan.samples / sum(timer.seconds.values()),
             "perf/peak_mem_gb": peak_memory_gb(session.accelerator.device),
             "perf/passes": count_passes(session),
@@ -144,30 +158,68 @@ def sample_epoch(session: Session, epoch: int, step: int = 0) -> list[SampledBat
     config, policy, algorithm = session.config, session.policy, session.algorithm
     draws, samples, without_noise = draw_epoch(session, epoch), [], session.without_noise(epoch)
     policy.denoiser.encode_ahead(prompts_of(session, draws))
+    seeds, explored = explore(session, epoch, without_noise)
     for draw in session.bar(draws, f"epoch {epoch + 1} sample"):
         session.stop.check()
         session.reward.end_if_broken()
         chosen = prompts_of(session, [draw])
         # a sample's own generator draws its first noise and then that of its steps
-        generators = sample_generators(config.seed, epoch, draw.index.tolist())
+        generators = sample_generators(config.seed, epoch, seeds[draw.index].tolist())
         same = config.sample.same_latent
         first = group_generators(config.seed, epoch, draw.row.tolist()) if same else generators
+        alike = draw.row if same else draw.index
+        noisy = session.noisy_steps(epoch, int(draw.index[0]))
         trajectory = policy.denoiser.sample(
             first_noise(session, first),
             policy.denoiser.encode(chosen),
-            steps=session.noisy_steps(epoch, int(draw.index[0])),
+            steps=noisy,
             generators=generators,
             without_noise=without_noise,
+            alike=alike,
             keep_means=algorithm.keeps_means,
+            keep_states=algorithm.needs_reward_gradient,
         )
+        if algorithm.needs_reward_gradient:
+            trajectory = replace(trajectory, pull=reward_gradient(session, trajectory, chosen))
         images, scores = decode_and_score(session, trajectory, chosen)
         distance = group_distance(images, draw.row)
+        small = thumbnails(images) if config.anchors.diversity else None
         shown = None if len(samples) * len(images) >= session.plan.group_size else images
-        samples.append(SampledBatch(draw, trajectory, shown, scores, distance, step))
+        steps = steps_taken(config.sample.num_steps, noisy, alike) + explored
+        explored = 0
+        samples.append(SampledBatch(draw, trajectory, shown, scores, distance, small, step, steps))
     # while a GPU is still at the last batch, unless the encoders would have to join it there
     if epoch + 1 < config.num_epochs and not config.offload_idle:
         policy.denoiser.encode_ahead(prompts_of(session, draw_epoch(session, epoch + 1)))
     return samples
+
+
+def explore(
+    session: Session, epoch: int, without_noise: Callable[[], AbstractContextManager]
+) -> tuple[np.ndarray, int]:
+    """The numbers that seed the samples of an epoch, and the steps of single samples that it took
+    to choose them: with `train.keep_best_worst` more are drawn, by fewer steps and without noise,
+    and those that score best and worst in their group are drawn again."""
+    config, plan, scores = session.config, session.plan, []
+    if plan.explored == 1:
+        return np.arange(plan.samples), 0
+    sample, draws = config.sample, draw_epoch(session, epoch, plan.explored)
+    walk = {"guidance_scale": sample.guidance_scale, "solver": sample.solver}
+    dynamics = build_dynamics(config, session.adapter, sample.explore_steps, **walk)
+    for draw in session.bar(draws, f"epoch {epoch + 1} explore"):
+        session.stop.check()
+        session.reward.end_if_broken()
+        chosen = prompts_of(session, [draw])
+        generators = sample_generators(config.seed, epoch, draw.index.tolist())
+        trajectory = Denoiser(session.adapter, session.policy.module, dynamics).sample(
+            first_noise(session, generators),
+            session.policy.denoiser.encode(chosen),
+            without_noise=without_noise,
+        )
+        scores.append(decode_and_score(session, trajectory, chosen)[1])
+    scored = gather(session, draws, [s.result() for s in scores], plan.explored)
+    kept = keep_best_worst(scored.total, scored.groups, config.train.keep_best_worst)
+    return kept, sum(len(draw.index) for draw in draws) * sample.explore_steps
 
 
 def first_noise(session: Session, generators: list[torch.Generator]) -> torch.Tensor:
@@ -179,18 +231,29 @@ def decode_and_score(
     session: Session, trajectory: Trajectory, chosen: list[Prompt]
 ) -> tuple[torch.Tensor, PendingScores]:
     images = session.adapter.decode(trajectory.final)
-    return images, session.reward.submit(
-        images, [p.prompt for p in chosen], [p.metadata for p in chosen]
-    )
+    told = reward_metadata(chosen, session.adapter)
+    return images, session.reward.submit(images, [p.prompt for p in chosen], told)
 
 
-def draw_epoch(session: Session, epoch: int) -> list[Draw]:
-    """What this process samples in an epoch."""
+def reward_gradient(session: Session, trajectory: Trajectory, chosen: list[Prompt]) -> torch.Tensor:
+    """In the final latents, like these; 0 where it is no number."""
+    gradients = []
+    for i, latents in enumerate(trajectory.final.split(GRADIENTS)):
+        texts = [p.prompt for p in chosen[i * GRADIENTS : (i + 1) * GRADIENTS]]
+        latents = latents.detach().requires_grad_()
+        images = session.adapter.decode_with_gradient(latents)
+        total = session.reward.score_pixels(images, texts).sum().to(latents.device)
+        gradients += torch.autograd.grad(total, latents)
+    return torch.cat(gradients).nan_to_num(0.0, 0.0, 0.0)
+
+
+def draw_epoch(session: Session, epoch: int, times: int = 1) -> list[Draw]:
+    """What this process samples in an epoch, or explores: `times` as many of each prompt."""
     plan, accelerator = session.plan, session.accelerator
     return epoch_draws(
         rows=len(session.prompts),
         groups=plan.groups,
-        group_size=plan.group_size,
+        group_size=plan.group_size * times,
         batch_size=plan.sample_batch_size,
         updates=plan.updates_per_pass,
         process=accelerator.process_index,
@@ -210,9 +273,23 @@ def collect_rewards(session: Session, epoch: int, samples: list[SampledBatch]) -
     if session.config.train.advantage == "remax":
         for column, score in zip(baselines(session, epoch, samples), scores, strict=True):
             score[BASELINE] = column
-    index = np.concatenate([s.draw.index for s in samples])
+    draws = [s.draw for s in samples]
+    scored = gather(session, draws, scores)
+    if not session.config.anchors.diversity:
+        return scored
+    index = torch.from_numpy(np.concatenate([draw.index for draw in draws]))
+    small = {"small": torch.cat([s.thumbnails for s in samples])}
+    _, gathered = gather_rows(session.accelerator, index, small)
+    return replace(scored, apart=nearest(gathered["small"].numpy(), scored.groups))
+
+
+def gather(
+    session: Session, draws: list[Draw], scores: list[dict[str, np.ndarray]], times: int = 1
+) -> Scored:
+    """The scores of all processes; `times` as in `draw_epoch`."""
+    index = np.concatenate([draw.index for draw in draws])
     rewards = gather_scores(session.accelerator, index, scores)
-    groups = np.arange(len(rewards[TOTAL])) // session.plan.group_size
+    groups = np.arange(len(rewards[TOTAL])) // (session.plan.group_size * times)
     baseline = rewards.pop(BASELINE, None)
     reward = session.reward
     return Scored(rewards, groups, reward.weights, baseline, reward.judges)
@@ -265,12 +342,18 @@ def train_epoch(
             name = f"epoch {epoch + 1} train {n}/{len(order)}"
             bar = session.bar(prepared, name, len(kept))
             steps = ((batch, fixed, j) for batch, fixed in bar for j in range(losses))
-            count = len(kept) * losses
+            pictures = data_batches(session, (*seed, int(u)), len(batches))
+            count = len(kept) * losses + len(pictures)
             for batch, fixed, j in accumulated(accelerator, policy.module, steps, count):
                 loss = algorithm.loss(policy, batch, fixed, j)
                 # accelerate divides it by the number of losses, also of those left out
                 accelerator.backward(loss.per_sample.sum() * share)
                 stats.add(loss, on_policy=session.progress.step == sampled_at)
+            for batch in accumulated(accelerator, policy.module, pictures, len(pictures)):
+                error = session.data.loss(batch)
+                weight = session.data.weight * losses / plan.train_batch_size
+                accelerator.backward(error.sum() * weight)
+                stats.add_columns({"data_loss": error})
             take_update(session, stats)
     metrics = training_metrics(session, stats)
     if algorithm.trust:
@@ -282,6 +365,15 @@ def train_epoch(
     return metrics
 
 
+def data_batches(session: Session, seed: tuple[int, ...], count: int) -> list[DataBatch]:
+    """The pictures of `anchors.data` that an update trains on this process: as many micro-batches
+    as it has of samples."""
+    if session.data is None:
+        return []
+    place = session.accelerator.process_index, session.accelerator.num_processes
+    return list(session.data.batches(seed, session.plan.train_batch_size, count, *place))
+
+
 def in_updates(
     session: Session, samples: list[SampledBatch], credit: np.ndarray
 ) -> list[list[Batch]]:
@@ -289,7 +381,13 @@ def in_updates(
     plan = session.plan
     size, per_update = plan.train_batch_size, plan.accumulation_steps
     micro_batches = [
-        Batch(s.trajectory[part], own.to(s.trajectory.final.dtype), index, index // plan.group_size)
+        Batch(
+            s.trajectory[part],
+            own.to(s.trajectory.final.dtype),
+            index,
+            index // plan.group_size,
+            tasks=session.tasks(s.draw.row[part]),
+        )
         for s in samples
         for part in (slice(i, i + size) for i in range(0, len(s.trajectory), size))
         for index in (s.draw.index[part],)
@@ -298,9 +396,12 @@ def in_updates(
     return [micro_batches[i : i + per_update] for i in range(0, len(micro_batches), per_update)]
 
 
-def mean_distance(session: Session, samples: list[SampledBatch]) -> float:
+def diversity(session: Session, samples: list[SampledBatch]) -> dict[str, float]:
+    """How far apart pictures of a group are; of no use where all are edits, which should agree."""
+    if all(prompt.images for prompt in session.prompts):
+        return {}
     total, count = session.accelerator.reduce(torch.stack([s.distance for s in samples]).sum(0))
-    return float(total / count) if count else math.nan
+    return {"reward/diversity": float(total / count) if count else math.nan}
 
 
 def count_passes(session: Session) -> int:
@@ -315,7 +416,8 @@ def count_passes(session: Session) -> int:
 def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
     """Rewards on the test prompts: moving-average weights, no noise, a fixed seed per prompt."""
     config = session.config
-    with session.averaged(), advice_when_short(lighter_evaluation(config)):
+    full = session.adapter.at_full_precision()
+    with session.averaged(), full, advice_when_short(lighter_evaluation(config)):
         dynamics = build_dynamics(config, session.adapter, config.sample.eval_num_steps)
         result = evaluate(
             Denoiser(session.adapter, session.policy.module, dynamics),
@@ -329,7 +431,8 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
             between_batches=session.stop.check,
         )
     prompts = [p.prompt for p in session.test_prompts]
-    write_samples(session, "eval", epoch, result.images, prompt=prompts, **result.scores)
+    shown = (result.images, result.sources)
+    write_samples(session, "eval", epoch, *shown, prompt=prompts, **result.scores)
     session.eval_reward.rest()
     return evaluation_metrics(session, epoch, result.scores, session.test_sets())
 

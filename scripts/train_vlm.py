@@ -9,6 +9,10 @@ update the weights with a clipped policy objective on the tokens of the answers.
 
 if __name__ == "__main__":
     import flow_grpo.config.early  # noqa: F401  first: the others take seconds
+    from flow_grpo.answer.fields import ANSWER
+    from flow_grpo.config import command_line
+
+    command_line.look(ANSWER, dry_run=True)
 
 import logging
 from collections.abc import Iterator

@@ -78,6 +78,8 @@ OWN_BASE: dict[str, Fields] = {
     "rwr": {"times": 2},
     "nft": {"times": 2},
     "awm": {"times": 2},
+    "ram": {"times": 2},
+    "leap": {"times": 2},
 }
 TRIED: dict[str, list[Any]] = {
     "seed": [7],
@@ -98,26 +100,38 @@ TRIED: dict[str, list[Any]] = {
     "sample.same_latent": [True],
     "sample.sde_window_size": [1],
     "sample.sde_window_range": [(1, 3)],
-    "sample.sde_window_per": ["batch"],
+    "sample.sde_window_per": ["group", "batch"],
     "sample.solver": ["dpm2"],
     "sample.async_depth": [1],
+    "sample.explore_steps": [2],
     "train.batch_size": [2],
     "train.gradient_accumulation_steps": [2],
     "train.num_inner_epochs": [2],
     "train.learning_rate": [3e-3],
+    "train.lr_scheduler": ["linear", "cosine"],
+    "train.lr_warmup_steps": [1],
+    "train.lr_min_ratio": [0.5],
     "train.adam_beta1": [0.5],
     "train.adam_beta2": [0.9],
     "train.adam_weight_decay": [0.1],
     "train.adam_epsilon": [1e-3],
     "train.max_grad_norm": [1e-3],
     "train.advantage": ["dr_grpo", "rloo", "reinforce_pp", "remax", "gdpo", "pairwise"],
+    "train.keep_best_worst": [1],
     "train.guidance_gradient": ["conditional"],
     "train.timestep_fraction": [0.5],
     "train.lora_rank": [3],
     "train.lora_alpha": [8],
+    "anchors.norm_guard": [100.0],
+    "anchors.reset_epochs": [1],
+    "anchors.diversity": [True],
 }
 # what a setting needs beside it: a window of (0, 5) does not fit into four steps
-NEEDS: dict[str, Fields] = {"sample.sde_window_size": {"sample.sde_window_range": (0, 3)}}
+NEEDS: dict[str, Fields] = {
+    "sample.sde_window_size": {"sample.sde_window_range": (0, 3)},
+    "train.lr_min_ratio": {"train.lr_scheduler": "cosine"},
+    "sample.explore_steps": {"train.keep_best_worst": 1},
+}
 # of algorithms, where twice the default says too little
 OWN_TRIED: dict[str, list[Any]] = {
     "times": [3],
@@ -139,31 +153,38 @@ OWN_TRIED: dict[str, list[Any]] = {
     "shift": [2],
     "every": [2],
     "power": [0.5],
+    "teachers": [{"all": "lora"}],
+    "teacher_guidance": [1.0],
 }
 # The same code for all algorithms, before or after theirs: pairs with these are tried with one.
 ONE = "grpo"
 PLAIN = (
     *("seed", "resolution", "height", "width", "max_sequence_length"),
+    *("train.lr_scheduler", "train.lr_warmup_steps", "train.lr_min_ratio"),
     *("train.learning_rate", "train.adam_beta1", "train.adam_beta2", "train.adam_weight_decay"),
     *("train.adam_epsilon", "train.max_grad_norm", "train.lora_rank", "train.lora_alpha"),
 )
 # what no run of two epochs in one process on a CPU can tell, or what has no part in training
 NOT_TRIED = {
-    "where a run lies, what it writes and when": """run_name logdir resume num_epochs save_freq
-        state_freq num_checkpoint_limit log_images log_with project_name""",
+    "where a run lies, what it writes and when": """run_name logdir resume resume_changed
+        num_epochs save_freq state_freq num_checkpoint_limit log_images log_with project_name""",
     "evaluation": """eval_freq eval_prompts eval_reward_fn sample.eval_num_steps
-        sample.eval_guidance_scale sample.test_batch_size train.ema train.ema_decay
+        sample.eval_guidance_scale sample.eval_precision sample.test_batch_size train.ema
+        train.ema_decay
         train.ema_update_interval""",
     "speed and memory": """prompt_cache offload_idle compile cuda_graphs sample.merge_lora
         train.gradient_checkpointing train.offload_optimizer train.use_8bit_adam
-        mixed_precision allow_tf32 device distributed_timeout""",
+        mixed_precision pretrained.base_precision allow_tf32 device distributed_timeout""",
     "which model, prompts and rewards": """pretrained.model pretrained.revision frames dataset
-        dataset_column prompt_fn custom_rewards reward_options reward_servers reward_retries
-        reward_timeout max_failed_fraction train.lora_path""",
+        dataset_column image_column prompt_fn custom_rewards custom_models custom_algorithms
+        reward_options reward_servers reward_retries reward_timeout max_failed_fraction
+        train.lora_path sample.guidance_scale_2""",
     "refused but for guidance_scale=1, where it says what is the case": "train.cfg",
     "names of fields of grpo, which are tried there": """train.beta train.kl_type
         train.adv_clip_max train.clip_range train.clip_range_low train.clip_range_high""",
     "the algorithm": "algorithm",
+    "needs pictures or rewards of its own": "anchors.data anchors.data_weight anchors.kl_gate",
+    "as reset_epochs": "anchors.reset_kl",
 }
 # the loop as it is, but for what comes after training
 NOT_RUN = {
@@ -214,6 +235,10 @@ def light(images: list, prompts: list, metadata: list) -> list[float]:
 
 def contrast(images: list, prompts: list, metadata: list) -> list[float]:
     return [float(np.asarray(image).std()) / 255 for image in images]
+
+
+light.score_pixels = lambda pixels, prompts: pixels.flatten(1).mean(1)
+contrast.score_pixels = lambda pixels, prompts: pixels.flatten(1).std(1)
 
 
 class Setting(NamedTuple):
@@ -357,7 +382,8 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("algorithms", nargs="*", default=list(ALGORITHMS), metavar="ALGORITHM")
+    alone = [name for name in ALGORITHMS if name != "opd"]  # whose teachers are files
+    parser.add_argument("algorithms", nargs="*", default=alone, metavar="ALGORITHM")
     parser.add_argument("--log", type=Path, help="a file for what is found, beside the console")
     options = parser.parse_args()
     torch.set_num_threads(1)  # tensors are small

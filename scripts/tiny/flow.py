@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tiny.graphs import graphed
 from tiny.loop import Learner, fit
@@ -41,7 +42,7 @@ def train_flow(
     generator: torch.Generator,
 ) -> list[dict]:
     """Trains in place; the VAE stays as it is."""
-    _enlarge_embeddings(pipeline)
+    enlarge_embeddings(pipeline.text_encoder, pipeline.text_encoder_2)
     trained = (
         pipeline.transformer,
         pipeline.text_encoder,
@@ -92,9 +93,8 @@ def train_flow(
 
 
 @torch.no_grad()
-def _enlarge_embeddings(pipeline: StableDiffusion3Pipeline) -> None:
+def enlarge_embeddings(*encoders: PreTrainedModel) -> None:
     """Larger random embeddings than CLIP's .02, which the projection's bias would drown."""
-    for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
-        embeddings = encoder.text_model.embeddings
-        for table in (embeddings.token_embedding, embeddings.position_embedding):
+    for table in (part for encoder in encoders for part in encoder.modules()):
+        if isinstance(table, torch.nn.Embedding):
             table.weight.mul_(EMBEDDING_STD / table.weight.std())

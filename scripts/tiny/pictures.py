@@ -132,11 +132,16 @@ class Painter:
         colours = self.colours[torch.where(is_left, colour[:, None], colour_2[:, None])]
         colours = colours + _SHADE * (2 * self._uniform(generator, size, MAX_SHAPES, 3) - 1)
 
+        grey = torch.where(draw[:, 3] < 0.5, 0.85 + 0.15 * draw[:, 4], 0.12 * draw[:, 4])
+        return Pictures(self.place(shapes, used, colours.clamp(0, 1), grey), wrong)
+
+    def place(self, shapes: Tensor, used: Tensor, colours: Tensor, ground: Tensor) -> Tensor:
+        """Pictures (B, 3, 32, 96) of the first `used` (B,) cells, in the middle: shapes (B, 4), by
+        their numbers, in colours (B, 4, 3), on a grey ground (B,)."""
         symbol, column, cell = _cells(shapes, used, SHAPE_CELL, len(SHAPES))
         mask = self.shapes[symbol, column]  # (B, 96, 32)
-        ink = colours.clamp(0, 1).gather(1, cell[..., None].expand(-1, -1, 3))  # (B, 96, 3)
-        grey = torch.where(draw[:, 3:4] < 0.5, 0.85 + 0.15 * draw[:, 4:5], 0.12 * draw[:, 4:5])
-        return Pictures(_compose(mask, grey[..., None].expand(-1, -1, 3), ink), wrong)
+        ink = colours.gather(1, cell[..., None].expand(-1, -1, 3))  # (B, 96, 3)
+        return _compose(mask, ground[:, None, None].expand(-1, -1, 3), ink)
 
     def _uniform(self, generator: torch.Generator, *shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, device=self.device)

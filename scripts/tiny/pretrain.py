@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from diffusers.utils import logging as diffusers_logging
 from untrained.small.sd3 import build as build_tiny_sd3
 
@@ -90,11 +90,11 @@ def build_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
     return pipeline.to(args.device)
 
 
-def save_half(pipeline: StableDiffusion3Pipeline, folder: Path) -> None:
+def save_half(pipeline: DiffusionPipeline, folder: Path, most: float = MAX_FOLDER_MIB) -> None:
     """Writes the pipeline in float16; what would overflow or outgrow the limits is an error."""
     largest = torch.finfo(torch.float16).max
-    for name in COMPONENTS:
-        for key, value in getattr(pipeline, name).state_dict().items():
+    for name, part in pipeline.components.items():
+        for key, value in part.state_dict().items() if isinstance(part, torch.nn.Module) else ():
             if value.is_floating_point() and not value.abs().max() < largest:
                 raise RuntimeError(f"{name}.{key} does not fit in float16 or is not finite")
     pipeline.to(torch.float16).save_pretrained(folder)
@@ -104,10 +104,10 @@ def save_half(pipeline: StableDiffusion3Pipeline, folder: Path) -> None:
         config = json.loads(path.read_text()) | {"dtype": "float32"}
         path.write_text(json.dumps(config, indent=2) + "\n")
     sizes = {path: path.stat().st_size / 2**20 for path in folder.rglob("*") if path.is_file()}
-    if sum(sizes.values()) > MAX_FOLDER_MIB or max(sizes.values()) > MAX_FILE_MIB:
+    if sum(sizes.values()) > most or max(sizes.values()) > MAX_FILE_MIB:
         raise RuntimeError(
             f"{folder} holds {sum(sizes.values()):.1f} MiB, its largest file "
-            f"{max(sizes.values()):.1f}; at most {MAX_FOLDER_MIB} and {MAX_FILE_MIB} may be, "
+            f"{max(sizes.values()):.1f}; at most {most:g} and {MAX_FILE_MIB} may be, "
             "lower --width, --layers or --text-width"
         )
 

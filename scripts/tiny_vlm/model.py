@@ -124,7 +124,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_processor() -> PaddleOCRVLProcessor:
-    """Of a class that makes Qwen-VL's inputs without a video processor, which needs torchvision."""
+    """Makes Qwen-VL's inputs without a video processor, which needs torchvision."""
     images = Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         merge_size=MERGE,

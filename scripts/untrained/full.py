@@ -35,6 +35,38 @@ KL_VAE = {
 SD3_VAE = {**KL_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}
 FLUX_VAE = {**KL_VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}
 SHORT = {"text_layers": 1}
+WAN_14B = {
+    "num_attention_heads": 40,
+    "attention_head_dim": 128,
+    "text_dim": 4096,
+    "ffn_dim": 13824,
+    "num_layers": 40,
+}
+WAN22_VAE = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "latents_mean": [0.0] * 48,
+    "latents_std": [1.0] * 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
+
+
+def klein(layers: int, single_layers: int, heads: int, text_width: int) -> Full:
+    """Its text encoder is narrow inside, but has all the layers that are read."""
+    transformer = {
+        "num_layers": layers,
+        "num_single_layers": single_layers,
+        "num_attention_heads": heads,
+        "joint_attention_dim": 3 * text_width,
+        "guidance_embeds": False,
+    }
+    return Full("flux2_klein", transformer, text={"text_width": text_width})
+
 
 FULL = {
     "sd3.5-medium": Full(
@@ -72,6 +104,10 @@ FULL = {
         FLUX_VAE,
         {**SHORT, "text_width": 4096, "pooled_width": 768},
     ),
+    "flux.2-4b-klein": klein(5, 20, 24, 2560),
+    "flux.2-9b-klein": klein(8, 24, 32, 4096),
+    "flux.2-dev": Full("flux2", {}, text={"text_width": 5120}),
+    "qwen-image-2.1": Full("qwen_image_21", {}, text={**SHORT, "text_width": 4096}),
     "qwen-image": Full(
         "qwen_image",
         {
@@ -100,17 +136,22 @@ FULL = {
         },
         text={**SHORT, "text_width": 4096},
     ),
-    "wan2.1-14b": Full(
-        "wan",
+    "wan2.2-5b": Full(
+        "wan22",
         {
-            "num_attention_heads": 40,
+            "num_attention_heads": 24,
             "attention_head_dim": 128,
+            "in_channels": 48,
+            "out_channels": 48,
             "text_dim": 4096,
-            "ffn_dim": 13824,
-            "num_layers": 40,
+            "ffn_dim": 14336,
+            "num_layers": 30,
         },
-        text={**SHORT, "text_width": 4096},
+        WAN22_VAE,
+        {**SHORT, "text_width": 4096},
     ),
+    "wan2.1-14b": Full("wan", WAN_14B, text={**SHORT, "text_width": 4096}),
+    "wan2.2-a14b": Full("wan22_a14b", WAN_14B, text={**SHORT, "text_width": 4096}),
 }
 
 
@@ -120,9 +161,12 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> DiffusionPipel
     parts = pipeline.components
     torch.manual_seed(0)
     with device, default_dtype(dtype):
-        parts["transformer"] = type(parts["transformer"])(**full.transformer)
+        for name in ("transformer", "transformer_2"):
+            if parts.get(name) is not None:
+                parts[name] = type(parts[name])(**full.transformer)
         parts["vae"] = type(parts["vae"])(**full.vae)
-    return type(pipeline)(**parts)
+    own = {k: v for k, v in pipeline.config.items() if k in ("boundary_ratio", "expand_timesteps")}
+    return type(pipeline)(**parts, **own)
 
 
 @contextmanager

@@ -1,6 +1,11 @@
 """A small FLUX.1 pipeline with random weights."""
 
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from transformers import CLIPTextModel, T5Config, T5EncoderModel
 
 from untrained.small.parts import (
@@ -26,14 +31,16 @@ def build(
     text_layers: int = 2,
     vae_channels: tuple[int, ...] = (8, 8, 8, 8),
     latent_channels: int = 16,
+    words: list[str] | None = None,  # whole tokens; all else is spelled
     guidance_embeds: bool = True,  # as in FLUX.1-dev; FLUX.1-schnell has none
+    kind: type[FluxPipeline] | type[FluxKontextPipeline] = FluxPipeline,
     seed: int = 0,
-) -> FluxPipeline:
+) -> FluxPipeline | FluxKontextPipeline:
     """Images are a multiple of 16 pixels."""
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    clip, t5 = clip_tokenizer(words), t5_tokenizer(words or ())
     sizes = t5_sizes(text_width, text_layers)
     with seeded(seed):
-        pipeline = FluxPipeline(
+        pipeline = kind(
             transformer=FluxTransformer2DModel(
                 in_channels=4 * latent_channels,  # packed 2 x 2
                 num_layers=layers,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     DiffusionPipeline,
@@ -15,6 +16,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken, CLIPTextConfig, CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
+CHAT = (  # of Qwen
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @contextmanager
@@ -65,13 +72,27 @@ def clip_config(tokenizer: CLIPTokenizer, width: int, layers: int) -> CLIPTextCo
     )
 
 
-def t5_tokenizer() -> T5Tokenizer:
-    """A T5 tokenizer that spells: one token per character."""
-    pieces = ["<pad>", "</s>", "<unk>", "▁", *CHARACTERS, *string.ascii_uppercase]
+def t5_tokenizer(words: Iterable[str] = ()) -> T5Tokenizer:
+    """A T5 tokenizer that spells: one token per character, except for `words`."""
+    whole = ("▁" + word for word in words)
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *CHARACTERS, *string.ascii_uppercase, *whole]
     return T5Tokenizer(
         vocab=[(piece, -2.0 if i > 2 else 0.0) for i, piece in enumerate(pieces)],
         extra_ids=0,
         model_max_length=512,
+    )
+
+
+def qwen_sizes(tokenizer: Qwen2Tokenizer, width: int, layers: int) -> dict[str, int]:
+    """Narrow inside, whatever its width: some pipelines read the 27th layer of a wide one."""
+    return dict(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
     )
 
 
@@ -82,12 +103,11 @@ def t5_sizes(width: int, layers: int) -> dict[str, int]:
 def kl_vae(
     channels: tuple[int, ...],
     latent_channels: int,
-    *,
-    scaling_factor: float = 1.0,
-    shift_factor: float = 0.0,
-) -> AutoencoderKL:
+    kind: type[AutoencoderKL | AutoencoderKLFlux2] = AutoencoderKL,
+    **factors: float,
+) -> AutoencoderKL | AutoencoderKLFlux2:
     """Each entry of `channels` after the first halves the size of the picture."""
-    return AutoencoderKL(
+    return kind(
         in_channels=3,
         out_channels=3,
         down_block_types=("DownEncoderBlock2D",) * len(channels),
@@ -96,11 +116,10 @@ def kl_vae(
         layers_per_block=1,
         latent_channels=latent_channels,
         norm_num_groups=4,
-        scaling_factor=scaling_factor,
-        shift_factor=shift_factor,
         use_quant_conv=False,
         use_post_quant_conv=False,
         mid_block_add_attention=False,
+        **factors,
     )
 
 
@@ -110,8 +129,10 @@ def rope_axes(head_width: int, time_share: int) -> tuple[int, int, int]:
     return head_width - 2 * side, side, side
 
 
-def qwen_tokenizer(words: Iterable[str], chat_template: str | None = None) -> Qwen2Tokenizer:
-    """A Qwen tokenizer that spells: one token per byte, except for `words`.
+def qwen_tokenizer(
+    words: Iterable[str], chat_template: str | None = None, special: Iterable[str] = ()
+) -> Qwen2Tokenizer:
+    """A Qwen tokenizer that spells: one token per byte, except for `words` and what is `special`.
 
     A word that follows a space begins with it, as the tokenizer splits texts.
     """
@@ -127,18 +148,22 @@ def qwen_tokenizer(words: Iterable[str], chat_template: str | None = None) -> Qw
     return Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)},
         merges=merges,
-        extra_special_tokens=["<|im_start|>", "<|im_end|>"],
+        extra_special_tokens=["<|im_start|>", "<|im_end|>", *special],
         chat_template=chat_template,
     )
 
 
-def video_vae(kind: type[AutoencoderKLQwenImage | AutoencoderKLWan], width: int) -> torch.nn.Module:
-    """16 latent channels with the real model's mean and spread, 8 times smaller in each direction.
+def video_vae(
+    kind: type[AutoencoderKLQwenImage | AutoencoderKLWan], width: int, **settings
+) -> torch.nn.Module:
+    """16 latent channels with the real model's mean and spread, 8 times smaller in each direction,
+    unless `settings` say otherwise.
 
     The usual weights would fade to the colour of the biases: a first frame meets one of the three
     taps of a causal convolution.
     """
-    vae = kind(base_dim=width, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    sizes = dict(base_dim=width, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    vae = kind(**{**sizes, **settings})
     with torch.no_grad():
         for name, parameter in vae.decoder.named_parameters():
             if name.endswith("bias"):

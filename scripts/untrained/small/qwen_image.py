@@ -2,12 +2,18 @@
 
 from diffusers import (
     AutoencoderKLQwenImage,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
 
+from flow_grpo.draw.models.processors import PictureProcessor
 from untrained.small.parts import in_eval_mode, qwen_tokenizer, rope_axes, seeded, video_vae
 
 # The pipeline drops the first 34 tokens of a prompt: its template, if each of these is one token.
@@ -16,6 +22,7 @@ WORDS = str.split(
     " quantity| text| spatial| relationships| of| objects| and| background",
     "|",
 )
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
 
 def build(
@@ -26,10 +33,12 @@ def build(
     text_width: int = 32,
     text_layers: int = 2,
     vae_width: int = 8,
+    kind: type[DiffusionPipeline] = QwenImagePipeline,
+    words: list[str] = WORDS,
     seed: int = 0,
-) -> QwenImagePipeline:
-    """Images are a multiple of 16 pixels."""
-    tokenizer = qwen_tokenizer(WORDS)
+) -> DiffusionPipeline:
+    """Images are a multiple of 16 pixels. `kind`: may be one that takes pictures."""
+    tokenizer = qwen_tokenizer(words, special=VISION)
     text = dict(
         vocab_size=len(tokenizer),
         hidden_size=text_width,
@@ -49,8 +58,19 @@ def build(
         out_hidden_size=text_width,
         fullatt_block_indexes=[0],
     )
+    start, end, picture, video = tokenizer.convert_tokens_to_ids(VISION)
+    marks = dict(
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        image_token_id=picture,
+        video_token_id=video,
+    )
+    sees = {}
+    if kind is not QwenImagePipeline:
+        pictures = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=2**20)
+        sees["processor"] = PictureProcessor(pictures, tokenizer)
     with seeded(seed):
-        pipeline = QwenImagePipeline(
+        pipeline = kind(
             transformer=QwenImageTransformer2DModel(
                 num_layers=layers,
                 attention_head_dim=head_width,
@@ -68,8 +88,9 @@ def build(
             ),
             vae=video_vae(AutoencoderKLQwenImage, vae_width),
             text_encoder=Qwen2_5_VLForConditionalGeneration(
-                Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+                Qwen2_5_VLConfig(text_config=text, vision_config=vision, **marks)
             ),
             tokenizer=tokenizer,
+            **sees,
         )
     return in_eval_mode(pipeline)

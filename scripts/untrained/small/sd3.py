@@ -53,7 +53,7 @@ def build(
                 qk_norm=qk_norm,
             ),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=kl_vae(vae_channels, latent_channels),
+            vae=kl_vae(vae_channels, latent_channels, scaling_factor=1.0, shift_factor=0.0),
             text_encoder=CLIPTextModelWithProjection(clip),
             tokenizer=tokenizer,
             text_encoder_2=CLIPTextModelWithProjection(clip),

@@ -1,7 +1,10 @@
 """A small Wan 2.1 text-to-video pipeline with random weights."""
 
+from typing import Any
+
 from diffusers import (
     AutoencoderKLWan,
+    DiffusionPipeline,
     UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
@@ -19,26 +22,39 @@ def build(
     text_width: int = 32,
     text_layers: int = 2,
     vae_width: int = 8,
+    vae: dict | None = None,  # its other settings
+    latent_channels: int = 16,
+    transformer: dict | None = None,  # its other settings
+    boundary_ratio: float | None = None,  # with one, there are two transformers
     flow_shift: float = 3.0,  # as for 480p; 5 for 720p
     seed: int = 0,
-) -> WanPipeline:
+    kind: type[DiffusionPipeline] = WanPipeline,
+    **more: Any,  # of the pipeline
+) -> DiffusionPipeline:
     """Frames are a multiple of 16 pixels, and one more than a multiple of 4 in number."""
     tokenizer = t5_tokenizer()
     text = UMT5Config(vocab_size=len(tokenizer), **t5_sizes(text_width, text_layers))
+    sizes = {
+        "in_channels": latent_channels,
+        "out_channels": latent_channels,
+        "num_attention_heads": heads,
+        "attention_head_dim": head_width,
+        "text_dim": text_width,
+        "ffn_dim": 4 * heads * head_width,
+        "num_layers": layers,
+        **(transformer or {}),
+    }
     with seeded(seed):
-        pipeline = WanPipeline(
-            transformer=WanTransformer3DModel(
-                num_attention_heads=heads,
-                attention_head_dim=head_width,
-                text_dim=text_width,
-                ffn_dim=4 * heads * head_width,
-                num_layers=layers,
-            ),
+        pipeline = kind(
+            transformer=WanTransformer3DModel(**sizes),
             scheduler=UniPCMultistepScheduler(
                 prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
             ),
-            vae=video_vae(AutoencoderKLWan, vae_width),
+            vae=video_vae(AutoencoderKLWan, vae_width, **(vae or {})),
             text_encoder=UMT5EncoderModel(text),
             tokenizer=tokenizer,
+            transformer_2=None if boundary_ratio is None else WanTransformer3DModel(**sizes),
+            boundary_ratio=boundary_ratio,
+            **more,
         )
     return in_eval_mode(pipeline)

@@ -4,13 +4,14 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Config, Qwen3Model
 
-from untrained.small.parts import in_eval_mode, kl_vae, qwen_tokenizer, rope_axes, seeded
-
-CHAT = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from untrained.small.parts import (
+    CHAT,
+    in_eval_mode,
+    kl_vae,
+    qwen_sizes,
+    qwen_tokenizer,
+    rope_axes,
+    seeded,
 )
 
 
@@ -28,15 +29,7 @@ def build(
 ) -> ZImagePipeline:
     """Images are a multiple of 16 pixels."""
     tokenizer = qwen_tokenizer(["user", "assistant"], CHAT)
-    text = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=text_width,
-        intermediate_size=2 * text_width,
-        num_hidden_layers=text_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=text_width // 2,
-    )
+    text = Qwen3Config(**qwen_sizes(tokenizer, text_width, text_layers))
     with seeded(seed):
         transformer = ZImageTransformer2DModel(
             in_channels=latent_channels,
