@@ -27,10 +27,10 @@ ROOMS = {
     "speed": "CUDA graphs, fused layers, LoRA",
     "config": "settings, command line, help",
     "maths": "sde, advantages, windows, losses",
-    "basics": "errors, files, disk, pictures",
+    "basics": "errors, files, disk, hub, pictures",
 }
 MATHS = ("sde", "advantages", "windows", "losses")
-BASICS = ("errors", "files", "disk", "pictures")
+BASICS = ("__version__", "access", "errors", "files", "disk", "pictures")
 WIDTH, BOX, TALL, GAP, ROW = 1060, 196, 46, 16, 84
 
 

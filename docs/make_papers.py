@@ -36,8 +36,8 @@ Papers of which we have a method or a setting, and no preset of a full-size mode
 the small model: a wider clip, a larger learning rate for the forward-process methods, three times
 per sample, no KL. Their values and reasons are in `flow_grpo/draw/presets.py`.
 
-Published results with Flow-GRPO's settings: OCR .59 -> .92, GenEval .63 -> .95, PickScore 21.7 ->
-23.3.
+Published results with Flow-GRPO's settings: OCR 0.59 -> 0.92, GenEval 0.63 -> 0.95, PickScore 21.7
+-> 23.3.
 
 ## What several presets share
 

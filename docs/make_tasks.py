@@ -1,0 +1,174 @@
+"""Writes the hours of a run into docs/tasks/*.md, from what docs/benchmarks measured.
+
+    python docs/make_tasks.py
+
+A page names a preset, numbers of GPUs and of epochs, and fields that are not as in the preset:
+<!-- hours PRESET gpus=1,8 epochs=500 height=480 -->
+What stands between that line and <!-- end --> is written here.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flow_grpo.answer import presets as answer
+from flow_grpo.draw import presets as draw
+from flow_grpo.draw.session import build_algorithm
+
+HERE = Path(__file__).parent
+PLACE = re.compile(
+    r"(<!-- hours (\w+) gpus=([\d,]+) epochs=([\d,]+)((?: \w+=\d+)*) -->\n).*?(?=<!-- end -->)",
+    re.S,
+)
+TEST_PROMPTS = 1000
+CHECKPOINTING = "--gradient_checkpointing"
+# what the benchmarks call the models
+SHAPES = {
+    "stabilityai/stable-diffusion-3.5-medium": "sd3.5-medium",
+    "black-forest-labs/FLUX.1-dev": "flux.1-dev",
+    "Qwen/Qwen-Image": "qwen-image",
+    "Tongyi-MAI/Z-Image-Turbo": "z-image",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan2.1-1.3b",
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan2.1-14b",
+    "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl-3b",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
+}
+Line = dict[str, Any]
+
+
+def measurements() -> list[Line]:
+    """All lines of docs/benchmarks, each with its file, the newest last."""
+    return [
+        json.loads(line) | {"file": path.name}
+        for path in sorted((HERE / "benchmarks").glob("*.jsonl"))
+        for line in path.read_text("utf-8").splitlines()
+    ]
+
+
+def config_of(preset: str, gpus: int, fields: dict[str, int]) -> ConfigDict:
+    is_answer = preset in answer.PRESETS
+    config = answer.get_config(preset) if is_answer else draw.get_config(f"{preset}_{gpus}gpu")
+    config.update(fields)
+    return config
+
+
+def fits(line: Line, config: ConfigDict) -> bool:
+    """Whether this was the work of a sample of `config`, but for the number of steps."""
+    shape = SHAPES[config.pretrained.model]
+    if "shape" in line:
+        options = {
+            "--full": not config.use_lora,
+            CHECKPOINTING: config.train.gradient_checkpointing,
+        }
+        asked = all((option in line["command"]) == on for option, on in options.items())
+        return line["shape"] == shape and asked
+    if "full_s_per_sample" not in line or "note" in line or "grpo" not in config:
+        return False
+    found = line["settings"]
+    frames = f"x{config.frames}" if config.frames > 1 else ""
+    size = f"{config.width or config.resolution}x{config.height or config.resolution}{frames}"
+    guided = config.sample.guidance_scale > 1
+    wanted = {
+        **{"model": shape, "size": size, "weights": f"LoRA r {config.train.lora_rank}"},
+        **{"compile": True, "merge_lora": False, "memory_gib": None},
+        "gradient_checkpointing": config.train.gradient_checkpointing,
+    }
+    return (
+        wanted.items() <= found.items()
+        and found.get("algorithm", "grpo") == config.algorithm
+        and (found["guidance"] > 1) == guided
+        and (not guided or found.get("guidance_gradient") == "both")
+        and (found["beta"] > 0) == (config.grpo.beta > 0)
+    )
+
+
+def newest(lines: list[Line], config: ConfigDict) -> Line | None:
+    found = [line for line in lines if fits(line, config)]
+    return sorted(found, key=lambda line: line["date"])[-1] if found else None
+
+
+def sample_seconds(line: Line, config: ConfigDict) -> tuple[float, float]:
+    """To draw a sample of the config, or an answer, and to train it."""
+    if "shape" in line:
+        return line["sampling_s_per_answer"], line["training_s_per_answer"]
+    step = line["sampling_s_per_image"]["median"] / line["settings"]["steps"]
+    trained = build_algorithm(config).losses_per_sample * config.train.num_inner_epochs
+    return (
+        step * config.sample.num_steps,
+        line["trained_step_s_per_sample"]["median"] * trained,
+    )
+
+
+def epoch_seconds(line: Line, config: ConfigDict, gpus: int) -> float:
+    sample = config.sample
+    if "shape" in line:
+        samples = sample.questions_per_epoch * sample.group_size / gpus
+    else:
+        samples = sample.train_batch_size * sample.num_batches_per_epoch  # of one GPU
+    return samples * sum(sample_seconds(line, config))
+
+
+def evaluation_seconds(line: Line, config: ConfigDict, gpus: int) -> float:
+    drawing, _ = sample_seconds(line, config)
+    if "shape" not in line:
+        drawing *= config.sample.eval_num_steps / config.sample.num_steps
+    return TEST_PROMPTS * drawing / gpus
+
+
+def hours(line: Line, config: ConfigDict, gpus: int, epochs: int) -> float:
+    """The time of that many epochs, with an evaluation before them and one every `eval_freq`."""
+    evaluations = 1 + epochs // config.eval_freq
+    seconds = epochs * epoch_seconds(line, config, gpus)
+    return (seconds + evaluations * evaluation_seconds(line, config, gpus)) / 3600
+
+
+def table(
+    preset: str, gpus: list[int], epochs: list[int], fields: dict[str, int], lines: list[Line]
+) -> str:
+    configs = {number: config_of(preset, number, fields) for number in gpus}
+    config = configs[gpus[0]]
+    name = " ".join([f"`{preset}`", *(f"`{field}={value}`" for field, value in fields.items())])
+    line = newest(lines, config)
+    if line is None:
+        return f"\n{name}: not measured.\n\n"
+    drawing, training = sample_seconds(line, config)
+    memory = max(value for name, value in line.items() if name.endswith("_gib"))
+    heads = ["H200s", "an epoch", f"a test on {TEST_PROMPTS:,}", *(f"{n:,} epochs" for n in epochs)]
+    rows = [heads, ["---"] * len(heads)]
+    for number, config in configs.items():
+        works = (epoch_seconds, evaluation_seconds)
+        minutes = [work(line, config, number) / 60 for work in works]
+        runs = [hours(line, config, number, n) for n in epochs]
+        rows.append(
+            [str(number), *(f"{m:.1f} min" for m in minutes), *(f"{h:.0f} h" for h in runs)]
+        )
+    return "\n".join(
+        [
+            "",
+            f"{name}: {drawing:.2f} s to sample and {training:.2f} s to train, in {memory:.1f} "
+            "GiB, on one H200",
+            f"([{line['file']}](../benchmarks/{line['file']}), {line['date']}, random weights).",
+            "",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "\n",
+        ]
+    )
+
+
+def page(text: str, lines: list[Line]) -> str:
+    def made(place: re.Match) -> str:
+        start, preset, gpus, epochs, rest = place.groups()
+        numbers = [[int(n) for n in each.split(",")] for each in (gpus, epochs)]
+        fields = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", rest)}
+        return start + table(preset, *numbers, fields, lines)
+
+    return PLACE.sub(made, text)
+
+
+if __name__ == "__main__":
+    known = measurements()
+    for path in (HERE / "tasks").glob("*.md"):
+        path.write_text(page(path.read_text("utf-8"), known), "utf-8")
