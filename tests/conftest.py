@@ -1,3 +1,4 @@
+import logging
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +18,13 @@ if hypothesis.settings.get_current_profile_name() == "default":  # scripts/mutan
     hypothesis.settings.load_profile("patient")
 # needs an environment of its own, which .ci/run makes; needs a GPU, see docs/scaling.md
 collect_ignore = ["paddleocr", "gpu"]
+
+
+@pytest.fixture(autouse=True)
+def our_lines_reach_caplog_once(monkeypatch):
+    """Where an earlier test has set up our logging, pytest would take them from our logger, and
+    from the root again once a test has them go there."""
+    monkeypatch.setattr(logging.getLogger("flow_grpo"), "propagate", True)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from untrained import small
 
 from flow_grpo.draw.fields import get_config
 from flow_grpo.draw.models import ADAPTERS, ModelAdapter
-from flow_grpo.draw.session import build_session
+from flow_grpo.draw.session import build_session, image_size
 
 FIELDS = {
     "device": "cpu",
@@ -41,7 +41,12 @@ def load(family: str, config: ConfigDict) -> ModelAdapter:
     settings = {"qk_norm": None} if family == "sd3" else {}  # diffusers' RMSNorm is in float32
     pipeline = small.build(family, **settings)
     adapter = ADAPTERS[type(pipeline).__name__]
-    return adapter(pipeline, dtype=torch.float64, max_sequence_length=config.max_sequence_length)
+    return adapter(
+        pipeline,
+        dtype=torch.float64,
+        max_sequence_length=config.max_sequence_length,
+        source_size=image_size(config),
+    )
 
 
 def run(family: str = "sd3", **fields: Any) -> None:

@@ -13,7 +13,10 @@ FLAT_FOR_SOME = {
 
 
 def score(images, prompts, metadata):
-    return [float(np.asarray(image).mean()) / 255 for image in images]
+    """How far each is from black, or from its source."""
+    sources = [np.asarray(own.get("source", 0), float) for own in metadata]
+    pairs = zip(images, sources, strict=True)
+    return [float(np.abs(np.asarray(image) - source).mean()) / 255 for image, source in pairs]
 
 
 def flat_for_some(images, prompts, metadata):

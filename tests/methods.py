@@ -1,6 +1,7 @@
 """Algorithms, samples and a small policy in float64 for tests of their formulas."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -105,6 +106,11 @@ def small_policy() -> Policy:
     policy = Policy(adapter, Dynamics(adapter.schedule(STEPS, 16, 24)), rank=2, alpha=4)
     policy.reference = Snapshot(policy.trained(), "reference")
     policy.old = Snapshot(policy.trained(), "old")
+    for seed, path in enumerate(("signs/lora", "scenes/lora", ""), 1):
+        policy.loras[path] = teacher = Snapshot(policy.trained(), path)
+        generator = torch.Generator().manual_seed(seed)
+        for copy in teacher.copy:
+            copy += 0.2 * torch.randn(copy.shape, generator=generator, dtype=copy.dtype)
     return policy
 
 
@@ -128,10 +134,15 @@ def rollout(
         steps=algorithm.noisy_steps(np.random.default_rng(0), 0),
         generators=generators,
         keep_means=algorithm.keeps_means,
+        keep_states=algorithm.needs_reward_gradient,
     )
+    if algorithm.needs_reward_gradient:  # of a reward that is best at 1/2 everywhere
+        trajectory = replace(trajectory, pull=1 - 2 * trajectory.final)
     move(policy, generator, moved)
     credit = numbers(1.5, -0.7, 0.3, -1.1)
-    return policy, Batch(trajectory, credit, np.arange(4), np.array([0, 0, 1, 1]), (3, 1, 0))
+    tasks = np.array(["signs", "scenes", "signs", "scenes"])
+    groups = np.array([0, 0, 1, 1])
+    return policy, Batch(trajectory, credit, np.arange(4), groups, (3, 1, 0), tasks)
 
 
 def move(policy: Policy, generator: torch.Generator, by: float) -> None:

@@ -12,6 +12,16 @@ ROOT = Path(__file__).parents[1]
 # what is started that way needs not import torch again
 WARM = (sys.executable, warm.__file__)
 
+# beside the fields of `short_runs`, which name another model
+EDITS = {
+    "config": "config/grpo.py:tiny_edit",
+    "pretrained__model": "assets/tiny-edit",
+    "dataset": "dataset/edits",
+    "resolution": 512,  # it has a height and a width
+    "max_sequence_length": 12,
+    "eval_prompts": 4,
+}
+
 
 def torchrun(processes: int = 2) -> tuple[str, ...]:
     run = ("-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone")
@@ -86,6 +96,22 @@ def run_script(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
         timeout=600,
         check=False,
     )
+
+
+def run_light(*words: str, **env: str) -> tuple[int, str, set[str]]:
+    """The exit code of a script, what it printed, and the packages that it imported."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *words],
+        cwd=ROOT,
+        env={**environment(), **env},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = done.stderr.splitlines()
+    imports = [line for line in lines if line.startswith("import time:")]
+    told = "\n".join([done.stdout, *(line for line in lines if line not in imports)])
+    return done.returncode, told.strip(), {line.rpartition("|")[2].strip() for line in imports}
 
 
 def files_of_repo() -> set[str]:

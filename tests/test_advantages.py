@@ -9,6 +9,7 @@ from flow_grpo.advantages import (
     best_and_worst,
     compute_advantages,
     group_softmax,
+    keep_best_worst,
     win_shares,
 )
 
@@ -313,3 +314,14 @@ def test_best_and_worst_of_ties_and_missing_scores():
     groups = np.array([0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 4, 4])
     expected = [-1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, -1]
     assert best_and_worst(total, groups).tolist() == expected
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, [1, 3, 6, 8]), (2, [0, 1, 3, 4, 6, 7, 8, 9])])
+def test_the_best_and_the_worst_of_each_group_are_kept(count, kept):
+    """Those without a score only where too few have one."""
+    total = np.array([5.0, 9, np.nan, 1, 2, np.nan, 3.0, np.nan, 7, np.nan, np.nan, np.nan])
+    groups = np.repeat([0, 1], 6)
+    found = keep_best_worst(total, groups, count).tolist()
+    assert found[: 2 * count] == kept[: 2 * count]
+    assert {6, 8} <= {*found[2 * count :]}
+    assert len({*found}) == 4 * count

@@ -32,6 +32,23 @@ def test_rewards_are_those_of_answers():
     check(config)
 
 
+@pytest.mark.parametrize(
+    ("loss", "along"),
+    [
+        ("clip", (0.2, 0.28, "token")),
+        ("gspo", (3e-4, 4e-4, "sequence")),
+        ("cispo", (0.2, 0.2, "token")),
+    ],
+)
+def test_a_loss_brings_what_goes_with_it_where_the_run_does_not_say(loss, along):
+    config = fields.get_config()
+    config.train.loss = loss
+    if loss == "clip":
+        config.train.clip_high = 0.28
+    train = check(config).train
+    assert (train.clip_low, train.clip_high, train.aggregation) == along
+
+
 def test_the_config_of_the_other_script_is_told(tmp_path):
     with pytest.raises(
         UserError, match=r"config of scripts/train\.py; run that, or start from con"

@@ -12,13 +12,23 @@ import torch
 from peft import PeftModel
 from runner import run_script
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CohereConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from untrained.small.parts import seeded
 
 from flow_grpo.answer import export as vlm_export
 from flow_grpo.answer.batches import Answer, joined, packed
-from flow_grpo.answer.models import load_processors
-from flow_grpo.answer.models.base import FAMILIES, Family
+from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Sample
 from flow_grpo.answer.session import VlmSession
@@ -29,6 +39,7 @@ from flow_grpo.run.export import Source
 
 ROWS = [0, 0, 1, 1, 2, 2]  # questions without pictures, with one and with two
 LARGER = {"min_pixels": 128 * 128, "max_pixels": 256 * 256}
+CPU = torch.device("cpu")
 LAYERS = (nn.Linear, nn.Conv3d)
 
 
@@ -188,27 +199,87 @@ def test_pictures_are_resized_as_the_run_says(runs, tmp_path):
         assert encoder.length(question) == len(prompt)
 
 
-def test_a_family_that_only_reads_is_one_class(tmp_path, monkeypatch):
-    """Without a tower, picture tokens or axes of positions, through the whole loop."""
-    monkeypatch.setitem(FAMILIES, "qwen3", type("Reader", (Family,), {}))
+READERS = {
+    "qwen2": Qwen2Config(**small_vlm.TEXT),
+    "qwen3": Qwen3Config(**small_vlm.TEXT, tie_word_embeddings=True),
+    "llama": LlamaConfig(**small_vlm.TEXT),  # Llama 3; distilled R1 is this or qwen2
+    "phi3": Phi3Config(**small_vlm.TEXT),  # whose layers have other names
+}
+
+
+def save_reader(folder: Path, config: PretrainedConfig, template: str = small_vlm.TEMPLATE) -> Path:
     with seeded(0):
-        model = Qwen3ForCausalLM(Qwen3Config(**small_vlm.TEXT))
-    for part in (model, small_vlm.build_tokenizer()):
-        part.save_pretrained(tmp_path / "model")
-    data = small_vlm.small_data(tmp_path / "data")
-    fields = {"pretrained.model": str(tmp_path / "model"), "dataset": str(data), "num_epochs": 1}
-    fields |= {"logdir": str(tmp_path), "train.beta": 0.1, "train.freeze_vision": False}
-    with pytest.raises(UserError, match="has 1 pictures, and its prompt as"):
-        answer_runs.run(**fields)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    tokenizer = small_vlm.build_tokenizer()
+    tokenizer.chat_template = template
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+    return folder
+
+
+def read_only(folder: Path) -> Path:
+    folder.mkdir()
     for split in ("train", "test"):
         rows = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(8)]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (data / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_language_model_without_eyes_trains_as_any_other(tmp_path, kind):
+    """Sampling, training and transformers agree, first and after an epoch; transformers loads what
+    was trained."""
+    start = save_reader(tmp_path / "model", READERS[kind])
+    fields = {"pretrained.model": str(start), "num_epochs": 1, "logdir": str(tmp_path)}
+    fields |= {"train.beta": 0.1, "train.freeze_vision": False, "use_lora": kind != "qwen2"}
+    fields |= {"dataset": str(read_only(tmp_path / "data"))}
     session = answer_runs.run(**fields)
     line = json.loads((session.folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["train/first_update_ratio_dev"] <= 1e-5
     assert line["train/grad_norm"] > 0
     samples = answers(session)
-    own = [stock_logits(session.policy.model, session, s).log_softmax(-1) for s in samples]
-    own = [x.gather(-1, s.tokens[:, None])[:, 0] for x, s in zip(own, samples, strict=True)]
-    assert furthest(trained_log_probs(session, samples), own) < 1e-5
+    trained = trained_log_probs(session, samples)
+    assert furthest(trained, [s.log_probs for s in samples]) < 2e-6
+    exported = AutoModelForCausalLM.from_pretrained(export(session))
+    for model in (session.policy.model, exported):
+        own = [stock_logits(model, session, s).log_softmax(-1) for s in samples]
+        own = [x.gather(-1, s.tokens[:, None])[:, 0] for x, s in zip(own, samples, strict=True)]
+        assert furthest(trained, own) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(vocab_size=small_vlm.VOCABULARY, n_embd=32, n_head=4, n_layer=1), "no .model"),
+        (MistralConfig(**small_vlm.TEXT, sliding_window=8), "with sliding_window=8"),
+        (CohereConfig(**{**small_vlm.TEXT, "logit_scale": 4.0}), "log-probabilities are off by"),
+    ],
+)
+def test_a_language_model_that_would_be_trained_wrongly_is_refused(tmp_path, config, message):
+    start = save_reader(tmp_path / "model", config)
+    fields = {"pretrained.model": str(start), "dataset": str(read_only(tmp_path / "data"))}
+    with pytest.raises(UserError, match=message):
+        answer_runs.run(**fields, logdir=str(tmp_path))
+
+
+def test_pictures_are_refused_by_a_model_without_eyes(tmp_path):
+    start = save_reader(tmp_path / "model", READERS["qwen3"])
+    data = small_vlm.small_data(tmp_path / "data")
+    with pytest.raises(UserError, match="has 1 pictures, and its prompt as"):
+        answer_runs.run(**{"pretrained.model": str(start)}, dataset=str(data), logdir=str(tmp_path))
+
+
+def test_a_tag_that_the_template_opens_is_part_of_the_answer(tmp_path):
+    """As that of distilled R1, which takes texts for contents too."""
+    template = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}<think>\n"
+    start = save_reader(tmp_path / "model", READERS["llama"], template)
+    encoder = PromptEncoder(
+        *load_processors(str(start)), load_model(str(start), CPU, torch.float32)
+    )
+    prompt = encoder.encode(Question("1+1?", ()))
+    assert encoder.tokenizer.decode(prompt.ids) == "1+1?<think>"
+    said = encoder.tokenizer("2</think>2", add_special_tokens=False)["input_ids"]
+    assert encoder.decode(said) == "<think>2</think>2"

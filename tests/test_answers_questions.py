@@ -18,9 +18,9 @@ from small_vlm import process
 from tiny_vlm.data import DEFAULT_SEED, build, write
 
 from flow_grpo.answer.session import build_session
+from flow_grpo.data.images import check_pictures
 from flow_grpo.data.questions import (
     Question,
-    check_pictures,
     find_questions,
     load_questions,
     read_questions,
@@ -122,7 +122,7 @@ BAD = {
     '{"prompt": "x", "answer": "1"}': "has no question, problem or message, it has: prompt, answer",
     '{"question": "x"}': 'needs a text or a number in "answer", got None',
     '{"question": " ", "answer": "1"}': 'needs a text in "question"',
-    '{"question": "x", "images": ["pictures/c.png"], "answer": "1"}': "there is no picture",
+    '{"question": "x", "images": ["pictures/c.png"], "answer": "1"}': "did you mean",
     '{"question": "x", "images": [{"path": null}], "answer": "1"}': "must have bytes or a path",
     '{"question": "x", "images": [3], "answer": "1"}': '"images" must be a list of paths',
     '{"question": "x", "images": ["http://x/y.png"], "answer": "1"}': "is not fetched",
@@ -209,7 +209,7 @@ def test_a_run_does_not_start_with_a_picture_that_is_cut_off(folder):
 def test_processes_share_the_pictures_to_check(folder, monkeypatch):
     questions, seen = some_questions(folder), []
     monkeypatch.setattr(
-        "flow_grpo.data.questions.read_picture",
+        "flow_grpo.data.images.read_picture",
         lambda source, where: seen.append(source) or Image.new("1", (1, 1)),
     )
     counts = []

@@ -1,7 +1,9 @@
 """Rewards of answers: what is right, what is wrong, and what cannot be told."""
 
 import math
+import random
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -16,103 +18,101 @@ from flow_grpo.rewards.answers import (
     final_answer,
     quick_check,
 )
-from flow_grpo.rewards.answers.checker import same
 from flow_grpo.rewards.answers.maths import Unreadable
-from flow_grpo.rewards.failure import NotAsked
+from flow_grpo.rewards.failure import Failed, NotAsked
 
-# answer, truth, whether they are the same
-WITHOUT_ALGEBRA = [
-    ("1/2", r"\frac{1}{2}", True),
-    ("0.5", r"\frac12", True),
-    (r"$\dfrac{3}{4}$", "0.75", True),
-    (r"2\frac{1}{2}", "5/2", True),
-    ("2 1/2", "2.5", True),
-    ("50%", "0.5", True),
-    ("50", r"50\%", True),
-    ("5%", "0.5", False),
-    ("1,000", "1000", True),
-    ("1e3", "1000", True),
-    (r"10^{-2}", "0.01", True),
-    ("-3", "3", False),
-    ("1000000", "1000001", False),
-    ("0.333333", "1/3", True),
-    ("0.33", "1/3", False),
-    ("x = 5", "5", True),
-    (r"5\text{ cm}", "5", True),
-    (r"90^\circ", "90", True),
-    (r"\text{Yes}", "yes", True),
-    ("no", "yes", False),
-    ("0", "0.0", True),
+PAIRS = [
+    (answer, truth, right)
+    for line in Path(__file__).with_name("answer_pairs.tsv").read_text().splitlines()
+    if not line.startswith("#")
+    for truth, *columns in [line.split("\t")]
+    for right, column in zip((1, 0), columns, strict=True)
+    for answer in column.split(" ;; ")
 ]
-WITH_ALGEBRA = [
-    (r"\sqrt{4}", "2", True),
-    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", True),
-    (r"\pi", "3.14159265", True),
-    (r"\pi", "3.14", False),
-    ("x^2+2x+1", "(x+1)^2", True),
-    (r"2\pi r", r"2r\pi", True),
-    ("(1,2)", "(2,1)", False),
-    (r"\{2,1\}", "1, 2", True),
-    (r"1\pm\sqrt{2}", r"1+\sqrt2,1-\sqrt2", True),
-    ("[0,1)", "(0,1)", False),
-    (r"\sin^2 x+\cos^2 x", "1", True),
-    ("|−3|", "3", True),
-    ("5!", "120", True),
-    ("3 + 4i", "4i+3", True),
-    ("1/0", "3", False),
-    ("2x+3", "2x+5", False),  # off by a constant
-    ("2x+5", "5+2x", True),
-    ("x^2", "x^2+i", False),
-    (r"\sqrt{x}+\pi", r"\sqrt{x}", False),
-    ("x+0.0000001", "x", False),
-    ("x+3.3333333", r"x+\frac{10}{3}", True),
-    ("(x,1)", "(x+1,1)", False),
-    (r"\{1,x\}", r"\{1,x+1\}", False),
-    (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{1\pm\sqrt{3}}{2}", False),
-    (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2}", True),
-    (r"0,1\pm x", "1+x,0,1-x", True),
+# what is known to take the library for ever, or a worker's memory
+BOMBS = [
+    "9^{9^{9^9}}",
+    "5^{5^{5^{5}}}",
+    "((((9^9)^{99})^{99})^{99})^{99}",
+    "x^{10^{10}}",
+    "2^{10!}",
+    r"e^{e^{99}}",
+    r"\exp(\exp(\exp(99)))",
+    "(10^9)!",
+    "10^9!",
+    "9!!!!",
+    "((9!)!)!",
+    r"\binom{10^9}{5}",
+    r"\binom{1000000000}{500000000}",
+    r"\sum_{k=1}^{10^9} k",
+    r"\prod_{k=1}^{999999} k",
+    r"\int_0^1 x^x dx",
+    r"\det(x)",
+    "9" + "^{9" * 600,
+    r"\begin{vmatrix}1&x\\x&1\end{vmatrix}",
+    "(" * 12 + "1" + ")" * 12,
+    "(" * 500,
+    r"\frac{1}{" * 12 + "2" + "}" * 12,
+    "1+" * 999 + "1",
+    "√" * 1999,
+    r"\ln" * 660,
+    "x^2+" * 99 + "1",
 ]
 
 
-@pytest.mark.parametrize(("answer", "truth", "right"), WITHOUT_ALGEBRA)
-def test_numbers_are_compared_without_sympy(answer, truth, right):
-    assert quick_check(answer, truth) == float(right)
+@pytest.fixture(scope="module")
+def patient():
+    with MathAnswer(untagged=True, timeout=60.0, budget=600.0) as scorer:
+        yield scorer
 
 
-def test_formulas_are_compared_by_sympy():
-    for answer, truth, right in WITH_ALGEBRA:
-        pair = quick_check(answer, truth)
-        assert isinstance(pair, tuple), (answer, truth)
-        assert same(*pair) == right, (answer, truth)
+def test_every_pair_is_judged_as_labelled(patient):
+    assert len(PAIRS) >= 300
+    answers, truths, _ = zip(*PAIRS, strict=True)
+    scores, _ = patient(list(answers), [""] * len(PAIRS), [{"answer": each} for each in truths])
+    wrong = [pair for pair, score in zip(PAIRS, scores, strict=True) if score != pair[2]]
+    assert not wrong
 
 
 @pytest.mark.parametrize(
-    "answer",
-    ["I do not know", "", r"\frac{1}{2", "(" * 500, "__import__('os')", "3 4", "x;y", "f(1,2)"],
+    ("answer", "truth"),
+    [("1/2", r"\frac{1}{2}"), ("2 1/2", "2.5"), ("50%", "50"), ("1e3", "1,000")],
 )
+def test_numbers_are_compared_without_the_library(answer, truth):
+    assert quick_check(answer, truth) == 1
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_what_could_take_for_ever_is_refused_before_the_library_is_asked(bomb):
+    with pytest.raises(Unreadable):
+        quick_check(bomb, "3")
+    assert math.isnan(quick_check("x+1", r"9^{9^{9^9}}"))
+
+
+@pytest.mark.parametrize("answer", ["I do not know", "", r"\frac{1}{2", "3 4", "?", "x;é"])
 def test_what_is_no_formula_is_unreadable(answer):
     with pytest.raises(Unreadable):
         quick_check(answer, "3")
 
 
-@pytest.mark.parametrize("said", ["1+" * 999 + "1", "2*" * 999 + "1", "√" * 1999, r"\ln" * 660])
-def test_an_answer_that_repeats_itself_is_unreadable_and_no_crash(said):
-    """A crash would cost its neighbours their scores."""
-    with pytest.raises(Unreadable):
-        quick_check(said, "3")
-
-
-def test_a_long_sum_is_read():
-    assert quick_check("+".join(["1"] * 100), "100") == 1
-
-
 def test_a_truth_that_cannot_be_read_gives_no_score():
-    matrix = r"\begin{pmatrix}1\\2\end{pmatrix}"
-    assert quick_check(matrix.replace("1", " 1 "), matrix) == 1
-    missing = quick_check("3", matrix)
+    integral = r"\int_0^1 f"
+    assert quick_check(r"\int_0^1f", integral) == 1
+    missing = quick_check("3", integral)
     assert math.isnan(missing)
     assert "its truth" in missing.reason
-    assert math.isnan(quick_check("(4,6)", "(1,2)+t(3,4)"))
+
+
+def test_text_is_read_and_not_run():
+    """sympy evaluates what it parses; the library reaches that with digits alone."""
+    from flow_grpo.rewards.answers.checker import names_and_numbers
+
+    seen = []
+    guarded = names_and_numbers(seen.append)
+    guarded("12.5")
+    with pytest.raises(Unreadable, match="is not evaluated"):
+        guarded("__import__('os')")
+    assert seen == ["12.5"]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def maths():
     close_scorers(reward)
 
 
-def test_malicious_answers_have_no_score_and_neighbours_are_unharmed(maths):
-    """Time-outs, not zeros: of the tower sympy never comes back, and text of 1 MB is not read."""
+def test_malicious_answers_cost_their_neighbours_nothing(maths):
+    """A tower is no number that anyone asks for: wrong, at once. Text of 1 MB is not read."""
     answers = [
         r"<answer>\sqrt{4}</answer>",
         r"<answer>5^{5^{5^{5}}}</answer>",
@@ -150,23 +150,63 @@ def test_malicious_answers_have_no_score_and_neighbours_are_unharmed(maths):
         "<answer>three</answer>",
         "<answer>3</answer>",
         "2",
+        "<answer>+1</answer>",
+        "<answer>(1,</answer>",
+        "<answer>__import__('os')</answer>",
     ]
     result = maths(answers, ["q"] * len(answers), [{"answer": "2"}] * len(answers))
     scores = result["math_answer"].tolist()
-    assert [i for i, score in enumerate(scores) if math.isnan(score)] == [1, 3, 4]
-    assert [score for score in scores if not math.isnan(score)] == [1, 1, 1, 0, 0, 0]
-    assert result["math_answer/unread"].tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 0]
+    assert [i for i, score in enumerate(scores) if math.isnan(score)] == [3, 4]
+    assert [score for score in scores if not math.isnan(score)] == [1, 0, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert result["math_answer/unread"].tolist() == [0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1]
     assert maths.last_errors["math_answer"]
 
 
-def test_a_formula_that_is_off_by_a_constant_is_wrong_and_no_outage(maths):
-    answers = ["<answer>2x+3</answer>", "<answer>f(1,2)</answer>", "<answer>5+2x</answer>"]
-    result = maths(answers, ["q"] * 3, [{"answer": "2x+5"}] * 3)
-    assert result["math_answer"].tolist() == [0, 0, 1]
+# with spaces between, ? for what is nested
+PIECES = (
+    r"9 99 123456789 0.1 x y e i \pi \infty \sqrt \sqrt{ \frac{ \frac12 \binom{9}{4} \log_2 \ln"
+)
+PIECES += (
+    r" \sin \exp ( ) [ ] { } \{ \} | , ; = < \le \in \cup \pm + - * / ^ ^{ ^9 ^{-1} _ ! !! % & . '"
+)
+PIECES += (
+    r" \begin{pmatrix} \end{pmatrix} \\ \sum \int \lim \mathbb{R} \text{a} lambda cm million and"
+)
+NESTS = (
+    r"(?)! ?^{9} 9^{?} (?)^{99} \sqrt{?} \frac{1}{?} \exp(?) \binom{?}{9} (?,?) |?| -? \log_2(?)"
+)
+NESTS += r" ?+x^9 (x+?)^9 ?=x x<? \{?\} \sin(?) ?y"
 
 
-def test_checks_end_with_their_budget(monkeypatch):
+def hostile(draw: random.Random) -> str:
+    """Pieces of formulas, formulas in formulas, repetitions, or any characters."""
+    kind = draw.choices(range(4), (5, 1, 2, 2))[0]
+    if kind == 0:
+        return "".join(draw.choices(PIECES.split(), k=draw.randint(1, 60)))
+    if kind == 1:
+        text = draw.choice("9xe")
+        for _ in range(draw.randint(1, 8)):
+            text = draw.choice(NESTS.split()).replace("?", text)[:2000]
+        return text
+    if kind == 2:
+        return draw.choice([*PIECES.split(), "1+", "x^2+", "1,"]) * draw.randint(2, 120)
+    return "".join(chr(draw.randrange(32, 0x2FF)) for _ in range(draw.randint(1, 200)))
+
+
+def test_a_thousand_hostile_answers_lose_nothing(patient):
+    """None takes more than its worker's limit, and the right ones among them stay right."""
+    draw = random.Random(33)
+    truths = draw.choices(["3", "x^2+1", "(1,2)", "[0,1)", "x=3", "x<3", r"\sqrt{2}"], k=1000)
+    texts = [hostile(draw) for _ in truths]
+    texts[::100] = [each.replace("x", " x ") for each in truths[::100]]
+    scores, _ = patient(texts, [""] * 1000, [{"answer": truth} for truth in truths])
+    assert not [score.reason for score in scores if isinstance(score, Failed)]
+    assert scores[::100] == [1] * 10
+
+
+def test_a_check_ends_with_its_limit_and_all_with_their_budget(monkeypatch):
     monkeypatch.setattr(answers, "SHARE", 1)
+    monkeypatch.setattr(answers, "refuse_costly", lambda text: None)
     scorer = MathAnswer(timeout=0.5, budget=0.1)
     towers = [rf"<answer>{n}^{{9^{{9^{{9}}}}}}</answer>" for n in range(2, 5)]
     try:
@@ -212,6 +252,12 @@ def test_a_choice_is_read_from_tags_boxes_and_sentences():
         "<answer>(b)</answer>": 1,
         r"\boxed{\text{B}}": 1,
         "<answer>B. a dog</answer>": 1,
+        "Answer: B": 1,
+        "**B**": 1,
+        "Option B": 1,
+        "The answer is **B**.": 1,
+        r"\boxed{B}": 1,
+        "Answer: (A)": 0,
         "I first thought the answer is A, but the answer is (B)": 1,
         "<answer>A</answer>": 0,
         "<answer>A dog or B</answer>": 0,
@@ -220,6 +266,9 @@ def test_a_choice_is_read_from_tags_boxes_and_sentences():
     }
     truths = [{"answer": "(B)"}] * len(texts)
     assert Choice()(list(texts), [""] * len(texts), truths) == list(texts.values())
+    late = ["<answer>H</answer>", "The answer is J", "The answer is, I think, I", "Option I think"]
+    letters = [{"answer": "H"}, {"answer": "J"}, {"answer": "I"}, {"answer": "I"}]
+    assert Choice()(late, [""] * 4, letters) == [1, 1, 0, 0]
     [free] = Choice()(["A"], [""], [{"answer": "12"}])
     assert isinstance(free, NotAsked)
     endless = "1 " + "a" * (MAX_TEXT - 3) + "!"  # minutes, were time to grow with its square

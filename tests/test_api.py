@@ -1,15 +1,21 @@
 """Training and evaluation from Python, as a notebook does it."""
 
 import json
+import os
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 from diffusers import StableDiffusion3Pipeline
+from PIL import ExifTags, Image
 from runner import ROOT
 from serving import wait_until
 
 import flow_grpo
+from flow_grpo.data.prompts import load_prompts
 from flow_grpo.errors import UserError
+from flow_grpo.pictures import read_picture
 from flow_grpo.rewards.calling import in_background
 from flow_grpo.rewards.given import import_scorer
 from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
@@ -36,7 +42,7 @@ def test_a_function_and_a_list_of_prompts_are_trained(tmp_path, capsys):
 
     words = ("CAT", "DOG", "SUN", "TEA", "MAP")
     prompts = [{"prompt": f'a sign that says "{w}"', "tag": w} for w in words]
-    options = {**SHORT, "logdir": str(tmp_path), "train.learning_rate": 2e-4}
+    options = {**SHORT, "logdir": os.path.relpath(tmp_path), "train.learning_rate": 2e-4}
     threads = threading.enumerate()
     one, other = (
         flow_grpo.Trainer(
@@ -48,6 +54,7 @@ def test_a_function_and_a_list_of_prompts_are_trained(tmp_path, capsys):
     first, second = one.train(), in_background(other.train).result()
     wait_until(lambda: {*threading.enumerate()} <= {*threads})
     assert first.folder != second.folder
+    assert first.folder.is_absolute()
     assert [row["epoch"] for row in first.metrics] == [0, 1]
     assert 0 < first.metrics[-1]["eval/bright"] < 1
     assert first.metrics[-1]["train/lr"] == 2e-4
@@ -113,6 +120,34 @@ def test_prompts_are_kept_where_a_run_finds_them_again(tmp_path):
     assert first == second
     with open(f"{first}/train.jsonl") as file:
         assert [json.loads(line) for line in file] == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_pictures_of_prompts_are_found_where_the_caller_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).touch()
+    rows = [{"prompt": "a", "image": "a.png"}, {"prompt": "b", "images": (Path("b.png"), "a.png")}]
+    prompts = [*rows, {"prompt": "c", "image": "data:image/png;base64,AAAA"}]
+    prompts += [{"prompt": "d", "image": b"\1"}]
+    trainer = flow_grpo.Trainer("model", rewards=["ocr"], prompts=prompts, logdir="runs/mine")
+    found = [p.images for p in load_prompts(trainer.config.dataset, "train")]
+    paths = [(tmp_path / "a.png",), (tmp_path / "b.png", tmp_path / "a.png")]
+    assert found == [*paths, (b"\0\0\0",), (b"\1",)]
+
+
+def test_pictures_of_prompts_may_be_pil_images_in_any_column(tmp_path):
+    """Also one of a camera that was held on its side, which is trained as its file would be."""
+    photo = tmp_path / "photo.jpg"
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.effect_noise((8, 4), 50).convert("RGB").save(photo, exif=exif)
+    clear = Image.new("LA", (5, 4), (0, 0))
+    rows = [{"prompt": "a", "photo": Image.open(photo)}, {"prompt": "b", "photo": [clear] * 2}]
+    fields = {"prompts": rows, "image_column": "photo", "logdir": str(tmp_path)}
+    dataset = flow_grpo.Trainer("model", rewards=["ocr"], **fields).config.dataset
+    [upright], [white, _] = (p.images for p in load_prompts(dataset, "train", image_column="photo"))
+    assert np.array_equal(read_picture(upright), read_picture(photo))
+    assert np.asarray(read_picture(white)).tolist() == [[[255] * 3] * 5] * 4
 
 
 def test_our_model_and_prompts_are_found_from_any_folder(tmp_path, monkeypatch):

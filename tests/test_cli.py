@@ -1,10 +1,13 @@
 """A config file that is not right: one line that says where."""
 
+import shlex
 import sys
 
 import pytest
+from runner import ROOT
 
 from flow_grpo.config import command_line, old_names
+from flow_grpo.config.mistakes import line_to_type, quoted
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.errors import UserError
 
@@ -57,6 +60,8 @@ def test_a_file_without_a_config(tmp_path, text, message):
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"cannot load --config .*none\.py: .*No such file"):
         command_line.check_names(["train.py", f"--config={tmp_path / 'none.py'}"], DRAW)
+    with pytest.raises(UserError, match=r"cannot load --config .*mien\.py.*mean .*/mine\.py\?$"):
+        command_line.check_names(["train.py", f"--config={tmp_path / 'mien.py'}"], DRAW)
 
 
 def test_flow_grpos_names_are_translated_on_the_command_line(tmp_path):
@@ -78,3 +83,19 @@ def test_two_names_of_one_field_cannot_have_two_values(tmp_path):
         command_line.check_names(
             ["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.2"], DRAW
         )
+
+
+def test_the_line_to_type_has_all_that_was_typed_but_what_it_should_be_without(monkeypatch):
+    script = f"{ROOT}/scripts/train.py"
+    kept = ["--config.num_epochs=3", "--dry_run", "--config.project_name=a b"]
+    words = ["--config", "a.py", "--config.reward_fn.ocr=1", "--config.run_name", "x", "--resume=y"]
+    argv = [script, *words, "--config.num_epochs", "3", *kept[1:]]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", ["python", *argv])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    line = line_to_type("--resume logs/x", without=["run_name", "reward_fn"])
+    assert line.startswith(f"python {script} --resume logs/x ")
+    assert shlex.split(line)[4:] == kept
+    assert [quoted(word) for word in ("a", "--b={'c': 1}", "--b=$d")] == [
+        *("a", "--b=\"{'c': 1}\"", "'--b=$d'")
+    ]

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from unittest.mock import Mock
 
 import huggingface_hub.constants
 import numpy as np
@@ -22,9 +23,23 @@ from small_clip import (
 )
 from transformers import BertConfig, BertModel, CLIPModel
 
-from flow_grpo.rewards import build_reward
+from flow_grpo.errors import UserError
+from flow_grpo.rewards import build_reward, build_scorers
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.scorers.clip import Aesthetic, ClipScore, HpsV2, PickScore
+
+
+@pytest.mark.parametrize("kind", [PickScore, ClipScore])
+def test_scores_of_pixels_are_those_of_pictures_and_have_a_gradient(kind, folder):
+    """Torch resizes as PIL does, but for rounding to bytes."""
+    scorer = kind(model=str(folder), processor=str(folder))
+    for image, prompt in zip(IMAGES[:3], PROMPTS, strict=False):
+        pixels = torch.tensor(np.array(image.convert("RGB"))).permute(2, 0, 1)[None] / 255
+        [expected], _ = scorer([image], [prompt], [{}])
+        found = scorer.score_pixels(pixels.requires_grad_(), [prompt])
+        assert found.item() == pytest.approx(expected, abs=0.02)
+        [gradient] = torch.autograd.grad(found.sum(), pixels)
+        assert gradient.abs().max() > 1e-4
 
 
 def test_pickscore_is_the_logit_over_26(folder, plain):
@@ -174,3 +189,16 @@ def test_without_a_network_the_way_out_is_a_local_copy(folder, monkeypatch, buil
     message = refusal(build, folder)
     assert message.startswith(f"{option}='")
     assert message.endswith(f"; without a network, give the path of a copy as {option}")
+
+
+def test_the_way_out_is_a_field_of_the_config(monkeypatch):
+    way_out = "give --config.reward_options=\"{{'pickscore': {{'model': '{}'}}}}\" (--options of a"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as told:
+        build_scorers(["pickscore"])
+    assert way_out.format("PATH") in str(told.value)
+    unreachable = "model='a/b' is not in the cache; fetch it and give model=PickScore_v1"
+    monkeypatch.setattr(PickScore, "load", Mock(side_effect=UserError(unreachable)))
+    with pytest.raises(UserError) as told:
+        build_scorers(["pickscore"])
+    assert way_out.format("PickScore_v1") in str(told.value)

@@ -55,6 +55,7 @@ def scored(name: str, *, images: int = 0, weights: Path | None = None, **scores)
 
 def test_the_table_has_means_differences_and_standard_errors():
     both = [scored("base", ocr=BASE, avg=BASE), scored("step-8", ocr=OTHER, avg=OTHER)]
+    both[0].result.scores["ocr/of other prompts"] = np.full(4, NAN)
     assert summary(both).splitlines() == [
         "| checkpoint |                       ocr | failed |",
         "|------------|--------------------------:|-------:|",
@@ -71,13 +72,16 @@ def test_the_table_has_means_differences_and_standard_errors():
 def test_several_rewards_have_a_column_each_and_their_sum():
     columns = {"jpeg": [-5.0, -7.0], "ocr": [0.5, 0.5], "ocr/words": [1.0, 2.0]}
     both = [scored(name, **columns, avg=[1.0, NAN]) for name in "ab"]
-    head, _, first, second, *_ = summary(both).splitlines()
+    head, _, first, second, *_, note = summary(both).splitlines()
     assert [cell.strip() for cell in head.split("|")[1:-1]] == [
         *("checkpoint", "jpeg", "ocr", "avg", "failed")
     ]
     assert "-6.0000 |" in first
     assert "-6.0000 (+0.0000 ± 0.0000)" in second
-    assert "1.0000 (+0.0000) |" in second  # of one prompt there is no standard error
+    assert "1.0000 (+0.0000) |" in second
+    assert note.endswith(
+        " A difference without ± is that of one prompt, which has no standard error."
+    )
 
 
 def test_small_rewards_have_more_decimals():

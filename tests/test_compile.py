@@ -25,8 +25,7 @@ def step(*, compiled: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     for name, parameter in adapter.transformer.named_parameters():
         if "lora_B" in name:
             parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-    if compiled:
-        adapter.compile()
+    adapter.speed_up(fold=False, compiled=compiled, graphs=False)
     generators = sample_generators(0, 0, [0, 1, 2])
     with torch.autocast("cpu", torch.bfloat16):
         trajectory = policy.denoiser.sample(

@@ -1,5 +1,6 @@
 import importlib.util
 import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 from policies import policy_of
 
+from flow_grpo.config.custom import CUSTOM
 from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.seeding import Stream, torch_generator
@@ -18,6 +20,7 @@ from flow_grpo.draw import fields as base
 from flow_grpo.draw.check import check, unusual
 from flow_grpo.draw.session import build_session, can_compile, can_replay, missing_tool
 from flow_grpo.errors import UserError
+from flow_grpo.run.building import choose_device
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +36,7 @@ def test_few_files_read_what_a_config_file_returns():
 def test_the_parts_of_the_config_stand_below_all_others():
     text = "".join(p.read_text("utf-8") for p in (ROOT / "flow_grpo/config").glob("*.py"))
     imported = {*re.findall(r"(?:from|import) flow_grpo\.(\w+)", text)}
-    assert imported == {"config", "errors", "files"}
+    assert imported == {"access", "config", "errors", "files"}
 
 
 def test_the_defaults_are_allowed():
@@ -54,6 +57,27 @@ def test_merging_needs_a_lora():
     config.sample.merge_lora, config.use_lora = True, False
     with pytest.raises(UserError, match=r"sample\.merge_lora=True needs use_lora=True"):
         check(config)
+
+
+def test_a_gpu_can_be_named(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for count, device, processes, told in [
+        (0, "cuda", 1, "device='cuda', but torch sees no GPU here; use device=cpu"),
+        (2, "cuda:2", 1, "device='cuda:2', but the last GPU here is cuda:1"),
+        (2, "cuda:1", 8, "device='cuda:1' is one GPU for 8 processes; use device=cuda, and each"),
+        (2, "gpu", 1, "device='gpu' must be 'auto', 'cpu', 'cuda' or one GPU, as 'cuda:1'"),
+    ]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(UserError) as error:
+            choose_device(device, processes)
+        assert str(error.value).startswith(told)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_cpu = {name: choose_device(name, 1) for name in ("auto", "cpu", "cuda", "cuda:1")}
+    assert on_cpu == {"auto": False, "cpu": True, "cuda": False, "cuda:1": False}
+    assert chosen == ["cuda:1"]
+    assert os.environ.pop("ACCELERATE_TORCH_DEVICE") == "cuda:1"
 
 
 def on_gpu(**state) -> SimpleNamespace:
@@ -154,8 +178,8 @@ def test_unknown_fields_are_named_with_a_suggestion():
         check(config)
     assert str(error.value) == (
         "the config does not fit: it has unknown fields: save_dir (it is logdir here), "
-        "train.learning_rat (did you mean train.learning_rate?); start from "
-        "flow_grpo.draw.fields.get_config() and change what differs"
+        "train.learning_rat (did you mean train.learning_rate?); write config.logdir = "
+        "'logs/ocr'; start from flow_grpo.draw.fields.get_config() and change what differs"
     )
 
 
@@ -170,7 +194,7 @@ def test_missing_fields_are_named_and_counted():
 
 
 def test_open_dicts_take_any_name_and_nothing_but_dicts():
-    for name in OPEN_FIELDS:
+    for name in {*OPEN_FIELDS} - {*CUSTOM}:
         config = base.get_config()
         config[name] = ConfigDict({"mine": {"any": "thing"}})
         check(config)

@@ -1,8 +1,13 @@
-"""The line of an epoch."""
+"""The line of an epoch, and those within one."""
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from flow_grpo.show.console import Pace, duration, epoch_line
+from flow_grpo.run import session
+from flow_grpo.show import console
+from flow_grpo.show.console import Lines, Pace, duration, epoch_line, progress_bar
 
 RECORD = {
     **{"epoch": 3, "step": 6, "reward/ocr": 0.51234, "reward/avg": 0.51234},
@@ -49,3 +54,50 @@ def test_the_time_left_is_that_of_the_epochs_of_this_process():
 )
 def test_durations_are_short(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands at 0 until it is moved."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(console.logger, "propagate", True)
+    return clock
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_file_has_a_line_every_half_minute(clock, monkeypatch, caplog, shown, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    lines, seen = Lines(), []
+    with caplog.at_level("INFO"):
+        for name, count in (("sample", 4), ("train 1/2", 3), ("train 2/2", 3)):
+            for item in progress_bar(iter(range(count)), name, count, shown=shown, lines=lines):
+                seen.append(item)
+                clock.now += 12
+    assert seen == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
+    told = [record.getMessage() for record in caplog.records]
+    of_file = ["sample: 3 of 4", "train 1/2: 2 of 3", "train 2/2: 2 of 3"]
+    of_file = [f"{line}, 12 s left" for line in of_file]
+    assert told == (of_file if shown and not is_terminal else [])
+
+
+def test_what_is_done_at_once_has_no_line(clock, caplog):
+    lines = Lines()
+    clock.now += 31
+    with caplog.at_level("INFO"):
+        assert [*lines.follow(range(3), "wait for rewards")] == [0, 1, 2]
+    assert not caplog.records
+
+
+def test_a_dry_run_names_no_epoch(monkeypatch):
+    named = []
+    monkeypatch.setattr(
+        session, "progress_bar", lambda _, name, *args, **kwargs: named.append(name)
+    )
+    one = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=True), lines=None)
+    for one.dry in (True, False):
+        for name in ("epoch 4 train 1/2", "wait for rewards"):
+            session.BaseSession.bar(one, [], name)
+    of_run = ["epoch 4 train 1/2", "wait for rewards"]
+    assert named == ["dry run: train 1/2", "dry run: wait for rewards", *of_run]

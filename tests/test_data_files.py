@@ -117,10 +117,55 @@ def test_a_mistake_is_told_with_file_line_and_rule(tmp_path, name, content, mess
     assert told(tmp_path / name, "train").startswith(f"{tmp_path / name}{message}")
 
 
+@pytest.mark.parametrize("column", ["image", "images", "photo"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_row_may_have_pictures_beside_its_file(tmp_path, kind, column):
+    """Also none, and with JSON several; they leave the metadata."""
+    for name in ("1.png", "2.png"):
+        (tmp_path / name).write_bytes(b"not looked at yet")
+    values = ["1.png", "", "2.png"] if kind == "csv" else ["1.png", None, ["2.png", "1.png"]]
+    if kind == "csv":
+        text = f"prompt,n,{column}\n" + "".join(f"a,1,{value}\n" for value in values)
+    else:
+        rows = ({"prompt": "a", "n": "1", column: value} for value in values)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    file = tmp_path / f"train.{kind}"
+    file.write_text(text)
+    named = "photo" if column == "photo" else ""
+    prompts = load_prompts(tmp_path, "train", image_column=named)
+    several = ("2.png",) if kind == "csv" else ("2.png", "1.png")
+    expected = [("1.png",), (), several]
+    assert [tuple(each.name for each in p.images) for p in prompts] == expected
+    assert {str(p.metadata) for p in prompts} == {"{'prompt': 'a', 'n': '1'}"}
+    assert prompts[0].where == f"{file}:{2 if kind == 'csv' else 1}"
+    left_out = load_prompts(tmp_path, "train", image_column="none")
+    assert [(p.images, p.metadata[column]) for p in left_out] == [((), v) for v in values]
+    assert f'{file}:1 has no column "other"' in told(tmp_path, "train", image_column="other")
+    (tmp_path / "1.png").unlink()
+    assert f"there is no picture {tmp_path}/1.png" in told(tmp_path, "train", image_column=named)
+
+
+def test_a_row_with_a_picture_may_have_a_mask(tmp_path):
+    """Without one, a column of that name is as any other."""
+    for name in ("1.png", "2.png"):
+        (tmp_path / name).touch()
+    rows = [{"image": "1.png", "mask": "2.png"}, {"mask": "a mask"}, {"image": "1.png"}]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a", **row}) + "\n" for row in rows))
+    found = [(p.mask and p.mask.name, p.metadata) for p in load_prompts(tmp_path, "train")]
+    assert found == [
+        ("2.png", {"prompt": "a"}),
+        (None, {"prompt": "a", "mask": "a mask"}),
+        (None, {"prompt": "a"}),
+    ]
+    (tmp_path / "2.png").unlink()
+    assert told(tmp_path, "train").startswith(f"{file}:1: there is no picture {tmp_path}/2.png")
+
+
 def test_a_name_on_the_hub_is_read_there(monkeypatch):
     monkeypatch.setattr("flow_grpo.data.prompts.read_hub", lambda *asked: asked)
-    asked = ("someone/some-set", "test", "caption")
-    assert find_prompts(asked[0], asked[1], column=asked[2]) == asked
+    asked = ("someone/some-set", "test", "caption", "photo")
+    assert find_prompts(*asked[:2], column=asked[2], image_column=asked[3]) == asked
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
@@ -132,8 +177,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
         file.truncate(2**33)  # takes no room
     assert told(tmp_path / "b.txt", "train").startswith(f"{tmp_path}/b.txt has 8,589,934,592 bytes")
     assert "no dataset at" in told("x" * 5000, "train")
-    missing = tmp_path / "b.csv"
+    missing = tmp_path / "other.csv"
     assert told(missing, "train") == f"no dataset at {missing}: there is no such file"
+    (tmp_path / "prompts.txt").touch()
+    near = f" no such file; did you mean {tmp_path}/prompts.txt?"
+    assert told(tmp_path / "promts.txt", "train").endswith(near)
     (tmp_path / "ocr").mkdir()
     assert told(tmp_path / "orc", "train").endswith(f"; did you mean {tmp_path}/ocr?")
 

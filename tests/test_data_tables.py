@@ -5,6 +5,7 @@ import json
 import sys
 
 import datasets
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -41,9 +42,9 @@ def test_a_parquet_file_may_have_nulls_dates_and_pictures(tmp_path):
     nothing = {"prompt": "a dog", "count": None, "score": None, "tags": None, "day": None}
     last = {"prompt": "a cat", "count": 3, "score": None, "tags": [], "day": None}
     assert prompts == [
-        Prompt("a cat", "", first),
+        Prompt("a cat", "", first, (b"\x89PNG",)),
         Prompt("a dog", "blurry", nothing),
-        Prompt("a cat", "", last),
+        Prompt("a cat", "", last, (b"",)),
     ]
     json.dumps([p.metadata for p in prompts], allow_nan=False)  # reward servers get it so
 
@@ -105,15 +106,17 @@ def hub(tmp_path, monkeypatch):
 
 def test_a_set_is_read_through_the_package_datasets(hub):
     columns = {"caption": ["a cat", "a dog"], "n": [1, None], "image": COLUMNS["jpg"][:2]}
+    columns["mask"] = [b"2", b"3"]
     name = hub(train=columns, validation={k: v[:1] for k, v in columns.items()})
     train, test = (read_hub(name, split, "caption") for split in ("train", "test"))
     assert train == [
-        Prompt(text, "", {"caption": text, "n": n, "prompt": text})
-        for text, n in (("a cat", 1), ("a dog", None))
+        Prompt(text, "", {"caption": text, "n": n, "prompt": text}, images, mask)
+        for text, n, images, mask in (("a cat", 1, (b"1",), b"2"), ("a dog", None, (), None))
     ]
     assert test == train[:1]
+    assert not any(p.images for p in read_hub(name, "train", "caption", "none"))
     assert told(read_hub, name, "train", "prompt").startswith(
-        f'{name} (train) has no column "prompt", it has: caption, n, image; name the one'
+        f'{name} (train) has no column "prompt", it has: caption, n, image, mask; name the'
     )
 
 
@@ -131,13 +134,14 @@ def test_a_set_without_a_training_split_has_its_splits_named(hub):
     )
 
 
-def test_a_set_that_cannot_be_loaded_is_told_in_one_line(tmp_path, monkeypatch):
+def test_a_set_that_cannot_be_loaded_is_told_in_one_line(monkeypatch):
     def load(name):
-        raise ConnectionError("Couldn't reach the Hub\nlong story")
+        raise ValueError("Config name is missing\nlong story")
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # it is not asked
     monkeypatch.setattr(datasets, "load_dataset", load)
     message = told(load_prompts, "someone/prompts", "train")
-    assert "a Hugging Face dataset it cannot be loaded: Couldn't reach the Hub; save" in message
+    assert "a Hugging Face dataset it cannot be loaded: Config name is missing; save" in message
 
 
 def test_what_may_be_a_name_on_the_hub(tmp_path, monkeypatch):

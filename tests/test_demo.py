@@ -1,23 +1,29 @@
 """The demo's parts: what it refuses, what it draws, what it says of rewards that have no score."""
 
+import io
 import json
+import os
 import re
 import socket
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import requests
 from demo import LOCAL, find_port, show
-from families import FAMILIES, STEPS, run_fields, save_prompts, save_small
+from families import FAMILIES, PROMPTS, STEPS, run_fields, save_prompts, save_small
 from ml_collections import ConfigDict
+from PIL import Image
 from shown import CUSTOM, HOSTILE, REWARDS, make_run
 
 from flow_grpo.demo.limits import MOST_GUIDANCE, MOST_STEPS, PROMPT_LENGTH, DemoLimits, Wish
 from flow_grpo.demo.painter import Painter, find_checkpoints, list_weights
+from flow_grpo.demo.uploads import KEPT, MOST_BYTES, Keeper
 from flow_grpo.draw.check import check
 from flow_grpo.draw.compare import evaluate_all
 from flow_grpo.draw.fields import get_config
@@ -42,8 +48,14 @@ def painter(run):
     painter.close()
 
 
-def wish(**values) -> Wish:
-    return DemoLimits(2, 50, 20.0).wish(**{**GOOD, **values})
+def wish(*pictures: bytes | None, takes: range = range(1), **values) -> Wish:
+    return DemoLimits(2, 50, 20.0, takes).wish(*{**GOOD, **values}.values(), *pictures)
+
+
+def png(width: int, height: int, mode: str = "RGB") -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (width, height)).save(file, "PNG")
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +90,50 @@ def test_what_is_not_allowed_is_told_in_a_sentence(values, told):
     assert "\n" not in str(error.value)
 
 
+PNG = png(48, 32)
+
+
+@pytest.mark.parametrize(
+    ("takes", "pictures", "told"),
+    [
+        (range(1), [PNG], "the model takes none, and 1 picture came; leave some out"),
+        (range(2), [PNG, PNG], "the model takes 1 at most, and 2 pictures came; leave some out"),
+        (range(1, 2), [None], "the model starts from a picture; upload one"),
+        (range(1, 2), [PNG[:60]], "the picture cannot be decoded ("),
+        (range(1, 2), [b"a text"], "the picture cannot be decoded (it is no whole PNG, JPEG"),
+        (range(5), [PNG, png(10_000, 10_000, "1")], "the picture has 10000 x 10000 pixels; at"),
+    ],
+)
+def test_pictures_are_held_to_what_the_model_takes(takes, pictures, told):
+    with pytest.raises(UserError) as error:
+        wish(*pictures, takes=takes)
+    assert str(error.value).startswith(told)
+    assert "\n" not in str(error.value)
+
+
+def test_of_uploads_the_newest_stay_and_no_other_file_is_read(tmp_path):
+    folder, secret = tmp_path / "files", tmp_path / "secret.png"
+    (folder / "example").mkdir(parents=True)
+    secret.write_bytes(PNG)
+    keeper = Keeper(folder)
+    for number in range(KEPT + 3):
+        (folder / str(number)).mkdir()
+        os.utime(folder / str(number), (number, number))
+    (folder / "9/a.png").write_bytes(PNG)
+    keeper.tidy()
+    names = {"example", *map(str, range(3, KEPT + 3))}
+    assert {path.name for path in folder.iterdir()} == names
+    assert keeper.read({"path": str(folder / "9/a.png")}) == PNG
+    assert keeper.read(None) is None
+    (folder / "9/link.png").symlink_to(secret)
+    paths = [secret, folder / "../secret.png", folder / "9/link.png", folder / "9", "a\0", 3]
+    for given in (*({"path": p if p == 3 else str(p)} for p in paths), {}, str(secret)):
+        with pytest.raises(UserError, match="not here any more; upload it again"):
+            keeper.read(given)
+
+
 def test_what_is_allowed_is_taken_as_it_is():
+    assert wish(PNG, None, takes=range(3)).pictures == (PNG,)
     assert wish(steps=50.0, seed=0, guidance=20) == Wish("a sign", None, 50, 20.0, 0)
     long = "😀" * PROMPT_LENGTH
     assert wish(prompt=f" {long}\n").prompt == long
@@ -125,7 +180,7 @@ def test_a_runs_config_is_the_one_it_was_trained_with(run, tmp_path, monkeypatch
     saved["old_field"] = 1
     del saved["cuda_graphs"]
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    monkeypatch.setattr("flow_grpo.draw.saved.log.propagate", True)
+    monkeypatch.setattr("flow_grpo.config.saved.log.propagate", True)
     assert config_of_run(tmp_path, []).cuda_graphs is True
     assert "old_field" in caplog.text
     with pytest.raises(UserError, match="unknown config key 'sed'; did you mean seed"):
@@ -156,7 +211,7 @@ def test_it_draws_what_an_evaluation_draws(painter, run, tmp_path):
     config.eval_prompts = 1
     trained = list_weights(run)["step 16, EMA"]
     found = evaluate_all(config, ["base", str(trained)], tmp_path / "out")
-    first = next(iter(painter.prompts))
+    first = painter.prompts[0].prompt
     drawn = painter.draw(wish(prompt=first, weights="step 16, EMA", seed=config.seed, guidance=2.0))
     for scored, each in zip(found, drawn, strict=True):
         off = np.asarray(scored.result.images[0]).astype(int) - np.asarray(each.sample)
@@ -184,15 +239,23 @@ def test_weights_that_are_gone_or_made_up_are_told(painter, run):
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_family_draws(family, tmp_path):
     model = save_small(family, tmp_path / "model")
-    fields = run_fields(family, model, save_prompts(tmp_path / "prompts"))
+    fields = run_fields(family, model, save_prompts(tmp_path / "prompts", family.sources))
     config = get_config()
     config.update_from_flattened_dict({**fields, "device": "cpu"})
     painter = Painter(config, None, rewards=False)
-    [drawn] = painter.draw(wish(guidance=family.guided, steps=STEPS))
+    first = painter.prompts[0]
+    pictures = tuple(path.read_bytes() for path in first.images)
+    asked = wish(prompt=PROMPTS[0], guidance=family.guided, steps=STEPS)
+    asked = replace(asked, pictures=pictures)
+    [drawn] = painter.draw(asked)
     frames = drawn.sample if family.frames > 1 else [drawn.sample]
-    assert [frame.size for frame in frames] == [(48, 32)] * family.frames
+    assert [frame.size for frame in frames] == [(family.wide, 32)] * family.frames
     assert drawn.scores == []
     assert painter.newest is None
+    assert painter.limits.pictures == painter.adapter.sources
+    # what rewards know of a test prompt holds for it with its own pictures alone
+    assert painter.prompt_of(asked) is first
+    assert painter.prompt_of(replace(asked, pictures=(PNG,))).images == (PNG,)
 
 
 def arguments(**values) -> Namespace:
@@ -229,7 +292,7 @@ def test_a_reward_that_cannot_be_built_has_a_way_out(run):
         Painter(config, run)
 
 
-def test_the_page_answers_this_machine_alone(monkeypatch):
+def test_the_page_answers_this_machine_alone_and_takes_small_pictures(monkeypatch, tmp_path):
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
     import gradio
 
@@ -238,11 +301,51 @@ def test_the_page_answers_this_machine_alone(monkeypatch):
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.Markdown("here")
     try:
-        url = urlsplit(serve(page, LOCAL, find_port(LOCAL, 0)))
+        url = urlsplit(serve(page, tmp_path, LOCAL, find_port(LOCAL, 0), uploads=True))
         for host, status in (("localhost", 200), ("evil.example", 403), ("", 403), ("[", 403)):
             connection = HTTPConnection(LOCAL, url.port, timeout=30)
             connection.request("GET", "/config", headers={"Host": host})
             assert connection.getresponse().status == status, host
+        for size, status in ((100, 200), (MOST_BYTES + 1, 413), (MOST_BYTES + 2**20, 413)):
+            file = {"files": ("a.png", b"x" * size)}
+            address = f"{url.geturl()}gradio_api/upload"
+            assert requests.post(address, files=file, timeout=60).status_code == status
+        parts = iter([b"x"])  # of any length
+        assert requests.post(address, data=parts, timeout=60).status_code == 413
+    finally:
+        page.close()
+
+
+def test_an_uploaded_picture_is_drawn_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "files"))
+    from gradio_client import Client, handle_file
+    from gradio_client.exceptions import AppError
+
+    from flow_grpo.demo.page import build_page, serve
+
+    family = next(each for each in FAMILIES if each.name == "flux_kontext")
+    config, folder = get_config(), tmp_path / "files"
+    dataset = save_prompts(tmp_path / "prompts", 1)
+    fields = run_fields(family, save_small(family, tmp_path / "model"), dataset)
+    config.update_from_flattened_dict({**fields, "device": "cpu"})
+    painter = Painter(config, None, rewards=False)
+    for name, data in (("good", PNG), ("cut off", PNG[:60])):
+        (tmp_path / f"{name}.png").write_bytes(data)
+    folder.mkdir()
+    page = build_page(painter, folder)
+    try:
+        url = serve(page, folder, LOCAL, find_port(LOCAL, 0), uploads=True)
+        client = Client(url, verbose=False, analytics_enabled=False, download_files=tmp_path)
+
+        def draw(picture) -> bytes:
+            values = ("a", None, STEPS, 1.0, 5, picture)
+            return Path(client.predict(*values, api_name="/draw")[0]).read_bytes()
+
+        drawn = draw(handle_file(tmp_path / "good.png"))
+        assert drawn != draw(None)
+        with pytest.raises(AppError, match=r"^the picture cannot be decoded .*; is the file whole"):
+            draw(handle_file(tmp_path / "cut off.png"))
     finally:
         page.close()
 

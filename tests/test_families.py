@@ -3,25 +3,31 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from accelerate import Accelerator
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from families import (
     FAMILIES,
     NEGATIVE,
     PROMPTS,
+    SOURCE,
     STEPS,
     TOKENS,
     Family,
+    at_size,
     draw_ode,
     noise_for,
+    pictures_of,
     run_fields,
     save_prompts,
     save_small,
 )
+from measuring import forward_tflop
 from peft import LoraConfig
 from PIL import Image
 from policies import policy_of
@@ -29,12 +35,21 @@ from safetensors.torch import load_file
 from sessions import short_config
 from train import train
 
-from flow_grpo.draw.models import ModelAdapter, Size, load_adapter
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.draw.export import export
+from flow_grpo.draw.models import ModelAdapter, Size, check_model, load_adapter
+from flow_grpo.draw.models.wan import WanAdapter
 from flow_grpo.draw.rollout import Denoiser, Dynamics, eval_generators, initial_noise
 from flow_grpo.draw.session import Session, build_session
+from flow_grpo.draw.sources import check_sources
 from flow_grpo.errors import UserError
+from flow_grpo.pictures import fit_picture
+from flow_grpo.run.export import Source
 
 BY_NAME = {family.name: family for family in FAMILIES}
+EDITORS = pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.sources], indirect=True, ids=str
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=str)
@@ -59,8 +74,8 @@ def adapter(folder) -> ModelAdapter:
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> Path:
-    return save_prompts(tmp_path_factory.mktemp("families") / "dataset")
+def dataset(family, tmp_path_factory) -> Path:
+    return save_prompts(tmp_path_factory.mktemp("families") / "dataset", family.sources)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +101,7 @@ def trained(run_once) -> Session:
 
 
 def load(folder: Path, **settings) -> ModelAdapter:
-    return load_adapter(str(folder), max_sequence_length=TOKENS, **settings)
+    return load_adapter(str(folder), max_sequence_length=TOKENS, source_size=SOURCE, **settings)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -94,9 +109,10 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["plain", "guided"])
-@pytest.mark.parametrize("width", [32, 48])
-def test_the_ode_draws_the_picture_of_the_stock_pipeline(family, pipeline, adapter, guided, width):
+@pytest.mark.parametrize("square", [True, False])
+def test_the_ode_draws_the_picture_of_the_stock_pipeline(family, pipeline, adapter, guided, square):
     """Of two prompts of different length, each with a negative prompt of its own."""
+    width = 32 if square else family.wide
     size, scale = Size(32, width, family.frames), family.guided if guided else family.plain
     call = noise_for(adapter, size), PROMPTS, NEGATIVE, size, scale
     expected = family.draw(pipeline, *call)
@@ -118,30 +134,247 @@ def test_a_picture_depends_on_its_own_texts_alone(family, adapter):
     assert (other - together).abs().amax(tuple(range(1, other.ndim))).min() > 1e-3
 
 
-def test_flux_schnell_draws_without_guidance(tmp_path):
-    family, size = BY_NAME["flux"], Size(32, 32)
-    folder = save_small(family, tmp_path / "schnell", guidance_embeds=False)
+@EDITORS
+def test_prompts_may_have_fewer_pictures(family, pipeline, adapter):
+    """Beside one that has all, where they can go together."""
+    size, (fewest, *_) = Size(32, 32, family.frames), adapter.sources
+    noise, other = noise_for(adapter, size), family.sources if adapter.masks_sources else fewest
+    images = [pictures_of("one", fewest), pictures_of("another", other)]
+    found = draw_ode(adapter, noise, PROMPTS, NEGATIVE, size, family.guided, images)
+    for i in range(2):
+        alone = noise[i : i + 1], PROMPTS[i : i + 1], NEGATIVE[i : i + 1], size, family.guided
+        assert_close(found[i : i + 1], family.draw(pipeline, *alone, images[i : i + 1]))
+        assert_close(found[i : i + 1], draw_ode(adapter, *alone, images[i : i + 1]))
+        others = draw_ode(adapter, *alone)
+        assert (others - found[i]).abs().max() > 1e-3
+
+
+@EDITORS
+def test_pictures_go_by_what_is_in_them(family, folder, tmp_path, monkeypatch):
+    """Under another name it is the same, with another content it is not; the size matters too."""
+    content, other = (pictures_of(text, family.sources) for text in "ab")
+    names = [tmp_path / f"{i}.png" for i in range(family.sources)]
+    for name, data in zip(names, content, strict=True):
+        name.write_bytes(data)
+    settings = {"prompt_cache": str(tmp_path / "cache")}
+    adapter, again, smaller = (load(folder, **settings) for _ in range(3))
+    encoded = []
+    for each in (adapter, again):
+        monkeypatch.setattr(
+            each,
+            "encode_one",
+            lambda text, *pictures, own=each.encode_one: (
+                encoded.append([p.size for p in pictures]) or own(text, *pictures)
+            ),
+        )
+    one, three = adapter.encode(["a", "a", "a"], None, [content, tuple(names), other]).of(
+        torch.tensor([0, 1])
+    )["source"]
+    assert encoded == 2 * [[(SOURCE.width, SOURCE.height)] * family.sources]
+    assert (one - three).abs().max() > 1e-3
+    again.encode(["a"], None, [content])
+    assert len(encoded) == 2
+    smaller = load_adapter(str(folder), source_size=Size(32, 32), **settings)
+    assert smaller.encode(["a"], None, [content]).inputs["source"].shape[1] < len(one)
+    names[0].unlink()
+    with pytest.raises(UserError, match=r"0\.png cannot be read: No such file or directory; was"):
+        smaller.encode(["a"], None, [tuple(names)])
+
+
+def brightness(images, prompts, metadata) -> list[float]:
+    """A reward: that of the pictures which they were made from."""
+    rows = [row["source"] for row in metadata]
+    return [np.mean([np.asarray(p) for p in (r if isinstance(r, list) else [r])]) for r in rows]
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.sources and f.frames == 1], indirect=True, ids=str
+)
+def test_rewards_see_what_the_model_starts_from(family, run_once, caplog):
+    caplog.set_level("INFO", "flow_grpo")
+    rewards = {"reward_fn": {"bright": 1.0}, "custom_rewards": {"bright": f"{__name__}:brightness"}}
+    folder = run_once("seen", **rewards).folder
+    cut = "16 of 16 prompts have a picture of another shape than 48 x 32: its edges are cut off"
+    assert caplog.messages.count(cut) == 1
+    files = [*folder.glob("samples/*/samples.jsonl")]
+    assert {file.parent.name.split("-")[0] for file in files} == {"train", "eval"}
+    for row in (json.loads(line) for file in files for line in file.open()):
+        pictures = pictures_of(row["prompt"], family.sources)
+        shown = [np.asarray(fit_picture(p, SOURCE.width, SOURCE.height)) for p in pictures]
+        assert row["bright"] == pytest.approx(np.mean(shown))
+
+
+@EDITORS
+def test_the_benchmark_counts_what_a_picture_to_start_from_takes(family, adapter):
+    adapter.source_size = adapter.source_size._replace(width=64)
+    given = adapter.encode(["a"], None, [pictures_of("a", family.sources)])
+    both = given.of(given.positive)
+    more = forward_tflop(adapter, adapter.source_size, both)
+    assert more > 0
+    if not isinstance(adapter, WanAdapter):  # to which a picture is a frame that it has anyway
+        alone = {**both, "source": both["source"][:, :0], "source_lengths": torch.tensor([0])}
+        assert more > forward_tflop(adapter, adapter.source_size, alone)
+
+
+def test_a_prompt_to_train_and_test_with_counts_once(caplog):
+    caplog.set_level("INFO", "flow_grpo")
+    prompt = Prompt("a", images=pictures_of("a", 1))
+    check_sources([prompt, prompt], "model", None, SOURCE, Accelerator(cpu=True))
+    assert "1 of 1 prompts have a picture of another shape" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("flux", {"guidance_embeds": False}),
+        ("flux2_klein", {"is_distilled": True}),
+        ("qwen_image_21", {"sample_sigmas": [1.0, 0.8, 0.5, 0.2]}),
+    ],
+)
+def test_a_distilled_model_draws_without_guidance(tmp_path, name, settings):
+    family, size = BY_NAME[name], Size(32, 32)
+    folder = save_small(family, tmp_path / "distilled", **settings)
     adapter = load(folder)
     call = noise_for(adapter, size), PROMPTS, NEGATIVE, size, 1.0
     assert_close(draw_ode(adapter, *call), family.draw(family.stock(folder), *call))
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("wan_i2v", {"boundary_ratio": 0.9}),
+        ("wan22", {"kind": WanImageToVideoPipeline}),
+    ],
+    ids=["A14B", "5B under its other name"],
+)
+def test_clips_of_wan_22_begin_with_a_picture(tmp_path, name, settings):
+    family, size = BY_NAME[name], Size(32, 32, 5)
+    two = "boundary_ratio" in settings
+    family = replace(family, experts=two, options={}, with_pictures=None)
+    folder = save_small(family, tmp_path / "model", **settings)
+    adapter = load(folder)
+    call = noise_for(adapter, size, 1), PROMPTS[:1], NEGATIVE[:1], size, family.guided
+    assert_close(draw_ode(adapter, *call), family.draw(family.stock(folder), *call))
+
+
+def test_the_frame_that_is_given_has_no_part_in_the_ratio(tmp_path):
+    """Its velocity leads to it from any latents, whatever the weights are."""
+    size, adapter = Size(32, 32, 5), load(save_small(BY_NAME["wan22"], tmp_path / "model"))
+    adapter = at_size(adapter, size)
+    given = adapter.encode(["a"], None, [pictures_of("a", 1)])
+    noise = noise_for(adapter, size, 1)
+    transformer = adapter.transformer.requires_grad_()
+    velocity = adapter.velocity(transformer, noise, 500.0, given, 1.0)
+    source = given.inputs["source"].transpose(1, 2).unflatten(2, noise.shape[3:])
+    assert_close((noise - 0.5 * velocity)[:, :, 0], source)
+    velocity[:, :, 0].sum().backward(retain_graph=True)
+    assert not any(p.grad.any() for p in transformer.parameters())
+    velocity.sum().backward()
+    assert any(p.grad.any() for p in transformer.parameters())
+
+
+def test_z_image_turbo_has_the_eight_noise_levels_that_it_was_distilled_for(tmp_path):
+    """Nine of its card, whose last is none."""
+    schedule = load(save_small(BY_NAME["z_image"], tmp_path / "model")).schedule(8, 1024, 1024)
+    sigmas = [3 * x / (1 + 2 * x) for x in np.linspace(1, 0, 9)]
+    assert schedule.sigmas == pytest.approx(sigmas)
+    assert schedule.timesteps == pytest.approx([1000 * sigma for sigma in sigmas[:-1]])
+
+
+EXPERTS = pytest.mark.parametrize("family", [BY_NAME["wan22_a14b"]], indirect=True, ids=str)
+
+
+@EXPERTS
+def test_each_transformer_is_trained_on_its_own_noise_levels(family, folder):
+    adapter, size = load(folder), Size(32, 32, family.frames)
+    policy = policy_of(adapter, rank=2, alpha=4)
+    given, noise = adapter.encode(PROMPTS, None), noise_for(adapter, size)
+
+    def velocity(*times: float) -> torch.Tensor:
+        policy.transformer.zero_grad()
+        found = adapter.velocity(policy.module, noise, torch.tensor(times), given, 1.0)
+        found.square().sum().backward()
+        return found.detach()
+
+    def trained() -> set[str]:
+        assert all(p.grad is not None for p in policy.parameters())  # DDP waits for each
+        return {n.split(".")[0] for n, p in policy.trained().items() if p.grad.any()}
+
+    early, late = velocity(875.0, 875.0), velocity(874.0, 874.0)
+    assert trained() == {"transformer_2"}
+    both = velocity(874.0, 875.0)
+    assert trained() == {"transformer", "transformer_2"}
+    assert_close(both, torch.stack([late[0], early[1]]))
+    velocity(875.0, 875.0)
+    assert trained() == {"transformer"}
+
+
+@EXPERTS
+def test_both_transformers_are_saved_loaded_and_exported(family, folder, trained, tmp_path):
+    lora = trained.folder / "checkpoints/latest/lora"
+    export(Source.find(lora), str(folder), tmp_path / "exported")
+    adapter, size = load(folder), Size(32, 32, family.frames)
+    adapter.load_weights(lora)
+    call = noise_for(adapter, size), PROMPTS, NEGATIVE, size, family.guided
+    drawn = draw_ode(adapter, *call)
+    assert_close(family.draw(family.stock(tmp_path / "exported"), *call), drawn)
+    whole = load(tmp_path / "exported")
+    policy_of(whole, use_lora=False).save(tmp_path)
+    again = load(folder)
+    again.load_weights(tmp_path / "transformer")
+    weights, found = whole.transformer.state_dict(), again.transformer.state_dict()
+    assert weights.keys() == found.keys()
+    assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+@EXPERTS
+def test_two_transformers_are_not_sharded(folder):
+    with pytest.raises(UserError, match="has two transformers, which does not go with ZeRO-3 or"):
+        check_model(str(folder), Size(32, 32, 5), {}, 4, sharded=True)
+
+
+@pytest.mark.parametrize("family", [BY_NAME["qwen_image_21"]], indirect=True, ids=str)
+def test_texts_that_see_no_picture_are_worked_out_once_for_all_steps(folder, monkeypatch):
+    size, adapter, texts = Size(32, 32), load(folder), []
+    call = noise_for(adapter, size), PROMPTS, NEGATIVE, size, 4.0
+    prefix = adapter.prefix
+    monkeypatch.setattr(adapter, "prefix", lambda *args: texts.append(args) or prefix(*args))
+    drawn = draw_ode(adapter, *call)
+    assert len(texts) == len(PROMPTS) + len(NEGATIVE)
+    monkeypatch.setattr(adapter, "prepared", lambda transformer, conditioning: conditioning)
+    assert torch.equal(draw_ode(adapter, *call), drawn)
+    assert len(texts) == (1 + STEPS) * 4
+
+
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.frames > 1], indirect=True, ids=str)
 def test_a_video_of_one_frame_is_a_picture(family, pipeline, adapter):
-    size = Size(32, 48, 1)
+    size = Size(32, family.wide, 1)
     call = noise_for(adapter, size), PROMPTS, NEGATIVE, size, family.guided
     found = draw_ode(adapter, *call)
-    assert found.shape == (2, 3, 32, 48)
+    assert found.shape == (2, 3, 32, family.wide)
     assert_close(found, family.draw(pipeline, *call))
+
+
+def test_a_picture_is_encoded_as_samples_are(family, adapter, monkeypatch):
+    """So that pictures can be trained beside them."""
+    assert adapter.encodes_pictures == (family.frames == 1)
+    size = Size(32, family.wide)
+    monkeypatch.setattr(adapter, "source_size", size)
+    [picture] = pictures_of("data", 1)
+    if adapter.encodes_pictures:
+        latents = adapter.encode_picture(picture)
+        assert latents.shape == (1, *adapter.latent_shape(*size))
+        assert adapter.decode(latents).shape == (1, 3, 32, family.wide)
 
 
 def test_noisy_steps_keep_to_the_scale_of_the_latents(family, adapter):
     """A schedule may begin a little below 1, where the noise would be tens of times too much."""
     size = Size(32, 32, family.frames)
+    adapter = at_size(adapter, size)
     dynamics = Dynamics(adapter.schedule(STEPS, *size), kind="flow", guidance_scale=family.plain)
     trajectory = Denoiser(adapter, adapter.transformer, dynamics).sample(
         noise_for(adapter, size),
-        adapter.encode(PROMPTS, None),
+        adapter.encode(PROMPTS, None, family.images(PROMPTS)),
         steps=range(STEPS - 1),
         generators=eval_generators(0, [0, 1]),
     )
@@ -155,8 +388,11 @@ def test_the_policy_that_is_trained_is_the_one_that_sampled(trained):
 
 
 def test_the_trained_lora_draws_the_runs_pictures_in_the_stock_pipeline(family, folder, trained):
-    pipeline, size = family.stock(folder), Size(32, 48, family.frames)
-    pipeline.load_lora_weights(trained.folder / "checkpoints/latest/ema_lora")
+    pipeline, size = family.stock(folder), Size(32, family.wide, family.frames)
+    lora = trained.folder / "checkpoints/latest/ema_lora"
+    pipeline.load_lora_weights(lora)
+    if family.experts:
+        pipeline.load_lora_weights(lora / "transformer_2", load_into_transformer_2=True)
     prompts = trained.test_prompts
     generators = eval_generators(trained.config.seed, range(len(prompts)))
     drawn = family.draw(
@@ -176,7 +412,7 @@ def test_the_trained_lora_draws_the_runs_pictures_in_the_stock_pipeline(family, 
 
 def evaluated(session: Session, epoch: int) -> np.ndarray:
     """Pictures of the test prompts, of clips the middle frame."""
-    files = sorted((session.folder / f"samples/eval-{epoch:05d}").glob("*.png"))
+    files = sorted((session.folder / f"samples/eval-{epoch:05d}").glob("[0-9]*.png"))
     assert len(files) == len(session.test_prompts)
     return np.stack([np.asarray(Image.open(file)) for file in files]).astype(float)
 
@@ -186,14 +422,15 @@ def test_samples_of_videos_are_saved_as_such(family, trained):
     kind = ".gif" if family.frames > 1 else ".png"
     for row in map(json.loads, rows):
         with Image.open(trained.folder / "samples/eval-00001" / row["file"]) as sample:
-            assert (Path(row["file"]).suffix, sample.size) == (kind, (48, 32))
+            assert (Path(row["file"]).suffix, sample.size) == (kind, (family.wide, 32))
             assert getattr(sample, "n_frames", 1) == family.frames
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_every_lora_layer_gets_a_gradient_but_those_that_are_named(family, folder, own, tmp_path):
     """Also of a LoRA that others made, on all layers."""
-    adapter = load(folder)
+    size = Size(32, 32, family.frames)
+    adapter = at_size(load(folder), size)
     if not own:
         other = load(folder)
         other.transformer.add_adapter(LoraConfig(r=2, target_modules=other.lora_targets))
@@ -206,11 +443,12 @@ def test_every_lora_layer_gets_a_gradient_but_those_that_are_named(family, folde
     for name, parameter in policy.trained().items():
         if "lora_B" in name:  # it starts at zero, where A has no gradient
             parameter.data.normal_(std=0.1, generator=generator)
-    size = Size(32, 32, family.frames)
     guided = adapter.is_guided(family.guided)
-    conditioning = adapter.encode(PROMPTS, NEGATIVE if guided else None)
+    negative = NEGATIVE if guided else None
+    conditioning = adapter.encode(PROMPTS, negative, family.images(PROMPTS))
     noise = noise_for(adapter, size)
-    velocity = adapter.velocity(policy.module, noise, 500.0, conditioning, family.guided)
+    times = torch.tensor([950.0, 500.0])  # two transformers share the batch
+    velocity = adapter.velocity(policy.module, noise, times, conditioning, family.guided)
     (velocity * noise).sum().backward()
     assert all(p.grad is not None for p in policy.parameters())  # DDP waits for each
     moving = {n for n, p in policy.trained().items() if p.grad.any()}
@@ -222,13 +460,12 @@ def test_settings_that_save_memory_or_time_change_nothing(run_once, trained, tmp
     settings = {"offload_idle": True, "prompt_cache": str(tmp_path / "cache")}
     lean = run_once("lean", **settings, **{"train.gradient_checkpointing": True})
     assert lean.adapter.transformer.is_gradient_checkpointing
-    expected, found = (
-        load_file(s.folder / "checkpoints/latest/lora/pytorch_lora_weights.safetensors")
-        for s in (trained, lean)
-    )
-    assert expected.keys() == found.keys()
-    for name in expected:
-        assert torch.equal(expected[name], found[name]), name
+    folders = [s.folder / "checkpoints/latest/lora" for s in (trained, lean)]
+    for file in folders[0].rglob("*.safetensors"):
+        expected, found = (load_file(f / file.relative_to(folders[0])) for f in folders)
+        assert expected.keys() == found.keys()
+        for name in expected:
+            assert torch.equal(expected[name], found[name]), name
 
 
 def test_texts_in_the_cache_and_parts_that_wait_on_the_cpu_draw_the_same(
@@ -240,12 +477,14 @@ def test_texts_in_the_cache_and_parts_that_wait_on_the_cpu_draw_the_same(
     settings = dict(prompt_cache=str(tmp_path), offload_idle=True, device="cpu:0")
     assert torch.equal(draw_ode(load(folder, **settings), *call), expected)
     again = load(folder, **settings)
-    monkeypatch.setattr(again, "encode_one", lambda text: pytest.fail(f"encoded {text!r} again"))
+    monkeypatch.setattr(
+        again, "encode_one", lambda text, *_: pytest.fail(f"encoded {text!r} again")
+    )
     assert torch.equal(draw_ode(again, *call), expected)
 
 
 @pytest.fixture
-def refusal(tmp_path, dataset):
+def refusal(tmp_path):
     """What is said of a run with this model, less its weights."""
 
     def refusal(family: Family, folder: Path, index: dict | None = None, **fields) -> str:
@@ -254,6 +493,7 @@ def refusal(tmp_path, dataset):
         shutil.copytree(folder, hollow, ignore=shutil.ignore_patterns("*.safetensors"))
         whole = json.loads((hollow / "model_index.json").read_text())
         (hollow / "model_index.json").write_text(json.dumps({**whole, **(index or {})}))
+        dataset = save_prompts(tmp_path / "dataset", family.sources)
         fields = {**run_fields(family, hollow, dataset), **fields}
         with pytest.raises(UserError) as refused:
             build_session(short_config(tmp_path / "logs", "run", **fields))
@@ -276,7 +516,7 @@ def test_frames_the_family_cannot_draw_are_refused_before(family, folder, refusa
 @pytest.mark.parametrize("side", ["height", "width"])
 def test_sizes_the_family_cannot_draw_are_refused_before(family, folder, refusal, side):
     told = refusal(family, folder, **{side: 36})
-    assert re.match(f"{side}=36 must be a multiple of (8|16)( and at most 256)?$", told)
+    assert re.match(f"{side}=36 must be a multiple of (8|16|32)( and at most 256)?$", told)
 
 
 @pytest.mark.parametrize(
@@ -300,21 +540,128 @@ def test_sizes_the_family_cannot_draw_are_refused_before(family, folder, refusal
             for field in ("sample.eval_guidance_scale", "nft.train_guidance", "nft.kl_guidance")
         ),
         (
+            *("flux2_klein", {"is_distilled": True}, {}, {}),
+            "sample.guidance_scale=4.0: this FLUX.2 (klein, distilled) was trained without guidanc",
+        ),
+        (
             *("qwen_image", {}, {}, {"sample.eval_num_steps": 1}),
             "1 step is too few: this model's scheduler stretches the noise levels between",
         ),
         (
             *("wan", {}, {"boundary_ratio": 0.875}, {}),
-            "this Wan has boundary_ratio=0.875: it is Wan 2.2, and only Wan 2.1 can be trained",
+            "this Wan has boundary_ratio=0.875 and transformer_2=None; it must have both or nei",
+        ),
+        (
+            *("wan", {}, {}, {"sample.guidance_scale_2": 3.0}),
+            "sample.guidance_scale_2=3.0 has no effect with one transformer; leave it out",
+        ),
+        (
+            *("wan22_a14b", {}, {}, {"sample.guidance_scale": 1.0}),
+            "sample.guidance_scale_2=3.0 has no effect without sample.guidance_scale; leave it out",
+        ),
+        *(
+            (
+                *("qwen_image_edit", {}, {"processor": kind}, {}),
+                f"its processor is {'.'.join(kind)}, which may run Python code of the model's own",
+            )
+            for kind in (["transformers", "Qwen3VLProcessor"], ["mine", "Qwen2VLProcessor"])
         ),
     ],
-    ids=["another kind", "schnell", "its evaluation", "trained", "KL", "one step", "wan 2.2"],
+    ids=[
+        *("another kind", "schnell", "its evaluation", "trained", "KL", "distilled", "one step"),
+        *("no second", "of no second", "unguided", "another processor", "a processor of its own"),
+    ],
 )
 def test_a_model_that_does_not_fit_is_refused_before(
     tmp_path, refusal, name, settings, index, fields, message
 ):
     folder = save_small(BY_NAME[name], tmp_path / "whole", **settings)
     assert message in refusal(BY_NAME[name], folder, index, **fields)
+
+
+def cut_off(folder: Path) -> None:
+    file = sorted(folder.glob("*.png"))[0]
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def enlarge(folder: Path) -> None:
+    Image.new("1", (10_000, 10_000)).save(sorted(folder.glob("*.png"))[0])
+
+
+def remove(folder: Path) -> None:
+    sorted(folder.glob("*.png"))[0].unlink()
+
+
+def add_masks(folder: Path) -> None:
+    """As large as the pictures, but for one."""
+    for file in folder.glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [{**row, "mask": row["images"][0]} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Image.new("1", (7, 9)).save(folder / "mask.png")
+    file.write_text(file.read_text().replace(rows[2]["mask"] + '"}', 'mask.png"}'))
+
+
+@pytest.mark.parametrize(
+    ("name", "sources", "spoil", "fields", "message"),
+    [
+        (
+            *("sd3", 1, None, {}),
+            "train_metadata.jsonl:1: has 1 picture, and .*hollow takes none; leave pictures out "
+            "with --config.image_column=none",
+        ),
+        ("flux_kontext", 2, None, {}, "jsonl:1: has 2 pictures, and .* takes 1 at most; leave"),
+        ("flux_kontext", 1, cut_off, {}, r"jsonl:\d: .*png cannot be decoded .*; is the file wh"),
+        ("flux_kontext", 1, remove, {}, r"jsonl:\d: there is no picture .*png; paths start at "),
+        (
+            *("flux_kontext", 1, enlarge, {}),
+            r"png has 10000 x 10000 pixels; at most 67108864 are allowed, shrink it",
+        ),
+        (
+            *("flux_kontext", 1, add_masks, {}),
+            r"jsonl:3: its mask has 7 x 9 pixels and its picture \d+ x \d+; make both the same",
+        ),
+        (
+            *("flux_kontext", 1, None, {"image_column": "photo"}),
+            'jsonl:1 has no column "photo", it has: prompt, negative_prompt, images; name the one '
+            "with the pictures: --config.image_column=NAME",
+        ),
+        (
+            *("qwen_image_edit", 0, None, {}),
+            'jsonl:1: has no picture, and .* needs one; add its path as "image", or name its col',
+        ),
+    ],
+    ids=[
+        *("none taken", "too many", "cut off", "missing", "too large", "another mask"),
+        *("no such column", "none there"),
+    ],
+)
+def test_pictures_that_do_not_fit_are_refused_before(
+    tmp_path, refusal, name, sources, spoil, fields, message
+):
+    folder = save_small(BY_NAME[name], tmp_path / "whole")
+    dataset = save_prompts(tmp_path / "pictures", sources)
+    if spoil:
+        spoil(dataset)
+    told = refusal(BY_NAME[name], folder, dataset=str(dataset), **fields)
+    assert re.search(message, told), told
+
+
+def test_pictures_may_be_left_out(tmp_path, refusal):
+    folder = save_small(BY_NAME["sd3"], tmp_path / "whole")
+    fields = {"dataset": str(save_prompts(tmp_path / "pictures", 1)), "image_column": "none"}
+    assert refusal(BY_NAME["sd3"], folder, **fields).startswith("cannot load pretrained.model=")
+
+
+def test_pictures_may_be_more_or_fewer_where_the_model_masks_them(tmp_path, refusal):
+    name = "qwen_image_edit_plus"
+    folder = save_small(BY_NAME[name], tmp_path / "whole")
+    dataset = save_prompts(tmp_path / "pictures", 2)
+    file = dataset / "test_metadata.jsonl"
+    file.write_text(re.sub(r', "[^"]*-1.png"', "", file.read_text(), count=1))
+    told = refusal(BY_NAME[name], folder, dataset=str(dataset))
+    assert "test_metadata.jsonl:1: has 1 pictures and " in told
+    assert "train_metadata.jsonl:1 has 2, and" in told
 
 
 def test_a_part_of_a_pipeline_is_none(family, folder, dataset, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import FAMILIES, Family, save_small
+from families import FAMILIES, Family, save_pictures, save_small
 from sessions import short_config
 from train import train
 
@@ -22,23 +22,27 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dataset")
+def save_texts(folder: Path, sources: int) -> Path:
+    """16 of each split, with so many pictures."""
+    folder.mkdir()
     for split in ("train", "test"):
-        lines = [f"{split} text number {i}" for i in range(16)]
-        (folder / f"{split}.txt").write_text("\n".join(lines))
+        texts = [f"{split} text number {i}" for i in range(16)]
+        rows = [{"prompt": t, "images": save_pictures(folder, t, sources)} for t in texts]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
 
-def held_out_rewards(family: Family, method: str, dataset: Path, tmp: Path) -> list:
+def held_out_rewards(family: Family, method: str, tmp: Path) -> list:
     """Of 16 prompts, before and after training."""
     config = short_config(tmp, "run")
     per_gpu_batches(config, gpus=1, groups=8, group_size=8, max_batch=64, updates=1)
     config.update_from_flattened_dict(
         {
             "pretrained.model": str(save_small(family, tmp / "model")),
-            "dataset": str(dataset),
+            # a picture that is given would be all of a clip of one frame
+            "dataset": str(
+                save_texts(tmp / "dataset", 0 if family.with_pictures else family.sources)
+            ),
             "height": 32,
             "width": 32,
             "max_sequence_length": 32,
@@ -67,8 +71,8 @@ def held_out_rewards(family: Family, method: str, dataset: Path, tmp: Path) -> l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_rewards_rise(family, method, dataset, tmp_path):
-    before, after = held_out_rewards(family, method, dataset, tmp_path)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.with_pictures or not f.alone], ids=str)
+def test_rewards_rise(family, method, tmp_path):
+    before, after = held_out_rewards(family, method, tmp_path)
     change = np.subtract(after, before)
     assert change.mean() > 3 * change.std(ddof=1) / len(change) ** 0.5

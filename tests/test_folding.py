@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig
-from policies import policy_of
+from sessions import short_config
 from torch import nn
 from untrained.small.sd3 import build as build_tiny_sd3
 
 from flow_grpo.draw.models.sd3 import SD3Adapter
+from flow_grpo.draw.session import build_session
+from flow_grpo.speed.faster import SiblingLinear
 from flow_grpo.speed.lora import FoldedLinear, fold_lora
 
 
@@ -81,8 +82,20 @@ def test_half_precision_stays_as_it_is():
     assert not folded(adapter)
 
 
-def test_training_folds():
-    adapter = SD3Adapter(build_tiny_sd3(), max_sequence_length=4)
-    policy = policy_of(adapter, rank=8)
-    policy.prepare(Accelerator(cpu=True), torch.optim.SGD(policy.parameters(), lr=1.0))
-    assert folded(adapter)
+def test_training_folds(tmp_path):
+    session = build_session(short_config(tmp_path, "folds"))
+    session.close()
+    assert folded(session.adapter)
+
+
+def test_layers_are_folded_before_siblings_are_joined():
+    """The other way round, joined layers would be left as they are."""
+    adapter = build()
+    adapter.speed_up(fold=True, compiled=True, graphs=False)
+    assert len(folded(adapter)) == 15
+    assert (adapter.compiled, adapter.replayed) == (True, False)
+    plain = build()
+    plain.speed_up(fold=False, compiled=True, graphs=False)
+    joined = [m for m in plain.transformer.modules() if type(m) is SiblingLinear]
+    assert len(joined) == 12
+    assert not folded(plain)

@@ -96,6 +96,8 @@ def test_it_is_what_trajectory_methods_measure_at_these_steps(name, kind, rule):
             assert expected.item() > 0
             torch.testing.assert_close(loss.columns["kl"][row], expected[0], rtol=1e-6, atol=0)
             seen.add(i)
+        norm = velocity.flatten(1).square().mean(1).sqrt().float()
+        torch.testing.assert_close(loss.columns["velocity_norm"], norm)
         kl = loss.columns["kl"]
         torch.testing.assert_close(loss.per_sample, loss.columns["policy_loss"] + 0.3 * kl)
     assert seen == set(range(STEPS))  # the first, at sigma 1, and the last, to sigma 0, too
@@ -104,6 +106,7 @@ def test_it_is_what_trajectory_methods_measure_at_these_steps(name, kind, rule):
 @pytest.mark.parametrize("name", FORWARD)
 def test_by_default_it_is_the_velocities_to_the_last_bit(name):
     assert method(name).settings.kl_type == "velocity"
+    assert method(name, kl_beta=0.0).needs_reference == (name in ("dpo", "dgpo"))
     generator = torch.Generator().manual_seed(0)
     velocity, reference = torch.randn(2, 3, 4, 8, 8, generator=generator)
     at = at_level(0.5, velocity, reference=reference)

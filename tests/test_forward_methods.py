@@ -1,5 +1,5 @@
-"""nft and awm, and what all methods share that noise final latents again, against numbers worked
-out by hand from their formulas. Velocities have two pixels, so that a mean is half a sum."""
+"""nft, awm and ram, and what all methods share that noise final latents again, against numbers
+worked out by hand from their formulas. Velocities have two pixels, so that a mean is half a sum."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,11 @@ from flow_grpo.draw.algorithms import ALGORITHMS
 from flow_grpo.draw.algorithms.awm import matching_log_prob
 from flow_grpo.draw.algorithms.forward import ForwardProcess, decay_at, stratified
 
-FORWARD = [name for name in METHODS if issubclass(ALGORITHMS[name], ForwardProcess)]
+FORWARD = [
+    name
+    for name in METHODS  # leap trains states of the rollout: test_leap.py
+    if issubclass(ALGORITHMS[name], ForwardProcess) and name != "leap"
+]
 GROUPS = ["dgpo", "dpo"]  # share noise
 
 
@@ -135,6 +139,25 @@ def test_awm_is_finite_where_the_error_is_zero(error):
     assert np.isfinite(gradient).all()
 
 
+def test_rams_gradient_is_that_of_its_regression():
+    """|v - sg(v_ref + R (u - v))|^2 with R = clip(A, +-5)/5, in the paper's own form; by hand with
+    R = .5, v - v_ref = (.2, -.2), v - u = (-.6, .2): (.2, -.2) + .5 (-.6, .2) = (-.1, -.1)."""
+    algorithm = method("ram", {"num_steps": STEPS}, times=2)
+    for credit, share in [(2.5, 0.5), (-32.0, -1.0)]:
+        at = at_level(0.5, TARGET, reference=OLD)
+        loss, gradient, _ = objective(algorithm, VELOCITY, at, credit)
+        assert loss == pytest.approx([share * 0.2])
+        leash = torch.autograd.functional.vjp(
+            lambda v, at=at: algorithm.kl_weight * algorithm.kl(None, v, at).sum(), VELOCITY
+        )[1]
+        v = VELOCITY.clone().requires_grad_()
+        goal = (OLD + share * (TARGET - v)).detach()
+        ((v - goal) ** 2).mean().backward()
+        torch.testing.assert_close(v.grad, pixels(*gradient) + leash)
+        if share == 0.5:
+            torch.testing.assert_close(v.grad, pixels([-0.1, -0.1]))
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "keeps"),
     [
@@ -247,11 +270,12 @@ def test_a_guided_rollout_can_be_trained_without_guidance(name, kl_guidance):
     torch.testing.assert_close(loss.columns["kl"], kl)
 
 
-@pytest.mark.parametrize("name", FORWARD)
-def test_latents_are_noised_towards_the_target(name):
+@pytest.mark.parametrize(("name", "per"), [*((n, "sample") for n in FORWARD), ("awm", "group")])
+def test_latents_are_noised_towards_the_target(name, per):
     """x_t = (1 - t) x0 + t e with u = e - x0, t of the schedule. In a group noise and times are
-    shared by methods that compare its samples, and are each sample's own in the others."""
-    algorithm = method(name, {"num_steps": STEPS, "group_size": 2}, times=2)
+    shared by methods that compare its samples, or if asked for, and are each sample's own else."""
+    algorithm = method(name, {"num_steps": STEPS, "group_size": 2}, times=2, noise_per=per)
+    together = name in GROUPS or per == "group"
     policy, batch = rollout(algorithm)
     at = algorithm.prepare(policy, batch)
     x0 = batch.trajectory.final[:, None]
@@ -262,7 +286,7 @@ def test_latents_are_noised_towards_the_target(name):
     assert at.t.flatten().tolist() == pytest.approx([schedule.sigmas[i] for i in at.steps.flat])
     timesteps = [schedule.timesteps[i] for i in at.steps.flat]
     assert at.timesteps.flatten().tolist() == pytest.approx(timesteps)
-    for first, second, shared in [(0, 1, name in GROUPS), (2, 3, name in GROUPS), (1, 2, False)]:
+    for first, second, shared in [(0, 1, together), (2, 3, together), (1, 2, False)]:
         alike = torch.allclose(e[first], e[second], rtol=0, atol=1e-12)
         assert alike == shared
         assert not shared or (at.steps[first] == at.steps[second]).all()

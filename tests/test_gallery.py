@@ -47,15 +47,15 @@ class Page(HTMLParser):
             self.captions[-1] += data
 
 
-def scored(name: str, samples: list, scores: list[float]) -> CandidateScores:
+def scored(name: str, samples: list, scores: list[float], sources: list) -> CandidateScores:
     values = {"words": np.array(scores), "avg": np.array(scores)}
-    return CandidateScores(Candidate(name, None), Evaluation(values, samples))
+    return CandidateScores(Candidate(name, None), Evaluation(values, samples, sources))
 
 
-def write(out: Path, samples: list) -> Page:
+def write(out: Path, samples: list, sources: list) -> Page:
     columns = [
-        scored("base", samples, [0.5, np.nan, -np.inf]),
-        scored("<b>8", samples, [1.0, 0.0, 0.25]),
+        scored("base", samples, [0.5, np.nan, -np.inf], sources),
+        scored("<b>8", samples, [1.0, 0.0, 0.25], sources),
     ]
     prompts = [Prompt(text) for text in PROMPTS]
     out.mkdir()
@@ -67,7 +67,7 @@ def write(out: Path, samples: list) -> Page:
 
 def test_prompts_are_text_and_pictures_are_in_the_page(tmp_path):
     samples = [Image.new("RGB", (48, 32), (60 * i, 0, 0)) for i in range(3)]
-    page = write(tmp_path / "out", samples)
+    page = write(tmp_path / "out", samples, [])
     assert {*page.tags} <= {
         *("html", "meta", "title", "style", "h1", "p"),
         *("h2", "div", "figure", "img", "figcaption", "b", "br"),
@@ -91,9 +91,22 @@ def test_prompts_are_text_and_pictures_are_in_the_page(tmp_path):
     assert (width, height) == (2 * (192 + GAP), LINE + 3 * (LINE + 128 + LINE + GAP))
 
 
+def test_what_was_edited_stands_before_what_became_of_it(tmp_path):
+    samples = [Image.new("RGB", (48, 32), (60 * i, 0, 0)) for i in range(3)]
+    sources = [[Image.new("RGB", (48, 32), (0, 60 * i, 0))] * min(i, 1) for i in range(3)]
+    page = write(tmp_path / "out", samples, sources)
+    captions = [text.split("words")[0].strip() for text in page.captions]
+    assert captions == ["base", "<b>8", "source", "base", "<b>8", "source", "base", "<b>8"]
+    data = base64.b64decode(page.sources[5].removeprefix("data:image/png;base64,"))
+    assert Image.open(io.BytesIO(data)).getpixel((0, 0)) == (0, 120, 0)
+    drawn = Image.open(tmp_path / "out/gallery.png")
+    assert drawn.width == 3 * (192 + GAP)
+    assert drawn.getpixel((0, LINE + 2 * (LINE + 128 + LINE + GAP) + LINE)) == (0, 120, 0)
+
+
 def test_clips_play_in_the_page(tmp_path):
     clip = [Image.new("RGB", (16, 16), (20 * i, 0, 0)) for i in range(3)]
-    page = write(tmp_path / "out", [clip] * 3)
+    page = write(tmp_path / "out", [clip] * 3, [])
     for source in page.sources:
         data = base64.b64decode(source.removeprefix("data:image/gif;base64,"))
         assert Image.open(io.BytesIO(data)).n_frames == 3

@@ -150,6 +150,8 @@ def test_what_is_never_found_is_told(reward, request_, told):
     [
         ({"detector": "mmdet"}, "detector='mmdet' must be one of"),
         ({"score": "half"}, "score='half'"),
+        ({"keep": 1.5}, "keep=1.5 must be a number from 0 to 1"),
+        ({"keep": "half"}, "keep='half' must be a number"),
     ],
 )
 def test_unknown_options_are_told(options, told):

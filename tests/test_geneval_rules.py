@@ -151,6 +151,13 @@ def test_verdicts(case):
         assert judge(parse_task(metadata), [*found, thing("kite")]) == verdict
 
 
+def test_what_is_only_to_go_is_gone_or_is_not():
+    task = parse_task({**asked(exclude=(want("cat"),)), "keep": asked(want("dog", 1, "red"))})
+    assert task.coloured == {"dog"}
+    assert judge(task, [DOG]) == GenEvalVerdict(True, 1.0)
+    assert judge(task, [DOG, CAT]) == GenEvalVerdict(False, 0.0)
+
+
 def test_what_is_beside_something_is_on_the_other_side_of_that():
     other = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
     boxes = [
@@ -179,6 +186,8 @@ def test_other_metadata_asks_for_nothing():
         ),
         ({"include": [want("dog"), want("cat", position="left of 0")]}, "position must read like"),
         ({"include": [want("dog", position=["left of", 0])]}, "position refers to 0"),
+        ({"include": [want("dog")], "keep": [want("cat")]}, "keep must be an object"),
+        ({"include": [], "keep": {"include": []}}, "include is empty"),
     ],
 )
 def test_metadata_that_makes_no_sense_is_told(metadata, told):

@@ -5,7 +5,16 @@ import pytest
 from PIL import Image, ImageDraw
 
 from flow_grpo.show import grid
-from flow_grpo.show.grid import GAP, LINE, fitted, paired_grid, picture_grid, score_text
+from flow_grpo.show.grid import (
+    GAP,
+    LINE,
+    fitted,
+    paired_grid,
+    picture_grid,
+    score_text,
+    source_columns,
+    strip,
+)
 
 LONG = "a very long prompt about a sign that stands in front of a house by the sea"
 
@@ -82,6 +91,22 @@ def test_a_pair_has_its_prompt_over_it_and_scores_under_each_picture(written):
             assert drawn.getpixel((x + 191, y + 127)) == image.getpixel((0, 0))
             under = np.asarray(drawn)[y + 128 : y + 128 + LINE, x : x + 192]
             assert under.min() < 100 < under.max()
+
+
+def test_what_pictures_were_made_from_stands_before_them(written):
+    sources = source_columns([[picture(80)], [picture(100), picture(120)]])
+    assert source_columns([[], []]) == {}
+    drawn = paired_grid(
+        sources | {"base": [picture(0), picture(20)]}, ["one", "two"], {"base": [["0.5"], ["0.7"]]}
+    )
+    assert written[2:] == ["source", "source 2", "base", "0.5", "0.7"]
+    row = LINE + 128 + LINE + GAP
+    found = [
+        [drawn.getpixel((x * (192 + GAP), LINE + y * row + LINE))[0] for x in range(3)]
+        for y in range(2)
+    ]
+    assert found == [[80, 255, 0], [100, 120, 20]]  # white where there is none
+    assert strip([picture(80), picture(0)]).size == (24 + GAP + 24, 16)
 
 
 def test_a_score_that_failed_is_told():

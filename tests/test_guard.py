@@ -213,21 +213,27 @@ def test_a_reward_that_worked_or_may_come_back_does_not_end_the_run(first):
     weighted(guard).end_if_broken()
 
 
+SIGNATURE = (
+    r"; write it as mine\(images, prompts, metadata\), which returns a list with one .*image$"
+)
+
+
 @pytest.mark.parametrize(
     ("step", "told"),
     [
-        ([1.0, 2.0], r"returned scores of shape \(2,\) for 1 images"),
-        (["good"], "returned 'good' among its scores, not a number"),
-        (TypeError("it takes 2 arguments"), r"TypeError: it takes 2 arguments \(test_guard"),
+        ([1.0], rf"returned scores of shape \(1,\) for 2 images; .*{SIGNATURE}"),
+        (["good", 1.0], f"returned 'good' among its scores, not a number{SIGNATURE}"),
+        (TypeError("it takes 2 arguments"), r"TypeError: it takes 2 arguments \(test_guard.*\)$"),
+        (lambda images: [0.0], rf"takes 1 positional argument but 3 were given .*{SIGNATURE}"),
         (CannotStart("3 worker processes died"), "3 worker processes died$"),
     ],
 )
 def test_a_mistake_is_told_when_a_reward_is_tried(step, told):
     with pytest.raises(UserError, match=f"'mine' fails when it is tried: .*{told}"):
-        weighted(guarded(Script(step))).rehearse(["p"], [{}], 16, 8, 1)
+        weighted(guarded(step if callable(step) else Script(step))).rehearse(["p"], [{}], 16, 8, 1)
 
 
-@pytest.mark.parametrize("step", [[0.5], [math.nan], [None], OSError("later, perhaps")])
+@pytest.mark.parametrize("step", [[0.5] * 2, [math.nan] * 2, [None] * 2, OSError("later, perhaps")])
 def test_what_may_work_later_is_not_told_when_a_reward_is_tried(step):
     weighted(guarded(Script(step))).rehearse(["p"], [{}], 16, 8, 1)
 
@@ -242,14 +248,14 @@ def test_a_reward_is_tried_on_what_it_will_see():
     weighted(guarded(scorer)).rehearse(["a cat"], [{"tag": 1}], 16, 8, 1)
     scorer.compares_groups = True
     weighted(guarded(scorer)).rehearse(["a cat"], [{}], 16, 8, 5)
-    assert [image.size for image in seen[0][0]] == [(16, 8)]
-    assert seen[0][1:] == (["a cat"], [{"tag": 1}])
-    assert len(seen[1][0]) == 2  # a judge needs a rival; of a clip it sees one frame
+    assert [image.size for image in seen[0][0]] == [(16, 8)] * 2
+    assert seen[0][1:] == (["a cat"] * 2, [{"tag": 1}] * 2)
+    assert len(seen[1][0]) == 2  # a judge sees one frame of a clip
 
 
 def test_a_reward_that_hangs_is_told():
     release = threading.Event()
     guard = guarded(lambda *batch: release.wait(30), timeout=0.2)
-    with pytest.raises(UserError, match=r"'mine' hangs: no score for one image in \S+=0.2 s"):
+    with pytest.raises(UserError, match=r"'mine' hangs: no score for two images in \S+=0.2 s"):
         weighted(guard).rehearse(["p"], [{}], 8, 8, 1)
     release.set()

@@ -21,6 +21,14 @@ ILL = {
     "tiny_mix-3": {"diversity"},
     **{f"tiny_rwr-{i}": {"diversity"} for i in (1, 2, 3)},
     "scenes-tiny_mix-2": {"diversity"},
+    # trained on after they were at their best
+    **{
+        f"scenes-tiny_{name}": {"past the best"}
+        for name in ("rwr-1", "rwr-2", "rwr-3", "sft-2", "sft-3")
+    },
+    "no_leash-3": {"past the best"},
+    # edits of one picture become alike where they become right
+    **{name: {"diversity"} for name in ("nft_fast", "nft_graded", "nft_cpu", "grpo_strict")},
     "tiny_mixed-1": {"diversity"},
     "tiny_mixed-2": {"diversity"},
     **{f"no_leash-{i}": {"diversity"} for i in (1, 2)},
@@ -237,6 +245,22 @@ def test_velocities_grow_by_half(norm, told):
         assert found.text.startswith("the norm of the velocity grew from 1 to 1.6")
 
 
+@pytest.mark.parametrize(
+    ("check", "column", "values", "epoch"),
+    [
+        ("norm against the reference", "train__norm_ratio", [1, 1.15, 1.16], 3),
+        ("norm against the reference", "train__norm_ratio", [1, 1.15], None),
+        ("norm against the reference", "train__norm_ratio", [1.5, 1.7], None),  # other guidance
+        ("norm against the reference", "train__norm_ratio", [0.5, 0.9], None),
+        ("reference resets", "train__reference_reset", [1, 1, 0, 1, 1, 1], 6),
+        ("reference resets", "train__reference_reset", [1, 1, 0, 1, 1], None),
+    ],
+)
+def test_what_anchors_do_is_watched(check, column, values, epoch):
+    found = only(check, rows(**{column: values}))
+    assert (found.epoch if found else None) == epoch
+
+
 def test_runs_of_any_length_and_method_can_be_examined():
     assert examine([]) == []
     assert only("failed rewards", rows(reward__failed=[3], reward__samples=[4])).epoch == 1
@@ -254,3 +278,22 @@ def test_of_real_runs_only_the_ill_are_told_of(log):
     for i in range(len(table)):
         until = [finding for finding in found if finding.epoch <= table[i]["epoch"]]
         assert examine(table[: i + 1]) == until
+
+
+@pytest.mark.parametrize(
+    ("scores", "epoch"),
+    [
+        ([0.4, 0.7, 0.59, 0.59, 0.59], 5),
+        ([0.4, 0.7, 0.61, 0.61, 0.61], None),  # a third of the gain is .1
+        ([0.4, 0.7, 0.5, 0.5, 0.65, 0.5, 0.5], None),  # not in a row
+        ([0.4, 0.7, 0.5, 0.5, 0.71, 0.7, 0.7], None),
+        ([0.4, 0.3, 0.2, 0.1, 0.1], None),  # nothing was gained
+        ([0.4, 0.7, None, 0.5, None, 0.5, 0.5], 7),  # epochs between evaluations
+    ],
+)
+def test_evaluation_fell_from_its_best(scores, epoch):
+    found = only("past the best", rows(eval__avg=scores))
+    assert (found and found.epoch) == epoch
+    if epoch:
+        assert found.text.startswith(f"eval/avg was 0.7 in epoch 2 and is {scores[-1]} now, ")
+        assert "checkpoints/best" in found.advice

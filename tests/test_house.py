@@ -87,3 +87,10 @@ def test_no_loader_leaves_it_to_a_question_whether_code_may_run():
                 r"Auto[A-Z]\w+\.from_pretrained\(", call := ast.unparse(node)
             ):
                 assert "trust_remote_code=" in call, f"{path}: {call}"
+
+
+def test_every_docstring_stands_by_itself():
+    """And does not go on from the name of its function with "Of"."""
+    folders = ("config", "dataset", "flow_grpo", "reward_server", "scripts")
+    for path in [p for f in folders for p in (ROOT / f).rglob("*.py")]:
+        assert '"""Of ' not in path.read_text("utf-8"), path

@@ -17,10 +17,17 @@ WIDE = {
     "mix": {"clip_range": 0.5, "beta": 0.3, "window_size": 2},
     "nft": {"times": 3, "beta": 0.7, "kl_beta": 0.3},
     "awm": {"times": 3, "kl_beta": 0.3, "kl_type": "gaussian"},
+    "ram": {"times": 3, "kl_beta": 0.3, "noise_per": "group"},
+    "leap": {"times": 3, "kl_beta": 0.3, "discount": 0.5},
     "dgpo": {"times": 3, "clip_range": 1e3, "beta": 5.0, "kl_beta": 0.3, "kl_type": "flow_grpo"},
     "dpo": {"times": 3, "beta": 20.0, "kl_beta": 0.3},
     "sft": {"times": 3, "kl_beta": 0.3, "kl_type": "flow_grpo"},
     "rwr": {"times": 3, "kl_beta": 0.3, "kl_type": "gaussian"},
+}
+WIDE["opd"] = {
+    "teachers": {"signs": "signs/lora", "all": "scenes/lora"},
+    "distance": "flow_grpo",
+    "anchor_beta": 0.3,
 }
 CREDIT = {"dpo": (1, -1, -1, 1), "sft": (0, 1, 1, 0), "rwr": (0.4, 1.6, 1.9, 0.1)}
 SETUP = {"num_steps": STEPS, "group_size": 2, "update_samples": 4}
@@ -63,7 +70,8 @@ def test_the_gradient_equals_finite_differences(name, guidance, monkeypatch):
                 for part, fixed in prepared
                 for j in range(algorithm.losses_per_sample)
             ]
-        assert all((loss.columns["kl"] > 0).all() for loss in losses)
+        leash = "anchor_distance" if name == "opd" else "kl"
+        assert all((loss.columns[leash] > 0).all() for loss in losses)
         return torch.stack([loss.per_sample.mean() for loss in losses]).mean()
 
     assert_slopes(objective, policy, torch.Generator().manual_seed(1))
@@ -72,7 +80,7 @@ def test_the_gradient_equals_finite_differences(name, guidance, monkeypatch):
 @pytest.mark.parametrize("name", METHODS)
 def test_where_a_method_says_so_there_is_no_gradient(name):
     """Samples without credit: left out of training where no leash holds the weights."""
-    leash = "kl_beta" if "kl_beta" in WIDE[name] else "beta"
+    leash = next(n for n in ("kl_beta", "beta", "anchor_beta") if hasattr(method(name).settings, n))
     held = method(name, SETUP, **{**WIDE[name], leash: 0.3})
     free = method(name, SETUP, **{**WIDE[name], leash: 0.0})
     policy, batch = rollout(free)
@@ -84,7 +92,8 @@ def test_where_a_method_says_so_there_is_no_gradient(name):
     )
     none = not any(g.any() for g in gradients)
     assert none or free.has_gradient(batch.credit).all()
-    trained = name in ("nft", "awm")  # they move, or are held to, the old weights
+    # they move, or are held to, the old weights or a teacher
+    trained = name in ("nft", "awm", "opd")
     assert none != trained
     assert free.has_gradient(numbers(0.1, -0.1)).all()
 

@@ -6,8 +6,15 @@ import torch
 from accelerate import Accelerator
 
 from flow_grpo.draw.algorithms import Loss
-from flow_grpo.draw.rollout import group_distance
-from flow_grpo.run.metrics import TrainingStats, reward_metrics, score_metrics
+from flow_grpo.run import metrics as run_metrics
+from flow_grpo.run.metrics import (
+    Timer,
+    TrainingStats,
+    now,
+    peak_memory_gb,
+    reward_metrics,
+    score_metrics,
+)
 
 
 @pytest.mark.filterwarnings("error")
@@ -111,32 +118,40 @@ def test_of_a_loss_without_ratios_only_its_columns_are_told():
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_pictures_of_a_group_are_as_far_apart_as_their_pixels(dtype):
-    """0 and .6 are .6 apart; 0, 0 and .6 are 0, .6 and .6 apart: 2/3 of the squares are .36."""
-    grey = torch.tensor([0.0, 0.6, 0.0, 0.0, 0.6, 0.1], dtype=dtype)
-    images = grey[:, None, None, None].expand(6, 3, 4, 4)
-    total, count = group_distance(images, np.array([5, 5, 2, 2, 2, 9])).tolist()
-    assert count == 2  # one picture alone tells nothing
-    assert total == pytest.approx(0.6 + 0.6 * math.sqrt(2 / 3), rel=1e-3)
-    assert group_distance(images[:2], np.array([0, 1])).tolist() == [0.0, 0.0]
-    # clips: over the pixels of all frames, half of which are equal here
-    still = torch.zeros(6, 1, 3, 4, 4, dtype=dtype)
-    clips = torch.cat([images[:, None], still], dim=1)
-    total, count = group_distance(clips, np.array([5, 5, 2, 2, 2, 9])).tolist()
-    assert count == 2
-    assert total == pytest.approx((0.6 + 0.6 * math.sqrt(2 / 3)) / math.sqrt(2), rel=1e-3)
-
-
-def test_groups_are_counted_in_float32():
-    """float16 has no 2049."""
-    images, groups = torch.zeros(2 * 2049, 1, 1, 1, dtype=torch.float16), np.repeat(range(2049), 2)
-    assert group_distance(images, groups).tolist() == [0, 2049]
-
-
 def test_a_process_without_samples_leaves_the_extremes_to_others():
     stats = TrainingStats()
     stats.add(step_loss([], [], []), on_policy=True)
     stats.add_grad_norm(2.0, 1.0)
     found = stats.metrics(Accelerator(cpu=True))
     assert (found["train/ratio_min"], found["train/ratio_max"]) == (math.inf, -math.inf)
+
+
+def test_times_of_one_name_add_up_also_where_it_failed(monkeypatch):
+    clock = iter([1.0, 1.5, 10.0, 12.0, 20.0, 20.25])
+    monkeypatch.setattr(run_metrics.time, "perf_counter", lambda: next(clock))
+    timer = Timer()
+    with timer("a"):
+        pass
+    with pytest.raises(KeyError), timer("a"):
+        raise KeyError
+    with timer("b"):
+        pass
+    assert timer.metrics() == {"time/a": 2.5, "time/b": 0.25}
+
+
+def test_memory_and_time_of_a_gpu_are_asked_of_it(monkeypatch):
+    """A mock, as no GPU is here: tests/gpu has one."""
+    asked, gpu, cpu = [], torch.device("cuda:1"), torch.device("cpu")
+    monkeypatch.setattr(
+        torch.cuda, "max_memory_reserved", lambda device: asked.append(device) or 3 * 2**30
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    monkeypatch.setattr(run_metrics.time, "perf_counter", lambda: 7.0)
+    assert (peak_memory_gb(gpu), now(gpu)) == (3.0, 7.0)
+    assert asked == [gpu, gpu]
+    usage = type("Usage", (), {"ru_maxrss": 2 * 2**20})
+    monkeypatch.setattr(
+        run_metrics.resource, "getrusage", {run_metrics.resource.RUSAGE_SELF: usage}.get
+    )
+    assert (peak_memory_gb(cpu), now(cpu)) == (2.0, 7.0)
+    assert asked == [gpu, gpu]

@@ -50,6 +50,7 @@ def test_its_settings_are_a_section_of_the_config(positive):
         "times": 6,
         "skip_first": 0,
         "skip_last": 0,
+        "noise_per": "sample",
         "train_guidance": None,
         "kl_guidance": None,
         "kl_beta": 0.0,

@@ -156,11 +156,11 @@ def test_a_directory_that_is_no_paddle_model_is_named(
 
 
 def test_local_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
-    assert ocr.default_workers() == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)), raising=False)
+    assert ocr.default_workers() == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert ocr.default_workers() == 3
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
     assert ocr.default_workers() == 1
 
 

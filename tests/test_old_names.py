@@ -1,5 +1,7 @@
 """Coming from Flow-GRPO: each of its names works here, or one line says what to write instead."""
 
+import sys
+
 import pytest
 from ml_collections import ConfigDict
 from runner import ROOT
@@ -57,21 +59,40 @@ def test_what_is_told_can_be_followed():
 
 def test_a_config_file_gets_the_same_lines():
     config = get_config()
-    config.resume_from, config.train.clip_range_lt = "", 1e-4
+    config.resume_from, config.train.clip_range_lt = "auto", 1e-4
+    config.prompt_fn = "geneval"
     config.per_prompt_stat_tracking = True
     with pytest.raises(UserError) as error:
         check(config)
     for field in ("resume_from", "train.clip_range_lt", "per_prompt_stat_tracking"):
         assert f"{field} ({old_names.hint(field)})" in str(error.value)
+    assert str(error.value).endswith(
+        "; prompt_fn=geneval has a name of Flow-GRPO's; write config.prompt_fn = 'metadata'; "
+        "config.resume = 'auto'; config.train.clip_range_low = 0.0001"
+    )
+
+
+def test_the_command_line_is_told_all_at_once_and_what_to_type(monkeypatch):
+    words = ["--config.save_dir=logs/a b", "--config.prompt_fn=geneval", "--config.debug=True"]
+    argv = ["scripts/train.py", f"--config={ROOT}/config/base.py", *words, "--config.seed=3"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", ["python", *argv])
+    with pytest.raises(UserError) as error:
+        command_line.check_names(argv, DRAW)
+    assert "'save_dir'; it is logdir here; prompt_fn=geneval has" in str(error.value)
+    assert str(error.value).endswith(
+        f"type python scripts/train.py --config={ROOT}/config/base.py --config.logdir="
+        '"logs/a b" --config.prompt_fn=metadata --config.seed=3'
+    )
 
 
 @pytest.mark.parametrize("name", old_names.PROMPT_FNS)
 def test_prompt_functions_are_told_ours(name):
     config = get_config()
     config.prompt_fn = name
-    with pytest.raises(UserError, match=f"prompt_fn='{name}' .*; set --config.prompt_fn=") as error:
+    with pytest.raises(UserError, match=f"prompt_fn={name} has a name of Flow-GRPO's") as error:
         check(config)
-    config.prompt_fn = str(error.value).rpartition("=")[2]
+    exec(str(error.value).rpartition("; write ")[2], {"config": config})
     check(config)
 
 
@@ -79,8 +100,12 @@ def test_prompt_functions_are_told_ours(name):
 def test_rewards_are_told_ours(field):
     config = get_config()
     config[field] = ConfigDict({"video_ocr": 1.0})
-    with pytest.raises(UserError, match=f"{field}: 'video_ocr' is .* use 'ocr', with --config"):
+    with pytest.raises(UserError) as error:
         check(config)
+    assert str(error.value).endswith(
+        f"{field}={{'video_ocr': 1.0}} has a name of Flow-GRPO's; write config.{field} = "
+        "{'ocr': 1.0}; config.reward_options = {'ocr': {'frames': 'mean of 4'}}"
+    )
     config.custom_rewards.video_ocr = "my_module:my_reward"
     check(config)
 

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import plot
 import pytest
@@ -10,9 +11,19 @@ from planted import png_header
 from report_runs import make_run
 from small_vlm import picture, process, saved
 
-from flow_grpo.data.questions import check_pictures, read_questions
+from flow_grpo.data.images import check_pictures
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.data.questions import read_questions
+from flow_grpo.draw.sources import reward_metadata
 from flow_grpo.errors import UserError
-from flow_grpo.pictures import FORMATS, BadPicture, TooManyPixels, open_picture, read_picture
+from flow_grpo.pictures import (
+    FORMATS,
+    BadPicture,
+    TooManyPixels,
+    fit_picture,
+    open_picture,
+    read_picture,
+)
 from flow_grpo.show.thumbnails import fit
 
 
@@ -70,3 +81,21 @@ def test_a_picture_of_too_many_pixels_is_refused_before_they_are_decoded(width):
     assert open_picture(png_header(8192, 8192)).size == (8192, 8192)
     with pytest.raises(TooManyPixels, match=r"^x.jsonl:3: a picture of 45 bytes .* shrink it$"):
         read_picture(png_header(width, width), "x.jsonl:3")
+
+
+def test_rewards_get_a_mask_that_is_cut_as_its_picture_is(tmp_path):
+    """Of a wide picture the middle is left, of both alike."""
+    picture = Image.new("RGB", (32, 16), "red")
+    mask = Image.new("1", (32, 16))
+    mask.paste(1, (16, 0, 32, 16))
+    for name, each in (("a.png", picture), ("b.png", mask)):
+        each.save(tmp_path / name)
+    named = Prompt("a", "", {"n": 1}, (tmp_path / "a.png",), tmp_path / "b.png")
+    plain = Prompt("a", "", {"mask": "a text"})
+    adapter = SimpleNamespace(source=lambda file: fit_picture(file, 8, 8))
+    told, untold = reward_metadata([named, plain], adapter)
+    assert untold == plain.metadata
+    assert told.keys() == {"n", "source", "mask"}
+    assert told["mask"].mode == "L"
+    shades = [told["mask"].getpixel((x, 4)) for x in (0, 2, 5, 7)]
+    assert shades == [0, 0, 255, 255]

@@ -46,7 +46,7 @@ def test_numbers_that_do_not_divide_are_named(changes, message):
 
 def test_too_few_prompts_are_counted():
     plan().check_prompts(6, "dataset")
-    with pytest.raises(UserError, match="dataset has 5 prompts but an epoch needs 6"):
+    with pytest.raises(UserError, match="dataset has 5 prompts to train on but an epoch needs 6"):
         plan().check_prompts(5, "dataset")
 
 
@@ -195,6 +195,6 @@ def test_too_few_prompts_are_told_with_the_way_out():
     with pytest.raises(UserError) as told:
         plan().check_prompts(5, "dataset/ocr")
     assert str(told.value) == (
-        "dataset/ocr has 5 prompts but an epoch needs 6 distinct ones (48 samples in groups of 8); "
-        "add prompts or lower sample.num_batches_per_epoch"
+        "dataset/ocr has 5 prompts to train on but an epoch needs 6 distinct ones (48 samples in "
+        "groups of 8); add prompts or lower sample.num_batches_per_epoch"
     )

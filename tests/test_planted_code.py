@@ -1,5 +1,6 @@
 """A model's folder may bring Python code; whichever loader finds it, none of it runs."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import torch
 from planted import plant_code, plant_part
 from small_clip import clip_folder, refusal  # noqa: F401, a fixture
 from transformers import CLIPModel
+from untrained import small
 
 from flow_grpo.answer import export as answers_export
+from flow_grpo.answer.fields import ANSWER
 from flow_grpo.answer.models import load_model, load_processors
+from flow_grpo.config.saved import config_of_run
 from flow_grpo.draw.export import export
+from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.models import check_model, load_adapter
 from flow_grpo.draw.models.inputs import Size
 from flow_grpo.rewards.loading import load_network, load_tokenizer
@@ -107,6 +112,20 @@ def test_a_pipeline_with_a_part_of_its_own_is_refused_before_any_is_loaded(
         assert message.startswith(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("family", "part"), [("flux2", "tokenizer"), ("qwen_image_21", "processor")]
+)
+def test_of_a_processor_the_tokenizer_alone_is_loaded_and_by_no_class_of_its_own(
+    tmp_path, trace, family, part
+):
+    folder = tmp_path / "model"
+    small.build(family).save_pretrained(folder)
+    (folder / part / "preprocessor_config.json").write_text('{"image_processor_type": "Planted"}')
+    for file in ("tokenizer_config.json", "preprocessor_config.json"):
+        plant_code(folder, trace, f"{part}/{file}", "AutoTokenizer")
+    assert len(load_adapter(str(folder)).encode(["a cat"], None)) == 1
+
+
 @pytest.mark.parametrize("kind", [("planted", "Planted"), ("diffusers", "AutoModel")])
 def test_an_export_loads_no_transformer_of_its_own_class(tiny_sd3, tmp_path, trace, kind):
     folder = shutil.copytree(tiny_sd3, tmp_path / "model")
@@ -114,3 +133,18 @@ def test_an_export_loads_no_transformer_of_its_own_class(tiny_sd3, tmp_path, tra
     plant_part(folder, trace, "transformer", *kind)
     message = refusal(export, Source(tmp_path), str(folder), tmp_path / "out")
     assert "has no transformer of diffusers' in its model_index.json" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "trade"),
+    [("rewards", DRAW), ("models", DRAW), ("algorithms", DRAW), ("losses", ANSWER)],
+)
+def test_a_runs_config_names_no_code_in_its_own_folder(tmp_path, trace, field, trade):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "sent.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).mkdir()\nX = 1\n")
+    named = {f"custom_{field}": {"mine": f"{run}/sent.py:X"}}
+    (run / "config.json").write_text(json.dumps(named))
+    assert "sent.py, and code in the folder of a run is not run" in refusal(
+        config_of_run, run, trade
+    )

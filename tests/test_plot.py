@@ -15,7 +15,7 @@ import plot
 from flow_grpo.run.trackers import save_samples
 
 
-def make_run(folder: Path, epochs: int = 3) -> Path:
+def make_run(folder: Path, epochs: int = 3, sources: int = 0) -> Path:
     folder.mkdir(parents=True)
     rows = [
         {"epoch": i, "eval/ocr": 0.5 + i / 10, "eval/clip": 0.3, "eval/jpeg": -40.0 - i}
@@ -25,7 +25,9 @@ def make_run(folder: Path, epochs: int = 3) -> Path:
     for epoch in (0, epochs):
         images = [Image.new("RGB", (24, 16), (40 * epoch, 0, 0))] * 2
         name = f"eval-{epoch:05d}"
-        save_samples(folder / "samples" / name, images, prompt=["a", "b"], avg=[0.5, 1.0])
+        made_from = [[Image.new("RGB", (24, 16), (0, 0, 200))] * sources] * 2
+        columns = {"prompt": ["a", "b"], "avg": [0.5, 1.0]}
+        save_samples(folder / "samples" / name, images, made_from, **columns)
     return folder
 
 
@@ -90,8 +92,11 @@ def test_epochs_are_whole_however_many_there_are(tmp_path, monkeypatch, drawn, e
     assert all(tick == round(tick) for tick in ticks)
 
 
-def test_pictures_go_into_the_runs_folder_under_their_headings(tmp_path, monkeypatch, capsys):
-    run = make_run(tmp_path / "run")
+@pytest.mark.parametrize("sources", [0, 1])
+def test_pictures_go_into_the_runs_folder_under_their_headings(
+    tmp_path, monkeypatch, capsys, sources
+):
+    run = make_run(tmp_path / "run", sources=sources)
     folders = [run / "samples/eval-00000", run / "samples/eval-00003"]
     seen = []
     grid = plot.picture_grid
@@ -100,8 +105,11 @@ def test_pictures_go_into_the_runs_folder_under_their_headings(tmp_path, monkeyp
     )
     call(monkeypatch, "pictures", *folders)
     assert capsys.readouterr().out == f"wrote {run / 'pictures.png'}\n"
-    assert Image.open(run / "pictures.png").width == 4 * (192 + 6)  # two pairs in a row
-    assert seen[0]["headings"] == ["before (epoch 0)", "after (epoch 3)"]
+    drawn = Image.open(run / "pictures.png")
+    assert drawn.width == (4 + 2 * sources) * (192 + 6)  # two pairs in a row
+    assert drawn.getpixel((96, 92)) == (0, 0, 200 * sources)
+    names = ["source"] * sources + ["before (epoch 0)", "after (epoch 3)"]
+    assert seen[0]["headings"] == names
     out = tmp_path / "new/both.png"
     call(monkeypatch, "pictures", *folders, "--out", out)
     assert out.is_file()

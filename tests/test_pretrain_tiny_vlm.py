@@ -25,7 +25,7 @@ from tiny_vlm.texts import (
     answer_text,
     final_answer,
 )
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,15 @@ def test_the_folder_is_small_half_precision_and_has_a_card(made):
     assert str(folder) not in card
     assert folder.joinpath("samples.png").is_file()
     assert json.loads(folder.joinpath("training.json").read_text())[-1]["step"] == 2
+
+
+def test_the_language_model_that_ships_is_the_one_that_sees_without_its_eyes():
+    reading = AutoModelForCausalLM.from_pretrained(ROOT / "assets/tiny-text")
+    seeing = AutoModelForImageTextToText.from_pretrained(ROOT / "assets/tiny-vlm")
+    tokens = torch.arange(8, 48)[None]
+    with torch.no_grad():
+        ours, theirs = (model(input_ids=tokens).logits for model in (reading, seeing))
+    assert torch.allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.answer import presets as vlm_presets
@@ -38,6 +37,7 @@ FAMILIES = {
     "Qwen-Image": QwenImageAdapter,
     "Z-Image": ZImageAdapter,
     "Wan2.1": WanAdapter,
+    "Wan2.2": WanAdapter,
 }
 BOTH = [
     *("pretrained.model", "dataset", "reward_fn", "mixed_precision", "use_lora"),
@@ -102,16 +102,20 @@ def required(name: str, config: ConfigDict) -> list[str]:
     if name in ANSWER:
         return [*BOTH, *OF_ANSWERING]
     method, ema = ALGORITHMS[config.algorithm], config.train.ema
+    model = config.pretrained.model
     average = ["train.ema_decay", "train.ema_update_interval"] if ema else []
     size = ["height", "width", "frames"] if config.height else ["resolution"]
     if issubclass(method, ForwardProcess):
-        names = [f.name for f in fields(method.Settings) if f.name != "kl_target"]
+        ours = ("kl_target", "noise_per")
+        names = [f.name for f in fields(method.Settings) if f.name not in ours]
         own = ["sample.solver"]
     else:
         names, own = ["beta", "clip_range", "adv_clip_max"], list(OF_NOISY_STEPS)
         own += ["sample.sde_window_range"] if config.sample.sde_window_size else []
     own += [f"{config.algorithm}.{each}" for each in names]
-    return [*BOTH, *OF_DRAWING, *average, *size, *own]
+    # of FLUX.2 they depend on the number of its blocks
+    fixed = [each for each in OF_DRAWING if each != "lora_targets" or "FLUX.2" not in model]
+    return [*BOTH, *fixed, *average, *size, *own]
 
 
 def test_every_preset_of_a_full_size_model_is_in_the_table():
@@ -182,12 +186,12 @@ def dump(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for trade, module in (("draw", presets), ("answer", vlm_presets)):
         found[trade] = default = flat(DEFAULTS[trade]())
         for name in module.PRESETS:
-            monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+            monkeypatch.setattr(presets, "_has_gpu", lambda: False)
             own = flat(config := module.get_config(name))
             found[name] = flat(config, default)
             if module is presets:
                 found[f"{name}_8gpu"] = flat(module.get_config(f"{name}_8gpu"), own)
-            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+            monkeypatch.setattr(presets, "_has_gpu", lambda: True)
             found[f"{name}, GPU"] = flat(module.get_config(name), own)
     return {name: json.dumps(fields, sort_keys=True) for name, fields in found.items() if fields}
 

@@ -1,6 +1,7 @@
 """Fields that Flow-GRPO has too: guidance of evaluations, TF32, revisions, Adam's moments on the
 CPU (tests/gpu/test_offload.py sees them move)."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from flow_grpo.data.hub import download_revision
 from flow_grpo.draw.check import check
 from flow_grpo.draw.fields import get_config
 from flow_grpo.errors import UserError
-from flow_grpo.run.building import build_accelerator, offload_state
+from flow_grpo.run.building import build_accelerator, learning_rates, offload_state
 
 DOWNLOAD = """
 from flow_grpo.data.hub import download_revision
@@ -118,3 +119,21 @@ def test_offload_does_not_go_with_everything(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(UserError, match="does not go with DeepSpeed; set offload_optimizer_device"):
         build_accelerator(config)
+
+
+def test_a_learning_rate_warms_up_and_falls_as_asked():
+    def rates(**fields) -> list[float]:
+        given = {f"train__{name}": value for name, value in fields.items()}
+        train = check(with_fields(train__learning_rate=1.0, **given)).train
+        return [learning_rates(train, 6)(done) for done in range(6)]
+
+    assert rates() == [1.0] * 6
+    assert rates(lr_warmup_steps=2) == [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]
+    assert rates(lr_scheduler="linear", lr_warmup_steps=2) == [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
+    third = 0.5 * (1 + math.cos(math.pi / 3))
+    assert rates(lr_scheduler="cosine")[2] == pytest.approx(third)
+    assert rates(lr_scheduler="cosine", lr_min_ratio=0.2)[2] == pytest.approx(0.8 * third + 0.2)
+    with pytest.raises(UserError, match=r"lr_warmup_steps=6 must be below the 6 updates of the ru"):
+        rates(lr_warmup_steps=6)
+    with pytest.raises(UserError, match=r"lr_min_ratio=0\.1 has no effect with .*='constant'"):
+        rates(lr_min_ratio=0.1)

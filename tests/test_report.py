@@ -142,6 +142,27 @@ def test_a_failed_score_is_told_from_one_that_was_not_asked_for(tmp_path):
     ]
 
 
+def test_what_a_picture_was_made_from_is_in_the_page_once(tmp_path):
+    run = make_run(tmp_path / "run", epochs=1, prompts=1)
+    first, second = pictures(2, 24, seed=5)
+    for epoch in (2, 3):
+        folder = run / f"samples/eval-{epoch:05d}"
+        save_samples(folder, pictures(3, 24), [[first], [first, second], []], prompt=["a"] * 3)
+    assert sorted(path.name for path in folder.glob("source*")) == [
+        *("source-0000.png", "source-0001.png")
+    ]
+    with (folder / "samples.jsonl").open("a") as file:
+        for names in (["../../../secret.png"], "source-0000.png", [None, "no.png"]):
+            file.write(json.dumps({"file": "0000.png", "sources": names}) + "\n")
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    data = page.build([run])["runs"][0]["eval"]
+    assert len(data["sources"]) == 2
+    for own in data["samples"][-2:]:
+        assert [sample.get("sources") for sample in own[:3]] == [[0], [0, 1], None]
+    assert [sample.get("sources") for sample in own[3:]] == [None] * 3
+    assert not [name for sample in own for name in sample["scores"]]
+
+
 def test_text_of_a_run_stays_text(tmp_path):
     run = make_run(tmp_path / "<b>&run", epochs=1, prompts=1)
     save_samples(

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,16 @@ from planted import plant, renew_manifest
 from safetensors.torch import load_file
 from train import main
 
+from flow_grpo.config.saved import config_of_run
 from flow_grpo.draw.export import export
-from flow_grpo.draw.fields import get_config
+from flow_grpo.draw.fields import DRAW, get_config
 from flow_grpo.draw.models import load_adapter
 from flow_grpo.draw.session import Session, build_session
 from flow_grpo.errors import UserError
 from flow_grpo.run.checkpoint import STATE, weights_in
 from flow_grpo.run.distributed import accumulated
 from flow_grpo.run.export import Source
+from flow_grpo.run.origin import fingerprints
 from flow_grpo.run.resume import Start, find_start, prepare_folder, refuse_code
 from flow_grpo.run.session import save
 from flow_grpo.run.trackers import save_samples
@@ -252,6 +255,101 @@ def test_a_setting_that_cannot_be_used_is_refused(run, find, config, fields, mes
         find(train=values.train.to_dict(), use_lora=values.use_lora, **where)
 
 
+GOALS = [
+    {"algorithm": "grpo_guard"},
+    {"pretrained__model": "assets/tiny-sd3"},
+    {"dataset": "dataset/ocr"},
+    {"reward_fn": {"jpeg_incompressibility": 1.0}},
+    {"eval_reward_fn": {"jpeg_incompressibility": 1.0}},
+    {"custom_rewards": {"mine": "ill_rewards:short"}},
+]
+
+
+@pytest.mark.parametrize("way", ["auto", "path", "before its first checkpoint"])
+@pytest.mark.parametrize("fields", GOALS, ids=lambda fields: next(iter(fields)))
+def test_another_goal_is_refused_unless_it_is_meant(run, resume, caplog, fields, way):
+    where = {"run_name": "branch", "resume": str(run)} if way == "path" else {}
+    if way.startswith("before"):
+        shutil.rmtree(run / "checkpoints")
+    [(name, value)] = fields.items()
+    name, before = name.replace("__", "."), snapshot(run)
+    back = f"go on as it was with --resume {run}" if way != "path" else "set it back"
+    with pytest.raises(UserError) as told:
+        resume(**fields, **where)
+    assert str(told.value).startswith(f"{run} had another goal: {name}=")
+    assert str(told.value).endswith(
+        f"); {back}, or, to change it on purpose, add --config.resume_changed=True"
+    )
+    assert snapshot(run) == before
+    assert not (run.parent / "branch").exists()
+    if name == "reward_fn":
+        session = resume(**fields, **where, resume_changed=True)
+        assert session.reward.weights == value
+        assert "resumed with another reward_fn: {'jpeg_incompressibility': 1.0}, it" in caplog.text
+        assert "resume_changed" not in caplog.text
+
+
+def test_another_method_is_refused_before_its_settings_are(run, resume):
+    """nft's noise levels are more than these steps."""
+    with pytest.raises(UserError, match="had another goal: algorithm='nft'"):
+        resume(algorithm="nft")
+
+
+def test_other_prompts_under_the_same_name_are_another_goal(run, resume, caplog, tmp_path):
+    (tmp_path / "train.txt").write_text("a cat\n")
+    cat = fingerprints(str(tmp_path))
+    (tmp_path / "train.txt").write_text("a dog\n")
+    assert fingerprints(str(tmp_path)).keys() == cat.keys()
+    assert fingerprints(str(tmp_path)) != cat
+    start = json.loads((run / "start.json").read_text())
+    [name, _] = sorted(start["prompts"])  # of test and training
+    start["prompts"] |= {name: "6 0123"}
+    (run / "start.json").write_text(json.dumps(start))
+    with pytest.raises(UserError) as told:
+        resume()
+    assert str(told.value) == (
+        f"{run} had another goal: the prompts in {name} changed; bring the prompts back, or, to "
+        "change it on purpose, add --config.resume_changed=True"
+    )
+    resume(resume_changed=True).close()
+    assert f"resumed with other prompts: {name} changed" in caplog.text
+    resume()  # which are the run's own now
+
+
+def test_a_run_finds_its_files_from_any_folder(run, tmp_path, monkeypatch):
+    """Those in the folder it was started in, which is none that was sent with it."""
+    home, config = tmp_path / "home", json.loads((run / "config.json").read_text())
+    (home / "sets/a").mkdir(parents=True)
+    (home / "sets/b.txt").write_text("a cat\n")
+    (home / "mine.py").write_text("def reward(images, prompts, metadata): ...\n")
+    config |= {"dataset": "sets/a:0.7, sets/b.txt:0.3,owner/name"}
+    config |= {"custom_rewards": {"file": "mine.py:reward", "module": "mine:reward"}}
+    (run / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def found(folder: Path) -> tuple[str, dict]:
+        (run / "start.json").write_text(json.dumps({"folders": [str(folder)], "prompts": {}}))
+        read = config_of_run(run, DRAW)
+        return read.dataset, read.custom_rewards.to_dict()
+
+    monkeypatch.chdir(tmp_path)
+    dataset, rewards = found(home)
+    assert dataset == f"{home}/sets/a:0.7, {home}/sets/b.txt:0.3,owner/name"
+    assert rewards == {"file": f"{home}/mine.py:reward", "module": "mine:reward"}
+    assert str(home) in sys.path
+    monkeypatch.chdir(home)
+    assert found(home) == (config["dataset"], config["custom_rewards"])
+    shutil.copytree(home, run / "home")
+    monkeypatch.chdir(tmp_path)
+    assert found(run / "home") == (config["dataset"], config["custom_rewards"])
+    assert str(run / "home") not in sys.path
+
+
+def test_a_model_under_another_name_is_the_same(run, resume, config, tmp_path):
+    (tmp_path / "link").symlink_to(config.pretrained.model)
+    resume(pretrained__model=str(tmp_path / "link"))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -319,7 +417,7 @@ def test_links_that_a_kill_left_behind_are_repaired(run, find, caplog):
             if wrong is not None:
                 (root / link).symlink_to(wrong)
         caplog.clear()
-        prepare_folder(find(), {})
+        prepare_folder(find(), {"dataset": "none"})
         (run / "config.json").unlink()  # there is no need of a whole one
         assert {link: (root / link).readlink() for link in right} == right
         told = [f"{root / link} did not point to {right[link]}; now it does" for link in right]
@@ -366,7 +464,7 @@ def test_a_run_has_one_writer(run, resume, config, tmp_path):
             resume(resume=way)
     first.close()
     with pytest.raises(UserError, match="no model at"):
-        resume(pretrained__model="assets/tiny")  # an error lets go of it
+        resume(pretrained__model="assets/tiny", resume_changed=True)  # an error lets go of it
     resume().close()
 
     (tmp_path / "logs/.new.lock").touch()

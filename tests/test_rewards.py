@@ -1,9 +1,12 @@
 import io
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from transformers import CLIPConfig, CLIPModel, Dinov2Config, Dinov2Model
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward
@@ -32,6 +35,100 @@ def test_jpeg_rewards_are_kilobytes_and_minus_a_500th_of_them():
     assert large[0] == len(file.getvalue()) / 1000
     np.testing.assert_allclose(small, -large / 500)  # so that Flow-GRPO's weights carry over
     np.testing.assert_allclose(scores["avg"], small + large)
+
+
+def test_what_keeps_its_source_is_ssim():
+    """In a picture of one window, by hand: weighted means, variances and covariance."""
+    x, y = (np.random.default_rng(i).random((11, 11, 3)).round(2) for i in (0, 1))
+    y = (x + y) / 2
+    x, y = ((255 * each).astype("u1") for each in (x, y))
+    pictures = [Image.fromarray(each) for each in (x, y)]
+    weights = np.exp(-((np.arange(11) - 5) ** 2) / (2 * 1.5**2))
+    weights = (np.outer(weights, weights) / weights.sum() ** 2).ravel()
+    expected = []
+    for a, b in zip((x / 255).reshape(-1, 3).T, (y / 255).reshape(-1, 3).T, strict=True):
+        (aa, ab), (_, bb) = np.cov([a, b], aweights=weights, ddof=0)
+        ma, mb = weights @ a, weights @ b
+        light = (2 * ma * mb + 1e-4) / (ma**2 + mb**2 + 1e-4)
+        expected.append(light * (2 * ab + 9e-4) / (aa + bb + 9e-4))
+    reward = build_reward({"keep_source": 1.0})
+    larger = pictures[1].resize((22, 44), Image.Resampling.NEAREST)
+    rows = [{"source": pictures[1]}, {"source": [pictures[0], larger]}, {"source": "a book"}, {}]
+    scores = reward([pictures[0]] * 4, ["a"] * 4, rows)["keep_source"]
+    assert scores[0] == pytest.approx(np.mean(expected))
+    assert 0.3 < scores[0] < 0.95
+    assert scores[1] == pytest.approx(1)
+    assert np.isneginf(scores[2:]).all()  # not asked
+    assert reward([NOISE], ["a"], [{"source": larger}])["keep_source"] < 0.3  # of another shape
+    reward.check(["a"], rows[:1])
+    with pytest.raises(UserError, match="cannot be scored by 'keep_source': it has no picture to"):
+        reward.check(["a"], rows[3:])
+
+
+def test_what_is_inside_the_mask_may_change():
+    edited, mask = NOISE.copy(), Image.new("L", NOISE.size)
+    edited.paste("red", (40, 8, 60, 24))
+    mask.paste(255, (40, 8, 60, 24))
+    beyond = edited.copy()
+    beyond.paste("red", (0, 0, 20, 32))
+    larger, outside = mask.resize((192, 64), Image.Resampling.NEAREST), ImageOps.invert(mask)
+    masks = [mask, None, mask, larger, Image.new("L", NOISE.size, 255), outside]
+    rows = [{"source": NOISE, **({"mask": each} if each else {})} for each in masks]
+    samples = [edited, edited, beyond, edited, beyond, edited]
+    scores = build_reward({"keep_source": 1.0})(samples, ["a"] * 6, rows)["keep_source"]
+    assert scores[[0, 4]] == pytest.approx(1)
+    assert 0.75 < scores[1] < 0.95
+    assert 0.6 < scores[2] < 0.85
+    assert scores[3] > 0.95  # scaled as the source is
+    assert scores[5] < 0.1
+
+
+@pytest.mark.parametrize("kind", ["clip", "dinov2"])
+def test_features_of_a_model_say_what_is_kept(kind, tmp_path):
+    """The cosine, by plain transformers."""
+    network = small_network(kind, tmp_path)
+    edited, mask = NOISE.copy(), Image.new("L", NOISE.size)
+    edited.paste("red", (48, 0, 96, 32))
+    mask.paste(255, (48, 0, 96, 32))
+    options = {"keep_source": {"model": str(tmp_path), "batch_size": 2}}
+    reward = build_reward({"keep_source": 1.0}, options=options)
+    rows = [{"source": NOISE}, {}, {"source": NOISE, "mask": mask}, {"source": [edited, NOISE]}]
+    scores = reward([edited] * 4, ["a"] * 4, rows)["keep_source"]
+    # 32 of 96 pixels are cut from the middle
+    pixels = [np.asarray(each.crop((32, 0, 64, 32))) / 255 for each in (edited, NOISE)]
+    pixels = (torch.tensor(np.stack(pixels)).float() - 0.5).movedim(-1, 1) / 0.25
+    if kind == "clip":
+        seen = network.visual_projection(network.vision_model(pixels).pooler_output)
+    else:
+        seen = network(pixels).last_hidden_state[:, 0]
+    cosine = torch.nn.functional.cosine_similarity(*seen, dim=0).item()
+    assert scores[[0, 2, 3]] == pytest.approx([cosine, 1, 1], abs=1e-5)
+    assert abs(cosine) < 0.999
+    assert np.isneginf(scores[1])
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match="is a bert model, and must be a CLIP or DINOv2 model"):
+        build_reward({"keep_source": 1.0}, options=options)
+
+
+def small_network(kind: str, folder: Path) -> torch.nn.Module:
+    """Random, with weights large enough to tell pictures apart."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"image_size": 32, "patch_size": 8}
+    if kind == "clip":
+        text = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+        text["num_attention_heads"] = 2
+        network = CLIPModel(CLIPConfig(text_config=text, vision_config=sizes, projection_dim=8))
+    else:
+        network = Dinov2Model(Dinov2Config(**sizes))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in network.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    network.eval().requires_grad_(False).save_pretrained(folder)
+    square = {"height": 32, "width": 32}
+    processor = {"size": {"shortest_edge": 32}, "crop_size": square}
+    processor |= {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return network
 
 
 def test_tensors_and_pictures_score_alike():

@@ -1,3 +1,4 @@
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ from flow_grpo.draw.rollout import (
     Trajectory,
     draw_noise,
     eval_generators,
+    group_distance,
     group_generators,
     initial_noise,
+    steps_taken,
     take_step,
 )
 from flow_grpo.sde import dpm2_step, sde_step
@@ -144,6 +147,14 @@ class KnownField:
 
     def __init__(self) -> None:
         self.with_gradient, self.through = [], set()  # of each call
+        self.prepared_at = []  # after so many calls
+
+    def prepared(self, model, conditioning):
+        self.prepared_at.append(len(self.with_gradient))
+        return conditioning
+
+    def finish(self, latents, conditioning):
+        return latents
 
     def velocity(self, model, latents, timestep, conditioning, guidance_scale, *, gradient):
         self.with_gradient.append(torch.is_grad_enabled())
@@ -193,6 +204,7 @@ def test_steps_without_noise_are_taken_within_their_context():
     @contextmanager
     def without_noise():
         events.append(("in", len(field.with_gradient)))
+        assert len(field.prepared_at) == len(field.with_gradient)  # other weights, not before
         yield
         events.append(("out", len(field.with_gradient)))
 
@@ -203,6 +215,7 @@ def test_steps_without_noise_are_taken_within_their_context():
         without_noise=without_noise,
     )
     assert events == [("in", 0), ("out", 1), ("in", 2), ("out", 3)]
+    assert field.prepared_at == [0, 1, 2]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -255,15 +268,17 @@ def test_noise_is_drawn_for_each_sample_in_its_precision():
 def test_negative_prompts_are_read_only_where_there_is_guidance(guidance, most, negative):
     ahead = []
     adapter = SimpleNamespace(
-        encode=lambda *texts: texts, encode_ahead=ahead.extend, is_guided=lambda scale: scale > 1
+        encode=lambda *given: given,
+        encode_ahead=lambda *given: ahead.extend(given),
+        is_guided=lambda scale: scale > 1,
     )
-    prompts = [Prompt("a", "blurry"), Prompt("b")]
+    prompts = [Prompt("a", "blurry", images=(b"png",)), Prompt("b")]
     dynamics = replace(KNOWN, guidance_scale=guidance, most_guidance=most)
     denoiser = Denoiser(adapter, None, dynamics)
-    assert denoiser.encode(prompts) == (["a", "b"], negative)
+    assert denoiser.encode(prompts) == (["a", "b"], negative, [(b"png",), ()])
     assert denoiser.passes == (2 if guidance > 1 else 1)
     denoiser.encode_ahead(prompts)
-    assert ahead == ["a", "b", *(negative or [])]
+    assert ahead == [["a", "b"], negative, [(b"png",), ()]]
 
 
 def test_without_noisy_steps_nothing_is_drawn_and_nothing_kept():
@@ -284,6 +299,7 @@ def test_steps_of_second_order_begin_anew_after_one_with_noise():
     trajectory = Denoiser(KnownField(), Scale(), dynamics).sample(
         START, NUMBERS, steps=range(1, 2), generators=seeded(1, 2)
     )
+    assert trajectory.means is None  # nobody asked for them
 
     def walk(x, steps):
         before = None
@@ -297,6 +313,38 @@ def test_steps_of_second_order_begin_anew_after_one_with_noise():
     torch.testing.assert_close(trajectory.final, walk(landed, [2, 3, 4]), rtol=1e-12, atol=0)
 
 
+def test_samples_that_are_still_alike_take_their_steps_once():
+    """Sigmas 1 .9 .75 | .5 with noise | .25 0: two steps before the noise, of two groups of two;
+    the second step of dpm2 knows the first."""
+    sigmas, timesteps = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0), (1000.0, 900.0, 750.0, 500.0, 250.0)
+    dynamics = replace(KNOWN, schedule=Schedule(sigmas, timesteps), solver="dpm2")
+    field, start, numbers = KnownField(), START[[0, 1, 0, 1]], NUMBERS[[0, 1, 0, 1]]
+    sizes, velocity = [], field.velocity
+    field.velocity = lambda transformer, x, *rest, **more: (
+        sizes.append(len(x)) or velocity(transformer, x, *rest, **more)
+    )
+
+    def sample(**alike):
+        sizes.clear()
+        generators = seeded(1, 2, 3, 4)
+        return Denoiser(field, Scale(), dynamics).sample(
+            start, numbers, steps=range(2, 3), generators=generators, **alike
+        )
+
+    apart, groups = sample(), np.array([7, 3, 7, 3])
+    assert sizes == [4] * 5
+    shared = sample(alike=groups)
+    assert sizes == [2, 2, 4, 4, 4]
+    assert steps_taken(5, range(2, 3), groups) == sum(sizes)
+    assert steps_taken(5, range(0), groups) == 10  # the plain ode
+    for a, b in ((shared.latents, apart.latents), (shared.final, apart.final)):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+    assert len(shared.final.unique(dim=0)) == 4
+    sample(alike=np.arange(4))
+    assert sizes == [4] * 5
+    assert steps_taken(5, range(2, 3), np.arange(4)) == 20
+
+
 def test_another_seed_epoch_or_purpose_is_another_noise():
     keys = [(0, 0), (1, 0), (0, 1), (0, int(Stream.EVAL))]
     generators = [
@@ -305,3 +353,26 @@ def test_another_seed_epoch_or_purpose_is_another_noise():
         *(g for seed in (0, 1) for g in eval_generators(seed, [0, 1])),
     ]
     assert len({g.initial_seed() for g in generators}) == len(generators)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_pictures_of_a_group_are_as_far_apart_as_their_pixels(dtype):
+    """0 and .6 are .6 apart; 0, 0 and .6 are 0, .6 and .6 apart: 2/3 of the squares are .36."""
+    grey = torch.tensor([0.0, 0.6, 0.0, 0.0, 0.6, 0.1], dtype=dtype)
+    images = grey[:, None, None, None].expand(6, 3, 4, 4)
+    total, count = group_distance(images, np.array([5, 5, 2, 2, 2, 9])).tolist()
+    assert count == 2  # one picture alone tells nothing
+    assert total == pytest.approx(0.6 + 0.6 * math.sqrt(2 / 3), rel=1e-3)
+    assert group_distance(images[:2], np.array([0, 1])).tolist() == [0.0, 0.0]
+    # clips: over the pixels of all frames, half of which are equal here
+    still = torch.zeros(6, 1, 3, 4, 4, dtype=dtype)
+    clips = torch.cat([images[:, None], still], dim=1)
+    total, count = group_distance(clips, np.array([5, 5, 2, 2, 2, 9])).tolist()
+    assert count == 2
+    assert total == pytest.approx((0.6 + 0.6 * math.sqrt(2 / 3)) / math.sqrt(2), rel=1e-3)
+
+
+def test_groups_are_counted_in_float32():
+    """float16 has no 2049."""
+    images, groups = torch.zeros(2 * 2049, 1, 1, 1, dtype=torch.float16), np.repeat(range(2049), 2)
+    assert group_distance(images, groups).tolist() == [0, 2049]

@@ -1,5 +1,6 @@
 """Small random pipelines: of the real classes, loaded and drawn with by the stock library."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,27 +12,40 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from untrained import small
 
+from flow_grpo.draw.models.processors import load_pipeline
 from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
 
 PROMPTS = ["a cat", "a red sign on a long wooden wall"]
 # What a pipeline's parts are, and how it is called with guidance.
 PARTS = {
     "flux": ["FluxPipeline", "CLIPTextModel", "T5EncoderModel", "CLIPTokenizer", "T5Tokenizer"],
+    "flux2": ["Flux2Pipeline", "Mistral3ForConditionalGeneration", "TokenizersBackend"],
+    "flux2_klein": ["Flux2KleinPipeline", "Qwen3ForCausalLM", "Qwen2Tokenizer"],
+    "flux_kontext": ["FluxKontextPipeline", "CLIPTextModel", "T5EncoderModel", "T5Tokenizer"],
     "qwen_image": ["QwenImagePipeline", "Qwen2_5_VLForConditionalGeneration", "Qwen2Tokenizer"],
+    "qwen_image_21": ["QwenImage21Pipeline", "Qwen3VLForConditionalGeneration", "TextProcessor"],
     "sd3": ["StableDiffusion3Pipeline", "CLIPTextModelWithProjection", "T5EncoderModel"],
     "wan": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "UniPCMultistepScheduler"],
+    "wan22": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "UniPCMultistepScheduler"],
+    "wan22_a14b": ["WanPipeline", "UMT5EncoderModel", "T5Tokenizer", "WanTransformer3DModel"],
     "z_image": ["ZImagePipeline", "Qwen3Model", "Qwen2Tokenizer"],
 }
 CALLS = {
     "flux": dict(guidance_scale=3.5, max_sequence_length=48),
+    "flux2": dict(guidance_scale=4.0, max_sequence_length=48),
+    "flux2_klein": dict(guidance_scale=4.0, max_sequence_length=48),
+    "flux_kontext": dict(guidance_scale=2.5, max_sequence_length=48, max_area=32 * 64),
     "qwen_image": dict(true_cfg_scale=4.0, negative_prompt=[" ", " "]),
+    "qwen_image_21": dict(true_cfg_scale=4.0, negative_prompt=[" ", " "]),
     "sd3": dict(guidance_scale=4.5, max_sequence_length=48),
     "wan": dict(guidance_scale=5.0, max_sequence_length=48, num_frames=5),
+    "wan22": dict(guidance_scale=5.0, max_sequence_length=48, num_frames=5),
+    "wan22_a14b": dict(guidance_scale=4.0, max_sequence_length=48, num_frames=5),
     "z_image": dict(guidance_scale=4.0, max_sequence_length=64),
 }
 
 
-@pytest.fixture(scope="module", params=small.FAMILIES)
+@pytest.fixture(scope="module", params=CALLS)
 def family(request) -> str:
     return request.param
 
@@ -45,7 +59,7 @@ def folder(family, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipeline(folder) -> DiffusionPipeline:
-    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline = load_pipeline(DiffusionPipeline, str(folder))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -55,10 +69,11 @@ def draw(family, pipeline):
     """Two pictures; a video's frames are in the second dimension."""
 
     def draw(prompts: list[str], seeds: list[int], **options) -> np.ndarray:
-        settings = dict(height=32, width=48, num_inference_steps=2, output_type="np")
+        settings = dict(height=32, width=64, num_inference_steps=2, output_type="np")
         generator = [torch.Generator().manual_seed(seed) for seed in seeds]
         call = {**settings, **CALLS[family], **options}
-        return np.asarray(pipeline(prompt=list(prompts), generator=generator, **call)[0])
+        drawn = np.asarray(pipeline(prompt=list(prompts), generator=generator, **call)[0])
+        return drawn[..., :3] if call["output_type"] == "np" else drawn  # some are transparent
 
     return draw
 
@@ -80,7 +95,7 @@ def test_it_has_the_real_parts_and_is_small(family, folder, pipeline):
 
 def test_the_stock_pipeline_draws_what_depends_on_prompt_and_noise(draw):
     pictures = draw(PROMPTS, [0, 0])
-    assert pictures.shape[-3:] == (32, 48, 3)
+    assert pictures.shape[-3:] == (32, 64, 3)
     assert np.isfinite(pictures).all()
     assert pictures.std(axis=(-3, -2)).min() > 0.02
     assert ((pictures == 0) | (pictures == 1)).mean() < 0.2
@@ -110,7 +125,7 @@ def test_the_seed_alone_makes_the_weights(family, pipeline):
 
 
 def test_other_sizes_can_be_asked_for(family, pipeline):
-    larger = small.build(family, layers=3, text_width=64, text_layers=1)
+    larger = small.build(family, layers=3, text_width=64)
     prompt = dict(prompt=["a cat"], device="cpu")
     if family == "sd3":
         prompt.update(prompt_2=None, prompt_3=None)
@@ -121,11 +136,17 @@ def test_other_sizes_can_be_asked_for(family, pipeline):
     assert any(".2." in name for name in more)  # of the third layer
 
 
-def test_qwen_image_drops_its_template_and_no_more():
-    pipeline = small.build("qwen_image")
-    before, _ = pipeline.prompt_template_encode.split("{}")
+@pytest.mark.parametrize(
+    ("name", "count"), [("qwen_image", 34), ("qwen_image_edit", 64), ("qwen_image_edit_plus", 64)]
+)
+def test_qwen_image_drops_its_template_and_no_more(name, count, tmp_path):
+    pipeline = small.build(name)
+    before, _ = pipeline.prompt_template_encode.replace("<|vision_start|>", "{}", 1).split("{}", 1)
     tokens = pipeline.tokenizer(before).input_ids
-    assert len(tokens) == pipeline.prompt_template_encode_start_idx == 34
+    assert len(tokens) == pipeline.prompt_template_encode_start_idx == count
+    pipeline.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index.get("processor", ["transformers", "Qwen2VLProcessor"])[1] == "Qwen2VLProcessor"
 
 
 def test_flux_schnell_takes_no_guidance():

@@ -79,6 +79,28 @@ def test_dgpos_old_weights_sample_once_there_were_enough_updates(make_session):
     assert torch.equal(drawn(4), old)
 
 
+def test_the_best_and_the_worst_seeds_are_drawn_again(make_session):
+    """With as many steps as there are, they score as they did; every pass is counted."""
+    common = {"algorithm": "awm", "awm.times": 2, "sample.num_image_per_prompt": 6}
+    whole = make_session(**common, **{"sample.num_batches_per_epoch": 6})
+    before = collect_rewards(whole, 0, sample_epoch(whole, 0))
+    keep = {"train.keep_best_worst": 1, "sample.explore_steps": 3}
+    session = make_session(**common, **keep)
+    assert "2 prompts x 2 images, kept of 6" in session.plan.describe()
+    sizes, forward = [], session.policy.module.forward
+    session.policy.module.forward = lambda **inputs: (
+        sizes.append(len(inputs["timestep"])),
+        forward(**inputs),
+    )[1]
+    samples = sample_epoch(session, 0)
+    assert sum(sizes) == 2 * (12 * 3 + 4 * 3)  # with guidance: explored, and drawn again
+    assert 2 * sum(s.steps for s in samples) == sum(sizes)
+    scored = collect_rewards(session, 0, samples)
+    for group in range(2):
+        of_group, rewards = before.total[before.groups == group], scored.total[2 * group :][:2]
+        assert sorted(rewards) == pytest.approx([of_group.min(), of_group.max()], abs=1e-3)
+
+
 def test_a_reference_may_have_guidance_where_nothing_else_has(make_session):
     """Its negative prompts are encoded, though the rollout needs none."""
     fields = {"dgpo.times": 2, "dgpo.kl_guidance": 4.5, "sample.guidance_scale": 1.0}
@@ -177,6 +199,23 @@ def test_the_kl_to_a_policy_that_has_not_moved_is_zero(make_session):
     assert 0 <= metrics["train/kl"] < 1e-9
 
 
+def test_a_group_branches_at_one_step_of_its_own(make_session):
+    """In batches of one: both samples of a group are one until its step, wherever that is, and end
+    apart."""
+    branch = {"same_latent": True, "sde_window_size": 1, "sde_window_range": (0, 4)}
+    branch |= {"sde_window_per": "group", "num_steps": 5, "num_batches_per_epoch": 4}
+    fields = {f"sample.{name}": value for name, value in branch.items()}
+    one = {"sample.train_batch_size": 1, "train.batch_size": 1, "sample.guidance_scale": 1.0}
+    session = make_session(**fields, **one, **{"train.gradient_accumulation_steps": 2})
+    steps = [[session.noisy_steps(epoch, i) for i in range(4)] for epoch in range(20)]
+    assert all(a == b and c == d for a, b, c, d in steps)
+    assert {each[0].start for each in steps} == {0, 1, 2, 3}
+    epoch = next(i for i, each in enumerate(steps) if each[0] != each[2] and each[0].start)
+    for a, b in zip(*[iter(sample_epoch(session, epoch))] * 2, strict=True):
+        assert torch.equal(a.trajectory.latents[:, 0], b.trajectory.latents[:, 0])
+        assert not torch.allclose(a.trajectory.final, b.trajectory.final, atol=1e-3)
+
+
 def test_steps_without_noise_are_taken_with_lora_merged_as_it_is(make_session):
     plain, merged = make_session(), make_session(**{"sample.merge_lora": True})
     layer = merged.adapter.transformer.transformer_blocks[0].attn.to_q
@@ -243,7 +282,7 @@ def test_a_second_interrupt_says_how_to_go_on(make_session, monkeypatch, place):
 
     if place == "closing":
         monkeypatch.setattr("flow_grpo.run.session.write_at_end", interrupt)
-    with pytest.raises(Stopped, match=r"--config.run_name=run-0 --config.resume=auto$"):
+    with pytest.raises(Stopped, match=r"; go on with --resume .*/run-0$"):
         carry_out(session, interrupt if place == "training" else lambda _: None, advice=[])
 
 

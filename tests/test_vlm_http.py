@@ -19,7 +19,7 @@ from vlm_judges import (
 )
 
 from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked
-from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward, VieScore
 from flow_grpo.rewards.scorers.ocr import ocr_score
 
 SIGNS = {sign(word).tobytes(): word for word in WORDS}
@@ -118,6 +118,31 @@ def test_a_prompt_without_quotes_is_not_asked_about():
         assert len(server.asked) == 1
     assert isinstance(scores[0], NotAsked)
     assert scores[1] == 1.0
+
+
+def test_an_edit_is_graded_beside_what_it_was_made_from_and_alone():
+    answers = {1: "Naturalness (0-10): 9\nCleanness: 6", 2: "fine\nSuccess: 8/10\nKept: 4.5"}
+    answers[3] = answers[2].replace("8/10", "0")
+    first, second, edited = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "grey"))
+    rows = [{"source": first}, {"source": [first, second]}, {}, {"source": "a text"}]
+    with OpenAiServer(lambda question: answers[len(question.images)]) as server:
+        judge = connect(VieScore, server, concurrency=1)
+        scores, extras = judge([edited] * 4, ["make it grey"] * 4, rows)
+        assert server.malformed == []
+        judge.check_servers()
+    assert scores[:2] == [pytest.approx(math.sqrt(4.5 * 6) / 10), 0.0]
+    assert [isinstance(each, NotAsked) for each in scores] == [False, False, True, True]
+    grades = {name: values[0] for name, values in extras.items()}
+    assert grades == {"success": 8, "kept": 4.5, "naturalness": 9, "cleanness": 6}
+    shown = [[image.getpixel((0, 0)) for image in question.images] for question in server.asked]
+    red, blue, grey = (255, 0, 0), (0, 0, 255), (128, 128, 128)
+    assert shown[:4] == [[red, grey], [grey], [red, blue, grey], [grey]]
+    assert ["make it grey" in question.text for question in server.asked[:2]] == [True, False]
+    ends = [question.text.splitlines()[-2:] for question in server.asked[:2]]
+    assert ends == [["Success: X", "Kept: Y"], ["Naturalness: X", "Cleanness: Y"]]
+    with OpenAiServer(lambda question: "Success: 11\nKept: 3") as server:
+        [grade], _ = score(connect(VieScore, server))
+    assert "'Success: 11' is not on the scale from 0 to 10" in grade.reason
 
 
 def test_the_wording_can_be_replaced():

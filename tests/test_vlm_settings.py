@@ -6,6 +6,7 @@ import pytest
 from openai_server import MODEL, OpenAiServer, error
 from signs import prompt
 from vlm_judges import (
+    ANY_ANSWER,
     JUDGES,
     bare_environment,  # noqa: F401 (a fixture)
     connect,
@@ -17,7 +18,7 @@ from vlm_judges import (
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward, VieScore
 
 
 def test_the_registry_has_them():
@@ -28,11 +29,11 @@ def test_the_registry_has_them():
 @every_judge
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_server_and_model_come_from_the_environment(judge, url_env, model_env, suffix, monkeypatch):
-    with OpenAiServer(lambda question: "Final Score: 3") as server:
+    with OpenAiServer(lambda question: ANY_ANSWER) as server:
         monkeypatch.setenv(url_env, server.url + suffix)
         monkeypatch.setenv(model_env, MODEL)
         [value], _ = score(judge(policy=FailurePolicy(retries=0)))
-        assert len(server.asked) == 1
+        assert len(server.asked) == (2 if judge is VieScore else 1)
         assert server.malformed == []
     assert not math.isnan(value)
 
@@ -41,7 +42,7 @@ def test_server_and_model_come_from_the_environment(judge, url_env, model_env, s
 def test_options_go_before_the_environment(judge, url_env, model_env, monkeypatch):
     monkeypatch.setenv(url_env, "http://nowhere.invalid")
     monkeypatch.setenv(model_env, "another")
-    with OpenAiServer(lambda question: "Final Score: 3") as server:
+    with OpenAiServer(lambda question: ANY_ANSWER) as server:
         [value], _ = score(connect(judge, server))
     assert not math.isnan(value)
 

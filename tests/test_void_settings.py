@@ -7,6 +7,7 @@ import void_settings
 from methods import METHODS
 from void_settings import NOT_TRIED, OWN_BASE, TRIED, Setting, Trials, settings_of, try_all
 
+from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.draw.algorithms import ALGORITHMS
 from flow_grpo.draw.check import check, check_gradient
 from flow_grpo.draw.fields import get_config
@@ -17,8 +18,8 @@ from flow_grpo.draw.session import build_algorithm
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 
-FORWARD = ["nft", "awm", "dgpo", "dpo", "sft", "rwr"]
-OWN_CREDIT = ["mix", "dpo", "sft", "rwr"]
+FORWARD = ["nft", "awm", "ram", "leap", "dgpo", "dpo", "sft", "rwr"]
+OWN_CREDIT = ["mix", "leap", "dpo", "sft", "rwr"]
 
 
 def build(**changed) -> None:
@@ -116,6 +117,11 @@ def test_what_is_about_noise_has_no_effect_without_it(name, changed, told):
             "dgpo.old_after=0 has no effect with dgpo.old_most=0.0; leave it at 200",
         ),
         (
+            {"algorithm": "dpo", "dpo__noise_per": "group"},
+            "dpo.noise_per='group' has no effect with algorithm='dpo', which compares samples at "
+            "one noise; leave it at 'sample'",
+        ),
+        (
             {"algorithm": "awm", "awm__old_most": 0.5, "awm__old_rate": 0.0},
             "awm.old_most=0.5 has no effect with awm.old_rate=0.0; leave it at 0.3",
         ),
@@ -190,7 +196,7 @@ def test_every_field_is_tried_or_has_a_reason_why_not():
     known = {name for name, _ in dotted(get_config().to_dict())}
     own = {name for name in known if name.partition(".")[0] in ALGORITHMS}
     left_out = {name for names in NOT_TRIED.values() for name in names.split()}
-    sections = {"reward_fn", "eval_reward_fn", "custom_rewards", "reward_options", "reward_servers"}
+    sections = {*OPEN_FIELDS} & {*get_config()}
     fields = {name if (s := name.partition(".")[0]) not in sections else s for name in known - own}
     assert not left_out & set(TRIED)
     assert left_out | set(TRIED) == fields | sections

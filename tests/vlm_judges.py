@@ -6,17 +6,19 @@ from PIL import Image
 from signs import prompt
 
 from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward, VieScore
 
 BLANK = Image.new("RGB", (96, 32))
 JUDGES = [
     ("QwenVlOcr", QwenVlOcr, "QWEN_VL_OCR_VLLM_URL", "QWEN_VL_OCR_PATH"),
     ("QwenVl", QwenVl, "QWEN_VL_VLLM_URL", "QWEN_VL_PATH"),
     ("UnifiedReward", UnifiedReward, "UNIFIED_REWARD_VLLM_URL", "UNIFIED_REWARD_PATH"),
+    ("VieScore", VieScore, "VIESCORE_URL", "VIESCORE_MODEL"),
 ]
 every_judge = pytest.mark.parametrize(
     ("judge", "url_env", "model_env"), [each[1:] for each in JUDGES], ids=[j[0] for j in JUDGES]
 )
+ANY_ANSWER = "Success: 3\nKept: 3\nNaturalness: 3\nCleanness: 3\nFinal Score: 3"
 AXES_ANSWER = "Alignment Score (1-5): 4\nCoherence Score (1-5): 2.5\nStyle Score (1-5): 1"
 
 
@@ -43,4 +45,4 @@ def connect(judge, *servers, retries: int = 2, timeout: float = 10.0, **options)
 def score(judge, images=(BLANK,), prompts=None):
     images = list(images)
     prompts = [prompt("CAT")] * len(images) if prompts is None else prompts
-    return judge(images, prompts, [{} for _ in images])
+    return judge(images, prompts, [{"source": BLANK} for _ in images])

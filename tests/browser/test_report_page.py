@@ -216,6 +216,32 @@ def test_a_run_without_evaluations_and_with_odd_numbers_and_names_is_shown(brows
     page.close()
 
 
+def test_an_edit_stands_beside_what_it_was_made_from(browser, tmp_path):
+    run = make_run(tmp_path / "run", epochs=1, prompts=1)
+    shades = [Image.new("RGB", (24, 16), (60 * i, 0, 0)) for i in range(4)]
+    for epoch in (0, 1):
+        for kind in ("eval", "train")[: epoch + 1]:
+            folder = run / f"samples/{kind}-{epoch:05d}"
+            shutil.rmtree(folder, ignore_errors=True)
+            scores = {"avg": [0.5, 1.0], "prompt": ["a", "a"]}
+            save_samples(folder, shades[epoch : epoch + 2], [[shades[2]], [shades[3]]], **scores)
+    write_page([run], tmp_path / "page.html")
+    page, wrong = look(browser, tmp_path / "page.html")
+    assert wrong == []
+    for place in range(2):
+        card = page.locator("#evolution .card").nth(place)
+        assert card.locator(".label").all_inner_texts() == [
+            *("source", "start, epoch 0", "epoch 1"),
+        ]
+        assert card.locator("img").count() == 3
+    first, before, after, second, *both = pictures(page)
+    assert both == [after, first]
+    assert len({first, before, after, second}) == 4
+    assert page.locator("#extremes .asked").count() == 2
+    assert page.locator("#group .asked").count() == 1
+    page.close()
+
+
 def test_two_runs_are_compared(run, browser, tmp_path):
     other = run.parent / "other"
     shutil.copytree(run, other)

@@ -99,7 +99,10 @@ def test_two_epochs_and_two_more_are_four_bit_for_bit(new_runner, whole):
     half = run(**{**FIELDS, "num_epochs": 2})
     assert half.returncode == 0, half.stderr
     assert [line["epoch"] for line in run.metrics()] == [0, 1, 2]
-    rest = run(**FIELDS, resume="auto")
+    forgotten = run(**FIELDS, resume="auto", train__loss="gspo")
+    assert forgotten.returncode == 2
+    assert "/run had another goal: train.loss='gspo' (it was 'clip'); go on as" in forgotten.stderr
+    rest = run_script(FIELDS["script"], "--resume", run.logdir / "run", "--config.num_epochs=4")
     assert rest.returncode == 0, rest.stderr
     assert_same_run(run, whole)
     assert [line["epoch"] for line in run.metrics()] == [0, 1, 2, 3, 4]

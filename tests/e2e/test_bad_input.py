@@ -42,7 +42,7 @@ def assert_told(train, done, message):
         ({"train__batch_size": 3}, "train.batch_size=3 does not divide sample.train_batch_size=4"),
         ({"dataset": "no/such/folder"}, "no dataset at no/such/folder"),
         ({"reward_fn": "{'beauty': 1.0}"}, "unknown reward 'beauty'; known are"),
-        ({"sample__num_batches_per_epoch": 9}, "8 prompts but an epoch needs 9 distinct ones"),
+        ({"sample__num_batches_per_epoch": 9}, "8 prompts to train on but an epoch needs 9 "),
         ({"sample__num_steps": "many"}, "--config.sample.num_steps=many"),
         ({"train__cfg": False}, "train.cfg=False with sample.guidance_scale=4.5"),
         ({"height": 33}, "height=33 must be a multiple of 8"),
@@ -59,6 +59,14 @@ def assert_told(train, done, message):
         (
             {"reward_options": "{'jpeg_compressibility': {'frames': 'lst'}}"},
             "reward_options.jpeg_compressibility.frames='lst' must be 'first', 'middle', 'mean of",
+        ),
+        (
+            {"train__keep_best_worst": 2},
+            "must be 2, 3 or more times that; make it 8, or keep fewer",
+        ),
+        (
+            {"algorithm": "opd", "opd__teachers": "{'signs': 'a/b/c'}"},
+            "has none for 'dataset0'; add its LoRA folder",
         ),
         ({"train__kl_type": "k3"}, "grpo.kl_type='k3' must be one of 'flow_grpo'"),
     ],
@@ -104,7 +112,7 @@ def test_a_run_that_exists_is_left_alone(train):
     (run / "metrics.jsonl").write_text("precious\n")
     done = train()
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {run} already exists; go on with it (--config.resume=")
+    assert done.stderr.startswith(f"error: {run} already exists; go on with it (--resume {run})")
     assert [p.name for p in run.iterdir()] == ["metrics.jsonl"]
     assert (run / "metrics.jsonl").read_text() == "precious\n"
 
@@ -115,7 +123,7 @@ def test_a_reward_that_returns_the_wrong_length(train, tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = train(reward_fn="{'short': 1.0}", custom_rewards="{'short': 'short_reward:score'}")
-    told = "reward 'short' fails when it is tried: it returned scores of shape (0,) for 1 images"
+    told = "reward 'short' fails when it is tried: it returned scores of shape (1,) for 2 images"
     assert_told(train, done, told)
 
 
@@ -161,8 +169,11 @@ def test_a_config_that_was_written_for_another_trainer(run, tmp_path):
     )
     done = run(config=f"{config}:general_ocr_sd3")
     assert_told(run, done, "it has unknown fields: sample.batch_size (it is sample.train_b")
-    assert "save_dir (it is logdir here); it lacks algorithm, awm, " in done.stderr
-    assert "more; start from flow_grpo.draw.fields.get_config()" in done.stderr
+    assert "save_dir (it is logdir here); " in done.stderr
+    assert "config.logdir = 'logs/ocr'; start from flow_grpo.draw.fields.get" in done.stderr
+    assert (
+        "config.logdir = 'logs/ocr'; start from flow_grpo.draw.fields.get_config()" in done.stderr
+    )
 
 
 def test_a_config_that_cannot_be_loaded(train):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from light import FLAT_FOR_SOME, LIGHT
 from PIL import Image
-from runner import torchrun
+from runner import EDITS, torchrun
 from safetensors.torch import load_file
 
 
@@ -19,14 +19,16 @@ def share_off(lora: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slices", "reward"), [(2, LIGHT), (1, FLAT_FOR_SOME)])
-def test_two_processes_of_four_equal_one_of_eight(train, slices, reward):
+@pytest.mark.parametrize(
+    ("slices", "fields"), [(2, {**EDITS, **LIGHT}), (1, FLAT_FOR_SOME)], ids=["edits", "texts"]
+)
+def test_two_processes_of_four_equal_one_of_eight(train, slices, fields):
     """Also when training works on slices of the sampling batches, or leaves out some samples.
 
     In float32, so to a share of what was learned; tests/e2e/test_exact.py has the rest.
     """
     settings = {
-        **reward,
+        **fields,
         "num_epochs": 2,
         "device": "cpu",
         "log_images": 3,

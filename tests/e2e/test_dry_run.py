@@ -51,7 +51,7 @@ def test_a_run_of_that_name_is_left_alone(train):
     run, before = train.logdir / "run", files(train.logdir)
     refused = train("--dry_run")
     assert refused.returncode == 2
-    assert refused.stderr.startswith(f"error: {run} already exists; go on with it (--config.resume")
+    assert refused.stderr.startswith(f"error: {run} already exists; go on with it (--resume {run})")
     lines = told(train("--dry_run", resume="auto", num_epochs=4, eval_freq=0))
     assert lines["dry run"].startswith(f"{run} would go on after epoch 1; ")
     assert ": 3 epochs and 1 evaluation, " in lines["time of the run"]
@@ -68,7 +68,7 @@ def test_two_processes_tell_it_once(train, tmp_path):
     done = train("--dry_run", launcher=torchrun(), device="cpu")
     lines = told(done)
     assert lines["samples per epoch"] == "16 = 4 per batch x 2 batches x 2 processes"
-    assert "at the peak, for each process, of " in lines["memory"]
+    assert "at the peak, on each of 2 processes, of " in lines["memory"]
     for name in ESTIMATES:
         assert len(re.findall(rf"(?m)^{name} ", done.stdout)) == 1
     assert not os.listdir(tmp_path)

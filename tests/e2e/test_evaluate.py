@@ -1,13 +1,16 @@
 """scripts/evaluate.py with several checkpoints, as a user runs it."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from policies import policy_of
+from runner import run_script
 
+from flow_grpo.draw.fields import get_config
 from flow_grpo.draw.models import load_adapter
 
 
@@ -25,18 +28,24 @@ def run_folder(tiny_sd3, tmp_path):
 
 def test_base_and_two_checkpoints_in_one_call(train, run_folder, tmp_path):
     fields = {
-        "reward_fn": "{'jpeg_compressibility': 1.0, 'jpeg_incompressibility': 0.5}",
+        "reward_fn": {"jpeg_compressibility": 1.0, "jpeg_incompressibility": 0.5},
         "log_images": 3,
         "eval_prompts": 5,
-        "script": "scripts/evaluate.py",
     }
     lora, full = run_folder / "checkpoint-8", run_folder / "checkpoint-16"
     out, alone = tmp_path / "compared", tmp_path / "alone"
-    # the base last, where what the others left would show
-    done = train(f"--out={out}", f"--checkpoint={lora},{full}", "--checkpoint=base", **fields)
-    assert done.returncode == 0, done.stderr
-    single = train(f"--out={alone}", **fields)
+    single = train(f"--out={alone}", script="scripts/evaluate.py", **fields)
     assert single.returncode == 0, single.stderr
+    # the base last, where what the others left would show; the config is that of the run
+    config = get_config()
+    values = {**train.fields, **fields}
+    config.update_from_flattened_dict(
+        {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+    )
+    (tmp_path / "a/config.json").write_text(config.to_json_best_effort())
+    named = f"--checkpoint={lora},{full}", "--checkpoint=base"
+    done = run_script("scripts/evaluate.py", f"--out={out}", *named)
+    assert done.returncode == 0, done.stderr
 
     found = json.loads((out / "results.json").read_text())
     names = ["checkpoint-8", "checkpoint-16", "base"]

@@ -63,7 +63,7 @@ def test_the_report_of_accelerate_ends_with_an_outage_in_the_middle_of_a_run(
     (tmp_path / "second_fails.py").write_text(
         "import os\n"
         "def score(images, prompts, metadata):\n"
-        "    return [1.0] * (len(images) - int(os.environ['RANK']) * (len(images) > 1))\n"
+        "    return [1.0] * (len(images) - int(os.environ['RANK']) * (len(images) > 2))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = train(

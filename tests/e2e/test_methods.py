@@ -1,14 +1,21 @@
 """Every kind of algorithm keeps the trainer's promises, where they are exact: in float64."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from runner import ROOT
 from safetensors.torch import load_file
 from test_exact import Runs, assert_equal
 
 STATE = "checkpoints/latest/state"
+# prompts with a picture and without, in one batch or not, as an epoch is split
+EDITS = {
+    "family": "flux_kontext",
+    "dataset": f"{ROOT}/dataset/edits:0.5,{ROOT}/dataset/scenes:0.5",
+}
 METHODS = {
     "nft": {"algorithm": "nft", "nft.times": 2},
     "awm": {"algorithm": "awm", "awm.times": 2},
@@ -16,8 +23,20 @@ METHODS = {
     "dpo": {"algorithm": "dpo", "dpo.times": 2},
     "grpo_guard": {"algorithm": "grpo_guard"},
     "kl_target": {"grpo.kl_target": 1e-9},
-    "remax": {"train.advantage": "remax"},
-    "async": {"sample.async_depth": 1},
+    "remax": {"train.advantage": "remax", **EDITS},
+    "async": {"sample.async_depth": 1, "sample.same_latent": True, **EDITS},
+    "anchors": {
+        "anchors.norm_guard": 1.0,
+        "anchors.diversity": True,
+        "anchors.reset_epochs": 2,
+        "anchors.data": str(ROOT / "dataset/edits"),
+    },
+    "keep": {
+        **{"algorithm": "rwr", "rwr.times": 2, "sample.num_image_per_prompt": 12},
+        **{"train.keep_best_worst": 3, "sample.explore_steps": 2},
+    },
+    # teachers are runs before it
+    "opd": {"algorithm": "opd", "dataset": "{0},{1}", "opd.teachers": {"one": "nft", "two": "awm"}},
 }
 
 
@@ -25,6 +44,13 @@ METHODS = {
 def runs(prompt_folder, tmp_path_factory) -> Runs:
     """Each method undisturbed, on one process and on two."""
     runs = Runs(tmp_path_factory.mktemp("methods"), prompt_folder)
+    folders = [runs.logdir / "data" / name for name in ("one", "two")]
+    for folder in folders:
+        shutil.copytree(prompt_folder, folder)
+    opd = METHODS["opd"]
+    opd["dataset"] = opd["dataset"].format(*folders)
+    for task, run in opd["opd.teachers"].items():
+        opd["opd.teachers"][task] = str(runs.logdir / f"{run}-whole/checkpoints/latest/lora")
     for how, layout in (("whole", "1 x 6"), ("two", "2 x 12")):
         runs.several(layout, {f"{m}-{how}": fields for m, fields in METHODS.items()}, epochs=2)
     return runs

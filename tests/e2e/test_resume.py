@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from planted import plant, renew_manifest
-from runner import WARM, Runner
+from runner import EDITS, WARM, Runner, run_script
 from safetensors.torch import load_file
 from serving import wait_until
 from test_engines import zero
@@ -65,7 +65,7 @@ def latest(runner: Runner, run_name: str = "run") -> Path:
 def test_two_epochs_and_two_more_are_four_bit_for_bit(train, whole):
     half = train(num_epochs=2, **SHORT)
     assert half.returncode == 0, half.stderr
-    rest = train(num_epochs=4, resume="auto", **SHORT)
+    rest = run_script("scripts/train.py", "--resume", train.logdir / "run", "--config.num_epochs=4")
     assert rest.returncode == 0, rest.stderr
     assert "resumed with another num_epochs: 4, it was 2" in rest.stdout
     assert_same_state(latest(whole), latest(train))
@@ -112,12 +112,22 @@ def test_ten_kills_at_random_moments_cost_only_time(train, whole):
 @pytest.mark.parametrize(
     "method",
     [
-        *({"algorithm": name, f"{name}__times": 2} for name in ("nft", "awm", "dpo")),
-        {"sample__async_depth": 1},
+        EDITS,  # by nft
+        *({"algorithm": name, f"{name}__times": 2} for name in ("awm", "dpo")),
+        {"sample__async_depth": 1, "train__lr_scheduler": "cosine", "train__lr_warmup_steps": 3},
+        {
+            "train__keep_best_worst": 2,
+            "sample__num_image_per_prompt": 8,
+            "sample__explore_steps": 2,
+        },
+        {"algorithm": "opd", "opd__start": "model", "opd__teachers": "{'all': 'LORA'}"},
     ],
-    ids=["nft", "awm", "dpo", "async"],
+    ids=["edits", "awm", "dpo", "async", "keep", "opd"],
 )
-def test_a_killed_run_of_any_method_goes_on_as_if_nothing_was(train, method):
+def test_a_killed_run_of_any_method_goes_on_as_if_nothing_was(train, whole, method):
+    if "opd__teachers" in method:
+        teacher = str(latest(whole) / "lora")
+        method = {**method, "opd__teachers": method["opd__teachers"].replace("LORA", teacher)}
     fields = {"num_epochs": 3, "state_freq": 1, **SHORT, **method}
     done = train(run_name="whole", **fields)
     assert done.returncode == 0, done.stderr
@@ -132,6 +142,9 @@ def test_a_killed_run_of_any_method_goes_on_as_if_nothing_was(train, method):
     assert done.returncode == 0, done.stderr
     assert_same_state(latest(train, "whole"), latest(train))
     assert_same_metrics(train.metrics("whole"), train.metrics())
+    if "train__lr_scheduler" in method:  # the last of the two updates of each epoch
+        rates = [line["train/lr"] / 3e-4 for line in train.metrics()[1:]]
+        assert rates == pytest.approx([1 / 3, 1, 0.25])
 
 
 def test_a_damaged_checkpoint_is_passed_over(train, whole):
@@ -166,7 +179,7 @@ def test_of_two_that_go_on_at_once_one_writes(train, tmp_path, monkeypatch):
     killed.kill()
     killed.communicate()
     assert [p.name for p in sorted(train.logdir.iterdir())] == [".run.lock", "run"]
-    fields = {"num_epochs": 1, "resume": "auto", "eval_freq": 0, **gate}
+    fields = {"num_epochs": 1, "resume": "auto", "resume_changed": True, "eval_freq": 0, **gate}
     both = [train.start(launcher=WARM, **fields) for _ in range(2)]
     wait_until(lambda: any(process.poll() is not None for process in both), 300)
     (tmp_path / "open").touch()
@@ -216,7 +229,7 @@ def test_a_signal_ends_the_run_in_good_order(
     assert process.returncode == 75
     last = stderr.strip().splitlines()[-1]
     assert last.startswith("stopped in epoch ")
-    assert last.endswith("--config.run_name=run --config.resume=auto")
+    assert last.endswith(f"; go on with --resume {train.logdir}/run")
     assert "Traceback" not in stderr
     lines = train.metrics()
     assert [line["epoch"] for line in lines] == list(range(len(lines)))

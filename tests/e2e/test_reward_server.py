@@ -7,16 +7,18 @@ import time
 
 import pytest
 import requests
-from runner import WARM
+from runner import EDITS, WARM
 from serving import Server, wait_until
 
-SLOW_JPEG = """
+SLOW = """
 import time
-from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
+from flow_grpo.rewards.scorers.keep_source import KeepSource
+
+keep_source = KeepSource()
 
 def score(images, prompts, metadata):
     time.sleep(0.1 * len(images))
-    return jpeg_compressibility(images, prompts, metadata)
+    return keep_source(images, prompts, metadata)
 """
 
 
@@ -51,35 +53,36 @@ def test_ocr_over_http_scores_every_image_as_in_process(run, tmp_path):
 
 
 @pytest.fixture
-def slow_jpeg(tmp_path, monkeypatch) -> dict:
-    """A reward of 0.1 s per image; 32 images per epoch."""
-    (tmp_path / "slow_jpeg.py").write_text(SLOW_JPEG)
+def slow(tmp_path, monkeypatch) -> dict:
+    """Edits with a reward of 0.1 s per image that looks at their sources; 32 images per epoch."""
+    (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return {
+        **EDITS,
         "reward_fn": "{'slow': 1.0}",
-        "custom_rewards": "{'slow': 'slow_jpeg:score'}",
-        "eval_reward_fn": "{'jpeg_compressibility': 1.0}",
+        "custom_rewards": "{'slow': 'slow:score'}",
+        "eval_reward_fn": "{'keep_source': 1.0}",
         "sample__num_batches_per_epoch": 8,
         "train__gradient_accumulation_steps": 8,
     }
 
 
 @pytest.fixture
-def server(slow_jpeg, tmp_path):
-    with Server("slow", "--custom", "slow=slow_jpeg:score", path=tmp_path) as server:
+def server(slow, tmp_path):
+    with Server("slow", "--custom", "slow=slow:score", path=tmp_path) as server:
         server.wait_until_ready()
         yield server
 
 
 def kill_within_an_epoch(server: Server) -> None:
     """After the first batches of the first epoch, long before its last."""
-    wait_until(lambda: server.metric("images_scored_total", reward="slow") >= 8, 60)
+    wait_until(lambda: server.metric("images_scored_total", reward="slow") >= 8, 300)
     server.kill()
 
 
-def test_a_server_that_comes_back_costs_nothing(train, server, slow_jpeg):
+def test_a_server_that_comes_back_costs_nothing(train, server, slow):
     servers = f"{{'slow': '{server.url}'}}"
-    process = train.start(launcher=WARM, reward_servers=servers, **slow_jpeg)
+    process = train.start(launcher=WARM, reward_servers=servers, **slow)
     kill_within_an_epoch(server)
     with pytest.raises(requests.ConnectionError):
         requests.get(f"{server.url}/healthz", timeout=5)
@@ -88,7 +91,7 @@ def test_a_server_that_comes_back_costs_nothing(train, server, slow_jpeg):
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert "trying again" in stdout
-    alone = train(run_name="alone", **slow_jpeg)
+    alone = train(run_name="alone", **slow)
     assert alone.returncode == 0, alone.stderr
     for a, b in zip(train.metrics(), train.metrics("alone"), strict=True):
         for name in a:
@@ -97,9 +100,9 @@ def test_a_server_that_comes_back_costs_nothing(train, server, slow_jpeg):
     assert train.metrics()[-1]["reward/failed"] == 0
 
 
-def test_a_server_that_stays_down_ends_the_run_in_time_with_a_checkpoint(train, server, slow_jpeg):
+def test_a_server_that_stays_down_ends_the_run_in_time_with_a_checkpoint(train, server, slow):
     servers = f"{{'slow': '{server.url}'}}"
-    process = train.start(launcher=WARM, reward_servers=servers, reward_timeout=6.0, **slow_jpeg)
+    process = train.start(launcher=WARM, reward_servers=servers, reward_timeout=6.0, **slow)
     kill_within_an_epoch(server)
     killed = time.monotonic()
     _, stderr = process.communicate(timeout=120)
@@ -111,7 +114,7 @@ def test_a_server_that_stays_down_ends_the_run_in_time_with_a_checkpoint(train, 
     assert re.match(
         r"error: epoch 1: reward 'slow' gave no score for \d+ of 32 images .*"
         rf"last error: .*{re.escape(server.url)}.* cannot connect.*; saved .*checkpoint-0; "
-        r"go on with .*resume=auto$",
+        r"go on with --resume .*/run$",
         errors[0],
     )
     assert (train.logdir / "run/checkpoints/checkpoint-0/lora").is_dir()

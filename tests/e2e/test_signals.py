@@ -45,9 +45,11 @@ def signalled(command: list[str], target: str, name: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("script", ["scripts/train.py", "scripts/train_vlm.py"])
+@pytest.mark.parametrize(
+    ("script", "config"), [("train.py", "grpo.py:tiny_ocr"), ("train_vlm.py", "vlm.py:tiny_vlm")]
+)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_while_it_imports_is_one_line(tmp_path, script, name):
+def test_a_signal_while_it_imports_is_one_line(tmp_path, script, config, name):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
         "class Signal:\n"
@@ -58,7 +60,7 @@ def test_a_signal_while_it_imports_is_one_line(tmp_path, script, name):
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, script, "--config=config/base.py"],
+        [sys.executable, f"scripts/{script}", f"--config=config/{config}"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

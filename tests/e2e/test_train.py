@@ -47,7 +47,7 @@ def test_a_run_leaves_what_it_promises(train):
         *(f"time/{n}" for n in ("sample", "reward_wait", "train", "eval", "save")),
         *("perf/images_per_s", "perf/peak_mem_gb", "perf/passes", "reward/diversity"),
         *("train/first_update_ratio_dev", "train/clip_range", "train/noisy_from"),
-        *("reward/samples", "train/velocity_norm", "train/max_grad_norm"),
+        *("reward/samples", "train/velocity_norm", "train/norm_ratio", "train/max_grad_norm"),
     }
     assert expected | {"epoch", "step"} == set(lines[-1])
 

@@ -4,13 +4,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from families import TOKENS, Family
+from families import SOURCE, TOKENS, Family
 from untrained import small
 
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.draw.algorithms import Batch, Setup
 from flow_grpo.draw.algorithms.grpo import Grpo, GrpoSettings
-from flow_grpo.draw.models import ADAPTERS
+from flow_grpo.draw.models import Size, family_of
 from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.rollout import Dynamics, Trajectory, initial_noise
 from flow_grpo.run.snapshot import Snapshot
@@ -38,10 +38,15 @@ class Run:
         AcceleratorState._reset_state(reset_partial_state=True)  # it keeps its first precision
         accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
         pipeline = small.build(family.name, **size)
-        self.adapter = ADAPTERS[type(pipeline).__name__](
-            pipeline, device="cuda", dtype=DTYPES[precision], max_sequence_length=TOKENS
+        self.images = family.images(PROMPTS)
+        self.size = Size(32, 32, family.frames)
+        self.adapter = family_of(type(pipeline).__name__, pipeline.config)(
+            pipeline,
+            device="cuda",
+            dtype=DTYPES[precision],
+            max_sequence_length=TOKENS,
+            source_size=self.size if family.frames > 1 else SOURCE,
         )
-        self.size = 32, 32, family.frames
         dynamics = Dynamics(self.adapter.schedule(4, *self.size), "flow", 0.7, family.guided)
         self.policy = policy = Policy(self.adapter, dynamics, use_lora=use_lora, rank=4, alpha=8)
         policy.prepare(accelerator, torch.optim.AdamW(policy.parameters()))
@@ -50,10 +55,7 @@ class Run:
         for name, parameter in self.adapter.transformer.named_parameters():
             if "lora_B" in name:
                 parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-        if compiled:
-            self.adapter.compile()
-        if replay and self.adapter.can_replay:
-            self.adapter.replay()
+        self.adapter.speed_up(fold=True, compiled=compiled, graphs=replay)
 
     def back_to_start(self) -> None:
         with torch.no_grad():
@@ -63,7 +65,7 @@ class Run:
         generators = sample_generators(0, 0, list(range(first, first + len(PROMPTS))))
         return self.policy.denoiser.sample(
             initial_noise(generators, self.adapter.latent_shape(*self.size), "cuda"),
-            self.adapter.encode(PROMPTS, [""] * len(PROMPTS)),
+            self.adapter.encode(PROMPTS, [""] * len(PROMPTS), self.images),
             steps=range(1, 3),
             generators=generators,
         )

@@ -52,7 +52,7 @@ def gradient_of_velocity(run: Run, scale: float) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     shape = len(PROMPTS), *run.adapter.latent_shape(*run.size)
     latents = torch.randn(shape, generator=generator).cuda()
-    texts = run.adapter.encode(PROMPTS, [""] * len(PROMPTS))
+    texts = run.adapter.encode(PROMPTS, [""] * len(PROMPTS), run.images)
     velocity = run.adapter.velocity(run.policy.module, latents, 500.0, texts, scale)
     velocity.square().mean().backward()
     return torch.cat([p.grad.flatten() for p in run.policy.parameters()])

@@ -9,10 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from families import pictures_of
 from gpu_runs import PROMPTS, Run, relative
 
+from flow_grpo.data.rows import Prompt
+from flow_grpo.draw.algorithms import Batch, Setup
+from flow_grpo.draw.algorithms.opd import Opd, OpdSettings
+from flow_grpo.draw.data_anchor import DataAnchor
+from flow_grpo.run.snapshot import Snapshot
 from flow_grpo.speed.lora import MergedLora
 
 
@@ -57,6 +64,33 @@ def test_replayed_steps_equal_plain_ones(precision, off):
     assert replayed.policy.parameters()[0].requires_grad
 
 
+def test_gradients_in_the_latents_are_those_of_plain_code():
+    """leap takes them, compiled but never replayed."""
+    plain, compiled = (Run("no", compiled=c, replay=False, width=64) for c in (False, True))
+    trajectory = plain.sample()
+    x = trajectory.latents[:, 0]
+    at = x, torch.full((len(x),), 500.0, device="cuda"), trajectory.conditioning
+    found = [run.policy.input_gradient(*at, torch.ones_like(x)) for run in (compiled, plain)]
+    assert found[1].norm() > 0
+    assert relative(*found) < 1e-4
+    assert all(p.grad is None for p in compiled.policy.parameters())
+
+
+def test_pictures_beside_samples_have_a_recording_of_their_own():
+    """They are unguided, half a batch of the samples', and come between their steps."""
+    rows = [Prompt(text, images=pictures_of(text, 1)) for text in PROMPTS]
+    gradients = []
+    for run in (Run(replay=r, width=64) for r in (False, True)):
+        trajectory, data = run.sample(), DataAnchor(rows, run.policy, 1.0)
+        for _ in range(2):  # recorded, then replayed
+            run.train(trajectory, [0])
+            [batch] = data.batches((0, 0), len(PROMPTS), 1, 0, 1)
+            run.policy.transformer.zero_grad(set_to_none=True)
+            data.loss(batch).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in run.policy.parameters()]))
+    assert relative(*gradients) < 1e-4
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_the_ratio_is_exactly_1(precision, compiled):
@@ -65,6 +99,23 @@ def test_the_ratio_is_exactly_1(precision, compiled):
     for j in (0, 1):
         assert run.train(trajectory, [j]).isfinite().all()
         assert torch.equal(run.ratio, torch.ones_like(run.ratio))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_teachers_run_the_arithmetic_of_the_student(compiled):
+    """One with its weights is at no distance, also after another was swapped in and out."""
+    run = Run("bf16", compiled=compiled, replay=True, width=64, layers=1)
+    policy, teachers = run.policy, {"same": "same", "all": "other"}
+    policy.loras = {path: Snapshot(policy.trained(), path) for path in teachers.values()}
+    torch._foreach_mul_(policy.loras["other"].copy, 1.5)
+    rows = np.arange(len(PROMPTS))
+    tasks = np.array(["same", "same", "else", "else"])
+    algorithm = Opd(OpdSettings(teachers=teachers, start="model"), Setup(num_steps=4))
+    batch = Batch(run.sample(), torch.zeros(4).cuda(), rows, rows, tasks=tasks)
+    loss = algorithm.loss(policy, batch, algorithm.prepare(policy, batch), 0)
+    assert (loss.per_sample == 0).tolist() == [True, True, False, False]
+    loss.per_sample.mean().backward()
+    assert all(p.grad.isfinite().all() for p in policy.parameters())
 
 
 def test_a_forward_whose_activations_are_gone_cannot_be_taken_back():

@@ -1,4 +1,5 @@
-"""Videos at the server: whole clips for rewards that take them, frames for all others."""
+"""Videos at the server: whole clips for rewards that take them, frames for all others; and pictures
+with those that they were made from."""
 
 import json
 import threading
@@ -26,6 +27,18 @@ class Whole:
 
     def __call__(self, images, prompts, metadata):
         return [len(clip) + np.asarray(clip[-1]).mean() / 255 for clip in images]
+
+def sources(images, prompts, metadata):
+    '''The colour of each source, its number within the row counted.'''
+    rows = [row.get("source", "none") for row in metadata]
+    rows = [row if isinstance(row, list) else [row] for row in rows]
+    return [
+        sum(10**n * each.getpixel((0, 0))[0] for n, each in enumerate(row) if each != "none")
+        for row in rows
+    ]
+
+def masks(images, prompts, metadata):
+    return [row["mask"].convert("L").getpixel((0, 0)) if "mask" in row else -1 for row in metadata]
 """
 LIMITS = ("--max-images", "12", "--max-pixels", "2000", "--max-queue-pixels", "20000")
 
@@ -33,7 +46,9 @@ LIMITS = ("--max-images", "12", "--max-pixels", "2000", "--max-queue-pixels", "2
 @pytest.fixture(scope="module", params=[(), ("--isolate",)], ids=["threads", "isolated"])
 def server(request: pytest.FixtureRequest, start: Callable, stub_folder: Path) -> Server:
     (stub_folder / "whole.py").write_text(WHOLE)
-    options = ("--custom", "whole=whole:Whole", "--options", '{"obey": {"frames": "first"}}')
+    own = ("whole=whole:Whole", "sources=whole:sources", "masks=whole:masks")
+    custom = [word for each in own for word in ("--custom", each)]
+    options = (*custom, "--options", '{"obey": {"frames": "first"}}')
     return start(f"{JPEG},obey", *options, *LIMITS, *request.param)
 
 
@@ -91,7 +106,50 @@ def test_a_request_may_mix_pictures_and_clips(server: Server) -> None:
     assert answer["extras"] == {"images_in_call": [2.0, 2.0]}  # the first frame alone
 
 
+def test_rewards_there_see_what_a_picture_was_made_from(server: Server) -> None:
+    """12 images make up a request, sources among them: these need three."""
+    colours = [Image.new("RGB", (8, 8), (n, 0, 0)) for n in range(8)]
+    metadata = [{"source": colours[n], "n": n} for n in range(8)]
+    metadata += [{"source": colours[1:3]}, {}, {"source": "none"}]
+    reward = build_reward({"sources": 1.0}, servers={"sources": server.url})
+    scores = reward([colours[0]] * 11, ["p"] * 11, metadata)["sources"]
+    assert scores.tolist() == [*range(8), 21, 0, 0]
+    assert metadata[1] == {"source": colours[1], "n": 1}
+    content = body("sources", "a", "b", sources=[encoded(colours[3]), None])
+    assert server.score(content).json()["scores"] == [3, 0]
+    grey = Image.new("L", (8, 8), 7)
+    rows = [{"source": colours[1], "mask": grey}] * 8 + [{}]
+    reward = build_reward({"masks": 1.0}, servers={"masks": server.url})
+    images = [colours[0]] * 9
+    assert reward(images, ["p"] * 9, rows)["masks"].tolist() == [7] * 8 + [-1]
+    assert rows[0] == {"source": colours[1], "mask": grey}
+
+
 REFUSED = {
+    "a source too few": (
+        body("sources", "a", "b", sources=[GOOD]),
+        (422, "counts_differ", "2 images but 1 sources; send one per image or none"),
+    ),
+    "a mask that is no picture": (
+        body("masks", "a", "b", masks=[None, "AAAA"]),
+        (422, "not_an_image", "masks[1] is not an image"),
+    ),
+    "too many masks": (
+        body("masks", *"abcdefg", masks=[GOOD] * 7),
+        (413, "too_many_images", "14 images, sources and masks in one request; at most 12 are"),
+    ),
+    "a source that is no picture": (
+        body("sources", "a", "b", sources=[None, [GOOD, "AAAA"]]),
+        (422, "not_an_image", "sources[1][1] is not an image"),
+    ),
+    "a source that is a number": (
+        body("sources", "a", sources=[3]),
+        (422, "invalid_request", "sources[0]: input should be a valid string"),
+    ),
+    "too many sources": (
+        body("sources", "a", sources=[[GOOD] * 12]),
+        (413, "too_many_images", "13 images and sources in one request; at most 12 are allowed"),
+    ),
     "too many frames": (
         request_of("whole", *noise_clips(7, 6)),
         (413, "too_many_images", "13 frames of clips in one request; at most 12 are allowed"),

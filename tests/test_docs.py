@@ -1,0 +1,303 @@
+"""The pages: links, numbers, the site, and every command on them that is ours, as far as it can be
+held against the code without running it. What runs: test_walk.py, test_notebook.py, quickstart."""
+
+import argparse
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+from runner import ROOT
+
+from flow_grpo.answer import check as answer_check
+from flow_grpo.answer import presets as answer_presets
+from flow_grpo.config.command import commands
+from flow_grpo.draw import check as draw_check
+from flow_grpo.draw import presets as draw_presets
+from flow_grpo.draw.plan import BatchPlan
+from reward_server import options as server_options
+
+sys.path.insert(0, str(ROOT / "docs"))
+import make_tasks
+
+FOLDERS = (
+    "",
+    "docs",
+    "docs/results",
+    "docs/tasks",
+    "assets/tiny-sd3",
+    "assets/tiny-edit",
+    "assets/tiny-vlm",
+    "assets/tiny-text",
+)
+PAGES = sorted(str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).glob("*.md"))
+TASKS = sorted((ROOT / "docs/tasks").glob("*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of the headings, as forges make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_has_every_page():
+    index = (ROOT / "docs/README.md").read_text("utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_numbers_have_a_leading_zero(name):
+    assert re.findall(r"(?<![\w.])\.\d+", (ROOT / name).read_text("utf-8")) == []
+
+
+def test_the_site_has_every_page_and_no_dead_link(tmp_path):
+    """Also of anchors and pictures."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "docs/tasks/sd3_ocr/index.html").is_file()
+    assert "before_after" in (tmp_path / "index.html").read_text("utf-8")
+    assert (tmp_path / "search/search_index.json").stat().st_size > 100_000
+
+
+# --- hours -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
+def test_hours_are_those_of_the_measurements(path):
+    """If not: python docs/make_tasks.py"""
+    text = path.read_text("utf-8")
+    assert make_tasks.page(text, make_tasks.measurements()) == text
+
+
+def measured(**settings) -> make_tasks.Line:
+    found = {
+        **{"model": "sd3.5-medium", "size": "512x512", "weights": "LoRA r 32", "compile": True},
+        **{"merge_lora": False, "memory_gib": None, "gradient_checkpointing": False},
+        **{"guidance": 4.5, "guidance_gradient": "both", "beta": 0.04, "steps": 5, **settings},
+    }
+    return {
+        **{"date": "2026-01-01", "file": "some.jsonl", "full_s_per_sample": {}, "peak_gib": 30.0},
+        **{"sampling_s_per_image": {"median": 0.1}, "trained_step_s_per_sample": {"median": 0.03}},
+        "settings": found,
+    }
+
+
+def test_hours_of_a_run_by_hand():
+    config = make_tasks.config_of("general_ocr_sd3", 8, {})
+    line = measured()
+    # 10 steps of 0.02 s, 9 trained ones of 0.03 s; 48 x 24 samples are 144 for each of 8 GPUs
+    assert make_tasks.sample_seconds(line, config) == pytest.approx((0.2, 0.27))
+    assert make_tasks.epoch_seconds(line, config, 8) == pytest.approx(144 * 0.47)
+    # 1,000 prompts of 40 steps; before the first epoch, and after 30 and 60
+    assert make_tasks.evaluation_seconds(line, config, 8) == pytest.approx(100)
+    assert make_tasks.hours(line, config, 8, 60) == pytest.approx((60 * 144 * 0.47 + 300) / 3600)
+
+
+def test_hours_of_answers_by_hand():
+    config = make_tasks.config_of("qwen2_5_vl_3b_geometry3k", 8, {})
+    line = {"shape": "", "sampling_s_per_answer": 0.1, "training_s_per_answer": 0.2}
+    assert make_tasks.epoch_seconds(line, config, 8) == pytest.approx(512 * 5 / 8 * 0.3)
+    assert make_tasks.evaluation_seconds(line, config, 8) == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "flux.1-dev"},
+        {"size": "1024x1024"},
+        {"guidance": 1.0},
+        {"guidance_gradient": "conditional"},
+        {"beta": 0.0},
+        {"weights": "LoRA r 64"},
+        {"compile": False},
+        {"memory_gib": 24.0},
+        {"gradient_checkpointing": True},
+        {"algorithm": "nft"},
+    ],
+)
+def test_other_work_is_no_measurement_of_a_run(other):
+    config = make_tasks.config_of("general_ocr_sd3", 1, {})
+    old, new = measured(), measured() | {"peak_gib": 31.0}
+    assert make_tasks.newest([old, new, measured(**other)], config) is new
+    assert make_tasks.newest([measured(**other)], config) is None
+    assert "not measured" in make_tasks.table("general_ocr_sd3", [1], [1], {}, [])
+
+
+# --- commands --------------------------------------------------------------------------------
+
+PROGRAM = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:python|\.venv/bin/python|bash|flow-grpo|torchrun|sbatch|pip|hf) "
+)
+CONFIGS = {"config/grpo.py": draw_presets, "config/vlm.py": answer_presets}
+EXAMPLES = (
+    "--config.save_dir",  # of a mistake
+    "algorithm=positive",  # a method that its page makes up
+    *("my_config.py", "mine.py", "make_csv.py"),  # test_walk.py
+    *("grpo.sh", "scripts/train_sd3"),  # Flow-GRPO's
+    "engine=vllm",  # which tests do without
+)
+
+
+def typed(text: str) -> list[str]:
+    """The commands of a page, in blocks of code and within sentences."""
+    text = re.sub(r" *\\\n *", " ", text)
+    blocks = re.findall(r"^(?: {4,}|\$ )(?:\$ )?(.+)$", text, re.M)
+    fences = re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S)
+    lines = [*blocks, *(line for fence in fences for line in fence.splitlines())]
+    return [line for line in [*lines, *re.findall(r"`([^`\n]+)`", text)] if PROGRAM.match(line)]
+
+
+def extras() -> set[str]:
+    setup = (ROOT / "setup.py").read_text("utf-8").partition("extras_require")[2]
+    return set(re.findall(r'^ {8}"(\w+)": ', setup, re.M))
+
+
+def get_config(path: str, script: str) -> ConfigDict:
+    file, _, preset = path.partition(":")
+    if path == "..." or preset == "PRESET":
+        file, preset = ("vlm", "tiny_vlm") if "vlm" in script else ("grpo", "tiny_ocr")
+        file = f"config/{file}.py"
+    return CONFIGS[file].get_config(preset)
+
+
+def check_config(script: str, path: str, options: list[str], monkeypatch) -> None:
+    """The fields exist and take these values, and the values go together."""
+    config, values = get_config(path, script), flags.FlagValues()
+    options = [option for option in options if option != "--config..."]
+    if any("path/to/" in o for o in options if re.match("--config.custom_[alm]", o)):
+        options = []  # a class that is not there may bring fields, and values
+    monkeypatch.setattr(sys, "argv", [script, *options])  # where ml_collections looks for them
+    config_flags.DEFINE_config_dict("config", config, flag_values=values)
+    values(sys.argv)
+    if "vlm" in script:
+        answer_check.check(values.config)
+        return
+    settings = draw_check.check(values.config)
+    numbers = {f.name: f.metadata["config"] for f in fields(BatchPlan) if "config" in f.metadata}
+    found = {name: getattr(getattr(settings, s), f) for name, (s, f) in split(numbers).items()}
+    processes = re.search(r"_(\d+)gpu$", path)
+    BatchPlan(num_processes=int(processes[1]) if processes else 1, **found)
+
+
+def split(names: dict[str, str]) -> dict[str, list[str]]:
+    return {name: field.split(".") for name, field in names.items()}
+
+
+class Parsed(Exception):
+    """The command line was read; nothing else should happen."""
+
+
+def check_options(path: Path, arguments: list[str], monkeypatch) -> None:
+    """By the parser of the script itself."""
+
+    def parse(self, args=None, namespace=None):
+        original(self, args, namespace)
+        raise Parsed
+
+    original = argparse.ArgumentParser.parse_known_args
+    spec = importlib.util.spec_from_file_location(f"of_docs_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
+        patch.setattr(sys, "argv", [str(path), *arguments])
+        spec.loader.exec_module(module)
+        with pytest.raises(Parsed):
+            getattr(module, "parse_args", getattr(module, "main", None))()
+
+
+def check_script(path: Path, arguments: list[str], monkeypatch) -> None:
+    assert path.is_file(), path
+    source = path.read_text("utf-8")
+    if "Parser(" in source and path.parent.name != "gpu":
+        check_options(path, [a for a in arguments if not a.startswith("--config.")], monkeypatch)
+    if "Parser(" in source or "command_line" not in source:
+        return
+    source += (ROOT / "flow_grpo/config/command_line.py").read_text("utf-8")
+    known = {"help", *re.findall(r'\bDEFINE_\w+\(\s*"(\w+)"', source)}
+    own = {a.removeprefix("--").partition("=")[0] for a in arguments if a.startswith("--")}
+    assert {name for name in own if not name.startswith("config.")} <= known
+    default = "config/grpo.py:benchmark_sd3" if path.stem == "benchmark" else "..."
+    config = arguments[arguments.index("--config") + 1] if "--config" in arguments else default
+    options = [a for a in arguments if a.startswith("--config.")]
+    if config not in CONFIGS:  # all fields at their defaults
+        check_config(path.stem, config, options, monkeypatch)
+
+
+def check_shell(path: str, arguments: list[str], monkeypatch) -> None:
+    """The scripts in bash, which start others."""
+    assert (ROOT / path).is_file(), path
+    options = [a for a in arguments if a.startswith("--config.")]
+    if "single_node" in path:
+        config = arguments[0] if ".py" in arguments[0] else f"config/grpo.py:{arguments[0]}"
+        config = "..." if arguments[0] == "PRESET" else config
+        check_config("train_vlm" if "vlm" in config else "train", config, options, monkeypatch)
+    elif path.endswith("quickstart.sh"):
+        preset = arguments[0] if arguments and not arguments[0].startswith("-") else "tiny_awm"
+        preset = {"edit": "tiny_edit"}.get(preset, preset)
+        config = "vlm.py:tiny_vlm" if preset == "vlm" else f"grpo.py:{preset}"
+        check_config(config, f"config/{config}", options, monkeypatch)
+    elif "--config" in arguments:  # several nodes
+        script = next((a for a in arguments if a.endswith(".py")), "scripts/train.py")
+        check_script(ROOT / script, arguments[arguments.index("--config") :], monkeypatch)
+    assert all((ROOT / a).exists() for a in arguments if a.startswith("tests/"))
+
+
+def check_command(line: str, monkeypatch) -> None:
+    words = shlex.split(line.replace("[--", "--").replace("] --", " --").rstrip("]"), comments=True)
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    words = words[: words.index("&&") if "&&" in words else None]
+    # "..." stands for a config, or for whatever else
+    words = [w for before, w in pairwise(["", *words]) if w != "..." or before == "--config"]
+    program, *rest = words
+    if program == "pip":
+        asked = re.findall(r"\.\[([\w,]+)\]", line)
+        assert {name for each in asked for name in each.split(",")} <= extras(), line
+    elif program == "hf":
+        assert rest[0] in ("auth", "download"), line
+    elif program == "flow-grpo":
+        if not rest[0].startswith("-"):
+            check_script(commands()[rest[0]], rest[1:], monkeypatch)
+    elif program in ("bash", "sbatch"):
+        check_shell(rest[0], rest[1:], monkeypatch)
+    elif rest[:2] == ["-m", "reward_server"]:
+        server_options.parse(rest[2:])
+    else:
+        scripts = [n for n, word in enumerate(rest) if word.endswith(".py")]
+        last = scripts[-1] if scripts else None
+        assert last is not None or rest[0] == "-m", line
+        if last is not None:
+            check_script(ROOT / rest[last], rest[last + 1 :], monkeypatch)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "CHANGELOG.md"])
+def test_commands_are_ones_that_the_code_takes(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for line in typed((ROOT / name).read_text("utf-8")):
+        if any(example in line for example in EXAMPLES):
+            continue
+        try:
+            check_command(line, monkeypatch)
+        except (Exception, SystemExit) as error:
+            pytest.fail(f"{line}\n{error!r}")

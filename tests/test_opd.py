@@ -1,0 +1,149 @@
+"""On-policy distillation: which teacher a sample is pulled to, what the student starts from, and
+what is told before the model loads."""
+
+import numpy as np
+import pytest
+import torch
+from methods import STEPS, method, rollout
+from sessions import short_config
+
+from flow_grpo.draw.models.lora_files import read_lora
+from flow_grpo.draw.rollout import take_step
+from flow_grpo.draw.saved import config_of_run
+from flow_grpo.draw.session import build_session
+from flow_grpo.draw.teachers import average
+from flow_grpo.errors import UserError
+
+SETUP = {"num_steps": STEPS, "group_size": 2, "update_samples": 4}
+TEACHERS = {"signs": "signs/lora", "all": "scenes/lora"}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A LoRA folder of the small model, of rank 4."""
+    folder = tmp_path_factory.mktemp("teacher")
+    config = short_config(folder, "run", **{"train.lora_rank": 4, "train.lora_alpha": 8})
+    session = build_session(config)
+    with torch.no_grad():
+        for parameter in session.policy.parameters():
+            parameter += 0.01
+    session.policy.save(folder)
+    session.close()
+    return folder / "lora"
+
+
+def test_each_state_is_pulled_to_the_teacher_of_its_prompt():
+    algorithm = method("opd", SETUP, teachers=TEACHERS)
+    policy, batch = rollout(algorithm)
+    passes = policy.passes
+    [part] = algorithm.batches([batch[:2], batch[2:]], 4)
+    assert part.tasks.tolist() == ["scenes", "scenes", "signs", "signs"]
+    assert part.index.tolist() == [1, 3, 0, 2]
+    prepared = algorithm.prepare(policy, part)
+    assert policy.passes - passes == 2 * 4 * (STEPS - 1)  # all through both: batches of one size
+    j, trajectory = 1, part.trajectory
+    state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
+    steps = np.full((4, 1), trajectory.steps[j])
+    loss = algorithm.loss(policy, part, prepared, j)
+    means = {
+        which: take_step(
+            policy.dynamics,
+            trajectory.steps[j],
+            state,
+            policy.fixed_velocities(which, state[:, None], steps, trajectory.conditioning)[:, 0],
+            stochastic=True,
+            next_latents=landed,
+        )
+        for which in ("current", *(policy.loras[path] for path in TEACHERS.values()))
+    }
+    current, signs, scenes = means.values()
+    expected = [
+        ((current.mean - other.mean)[row] ** 2 / (2 * current.std.squeeze() ** 2)).mean()
+        for row, other in enumerate((scenes, scenes, signs, signs))
+    ]
+    torch.testing.assert_close(loss.per_sample, torch.stack(expected))
+
+
+def test_batches_of_one_teacher_pass_through_it_alone():
+    algorithm = method("opd", SETUP, teachers=TEACHERS, anchor_beta=0.5)
+    policy, batch = rollout(algorithm)
+    parts, passes = algorithm.batches([batch], 2), policy.passes
+    prepared = [algorithm.prepare(policy, part) for part in parts]
+    assert policy.passes - passes == 2 * 4 * (STEPS - 1)  # a teacher and the anchor
+    losses = [algorithm.loss(policy, *each, 0) for each in zip(parts, prepared, strict=True)]
+    for loss in losses:
+        far = [loss.columns[f"{name}_distance"] for name in ("teacher", "anchor")]
+        torch.testing.assert_close(loss.per_sample, far[0] + 0.5 * far[1])
+
+
+def test_the_student_starts_with_what_its_teachers_add_on_average():
+    """As near as a LoRA of rank 2 comes to a sum of rank 4."""
+    policy, _ = rollout(method("opd", SETUP, teachers=TEACHERS))
+    teachers = [policy.loras[path] for path in TEACHERS.values()]
+    added = [products(dict(zip(t.names, t.copy, strict=True))) for t in teachers]
+    average(teachers)
+    for name, found in products(policy.trained()).items():
+        mean = (added[0][name] + added[1][name]) / 2
+        u, s, v = torch.linalg.svd(mean, full_matrices=False)
+        torch.testing.assert_close(found, u[:, :2] * s[:2] @ v[:2], rtol=1e-6, atol=1e-9)
+    average(teachers[:1])  # of one it is that one
+    for name, found in products(policy.trained()).items():
+        torch.testing.assert_close(found, added[0][name], rtol=1e-6, atol=1e-9)
+
+
+def products(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: weights[name.replace("lora_A", "lora_B")].detach() @ a.detach()
+        for name, a in weights.items()
+        if "lora_A" in name
+    }
+
+
+def test_teachers_are_read_and_the_run_can_be_resumed_from_its_config(teacher, tmp_path):
+    fields = {"algorithm": "opd", "train.lora_rank": 4, "train.lora_alpha": 8}
+    config = short_config(tmp_path, "run", **fields)
+    config.opd.teachers["ocr"] = str(teacher)
+    config.opd.anchor_beta = 0.1
+    session = build_session(config)
+    read = session.policy.loras[str(teacher)]
+    saved = read_lora(teacher).of("transformer")
+    assert len(saved) == len(read.copy)
+    for name, copy in zip(read.names, read.copy, strict=True):
+        assert torch.equal(copy, saved[name.replace(".default.", ".")])
+    assert not any(copy.any() for copy in session.policy.loras[""].copy)
+    # it starts where the one teacher is
+    there = products(dict(zip(read.names, read.copy, strict=True)))
+    for name, found in products(session.policy.trained()).items():
+        torch.testing.assert_close(found, there[name], rtol=1e-4, atol=1e-6)
+    assert session.tasks(np.array([0, 3])).tolist() == ["ocr", "ocr"]
+    session.close()
+    assert config_of_run(tmp_path / "run", []).opd.teachers.to_dict() == {"ocr": str(teacher)}
+
+
+@pytest.mark.parametrize(
+    ("teachers", "fields", "message"),
+    [
+        ({}, {}, "opd.teachers={} has none for 'ocr'; add its LoRA folder"),
+        ({"scenes": "{}", "ocr": "{}"}, {}, "'scenes' is none of ocr, all"),
+        ({"all": "{}"}, {"opd.start": "merged"}, "opd.start='merged' is at the one teacher"),
+        ({"all": "a/b/c"}, {}, "opd.teachers['all']='a/b/c': cannot load a LoRA for this model"),
+        (
+            {"ocr": "{}"},
+            {"train.lora_rank": 8},
+            "it has r=4, lora_alpha=8, and this run's LoRA r=8, ",
+        ),
+        ({"ocr": "{}"}, {"pretrained.model": "assets/tiny-edit"}, "it is of another model"),
+        ({"ocr": "{}"}, {"use_lora": False}, "it needs use_lora=True"),
+        ({"all": "{}"}, {"opd.anchor": "a/b/c", "opd.anchor_beta": 1.0}, "opd.anchor='a/b/c': "),
+    ],
+)
+def test_a_mistake_is_told_before_the_model_loads(teacher, tmp_path, teachers, fields, message):
+    own = {"algorithm": "opd", "opd.start": "model", "train.lora_rank": 4, "train.lora_alpha": 8}
+    config = short_config(tmp_path, "run", **{**own, **fields})
+    for task, path in teachers.items():
+        config.opd.teachers[task] = path.format(teacher)
+    with pytest.raises(UserError) as told:
+        build_session(config, load=None)
+    assert message in str(told.value)
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "run").exists()
