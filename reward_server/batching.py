@@ -54,7 +54,7 @@ class Job:
     def __post_init__(self) -> None:
         self.count = len(self.images)
         # Also of one that is given up while it waits for its turn.
-        self.result.add_done_callback(lambda _: self.images.clear())
+        self.result.add_done_callback(lambda _: (self.images.clear(), self.metadata.clear()))
 
     def __len__(self) -> int:
         return self.count

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from flow_grpo.config.mistakes import Parser
 from flow_grpo.errors import UserError
 from flow_grpo.files import parse_json
 from reward_server.limits import Limits
@@ -18,7 +19,7 @@ HELP = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists all options")
 
@@ -32,7 +33,6 @@ def limits(args: argparse.Namespace) -> Limits:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
-        prog="python -m reward_server",
         description="Scores images over HTTP.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,

@@ -2,8 +2,9 @@
 
 import base64
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from PIL import Image, PngImagePlugin
 
@@ -41,21 +42,24 @@ PngImagePlugin.MAX_TEXT_MEMORY = 2**20
 Claim = Callable[[int, int], AbstractContextManager[Callable[[], None]]]
 
 
-def decode(samples: Sequence[str | list[str]], *, max_pixels: int, claim: Claim) -> list[Sample]:
+def decode(
+    samples: Sequence[str | list[str]],
+    sources: Sequence[str | list[str] | None] = (),
+    masks: Sequence[str | None] = (),
+    *,
+    max_pixels: int,
+    claim: Claim,
+) -> tuple[list[Sample], list[Sample | None], list[Image.Image | None]]:
     """All pictures of a request, one after the other: only one decoder is at work at a time. A clip
-    becomes the list of its frames.
+    becomes the list of its frames; so do several sources.
 
     `claim` is told their pixels and the bytes that decoding takes besides the result. It may
     wait or refuse before any is decoded, and gives a function to call before each, which raises
     when nobody wants them any more. Messages name a picture by its JSON path.
     """
-    clips = [[sample] if isinstance(sample, str) else sample for sample in samples]
-    texts = [text for clip in clips for text in clip]
-    paths = [
-        f"images[{i}]" if isinstance(sample, str) else f"images[{i}][{j}]"
-        for i, sample in enumerate(samples)
-        for j in range(len(clips[i]))
-    ]
+    columns = {"images": samples, "sources": sources, "masks": masks}
+    named = [each for name, column in columns.items() for each in _named(name, column)]
+    paths, texts = [path for path, _ in named], [text for _, text in named]
     pixels, at_work = 0, 0
     for path, text in zip(paths, texts, strict=True):
         with _open(path, text, max_pixels) as picture:
@@ -69,8 +73,24 @@ def decode(samples: Sequence[str | list[str]], *, max_pixels: int, claim: Claim)
             with _open(path, text, max_pixels) as picture:
                 pictures.append(_rgb(path, picture))
     rest = iter(pictures)
+    return tuple(_like(column, rest) for column in columns.values())
+
+
+def _named(column: str, samples: Sequence[str | list[str] | None]) -> Iterator[tuple[str, str]]:
+    """Each picture with its JSON path."""
+    for i, sample in enumerate(samples):
+        if isinstance(sample, str):
+            yield f"{column}[{i}]", sample
+        else:
+            yield from ((f"{column}[{i}][{j}]", text) for j, text in enumerate(sample or ()))
+
+
+def _like(samples: Sequence[str | list[str] | None], pictures: Iterator[Image.Image]) -> list[Any]:
+    """In the place of each text the next picture."""
     return [
-        next(rest) if isinstance(sample, str) else list(itertools.islice(rest, len(sample)))
+        next(pictures)
+        if isinstance(sample, str)
+        else sample and list(itertools.islice(pictures, len(sample)))
         for sample in samples
     ]
 

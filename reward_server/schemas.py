@@ -35,12 +35,20 @@ def _picture_or_clip(value: Any) -> Any:
     return value
 
 
+def _source(value: Any) -> Any:
+    return None if value is None else _picture_or_clip(value)
+
+
 Text = Annotated[str, AfterValidator(_whole_characters)]
 PICTURE = {"type": "string"}
+PICTURES = [PICTURE, {"type": "array", "items": PICTURE, "minItems": 1}]
 Sample = Annotated[
-    str | list[str],
-    PlainValidator(_picture_or_clip),
-    WithJsonSchema({"anyOf": [PICTURE, {"type": "array", "items": PICTURE, "minItems": 1}]}),
+    str | list[str], PlainValidator(_picture_or_clip), WithJsonSchema({"anyOf": PICTURES})
+]
+Source = Annotated[
+    str | list[str] | None,
+    PlainValidator(_source),
+    WithJsonSchema({"anyOf": [*PICTURES, {"type": "null"}]}),
 ]
 
 
@@ -60,6 +68,18 @@ class ScoreRequest(BaseModel):
     prompts: list[Text] = Field(description="one per image", fail_fast=True)
     metadata: list[dict[str, Any]] | None = Field(
         None, description="one object per image", fail_fast=True
+    )
+    sources: list[Source] | None = Field(
+        None,
+        description="for each image the picture that it was made from, the list of several, or "
+        'null; rewards find it in the metadata as "source"',
+        fail_fast=True,
+    )
+    masks: list[str | None] | None = Field(
+        None,
+        description="for each image a picture that is white where it may differ from its source, "
+        'or null; rewards find it in the metadata as "mask"',
+        fail_fast=True,
     )
 
     @model_validator(mode="before")

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import zip_longest
 
 from PIL import Image
 
@@ -14,7 +15,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.rewards.calling import in_background
 from flow_grpo.rewards.failure import Failed, describe
 from flow_grpo.rewards.frames import Sample
-from flow_grpo.rewards.protocol import BatchScores, Scorer, joined, score
+from flow_grpo.rewards.protocol import MASK, SOURCE, BatchScores, Scorer, joined, score
 from reward_server.batching import Batcher, ScorerFailed
 from reward_server.errors import ApiError, Busy, shown
 from reward_server.isolated import SCORING_BYTES, IsolatedScorer
@@ -104,18 +105,33 @@ class Service:
                 if request.answers is not None:  # texts: nothing to decode
                     parts = desk.batcher.submit(request.answers, request.prompts, metadata)
                     return await _scores(desk.batcher.name, parts)
-                images = await asyncio.get_running_loop().run_in_executor(
-                    self._decoders, self._decode, request.images, place
+                images, sources, masks = await asyncio.get_running_loop().run_in_executor(
+                    self._decoders, self._decode, request, place
                 )
+                for name, pictures in ((SOURCE, sources), (MASK, masks)):
+                    metadata = [
+                        row if picture is None else {**row, name: picture}
+                        for row, picture in zip_longest(metadata, pictures)
+                    ]
                 parts = desk.batcher.submit(images, request.prompts, metadata)
                 place.used_by(parts)
-                del images  # what the scorer is done with, nobody else holds
+                del (
+                    images,
+                    sources,
+                    masks,
+                    pictures,
+                    metadata,
+                )  # what the scorer is done with, nobody else holds
                 return await _scores(desk.batcher.name, parts)
         finally:
             self._accepted -= 1
 
-    def _decode(self, images: list[str | list[str]], place: Place) -> list[Sample]:
-        return decode(images, max_pixels=self.limits.max_pixels, claim=place.claim)
+    def _decode(
+        self, request: ScoreRequest, place: Place
+    ) -> tuple[list[Sample], list[Sample | None], list[Image.Image | None]]:
+        others = request.sources or (), request.masks or ()
+        limit = self.limits.max_pixels
+        return decode(request.images, *others, max_pixels=limit, claim=place.claim)
 
     def fail_overdue(self) -> None:
         for desk in self.desks.values():
@@ -153,13 +169,16 @@ class Service:
                 f"{', '.join(self.desks) or 'none'}; start it with --rewards to have others",
             )
         images, prompts = len(request.samples), len(request.prompts)
-        if request.images and request.answers is not None:
+        others = request.sources or request.masks
+        if (request.images or others) and request.answers is not None:
             raise ApiError("invalid_request", "there are images and answers; send one of them")
         if not images:
             raise ApiError("no_images", "images is empty; send at least one image, or one answer")
         pictures, most = _pictures(request), self.limits.max_images
         if pictures > most:
             what = "images" if pictures == images else "frames of clips"
+            what = "images and sources" if request.sources else what
+            what = "images, sources and masks" if request.masks else what
             raise ApiError(
                 "too_many_images", f"{pictures} {what} in one request; at most {most} are allowed"
             )
@@ -167,11 +186,13 @@ class Service:
             raise ApiError(
                 "counts_differ", f"{images} images but {prompts} prompts; send one per image"
             )
-        if request.metadata is not None and len(request.metadata) != images:
-            raise ApiError(
-                "counts_differ",
-                f"{images} images but {len(request.metadata)} metadata; send one per image or none",
-            )
+        for name in ("metadata", "sources", "masks"):
+            given = getattr(request, name)
+            if given is not None and len(given) != images:
+                raise ApiError(
+                    "counts_differ",
+                    f"{images} images but {len(given)} {name}; send one per image or none",
+                )
 
     def warm_up(self, workers: int | None = None) -> None:
         """Score a small picture with each reward, so that no request waits for models to load.
@@ -213,7 +234,8 @@ class Service:
 
 def _pictures(request: ScoreRequest) -> int:
     """How many there are, each frame of a clip counted."""
-    return sum(1 if isinstance(sample, str) else len(sample) for sample in request.samples)
+    every = (*request.samples, *(request.sources or ()), *(request.masks or ()))
+    return sum(1 if isinstance(sample, str) else len(sample or ()) for sample in every)
 
 
 async def _scores(name: str, parts: "list[Future[BatchScores]]") -> BatchScores:

@@ -78,7 +78,7 @@ def coco_single(name: str) -> list[Row]:
 
 
 def coco_pair(a: str, b: str, rng: random.Random) -> list[Row]:
-    """Of each kind one of what can be asked of two."""
+    """One of each kind of what can be asked of two."""
     relation, (colour, other) = rng.choice(RELATIONS), rng.sample(COLOURS, 2)
     both = f"a photo of {article(a)} and {article(b)}"
     placed = f"a photo of {article(a)} {relation} {article(b)}"
