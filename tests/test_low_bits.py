@@ -29,6 +29,23 @@ def layer_and_weight(precision, dtype=torch.float32, **options):
     return layer, weight
 
 
+@pytest.mark.parametrize(
+    ("precision", "version", "can"),
+    [("fp8", "2.11.0+cu130", False), ("fp8", "2.13.0", True), ("nf4", "2.11.0", True)],
+)
+def test_fp8_is_compiled_where_its_gradient_is_right(precision, version, can):
+    assert low_bits.can_compile(precision, version) is can
+
+
+def test_the_gradient_of_a_compiled_layer_is_its_own():
+    layer, _ = layer_and_weight("fp8")
+    x = torch.randn(4, 128, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    (found,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision", LOW)
 def test_a_layer_is_close_to_what_it_was(precision, dtype):

@@ -466,8 +466,20 @@ BENCHMARKS: dict[str, Fields] = {
         *("_z_image", "z-image", 6),
         sample={"num_steps": 8, "sde_window_size": 2, "sde_window_range": (0, 4)},
     ),
+    # with a picture to start from, of the size that is drawn
+    "benchmark_flux_kontext": _benchmark(
+        "_kontext", "flux.1-kontext-dev", 4, max_sequence_length=512, dataset="dataset/edits"
+    ),
+    "benchmark_qwen_image_edit": _benchmark(
+        *("_qwen_image_edit", "qwen-image-edit", 4),
+        dataset="dataset/edits",
+        sample={"sde_window_size": 2},
+    ),
+    "benchmark_flux2_klein": _benchmark("_few", "flux.2-4b-klein", 4),
     "benchmark_wan": _benchmark("_wan", "wan2.1-1.3b", 1),
     "benchmark_wan_14b": _benchmark("_wan_14b", "wan2.1-14b", 1),
+    "benchmark_wan22_5b": _benchmark("_wan", "wan2.2-5b", 1),
+    "benchmark_wan22_a14b": _benchmark("_wan22_a14b", "wan2.2-a14b", 1),
 }
 
 PRESETS: dict[str, Fields] = {

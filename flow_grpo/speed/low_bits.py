@@ -28,6 +28,12 @@ def check_precision(precision: str, device: torch.device) -> None:
             )
 
 
+def can_compile(precision: str, torch_version: str) -> bool:
+    """torch 2.11 was seen to take the gradient of a compiled FP8 layer for 0, without a word."""
+    major, minor = map(int, torch_version.split(".")[:2])
+    return precision != FP8 or (major, minor) >= (2, 13)
+
+
 def to_low_bits(
     modules: Iterable[nn.Module], precision: str, device: torch.device, *, keep_full: bool = False
 ) -> None:

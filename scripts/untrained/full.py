@@ -5,7 +5,7 @@ Their text encoders have the right widths and are a layer deep.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,32 @@ def klein(layers: int, single_layers: int, heads: int, text_width: int) -> Full:
     return Full("flux2_klein", transformer, text={"text_width": text_width})
 
 
+FLUX = Full(
+    "flux",
+    {
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": True,
+        "axes_dims_rope": (16, 56, 56),
+    },
+    FLUX_VAE,
+    {**SHORT, "text_width": 4096, "pooled_width": 768},
+)
+QWEN_IMAGE = Full(
+    "qwen_image",
+    {
+        "num_layers": 60,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 3584,
+        "axes_dims_rope": (16, 56, 56),
+    },
+    text={**SHORT, "text_width": 3584},
+)
 FULL = {
     "sd3.5-medium": Full(
         "sd3",
@@ -89,36 +115,14 @@ FULL = {
         SD3_VAE,
         {**SHORT, "text_width": 1024, "joint_width": 4096, "max_length": 77},
     ),
-    "flux.1-dev": Full(
-        "flux",
-        {
-            "num_layers": 19,
-            "num_single_layers": 38,
-            "attention_head_dim": 128,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 4096,
-            "pooled_projection_dim": 768,
-            "guidance_embeds": True,
-            "axes_dims_rope": (16, 56, 56),
-        },
-        FLUX_VAE,
-        {**SHORT, "text_width": 4096, "pooled_width": 768},
-    ),
+    "flux.1-dev": FLUX,
+    "flux.1-kontext-dev": replace(FLUX, family="flux_kontext"),
     "flux.2-4b-klein": klein(5, 20, 24, 2560),
     "flux.2-9b-klein": klein(8, 24, 32, 4096),
     "flux.2-dev": Full("flux2", {}, text={"text_width": 5120}),
     "qwen-image-2.1": Full("qwen_image_21", {}, text={**SHORT, "text_width": 4096}),
-    "qwen-image": Full(
-        "qwen_image",
-        {
-            "num_layers": 60,
-            "attention_head_dim": 128,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 3584,
-            "axes_dims_rope": (16, 56, 56),
-        },
-        text={**SHORT, "text_width": 3584},
-    ),
+    "qwen-image": QWEN_IMAGE,
+    "qwen-image-edit": replace(QWEN_IMAGE, family="qwen_image_edit"),
     "z-image": Full(
         "z_image",
         {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560},

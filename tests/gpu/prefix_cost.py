@@ -1,0 +1,84 @@
+"""What Qwen-Image-2.1 saves by keeping the keys and values of its texts over the steps.
+
+PYTHONPATH=.:scripts python tests/gpu/prefix_cost.py      random weights of full size, on a GPU
+"""
+
+import json
+import statistics
+import sys
+import time
+from itertools import cycle, islice
+
+import torch
+from untrained import small
+from untrained.full import build
+
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.draw.models import ModelAdapter, Size, family_of
+from flow_grpo.draw.models.qwen_image_21 import QwenImage21Adapter
+from flow_grpo.draw.rollout import Denoiser, Dynamics, eval_generators, initial_noise
+
+WORDS = "a shop sign on a busy street at night that reads its name in large letters"
+    "a",
+    "shop",
+    "sign",
+    "on",
+    "a",
+    "busy",
+    "street",
+    "at",
+    "night",
+    "that",
+    "reads",
+    "the",
+    "name",
+    "of",
+    "the",
+    "shop",
+    "in",
+    "large",
+    "letters",
+]
+
+
+class Again(QwenImage21Adapter):
+    """Runs the texts through the transformer at every step."""
+
+    prepared = ModelAdapter.prepared
+
+
+def draw(adapter: ModelAdapter, size: Size, words: int, batch: int, steps: int) -> torch.Tensor:
+    text = " ".join(islice(cycle(WORDS.split()), words))
+    dynamics = Dynamics(adapter.schedule(steps, *size), guidance_scale=4.0)
+    denoiser = Denoiser(adapter, adapter.transformer, dynamics)
+    noise = initial_noise(
+        eval_generators(0, list(range(batch))), adapter.latent_shape(*size), adapter.device
+    )
+    with torch.no_grad():
+        return denoiser.sample(noise, denoiser.encode([Prompt(text)] * batch)).final
+
+
+def main() -> None:
+    on_gpu, tiny = torch.cuda.is_available(), "--small" in sys.argv
+    device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16
+    pipeline = small.build("qwen_image_21") if tiny else build("qwen-image-2.1", device, dtype)
+    own = family_of(type(pipeline).__name__, pipeline.config)
+    assert own is QwenImage21Adapter
+    batch, steps, size = (2, 3, Size(64, 64)) if tiny else (4, 10, Size(512, 512))
+    for words in (16, 128, 512):
+        found, pictures = {}, {}
+        for kind in (Again, own):
+            adapter = kind(pipeline, device=device, dtype=dtype, max_sequence_length=1024)
+            seconds = []
+            for _ in range(3):
+                start = time.perf_counter()
+                pictures[kind] = draw(adapter, size, words, batch, steps).float().cpu()
+                seconds.append((time.perf_counter() - start) / batch)
+            found["kept" if kind is own else "again"] = round(statistics.median(seconds), 4)
+        error = (pictures[own] - pictures[Again]).abs().max() / pictures[own].abs().max()
+        line = {"words": words, "s_per_image": found, "largest_difference": float(error)}
+        print(json.dumps({"batch": batch, "steps": steps, "size": size[:2], **line}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
