@@ -19,26 +19,6 @@ from flow_grpo.draw.models.qwen_image_21 import QwenImage21Adapter
 from flow_grpo.draw.rollout import Denoiser, Dynamics, eval_generators, initial_noise
 
 WORDS = "a shop sign on a busy street at night that reads its name in large letters"
-    "a",
-    "shop",
-    "sign",
-    "on",
-    "a",
-    "busy",
-    "street",
-    "at",
-    "night",
-    "that",
-    "reads",
-    "the",
-    "name",
-    "of",
-    "the",
-    "shop",
-    "in",
-    "large",
-    "letters",
-]
 
 
 class Again(QwenImage21Adapter):
