@@ -63,6 +63,10 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.timesteps)
 
+    def dt(self, i: int) -> float:
+        """Of step i, below 0."""
+        return self.sigmas[i + 1] - self.sigmas[i]
+
 
 @dataclass(frozen=True)
 class Conditioning:
