@@ -15,61 +15,15 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from flow_grpo.draw.algorithms import Algorithm, Batch
+from flow_grpo.draw.algorithms import Batch
 from flow_grpo.draw.algorithms.trajectory import Taken, TrajectoryAlgorithm, kl_of_step
-from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.models import Conditioning
-from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.draw.policy import Policy
 from flow_grpo.errors import UserError
-from flow_grpo.run.distributed import runs_in_step
 from flow_grpo.run.metrics import Loss
 from flow_grpo.sde import Step
 
-NAME = "train.keep_gradients=True"
 PIECE = 2**22  # numbers that are copied together: torch hands out pinned memory in powers of two
-
-
-def check_kept(
-    config: DrawFields, algorithm: Algorithm, plan: BatchPlan, accelerator: Accelerator
-) -> None:
-    """Refuse what would not have the gradient of the plain loop, or would save nothing."""
-    sample, method = config.sample, algorithm.name
-    if not algorithm.linear_in_credit:
-        raise UserError(
-            f"{NAME} does not go with algorithm={method!r}: it needs a gradient that is the "
-            "credit times one of the sample alone; use grpo, mix, grpo_guard or dppo"
-        )
-    if algorithm.settings.ratio != "step":
-        raise UserError(
-            f"{method}.ratio={algorithm.settings.ratio!r} has no effect with {NAME}, whose ratios "
-            "are all 1; leave it at 'step'"
-        )
-    if plan.updates > 1:
-        raise UserError(
-            f"{NAME} needs one update an epoch, by the weights that sampled it, and here are "
-            f"{plan.updates}; set train.num_inner_epochs=1 and "
-            f"train.gradient_accumulation_steps={plan.micro_batches}"
-        )
-    if plan.sample_batch_size > 1:
-        raise UserError(
-            f"{NAME} takes the gradient of one sample at a time, so sample.train_batch_size="
-            f"{plan.sample_batch_size} must be 1; where larger batches are faster, set it to False"
-        )
-    if sample.async_depth:
-        raise UserError(
-            f"{NAME} does not go with sample.async_depth={sample.async_depth}, whose samples are "
-            "by older weights than those that train; set it to 0"
-        )
-    if config.anchors.kl_gate:
-        raise UserError(
-            f"{NAME} does not go with anchors.kl_gate={config.anchors.kl_gate}, which chooses "
-            "whom the KL holds when all are drawn; set it to 0"
-        )
-    if not config.use_lora:
-        raise UserError(f"{NAME} needs use_lora=True: it keeps a gradient of each sample")
-    if runs_in_step(accelerator):
-        raise UserError(f"{NAME} does not go with DeepSpeed or FSDP; use plain data parallelism")
 
 
 class Gradient:
@@ -121,9 +75,9 @@ class KeptGradients:
         told = f"{samples} x {each / 2**20:.1f} MiB of LoRA"
         if needed > there:
             raise UserError(
-                f"{NAME} would keep {told} on each of {processes} processes, and of this machine's "
-                f"memory {there / 2**30:.1f} GiB are free; lower sample.num_batches_per_epoch or "
-                "train.lora_rank"
+                f"train.keep_gradients=True would keep {told} on each of {processes} processes, "
+                f"and {there / 2**30:.1f} GiB of this machine's memory are free; lower "
+                "sample.num_batches_per_epoch or train.lora_rank"
             )
         return f"{told} = {samples * each / 2**30:.1f} GiB of the host's memory per process"
 
@@ -139,33 +93,34 @@ class KeptGradients:
     ) -> tuple[Step, Tensor]:
         """Take the noisy step i, and its gradient for a credit of 1. That of the KL and the
         anchors, which no credit weighs, goes into the sum of all samples at once."""
-        policy, algorithm, accelerator = self.policy, self.algorithm, self.accelerator
-        held, denoiser = algorithm.needs_reference, policy.denoiser
-        if held:  # before the policy's pass: its weights stand in for these
-            steps = np.full((len(latents), 1), i)
-            fixed = policy.fixed_velocities("reference", latents[:, None], steps, conditioning)
+        policy, algorithm, backward = self.policy, self.algorithm, self.accelerator.backward
+        denoiser, reference = policy.denoiser, None
+        if algorithm.needs_reference:  # first: its weights take the place of those that sample
+            at = latents[:, None], np.full((len(latents), 1), i)
+            reference = policy.fixed_velocities("reference", *at, conditioning)[:, 0]
         with torch.enable_grad(), denoiser.unshared_gradients():
             step, velocity = denoiser.step(i, latents, conditioning, stochastic=True, noise=noise)
             log_prob, mean = step.log_prob.detach(), step.mean.detach()
-            ones, dt = torch.ones_like(log_prob), policy.dynamics.schedule.dt(i)
-            taken = Taken(step, step.log_prob - log_prob, mean, ones, dt)
+            one, dt = torch.ones_like(log_prob), policy.dynamics.schedule.dt(i)
+            taken = Taken(step, step.log_prob - log_prob, mean, one, dt)
             loss = algorithm.policy_loss(taken, velocity)
-            rest = Loss(torch.zeros_like(log_prob), loss.columns)
             with self._own.grows():
-                accelerator.backward(loss.per_sample.sum(), retain_graph=held)
-            if held:
-                at = {
-                    "velocity": velocity,
-                    "reference": fixed[:, 0],
-                    "kl_weight": algorithm.kl_weight,
-                }
-                kl = kl_of_step(
-                    algorithm.settings.kl_type, policy, i, latents, (step, velocity), fixed[:, 0]
+                backward(loss.per_sample.sum(), retain_graph=reference is not None)
+            rest = Loss(torch.zeros_like(log_prob), loss.columns)
+            if reference is not None:
+                taken, kind = (step, velocity), algorithm.settings.kl_type
+                rest = algorithm.anchors.hold(
+                    rest,
+                    np.zeros(0, int),  # no gate chooses among samples
+                    velocity=velocity,
+                    reference=reference,
+                    kl=kl_of_step(kind, policy, i, latents, taken, reference),
+                    kl_weight=algorithm.kl_weight,
                 )
-                rest = algorithm.anchors.hold(rest, np.zeros(0, int), kl=kl, **at)
                 with self._total.grows():
-                    accelerator.backward(rest.per_sample.sum())
-        policy.count(2 * len(latents) * (2 if held else 1))  # the backward passes alone
+                    backward(rest.per_sample.sum())
+        # of the backward passes, two each; the forward pass is counted as the others of sampling
+        policy.count(len(latents) * (2 if reference is None else 4))
         columns = {name: values.detach() for name, values in rest.columns.items()}
         self._losses.append(Loss(rest.per_sample.detach(), columns))
         return replace(step, log_prob=log_prob, mean=mean), velocity.detach()
@@ -181,20 +136,22 @@ class KeptGradients:
         self._kept[sample], self._losses = (pieces, self._losses), []
         self._own.flat.zero_()
 
-    def weigh(self, batches: list[Batch], *, shared: bool) -> Iterator[Loss]:
-        """Give the weights the gradient of these samples by their credit, and yield the losses.
-        `shared`: the mean over processes; else a backward pass that comes will share it."""
-        total = self._total.flat
+    def weigh(self, batches: list[Batch], *, shared: bool) -> list[Loss]:
+        """Give the weights the gradient of these samples, each times its credit: the mean over
+        processes if `shared`, else a backward pass that is to come shares it. Their losses."""
+        total, weighed = self._total.flat, []
         for batch in batches:
             [sample], [credit] = batch.index.tolist(), self.algorithm.cut(batch.credit).tolist()
             pieces, losses = self._kept.pop(sample)
-            for there, own in zip(total.split(PIECE), pieces if credit else (), strict=False):
-                there.add_(own.to(there.device, non_blocking=True), alpha=credit)
+            for there, own in zip(total.split(PIECE), pieces, strict=True):
+                if credit:
+                    there.add_(own.to(there.device, non_blocking=True), alpha=credit)
             for loss in losses:
                 policy_loss = credit * loss.columns["policy_loss"]
                 columns = {**loss.columns, "policy_loss": policy_loss}
-                yield Loss(loss.per_sample + policy_loss, columns)
+                weighed.append(Loss(loss.per_sample + policy_loss, columns))
         if shared:
             total.copy_(self.accelerator.reduce(total, "mean"))
         self.accelerator.sync_gradients = True
         self._total.give()
+        return weighed

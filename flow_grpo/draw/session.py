@@ -26,12 +26,13 @@ from flow_grpo.draw.check import (
     check_eval_judges,
     check_gradient,
     check_judges,
+    check_kept,
     check_void,
     unusual,
 )
 from flow_grpo.draw.data_anchor import DataAnchor, check_data, read_pictures
 from flow_grpo.draw.fields import DRAW, DrawFields
-from flow_grpo.draw.kept import KeptGradients, check_kept
+from flow_grpo.draw.kept import KeptGradients
 from flow_grpo.draw.models import (
     LATE_GUIDANCE,
     ModelAdapter,
@@ -160,8 +161,7 @@ def build_session(
         )
         if algorithm.whole_groups:
             plan.check_whole_groups(algorithm.name)
-        if train.keep_gradients:
-            check_kept(config, algorithm, plan, accelerator)
+        check_kept(config, algorithm, plan, accelerator)
         if sample.merge_lora and is_sharded(accelerator):
             raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
         run.open_folder(begin, plan.updates)
