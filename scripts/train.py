@@ -342,9 +342,8 @@ def train_epoch(
             stats.leave_out((algorithm.trained_samples - sum(map(len, kept))) * losses)
             share = len(batches) / algorithm.trained_samples
             seed, device = (config.seed, epoch, inner), accelerator.device
-            pictures = data_batches(session, (*seed, int(u)), len(batches))
-            if session.gradients is not None:  # their gradients are there
-                for loss in session.gradients.weigh(kept, shared=not pictures):
+            if session.gradients is not None:  # they are here already
+                for loss in session.gradients.weigh(kept):
                     stats.add(loss, on_policy=True)
                 kept = []
             kept = [replace(b, credit=send(b.credit, device), seed=seed) for b in kept]
@@ -352,6 +351,7 @@ def train_epoch(
             name = f"epoch {epoch + 1} train {n}/{len(order)}"
             bar = session.bar(prepared, name, len(kept))
             steps = ((batch, fixed, j) for batch, fixed in bar for j in range(losses))
+            pictures = data_batches(session, (*seed, int(u)), len(batches))
             count = len(kept) * losses + len(pictures)
             for batch, fixed, j in accumulated(accelerator, policy.module, steps, count):
                 loss = algorithm.loss(policy, batch, fixed, j)

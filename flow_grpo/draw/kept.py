@@ -136,9 +136,9 @@ class KeptGradients:
         self._kept[sample], self._losses = (pieces, self._losses), []
         self._own.flat.zero_()
 
-    def weigh(self, batches: list[Batch], *, shared: bool) -> list[Loss]:
-        """Give the weights the gradient of these samples, each times its credit: the mean over
-        processes if `shared`, else a backward pass that is to come shares it. Their losses."""
+    def weigh(self, batches: list[Batch]) -> list[Loss]:
+        """Give the weights the gradient of these samples, each times its credit, the mean over
+        processes; and return their losses."""
         total, weighed = self._total.flat, []
         for batch in batches:
             [sample], [credit] = batch.index.tolist(), self.algorithm.cut(batch.credit).tolist()
@@ -150,8 +150,7 @@ class KeptGradients:
                 policy_loss = credit * loss.columns["policy_loss"]
                 columns = {**loss.columns, "policy_loss": policy_loss}
                 weighed.append(Loss(loss.per_sample + policy_loss, columns))
-        if shared:
-            total.copy_(self.accelerator.reduce(total, "mean"))
+        total.copy_(self.accelerator.reduce(total, "mean"))
         self.accelerator.sync_gradients = True
         self._total.give()
         return weighed
