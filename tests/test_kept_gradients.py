@@ -15,7 +15,7 @@ from train import count_passes, sample_epoch, train_epoch
 
 from flow_grpo.draw.algorithms import ALGORITHMS
 from flow_grpo.draw.algorithms.grpo import Grpo
-from flow_grpo.draw.check import check, check_kept
+from flow_grpo.draw.check import check, check_kept, unusual
 from flow_grpo.draw.fields import get_config
 from flow_grpo.draw.session import Session, build_algorithm, build_session
 from flow_grpo.errors import UserError
@@ -201,3 +201,13 @@ def test_the_memory_is_told_and_too_much_refused(tmp_path, prompt_folder, caplog
         f"train.keep_gradients=True would keep {told} on each of 1 processes, and 0.0 GiB of this "
         "machine's memory are free; lower sample.num_batches_per_epoch or train.lora_rank"
     )
+
+
+@pytest.mark.parametrize("name", ["grpo.beta", "anchors.norm_guard"])
+def test_where_it_saves_no_time_it_is_told(name):
+    told = "train.keep_gradients=True saves no time with a KL or anchors.norm_guard"
+    plain, held = (
+        unusual(settings(**{"train.keep_gradients": True, name: weight})) for weight in (0.0, 0.1)
+    )
+    assert [line.startswith(told) for line in held] == [True]
+    assert plain == []

@@ -168,6 +168,11 @@ def unusual(config: Unchecked | DrawFields) -> list[str]:
                 f"{field}={clip} is wide for sample.sde_type='cps': all published "
                 f"settings have {CPS_CLIP}; set --config.{field}={CPS_CLIP}"
             )
+    if settings.train.keep_gradients and (getattr(own, "beta", 0) or settings.anchors.norm_guard):
+        lines.append(
+            "train.keep_gradients=True saves no time with a KL or anchors.norm_guard, whose "
+            "gradient takes a backward pass of its own; set them to 0, or it to False"
+        )
     for other in [name for name in DRAW.algorithms() if name != settings.algorithm]:
         values = asdict(getattr(settings, other))
         usual = asdict(type(getattr(settings, other))())

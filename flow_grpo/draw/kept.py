@@ -27,7 +27,7 @@ PIECE = 2**22  # numbers that are copied together: torch hands out pinned memory
 
 
 class Gradient:
-    """Of all trained weights, in one piece."""
+    """A gradient of all trained weights, in one piece."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
         self.weights, sizes = weights, [weight.numel() for weight in weights]
@@ -50,7 +50,7 @@ class Gradient:
 
 
 class KeptGradients:
-    """Those of the samples of an epoch, on the host; and their sum."""
+    """The gradients of an epoch's samples, on the host, and their sum."""
 
     def __init__(
         self, accelerator: Accelerator, policy: Policy, algorithm: TrajectoryAlgorithm
@@ -64,7 +64,7 @@ class KeptGradients:
 
     @property
     def bytes_each(self) -> int:
-        """Of a sample, on the host."""
+        """What a sample takes on the host."""
         return self._own.flat.nbytes
 
     def describe(self, samples: int) -> str:

@@ -64,7 +64,7 @@ class Schedule:
         return len(self.timesteps)
 
     def dt(self, i: int) -> float:
-        """Of step i, below 0."""
+        """How far step i goes, below 0."""
         return self.sigmas[i + 1] - self.sigmas[i]
 
 
