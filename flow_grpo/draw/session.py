@@ -51,7 +51,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.run.building import DTYPES, Begin, advice_when_short, building
-from flow_grpo.run.distributed import is_sharded, runs_in_step
+from flow_grpo.run.distributed import is_sharded, on_all_or_none, runs_in_step
 from flow_grpo.run.resume import check_goal, find_start
 from flow_grpo.run.session import BaseSession
 from flow_grpo.run.snapshot import Reference, Snapshot
@@ -232,8 +232,9 @@ def build_session(
         gradients, stale = None, None
         if train.keep_gradients:
             gradients = KeptGradients(accelerator, policy, algorithm)
-            samples = plan.samples // plan.num_processes
-            logger.info("%-21s %s", "kept gradients", gradients.describe(samples))
+            own = plan.samples // plan.num_processes
+            told = on_all_or_none(accelerator, lambda: gradients.describe(own))
+            logger.info("%-21s %s", "kept gradients", told)
         if sample.async_depth:
             stale = Snapshot(policy.trained(), "stale").prepare(accelerator)
         session = Session(

@@ -150,7 +150,7 @@ class TrajectoryAlgorithm(Algorithm):
         return credit.clamp(-self.settings.adv_clip_max, self.settings.adv_clip_max)
 
     def policy_loss(self, taken: Taken, velocity: Tensor) -> Loss:
-        """Of a step along `velocity`, without the KL and the anchors."""
+        """The loss of a step along `velocity`, without the KL and the anchors."""
         loss, columns = self.surrogate(taken)
         loss = loss * self._weight(taken)
         half_square = 0.5 * taken.log_ratio.detach() ** 2
