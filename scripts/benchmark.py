@@ -262,10 +262,12 @@ def tflop(session: Session) -> dict[str, float]:
     backward = 1 if config.use_lora else 2  # gradients of the activations, and of the weights
     if dynamics.guidance_gradient == "both":
         backward *= passes
-    return {
-        "sampling": len(dynamics.schedule) * passes * forward,
-        "training": (passes + reference + backward) * forward,
-    }
+    sampling = len(dynamics.schedule) * passes * forward
+    if session.gradients is not None:  # kept from sampling; the KL has a backward of its own
+        steps = session.plan.trained_steps
+        kept = reference + backward * (2 if reference else 1)
+        return {"sampling": sampling + steps * kept * forward, "training": 0.0}
+    return {"sampling": sampling, "training": (passes + reference + backward) * forward}
 
 
 def settings(session: Session) -> dict[str, Any]:
@@ -291,6 +293,7 @@ def settings(session: Session) -> dict[str, Any]:
         "cuda_graphs": session.adapter.replayed,
         "merge_lora": config.sample.merge_lora,
         "gradient_checkpointing": config.train.gradient_checkpointing,
+        "keep_gradients": config.train.keep_gradients,
         "memory_gib": MEMORY.value or None,
         "reward_s": REWARD.value,
         "async_depth": config.sample.async_depth,

@@ -159,6 +159,8 @@ def sample_epoch(session: Session, epoch: int, step: int = 0) -> list[SampledBat
     draws, samples, without_noise = draw_epoch(session, epoch), [], session.without_noise(epoch)
     policy.denoiser.encode_ahead(prompts_of(session, draws))
     seeds, explored = explore(session, epoch, without_noise)
+    if session.gradients is not None:
+        session.gradients.begin()
     for draw in session.bar(draws, f"epoch {epoch + 1} sample"):
         session.stop.check()
         session.reward.end_if_broken()
@@ -178,7 +180,10 @@ def sample_epoch(session: Session, epoch: int, step: int = 0) -> list[SampledBat
             alike=alike,
             keep_means=algorithm.keeps_means,
             keep_states=algorithm.needs_reward_gradient,
+            noisy_step=None if session.gradients is None else session.gradients.step,
         )
+        if session.gradients is not None:
+            session.gradients.keep(draw.index)
         if algorithm.needs_reward_gradient:
             trajectory = replace(trajectory, pull=reward_gradient(session, trajectory, chosen))
         images, scores = decode_and_score(session, trajectory, chosen)
@@ -337,6 +342,10 @@ def train_epoch(
             stats.leave_out((algorithm.trained_samples - sum(map(len, kept))) * losses)
             share = len(batches) / algorithm.trained_samples
             seed, device = (config.seed, epoch, inner), accelerator.device
+            if session.gradients is not None:  # they are here already
+                for loss in session.gradients.weigh(kept):
+                    stats.add(loss, on_policy=True)
+                kept = []
             kept = [replace(b, credit=send(b.credit, device), seed=seed) for b in kept]
             prepared = algorithm.prepared(policy, kept)
             name = f"epoch {epoch + 1} train {n}/{len(order)}"

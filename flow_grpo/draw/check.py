@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 import numpy as np
+from accelerate import Accelerator
 
 from flow_grpo.config.places import with_files
 from flow_grpo.config.trade import Unchecked
@@ -14,6 +15,7 @@ from flow_grpo.draw.plan import BatchPlan
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.run import trackers
+from flow_grpo.run.distributed import runs_in_step
 from flow_grpo.speed.low_bits import FULL
 
 CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
@@ -80,6 +82,50 @@ def _check_selection(settings: DrawFields) -> None:
         )
 
 
+def check_kept(
+    config: DrawFields, algorithm: Algorithm, plan: BatchPlan, accelerator: Accelerator
+) -> None:
+    """Gradients kept from the rollout: refuse where they would not be those of the plain loop."""
+    name, sample, method = "train.keep_gradients=True", config.sample, algorithm.name
+    if not config.train.keep_gradients:
+        return
+    if not algorithm.linear_in_credit:
+        raise UserError(
+            f"{name} does not go with algorithm={method!r}: it needs a gradient that is the "
+            "credit times one of the sample alone; use grpo, mix, grpo_guard or dppo"
+        )
+    if algorithm.settings.ratio != "step":
+        raise UserError(
+            f"{method}.ratio={algorithm.settings.ratio!r} has no effect with {name}, whose ratios "
+            "are all 1; leave it at 'step'"
+        )
+    if plan.updates > 1:
+        raise UserError(
+            f"{name} needs one update an epoch, by the weights that sampled it, and here are "
+            f"{plan.updates}; set train.num_inner_epochs=1 and "
+            f"train.gradient_accumulation_steps={plan.micro_batches}"
+        )
+    if plan.sample_batch_size > 1:
+        raise UserError(
+            f"{name} takes the gradient of one sample at a time, so sample.train_batch_size="
+            f"{plan.sample_batch_size} must be 1; where larger batches are faster, set it to False"
+        )
+    if sample.async_depth:
+        raise UserError(
+            f"{name} does not go with sample.async_depth={sample.async_depth}, whose samples are "
+            "by older weights than those that train; set it to 0"
+        )
+    if config.anchors.kl_gate:
+        raise UserError(
+            f"{name} does not go with anchors.kl_gate={config.anchors.kl_gate}, which chooses "
+            "whom the KL holds when all are drawn; set it to 0"
+        )
+    if not config.use_lora:
+        raise UserError(f"{name} needs use_lora=True: it keeps a gradient of each sample")
+    if runs_in_step(accelerator):
+        raise UserError(f"{name} does not go with DeepSpeed or FSDP; use plain data parallelism")
+
+
 def check_judges(config: DrawFields, judges: set[str], plan: BatchPlan) -> None:
     """Rewards that compare the pictures of a group: each call has to have whole groups."""
     for name in sorted(judges):
@@ -122,6 +168,11 @@ def unusual(config: Unchecked | DrawFields) -> list[str]:
                 f"{field}={clip} is wide for sample.sde_type='cps': all published "
                 f"settings have {CPS_CLIP}; set --config.{field}={CPS_CLIP}"
             )
+    if settings.train.keep_gradients and (getattr(own, "beta", 0) or settings.anchors.norm_guard):
+        lines.append(
+            "train.keep_gradients=True saves no time with a KL or anchors.norm_guard, whose "
+            "gradient takes a backward pass of its own; set them to 0, or it to False"
+        )
     for other in [name for name in DRAW.algorithms() if name != settings.algorithm]:
         values = asdict(getattr(settings, other))
         usual = asdict(type(getattr(settings, other))())

@@ -92,6 +92,8 @@ class Loop(Rehearsal):
         self.train(small, epoch, samples, credit)
         times.append(now(device))
         held = tensor_bytes([s.trajectory for s in samples]) / len(samples)
+        if small.gradients is not None and device.type == "cpu":
+            held += small.gradients.bytes_each
         return Epoch(tuple(np.diff(times).tolist()), held)
 
 

@@ -145,6 +145,12 @@ class DrawTrain(shared.TrainFields):
         "so many of the best and as many of the worst again, with all steps, to train on them.",
         at_least=0,
     )
+    keep_gradients: bool = setting(
+        False,
+        "Take each sample's gradient while it is drawn, and weigh it when its reward is known: the "
+        "same update without a second forward pass. For models of which one picture fills the GPU "
+        "(sample.train_batch_size=1), LoRA and one update an epoch; with a KL it saves no time.",
+    )
     cfg: bool = setting(
         True, "Train the guided velocity, as it was sampled. False goes with guidance_scale=1 only."
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -130,7 +131,7 @@ class Denoiser:
     ) -> tuple[Step, Tensor]:
         """Step i of the schedule, as `take_step` takes it, and the velocity behind it."""
         # what will be trained is sampled by the code that trains it
-        as_trained = stochastic and next_latents is None
+        as_trained = stochastic and next_latents is None and not torch.is_grad_enabled()
         velocity_at = self.velocity_as_trained if as_trained else self.velocity
         velocity = velocity_at(latents, self.dynamics.schedule.timesteps[i], conditioning)
         step = take_step(
@@ -156,13 +157,15 @@ class Denoiser:
         alike: np.ndarray | None = None,
         keep_means: bool = False,
         keep_states: bool = False,
+        noisy_step: Callable[..., tuple[Step, Tensor]] | None = None,
     ) -> Trajectory:
         """Denoise `latents` (B, C, H, W); `steps` add noise, drawn from one generator per sample.
 
         With no steps it is the plain ode. All other steps are taken within `without_noise`. Samples
         of the same number in `alike` (B,) start from the same noise and prompt: until noise comes
         between them, their steps are taken once, unless all states are kept, of steps without
-        noise.
+        noise. `noisy_step` takes those with noise in place of `step`, and may go back through the
+        weights.
         """
         latents = latents.to(dtype=latent_dtype(self.transformer))
         noise = step_noise(generators, len(steps), latents) if steps else None
@@ -170,9 +173,12 @@ class Denoiser:
         for stochastic, run in groupby(range(len(self.dynamics.schedule)), steps.__contains__):
             if stochastic:
                 kept.append(latents)
-                given = self.adapter.prepared(self.transformer, conditioning)
+                take, given = noisy_step, conditioning
+                if take is None:  # what is prepared has no gradient
+                    take = partial(self.step, stochastic=True)
+                    given = self.adapter.prepared(self.transformer, conditioning)
                 for i in run:
-                    step, _ = self.step(i, latents, given, stochastic=True, noise=noise)
+                    step, _ = take(i, latents, given, noise=noise)
                     latents = step.next_sample
                     kept.append(latents)
                     log_probs.append(step.log_prob)

@@ -27,11 +27,13 @@ from flow_grpo.draw.check import (
     check_eval_judges,
     check_gradient,
     check_judges,
+    check_kept,
     check_void,
     unusual,
 )
 from flow_grpo.draw.data_anchor import DataAnchor, check_data, read_pictures
 from flow_grpo.draw.fields import DRAW, DrawFields
+from flow_grpo.draw.kept import KeptGradients
 from flow_grpo.draw.models import (
     LATE_GUIDANCE,
     ModelAdapter,
@@ -50,7 +52,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.run.building import DTYPES, Begin, advice_when_short, building
-from flow_grpo.run.distributed import is_sharded, runs_in_step
+from flow_grpo.run.distributed import is_sharded, on_all_or_none, runs_in_step
 from flow_grpo.run.resume import check_goal, find_start
 from flow_grpo.run.session import BaseSession
 from flow_grpo.run.snapshot import Reference, Snapshot
@@ -76,6 +78,7 @@ class Session(BaseSession):
     merged: MergedLora | None
     stale: Snapshot | None  # the weights that sampled the epoch to be trained next
     data: DataAnchor | None = None  # pictures that are trained beside samples
+    gradients: KeptGradients | None = None  # where they are taken while samples are drawn
 
     def noisy_steps(self, epoch: int, first: int) -> range:
         """The steps that add noise, in the batch whose first sample is `first`."""
@@ -160,6 +163,7 @@ def build_session(
         )
         if algorithm.whole_groups:
             plan.check_whole_groups(algorithm.name)
+        check_kept(config, algorithm, plan, accelerator)
         if sample.merge_lora and is_sharded(accelerator):
             raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
         run.open_folder(begin, plan.updates)
@@ -216,7 +220,9 @@ def build_session(
             # nor does it give gradients of its inputs
             graphs=can_replay(config, accelerator)
             and len({len(p.images) for p in every}) == 1
-            and not algorithm.needs_reward_gradient,
+            and not algorithm.needs_reward_gradient
+            # nor does it go back twice
+            and not (train.keep_gradients and algorithm.needs_reference),
         )
         # before a checkpoint is loaded, and so the same after a resume
         if algorithm.needs_reference:
@@ -225,7 +231,12 @@ def build_session(
                 policy.reference.prepare(accelerator)
         if algorithm.keeps_old:
             policy.old = Snapshot(policy.trained(), "old").prepare(accelerator)
-        stale = None
+        gradients, stale = None, None
+        if train.keep_gradients:
+            gradients = KeptGradients(accelerator, policy, algorithm)
+            own = plan.samples // plan.num_processes
+            told = on_all_or_none(accelerator, lambda: gradients.describe(own))
+            logger.info("%-21s %s", "kept gradients", told)
         if sample.async_depth:
             stale = Snapshot(policy.trained(), "stale").prepare(accelerator)
         session = Session(
@@ -239,6 +250,7 @@ def build_session(
             merged=merged,
             stale=stale,
             data=DataAnchor(pictures, policy, config.anchors.data_weight) if pictures else None,
+            gradients=gradients,
         )
         algorithm.load_state_dict(session.progress.algorithm)
     return session

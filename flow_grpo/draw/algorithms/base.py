@@ -99,6 +99,9 @@ class Algorithm:
     keeps_means: ClassVar[bool] = False  # of the steps that were sampled
     own_credit: ClassVar[bool] = False  # in place of train.advantage
     holds: ClassVar[bool] = False  # its losses go through `hold`, where there is a reference
+    # Where the weights are those that sampled: the gradient is the credit times that of a credit of
+    # 1, and so is the loss; what is logged beside them does not depend on it.
+    linear_in_credit: ClassVar[bool] = False
     # LoRA folders by the fields that name them: `policy.loras` has their weights.
     loras: Mapping[str, str] = {}
     start: Sequence[str] = ()  # those of them whose mean the run begins with

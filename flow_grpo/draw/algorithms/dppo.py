@@ -22,7 +22,7 @@ class DppoSettings(TrajectorySettings):
 class Dppo(TrajectoryAlgorithm):
     name = "dppo"
     Settings = DppoSettings
-    keeps_means = True
+    keeps_means = linear_in_credit = True
 
     def check(self) -> None:
         super().check()

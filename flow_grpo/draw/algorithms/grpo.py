@@ -34,6 +34,7 @@ class GrpoSettings(TrajectorySettings):
 class Grpo(TrajectoryAlgorithm):
     name = "grpo"
     Settings = GrpoSettings
+    linear_in_credit = True
 
     @property
     def trust(self) -> float:

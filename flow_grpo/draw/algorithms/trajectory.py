@@ -2,7 +2,7 @@
 log-probabilities."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -83,6 +83,11 @@ class TrajectoryAlgorithm(Algorithm):
 
     holds = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not {"loss", "surrogate"}.isdisjoint(vars(cls)):  # what its base says is not of these
+            cls.linear_in_credit = vars(cls).get("linear_in_credit", False)
+
     def __init__(self, settings: TrajectorySettings, setup: Setup) -> None:
         super().__init__(settings, setup)
         self.kl_weight = settings.beta
@@ -120,11 +125,10 @@ class TrajectoryAlgorithm(Algorithm):
         return Prepared(reference, log_ratios(policy, trajectory, velocities("current")))
 
     def loss(self, policy: "Policy", batch: Batch, prepared: Prepared, j: int) -> Loss:
-        trajectory, settings = batch.trajectory, self.settings
+        trajectory = batch.trajectory
         i = trajectory.steps[j]
         state, landed = trajectory.latents[:, j], trajectory.latents[:, j + 1]
         step, velocity = policy.step(i, state, landed, trajectory.conditioning)
-        sigmas = policy.dynamics.schedule.sigmas
         log_ratio = step.log_prob - trajectory.log_probs[:, j]
         if prepared.log_ratio is not None:  # its value, and the gradient of this step's part
             log_ratio = prepared.log_ratio + log_ratio - log_ratio.detach()
@@ -132,20 +136,27 @@ class TrajectoryAlgorithm(Algorithm):
             step,
             log_ratio,
             old_mean=None if trajectory.means is None else trajectory.means[:, j],
-            credit=batch.credit.clamp(-settings.adv_clip_max, settings.adv_clip_max),
-            dt=sigmas[i + 1] - sigmas[i],
+            credit=self.cut(batch.credit),
+            dt=policy.dynamics.schedule.dt(i),
         )
-        policy_loss, columns = self.surrogate(taken)
-        policy_loss = policy_loss * self._weight(taken)
-        half_square = 0.5 * taken.log_ratio.detach() ** 2
-        columns = {"policy_loss": policy_loss, "approx_kl": half_square, **columns}
-        columns["velocity_norm"] = root_mean_square(velocity)
-        loss = Loss(policy_loss, columns)
+        loss = self.policy_loss(taken, velocity)
         if prepared.reference is None:
             return loss
         reference = prepared.reference[:, j]
-        kl = kl_of_step(settings.kl_type, policy, i, state, (step, velocity), reference)
+        kl = kl_of_step(self.settings.kl_type, policy, i, state, (step, velocity), reference)
         return self.hold(loss, batch, velocity=velocity, reference=reference, kl=kl)
+
+    def cut(self, credit: Tensor) -> Tensor:
+        return credit.clamp(-self.settings.adv_clip_max, self.settings.adv_clip_max)
+
+    def policy_loss(self, taken: Taken, velocity: Tensor) -> Loss:
+        """The loss of a step along `velocity`, without the KL and the anchors."""
+        loss, columns = self.surrogate(taken)
+        loss = loss * self._weight(taken)
+        half_square = 0.5 * taken.log_ratio.detach() ** 2
+        columns = {"policy_loss": loss, "approx_kl": half_square, **columns}
+        columns["velocity_norm"] = root_mean_square(velocity)
+        return Loss(loss, columns)
 
     def _weight(self, taken: Taken) -> float | Tensor:
         if self.settings.step_weight == "guard":

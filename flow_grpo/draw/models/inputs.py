@@ -63,6 +63,10 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.timesteps)
 
+    def dt(self, i: int) -> float:
+        """How far step i goes, below 0."""
+        return self.sigmas[i + 1] - self.sigmas[i]
+
 
 @dataclass(frozen=True)
 class Conditioning:
