@@ -16,7 +16,8 @@ if ! command -v chromium chromium-browser google-chrome >/dev/null; then
     chosen="not alone and not browser"
 fi
 # Most tests wait for processes they start, so two at a time, the longest files (e2e) first; then
-# those that measure speed.
+# those that measure speed, whose files are named, as to collect all tests takes half a minute.
 # 5: the arguments leave no test of that kind
 "$VENV/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@" || [ $? -eq 5 ]
+[ $# -gt 0 ] || set -- $(grep -rl --include='*.py' pytest.mark.alone tests)
 "$VENV/bin/python" -m pytest -q -m alone "$@" || [ $? -eq 5 ]

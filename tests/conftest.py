@@ -13,7 +13,7 @@ from flow_grpo.draw.session import Session, build_session
 
 torch.set_num_threads(1)  # two tests run at a time, and tensors are small
 # no time limit: a busy machine is not a mistake
-hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.register_profile("patient", deadline=None, max_examples=50)
 if hypothesis.settings.get_current_profile_name() == "default":  # scripts/mutants.py has its own
     hypothesis.settings.load_profile("patient")
 # needs an environment of its own, which .ci/run makes; needs a GPU, see docs/scaling.md

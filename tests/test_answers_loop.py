@@ -13,14 +13,11 @@ import pytest
 import small_vlm
 import torch
 import train_vlm
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
 
-from flow_grpo.advantages import ESTIMATORS
-from flow_grpo.answer import export, fields, presets
+from flow_grpo.answer import fields, presets
 from flow_grpo.answer.batches import PackedBatch
-from flow_grpo.answer.check import PER_REWARD, check
+from flow_grpo.answer.check import check
 from flow_grpo.answer.credit import Fixed
 from flow_grpo.answer.losses import AGGREGATIONS, KINDS
 from flow_grpo.answer.losses.base import Counts
@@ -30,7 +27,6 @@ from flow_grpo.answer.rollout import Rollout
 from flow_grpo.answer.session import build_session, lighter_settings
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
-from flow_grpo.run.export import Source
 from flow_grpo.speed.lora import lora_layers
 from flow_grpo.speed.low_bits import LowBitLinear
 
@@ -84,6 +80,9 @@ def test_a_run_leaves_what_the_image_trainer_leaves(run):
             assert ("file" in row) == (row["prompt"] != "What is 1+2?")
     config = json.loads((whole / "config.json").read_text())
     assert config["sample"]["group_size"] == 4
+    lora = load_file(whole / "checkpoints/latest/lora/adapter_model.safetensors")
+    assert any(weight.any() for name, weight in lora.items() if "lora_B" in name)
+    assert not any("visual" in name for name in lora)  # the tower is frozen unless told
 
 
 def test_the_moving_average_is_evaluated(run):
@@ -101,17 +100,6 @@ def test_the_moving_average_is_evaluated(run):
     assert answers() != shown
     with session.averaged():
         assert answers() == shown
-
-
-@pytest.mark.parametrize("advantage", [*ESTIMATORS, "gae"])
-def test_every_estimator_trains(run, advantage):
-    fields = {"train.advantage": advantage, "num_epochs": 1, "train.beta": 0.01}
-    if advantage not in PER_REWARD:
-        fields |= {"train.kl_in": "reward", "train.kl": "k1"}
-    line = metrics_of(run(**fields).folder)[-1]
-    assert line["train/grad_norm"] > 0
-    assert line["train/kl"] == pytest.approx(0, abs=0.02)
-    assert ("train/value_loss" in line) == (advantage == "gae")
 
 
 @pytest.mark.parametrize(("loss", "aggregation"), [*zip(KINDS, cycle(AGGREGATIONS), strict=False)])
@@ -188,40 +176,6 @@ def test_micro_batches_do_not_change_the_run(run):
     assert first["reward/avg"] == second["reward/avg"]
     assert first["train/loss"] == pytest.approx(second["train/loss"], abs=1e-6)
     assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-3)
-
-
-def test_full_fine_tuning_saves_what_transformers_load(run, places, tmp_path):
-    session = run(num_epochs=1, use_lora=False, **{"train.freeze_vision": False})
-    saved = session.folder / "checkpoints/latest/model"
-    model = AutoModelForImageTextToText.from_pretrained(saved)
-    trained = dict(session.policy.model.named_parameters())
-    start = AutoModelForImageTextToText.from_pretrained(places["pretrained.model"])
-    start = dict(start.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, trained[name])
-        assert not torch.equal(parameter, start[name]), name  # the tower too
-    assert (saved / "tokenizer_config.json").is_file()
-    assert (saved / "preprocessor_config.json").is_file()
-
-
-def test_lora_is_loaded_by_peft_and_merged(run, places, tmp_path):
-    session = run(num_epochs=1)
-    base = AutoModelForImageTextToText.from_pretrained(places["pretrained.model"])
-    frozen = {name: p.clone() for name, p in base.named_parameters() if "visual" in name}
-    model = PeftModel.from_pretrained(base, session.folder / "checkpoints/latest/lora")
-    ids = torch.tensor([[7, 8, 9, 10]])
-    with torch.no_grad():
-        trained = session.policy.model(input_ids=ids).logits
-        loaded = model(input_ids=ids).logits
-        source = Source.find(session.folder)
-        assert export.answers(source, places["pretrained.model"])
-        export.export(source, places["pretrained.model"], tmp_path / "exported")
-        exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported")
-        merged = exported(input_ids=ids).logits
-    assert torch.equal(trained, loaded)
-    assert (trained - merged).abs().max() < 1e-5
-    for name, parameter in frozen.items():
-        assert torch.equal(parameter, dict(session.policy.model.named_parameters())[name])
 
 
 @pytest.fixture

@@ -253,8 +253,8 @@ def test_any_json_gives_an_answer_or_a_reason(shape):
 
 
 def test_a_long_answer_is_read_in_no_time():
-    start = time.monotonic()
+    start = time.process_time()
     for filler in (" ", "Score ", "Score: ", "Score (1-5)", "*", "Score: 1", "\n"):
         with pytest.raises(Unscorable):
             labelled_score(Reply("Score" + filler * 50_000 + "x"), "Score")
-    assert time.monotonic() - start < 2.0
+    assert time.process_time() - start < 2.0

@@ -14,9 +14,11 @@ from serving import is_running, wait_until
 def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(
-        "import os, sys, time\n"
+        "import atexit, os, sys, threading, time\n"
         "print(os.getpid(), os.environ.get('RANK'), *sys.argv[1:], flush=True)\n"
         "time.sleep(100 * (sys.argv[1] == 'stay'))\n"
+        "atexit.register(print, 'last')\n"
+        "threading.Timer(0.2, print, ['late']).start()\n"
         "sys.exit(3)\n"
     )
     return path
@@ -33,9 +35,10 @@ def own_server():
 
 
 def test_the_exit_code_is_the_scripts(script):
+    """Once its threads and exit handlers have ended."""
     done = run_script(script, "leave")
     assert done.returncode == 3
-    assert done.stdout.split()[1:] == ["None", "leave"]
+    assert done.stdout.split()[1:] == ["None", "leave", "late", "last"]
 
 
 @pytest.mark.usefixtures("own_server")

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from light import FLAT_FOR_SOME, LIGHT
+from light import FLAT_FOR_SOME
 from PIL import Image
-from runner import EDITS, torchrun
+from runner import torchrun
 from safetensors.torch import load_file
 
 
@@ -19,27 +19,22 @@ def share_off(lora: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("slices", "fields"), [(2, {**EDITS, **LIGHT}), (1, FLAT_FOR_SOME)], ids=["edits", "texts"]
-)
-def test_two_processes_of_four_equal_one_of_eight(train, slices, fields):
-    """Also when training works on slices of the sampling batches, or leaves out some samples.
+def test_two_processes_of_four_equal_one_of_eight(train):
+    """Also when training works on slices of the sampling batches, and leaves out some samples.
 
-    In float32, so to a share of what was learned; tests/e2e/test_exact.py has the rest.
+    In float32, so to a share of what was learned; test_exact.py and test_methods.py have the rest.
     """
     settings = {
-        **fields,
+        **FLAT_FOR_SOME,
         "num_epochs": 2,
         "device": "cpu",
         "log_images": 3,
         "sample__test_batch_size": 3,
-        "train__gradient_accumulation_steps": slices,
+        "train__gradient_accumulation_steps": 2,
         "train__ema_update_interval": 1,
     }
-    one = train(
-        run_name="one", sample__train_batch_size=8, train__batch_size=8 // slices, **settings
-    )
-    two = train(run_name="two", launcher=torchrun(), train__batch_size=4 // slices, **settings)
+    one = train(run_name="one", sample__train_batch_size=8, train__batch_size=4, **settings)
+    two = train(run_name="two", launcher=torchrun(), train__batch_size=2, **settings)
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("epoch 2/2") == 1  # one process speaks

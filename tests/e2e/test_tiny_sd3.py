@@ -89,39 +89,22 @@ def kill_a_worker() -> None:
 
 
 @pytest.mark.slow
-def test_the_preset_learns_to_draw_signs(run, tmp_path):
-    """Held-out OCR rises by .15 in the quickstart, though OCR workers are killed before training
-    and in the middle; the checkpoint has it."""
+def test_the_preset_learns_to_draw_signs(run):
+    """Held-out OCR rises by .15 in the first half of the quickstart, though an OCR worker is killed
+    before training."""
     with ThreadPoolExecutor(1) as background:
-        running = background.submit(run, config=QUICKSTART)
+        running = background.submit(run, config=QUICKSTART, num_epochs=1, eval_prompts=48)
         metrics = run.logdir / "run/metrics.jsonl"
-        for lines in (1, 2):
-            while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= lines):
-                assert not running.done(), running.result().stderr
-                time.sleep(0.2)
-            kill_a_worker()
+        while not (metrics.is_file() and metrics.read_text()):
+            assert not running.done(), running.result().stderr
+            time.sleep(0.2)
+        kill_a_worker()
         done = running.result()
     assert done.returncode == 0, done.stderr
-    assert run.metrics()[-1]["epoch"] == 2
-    assert run.metrics()[-1]["reward/failed"] == 0
-    before, after = run.metrics()[0]["eval/ocr"], run.metrics()[-1]["eval/ocr"]
-    assert 0.4 < before < 0.8
-    assert after > before + 0.15
-    checkpoint = next((run.logdir / "run/checkpoints").iterdir())
-    samples = run.logdir / "run/samples"
-    drawn = [json.loads(line)["ocr"] for line in (samples / "eval-00002/samples.jsonl").open()]
-    again, _ = evaluate(
-        run, tmp_path / "trained", f"--checkpoint={checkpoint}", eval_prompts=len(drawn)
-    )
-    assert again["means"]["ocr"] == pytest.approx(np.mean(drawn), abs=0.02)
-
-    out = tmp_path / "pictures.png"
-    for arguments in (
-        ["curve", str(run.logdir / "run"), "--metric", "reward/ocr", "eval/ocr"],
-        ["pictures", str(samples / "eval-00000"), str(samples / "eval-00002")],
-    ):
-        assert run_script("scripts/plot.py", *arguments, "--out", out).returncode == 0
-        assert Image.open(out).width > 300
+    before, after = run.metrics()
+    assert after["reward/failed"] == 0
+    assert 0.4 < before["eval/ocr"] < 0.8
+    assert after["eval/ocr"] > before["eval/ocr"] + 0.15
 
 
 def test_the_model_that_edits_trains_by_its_preset(run, tmp_path):
@@ -148,17 +131,6 @@ def test_the_model_that_edits_trains_by_its_preset(run, tmp_path):
     means = json.loads((evaluated / "results.json").read_text())["means"]
     assert means["geneval/kept"] == pytest.approx(last["eval/geneval/kept"])
     assert "pipeline_tag: image-to-image" in (exported / "README.md").read_text()
-
-
-def test_evaluate_names_what_is_missing(run, tmp_path):
-    done = run(
-        f"--out={tmp_path / 'out'}",
-        "--checkpoint=logs/no-such-run",
-        script="scripts/evaluate.py",
-        config=TINY_OCR,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no checkpoint at logs/no-such-run")
 
 
 def test_a_prompt_that_ocr_can_never_score_is_named_before_training(run, tmp_path):

@@ -1,4 +1,5 @@
-"""The commands of docs/walk.md work as they stand there, one after the other."""
+"""The commands of docs/walk.md work as they stand there, one after the other; training on a quarter
+of the samples, as test_notebook.py has the same run with all."""
 
 import re
 import shlex
@@ -13,6 +14,7 @@ from flow_grpo.draw.fields import get_config
 
 PAGE = (ROOT / "docs/walk.md").read_text("utf-8")
 RUN_HERE = ("flow-grpo", "python")  # the others install, or wait for someone to look
+FEWER = ("--config.sample.train_batch_size=8", "--config.train.batch_size=8")
 
 
 def write_files(folder: Path) -> None:
@@ -34,6 +36,8 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess:
         arguments[0] = str(commands()[arguments[0]])
     elif program == "flow-grpo":
         arguments = [str(ROOT / "flow_grpo/config/command.py"), *arguments]
+    if "--config.run_name=shapes" in arguments:
+        arguments += FEWER
     return run_script(*arguments, cwd=folder)
 
 
