@@ -270,9 +270,10 @@ def test_a_wide_clip_range_for_cps_is_warned_of():
 
 
 def test_a_setting_of_an_algorithm_that_is_not_used_is_told():
-    config = with_fields(algorithm="nft", nft__times=3, awm__times=3, train__beta=0.5)
-    assert unusual(config) == [
+    fields = {"awm__times": 3, "awm__kl_beta": 0.5, "train__beta": 0.5}
+    assert unusual(with_fields(algorithm="nft", nft__times=3, **fields)) == [
         "awm.times=3 has no effect: algorithm='nft'",
+        "awm.kl_beta=0.5 has no effect: algorithm='nft'; set nft.kl_beta instead",
         "grpo.beta=0.5 has no effect: algorithm='nft'",
     ]
 

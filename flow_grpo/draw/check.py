@@ -1,7 +1,8 @@
 """Rules of a config that no single field can state, held before anything is loaded."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
 
 import numpy as np
 
@@ -125,12 +126,19 @@ def unusual(config: Unchecked | DrawFields) -> list[str]:
     for other in [name for name in DRAW.algorithms() if name != settings.algorithm]:
         values = asdict(getattr(settings, other))
         usual = asdict(type(getattr(settings, other))())
-        lines += [
-            f"{other}.{name}={value} has no effect: algorithm={settings.algorithm!r}"
-            for name, value in values.items()
-            if value != usual[name]
-        ]
+        # a field of the same name may be another thing, as nft.beta is
+        alike = shared_fields(own, getattr(settings, other))
+        for name in [name for name, value in values.items() if value != usual[name]]:
+            line = f"{other}.{name}={values[name]} has no effect: algorithm={settings.algorithm!r}"
+            meant = name in alike and getattr(own, name) != values[name]
+            lines.append(f"{line}; set {settings.algorithm}.{name} instead" if meant else line)
     return list(dict.fromkeys(lines))
+
+
+def shared_fields(one: Any, other: Any) -> set[str]:
+    """Names of the fields that both settings have of the class they both inherit from."""
+    common = next(kind for kind in type(one).__mro__ if isinstance(other, kind))
+    return {each.name for each in fields(common)} if is_dataclass(common) else set()
 
 
 def check_void(settings: DrawFields, algorithm: Algorithm) -> None:
