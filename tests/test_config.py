@@ -179,14 +179,15 @@ def test_unknown_fields_are_named_with_a_suggestion():
     assert str(error.value) == (
         "the config does not fit: it has unknown fields: save_dir (it is logdir here), "
         "train.learning_rat (did you mean train.learning_rate?); write config.logdir = "
-        "'logs/ocr'; start from flow_grpo.draw.fields.get_config() and change what differs"
+        "'logs/ocr'; start from the nearest preset, "
+        "flow_grpo.draw.presets.get_config('tiny_ocr') for one, and change what differs"
     )
 
 
 def test_missing_fields_are_named_and_counted():
     config = base.get_config()
     del config.train.beta
-    with pytest.raises(UserError, match=r"lacks train\.beta; start from flow_grpo\.draw\.fields"):
+    with pytest.raises(UserError, match=r"lacks train\.beta; start from the nearest preset, f"):
         check(config)
     del config.sample
     with pytest.raises(UserError, match=r"it lacks sample, train\.beta; start"):

@@ -264,7 +264,6 @@ ANSWER = Trade(
         *("sample.group_size", "sample.max_new_tokens"),
         *("train.learning_rate", "mixed_precision"),
     ),
-    source=__name__,
     presets_in="flow_grpo.answer.presets",
     marker="config.json",
     example="config/vlm.py:tiny_vlm",

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -263,12 +263,12 @@ def _check_fields(argv: list[str], config: ConfigDict, trade: Trade) -> None:
     words = {arg: arg.removeprefix(start).split("=", 1) for arg in argv if arg.startswith(start)}
     given = {word[0]: _read(word[1]) for word in words.values() if len(word) == 2}
     own = {name: _as_dict(config, name) for name in ("custom_rewards", "reward_servers")}
-    old, wrong, line = old_names.among({**own, **given}, _names(config)), [], []
+    old, wrong, line = old_names.among({**own, **given}, _names(config), given), [], []
     for arg in argv[1:]:
         name, *value = words.get(arg, [""])
         try:
             if name:
-                check_name(name, config, trade, *value)
+                check_name(name, config, trade, *value, given=given)
                 if name in old:
                     raise UserError(old_names.TOLD.format(name, *value))
         except UserError as error:
@@ -314,15 +314,22 @@ def _values(argv: list[str], option: str) -> list[str]:
     return values + [b for a, b in pairwise(argv) if a == f"--{option}"]
 
 
-def check_name(name: str, config: ConfigDict, trade: Trade, value: str | None = None) -> None:
-    """Refuse a field that is to be changed, to this value, if there is none of that name."""
+def check_name(
+    name: str,
+    config: ConfigDict,
+    trade: Trade,
+    value: str | None = None,
+    given: Mapping[str, Any] = old_names.NONE,
+) -> None:
+    """Refuse a field that is to be changed, to this value, if there is none of that name; `given`
+    are all that are to be changed."""
     known = _names(config)
     if name in known:
         return
     field, _, key = name.partition(".")
     if field in OPEN_FIELDS:  # absl cannot add a name to a dict
         raise UserError(whole_dict(field, key, config, trade, value))
-    hint = suggestion(name, known, cutoff=0.5) or "--help lists them all"
+    hint = suggestion(name, known, given, cutoff=0.5) or "--help lists them all"
     raise UserError(f"unknown config key {name!r}; {hint}")
 
 

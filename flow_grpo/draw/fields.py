@@ -348,7 +348,6 @@ DRAW = Trade(
         *("sample.num_image_per_prompt", "sample.num_steps", "resolution"),
         *("train.learning_rate", "mixed_precision"),
     ),
-    source=__name__,
     presets_in="flow_grpo.draw.presets",
     marker="model_index.json",
     example="config/grpo.py:tiny_ocr",
