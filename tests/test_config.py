@@ -12,12 +12,15 @@ from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 from policies import policy_of
 
+from flow_grpo.answer import plan as answer_plan
+from flow_grpo.answer import presets as answer_presets
+from flow_grpo.answer.fields import ANSWER
 from flow_grpo.config.custom import CUSTOM
 from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.seeding import Stream, torch_generator
 from flow_grpo.draw import fields as base
-from flow_grpo.draw.check import check, unusual
+from flow_grpo.draw.check import check, check_early, unusual
 from flow_grpo.draw.session import build_session, can_compile, can_replay, missing_tool
 from flow_grpo.errors import UserError
 from flow_grpo.run.building import choose_device
@@ -318,3 +321,41 @@ def test_many_prompt_sets_are_no_path_that_is_too_long():
     config.dataset = ",".join(f"set-{i:03d}.txt:1" for i in range(100))
     check(config)
     assert len(parse_sources(config.dataset)) == 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"train__batch_size": 3}, "train.batch_size=3 does not divide sample.train_batch_size=8"),
+        ({"logdir": str(ROOT), "run_name": "docs"}, f"{ROOT}/docs already exists; go on with it"),
+        ({"resume": "logs/no"}, "resume='logs/no' is neither a run nor a whole checkpoint; name"),
+        ({"train__lora_path": "a/b/c"}, "no LoRA at train.lora_path='a/b/c': there is no such fil"),
+        ({"dataset": "no/such/set:1,a.txt:2"}, "no dataset at no/such/set: it must hold train_met"),
+        ({"dataset": "a.txt"}, "no dataset at a.txt: there is no such file"),
+        (
+            {"custom_rewards": {"own": "no.py:f"}, "reward_fn": {"own": 1.0}},
+            "reward 'own': cannot import 'no.py:f' (there is no such file)",
+        ),
+    ],
+)
+def test_what_settings_and_the_disk_can_tell_is_told_early(fields, told):
+    with pytest.raises(UserError) as error:
+        check_early(with_fields(**fields))
+    assert str(error.value).startswith(told)
+
+
+def test_a_run_that_another_process_writes_to_is_left_to_its_lock(tmp_path):
+    """Which names who has it: to remove the folder would be bad advice."""
+    (tmp_path / "run").mkdir()
+    config = with_fields(logdir=str(tmp_path), run_name="run")
+    with pytest.raises(UserError, match="already exists"):
+        check_early(config)
+    (tmp_path / ".run.lock").touch()
+    check_early(config)
+
+
+def test_questions_that_are_not_there_are_told_early():
+    config = answer_presets.get_config("tiny_vlm")
+    config.dataset = "dataset/no"
+    with pytest.raises(UserError, match=r"^no questions at dataset/no: it must be a folder with"):
+        answer_plan.check_early(ANSWER.check(config))

@@ -99,7 +99,7 @@ def test_a_field_that_is_set_by_its_new_name_too_is_to_be_left_out(monkeypatch):
     argv = ["scripts/train.py", f"--config={ROOT}/config/base.py", *words, "--config.save_dir=a"]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "orig_argv", ["python", *argv])
-    with pytest.raises(UserError, match="'sample.batch_size'; leave it out: it is") as error:
+    with pytest.raises(UserError, match=r"'sample\.batch_size'; leave it out: it is") as error:
         command_line.check_names(argv, DRAW)
     assert str(error.value).endswith("py --config.sample.train_batch_size=9 --config.logdir=a")
 

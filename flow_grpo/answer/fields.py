@@ -274,6 +274,7 @@ ANSWER = Trade(
         "custom_losses": f"{__name__}:take_loss",
         "custom_models": "flow_grpo.answer.models:take_model",
     },
+    check_early="flow_grpo.answer.plan:check_early",
 )
 
 

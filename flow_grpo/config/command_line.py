@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from absl import app, flags
@@ -31,7 +32,13 @@ from flow_grpo.config.mistakes import (
 from flow_grpo.config.places import ROOT, check_made, find, find_config
 from flow_grpo.config.saved import PLACES, find_run
 from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, entry, suggestion
-from flow_grpo.errors import UserError, first_line, nearest, with_nearest_file
+from flow_grpo.errors import (
+    UserError,
+    check_model_folder,
+    first_line,
+    nearest,
+    with_nearest_file,
+)
 from flow_grpo.files import refuse_halves
 
 NO_CONFIG = "--config is missing; name one, e.g. --config "
@@ -89,11 +96,13 @@ def look(trade: Trade, *, dry_run: bool = False, default: str | None = None) -> 
     if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
         argv = [argv[0], f"--config={default}", *argv[1:]]
     argv = _with_our_configs(argv)
-    told_plainly(lambda: _look(argv, trade, asks=default is None), debug="--debug" in argv)
+    options = {"asks": default is None, "trains": dry_run}
+    told_plainly(lambda: _look(argv, trade, **options), debug="--debug" in argv)
 
 
-def _look(argv: list[str], trade: Trade, *, asks: bool) -> None:
-    """The hub is asked for the model, unless the script may put another in its place."""
+def _look(argv: list[str], trade: Trade, *, asks: bool, trains: bool) -> None:
+    """The hub is asked for the model, unless the script may put another in its place; a script that
+    `trains` needs a folder and prompts."""
     if {"--help", "-h", "--helpshort"} & {*argv}:
         _show(_short_help(argv, trade))
     if part := next((arg for arg in argv if re.match("--help(=|full)", arg)), None):
@@ -103,9 +112,13 @@ def _look(argv: list[str], trade: Trade, *, asks: bool) -> None:
     trade.check_rewards(settings)
     check_made(settings.dataset)
     model = find(settings.pretrained.model)
-    if asks and not Path(model).parent.is_dir():  # a folder may have been meant, and mistyped
+    if asks:
+        check_model_folder(model, trade.marker)
         options = {"revision": settings.pretrained.revision, "known": trade.models()}
         check_access("pretrained.model", model, file=trade.marker, **options)
+    goes_on = settings.resume == "auto" and Path(settings.logdir, settings.run_name).exists()
+    if trains and not goes_on:  # else what is not as it was is told first
+        resolve_name(trade.check_early)(settings)
 
 
 def _show(text: str) -> NoReturn:

@@ -53,6 +53,8 @@ class Trade:
     option_names: Callable[[str, str], list[str] | None]
     # fields that name classes of the user's own, and where the function is that takes one
     custom: Mapping[str, str] = field(default_factory=dict)
+    # where the function is that tells what it can of a run by settings and disk alone
+    check_early: str = ""
 
     def get_config(self) -> ConfigDict:
         """All fields at their defaults."""

@@ -2,20 +2,25 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flow_grpo.config.fields import FULL
 from flow_grpo.config.places import with_files
+from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trade import Unchecked
-from flow_grpo.draw.algorithms import Algorithm
+from flow_grpo.data.mixing import parse_sources
+from flow_grpo.data.prompts import check_there
 from flow_grpo.draw.fields import DRAW, DrawFields
-from flow_grpo.draw.models import ModelAdapter
-from flow_grpo.draw.plan import BatchPlan
+from flow_grpo.draw.plan import BatchPlan, build_plan
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
-from flow_grpo.run import trackers
-from flow_grpo.speed.low_bits import FULL
+from flow_grpo.run.plan import check_places, count_processes
+
+if TYPE_CHECKING:
+    from flow_grpo.draw.algorithms import Algorithm
+    from flow_grpo.draw.models import ModelAdapter
 
 CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
 WIDE_FOR_CPS = 1e-4
@@ -26,7 +31,7 @@ WINDOW = ("sample.sde_window_range", "sample.sde_window_per")
 def check(config: Unchecked | DrawFields) -> DrawFields:
     """The settings of a run, frozen, with files that come with the library found."""
     settings = DRAW.check(config)
-    trackers.parse(settings.log_with)
+    parse_trackers(settings.log_with)
     sample = settings.sample
     if sample.sde_type == "cps" and sample.noise_level > 1:
         raise UserError(
@@ -59,6 +64,15 @@ def check(config: Unchecked | DrawFields) -> DrawFields:
             "or more"
         )
     return with_files(settings)
+
+
+def check_early(config: DrawFields) -> None:
+    """Tell what can be told of a run before torch is imported."""
+    settings = check(config)
+    build_plan(settings, count_processes())
+    check_places(settings)
+    for source in parse_sources(settings.dataset):
+        check_there(source.path, settings.prompt_fn)
 
 
 def _check_selection(settings: DrawFields) -> None:
@@ -141,7 +155,7 @@ def shared_fields(one: Any, other: Any) -> set[str]:
     return {each.name for each in fields(common)} if is_dataclass(common) else set()
 
 
-def check_void(settings: DrawFields, algorithm: Algorithm) -> None:
+def check_void(settings: DrawFields, algorithm: "Algorithm") -> None:
     """One line for settings that do not go with the method, or that were changed from their default
     and have no effect."""
     default, sample = DRAW.freeze(DRAW.get_config()), settings.sample
@@ -170,7 +184,7 @@ def check_void(settings: DrawFields, algorithm: Algorithm) -> None:
             raise UserError(f"{told} {verb} no effect with {why}; leave {them} at {values}")
 
 
-def check_gradient(config: Unchecked | DrawFields, model: type[ModelAdapter]) -> None:
+def check_gradient(config: Unchecked | DrawFields, model: "type[ModelAdapter]") -> None:
     settings = DRAW.freeze(config)
     gradient = settings.train.guidance_gradient
     name, scale = "sample.guidance_scale", settings.sample.guidance_scale
@@ -183,7 +197,7 @@ def check_gradient(config: Unchecked | DrawFields, model: type[ModelAdapter]) ->
         )
 
 
-def _void(settings: DrawFields, algorithm: Algorithm) -> Iterator[tuple[tuple[str, ...], str]]:
+def _void(settings: DrawFields, algorithm: "Algorithm") -> Iterator[tuple[tuple[str, ...], str]]:
     """Names of settings, and what makes them void."""
     sample, advantage = settings.sample, settings.train.advantage
     name, own = algorithm.name, algorithm.settings

@@ -303,10 +303,10 @@ def take_algorithm(field: str, name: str, found: Any) -> None:
     """Add a method of the user's own."""
     from flow_grpo.draw.algorithms import ALGORITHMS, OURS, Algorithm
 
-    if name in {*OURS, "algorithm", *(each.name for each in fields(DrawFields))}:
+    if name in {*OURS, "algorithm", *(each.name for each in fields(DrawFields)), *dir(DrawFields)}:
         raise UserError(f"{field} has the name of a field or a method of ours; choose another")
     check_class(field, found, Algorithm, name=name)
-    check_defaults(field, found.Settings)
+    check_defaults(field, getattr(found, "Settings", None))
     ALGORITHMS[name] = found
 
 
@@ -358,6 +358,7 @@ DRAW = Trade(
         "custom_algorithms": f"{__name__}:take_algorithm",
         "custom_models": "flow_grpo.draw.models:take_model",
     },
+    check_early="flow_grpo.draw.check:check_early",
 )
 
 
