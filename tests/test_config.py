@@ -16,6 +16,7 @@ from flow_grpo.answer import plan as answer_plan
 from flow_grpo.answer import presets as answer_presets
 from flow_grpo.answer.fields import ANSWER
 from flow_grpo.config.custom import CUSTOM
+from flow_grpo.config.places import check_made
 from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.seeding import Stream, torch_generator
@@ -352,6 +353,24 @@ def test_a_run_that_another_process_writes_to_is_left_to_its_lock(tmp_path):
         check_early(config)
     (tmp_path / ".run.lock").touch()
     check_early(config)
+
+
+def test_a_data_set_joined_to_the_current_folder_is_ours_where_there_is_none(
+    tmp_path, monkeypatch, caplog
+):
+    """As Flow-GRPO's configs have it; a line says that it is not Flow-GRPO's."""
+    monkeypatch.chdir(tmp_path)
+    theirs, ours = os.path.join(os.getcwd(), "dataset/ocr"), str(ROOT / "dataset/ocr")
+    with caplog.at_level("INFO"):
+        assert check(with_fields(dataset=theirs)).dataset == ours
+    assert caplog.messages == [
+        f"{theirs} is not there; taken is what ships with flow_grpo, {ours}, which is not "
+        "Flow-GRPO's"
+    ]
+    with pytest.raises(UserError, match=r"^dataset='dataset/geneval' does not ship with flow_grpo"):
+        check_made(os.path.join(os.getcwd(), "dataset/geneval"))
+    (tmp_path / "dataset/ocr").mkdir(parents=True)
+    assert check(with_fields(dataset=theirs)).dataset == theirs
 
 
 def test_questions_that_are_not_there_are_told_early():

@@ -2,12 +2,14 @@
 anything; ours pass the same trial."""
 
 import sys
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from flow_grpo.answer.losses import KINDS, find_loss
-from flow_grpo.answer.losses.base import AnswerLoss
+from flow_grpo.answer.fields import ANSWER
+from flow_grpo.answer.losses import KINDS, build_loss, find_loss
+from flow_grpo.answer.losses.base import AnswerLoss, try_loss
 from flow_grpo.answer.models import FAMILIES, Family
 from flow_grpo.config.custom import check_class
 from flow_grpo.draw.algorithms import ALGORITHMS, Algorithm
@@ -17,6 +19,7 @@ from flow_grpo.draw.session import build_algorithm, build_session
 from flow_grpo.draw.trial import try_method
 from flow_grpo.errors import UserError
 
+TRAIN = replace(ANSWER.freeze(ANSWER.get_config()).train, clip_low=0.2, clip_high=0.2)
 METHOD = """
 import numpy as np
 from flow_grpo.draw.algorithms.grpo import Grpo
@@ -114,6 +117,26 @@ def test_what_a_family_lacks_is_told(write, name, told):
     with pytest.raises(UserError) as error:
         DRAW.load_custom({"custom_models": {"P": f"{write(RIGHT)}:{name}"}})
     assert str(error.value).startswith(f"custom_models.P: {told}")
+
+
+@dataclass(frozen=True)
+class Wrong(AnswerLoss):
+    how: str = "mistyped"
+
+    def per_token(self, log_probs, *others):
+        if self.how == "mistyped":
+            return log_probs.los
+        found = build_loss("clip", TRAIN).per_token(log_probs, *others)
+        return replace(found, loss=log_probs.mean())
+
+
+def test_a_mistake_in_a_loss_of_answers_is_told():
+    for kind in KINDS:
+        try_loss(build_loss(kind, TRAIN), kind)
+    with pytest.raises(UserError, match=r"^x fails .* attribute 'los' \(test_trial.py, li"):
+        try_loss(Wrong(), "x")
+    with pytest.raises(UserError, match=r"^x: per_token must give a PolicyLoss .*; it has \(\)"):
+        try_loss(Wrong("mean"), "x")
 
 
 def test_our_own_take_the_arguments_that_they_are_called_with():

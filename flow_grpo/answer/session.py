@@ -14,6 +14,8 @@ from torch import nn
 from flow_grpo.answer.agreement import check_agreement
 from flow_grpo.answer.check import check
 from flow_grpo.answer.fields import GAE, VLLM, AnswerFields
+from flow_grpo.answer.losses import build_loss
+from flow_grpo.answer.losses.base import try_loss
 from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan, build_plan
 from flow_grpo.answer.policy import AnswerPolicy
@@ -63,6 +65,9 @@ def build_session(
     finds and locks the run folder, which without a lock is left alone."""
     check_goal(config)
     config = check(config)
+    if config.train.loss in config.custom_losses:
+        loss = build_loss(config.train.loss, config.train)
+        try_loss(loss, f"custom_losses.{config.train.loss}")
     _check_sharding()
     with building(config, autocast=False) as run:
         accelerator, sample, train = run.accelerator, config.sample, config.train
