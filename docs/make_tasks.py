@@ -36,6 +36,14 @@ SHAPES = {
     "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl-3b",
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
 }
+# GiB of text encoders in bf16, by their numbers of parameters; benchmarks have them a layer deep
+ENCODERS = {
+    "sd3.5-medium": 10.4,
+    "flux.1-dev": 9,
+    "qwen-image": 15,
+    "wan2.1-1.3b": 11,
+    "wan2.1-14b": 11,
+}
 Line = dict[str, Any]
 
 
@@ -134,6 +142,7 @@ def table(
     line = newest(lines, config)
     if line is None:
         return f"\n{name}: not measured.\n\n"
+    options = "".join(f" --config.{field}={value}" for field, value in fields.items())
     drawing, training = sample_seconds(line, config)
     memory = max(value for name, value in line.items() if name.endswith("_gib"))
     heads = ["H200s", "an epoch", f"a test on {TEST_PROMPTS:,}", *(f"{n:,} epochs" for n in epochs)]
@@ -153,9 +162,38 @@ def table(
             f"([{line['file']}](../benchmarks/{line['file']}), {line['date']}, random weights).",
             "",
             *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            *advice(preset, config, gpus[-1], line, options),
             "\n",
         ]
     )
+
+
+def advice(preset: str, config: ConfigDict, gpus: int, line: Line, options: str) -> list[str]:
+    """The memory of a card in all, how long the preset would run, and how to ask for both."""
+    lines = [f"The preset runs {config.num_epochs:,} epochs; `--config.num_epochs` changes that."]
+    if encoders := ENCODERS.get(SHAPES[config.pretrained.model]):
+        peak, batch, own = line["peak_gib"], line["settings"]["batch"], config.sample
+        size = f"at batch {batch}"
+        if batch != own.train_batch_size:
+            size += f", where the preset has {own.train_batch_size}"
+        lines += [
+            f"**A card needs {peak + encoders:.1f} GiB**, {size}: {peak} GiB, and {encoders} GiB",
+            "of text encoders, which `offload_idle=True` keeps off it while pictures are drawn.",
+        ]
+    if gpus == 1:
+        return lines
+    script, file, ending = "train.py", f"grpo.py:{preset}_1gpu", f"{preset}_{gpus}gpu {gpus}"
+    if preset in answer.PRESETS:
+        script, file, ending = "train_vlm.py", f"vlm.py:{preset}", f"config/vlm.py:{preset} {gpus}"
+    return [
+        *lines,
+        f"`--dry_run` tells memory and hours on the {gpus} GPUs; or beforehand on one of them,",
+        f"where an epoch takes {gpus} times as long, and no less memory:",
+        "",
+        f"    bash scripts/single_node/train_multi_gpu.sh {ending}{options} --dry_run",
+        f"    python scripts/{script} --config config/{file}{options} --dry_run",
+    ]
 
 
 def page(text: str, lines: list[Line]) -> str:

@@ -12,12 +12,16 @@ from accelerate.utils import DistributedType
 from ml_collections import ConfigDict
 from policies import policy_of
 
+from flow_grpo.answer import plan as answer_plan
+from flow_grpo.answer import presets as answer_presets
+from flow_grpo.answer.fields import ANSWER
 from flow_grpo.config.custom import CUSTOM
+from flow_grpo.config.places import check_made
 from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.seeding import Stream, torch_generator
 from flow_grpo.draw import fields as base
-from flow_grpo.draw.check import check, unusual
+from flow_grpo.draw.check import check, check_early, unusual
 from flow_grpo.draw.session import build_session, can_compile, can_replay, missing_tool
 from flow_grpo.errors import UserError
 from flow_grpo.run.building import choose_device
@@ -179,14 +183,15 @@ def test_unknown_fields_are_named_with_a_suggestion():
     assert str(error.value) == (
         "the config does not fit: it has unknown fields: save_dir (it is logdir here), "
         "train.learning_rat (did you mean train.learning_rate?); write config.logdir = "
-        "'logs/ocr'; start from flow_grpo.draw.fields.get_config() and change what differs"
+        "'logs/ocr'; start from the nearest preset, "
+        "flow_grpo.draw.presets.get_config('tiny_ocr') for one, and change what differs"
     )
 
 
 def test_missing_fields_are_named_and_counted():
     config = base.get_config()
     del config.train.beta
-    with pytest.raises(UserError, match=r"lacks train\.beta; start from flow_grpo\.draw\.fields"):
+    with pytest.raises(UserError, match=r"lacks train\.beta; start from the nearest preset, f"):
         check(config)
     del config.sample
     with pytest.raises(UserError, match=r"it lacks sample, train\.beta; start"):
@@ -270,9 +275,10 @@ def test_a_wide_clip_range_for_cps_is_warned_of():
 
 
 def test_a_setting_of_an_algorithm_that_is_not_used_is_told():
-    config = with_fields(algorithm="nft", nft__times=3, awm__times=3, train__beta=0.5)
-    assert unusual(config) == [
+    fields = {"awm__times": 3, "awm__kl_beta": 0.5, "train__beta": 0.5}
+    assert unusual(with_fields(algorithm="nft", nft__times=3, **fields)) == [
         "awm.times=3 has no effect: algorithm='nft'",
+        "awm.kl_beta=0.5 has no effect: algorithm='nft'; set nft.kl_beta instead",
         "grpo.beta=0.5 has no effect: algorithm='nft'",
     ]
 
@@ -316,3 +322,59 @@ def test_many_prompt_sets_are_no_path_that_is_too_long():
     config.dataset = ",".join(f"set-{i:03d}.txt:1" for i in range(100))
     check(config)
     assert len(parse_sources(config.dataset)) == 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"train__batch_size": 3}, "train.batch_size=3 does not divide sample.train_batch_size=8"),
+        ({"logdir": str(ROOT), "run_name": "docs"}, f"{ROOT}/docs already exists; go on with it"),
+        ({"resume": "logs/no"}, "resume='logs/no' is neither a run nor a whole checkpoint; name"),
+        ({"train__lora_path": "a/b/c"}, "no LoRA at train.lora_path='a/b/c': there is no such fil"),
+        ({"dataset": "no/such/set:1,a.txt:2"}, "no dataset at no/such/set: it must hold train_met"),
+        ({"dataset": "a.txt"}, "no dataset at a.txt: there is no such file"),
+        (
+            {"custom_rewards": {"own": "no.py:f"}, "reward_fn": {"own": 1.0}},
+            "reward 'own': cannot import 'no.py:f' (there is no such file)",
+        ),
+    ],
+)
+def test_what_settings_and_the_disk_can_tell_is_told_early(fields, told):
+    with pytest.raises(UserError) as error:
+        check_early(with_fields(**fields))
+    assert str(error.value).startswith(told)
+
+
+def test_a_run_that_another_process_writes_to_is_left_to_its_lock(tmp_path):
+    """Which names who has it: to remove the folder would be bad advice."""
+    (tmp_path / "run").mkdir()
+    config = with_fields(logdir=str(tmp_path), run_name="run")
+    with pytest.raises(UserError, match="already exists"):
+        check_early(config)
+    (tmp_path / ".run.lock").touch()
+    check_early(config)
+
+
+def test_a_data_set_joined_to_the_current_folder_is_ours_where_there_is_none(
+    tmp_path, monkeypatch, caplog
+):
+    """As Flow-GRPO's configs have it; a line says that it is not Flow-GRPO's."""
+    monkeypatch.chdir(tmp_path)
+    theirs, ours = os.path.join(os.getcwd(), "dataset/ocr"), str(ROOT / "dataset/ocr")
+    with caplog.at_level("INFO"):
+        assert check(with_fields(dataset=theirs)).dataset == ours
+    assert caplog.messages == [
+        f"{theirs} is not there; taken is what ships with flow_grpo, {ours}, which is not "
+        "Flow-GRPO's"
+    ]
+    with pytest.raises(UserError, match=r"^dataset='dataset/geneval' does not ship with flow_grpo"):
+        check_made(os.path.join(os.getcwd(), "dataset/geneval"))
+    (tmp_path / "dataset/ocr").mkdir(parents=True)
+    assert check(with_fields(dataset=theirs)).dataset == theirs
+
+
+def test_questions_that_are_not_there_are_told_early():
+    config = answer_presets.get_config("tiny_vlm")
+    config.dataset = "dataset/no"
+    with pytest.raises(UserError, match=r"^no questions at dataset/no: it must be a folder with"):
+        answer_plan.check_early(ANSWER.check(config))

@@ -114,6 +114,19 @@ def test_hours_of_a_run_by_hand():
     assert make_tasks.hours(line, config, 8, 60) == pytest.approx((60 * 144 * 0.47 + 300) / 3600)
 
 
+def test_a_page_tells_the_memory_of_a_card_in_all_and_how_to_ask_for_it():
+    line = {**measured(), "peak_gib": 30.2}
+    line["settings"]["batch"] = 9
+    config = make_tasks.config_of("general_ocr_sd3", 8, {})
+    told = make_tasks.advice("general_ocr_sd3", config, 8, line, " --config.height=64")
+    assert told[1].startswith("**A card needs 40.6 GiB**, at batch 9: 30.2 GiB, and 10.4 GiB")
+    assert [each.split()[-2:] for each in told[-2:]] == [["--config.height=64", "--dry_run"]] * 2
+    assert len(make_tasks.advice("general_ocr_sd3", config, 1, line, "")) == 3
+    config.sample.train_batch_size = 4
+    told = make_tasks.advice("general_ocr_sd3", config, 8, line, "")
+    assert "at batch 9, where the preset has 4: 30.2 GiB" in told[1]
+
+
 def test_hours_of_answers_by_hand():
     config = make_tasks.config_of("qwen2_5_vl_3b_geometry3k", 8, {})
     line = {"shape": "", "sampling_s_per_answer": 0.1, "training_s_per_answer": 0.2}

@@ -66,7 +66,7 @@ def test_ratios_before_an_update_are_off_by_a_tenth_of_the_clip_range(deviation,
     assert (found and found.epoch) == epoch
     if epoch:
         assert found.text == (
-            "on-policy ratios are off 1 by 7.0e-02, more than a tenth of the clip range 6.2e-01: "
+            "on-policy ratios are off 1 by 7.0e-02, more than 6.2e-02, a tenth of the clip range: "
             "rounding decides what is clipped"
         )
 
@@ -86,6 +86,13 @@ def test_the_mean_ratio_stays_within_the_clip_range_of_1(ratio, clip, most):
     assert bool(found) == bool(most)
     if found:
         assert f"is off 1 by {abs(ratio - 1):.1e}, more than {most}" in found.text
+
+
+def test_a_number_and_its_limit_never_read_the_same():
+    drift = only("ratio drift", rows(train__ratio_mean=[1.01003]))
+    assert "is off 1 by 1.003e-02, more than 1.000e-02" in drift.text
+    ratios = rows(train__first_update_ratio_dev=[1.02e-5], train__clip_range=[1e-4])
+    assert "by 1.02e-05, more than 1.00e-05, a tenth" in only("on-policy ratios", ratios).text
 
 
 @pytest.mark.parametrize(("ratio", "ill"), [(1.15, False), (1.25, True)])

@@ -59,6 +59,7 @@ FLOW_GRPO = ("-m", "flow_grpo.config.command")
 TINY = "--config=config/grpo.py:tiny_ocr"
 TINY_VLM = "--config=config/vlm.py:tiny_vlm"
 OWN = "--config=config/base.py"  # taken as one of the user's own
+TAKEN = ("--config.logdir=.", "--config.run_name=docs")
 QUICK = [  # what is typed, what it prints
     ((*FLOW_GRPO, "--help"), "\n  train-vlm "),
     ((*FLOW_GRPO, "train", "--help"), "    flow-grpo train --config config/grpo.py:PRESET"),
@@ -85,6 +86,11 @@ QUICK = [  # what is typed, what it prints
     (("scripts/train.py", "--resume=docs", "--config.sed=1"), "docs is not a run: it has no"),
     (("scripts/train.py", TINY, "--help=nft"), "\n  --config.nft.times=9\n"),
     (("scripts/evaluate.py", TINY), "error: --out is missing: New folder"),
+    # what settings and the disk alone can tell
+    (("scripts/train.py", TINY, "--config.sample.train_batch_size=7"), "do not divide into groups"),
+    (("scripts/train.py", TINY, *TAKEN), "error: docs already exists; go on with it (--resume "),
+    (("scripts/train.py", TINY, "--config.dataset=dataset/orc"), "did you mean dataset/ocr?"),
+    (("scripts/train_vlm.py", TINY_VLM, "--config.train.updates_per_epoch=7"), "do not divide in"),
 ]
 
 

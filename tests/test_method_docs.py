@@ -1,18 +1,21 @@
 """The pages on methods say what the code says; every preset can be built."""
 
 import ast
+import inspect
 import json
 import re
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from methods import METHODS
 
-from flow_grpo.draw.algorithms import ALGORITHMS
-from flow_grpo.draw.algorithms.forward import ForwardSettings
-from flow_grpo.draw.algorithms.trajectory import TrajectorySettings
+from flow_grpo.draw.algorithms import ALGORITHMS, Algorithm
+from flow_grpo.draw.algorithms.forward import ForwardProcess, ForwardSettings
+from flow_grpo.draw.algorithms.trajectory import TrajectoryAlgorithm, TrajectorySettings
 from flow_grpo.draw.check import check, unusual
+from flow_grpo.draw.models import ModelAdapter
 from flow_grpo.draw.presets import PRESETS, SD3, TINY, VARIANTS, get_config
 from flow_grpo.draw.session import build_algorithm
 
@@ -97,7 +100,7 @@ def test_functions_that_the_page_names_exist():
         for method in re.findall(rf"\b{name}\.py, (\w+)\.(\w+)", page):
             assert method[0] == ALGORITHMS[name].__name__
             assert hasattr(ALGORITHMS[name], method[1])
-    for file, function in re.findall(r"\b(\w+)\.py, ([a-z_]\w*)\b(?!\.)", page):
+    for file, function in re.findall(r"\b(\w+)\.py, (?!line\b)([a-z_]\w*)\b(?!\.)", page):
         folders = (ROOT / "flow_grpo", ROOT / "flow_grpo" / "draw" / "algorithms")
         [path] = [p for f in folders if (p := f / f"{file}.py").exists()]
         assert f"def {function}(" in path.read_text("utf-8")
@@ -120,3 +123,28 @@ def test_every_preset_is_sound(name):
     check(config)
     assert unusual(config) == []
     assert build_algorithm(config).name == config.algorithm
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "classes"),
+    [
+        (
+            "algorithms.md",
+            "How to add a method",
+            (ForwardProcess, TrajectoryAlgorithm, Algorithm),
+        ),
+        ("models.md", "How to add a model", (ModelAdapter,)),
+    ],
+)
+def test_signatures_of_the_page_are_those_of_the_code(page, heading, classes):
+    told = re.findall(r"^    (def (\w+)\(.*)$", text(page).partition(f"## {heading}\n")[2], re.M)
+    told = [(line, name) for line, name in told if not line.endswith((":", "("))]  # an example's
+    assert len(told) > 8
+    for line, name in told:
+        # the base's, which the others inherit; what they have beside is theirs
+        own = next(vars(kind)[name] for kind in reversed(classes) if name in vars(kind))
+        source = inspect.getsource(getattr(own, "__func__", own))
+        [code] = ast.parse(textwrap.dedent(source)).body
+        [said] = ast.parse(f"{line}: ...").body
+        for part in ("args", "returns"):
+            assert ast.dump(getattr(said, part)) == ast.dump(getattr(code, part)), line

@@ -86,6 +86,24 @@ def test_the_command_line_is_told_all_at_once_and_what_to_type(monkeypatch):
     )
 
 
+def test_a_field_that_is_set_by_its_new_name_too_is_to_be_left_out(monkeypatch):
+    config = presets.get_config("general_ocr_sd3_1gpu")
+    config.sample.train_batch_size, config.sample.batch_size = 9, 8
+    with pytest.raises(UserError) as error:
+        check(config)
+    told = "(leave it out: it is sample.train_batch_size here, which is 9)"
+    assert str(error.value) == (
+        f"the config does not fit: it has unknown fields: sample.batch_size {told}"
+    )
+    words = ["--config.sample.batch_size=8", "--config.sample.train_batch_size=9"]
+    argv = ["scripts/train.py", f"--config={ROOT}/config/base.py", *words, "--config.save_dir=a"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", ["python", *argv])
+    with pytest.raises(UserError, match=r"'sample\.batch_size'; leave it out: it is") as error:
+        command_line.check_names(argv, DRAW)
+    assert str(error.value).endswith("py --config.sample.train_batch_size=9 --config.logdir=a")
+
+
 @pytest.mark.parametrize("name", old_names.PROMPT_FNS)
 def test_prompt_functions_are_told_ours(name):
     config = get_config()

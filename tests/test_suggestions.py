@@ -13,6 +13,7 @@ from untrained.full import FULL
 
 from flow_grpo.config import command, command_line, old_names
 from flow_grpo.config.settings import walk
+from flow_grpo.config.trackers import TRACKERS
 from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.draw import presets
@@ -23,7 +24,6 @@ from flow_grpo.draw.models import find_adapter
 from flow_grpo.errors import UserError, nearest
 from flow_grpo.files import dotted
 from flow_grpo.rewards import REWARDS, build_scorers, option_names
-from flow_grpo.run import trackers
 
 PRESET = f"--config={ROOT}/config/grpo.py:tiny_ocr_1gpu"
 FIELDS = dict(dotted(get_config().to_dict()))
@@ -138,7 +138,7 @@ def test_every_value_of_a_list(load, name, choice):
     load(PRESET, f"--config.{name}={near}")
 
 
-@pytest.mark.parametrize("name", trackers.TRACKERS)
+@pytest.mark.parametrize("name", TRACKERS)
 def test_every_tracker(load, name):
     [near] = refused(load, PRESET, f"--config.log_with={mistyped(name)}")
     assert near == name

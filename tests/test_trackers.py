@@ -1,25 +1,27 @@
 """Trackers that cannot be used. What they show is read back in tests/e2e/test_tracked_run.py."""
 
+import importlib.util
 import logging
 
 import pytest
 from PIL import Image, ImageDraw
 
+from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.errors import UserError
 from flow_grpo.run import trackers
 from flow_grpo.show.grid import fitted
 
 
 def test_several_are_separated_by_commas():
-    assert trackers.parse("") == []
-    assert trackers.parse(" tensorboard ,tensorboard,") == ["tensorboard"]
+    assert parse_trackers("") == []
+    assert parse_trackers(" tensorboard ,tensorboard,") == ["tensorboard"]
 
 
 @pytest.mark.parametrize("log_with", ["tensorbord", "wandb;tensorboard", "all", "wandb,aim"])
 def test_an_unknown_one_is_named_with_those_there_are(log_with, monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(UserError) as told:
-        trackers.parse(log_with)
+        parse_trackers(log_with)
     assert str(told.value).startswith(
         f"log_with={log_with!r} must be some of wandb, tensorboard, swanlab, trackio, mlflow, "
         "or empty"

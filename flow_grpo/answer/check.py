@@ -5,12 +5,12 @@ from importlib.util import find_spec
 
 from flow_grpo.answer.fields import ANSWER, GAE, VLLM, AnswerFields
 from flow_grpo.answer.losses import find_loss
+from flow_grpo.config.fields import FULL
 from flow_grpo.config.places import with_files
+from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import ANSWER_REWARDS, REWARDS
-from flow_grpo.run import trackers
-from flow_grpo.speed.low_bits import FULL
 
 PER_REWARD = ("gdpo", "pairwise")  # estimators that compare answers by each reward alone
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
@@ -19,7 +19,7 @@ COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 def check(config: Unchecked | AnswerFields) -> AnswerFields:
     """The settings of a run, frozen, with files that come with the library found."""
     settings = _with_loss(ANSWER.check(config))
-    trackers.parse(settings.log_with)
+    parse_trackers(settings.log_with)
     sample, train = settings.sample, settings.train
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
     _check_rewards(settings)

@@ -264,7 +264,6 @@ ANSWER = Trade(
         *("sample.group_size", "sample.max_new_tokens"),
         *("train.learning_rate", "mixed_precision"),
     ),
-    source=__name__,
     presets_in="flow_grpo.answer.presets",
     marker="config.json",
     example="config/vlm.py:tiny_vlm",
@@ -275,6 +274,7 @@ ANSWER = Trade(
         "custom_losses": f"{__name__}:take_loss",
         "custom_models": "flow_grpo.answer.models:take_model",
     },
+    check_early="flow_grpo.answer.plan:check_early",
 )
 
 

@@ -3,8 +3,11 @@
 import math
 from dataclasses import dataclass
 
+from flow_grpo.answer.fields import AnswerFields
+from flow_grpo.config.places import with_files
+from flow_grpo.data.questions import check_there
 from flow_grpo.errors import UserError
-from flow_grpo.run.session import Plan
+from flow_grpo.run.plan import Plan, check_places, count_processes
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,23 @@ class AnswerPlan(Plan):
             "sampled together": f"{self.batch_size}, on each of {self.num_processes} processes",
             "samples per update": f"{self.samples // self.updates_per_pass}",
         }
+
+
+def build_plan(config: AnswerFields, num_processes: int) -> AnswerPlan:
+    sample, train = config.sample, config.train
+    return AnswerPlan(
+        num_processes=num_processes,
+        questions=sample.questions_per_epoch,
+        group_size=sample.group_size,
+        updates_per_pass=train.updates_per_epoch,
+        inner_epochs=train.num_inner_epochs,
+        most_at_once=sample.batch_size,
+    )
+
+
+def check_early(config: AnswerFields) -> None:
+    """Tell what can be told of a run before torch is imported."""
+    config = with_files(config)
+    build_plan(config, count_processes())
+    check_places(config)
+    check_there(config.dataset)

@@ -14,8 +14,10 @@ from torch import nn
 from flow_grpo.answer.agreement import check_agreement
 from flow_grpo.answer.check import check
 from flow_grpo.answer.fields import GAE, VLLM, AnswerFields
+from flow_grpo.answer.losses import build_loss
+from flow_grpo.answer.losses.base import try_loss
 from flow_grpo.answer.models import load_model, load_processors
-from flow_grpo.answer.plan import AnswerPlan
+from flow_grpo.answer.plan import AnswerPlan, build_plan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Answerer, reward_metadata
@@ -63,19 +65,15 @@ def build_session(
     finds and locks the run folder, which without a lock is left alone."""
     check_goal(config)
     config = check(config)
+    if config.train.loss in config.custom_losses:
+        loss = build_loss(config.train.loss, config.train)
+        try_loss(loss, f"custom_losses.{config.train.loss}")
     _check_sharding()
     with building(config, autocast=False) as run:
         accelerator, sample, train = run.accelerator, config.sample, config.train
         if sample.engine == VLLM:
             check_platform(accelerator.device)
-        plan = AnswerPlan(
-            num_processes=accelerator.num_processes,
-            questions=sample.questions_per_epoch,
-            group_size=sample.group_size,
-            updates_per_pass=train.updates_per_epoch,
-            inner_epochs=train.num_inner_epochs,
-            most_at_once=sample.batch_size,
-        )
+        plan = build_plan(config, accelerator.num_processes)
         run.open_folder(begin, plan.updates)
         questions, test_questions = load_questions(config.dataset, config.seed)
         test_questions = test_questions[: config.eval_questions or None]

@@ -8,9 +8,10 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from absl import app, flags
@@ -31,7 +32,13 @@ from flow_grpo.config.mistakes import (
 from flow_grpo.config.places import ROOT, check_made, find, find_config
 from flow_grpo.config.saved import PLACES, find_run
 from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, entry, suggestion
-from flow_grpo.errors import UserError, first_line, nearest, with_nearest_file
+from flow_grpo.errors import (
+    UserError,
+    check_model_folder,
+    first_line,
+    nearest,
+    with_nearest_file,
+)
 from flow_grpo.files import refuse_halves
 
 NO_CONFIG = "--config is missing; name one, e.g. --config "
@@ -89,11 +96,13 @@ def look(trade: Trade, *, dry_run: bool = False, default: str | None = None) -> 
     if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
         argv = [argv[0], f"--config={default}", *argv[1:]]
     argv = _with_our_configs(argv)
-    told_plainly(lambda: _look(argv, trade, asks=default is None), debug="--debug" in argv)
+    options = {"asks": default is None, "trains": dry_run}
+    told_plainly(lambda: _look(argv, trade, **options), debug="--debug" in argv)
 
 
-def _look(argv: list[str], trade: Trade, *, asks: bool) -> None:
-    """The hub is asked for the model, unless the script may put another in its place."""
+def _look(argv: list[str], trade: Trade, *, asks: bool, trains: bool) -> None:
+    """The hub is asked for the model, unless the script may put another in its place; a script that
+    `trains` needs a folder and prompts."""
     if {"--help", "-h", "--helpshort"} & {*argv}:
         _show(_short_help(argv, trade))
     if part := next((arg for arg in argv if re.match("--help(=|full)", arg)), None):
@@ -103,9 +112,13 @@ def _look(argv: list[str], trade: Trade, *, asks: bool) -> None:
     trade.check_rewards(settings)
     check_made(settings.dataset)
     model = find(settings.pretrained.model)
-    if asks and not Path(model).parent.is_dir():  # a folder may have been meant, and mistyped
+    if asks:
+        check_model_folder(model, trade.marker)
         options = {"revision": settings.pretrained.revision, "known": trade.models()}
         check_access("pretrained.model", model, file=trade.marker, **options)
+    goes_on = settings.resume == "auto" and Path(settings.logdir, settings.run_name).exists()
+    if trains and not goes_on:  # else what is not as it was is told first
+        resolve_name(trade.check_early)(settings)
 
 
 def _show(text: str) -> NoReturn:
@@ -263,12 +276,12 @@ def _check_fields(argv: list[str], config: ConfigDict, trade: Trade) -> None:
     words = {arg: arg.removeprefix(start).split("=", 1) for arg in argv if arg.startswith(start)}
     given = {word[0]: _read(word[1]) for word in words.values() if len(word) == 2}
     own = {name: _as_dict(config, name) for name in ("custom_rewards", "reward_servers")}
-    old, wrong, line = old_names.among({**own, **given}, _names(config)), [], []
+    old, wrong, line = old_names.among({**own, **given}, _names(config), given), [], []
     for arg in argv[1:]:
         name, *value = words.get(arg, [""])
         try:
             if name:
-                check_name(name, config, trade, *value)
+                check_name(name, config, trade, *value, given=given)
                 if name in old:
                     raise UserError(old_names.TOLD.format(name, *value))
         except UserError as error:
@@ -314,15 +327,22 @@ def _values(argv: list[str], option: str) -> list[str]:
     return values + [b for a, b in pairwise(argv) if a == f"--{option}"]
 
 
-def check_name(name: str, config: ConfigDict, trade: Trade, value: str | None = None) -> None:
-    """Refuse a field that is to be changed, to this value, if there is none of that name."""
+def check_name(
+    name: str,
+    config: ConfigDict,
+    trade: Trade,
+    value: str | None = None,
+    given: Mapping[str, Any] = old_names.NONE,
+) -> None:
+    """Refuse a field that is to be changed, to this value, if there is none of that name; `given`
+    are all that are to be changed."""
     known = _names(config)
     if name in known:
         return
     field, _, key = name.partition(".")
     if field in OPEN_FIELDS:  # absl cannot add a name to a dict
         raise UserError(whole_dict(field, key, config, trade, value))
-    hint = suggestion(name, known, cutoff=0.5) or "--help lists them all"
+    hint = suggestion(name, known, given, cutoff=0.5) or "--help lists them all"
     raise UserError(f"unknown config key {name!r}; {hint}")
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from flow_grpo.config.settings import section, setting
 
+FULL = "bf16"  # frozen weights as mixed_precision says
+
 
 @dataclass(frozen=True)
 class RunFields:
@@ -135,11 +137,11 @@ class ModelFields:
         "main", 'Branch, tag or commit of a hub id. A folder has none: leave it at "main".'
     )
     base_precision: str = setting(
-        "bf16",
+        FULL,
         'Frozen weights under LoRA: "fp8" takes half the memory and is for new GPUs, "nf4" takes a '
         'quarter and is no faster; "bf16" leaves them as mixed_precision says. The saved LoRA '
         "is for the model as it was.",
-        choices=("bf16", "fp8", "nf4"),
+        choices=(FULL, "fp8", "nf4"),
     )
 
 

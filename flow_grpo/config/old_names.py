@@ -56,15 +56,18 @@ OF_ANSWERS = {  # TRL's and EasyR1's, without their sections: ours
 PROMPT_FNS = {"general_ocr": "text", "geneval": "metadata"}
 REWARDS = {"video_ocr": ("ocr", {"frames": "mean of 4"})}  # ours, and its options
 TOLD = "{}={} has a name of Flow-GRPO's"
+NONE: Mapping[str, Any] = {}
 PRESETS = {
     "general_ocr_wan2_1": "wan_ocr",
     "pickscore_qwenimage": "pickscore_qwen_image",
 }
 
 
-def hint(field: str, known: Container[str] = ()) -> str:
+def hint(field: str, known: Container[str] = (), chosen: Mapping[str, Any] = NONE) -> str:
     """What to write instead of a field of Flow-GRPO's, or of another's that is `known` here by its
-    own name; nothing where it is none."""
+    own name; nothing where it is none. `chosen` are fields that have a value already."""
+    if (ours := RENAMED.get(field)) in chosen:
+        return f"leave it out: it is {ours} here, which is {chosen[ours]!r}"
     if field in RENAMED:
         return f"it is {RENAMED[field]} here"
     ours = OF_ANSWERS.get(field.rpartition(".")[2])
@@ -87,12 +90,17 @@ def ours(field: str, value: Any, own: Container[str] = ()) -> dict[str, Any] | N
     return {field: weights, "reward_options": dict(old.values())} if old else None
 
 
-def among(given: Mapping[str, Any], known: Collection[str]) -> dict[str, dict[str, Any]]:
+def among(
+    given: Mapping[str, Any], known: Collection[str], chosen: Container[str] = ()
+) -> dict[str, dict[str, Any]]:
     """All that is Flow-GRPO's among these fields, with what to write in its place; `known` are
-    those that there are here."""
+    those that there are here, `chosen` those of them that have a value already."""
     named = (given.get(name) for name in ("custom_rewards", "reward_servers"))
     own = [n for each in named if isinstance(each, Mapping) for n, place in each.items() if place]
-    new = {name: ours(name, value, own) for name, value in given.items()}
+    new = {
+        name: {} if RENAMED.get(name) in chosen else ours(name, value, own)
+        for name, value in given.items()
+    }
     valued = ("prompt_fn", "reward_fn", "eval_reward_fn")
     return {
         name: each

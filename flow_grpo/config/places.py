@@ -3,6 +3,7 @@
 They are in the checkout, or, where the package was installed from a wheel, in its folder `share`.
 """
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from ml_collections import ConfigDict
 from flow_grpo.config.fields import SharedFields
 from flow_grpo.errors import UserError
 
+logger = logging.getLogger("flow_grpo")
 CLONE = (
     "it is in Flow-GRPO's repository: git clone https://github.com/yifan123/flow_grpo "
     "../Flow-GRPO, and give --config.dataset=../Flow-GRPO/dataset/pickscore_sfw"
@@ -32,9 +34,19 @@ ROOT = _PACKAGE / "share" if (_PACKAGE / "share").is_dir() else _PACKAGE.parent
 
 
 def find(path: str) -> str:
-    """A relative path as it is where there is such a file, or none of ours either; else ours."""
-    if path and not os.path.exists(path) and os.path.exists(ROOT / path):  # one too long is not
-        return str(ROOT / path)
+    """A path as it is where there is such a file, or none of ours either; else ours. Flow-GRPO's
+    configs join theirs to the folder they are started in, which counts as relative."""
+    name = named(path)
+    if path and not os.path.exists(path) and os.path.exists(ROOT / name):  # one too long is not
+        return str(ROOT / name)
+    return path
+
+
+def named(path: str) -> str:
+    """A path in the current folder, or in that of our files, as it would be written from there."""
+    for folder in (os.getcwd(), ROOT) if os.path.isabs(path) else ():
+        if Path(path).is_relative_to(folder):
+            return os.path.relpath(path, folder)
     return path
 
 
@@ -52,7 +64,13 @@ def find_files(config: ConfigDict) -> None:
 def with_files(settings: SharedFields) -> SharedFields:
     """Let `dataset/ocr` and `assets/tiny-sd3` of frozen settings work from any folder."""
     model = replace(settings.pretrained, model=find(settings.pretrained.model))
-    return replace(settings, dataset=each_set(settings.dataset), pretrained=model)
+    dataset = each_set(settings.dataset)
+    if dataset != settings.dataset and os.path.isabs(settings.dataset):
+        logger.info(
+            "%s is not there; taken is what ships with flow_grpo, %s, which is not Flow-GRPO's",
+            *(settings.dataset, dataset),
+        )
+    return replace(settings, dataset=dataset, pretrained=model)
 
 
 def find_config(argument: str) -> str:
@@ -63,7 +81,7 @@ def find_config(argument: str) -> str:
 
 def check_made(dataset: str) -> None:
     """Refuse a data set of a preset that is not there yet, before the hub is asked for it."""
-    name = os.path.relpath(dataset, ROOT) if os.path.isabs(dataset) else dataset.rstrip("/")
+    name = named(dataset).rstrip("/")
     if name in NOT_HERE and not (os.path.isdir(dataset) and glob(f"{dataset}/t*.*")):
         script = find(f"{name}/make_prompts.py")
         raise UserError(

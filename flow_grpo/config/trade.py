@@ -44,8 +44,7 @@ class Trade:
 
     settings: Callable[[], type]  # the dataclass of all fields
     first: tuple[str, ...]  # fields that the short help has
-    source: str  # the module with `get_config()`
-    presets_in: str  # the module with PRESETS and MODELS
+    presets_in: str  # the module with `get_config(preset)`, PRESETS and MODELS
     marker: str  # a file that every model has
     example: str  # a preset
     rewards: Mapping[str, str]  # where each is imported from
@@ -54,6 +53,8 @@ class Trade:
     option_names: Callable[[str, str], list[str] | None]
     # fields that name classes of the user's own, and where the function is that takes one
     custom: Mapping[str, str] = field(default_factory=dict)
+    # where the function is that tells what it can of a run by settings and disk alone
+    check_early: str = ""
 
     def get_config(self) -> ConfigDict:
         """All fields at their defaults."""
@@ -143,9 +144,10 @@ class Trade:
                     f"this is a config of {script}; run that, or start from {self.example}"
                 )
         dicts = {n: v.to_dict() for n, v in given.items() if isinstance(v, ConfigDict)}
-        old = old_names.among({**given, **dicts}, known)
+        chosen = {n: v for n, v in given.items() if n in known and v != known[n]}
+        old = old_names.among({**given, **dicts}, known, chosen)
         unknown = [name for name in given if name not in known]
-        hints = {name: suggestion(name, known, cutoff=0.75) for name in unknown}
+        hints = {name: suggestion(name, known, chosen, cutoff=0.75) for name in unknown}
         shown = {name: f"{name} ({hint})" if hint else name for name, hint in hints.items()}
         others = [shown.pop(name) for name in unknown if name not in old]
         problems = []
@@ -164,7 +166,11 @@ class Trade:
         if ours := {n: v for new in old.values() for n, v in new.items()}:
             problems.append("write " + "; ".join(f"config.{n} = {v!r}" for n, v in ours.items()))
         if others or missing:
-            problems.append(f"start from {self.source}.get_config() and change what differs")
+            preset = self.example.partition(":")[2]
+            problems.append(
+                f"start from the nearest preset, {self.presets_in}.get_config({preset!r}) for one, "
+                "and change what differs"
+            )
         if problems:
             raise UserError(f"the config does not fit: {'; '.join(problems)}")
         for name, value in dotted(config.to_dict()):
@@ -181,9 +187,16 @@ def entry(option: str, why: str) -> str:
     return "\n".join([f"  {option}", *textwrap.wrap(why, 88, **indent)])
 
 
-def suggestion(name: str, known: Collection[str], *, cutoff: float) -> str:
-    """What a field may have been meant to be called; nothing where nothing is near."""
-    if told := old_names.hint(name, known):
+def suggestion(
+    name: str,
+    known: Collection[str],
+    chosen: Mapping[str, Any] = old_names.NONE,
+    *,
+    cutoff: float,
+) -> str:
+    """What a field may have been meant to be called; nothing where nothing is near. `chosen` are
+    fields that have a value already."""
+    if told := old_names.hint(name, known, chosen):
         return told
     near = nearest(name, known, cutoff=cutoff)
     return f"did you mean {near}?" if near else ""

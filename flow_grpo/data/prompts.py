@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flow_grpo.access import check_access
 from flow_grpo.config.places import check_made
 from flow_grpo.data.rows import (
     Columns,
@@ -40,9 +41,7 @@ def load_prompts(
     """Prompts from a folder, a file or a Hugging Face name; one without this split is an error."""
     prompts = find_prompts(source, split, prompt_fn, column, image_column)
     if prompts is None:
-        wanted = _either(f"{split}{ending}" for ending in ENDINGS[prompt_fn])
-        message = f"no dataset at {source}: it must hold {wanted} (prompt_fn={prompt_fn!r})"
-        raise UserError(message if os.path.exists(source) else with_nearest_file(message, source))
+        raise UserError(_missing(source, split, prompt_fn))
     return prompts
 
 
@@ -54,19 +53,41 @@ def find_prompts(
     image_column: str = "",
 ) -> list[Prompt] | None:
     """None where there is no such split: a single file is all for training."""
-    if prompt_fn not in ENDINGS:
-        raise UserError(f"unknown prompt_fn={prompt_fn!r}; choose one of {', '.join(ENDINGS)}")
+    _check_prompt_fn(prompt_fn)
     check_made(str(source))
     if is_hub_name(str(source)):
         return read_hub(str(source), split, column, image_column)
-    path = Path(source)
+    file = _find_file(Path(source), split, prompt_fn)
+    return None if file is None else read_file(file, column, image_column)
+
+
+def check_there(source: str, prompt_fn: str) -> None:
+    """Refuse a set without prompts to train on, before it is read."""
+    _check_prompt_fn(prompt_fn)
+    if is_hub_name(source):
+        check_access("dataset", source, kind="dataset", file="README.md")
+    elif _find_file(Path(source), "train", prompt_fn) is None:
+        raise UserError(_missing(source, "train", prompt_fn))
+
+
+def _check_prompt_fn(prompt_fn: str) -> None:
+    if prompt_fn not in ENDINGS:
+        raise UserError(f"unknown prompt_fn={prompt_fn!r}; choose one of {', '.join(ENDINGS)}")
+
+
+def _find_file(path: Path, split: Split, prompt_fn: str) -> Path | None:
     if os.path.isfile(path):  # which does not raise for a name that is too long
-        return read_file(path, column, image_column) if split == "train" else None
+        return path if split == "train" else None
     if path.suffix in READERS and not os.path.exists(path):
         raise UserError(with_nearest_file(f"no dataset at {path}: there is no such file", path))
     files = (path / f"{split}{ending}" for ending in ENDINGS[prompt_fn])
-    file = next((each for each in files if os.path.isfile(each)), None)
-    return None if file is None else read_file(file, column, image_column)
+    return next((each for each in files if os.path.isfile(each)), None)
+
+
+def _missing(source: str | Path, split: Split, prompt_fn: str) -> str:
+    wanted = _either(f"{split}{ending}" for ending in ENDINGS[prompt_fn])
+    message = f"no dataset at {source}: it must hold {wanted} (prompt_fn={prompt_fn!r})"
+    return message if os.path.exists(source) else with_nearest_file(message, source)
 
 
 def read_file(path: Path, column: str = "prompt", image_column: str = "") -> list[Prompt]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.config.places import check_made
-from flow_grpo.data.hub import download_data
+from flow_grpo.data.hub import check_data, download_data
 from flow_grpo.data.images import COLUMNS, contents, find_picture, listed
 from flow_grpo.data.mixing import split_off
 from flow_grpo.data.rows import Split, as_json, is_hub_name, read_table
@@ -47,8 +47,7 @@ def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[
     """(train, test) of a folder with files of each, or of one file, a tenth of which is held out by
     the seed; or of a Hugging Face name, whose files are fetched first."""
     check_made(str(source))
-    named = is_hub_name(str(source).partition("@")[0]) and not os.path.exists(source)
-    path = download_data(str(source), FETCHED) if named else Path(source)
+    path = download_data(str(source), FETCHED) if _is_named(source) else Path(source)
     train = find_questions(path, "train")
     if train is None:
         raise UserError(_nothing_to_train(source, path))
@@ -58,6 +57,19 @@ def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[
             train, seed, str(source), "questions", lambda q: contents(q.text, q.images)
         )
     return train, test
+
+
+def check_there(source: str) -> None:
+    """Refuse a set without questions to train on, before it is read."""
+    if _is_named(source):
+        check_data(source)
+    elif not os.path.isfile(source) and not _files_of(Path(source), "train"):
+        raise UserError(_nothing_to_train(source, Path(source)))
+
+
+def _is_named(source: str | Path) -> bool:
+    """As on the hub."""
+    return is_hub_name(str(source).partition("@")[0]) and not os.path.exists(source)
 
 
 def find_questions(path: Path, split: Split) -> list[Question] | None:

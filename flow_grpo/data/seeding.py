@@ -5,9 +5,12 @@ prompts and noise, and a resumed run needs no generator state.
 """
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Stream(IntEnum):
@@ -32,12 +35,14 @@ def numpy_rng(seed: int, stream: Stream, *key: int) -> np.random.Generator:
     return np.random.default_rng(_entropy(seed, stream, key))
 
 
-def torch_generator(seed: int, stream: Stream, *key: int) -> torch.Generator:
+def torch_generator(seed: int, stream: Stream, *key: int) -> "torch.Generator":
     """On the CPU: the same key gives the same noise on every kind of device."""
+    import torch  # here: what a config alone can tell is told before it is imported
+
     state = _entropy(seed, stream, key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
 
-def sample_generators(seed: int, epoch: int, index: list[int]) -> list[torch.Generator]:
+def sample_generators(seed: int, epoch: int, index: list[int]) -> "list[torch.Generator]":
     """One per sample, so that its noise does not depend on the batch or process it lands in."""
     return [torch_generator(seed, Stream.SAMPLE, epoch, i) for i in index]

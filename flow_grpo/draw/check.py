@@ -1,22 +1,28 @@
 """Rules of a config that no single field can state, held before anything is loaded."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from accelerate import Accelerator
 
+from flow_grpo.config.fields import FULL
 from flow_grpo.config.places import with_files
+from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trade import Unchecked
-from flow_grpo.draw.algorithms import Algorithm
+from flow_grpo.data.mixing import parse_sources
+from flow_grpo.data.prompts import check_there
 from flow_grpo.draw.fields import DRAW, DrawFields
-from flow_grpo.draw.models import ModelAdapter
-from flow_grpo.draw.plan import BatchPlan
+from flow_grpo.draw.plan import BatchPlan, build_plan
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
-from flow_grpo.run import trackers
-from flow_grpo.run.distributed import runs_in_step
-from flow_grpo.speed.low_bits import FULL
+from flow_grpo.run.plan import check_places, count_processes
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from flow_grpo.draw.algorithms import Algorithm
+    from flow_grpo.draw.models import ModelAdapter
 
 CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
 WIDE_FOR_CPS = 1e-4
@@ -27,7 +33,7 @@ WINDOW = ("sample.sde_window_range", "sample.sde_window_per")
 def check(config: Unchecked | DrawFields) -> DrawFields:
     """The settings of a run, frozen, with files that come with the library found."""
     settings = DRAW.check(config)
-    trackers.parse(settings.log_with)
+    parse_trackers(settings.log_with)
     sample = settings.sample
     if sample.sde_type == "cps" and sample.noise_level > 1:
         raise UserError(
@@ -62,6 +68,15 @@ def check(config: Unchecked | DrawFields) -> DrawFields:
     return with_files(settings)
 
 
+def check_early(config: DrawFields) -> None:
+    """Tell what can be told of a run before torch is imported."""
+    settings = check(config)
+    build_plan(settings, count_processes())
+    check_places(settings)
+    for source in parse_sources(settings.dataset):
+        check_there(source.path, settings.prompt_fn)
+
+
 def _check_selection(settings: DrawFields) -> None:
     sample, keep = settings.sample, settings.train.keep_best_worst
     name, drawn = f"train.keep_best_worst={keep}", sample.num_image_per_prompt
@@ -83,7 +98,7 @@ def _check_selection(settings: DrawFields) -> None:
 
 
 def check_kept(
-    config: DrawFields, algorithm: Algorithm, plan: BatchPlan, accelerator: Accelerator
+    config: DrawFields, algorithm: "Algorithm", plan: BatchPlan, accelerator: "Accelerator"
 ) -> None:
     """Gradients kept from the rollout: refuse where they would not be those of the plain loop."""
     name, sample, method = "train.keep_gradients=True", config.sample, algorithm.name
@@ -122,6 +137,8 @@ def check_kept(
         )
     if not config.use_lora:
         raise UserError(f"{name} needs use_lora=True: it keeps a gradient of each sample")
+    from flow_grpo.run.distributed import runs_in_step  # with torch
+
     if runs_in_step(accelerator):
         raise UserError(f"{name} does not go with DeepSpeed or FSDP; use plain data parallelism")
 
@@ -176,15 +193,22 @@ def unusual(config: Unchecked | DrawFields) -> list[str]:
     for other in [name for name in DRAW.algorithms() if name != settings.algorithm]:
         values = asdict(getattr(settings, other))
         usual = asdict(type(getattr(settings, other))())
-        lines += [
-            f"{other}.{name}={value} has no effect: algorithm={settings.algorithm!r}"
-            for name, value in values.items()
-            if value != usual[name]
-        ]
+        # a field of the same name may be another thing, as nft.beta is
+        alike = shared_fields(own, getattr(settings, other))
+        for name in [name for name, value in values.items() if value != usual[name]]:
+            line = f"{other}.{name}={values[name]} has no effect: algorithm={settings.algorithm!r}"
+            meant = name in alike and getattr(own, name) != values[name]
+            lines.append(f"{line}; set {settings.algorithm}.{name} instead" if meant else line)
     return list(dict.fromkeys(lines))
 
 
-def check_void(settings: DrawFields, algorithm: Algorithm) -> None:
+def shared_fields(one: Any, other: Any) -> set[str]:
+    """Names of the fields that both settings have of the class they both inherit from."""
+    common = next(kind for kind in type(one).__mro__ if isinstance(other, kind))
+    return {each.name for each in fields(common)} if is_dataclass(common) else set()
+
+
+def check_void(settings: DrawFields, algorithm: "Algorithm") -> None:
     """One line for settings that do not go with the method, or that were changed from their default
     and have no effect."""
     default, sample = DRAW.freeze(DRAW.get_config()), settings.sample
@@ -213,7 +237,7 @@ def check_void(settings: DrawFields, algorithm: Algorithm) -> None:
             raise UserError(f"{told} {verb} no effect with {why}; leave {them} at {values}")
 
 
-def check_gradient(config: Unchecked | DrawFields, model: type[ModelAdapter]) -> None:
+def check_gradient(config: Unchecked | DrawFields, model: "type[ModelAdapter]") -> None:
     settings = DRAW.freeze(config)
     gradient = settings.train.guidance_gradient
     name, scale = "sample.guidance_scale", settings.sample.guidance_scale
@@ -226,7 +250,7 @@ def check_gradient(config: Unchecked | DrawFields, model: type[ModelAdapter]) ->
         )
 
 
-def _void(settings: DrawFields, algorithm: Algorithm) -> Iterator[tuple[tuple[str, ...], str]]:
+def _void(settings: DrawFields, algorithm: "Algorithm") -> Iterator[tuple[tuple[str, ...], str]]:
     """Names of settings, and what makes them void."""
     sample, advantage = settings.sample, settings.train.advantage
     name, own = algorithm.name, algorithm.settings

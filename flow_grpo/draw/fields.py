@@ -309,10 +309,10 @@ def take_algorithm(field: str, name: str, found: Any) -> None:
     """Add a method of the user's own."""
     from flow_grpo.draw.algorithms import ALGORITHMS, OURS, Algorithm
 
-    if name in {*OURS, "algorithm", *(each.name for each in fields(DrawFields))}:
+    if name in {*OURS, "algorithm", *(each.name for each in fields(DrawFields)), *dir(DrawFields)}:
         raise UserError(f"{field} has the name of a field or a method of ours; choose another")
     check_class(field, found, Algorithm, name=name)
-    check_defaults(field, found.Settings)
+    check_defaults(field, getattr(found, "Settings", None))
     ALGORITHMS[name] = found
 
 
@@ -354,7 +354,6 @@ DRAW = Trade(
         *("sample.num_image_per_prompt", "sample.num_steps", "resolution"),
         *("train.learning_rate", "mixed_precision"),
     ),
-    source=__name__,
     presets_in="flow_grpo.draw.presets",
     marker="model_index.json",
     example="config/grpo.py:tiny_ocr",
@@ -365,6 +364,7 @@ DRAW = Trade(
         "custom_algorithms": f"{__name__}:take_algorithm",
         "custom_models": "flow_grpo.draw.models:take_model",
     },
+    check_early="flow_grpo.draw.check:check_early",
 )
 
 

@@ -4,7 +4,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 
 from flow_grpo.draw.fields import DrawFields
 from flow_grpo.errors import UserError
-from flow_grpo.run.session import Plan
+from flow_grpo.run.plan import Plan
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -146,6 +146,26 @@ class BatchPlan(Plan):
             f" x {p.accumulation_steps} accumulated x {p.num_processes} processes,"
             f" each over {p.trained_steps} steps",
         }
+
+
+def group_size(config: DrawFields) -> int:
+    """How many samples of a prompt are trained."""
+    return 2 * config.train.keep_best_worst or config.sample.num_image_per_prompt
+
+
+def build_plan(config: DrawFields, num_processes: int, trained_steps: int = 1) -> BatchPlan:
+    sample, train = config.sample, config.train
+    return BatchPlan(
+        num_processes=num_processes,
+        sample_batch_size=sample.train_batch_size,
+        batches_per_epoch=sample.num_batches_per_epoch,
+        group_size=group_size(config),
+        train_batch_size=train.batch_size,
+        accumulation_steps=train.gradient_accumulation_steps,
+        inner_epochs=train.num_inner_epochs,
+        trained_steps=trained_steps,
+        explored=sample.num_image_per_prompt // group_size(config),
+    )
 
 
 def lighter_settings(config: DrawFields) -> list[str]:

@@ -42,12 +42,13 @@ from flow_grpo.draw.models import (
     find_adapter,
     load_adapter,
 )
-from flow_grpo.draw.plan import BatchPlan, lighter_settings
+from flow_grpo.draw.plan import BatchPlan, build_plan, group_size, lighter_settings
 from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.draw.rollout import Dynamics
 from flow_grpo.draw.sources import check_sources, with_sources
 from flow_grpo.draw.teachers import add_teachers, read_teachers
+from flow_grpo.draw.trial import try_method
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.rewards import WeightedReward
@@ -143,6 +144,8 @@ def build_session(
     check_goal(config)
     config = check(config)
     algorithm = build_algorithm(config)
+    if config.algorithm in config.custom_algorithms:
+        try_method(algorithm, f"custom_algorithms.{config.algorithm}")
     micro_batches = algorithm.batch_count(config.train.batch_size)
     steps = micro_batches * algorithm.losses_per_sample
     with building(config, accumulation_steps=steps) as run:
@@ -150,17 +153,7 @@ def build_session(
         if accelerator.is_main_process:
             for line in unusual(config):
                 logger.warning(line)
-        plan = BatchPlan(
-            num_processes=accelerator.num_processes,
-            sample_batch_size=sample.train_batch_size,
-            batches_per_epoch=sample.num_batches_per_epoch,
-            group_size=group_size(config),
-            train_batch_size=train.batch_size,
-            accumulation_steps=train.gradient_accumulation_steps,
-            inner_epochs=train.num_inner_epochs,
-            trained_steps=algorithm.losses_per_sample,
-            explored=sample.num_image_per_prompt // group_size(config),
-        )
+        plan = build_plan(config, accelerator.num_processes, algorithm.losses_per_sample)
         if algorithm.whole_groups:
             plan.check_whole_groups(algorithm.name)
         check_kept(config, algorithm, plan, accelerator)
@@ -359,11 +352,6 @@ def build_dynamics(
         guidance_gradient=config.train.guidance_gradient,
         solver=solver,
     )
-
-
-def group_size(config: DrawFields) -> int:
-    """How many samples of a prompt are trained."""
-    return 2 * config.train.keep_best_worst or config.sample.num_image_per_prompt
 
 
 def eval_guidance(config: DrawFields) -> float:

@@ -18,6 +18,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from flow_grpo.config.fields import SharedFields, TrainFields
 from flow_grpo.config.settings import to_json
+from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.errors import OutOfMemory, UserError
 from flow_grpo.rewards import (
     WeightedReward,
@@ -55,7 +56,7 @@ class Building:
         self.config, self._until_built = config, until_built
         self.accelerator = build_accelerator(
             config,
-            log_with=trackers.parse(config.log_with) or None,
+            log_with=parse_trackers(config.log_with) or None,
             project_dir=config.logdir,
             **settings,
         )

@@ -23,6 +23,7 @@ import psutil
 
 from flow_grpo import disk
 from flow_grpo.errors import UserError
+from flow_grpo.run.plan import lock_of
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class RunLock:
     def __init__(self, folder: Path, *, heartbeat: float = HEARTBEAT, patience: float = PATIENCE):
         folder = folder.resolve()
         self.folder = folder
-        self.path = folder.with_name(f".{folder.name}.lock")
+        self.path = lock_of(folder)
         self.patience = patience
         self.holder = Holder.this_process()
         self._made = disk.make_folders(folder.parent)

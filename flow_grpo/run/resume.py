@@ -38,6 +38,7 @@ from flow_grpo.run.checkpoint import (
 )
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.origin import changed_prompts, write_origin
+from flow_grpo.run.plan import check_free, no_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -205,11 +206,6 @@ def find_start(
     return decision[0], lock
 
 
-def was_restarted() -> bool:
-    """torchrun and accelerate start a run again whose processes died (--max_restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def _run_folder(logdir: str, run_name: str, resume: str) -> Path:
     if resume == "auto" and not run_name:
         raise UserError("resume=auto needs a run_name, the folder under logdir to go on with")
@@ -231,11 +227,7 @@ def _find_start(folder: Path, resume: str) -> Start:
     if not folder.exists():
         checkpoint = None if resume in ("none", "auto") else _checkpoint_at(Path(resume))
         return Start(folder, checkpoint, is_new=True)
-    if resume != "auto" and not was_restarted():
-        raise UserError(
-            f"{folder} already exists; go on with it (--resume {folder}), choose another "
-            "run_name or remove it"
-        )
+    check_free(folder, resume)
     root = folder / "checkpoints"
     checkpoint = newest_intact(root)
     if checkpoint is None and (damaged := list_checkpoints(root)):
@@ -253,10 +245,7 @@ def _checkpoint_at(path: Path) -> Path:
     damage = "" if found is None else find_damage(found)
     if damage is not None:
         reason = f" ({damage})" if damage else ""
-        raise UserError(
-            f"resume={str(path)!r} is neither a run nor a whole checkpoint{reason}; "
-            "name the folder of one"
-        )
+        raise UserError(no_checkpoint(str(path), reason))
     return found
 
 

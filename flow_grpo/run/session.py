@@ -26,6 +26,7 @@ from flow_grpo.run.checkpoint import STATE, Progress, save_checkpoint
 from flow_grpo.run.distributed import on_all_or_none
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.metrics import Timer, TrainingStats, score_metrics
+from flow_grpo.run.plan import Plan
 from flow_grpo.run.policy import BasePolicy
 from flow_grpo.run.snapshot import Ema
 from flow_grpo.run.stopping import StopRequested, StopSignals
@@ -36,28 +37,6 @@ from flow_grpo.show.page import write_at_end
 from flow_grpo.show.reading import read_metrics
 
 logger = logging.getLogger("flow_grpo")
-
-
-class Plan:
-    """The arithmetic of an epoch: checked before anything is loaded, printed before it starts."""
-
-    num_processes: int
-    group_size: int  # samples of one prompt
-    updates_per_pass: int  # over the samples of an epoch
-    inner_epochs: int  # passes
-
-    @property
-    def updates(self) -> int:
-        return self.updates_per_pass * self.inner_epochs
-
-    def rows(self) -> dict[str, str]:
-        """What the numbers are of, and how they come about."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        updates = f"{self.updates} (train.num_inner_epochs={self.inner_epochs})"
-        rows = {**self.rows(), "updates per epoch": updates}
-        return "\n".join(f"{name:<21} {text}" for name, text in rows.items())
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,6 @@
 the like, through accelerate, with prompts, rewards and advantages under the pictures."""
 
 import importlib
-import importlib.util
 import json
 import logging
 import math
@@ -20,7 +19,8 @@ from accelerate.tracking import GeneralTracker
 from PIL import Image
 
 from flow_grpo import disk
-from flow_grpo.errors import UserError, first_line, with_nearest
+from flow_grpo.config.trackers import TRACKERS
+from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import dotted
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.rewards.frames import Sample
@@ -29,28 +29,6 @@ from flow_grpo.show.console import shown_rewards
 from flow_grpo.show.grid import paired_grid, save_sample, score_text, still
 
 logger = logging.getLogger("flow_grpo")
-
-TRACKERS = {  # what helps where a tracker cannot start
-    "wandb": "run `wandb login`, or set WANDB_MODE=offline",
-    "tensorboard": "",
-    "swanlab": "run `swanlab login`, or set SWANLAB_MODE=offline",
-    "trackio": "TRACKIO_DIR must be a folder that can be written",
-    "mlflow": "MLFLOW_TRACKING_URI must name a store that can be written, such as "
-    "sqlite:///mlflow.db (pip install mlflow) or a server",
-}
-
-
-def parse(log_with: str) -> list[str]:
-    """Names of trackers, separated by commas; raises where one cannot be used."""
-    names = list(dict.fromkeys(name.strip() for name in log_with.split(",") if name.strip()))
-    for name in names:
-        if name not in TRACKERS:
-            known = ", ".join(TRACKERS)
-            message = f"log_with={log_with!r} must be some of {known}, or empty"
-            raise UserError(with_nearest(message, name, TRACKERS))
-        if importlib.util.find_spec(name) is None:  # accelerate would go on without a word
-            raise UserError(f"log_with={log_with!r} needs: pip install {name}")
-    return names
 
 
 def start(accelerator: Accelerator, project: str, folder: Path, config: dict[str, Any]) -> None:

@@ -58,13 +58,20 @@ def on_policy(rows: Rows) -> Told | None:
             advice = "make train.batch_size equal to sample.train_batch_size, raise the clip range"
             if of_answers(row):
                 advice = "set train.recompute_old=True"
+            off, most = apart(deviation, OFF_POLICY * clip)
             return (
                 row["epoch"],
-                f"on-policy ratios are off 1 by {deviation:.1e}, more than a tenth of the clip "
-                f"range {clip:.1e}: rounding decides what is clipped",
+                f"on-policy ratios are off 1 by {off}, more than {most}, a tenth of the clip "
+                "range: rounding decides what is clipped",
                 f"{advice}, or use mixed_precision=no",
             )
     return None
+
+
+def apart(value: float, limit: float) -> tuple[str, str]:
+    """Both as text, with as many digits as it takes to tell them apart."""
+    texts = ((f"{value:.{digits}e}", f"{limit:.{digits}e}") for digits in range(1, 17))
+    return next(pair for pair in texts if pair[0] != pair[1])
 
 
 def of_answers(row: Record) -> bool:
@@ -78,10 +85,11 @@ def ratio_drift(rows: Rows) -> Told | None:
         clip = row.get("train/clip_range") or RATIO
         most = clip if of_answers(row) else min(clip, RATIO)
         if off > most:
+            told = "off 1 by {}, more than {}".format(*apart(off, most))
             return (
                 row["epoch"],
-                f"the mean ratio is off 1 by {off:.1e}, more than {most:.1e}: an epoch takes the "
-                "policy away from the one that sampled",
+                f"the mean ratio is {told}: an epoch takes the policy away from the one that "
+                "sampled",
                 "lower train.learning_rate, make fewer updates per epoch, or lower a clip range "
                 f"above {most:g}",
             )

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flow_grpo.config.fields import FULL
 from flow_grpo.errors import UserError
 
-FULL = "bf16"
 FP8, NF4 = "fp8", "nf4"
 LARGEST = 448.0  # of a float8_e4m3fn
 BLOCK = 64  # weights that share a scale in 4 bits

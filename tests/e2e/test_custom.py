@@ -122,6 +122,7 @@ def test_a_loss_and_a_family_that_answers(tmp_path):
             "own.py:X",
             ".train has the name of a field or a method of our",
         ),
+        ("algorithms", "own", "own.py:X", ".own has the name of a field or a method of ours"),
         ("algorithms", "mine", "own.py", ".mine='own.py' must read 'package.module:Class' or "),
         ("algorithms", "mine", "own.py:Y", ".mine: cannot import 'own.py:Y' (module "),
         ("algorithms", "mine", "own.py:X", ".mine must name a subclass of flow_grpo.draw.algo"),

@@ -124,7 +124,7 @@ CONFIGS = [  # the file, what is wrong, the way out
     (
         f"{BASE}    c = preset('tiny_ocr')\n    del c.train.beta\n    return c\n",
         "it lacks train.beta",
-        "start from flow_grpo.draw.fields.get_config()",
+        "start from the nearest preset, flow_grpo.draw.presets.get_config('tiny_ocr')",
     ),
     (
         f"{BASE}    c = preset('tiny_ocr')\n    c.reward_fn = {{'orc': 1.0}}\n    return c\n",

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.answer.losses import AGGREGATIONS, DIVERGENCES, Aggregation, Divergence
+from flow_grpo.config.custom import told_in_one_line
+from flow_grpo.errors import UserError
 from flow_grpo.losses import PolicyLoss
 
 
@@ -43,6 +45,22 @@ class AnswerLoss:
         """The loss of every token; old log-probabilities are of the policy that sampled. Where
         there is no token, anything finite whose gradient is 0 once it is multiplied by 0."""
         raise NotImplementedError
+
+
+def try_loss(loss: AnswerLoss, field: str) -> None:
+    """Tell a mistake in a loss of the user's own, by two answers of up to three tokens."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    log_probs, old, advantages = (
+        torch.randn(mask.shape, generator=generator, requires_grad=i == 0) for i in range(3)
+    )
+    with told_in_one_line(field, type(loss)):
+        found = loss.per_token(log_probs, old, advantages, mask).loss
+        if found.shape != mask.shape or not found.requires_grad:
+            raise UserError(
+                f"{field}: per_token must give a PolicyLoss whose loss has the shape of its "
+                f"arguments, {tuple(mask.shape)} here, and a gradient; it has {tuple(found.shape)}"
+            )
 
 
 @dataclass(frozen=True)

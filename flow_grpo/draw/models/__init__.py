@@ -67,6 +67,8 @@ LOADING = (
 def take_model(field: str, name: str, found: Any) -> None:
     """Add a family of the user's own, or put it in the place of ours."""
     check_class(field, found, ModelAdapter)
+    if not hasattr(found, "pipeline_class"):
+        raise UserError(f"{field}: {found.__name__} must say its pipeline_class")
     if (own := found.pipeline_class.__name__) != name:
         raise UserError(f"{field} is for {own}; name it so, as a model_index.json does")
     ADAPTERS[name] = found

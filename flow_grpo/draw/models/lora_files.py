@@ -23,6 +23,7 @@ from torch import Tensor
 from flow_grpo.access import check_access, refusal
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import PICKLES, parse_json, read_json, refuse_pickles
+from flow_grpo.run.plan import is_lost
 from flow_grpo.speed.lora import lora_layers
 
 TRANSFORMER = "transformer"
@@ -149,8 +150,7 @@ def _downloaded(path: str | Path, field: str = "train.lora_path") -> Path:
     if local.exists():
         return local
     start = f"cannot load a LoRA for this model from {path}"
-    if local.is_absolute() or len(local.parts) != 2 or local.parent.is_dir():
-        # the hub would be asked for it, again and again
+    if is_lost(str(path)):
         raise UserError(f"{start}: there is no such folder")
     check_access(field, str(path), file="adapter_config.json")
     try:
