@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -272,6 +273,13 @@ def outage(answers: list[str], questions: list[str], metadata: list[dict]) -> li
     if len(answers) > 1:  # it is tried on one before training
         raise OSError("no such weights")
     return [0.0]
+
+
+def broken_elsewhere(answers: list[str], questions: list[str], metadata: list[dict]) -> list[float]:
+    """A mistake that the second process alone makes, once training has begun."""
+    if os.environ["RANK"] == "1" and "No idea." not in answers:
+        raise TypeError("no such letter")
+    return early_letters(answers, questions, metadata)
 
 
 def letters_or_nothing(answers: list[str], questions: list[str], metadata: list[dict]) -> list:
