@@ -260,7 +260,8 @@ def packed_batches(
     session: VlmSession, rollout: Rollout, index: list[int]
 ) -> Iterator[tuple[list[int], PackedBatch]]:
     """The micro-batches of these samples, in their order."""
-    answers, pad = [rollout.answer(i) for i in index], session.answerer.pad
+    shares, pad = session.policy.network.family.shares_prompt, session.answerer.pad
+    answers = [rollout.answer(i, shares_prompt=shares) for i in index]
     for part in micro_batches(answers, session.config.train.tokens_per_batch):
         yield index[part], packed(answers[part], pad).to(session.accelerator.device)
 

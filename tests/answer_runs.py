@@ -86,8 +86,8 @@ def _take_settings(zero: str) -> None:
 
 def run_watched(**fields: Any) -> None:
     """Each process leaves, in `seen-<process>.jsonl` of the run: the tokens that it sampled and
-    their rewards, by index, and of each micro-batch whether it had a picture. One whose rewards fail
-    leaves `outage-<process>.txt` beside the run."""
+    their rewards, by index, and of each micro-batch whether it had a picture. Where rewards fail,
+    `outage-<process>.txt` beside the run says what was told."""
     prepare, scores, lines, runs = train_vlm.prepare, AnswerPolicy.scores, [], []
 
     def watched_prepare(session, rollout):

@@ -117,7 +117,7 @@ class PromptEncoder:
             content = _content(text, len(question.images), question.where)
         messages.append({"role": "user", "content": content})
         try:
-            text = _write(self.tokenizer, messages)
+            text = self.family.written(_write(self.tokenizer, messages))
             self._opening = THINK if text.rstrip().endswith(THINK) else ""
             text.encode()  # which tells of half a character better than the tokenizer does
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]

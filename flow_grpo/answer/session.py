@@ -19,7 +19,7 @@ from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Answerer, reward_metadata
-from flow_grpo.answer.vllm_engine import build_answerer, check_platform
+from flow_grpo.answer.vllm_engine import build_answerer, check_family, check_platform
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.images import check_pictures
 from flow_grpo.data.questions import Question, load_questions
@@ -68,6 +68,7 @@ def build_session(
         accelerator, sample, train = run.accelerator, config.sample, config.train
         if sample.engine == VLLM:
             check_platform(accelerator.device)
+            check_family(config.pretrained.model, config.pretrained.revision)
         plan = AnswerPlan(
             num_processes=accelerator.num_processes,
             questions=sample.questions_per_epoch,

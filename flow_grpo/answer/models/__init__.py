@@ -83,17 +83,14 @@ def load_processors(
 ) -> tuple[PreTrainedTokenizerBase, Any]:
     """The tokenizer and the image processor, None for a model that sees no pictures; these are
     resized to so many pixels, where a number is given."""
-    pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    options = {name: number for name, number in pixels.items() if number}
     family, images = find_family(source, revision), None
     with explained("pretrained.model", source, KIND):
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=False
         )
         if family.image_loader is not None:
-            # with PIL, whether or not torchvision is there: tokens are the same everywhere
-            images = family.image_loader.from_pretrained(
-                source, revision=revision, backend="pil", trust_remote_code=False, **options
+            images = family.load_images(
+                source, revision, min_pixels=min_pixels, max_pixels=max_pixels
             )
     if not tokenizer.chat_template:
         tokenizer.chat_template = _template_of_processor(source, revision)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 # A picture as its model takes it: tensors by the names of the forward's arguments, whose first
 # dimensions are joined for several pictures.
@@ -29,6 +29,10 @@ class Family:
     # linear layers that LoRA is put on, as regular expressions
     layers: ClassVar[str] = r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
     tower_layers: ClassVar[str] = ""
+    # Whether the answers of a group can be trained in one row, behind a prompt that is there once:
+    # not where a token's state depends on all tokens before it, whatever attention may see.
+    shares_prompt: ClassVar[bool] = True
+    vllm: ClassVar[bool] = True  # whether vLLM can sample for it
     # lists of tensors in vLLM's model that are to be 0 and are anything after it slept
     vllm_scratch: ClassVar[str] = ""
 
@@ -45,6 +49,16 @@ class Family:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    @classmethod
+    def load_images(cls, source: str, revision: str, *, min_pixels: int, max_pixels: int) -> Any:
+        """The image processor; pictures are resized to so many pixels, where a number is given."""
+        pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        options = {name: number for name, number in pixels.items() if number}
+        # with PIL, whether or not torchvision is there: tokens are the same everywhere
+        return cls.image_loader.from_pretrained(
+            source, revision=revision, backend="pil", trust_remote_code=False, **options
+        )
+
     def lora_targets(self, with_tower: bool) -> str:
         """A pattern of the layers to put LoRA on, for peft."""
         both = with_tower and self.tower_layers
@@ -54,6 +68,19 @@ class Family:
         """Position ids (axes, P) of a prompt's tokens (P,). An answer goes on from the largest of
         them, on all axes alike."""
         return torch.arange(len(ids))[None]
+
+    def mask(self, attention: Tensor, there: Tensor) -> Any:
+        """The attention mask of the forward pass: of what each token sees (B, 1, S, S), and of
+        which tokens are no padding (B, S)."""
+        return attention
+
+    def cache(self) -> DynamicCache:
+        """An empty one, to read prompts with."""
+        return DynamicCache()
+
+    def written(self, chat: str) -> str:
+        """A chat as the model's own processor completes what the template wrote."""
+        return chat
 
     def count_tokens(self, processor: Any, height: int, width: int) -> int:
         """How many tokens a picture of this size has; a ValueError where it cannot be seen."""

@@ -26,7 +26,7 @@ class QwenVL(Family):
         "qwen2_vl": "Qwen2-VL",
         "qwen2_5_vl": "Qwen2.5-VL",
         "qwen3_vl": "Qwen3-VL",
-        "qwen3_vl_moe": "Qwen3-VL",
+        "qwen3_vl_moe": "Qwen3-VL",  # whose experts are no layers of LoRA's, and stay as they are
     }
     loader = AutoModelForImageTextToText
     image_loader = AutoImageProcessor
