@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, DynamicCache
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.speed.lora import (
@@ -42,9 +42,13 @@ class FixedCache(Cache):
         self.states: dict[int, tuple[Tensor, ...]] = {}  # or: of its convolution, and the recurrent
         for number, own in enumerate(read.layers):
             if isinstance(own, LinearAttentionLayer):
-                states = _states_of(own)
-                self.states[number] = tuple(x.new_zeros(rows, *x.shape[1:]) for x in states)
+                layer = LinearAttentionLayer()
+                layer.lazy_initialization(*(x.new_empty(rows, *x.shape[1:]) for x in _states(own)))
+                layer.has_previous_state[0] = True
+                self.layers.append(layer)
+                self.states[number] = _states(layer)
             else:
+                self.layers.append(DynamicLayer())
                 self.held[number] = tuple(
                     x.new_zeros(rows, x.shape[1], columns, x.shape[3], dtype=dtype)
                     for x in (own.keys, own.values)
@@ -52,7 +56,14 @@ class FixedCache(Cache):
         first, _ = next(iter(self.held.values()))
         self.place = torch.zeros(1, dtype=torch.long, device=first.device)
         self.dtype = first.dtype
+        self.show(rows, columns)
+
+    def show(self, rows: int, columns: int) -> None:
+        """What the next steps see."""
         self.rows, self.columns = rows, columns
+        for number, (convolution, recurrent) in self.states.items():
+            layer = self.layers[number]  # from which the model takes them, and writes in place
+            layer.conv_states[0], layer.recurrent_states[0] = convolution[:rows], recurrent[:rows]
 
     def fill(self, read: DynamicCache, chosen: Tensor, columns: int) -> None:
         """Row i with what was read for row `chosen[i]`, all rows as long as `columns`."""
@@ -61,7 +72,7 @@ class FixedCache(Cache):
             for held, new in zip(pair, (own.keys, own.values), strict=True):
                 held[: len(chosen), :, :columns] = new[chosen]
         for number, pair in self.states.items():
-            for held, new in zip(pair, _states_of(read.layers[number]), strict=True):
+            for held, new in zip(pair, _states(read.layers[number]), strict=True):
                 held[: len(chosen)] = new[chosen]
         self.place.fill_(columns)
 
@@ -74,20 +85,6 @@ class FixedCache(Cache):
             for held in pair:
                 held[: len(index)] = held[index]
 
-    # What layers of linear attention ask for; the first state is written in place.
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self.states[layer_idx][0][: self.rows]
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self.states[layer_idx][1][: self.rows]
-
-    def update_recurrent_state(self, new: Tensor, layer_idx: int, *_: Any) -> Tensor:
-        return self.get_recurrent_state(layer_idx).copy_(new)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, ...]:
         every = [held[: self.rows, :, : self.columns] for held in self.held[layer_idx]]
         for held, new in zip(every, (keys, values), strict=True):
@@ -95,7 +92,7 @@ class FixedCache(Cache):
         return tuple(every)
 
 
-def _states_of(layer: LinearAttentionLayer) -> tuple[Tensor, Tensor]:
+def _states(layer: LinearAttentionLayer) -> tuple[Tensor, Tensor]:
     return layer.conv_states[0], layer.recurrent_states[0]
 
 
@@ -232,7 +229,7 @@ class DecodingStep(nn.Module):
     def forward(self, slots: Slots, rows: int, columns: int, greedy: bool) -> None:
         cache = slots.cache
         slots.seen.index_fill_(3, cache.place, value=True)
-        cache.rows, cache.columns = rows, columns
+        cache.show(rows, columns)
         # as attention adds it: given what is seen, every layer would make this of it
         seen = slots.seen[:rows, ..., :columns]
         mask = torch.zeros_like(seen, dtype=cache.dtype).masked_fill_(~seen, -torch.inf)
