@@ -103,10 +103,9 @@ def stock_logits(model: nn.Module, session: VlmSession, sample: Sample) -> Tenso
     """Of the answer's tokens, by the model's own forward: unpadded, with its own positions."""
     prompt = session.answerer.encoder.encode(session.questions[sample.row])
     ids, extra = torch.cat([prompt.ids, sample.tokens])[None], joined(prompt.seen)
-    if "tiles" in extra:  # InternVL counts them by itself
-        del extra["tiles"]
-    elif extra:
+    if extra.pop("moment", None) is not None:  # of Qwen's, whose positions are of three axes
         extra["mm_token_type_ids"] = (ids == small_vlm.IMAGE).int()
+    extra.pop("tiles", None)  # InternVL counts them by itself
     return model.eval()(input_ids=ids, **extra).logits[0, len(prompt) - 1 : -1]
 
 

@@ -5,7 +5,7 @@ is sent them when it wakes. vLLM is imported where it is used: most runs do with
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,6 +63,15 @@ def check_family(source: str, revision: str) -> None:
             f"sample.engine='vllm' does not go with {name} (pretrained.model={source!r}), whose "
             "pictures vLLM cuts by itself; use sample.engine='transformers'"
         )
+
+
+def refuse_videos(questions: Iterable[Question]) -> None:
+    for question in questions:
+        if question.videos:
+            raise UserError(
+                f"{question.where}: asks about a video, and sample.engine='vllm' is shown none; "
+                "use sample.engine='transformers'"
+            )
 
 
 @dataclass(kw_only=True)

@@ -13,10 +13,18 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-# A picture as its model takes it: tensors by the names of the forward's arguments, whose first
-# dimensions are joined for several pictures.
+from flow_grpo.data.videos import Clip
+
+# A picture or a video as its model takes it: tensors by the names of the forward's arguments, whose
+# first dimensions are joined for several.
 Seen = dict[str, Tensor]
 FAMILIES: dict[str, type["Family"]] = {}  # by the `model_type` of a config
+
+
+def joined(pictures: Sequence[Seen]) -> Seen:
+    """Several pictures as the model takes them together."""
+    names = pictures[0] if pictures else ()
+    return {name: torch.cat([own[name] for own in pictures]) for name in names}
 
 
 class Family:
@@ -40,6 +48,7 @@ class Family:
     # The placeholder of a picture, which the chat template writes once for each, and a prompt
     # repeats as often as the picture has tokens.
     image_token: int | None = None
+    video_token: int | None = None  # the same of a video, for a model that is shown some
     banned: Sequence[int] = ()  # tokens that no answer may contain
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -78,8 +87,9 @@ class Family:
         """An empty one, to read prompts with."""
         return DynamicCache()
 
-    def written(self, chat: str) -> str:
-        """A chat as the model's own processor completes what the template wrote."""
+    def written(self, chat: str, clips: Sequence[Clip]) -> str:
+        """A chat as the model's own processor completes what the template wrote. It may have
+        several placeholders for one video then."""
         return chat
 
     def count_tokens(self, processor: Any, height: int, width: int) -> int:
@@ -92,8 +102,20 @@ class Family:
         """What the model's own processor makes of each picture: arguments of the forward pass."""
         raise NotImplementedError
 
+    def watch(self, processor: Any, frames: Sequence[Image.Image], clip: Clip, pixels: int) -> Seen:
+        """What `see` would make of a video, of frames with so many pixels at most."""
+        raise NotImplementedError
+
+    def count_frames(self, processor: Any, clip: Clip, pixels: int) -> list[int]:
+        """The same as `tokens_of_video`, from the sizes alone."""
+        raise NotImplementedError
+
     def tokens_of(self, picture: Seen) -> int:
         """How many tokens of a prompt one picture takes."""
+        raise NotImplementedError
+
+    def tokens_of_video(self, video: Seen) -> list[int]:
+        """How many tokens each placeholder of a video takes."""
         raise NotImplementedError
 
     def size_of(self, processor: Any, picture: Seen) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from flow_grpo.answer.models.base import Family, Seen
 from flow_grpo.answer.models.text import refuse_sliding
+from flow_grpo.data.videos import Clip
 
 PIXELS, TILES = "pixel_values", "tiles"
 CONTEXT = "<IMG_CONTEXT>"  # the placeholder of a picture
@@ -53,7 +54,7 @@ class InternVL(Family):
             images.min_patches = min(-(-min_pixels // tile), images.max_patches)
         return images
 
-    def written(self, chat: str) -> str:
+    def written(self, chat: str, clips: Sequence[Clip]) -> str:
         return chat.replace(CONTEXT, f"<img>{CONTEXT}</img>")
 
     def count_tokens(self, processor: Any, height: int, width: int) -> int:

@@ -3,15 +3,15 @@
 from torch import Tensor
 from transformers import DynamicCache
 
-from flow_grpo.answer.models.qwen_vl import QwenVL
+from flow_grpo.answer.models.qwen3_vl import Qwen3VL
 
 
-class Qwen35(QwenVL):
+class Qwen35(Qwen3VL):
     """Each answer is trained in a row of its own: in one that they share, the state would carry
     every answer into the next."""
 
     names = {"qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5"}  # noqa: RUF012
-    layers = f"({QwenVL.layers}|.*language_model.*\\.(in_proj_(qkv|z|b|a)|out_proj))"
+    layers = f"({Qwen3VL.layers}|.*language_model.*\\.(in_proj_(qkv|z|b|a)|out_proj))"
     shares_prompt = False
     vllm_scratch = ""
 
