@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.video_utils import VideoMetadata
 
 from flow_grpo.answer.batches import Answer, joined, packed
 from flow_grpo.answer.policy import AnswerPolicy
@@ -146,16 +147,19 @@ def test_sampling_training_and_transformers_agree_on_videos(folder, family):
         assert (own - stock(model, prompts[row], sampled.tokens[i])).abs().max() < 1e-5
 
 
-def test_patches_are_those_of_transformers(folder):
+def test_patches_and_their_seconds_are_those_of_transformers(folder):
     """Of frames that need no resizing; its own resizing needs torchvision."""
-    encoder = small_vlm.encoder(small_vlm.build("qwen2_5_vl"))
-    prompt = encoder.encode(Question("?", (), "1", {}, WHERE, "", (frames(folder, 5, 2),)))
+    encoder, video = small_vlm.encoder(small_vlm.build("qwen2_5_vl")), frames(folder, 5, 2)
+    prompt = encoder.encode(Question("?", (), "1", {}, WHERE, "", (video,)))
     pixels = torch.tensor(np.stack(shades()[:4])).permute(0, 3, 1, 2)[None] / 127.5 - 1
     sizes = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
     patches, *grid = Qwen3VLVideoProcessor.patchify(None, pixels, **sizes)
     [seen] = prompt.seen
     assert seen["image_grid_thw"].tolist() == [grid]
     torch.testing.assert_close(seen["pixel_values"], patches[0], rtol=0, atol=1e-6)
+    clip = choose_frames(video, WHERE, 2.0, 32)
+    told = VideoMetadata(clip.total, clip.fps, frames_indices=list(clip.places))
+    assert float(seen["moment"]) == pytest.approx(2 / told.sampled_fps)
 
 
 def test_times_are_written_as_transformers_write_them(folder):
