@@ -190,10 +190,10 @@ class AnswerFields(shared.SharedFields):
         at_least=0,
     )
     video_frames: int = setting(
-        32, "Frames of a video at most, evenly over all of it; two have one moment.", at_least=2
+        32, "Frames of a video at most, evenly over all of it; two share their tokens.", at_least=2
     )
     video_pixels: int = setting(
-        768 * 28 * 28, "Pixels of a frame at most, as of Qwen's own tools.", at_least=28 * 28
+        768 * 28 * 28, "Pixels of a video's frame at most, see max_pixels.", at_least=28 * 28
     )
     cuda_graphs: bool = setting(
         True,

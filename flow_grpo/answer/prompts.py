@@ -82,9 +82,8 @@ class PromptEncoder:
             VIDEO: zip(videos, question.videos, strict=True),
         }
         order = [part["type"] for part in self._content(question) if part["type"] != "text"]
-        seen, sources = (
-            zip(*(next(left[kind]) for kind in order), strict=True) if order else ((), ())
-        )
+        pairs = [next(left[kind]) for kind in order]
+        seen, sources = zip(*pairs, strict=True) if pairs else ((), ())
         positions = family.positions(ids, seen)
         return EncodedPrompt(ids, positions, int(positions.max()) + 1, seen, sources)
 

@@ -54,8 +54,8 @@ def find_family(source: str, revision: str = "main") -> type[Family]:
         names = [name for family in FAMILIES.values() for name in family.names.values()]
         raise UserError(
             f"pretrained.model={source!r} is a {(config.architectures or [config.model_type])[0]}, "
-            f"and must be {', '.join(f'a {name}' for name in dict.fromkeys(names))} or a language "
-            "model of transformers, or of a family of your own (custom_models)"
+            f"and must be one of {', '.join(dict.fromkeys(names))}, a language model of "
+            "transformers, or of a family of your own (custom_models)"
         )
     return family
 

@@ -39,10 +39,8 @@ class QwenVL(Family):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.tower = model.model.visual
-        self.image_token, self.video_token = (
-            model.config.image_token_id,
-            model.config.video_token_id,
-        )
+        self.image_token = model.config.image_token_id
+        self.video_token = model.config.video_token_id
         # in an answer they would ask for a picture that is not there
         self.banned = [
             mark for name in MARKS if (mark := getattr(model.config, name, None)) is not None
@@ -78,7 +76,7 @@ class QwenVL(Family):
         frames = [*frames, *[frames[-1]] * (-len(frames) % merged)]
         seen = processor(images=frames, return_tensors="pt", size=_size(processor, pixels))
         _, height, width = seen[GRID][0].tolist()
-        # of each frame as often as there are moments in a patch: one of them, and then all frames'
+        # a picture fills its patches with copies of itself: of each frame one, beside its neighbour
         values = seen[PIXELS].view(-1, merged, height * width, 3, merged, processor.patch_size**2)
         patches = values[..., 0, :].permute(0, 2, 3, 1, 4)
         return {
