@@ -7,6 +7,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
+OPENCV = "opencv-python-headless>=5.0"
 OCR = ["rapidocr>=3.10", "onnxruntime>=1.31", "Levenshtein>=0.27"]
 # versions before 4 run code that comes with a dataset
 DATA = ["datasets>=4.0", "pyarrow>=21.0"]
@@ -15,8 +16,8 @@ DOCS = ["mkdocs>=1.6", "mkdocs-material>=9.8"]
 SERVER = ["fastapi>=0.162", "prometheus-client>=0.26", "uvicorn[standard]>=0.54"]
 # Checks answers, and works with three versions of antlr only. omegaconf before 2.4 wants 4.9, which
 # does not work on Python 3.13.
-VLM = ["math-verify>=0.9,<0.10", "antlr4-python3-runtime==4.13.2"]
-GENEVAL = ["opencv-python-headless>=5.0", "scipy>=1.17"]
+VLM = ["math-verify>=0.9,<0.10", "antlr4-python3-runtime==4.13.2", OPENCV]  # which reads videos
+GENEVAL = [OPENCV, "scipy>=1.17"]
 # mlflow-skinny for a tracking server or a folder; mlflow itself takes 540 MB
 TRACKERS = [
     "mlflow-skinny>=3.17",

@@ -88,7 +88,7 @@ def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) 
     marks = [config.vision_start_token_id, *[config.image_token_id] * tokens]
     ids = torch.cat([torch.tensor([*marks, config.vision_end_token_id]), words])
     pixels = torch.randn(count**2, values, generator=generator)
-    seen = ({"pixel_values": pixels, "image_grid_thw": grids},)
+    seen = ({"pixel_values": pixels, "image_grid_thw": grids, "moment": torch.zeros(1)},)
     positions = family_of(model).positions(ids, seen)
     return EncodedPrompt(ids, positions, int(positions.max()) + 1, seen, (seed,))
 

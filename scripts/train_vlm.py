@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +36,13 @@ from flow_grpo.answer.showing import write_answers
 from flow_grpo.config import command_line
 from flow_grpo.data.seeding import Stream, numpy_rng, sample_generators
 from flow_grpo.rewards import TOTAL
-from flow_grpo.run.distributed import accumulated, gather_scores, in_step, is_sharded
+from flow_grpo.run.distributed import (
+    accumulated,
+    gather_scores,
+    in_step,
+    is_sharded,
+    on_all_or_none,
+)
 from flow_grpo.run.metrics import Timer, TrainingStats, peak_memory_gb, reward_metrics
 from flow_grpo.run.session import (
     carry_out,
@@ -103,7 +110,8 @@ def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
     for attempt in range(config.sample.refills + 1):
         own = rollout.own(session.accelerator.process_index, wanted)
         with timer("sample"), session.answerer.awake():
-            pending = sample_answers(session, epoch, attempt, rollout, own)
+            sample = partial(sample_answers, session, epoch, attempt, rollout, own)
+            pending = on_all_or_none(session.accelerator, sample)  # an outage ends all of them
         with timer("reward_wait"):
             scores = [each.result() for each in pending]
         index = np.array(own, dtype=np.int64)
@@ -252,7 +260,8 @@ def packed_batches(
     session: VlmSession, rollout: Rollout, index: list[int]
 ) -> Iterator[tuple[list[int], PackedBatch]]:
     """The micro-batches of these samples, in their order."""
-    answers, pad = [rollout.answer(i) for i in index], session.answerer.pad
+    shares, pad = session.policy.network.family.shares_prompt, session.answerer.pad
+    answers = [rollout.answer(i, shares_prompt=shares) for i in index]
     for part in micro_batches(answers, session.config.train.tokens_per_batch):
         yield index[part], packed(answers[part], pad).to(session.accelerator.device)
 
@@ -261,15 +270,8 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     """Rewards of greedy answers to the test questions."""
     config, accelerator, questions = session.config, session.accelerator, session.test_questions
     rows = list(range(accelerator.process_index, len(questions), accelerator.num_processes))
-    size, pending = config.sample.batch_size, []
     with session.averaged(), session.answerer.awake():
-        batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-        for batch in session.bar(batches, "evaluate"):
-            session.eval_reward.end_if_broken()
-            prompts = session.answerer.encode(questions, batch)
-            answers = session.answerer.answer(prompts, batch)
-            most = config.sample.max_new_tokens
-            pending.append(PendingAnswers.submit(session.eval_reward, questions, most, answers))
+        pending = on_all_or_none(accelerator, lambda: greedy_answers(session, rows))
     session.stop.check()
     scores = gather_scores(accelerator, np.array(rows), [each.result() for each in pending])
     session.eval_reward.rest()
@@ -280,6 +282,20 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     write_answers(session, "eval", epoch, asked, texts, **rewards)
     lengths = {"eval/length": float(scores.pop(LENGTH).mean())}
     return {**evaluation_metrics(session, epoch, rewards), **lengths}
+
+
+def greedy_answers(session: VlmSession, rows: list[int]) -> list[PendingAnswers]:
+    """To these test questions; each batch is scored while the next one is answered."""
+    config, questions, pending = session.config, session.test_questions, []
+    size = config.sample.batch_size
+    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+    for batch in session.bar(batches, "evaluate"):
+        session.eval_reward.end_if_broken()
+        prompts = session.answerer.encode(questions, batch)
+        answers = session.answerer.answer(prompts, batch)
+        most = config.sample.max_new_tokens
+        pending.append(PendingAnswers.submit(session.eval_reward, questions, most, answers))
+    return pending
 
 
 def save_training_samples(

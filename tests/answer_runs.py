@@ -24,6 +24,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 from flow_grpo.answer.fields import get_config
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.session import VlmSession, build_session
+from flow_grpo.errors import RewardOutage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import train_vlm
@@ -85,7 +86,8 @@ def _take_settings(zero: str) -> None:
 
 def run_watched(**fields: Any) -> None:
     """Each process leaves, in `seen-<process>.jsonl` of the run: the tokens that it sampled and
-    their rewards, by index, and of each micro-batch whether it had a picture."""
+    their rewards, by index, and of each micro-batch whether it had a picture. Where rewards fail,
+    `outage-<process>.txt` beside the run says what was told."""
     prepare, scores, lines, runs = train_vlm.prepare, AnswerPolicy.scores, [], []
 
     def watched_prepare(session, rollout):
@@ -106,6 +108,10 @@ def run_watched(**fields: Any) -> None:
     train_vlm.prepare, AnswerPolicy.scores = watched_prepare, watched_scores
     try:
         session = run(**fields)
+    except RewardOutage as outage:
+        told = Path(fields["logdir"], f"outage-{os.environ['RANK']}.txt")
+        told.write_text(str(outage), encoding="utf-8")
+        return
     finally:
         train_vlm.prepare, AnswerPolicy.scores = prepare, scores
     path = session.folder / f"seen-{session.accelerator.process_index}.jsonl"

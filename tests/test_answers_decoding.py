@@ -104,7 +104,8 @@ def test_half_precision_keeps_the_cache_in_it_where_weights_are_in_float32(famil
     )
     sampler = Sampler(policy.network, **SETTINGS)
     sampled = sampler.sample(prompts, ROWS, generators(ROWS))
-    assert {held.dtype for pair in sampler.slots.cache.held for held in pair} == {torch.bfloat16}
+    held = [each for pair in sampler.slots.cache.held.values() for each in pair]
+    assert {each.dtype for each in held} == {torch.bfloat16}
     answers = [Answer(r, prompts[r], t) for r, t in zip(ROWS, sampled.tokens, strict=True)]
     batch = packed(answers, small_vlm.PAD)
     trained = policy.fixed_scores(batch)["log_probs"][batch.mask]

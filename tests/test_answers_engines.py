@@ -31,6 +31,7 @@ from flow_grpo.answer.rollout import Answerer
 from flow_grpo.answer.session import VlmSession, build_session
 from flow_grpo.answer.vllm_engine import (
     VllmAnswerer,
+    check_family,
     engine_files,
     named_weights,
 )
@@ -349,3 +350,9 @@ def test_what_does_not_go_with_vllm_is_told_in_one_line(installed, fields, messa
         check.check(answer_runs.config_of(**{"sample.engine": "vllm", **fields}))
     assert str(told.value).startswith(message)
     assert "\n" not in str(told.value)
+
+
+def test_a_family_whose_pictures_vllm_reads_in_another_way_is_told_before_it_loads(tmp_path):
+    start = small_vlm.save(tmp_path, "internvl")
+    with pytest.raises(UserError, match=r"sample.engine='vllm' does not go with InternVL"):
+        check_family(str(start), "main")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from flow_grpo.answer.models.base import Seen
+from flow_grpo.answer.models.base import Seen, joined
 from flow_grpo.answer.prompts import EncodedPrompt
 
 PROMPT, PADDING = 0, -1  # segments of a row; answers are 1, 2, ...
@@ -122,12 +122,6 @@ def _inputs(
         pictures=joined([distinct[source] for source in numbers]),
         shown=torch.tensor([numbers[source] for source, _ in places]) if places else None,
     )
-
-
-def joined(pictures: Sequence[Seen]) -> Seen:
-    """Several pictures as the model takes them together."""
-    names = pictures[0] if pictures else ()
-    return {name: torch.cat([own[name] for own in pictures]) for name in names}
 
 
 def attention(segments: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.speed.lora import (
@@ -27,7 +28,8 @@ ONE_QUERY = "one_query"
 
 class FixedCache(Cache):
     """Keys and values of every layer, in tensors that stay where they are. A step writes to column
-    `place` and sees the first `columns` of the first `rows`."""
+    `place` and sees the first `columns` of the first `rows`. A layer of linear attention has two
+    states instead, each of one size."""
 
     def __init__(
         self, read: DynamicCache, rows: int, columns: int, dtype: torch.dtype | None
@@ -36,35 +38,62 @@ class FixedCache(Cache):
         weights in float32 widen what autocast would narrow again for every token: `dtype` is what
         it narrows to, or None."""
         super().__init__(layers=[])
-        self.held = [
-            tuple(
-                x.new_zeros(rows, x.shape[1], columns, x.shape[3], dtype=dtype)
-                for x in (own.keys, own.values)
-            )
-            for own in read.layers
-        ]
-        self.place = torch.zeros(1, dtype=torch.long, device=self.held[0][0].device)
-        self.dtype = self.held[0][0].dtype
-        self.rows, self.columns = rows, columns
+        self.held: dict[int, tuple[Tensor, ...]] = {}  # by layer: keys and values
+        self.states: dict[int, tuple[Tensor, ...]] = {}  # or: of its convolution, and the recurrent
+        for number, own in enumerate(read.layers):
+            if isinstance(own, LinearAttentionLayer):
+                layer = LinearAttentionLayer()
+                layer.lazy_initialization(*(x.new_empty(rows, *x.shape[1:]) for x in _states(own)))
+                layer.has_previous_state[0] = True
+                self.layers.append(layer)
+                self.states[number] = _states(layer)
+            else:
+                self.layers.append(DynamicLayer())
+                self.held[number] = tuple(
+                    x.new_zeros(rows, x.shape[1], columns, x.shape[3], dtype=dtype)
+                    for x in (own.keys, own.values)
+                )
+        first, _ = next(iter(self.held.values()))
+        self.place = torch.zeros(1, dtype=torch.long, device=first.device)
+        self.dtype = first.dtype
+        self.show(rows, columns)
 
-    def fill(self, read: DynamicCache, chosen: Tensor) -> None:
-        """Row i with what was read for row `chosen[i]`."""
-        for (keys, values), own in zip(self.held, read.layers, strict=True):
-            keys[: len(chosen), :, : own.keys.shape[2]] = own.keys[chosen]
-            values[: len(chosen), :, : own.keys.shape[2]] = own.values[chosen]
-        self.place.fill_(read.layers[0].keys.shape[2])
+    def show(self, rows: int, columns: int) -> None:
+        """What the next steps see."""
+        self.rows, self.columns = rows, columns
+        for number, (convolution, recurrent) in self.states.items():
+            layer = self.layers[number]  # from which the model takes them, and writes in place
+            layer.conv_states[0], layer.recurrent_states[0] = convolution[:rows], recurrent[:rows]
+
+    def fill(self, read: DynamicCache, chosen: Tensor, columns: int) -> None:
+        """Row i with what was read for row `chosen[i]`, all rows as long as `columns`."""
+        for number, pair in self.held.items():
+            own = read.layers[number]
+            for held, new in zip(pair, (own.keys, own.values), strict=True):
+                held[: len(chosen), :, :columns] = new[chosen]
+        for number, pair in self.states.items():
+            for held, new in zip(pair, _states(read.layers[number]), strict=True):
+                held[: len(chosen)] = new[chosen]
+        self.place.fill_(columns)
 
     def keep(self, index: Tensor, columns: int) -> None:
         """Move these rows to the front and go on with them alone."""
-        for pair in self.held:
+        for pair in self.held.values():
             for held in pair:
                 held[: len(index), :, :columns] = held[index, :, :columns]
+        for pair in self.states.values():
+            for held in pair:
+                held[: len(index)] = held[index]
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, ...]:
         every = [held[: self.rows, :, : self.columns] for held in self.held[layer_idx]]
         for held, new in zip(every, (keys, values), strict=True):
             held.index_copy_(2, self.place, new.to(held.dtype))
         return tuple(every)
+
+
+def _states(layer: LinearAttentionLayer) -> tuple[Tensor, Tensor]:
+    return layer.conv_states[0], layer.recurrent_states[0]
 
 
 def _attend(
@@ -140,7 +169,7 @@ class Slots:
         # unused slots repeat the last answer's prompt: what they compute has to be finite
         spare = chosen[-1:].expand(self.rows - len(chosen))
         everyone = torch.cat([chosen, spare])
-        self.cache.fill(read, everyone)
+        self.cache.fill(read, everyone, seen.shape[1])
         self.seen.zero_()
         self.seen[:, 0, 0, : seen.shape[1]] = seen[everyone]
         self.tokens.fill_(pad)
@@ -173,7 +202,8 @@ class Slots:
     @contextmanager
     def tried(self) -> Iterator[None]:
         """Context that undoes the decoding step taken in it: to warm up, and to record a graph."""
-        kept = (self.token, self.step, self.cache.place)
+        states = (state for pair in self.cache.states.values() for state in pair)
+        kept = (self.token, self.step, self.cache.place, *states)
         before = [held.clone() for held in kept]
         yield
         for held, value in zip(kept, before, strict=True):
@@ -199,7 +229,7 @@ class DecodingStep(nn.Module):
     def forward(self, slots: Slots, rows: int, columns: int, greedy: bool) -> None:
         cache = slots.cache
         slots.seen.index_fill_(3, cache.place, value=True)
-        cache.rows, cache.columns = rows, columns
+        cache.show(rows, columns)
         # as attention adds it: given what is seen, every layer would make this of it
         seen = slots.seen[:rows, ..., :columns]
         mask = torch.zeros_like(seen, dtype=cache.dtype).masked_fill_(~seen, -torch.inf)

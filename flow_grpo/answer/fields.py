@@ -184,6 +184,17 @@ class AnswerFields(shared.SharedFields):
         at_least=0,
     )
     max_pixels: int = setting(0, "Pixels of a picture at most, see min_pixels.", at_least=0)
+    video_fps: float = setting(
+        2.0,
+        "Frames that are shown of each second of a video; 0 shows video_frames of any video.",
+        at_least=0,
+    )
+    video_frames: int = setting(
+        32, "Frames of a video at most, evenly over all of it; two share their tokens.", at_least=2
+    )
+    video_pixels: int = setting(
+        768 * 28 * 28, "Pixels of a video's frame at most, see max_pixels.", at_least=28 * 28
+    )
     cuda_graphs: bool = setting(
         True,
         "On a GPU, replay each step of sampling as a CUDA graph, which spares the host a thousand "

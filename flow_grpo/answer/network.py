@@ -4,6 +4,7 @@ that sampled, the one that is trained and the reference."""
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class AnswerModel(nn.Module):
             hidden = self.forward_model(
                 inputs.position_ids,
                 input_ids=inputs.input_ids,
-                attention_mask=attention(inputs.segments),
+                attention_mask=self.family.mask(
+                    attention(inputs.segments), inputs.segments != PADDING
+                ),
                 past_key_values=cache,
                 use_cache=cache is not None,
                 **pictures,
@@ -166,9 +169,9 @@ def _spread(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Each RMSNorm as one kernel instead of eight."""
+    """Each RMSNorm as one kernel instead of eight, but for those with a gate."""
     for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
+        if hasattr(module, "variance_epsilon") and len(signature(module.forward).parameters) == 1:
             module.forward = partial(_rms_norm, module, module.forward)
 
 

@@ -105,10 +105,11 @@ class Rollout:
     def row_of(self, index: int) -> int:
         return int(self.rows[index // self.plan.group_size])
 
-    def answer(self, index: int) -> Answer:
+    def answer(self, index: int, *, shares_prompt: bool = True) -> Answer:
         """Sampled answer `index` with its prompt, as training takes it."""
         sample = self.samples[index]
-        return Answer(sample.row, self.prompts[sample.row], sample.tokens)
+        question = sample.row if shares_prompt else index
+        return Answer(question, self.prompts[sample.row], sample.tokens)
 
     def store(self, scores: dict[str, np.ndarray], index: np.ndarray) -> None:
         """Scores of these samples, of all processes, in the order of the index."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from flow_grpo.answer.batches import PADDING, left_padded
 from flow_grpo.answer.decoding import COLUMNS, DecodingStep, Graphs, Slots, uniform
@@ -82,7 +81,8 @@ class Sampler:
         generators: Sequence[torch.Generator] | None,
     ) -> tuple[Slots, int]:
         """The prompts, and the first token of every answer; the columns that prompts take."""
-        inputs, cache = left_padded(prompts, self.pad).to(self.device), DynamicCache()
+        inputs = left_padded(prompts, self.pad).to(self.device)
+        cache = self.network.family.cache()
         hidden = self.network.hidden(inputs, cache)[:, -1]
         count, width = len(rows), inputs.input_ids.shape[1]
         columns = self._columns(width + self.steps)

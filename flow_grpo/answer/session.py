@@ -21,10 +21,16 @@ from flow_grpo.answer.plan import AnswerPlan, build_plan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Answerer, reward_metadata
-from flow_grpo.answer.vllm_engine import build_answerer, check_platform
+from flow_grpo.answer.vllm_engine import (
+    build_answerer,
+    check_family,
+    check_platform,
+    refuse_videos,
+)
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.images import check_pictures
 from flow_grpo.data.questions import Question, load_questions
+from flow_grpo.data.videos import check_videos
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.run.building import DTYPES, Begin, advice_when_short, building
@@ -73,6 +79,7 @@ def build_session(
         accelerator, sample, train = run.accelerator, config.sample, config.train
         if sample.engine == VLLM:
             check_platform(accelerator.device)
+            check_family(config.pretrained.model, config.pretrained.revision)
         plan = build_plan(config, accelerator.num_processes)
         run.open_folder(begin, plan.updates)
         questions, test_questions = load_questions(config.dataset, config.seed)
@@ -80,7 +87,11 @@ def build_session(
         plan.check_questions(len(questions), config.dataset)
         every = [*questions, *test_questions]
         bar = partial(progress_bar, shown=accelerator.is_main_process)
+        if sample.engine == VLLM:
+            refuse_videos(every)
+        video = {"video_fps": config.video_fps, "video_frames": config.video_frames}
         on_all_or_none(accelerator, lambda: check_pictures(every, accelerator, bar))
+        on_all_or_none(accelerator, lambda: check_videos(every, accelerator, *video.values()))
 
         def check_rewards(reward: WeightedReward, eval_reward: WeightedReward) -> None:
             check_reward(reward, questions, sample.max_new_tokens)
@@ -101,6 +112,8 @@ def build_session(
             model,
             system_prompt=config.system_prompt,
             question_format=config.question_format,
+            video_pixels=config.video_pixels,
+            **video,
         )
         most = _longest_prompt(config, model)
         longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))

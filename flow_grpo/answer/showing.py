@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from PIL import Image
 
 from flow_grpo.data.questions import Question
+from flow_grpo.data.videos import choose_frames, read_frames
 from flow_grpo.pictures import read_picture
 from flow_grpo.run.session import BaseSession, write_samples
 
 MOST = 512  # pixels of a side: they are there to be looked at
+FRAMES = 4  # of a video
 
 
 def write_answers(
@@ -33,8 +35,12 @@ def write_answers(
 
 
 def _picture(question: Question) -> Image.Image | None:
-    """All pictures of a question side by side; None where there are none."""
+    """All pictures of a question side by side, and some frames of its videos; None where there are
+    none."""
     pictures = [read_picture(source, question.where) for source in question.images]
+    for video in question.videos:
+        clip = choose_frames(video, question.where, rate=0, most=FRAMES)
+        pictures += read_frames(video, clip, question.where)
     if not pictures:
         return None
     for picture in pictures:

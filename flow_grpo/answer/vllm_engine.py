@@ -5,7 +5,7 @@ is sent them when it wakes. vLLM is imported where it is used: most runs do with
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from peft.tuners import lora
 from PIL import Image
 from torch import Tensor, nn
 
+from flow_grpo.answer.models import find_family
 from flow_grpo.answer.prompts import EncodedPrompt
 from flow_grpo.answer.rollout import Answerer, Sample
 from flow_grpo.data.questions import Question
@@ -51,6 +52,26 @@ def check_platform(device: torch.device) -> None:
             f"and the run is on {device.type}; install vLLM's build for {device.type}, or use "
             "sample.engine='transformers'"
         )
+
+
+def check_family(source: str, revision: str) -> None:
+    """Refuse a model whose pictures vLLM would read in another way than training does."""
+    family = find_family(source, revision)
+    if not family.vllm:
+        (name,) = family.names.values()
+        raise UserError(
+            f"sample.engine='vllm' does not go with {name} (pretrained.model={source!r}), whose "
+            "pictures vLLM cuts by itself; use sample.engine='transformers'"
+        )
+
+
+def refuse_videos(questions: Iterable[Question]) -> None:
+    for question in questions:
+        if question.videos:
+            raise UserError(
+                f"{question.where}: asks about a video, and sample.engine='vllm' is shown none; "
+                "use sample.engine='transformers'"
+            )
 
 
 @dataclass(kw_only=True)

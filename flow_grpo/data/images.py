@@ -34,16 +34,16 @@ def listed(row: dict[str, Any], where: str, columns: Sequence[str] = COLUMNS) ->
     return given
 
 
-def find_picture(source: Any, folder: Path, where: str) -> Picture:
+def find_picture(source: Any, folder: Path, where: str, kind: str = "picture") -> Picture:
     """A file that is there, or bytes. `folder`: where paths start."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str):
         source = _from_text(source, folder, where)
     if not isinstance(source, Path | bytes):
-        raise UserError(f"{where}: a picture must have bytes or a path, got {source!r:.80}")
+        raise UserError(f"{where}: a {kind} must have bytes or a path, got {source!r:.80}")
     if isinstance(source, Path) and not os.path.isfile(source):
-        message = f"{where}: there is no picture {source}; paths start at {folder}"
+        message = f"{where}: there is no {kind} {source}; paths start at {folder}"
         raise UserError(with_nearest_file(message, source))
     return source
 

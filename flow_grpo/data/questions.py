@@ -1,7 +1,7 @@
-"""Questions with pictures and answers, from files. Every mistake names file and line.
+"""Questions with pictures, videos and answers, from files. Every mistake names file and line.
 
-Three layouts are read as they are, row by row: ours (`question`, `images`, `answer`), EasyR1's
-(`problem`, `images`, `answer`) and LMM-R1's (`message`, a chat as a JSON string, and `answer`).
+Three layouts are read as they are, row by row: ours (`question`, `images`, `videos`, `answer`),
+EasyR1's (the same with `problem`) and LMM-R1's (`message`, a chat as a JSON string, and `answer`).
 """
 
 import logging
@@ -17,6 +17,7 @@ from flow_grpo.data.hub import check_data, download_data
 from flow_grpo.data.images import COLUMNS, contents, find_picture, listed
 from flow_grpo.data.mixing import split_off
 from flow_grpo.data.rows import Split, as_json, is_hub_name, read_table
+from flow_grpo.data.videos import Video, find_videos
 from flow_grpo.errors import UserError, with_nearest_file
 from flow_grpo.files import parse_json, read_json, read_text
 from flow_grpo.pictures import Picture
@@ -24,13 +25,14 @@ from flow_grpo.pictures import Picture
 logger = logging.getLogger("flow_grpo")
 
 MARK = "<image>"  # in a text: a picture stands here
-VIDEO_MARK = "<video>"  # in EasyR1's layout, with a column `videos`
+VIDEO_MARK = "<video>"  # the same of a video
 ENDINGS = (".jsonl", ".json", ".parquet")
 TEXTS = ("question", "problem", "message")  # of which a row has one
 # names that a split may have, the first of which is there is read
 SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "val")}
 PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-FETCHED = [f"*{ending}" for ending in (*ENDINGS, *PICTURE_FILES)]
+VIDEO_FILES = (".mp4", ".mov", ".webm", ".mkv", ".avi")
+FETCHED = [f"*{ending}" for ending in (*ENDINGS, *PICTURE_FILES, *VIDEO_FILES)]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,14 @@ class Question:
     metadata: dict[str, Any] = field(default_factory=dict)  # handed to the rewards
     where: str = ""  # file and line
     system: str = ""  # told to the model before the question, where the row says so itself
+    videos: tuple[Video, ...] = ()  # as images
+
+    @property
+    def shown(self) -> tuple[Picture, ...]:
+        """All pictures and the files of all videos, or their frames."""
+        sources = [video.source for video in self.videos]
+        frames = [each for own in sources for each in (own if isinstance(own, tuple) else (own,))]
+        return (*self.images, *frames)
 
 
 def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[Question]]:
@@ -54,7 +64,7 @@ def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[
     test = find_questions(path, "test")
     if test is None:
         train, test = split_off(
-            train, seed, str(source), "questions", lambda q: contents(q.text, q.images)
+            train, seed, str(source), "questions", lambda q: contents(q.text, q.shown)
         )
     return train, test
 
@@ -145,24 +155,30 @@ def to_question(row: Any, folder: Path, where: str) -> Question:
         system, text, sources = _chat(text, where)
     if not isinstance(text, str) or not text.strip():
         raise UserError(f'{where}: needs a text in "{name}", got {text!r}')
-    if row.get("videos") or VIDEO_MARK in text or (row.get("video") and not sources):
+    videos = find_videos(row.get("videos") or [], row.get("fps"), folder, where)
+    if row.get("video") and not (sources or videos):
         raise UserError(
-            f"{where}: asks about a video, and models are not shown videos yet; leave the row out, "
-            'or give some frames of it as "images"'
+            f'{where}: has a "video" and no "videos"; name the column "videos", and make it a list '
+            "of paths"
         )
-    marks = text.count(MARK)
-    if marks not in (0, len(sources)):
-        raise UserError(
-            f"{where}: its text has {MARK} {marks} times and the row has {len(sources)} pictures; "
-            f"write {MARK} once for each, or not at all, and all come first"
-        )
+    _check_marks(text, MARK, len(sources), "pictures", where)
+    _check_marks(text, VIDEO_MARK, len(videos), "videos", where)
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
         raise UserError(f'{where}: needs a text or a number in "answer", got {answer!r}')
     images = tuple(find_picture(each, folder, where) for each in sources)
-    rest = {k: v for k, v in row.items() if k not in (*COLUMNS, "message")}
+    rest = {k: v for k, v in row.items() if k not in (*COLUMNS, "videos", "message")}
     metadata = {**as_json(rest), "question": text, "answer": str(answer)}
-    return Question(text, images, str(answer), metadata, where, system)
+    return Question(text, images, str(answer), metadata, where, system, videos)
+
+
+def _check_marks(text: str, mark: str, there: int, kind: str, where: str) -> None:
+    marks = text.count(mark)
+    if marks not in (0, there):
+        raise UserError(
+            f"{where}: its text has {mark} {marks} times and the row has {there} {kind}; write "
+            f"{mark} once for each, or not at all, and all come first"
+        )
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:

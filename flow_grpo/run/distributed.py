@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import RewardOutage, UserError
 
 Batch, Result = TypeVar("Batch"), TypeVar("Result")
 
@@ -29,10 +29,12 @@ def on_all_or_none(accelerator: Accelerator, call: Callable[[], Result]) -> Resu
     try:
         result = call()
     except UserError as error:
-        mistake = str(error)
+        kind = RewardOutage if isinstance(error, RewardOutage) else UserError  # by its exit code
+        mistake = (kind, str(error))
     mistakes = [m for m in gather_object([mistake]) if m is not None]
     if mistakes:
-        raise UserError(mistakes[0])
+        kind, told = mistakes[0]
+        raise kind(told)
     return result
 
 

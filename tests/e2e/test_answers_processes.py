@@ -19,6 +19,9 @@ RUNS = {
     "refilled": {**REFILLED, "train.updates_per_epoch": 3, "train.beta": 0.1},
     "ppo": {"train.advantage": "gae", "train.beta": 0.1, "train.kl_in": "reward", "train.kl": "k1"},
 }
+# by two alone: the second fails, in batches of one, and has no part in the evaluation before
+BROKEN = {"run_name": "broken", "reward": "broken_elsewhere", "sample.batch_size": 1}
+BROKEN |= {"eval_questions": 1}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def logdirs(tmp_path_factory) -> dict[int, Path]:
         own = {**common, **batches[processes], "logdir": str(folder / str(processes))}
         return [{**own, "run_name": name, **fields} for name, fields in RUNS.items()]
 
-    answer_runs.run_by_two(runs(2))
+    answer_runs.run_by_two([*runs(2), {**runs(2)[0], **BROKEN}])
     for one in runs(1):
         answer_runs.run_watched(**one)
     return {processes: folder / str(processes) for processes in (1, 2)}
@@ -69,6 +72,12 @@ def test_two_processes_sample_what_one_does(logdirs, name):
         assert first["rewards"] == second["rewards"]
         assert len(first["pictures"]) == 1
         assert len(second["pictures"]) == 2
+
+
+def test_an_outage_of_one_process_is_raised_on_both(logdirs):
+    told = [(logdirs[2] / f"outage-{process}.txt").read_text() for process in (0, 1)]
+    assert told[0].startswith("reward 'mine' fails on every batch: TypeError: no such letter")
+    assert told[0] == told[1]
 
 
 def test_a_process_without_pictures_does_not_keep_the_other_waiting(logdirs):

@@ -5,6 +5,7 @@ python -m pytest -q --noconftest tests/gpu        on a machine with a GPU
 """
 
 import pytest
+import small_vlm
 import torch
 from benchmark_vlm import make_prompt
 from untrained.answering import build
@@ -44,6 +45,32 @@ def test_graphs_sample_what_plain_steps_do(use_lora, compute_dtype):
     assert len(graphed.step.recorded) > 2  # fewer slots as answers end
     fewer = answers(graphed, 5)
     assert all(map(torch.equal, plain.tokens, fewer.tokens))
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("family", small_vlm.FAMILIES)
+def test_graphs_of_every_family_sample_what_plain_steps_do(family, compute_dtype, tmp_path):
+    """Also those with experts, and with states beside keys and values."""
+    model = small_vlm.build(family).to(CUDA, compute_dtype or torch.float32)
+    policy = AnswerPolicy(model, parts=[], use_lora=False, compute_dtype=compute_dtype)
+    encoder = small_vlm.encoder(model)
+    prompts = [encoder.encode(question) for question in small_vlm.questions(tmp_path)]
+    rows = [i // 4 for i in range(12)]
+    settings = {"max_new_tokens": 60, "stop": [small_vlm.EOS], "pad": small_vlm.PAD}
+    graphed = Sampler(policy.network, **settings)
+    plain = Sampler(policy.network, **settings, cuda_graphs=False)
+    for _ in range(2):  # recorded, and replayed
+        drawn = [sample_generators(0, 0, list(range(12))) for _ in range(2)]
+        one, two = plain.sample(prompts, rows, drawn[0]), graphed.sample(prompts, rows, drawn[1])
+        assert all(map(torch.equal, one.tokens, two.tokens))
+        assert max(map(_furthest, one.log_probs, two.log_probs)) < 1e-5
+    answers = [Answer(i, prompts[rows[i]], own) for i, own in enumerate(one.tokens)]
+    batch = packed(answers, small_vlm.PAD).to(CUDA)
+    trained = policy.fixed_scores(batch)["log_probs"].cpu()
+    pairs = zip(trained, one.log_probs, strict=True)
+    off = torch.cat([own[: len(sampled)] - sampled for own, sampled in pairs]).abs()
+    print(f"{family} {compute_dtype}: off by {off.mean():.2g}, {off.max():.2g} at most")
+    assert off.mean() < (1e-5 if compute_dtype is None else 0.05)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [True, False])

@@ -54,8 +54,8 @@ def find_family(source: str, revision: str = "main") -> type[Family]:
         names = [name for family in FAMILIES.values() for name in family.names.values()]
         raise UserError(
             f"pretrained.model={source!r} is a {(config.architectures or [config.model_type])[0]}, "
-            f"and must be {', '.join(f'a {name}' for name in dict.fromkeys(names))} or a language "
-            "model of transformers, or of a family of your own (custom_models)"
+            f"and must be one of {', '.join(dict.fromkeys(names))}, a language model of "
+            "transformers, or of a family of your own (custom_models)"
         )
     return family
 
@@ -83,17 +83,14 @@ def load_processors(
 ) -> tuple[PreTrainedTokenizerBase, Any]:
     """The tokenizer and the image processor, None for a model that sees no pictures; these are
     resized to so many pixels, where a number is given."""
-    pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    options = {name: number for name, number in pixels.items() if number}
     family, images = find_family(source, revision), None
     with explained("pretrained.model", source, KIND):
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=False
         )
         if family.image_loader is not None:
-            # with PIL, whether or not torchvision is there: tokens are the same everywhere
-            images = family.image_loader.from_pretrained(
-                source, revision=revision, backend="pil", trust_remote_code=False, **options
+            images = family.load_images(
+                source, revision, min_pixels=min_pixels, max_pixels=max_pixels
             )
     if not tokenizer.chat_template:
         tokenizer.chat_template = _template_of_processor(source, revision)

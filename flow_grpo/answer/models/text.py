@@ -30,17 +30,23 @@ class TextModel(Family):
                 f"pretrained.model is a {name}, which has no .model and .lm_head (without bias) "
                 f"as Llama and Qwen have them; {OWN}"
             )
-        window = getattr(model.config, "sliding_window", None)
-        if window and getattr(model.config, "use_sliding_window", True):
-            raise UserError(
-                f"pretrained.model is a {name} with sliding_window={window}, and answers are "
-                f"trained with attention to all tokens before; choose one without, or {OWN}"
-            )
+        refuse_sliding(model, model.config)
 
     def lora_targets(self, with_tower: bool) -> str:
         names = (name for name, _ in self.model.named_modules())
         usual = any(re.fullmatch(self.layers, name) for name in names)
         return self.layers if usual else "all-linear"
+
+
+def refuse_sliding(model: nn.Module, config: PretrainedConfig) -> None:
+    """`config`: that of the language model."""
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        raise UserError(
+            f"pretrained.model is a {type(model).__name__} with sliding_window={window}, and "
+            "answers are trained with attention to all tokens before; choose one without, or "
+            f"{OWN}"
+        )
 
 
 def is_text_model(config: PretrainedConfig) -> bool:
