@@ -98,7 +98,7 @@ def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
     """Answers to the questions of an epoch, scored; with `sample.refills`, questions whose answers
     all score alike give way to others."""
     config, plan = session.config, session.plan
-    rollout = Rollout.draw(plan, len(session.questions), config.seed, epoch)
+    rollout = Rollout.draw(plan, session.sets, config.seed, epoch)
     wanted = np.arange(plan.samples)
     for attempt in range(config.sample.refills + 1):
         own = rollout.own(session.accelerator.process_index, wanted)
@@ -279,7 +279,7 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     asked, texts = [questions[row] for row, _ in shown], [text for _, text in shown]
     write_answers(session, "eval", epoch, asked, texts, **rewards)
     lengths = {"eval/length": float(scores.pop(LENGTH).mean())}
-    return {**evaluation_metrics(session, epoch, rewards), **lengths}
+    return {**evaluation_metrics(session, epoch, rewards, session.test_sets()), **lengths}
 
 
 def save_training_samples(

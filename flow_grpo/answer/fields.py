@@ -196,7 +196,17 @@ class AnswerFields(shared.SharedFields):
     dataset: str = setting(
         "dataset/shapes_qa",
         "A folder with train and test files (.jsonl, .parquet), one such file, or a Hugging Face "
-        'name like "hiyouga/geometry3k": docs/vlm.md.',
+        'name like "hiyouga/geometry3k"; several with their shares: "path/a:0.7,path/b:0.3".',
+    )
+    input_key: str = setting(
+        "",
+        "The column with the question, or with a chat that ends with it; empty: question, problem "
+        "or message, whichever a row has.",
+    )
+    answer_key: str = setting(
+        "answer",
+        "The column with the truth that rewards check against; empty: there is none, and no reward "
+        "needs it.",
     )
     eval_questions: int = setting(
         0, "Test questions to evaluate on, from the start of the file; 0 means all.", at_least=0
@@ -212,6 +222,11 @@ class AnswerFields(shared.SharedFields):
         "Tokens of a prompt, its pictures included. A longer one is refused, never cut; 0 is what "
         "the model's positions leave for it.",
         at_least=0,
+    )
+    filter_overlong_prompts: bool = setting(
+        False,
+        "Leave out questions whose prompts are longer than max_prompt_length, and tell how many, "
+        "instead of refusing them.",
     )
     reward_fn: dict = setting(
         {"math_answer": 0.9, "answer_format": 0.1},

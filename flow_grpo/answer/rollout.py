@@ -1,8 +1,9 @@
 """The samples of an epoch: which question each answers, who samples it, and what it scored."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
 from flow_grpo.answer.sampling import Sampler
+from flow_grpo.data.mixing import in_turn, set_of, share_out
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.rewards import TOTAL, PendingScores, WeightedReward
@@ -41,16 +43,28 @@ class Rollout:
     plan: AnswerPlan
     rows: np.ndarray  # (groups,), the question of each
     spare: list[int]  # questions to take instead
+    sizes: Sequence[int] = ()  # of the data sets, where there are several
     refilled: int = 0  # questions that others were taken instead of
     samples: dict[int, Sample] = field(default_factory=dict)
     prompts: dict[int, EncodedPrompt] = field(default_factory=dict)  # by row
     scores: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) each
 
     @classmethod
-    def draw(cls, plan: AnswerPlan, questions: int, seed: int, epoch: int) -> "Rollout":
-        """Choose the questions of an epoch; no answer is sampled yet."""
-        order = numpy_rng(seed, Stream.PROMPTS, epoch).permutation(questions)
-        return cls(plan, order[: plan.questions], order[plan.questions :].tolist())
+    def draw(
+        cls, plan: AnswerPlan, sets: Sequence[tuple[int, Fraction]], seed: int, epoch: int
+    ) -> "Rollout":
+        """Choose the questions of an epoch; no answer is sampled yet. `sets`: of each data set, one
+        after the other, how many questions it has and what share of an epoch's are its own."""
+        rng, sizes = numpy_rng(seed, Stream.PROMPTS, epoch), [size for size, _ in sets]
+        if len(sets) == 1:
+            order = rng.permutation(sizes[0])
+            return cls(plan, order[: plan.questions], order[plan.questions :].tolist())
+        first = np.cumsum([0, *sizes])
+        orders = [start + rng.permutation(size) for start, size in zip(first, sizes, strict=False)]
+        counts = share_out(plan.questions, [share for _, share in sets])
+        parts = [order[:count] for order, count in zip(orders, counts, strict=True)]
+        others = [order[count:].tolist() for order, count in zip(orders, counts, strict=True)]
+        return cls(plan, rng.permutation(np.concatenate(parts)), in_turn(others), sizes)
 
     @property
     def groups(self) -> np.ndarray:
@@ -86,11 +100,20 @@ class Rollout:
         return members
 
     def refill(self) -> np.ndarray:
-        """Other questions for groups without spread, as far as there are any; the indices that are
-        to be sampled for them."""
-        flat = np.flatnonzero(~self.has_spread()[:: self.plan.group_size])[: len(self.spare)]
-        self.rows[flat] = self.spare[: len(flat)]
-        del self.spare[: len(flat)]
+        """Other questions for groups without spread, of the same data set, as far as there are any;
+        the indices that are to be sampled for them."""
+        without = ~self.has_spread()[:: self.plan.group_size]
+        spare = np.array(self.spare, dtype=np.int64)
+        of, of_spare = set_of(self.sizes, self.rows), set_of(self.sizes, spare)
+        flat, taken = [], []
+        for number in np.unique(of[without]):
+            groups, others = without & (of == number), of_spare == number
+            pairs = zip(np.flatnonzero(groups), np.flatnonzero(others), strict=False)
+            for group, place in pairs:
+                flat.append(group)
+                taken.append(place)
+        self.rows[flat] = spare[taken]
+        self.spare = np.delete(spare, taken).tolist()
         self.prompts = {row: self.prompts[row] for row in self.rows.tolist() if row in self.prompts}
         self.refilled += len(flat)
         return np.flatnonzero(np.isin(self.groups, flat))

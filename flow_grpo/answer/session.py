@@ -1,8 +1,10 @@
 """Turn a config into the objects of a run that trains a model that answers."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -18,11 +20,12 @@ from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import PromptEncoder
+from flow_grpo.answer.questions import build_questions
 from flow_grpo.answer.rollout import Answerer, reward_metadata
 from flow_grpo.answer.vllm_engine import build_answerer, check_platform
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.images import check_pictures
-from flow_grpo.data.questions import Question, load_questions
+from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.run.building import DTYPES, Begin, advice_when_short, building
@@ -31,6 +34,7 @@ from flow_grpo.run.resume import check_goal, find_start
 from flow_grpo.run.session import BaseSession
 from flow_grpo.show.console import progress_bar
 
+logger = logging.getLogger("flow_grpo")
 # settings of FSDP that must be off, and why
 SHARDING = {
     "fsdp_activation_checkpointing": "use --config.train.gradient_checkpointing=True",
@@ -45,8 +49,14 @@ class VlmSession(BaseSession):
     plan: AnswerPlan
     questions: list[Question]
     test_questions: list[Question]
+    sets: list[tuple[int, Fraction]]  # questions of each data set, and its share of an epoch
     policy: AnswerPolicy
     answerer: Answerer
+
+    def test_sets(self) -> list[str]:
+        """The data set that each test question is of, where there are several."""
+        several = len(self.sets) > 1
+        return [q.metadata["dataset"] for q in self.test_questions] if several else []
 
     @property
     def recomputes_old(self) -> bool:
@@ -77,16 +87,15 @@ def build_session(
             most_at_once=sample.batch_size,
         )
         run.open_folder(begin, plan.updates)
-        questions, test_questions = load_questions(config.dataset, config.seed)
-        test_questions = test_questions[: config.eval_questions or None]
-        plan.check_questions(len(questions), config.dataset)
-        every = [*questions, *test_questions]
+        data = build_questions(config, plan)
+        every = [*data.train, *data.test]
         bar = partial(progress_bar, shown=accelerator.is_main_process)
         on_all_or_none(accelerator, lambda: check_pictures(every, accelerator, bar))
 
         def check_rewards(reward: WeightedReward, eval_reward: WeightedReward) -> None:
-            check_reward(reward, questions, sample.max_new_tokens)
-            check_reward(eval_reward, test_questions, sample.max_new_tokens)
+            check_reward(reward, data.train, sample.max_new_tokens)
+            check_asked(reward, data.train)
+            check_reward(eval_reward, data.test, sample.max_new_tokens)
 
         run.add_rewards(check_rewards)
         tokenizer, images = load_processors(
@@ -105,6 +114,10 @@ def build_session(
             question_format=config.question_format,
         )
         most = _longest_prompt(config, model)
+        if config.filter_overlong_prompts:
+            data = on_all_or_none(accelerator, lambda: data.without_long(encoder.length, most))
+            every = [*data.train, *data.test]
+        data.tell()
         longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))
         policy = AnswerPolicy(
             model,
@@ -122,6 +135,7 @@ def build_session(
             seed=config.seed,
         )
         on_all_or_none(accelerator, lambda: check_agreement(policy.network))
+        logger.info("%-21s %s", "trained", policy.describe())
         run.add_policy(policy)
         answerer = Answerer(
             policy,
@@ -146,8 +160,9 @@ def build_session(
         return VlmSession(
             **run.finish(),
             plan=plan,
-            questions=questions,
-            test_questions=test_questions,
+            questions=data.train,
+            test_questions=data.test,
+            sets=data.sets,
             answerer=answerer,
         )
 
@@ -174,6 +189,18 @@ def check_reward(reward: WeightedReward, questions: list[Question], max_new_toke
     metadata = [reward_metadata(q, 0, max_new_tokens) for q in questions]
     reward.check(texts, metadata)
     reward.rehearse_with("No idea.", texts, metadata)
+
+
+def check_asked(reward: WeightedReward, questions: list[Question]) -> None:
+    """Refuse a reward that no question asks for, as one that checks a truth where there is none."""
+    texts, metadata = [q.text for q in questions], [q.metadata for q in questions]
+    for name, asked in reward.asked(texts, metadata).items():
+        if not asked:
+            reason = reward.scorers[name].why_not(texts[0], metadata[0])
+            raise UserError(
+                f"reward {name!r} scores none of the {len(texts)} questions, the first because "
+                f"{reason}; leave it out of reward_fn, or see answer_key"
+            )
 
 
 def _load(config: AnswerFields, accelerator: Accelerator) -> nn.Module:

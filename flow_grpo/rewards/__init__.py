@@ -57,6 +57,7 @@ ANSWER_REWARDS = {
     "choice": "flow_grpo.rewards.answers:Choice",
     "math_answer": "flow_grpo.rewards.answers:MathAnswer",
     "overlong": "flow_grpo.rewards.answers:Overlong",
+    "reward_model": "flow_grpo.rewards.answers.reward_model:RewardModel",
 }
 REWARDS = dict(sorted({**PICTURE_REWARDS, **ANSWER_REWARDS}.items()))
 TOTAL = "avg"  # Flow-GRPO's name for the weighted sum
