@@ -18,6 +18,7 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.pictures import Picture, open_picture, read_picture
 
 QUESTION, THINK = "{question}", "<think>"
+SAID = "(what the model said)"  # stands for it where a chat template writes what follows
 MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take some hundreds
 
 
@@ -32,6 +33,14 @@ class EncodedPrompt:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """An observation, as the model reads it before its next answer."""
+
+    ids: list[int]
+    seen: tuple[Seen, ...]
 
 
 class PromptEncoder:
@@ -59,6 +68,45 @@ class PromptEncoder:
         ids = torch.tensor(self._expanded(question, [self.family.tokens_of(p) for p in seen]))
         positions = self.family.positions(ids, seen)
         return EncodedPrompt(ids, positions, int(positions.max()) + 1, tuple(seen), question.images)
+
+    def followed(
+        self,
+        so_far: EncodedPrompt,
+        tokens: Tensor,  # (T,), answers and observations
+        seen: Sequence[Seen] = (),  # the pictures of those
+        sources: Sequence[Hashable] = (),
+    ) -> EncodedPrompt:
+        """A conversation and what follows in it, as one prompt."""
+        ids, every = torch.cat([so_far.ids, tokens]), (*so_far.seen, *seen)
+        positions = self.family.positions(ids, every)
+        return EncodedPrompt(
+            ids, positions, int(positions.max()) + 1, every, (*so_far.sources, *sources)
+        )
+
+    def observation(
+        self, text: str, pictures: Sequence[Picture], answer: Tensor, where: str
+    ) -> "Observed":
+        """What an environment returned after an `answer` (T,), with all that the chat template
+        writes between that answer and the next. What was said before is not written again: it stays
+        as it was sampled."""
+        turns = [("user", "?", 0), ("assistant", SAID, 0), ("user", text, len(pictures))]
+        messages = [
+            {"role": role, "content": self._content(said, count, where)}
+            for role, said, count in turns
+        ]
+        _, found, after = self._written(messages, where).partition(SAID)
+        if not found:
+            raise UserError(
+                f"the chat template of {self.tokenizer.name_or_path} leaves out what the model "
+                "said; name a model whose template keeps it"
+            )
+        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"]
+        if ids[:1] == answer[-1:].tolist():  # it has ended by itself
+            ids = ids[1:]
+        read = [read_picture(source, where) for source in pictures]
+        seen = self.family.see(self.images, read) if read else []
+        counts = [self.family.tokens_of(picture) for picture in seen]
+        return Observed(self._repeated(ids, counts, where), tuple(seen))
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures alone."""
@@ -97,10 +145,13 @@ class PromptEncoder:
 
     def _expanded(self, question: Question, counts: Sequence[int]) -> list[int]:
         """The token ids, each picture's placeholder repeated as often as it has tokens."""
-        ids, mark = self.token_ids(question), self.family.image_token
+        return self._repeated(self.token_ids(question), counts, question.where)
+
+    def _repeated(self, ids: list[int], counts: Sequence[int], where: str) -> list[int]:
+        mark = self.family.image_token
         if ids.count(mark) != len(counts):
             raise UserError(
-                f"{question.where} has {len(counts)} pictures, and its prompt as the chat template "
+                f"{where} has {len(counts)} pictures, and its prompt as the chat template "
                 f"writes it has {ids.count(mark)} places for them"
             )
         left = iter(counts)
@@ -111,19 +162,24 @@ class PromptEncoder:
         system = question.system or self._system
         messages = [{"role": "system", "content": system}] if system else []
         text = self._format.replace(QUESTION, question.text)
-        # templates of models without pictures take a text
-        content = text
-        if self.images is not None:
-            content = _content(text, len(question.images), question.where)
+        content = self._content(text, len(question.images), question.where)
         messages.append({"role": "user", "content": content})
+        text = self._written(messages, question.where)
+        self._opening = THINK if text.rstrip().endswith(THINK) else ""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _content(self, text: str, pictures: int, where: str) -> Any:
+        """Templates of models without pictures take a text."""
+        return text if self.images is None else _content(text, pictures, where)
+
+    def _written(self, messages: list[dict[str, Any]], where: str) -> str:
         try:
             text = _write(self.tokenizer, messages)
-            self._opening = THINK if text.rstrip().endswith(THINK) else ""
             text.encode()  # which tells of half a character better than the tokenizer does
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return text
         except Exception as error:  # a template is a program, and fails in as many ways
             raise UserError(
-                f"the chat template of {self.tokenizer.name_or_path} fails for {question.where} "
+                f"the chat template of {self.tokenizer.name_or_path} fails for {where} "
                 f"({type(error).__name__}: {first_line(error)}); mend its chat_template, or name "
                 "another model"
             ) from error

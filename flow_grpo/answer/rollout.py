@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flow_grpo.answer.batches import Answer
+from flow_grpo.answer.batches import Answer, Talk
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
@@ -21,16 +22,43 @@ from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.rewards import TOTAL, PendingScores, WeightedReward
 
 # columns beside the rewards', under names that no reward can have
-BASELINE, LENGTH, ENDED = (f"{TOTAL}/{name}" for name in ("baseline", "length", "ended"))
+BASELINE, LENGTH, ENDED, TURNS = (
+    f"{TOTAL}/{name}" for name in ("baseline", "length", "ended", "turns")
+)
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode in an environment."""
+
+    said: list[str]  # its answers
+    heard: list[str]  # texts of observations, between them
+    reward: float  # the sum of the environment's
+    failure: str  # why it ended without a reward; empty if it did not
+
+    def told(self) -> dict[str, Any]:
+        """To rewards."""
+        own = {"failure": self.failure} if self.failure else {"reward": self.reward}
+        return {"environment": {**own, "answers": self.said}}
 
 
 @dataclass(frozen=True)
 class Sample:
     row: int  # of the data set
-    tokens: Tensor  # (T,)
+    tokens: Tensor  # (T,), of all answers where there are several
     log_probs: Tensor  # (T,), of the policy that sampled
     ended: bool  # False: cut off
-    text: str
+    text: str  # of the last answer
+    talk: Talk | None = None  # where there may be several answers
+    played: Played | None = None
+
+    @property
+    def shown(self) -> str:
+        """All that was said, for people to read."""
+        if self.played is None:
+            return self.text
+        turns = zip_longest(self.played.said, [f"[{text}]" for text in self.played.heard])
+        return "\n".join(text for turn in turns for text in turn if text is not None)
 
 
 @dataclass
@@ -72,11 +100,14 @@ class Rollout:
 
     @property
     def rewards(self) -> dict[str, np.ndarray]:
-        return {n: v for n, v in self.scores.items() if n not in (BASELINE, LENGTH, ENDED)}
+        others = (BASELINE, LENGTH, ENDED, TURNS)
+        return {name: column for name, column in self.scores.items() if name not in others}
 
     def metrics(self) -> dict[str, float]:
         """Lengths of answers, and how many questions dynamic sampling replaced."""
+        turns = self.scores.get(TURNS)
         return {
+            **({} if turns is None else {"answer/turns": float(turns.mean())}),
             "answer/length": float(self.scores[LENGTH].mean()),
             "answer/length_max": float(self.scores[LENGTH].max()),
             "answer/cut_off": float(1 - self.scores[ENDED].mean()),
@@ -131,7 +162,7 @@ class Rollout:
     def answer(self, index: int) -> Answer:
         """Sampled answer `index` with its prompt, as training takes it."""
         sample = self.samples[index]
-        return Answer(sample.row, self.prompts[sample.row], sample.tokens)
+        return Answer(sample.row, self.prompts[sample.row], sample.tokens, sample.talk)
 
     def store(self, scores: dict[str, np.ndarray], index: np.ndarray) -> None:
         """Scores of these samples, of all processes, in the order of the index."""
@@ -225,15 +256,22 @@ class PendingAnswers:
         greedy = greedy or []
         both = [*samples, *greedy]
         told = [reward_metadata(questions[s.row], len(s.tokens), max_new_tokens) for s in both]
+        told = [
+            own | s.played.told() if s.played else own for own, s in zip(told, both, strict=True)
+        ]
         asked = [questions[s.row].text for s in both]
         return cls(samples, greedy, reward.submit([s.text for s in both], asked, told))
 
     def result(self) -> dict[str, np.ndarray]:
         """Columns (samples,), their lengths and the greedy answers' rewards among them."""
         every, count = self.scores.result(), len(self.samples)
+        failed = [bool(s.played and s.played.failure) for s in (*self.samples, *self.greedy)]
+        every = {name: np.where(failed, np.nan, column) for name, column in every.items()}
         columns = {name: column[:count] for name, column in every.items()}
         columns[LENGTH] = np.array([float(len(s.tokens)) for s in self.samples])
         columns[ENDED] = np.array([float(s.ended) for s in self.samples])
+        if any(s.played for s in self.samples):
+            columns[TURNS] = np.array([float(len(s.played.said)) for s in self.samples])
         if self.greedy:
             of_greedy = zip(self.greedy, every[TOTAL][count:], strict=True)
             by_row = {sample.row: value for sample, value in of_greedy}

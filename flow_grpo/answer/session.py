@@ -15,13 +15,15 @@ from torch import nn
 
 from flow_grpo.answer.agreement import check_agreement
 from flow_grpo.answer.check import check
+from flow_grpo.answer.environment import Environments
 from flow_grpo.answer.fields import GAE, VLLM, AnswerFields
 from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.policy import AnswerPolicy
-from flow_grpo.answer.prompts import PromptEncoder
+from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
 from flow_grpo.answer.questions import build_questions
-from flow_grpo.answer.rollout import Answerer, reward_metadata
+from flow_grpo.answer.rollout import Answerer, Sample, reward_metadata
+from flow_grpo.answer.turns import Player
 from flow_grpo.answer.vllm_engine import build_answerer, check_platform
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.images import check_pictures
@@ -52,6 +54,33 @@ class VlmSession(BaseSession):
     sets: list[tuple[int, Fraction]]  # questions of each data set, and its share of an epoch
     policy: AnswerPolicy
     answerer: Answerer
+    player: Player | None  # where there is an environment
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a sample."""
+        sample = self.config.sample
+        return sample.max_new_tokens * (1 if self.player is None else sample.max_turns)
+
+    def answer(
+        self,
+        questions: list[Question],
+        prompts: dict[int, EncodedPrompt],
+        rows: list[int],
+        generators: list[torch.Generator] | None = None,
+    ) -> list[Sample]:
+        """One sample for each of `rows`, an answer or an episode; without generators the greedy
+        one."""
+        if self.player is not None:
+            return self.player.play(questions, prompts, rows, generators)
+        return self.answerer.answer(prompts, rows, generators)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self.player is not None:
+                self.player.environments.close()
 
     def test_sets(self) -> list[str]:
         """The data set that each test question is of, where there are several."""
@@ -98,6 +127,12 @@ def build_session(
             check_reward(eval_reward, data.test, sample.max_new_tokens)
 
         run.add_rewards(check_rewards)
+        environments = None
+        if config.environment:
+            environments = _build_environments(config)
+            run.until_built.callback(environments.close)
+            first = data.train[0]
+            on_all_or_none(accelerator, lambda: environments.try_out(first))
         tokenizer, images = load_processors(
             config.pretrained.model,
             config.pretrained.revision,
@@ -157,14 +192,29 @@ def build_session(
                 memory=sample.vllm_memory,
                 seed=config.seed,
             )
+        player = None
+        if environments is not None:
+            turns = {"max_turns": sample.max_turns}
+            turns["max_observation_tokens"] = sample.max_observation_tokens
+            player = Player(answerer, environments, **turns)
         return VlmSession(
             **run.finish(),
+            player=player,
             plan=plan,
             questions=data.train,
             test_questions=data.test,
             sets=data.sets,
             answerer=answerer,
         )
+
+
+def _build_environments(config: AnswerFields) -> Environments:
+    return Environments(
+        config.environment,
+        config.environment_options,
+        timeout=config.environment_timeout,
+        workers=config.environment_workers,
+    )
 
 
 def _check_sharding() -> None:
@@ -215,11 +265,17 @@ def _load(config: AnswerFields, accelerator: Accelerator) -> nn.Module:
 
 def _longest_prompt(config: AnswerFields, model: nn.Module) -> int:
     positions = model.config.get_text_config().max_position_embeddings
-    left = positions - config.sample.max_new_tokens
+    sample, turns = config.sample, ""
+    left = positions - sample.max_new_tokens
+    if config.environment:
+        more = sample.max_turns - 1
+        left -= more * (sample.max_new_tokens + sample.max_observation_tokens)
+        turns = f" and sample.max_observation_tokens={sample.max_observation_tokens}, for sample."
+        turns += f"max_turns={sample.max_turns},"
     if left < 1 or config.max_prompt_length > left:
         raise UserError(
             f"max_prompt_length={config.max_prompt_length} and sample.max_new_tokens="
-            f"{config.sample.max_new_tokens} do not fit into the model's {positions} positions; "
+            f"{sample.max_new_tokens}{turns} do not fit into the model's {positions} positions; "
             "lower one of them"
         )
     return config.max_prompt_length or left
