@@ -47,6 +47,7 @@ class Misbehaving(Looker):
             "raises": lambda: 1 / 0,
             "long text": lambda: ("x" * 100 * 2**20, 0.0, False),
             "large picture": lambda: (("", [Image.new("RGB", (6000, 6000))]), 0.0, False),
+            "odd picture": lambda: (("", [Image.new("RGB", (9000, 10))]), 0.0, False),
             "many tokens": lambda: ("x" * 99, 0.0, False),
             "no reward": lambda: ("", None, False),
             "nothing": lambda: None,

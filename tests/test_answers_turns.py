@@ -2,6 +2,8 @@
 their episodes, not the run."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,18 +12,22 @@ import numpy as np
 import pytest
 import small_vlm
 import torch
+from runner import ROOT
 
 from flow_grpo.answer.batches import Talk, packed
-from flow_grpo.answer.environment import Environments
+from flow_grpo.answer.environment import Environments, Move
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.rollout import Answerer, Rollout, Sample
 from flow_grpo.answer.session import build_session
 from flow_grpo.answer.turns import Player
+from flow_grpo.data.questions import find_questions
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.errors import UserError
+from flow_grpo.pictures import read_picture
 
 ENVIRONMENTS = Path(__file__).with_name("environments.py")
+EXAMPLE, SHAPES = ROOT / "examples/look_closer", ROOT / "dataset/shapes_qa"
 ROWS = [0, 0, 1, 1, 1, 2, 2, 2]
 TEMPERATURE = 0.9
 
@@ -141,12 +147,30 @@ def test_an_episode_does_not_depend_on_what_is_played_beside_it(
             assert own.played == samples[place].played
 
 
+def test_the_worked_example_shows_what_was_too_small(tmp_path):
+    """The crop is the picture of shapes that was pasted in."""
+    subprocess.run([sys.executable, EXAMPLE / "make_data.py", "--out", tmp_path], check=True)
+    question = find_questions(tmp_path, "train")[3]
+    [large] = question.images
+    environments = Environments(f"{EXAMPLE / 'environment.py'}:LookCloser", {}, 60, workers=1)
+    said = ["9"], ["9", f"8 or {question.answer}"]
+    moves = [*(Move.of((0, 0), question, each) for each in said)]
+    moves.append(Move.of((0, 1), question, ["<answer>9</answer>"]))
+    looked, right, wrong = (environments.step([move])[0] for move in moves)
+    environments.close()
+    assert (looked.text, looked.reward, looked.done) == (question.text, 0.0, False)
+    assert read_picture(looked.pictures[0]) == read_picture(SHAPES / "images" / large.name)
+    assert (right.reward, right.done) == (1.0, True)
+    assert (wrong.reward, wrong.done) == (0.0, True)
+
+
 TOLD = {
     "hangs": "no answer within 3 s",
     "dies": "1 worker process died on it",
     "raises": "ZeroDivisionError",
     "long text": "a text of 104,857,600 characters, more than 100,000",
     "large picture": "36,000,000 pixels, more than 16,777,216",
+    "odd picture": "the model cannot see a picture of 9000 x 10 pixels",
     "many tokens": "more than sample.max_observation_tokens=60",
     "no reward": "the reward None; it must be a finite number",
     "nothing": "step() returned None; it must return (observation, reward, done)",

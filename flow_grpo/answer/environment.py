@@ -9,8 +9,9 @@ episode, not the run. These processes do without torch.
 import io
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
@@ -66,27 +67,29 @@ class Step:
     done: bool
 
 
-def play(path: str, options: dict[str, Any]) -> Callable[[Move], Step]:
-    """In a worker: what plays one move after another, each in the environment of its episode."""
-    kind, held, batch = find_environment(path), {}, [-1]
+class Stage:
+    """In a worker: plays one move after another, each in the environment of its episode."""
 
-    def step(move: Move) -> Step:
-        if move.episode[0] != batch[0]:  # episodes of others are over
-            held.clear()
-            batch[0] = move.episode[0]
-        environment, taken = held.pop(move.episode, (None, 0))
+    def __init__(self, path: str, options: dict[str, Any]) -> None:
+        self._kind, self._options = find_environment(path), options
+        self._batch = -1
+        self._held: dict[tuple[int, int], tuple[Environment, int]] = {}  # and steps taken
+
+    def __call__(self, move: Move) -> Step:
+        batch, _ = move.episode
+        if batch != self._batch:  # the episodes of the last one are over
+            self._batch, self._held = batch, {}
+        environment, taken = self._held.pop(move.episode, (None, 0))
         if environment is None:
-            environment = kind(**options)
+            environment = self._kind(**self._options)
             pictures = [read_picture(source) for source in move.images]
             environment.reset({**move.row, "images": pictures})
         for answer in move.answers[taken:]:
             returned = environment.step(answer)
-        result = checked(returned)
-        if not result.done:
-            held[move.episode] = environment, len(move.answers)
-        return result
-
-    return step
+        step = checked(returned)
+        if not step.done:
+            self._held[move.episode] = environment, len(move.answers)
+        return step
 
 
 def checked(returned: Any) -> Step:
@@ -102,7 +105,7 @@ def checked(returned: Any) -> Step:
     pixels = sum(picture.width * picture.height for picture in pictures)
     if pixels > MAX_PIXELS:
         raise ValueError(f"step() returned {pixels:,} pixels, more than {MAX_PIXELS:,}")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not isinstance(reward, Real) or not math.isfinite(reward):
         raise ValueError(f"step() returned the reward {_shown(reward)}; it must be a finite number")
     return Step(text, tuple(map(_png, pictures)), float(reward), bool(done))
 
@@ -152,7 +155,7 @@ class Environments:
         settings = {"path": self.path, "options": dict(self.options)}
         limits = {"workers": 1, "timeout": self.timeout, "max_deaths": 1}
         self._pools = [
-            WorkerPool(f"{__name__}:play", settings, **limits) for _ in range(self.workers)
+            WorkerPool(f"{__name__}:Stage", settings, **limits) for _ in range(self.workers)
         ]
 
     def new_batch(self) -> int:

@@ -39,8 +39,8 @@ class EncodedPrompt:
 class Observed:
     """An observation, as the model reads it before its next answer."""
 
-    ids: list[int]
-    seen: tuple[Seen, ...]
+    ids: Tensor  # (S,)
+    seen: list[Seen]
 
 
 class PromptEncoder:
@@ -84,11 +84,11 @@ class PromptEncoder:
         )
 
     def observation(
-        self, text: str, pictures: Sequence[Picture], answer: Tensor, where: str
+        self, text: str, pictures: Sequence[Picture], answer: Tensor, where: str, most: int
     ) -> "Observed":
         """What an environment returned after an `answer` (T,), with all that the chat template
-        writes between that answer and the next. What was said before is not written again: it stays
-        as it was sampled."""
+        writes between that answer and the next: `most` tokens. What was said before is not written
+        again: it stays as it was sampled."""
         turns = [("user", "?", 0), ("assistant", SAID, 0), ("user", text, len(pictures))]
         messages = [
             {"role": role, "content": self._content(said, count, where)}
@@ -103,10 +103,13 @@ class PromptEncoder:
         ids = self.tokenizer(after, add_special_tokens=False)["input_ids"]
         if ids[:1] == answer[-1:].tolist():  # it has ended by itself
             ids = ids[1:]
+        ids = self._repeated(ids, [self._tokens_of(source, where) for source in pictures], where)
+        if len(ids) > most:
+            raise UserError(
+                f"{where} has {len(ids)} tokens, more than sample.max_observation_tokens={most}"
+            )
         read = [read_picture(source, where) for source in pictures]
-        seen = self.family.see(self.images, read) if read else []
-        counts = [self.family.tokens_of(picture) for picture in seen]
-        return Observed(self._repeated(ids, counts, where), tuple(seen))
+        return Observed(torch.tensor(ids), self.family.see(self.images, read) if read else [])
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures alone."""

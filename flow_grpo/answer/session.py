@@ -58,7 +58,7 @@ class VlmSession(BaseSession):
 
     @property
     def most_tokens(self) -> int:
-        """Of a sample."""
+        """What a sample has at most."""
         sample = self.config.sample
         return sample.max_new_tokens * (1 if self.player is None else sample.max_turns)
 
@@ -129,10 +129,14 @@ def build_session(
         run.add_rewards(check_rewards)
         environments = None
         if config.environment:
-            environments = _build_environments(config)
+            environments = Environments(
+                config.environment,
+                config.environment_options,
+                timeout=config.environment_timeout,
+                workers=config.environment_workers,
+            )
             run.until_built.callback(environments.close)
-            first = data.train[0]
-            on_all_or_none(accelerator, lambda: environments.try_out(first))
+            on_all_or_none(accelerator, lambda: environments.try_out(data.train[0]))
         tokenizer, images = load_processors(
             config.pretrained.model,
             config.pretrained.revision,
@@ -192,29 +196,16 @@ def build_session(
                 memory=sample.vllm_memory,
                 seed=config.seed,
             )
-        player = None
-        if environments is not None:
-            turns = {"max_turns": sample.max_turns}
-            turns["max_observation_tokens"] = sample.max_observation_tokens
-            player = Player(answerer, environments, **turns)
+        limits = sample.max_turns, sample.max_observation_tokens
         return VlmSession(
             **run.finish(),
-            player=player,
+            player=Player(answerer, environments, *limits) if environments else None,
             plan=plan,
             questions=data.train,
             test_questions=data.test,
             sets=data.sets,
             answerer=answerer,
         )
-
-
-def _build_environments(config: AnswerFields) -> Environments:
-    return Environments(
-        config.environment,
-        config.environment_options,
-        timeout=config.environment_timeout,
-        workers=config.environment_workers,
-    )
 
 
 def _check_sharding() -> None:

@@ -7,7 +7,6 @@ that the model sampled; those of observations are read only.
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from flow_grpo.answer.batches import Talk
 from flow_grpo.answer.environment import Environments, Move, Step
@@ -93,10 +92,8 @@ class Player:
                 ]
                 for episode, step in zip(going, self.environments.step(moves), strict=True):
                     self._hear(episode, step, last=turn == self.max_turns - 1)
-        return [
-            episode.sample(self._followed(episode.talk, episode.answers[-1].tokens))
-            for episode in episodes
-        ]
+        encoder = self.answerer.encoder
+        return [e.sample(encoder.followed(e.talk, e.answers[-1].tokens)) for e in episodes]
 
     def _answer(
         self, going: list[Episode], generators: list[torch.Generator] | None, *, shared: bool
@@ -116,22 +113,15 @@ class Player:
         episode.over = step.done or last
         if episode.over:
             return
-        encoder, tokens = self.answerer.encoder, episode.answers[-1].tokens
+        said, where = episode.answers[-1].tokens, f"an observation for {episode.question.where}"
         try:
-            heard = encoder.observation(step.text, step.pictures, tokens, episode.question.where)
+            heard = self.answerer.encoder.observation(
+                step.text, step.pictures, said, where, self.max_observation_tokens
+            )
         except UserError as error:
             episode.over, episode.failure = True, str(error)
             return
-        if len(heard.ids) > self.max_observation_tokens:
-            episode.over = True
-            episode.failure = (
-                f"an observation has {len(heard.ids)} tokens, more than "
-                f"sample.max_observation_tokens={self.max_observation_tokens}"
-            )
-            return
         episode.heard.append(step.text)
-        said = torch.cat([tokens, torch.tensor(heard.ids)])
-        episode.talk = encoder.followed(episode.talk, said, heard.seen, step.pictures)
-
-    def _followed(self, talk: EncodedPrompt, tokens: Tensor) -> EncodedPrompt:
-        return self.answerer.encoder.followed(talk, tokens)
+        episode.talk = self.answerer.encoder.followed(
+            episode.talk, torch.cat([said, heard.ids]), heard.seen, step.pictures
+        )
