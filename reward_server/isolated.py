@@ -41,7 +41,7 @@ class Raised:
         return ScorerFailed(self.reason, "scorer_broken" if self.is_mistake else "scorer_failed")
 
 
-Answer = BatchScores | Raised | str
+Answer = BatchScores | Raised | tuple[str, str]
 
 
 def build_scorer(name: str, **settings: Any) -> Scorer:
@@ -56,7 +56,7 @@ def build_scorer(name: str, **settings: Any) -> Scorer:
 
 def build(name: str, **settings: Any) -> Callable[[Batch | None], Answer]:
     """In the child: what answers one batch after another. None asks for its rule for
-    frames, which it has once it was built."""
+    frames and for what it scores, which it has once it was built."""
     try:
         scorer = build_scorer(name, **settings)
     except UserError:
@@ -66,7 +66,7 @@ def build(name: str, **settings: Any) -> Callable[[Batch | None], Answer]:
 
     def answer(batch: Batch | None) -> Answer:
         if batch is None:
-            return scorer.frames
+            return scorer.frames, scorer.kind
         try:
             return score(scorer, *batch)
         except Exception as error:
@@ -91,9 +91,10 @@ class IsolatedScorer(PooledScorer):
             environment={},
         )
         try:
-            [self.frames] = self.pool.map([None])
-            if isinstance(self.frames, Failed):
-                raise UserError(f"reward {name!r} cannot be built: {self.frames.reason}")
+            [told] = self.pool.map([None])
+            if isinstance(told, Failed):
+                raise UserError(f"reward {name!r} cannot be built: {told.reason}")
+            self.frames, self.kind = told
         except BaseException:
             self.close()
             raise

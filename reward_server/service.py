@@ -195,25 +195,30 @@ class Service:
                 )
 
     def warm_up(self, workers: int | None = None) -> None:
-        """Score a small picture with each reward, so that no request waits for models to load.
+        """Score a small picture, or an answer, with each reward, so that no request waits for
+        models to load.
 
-        A scorer that takes several calls at a time gets one picture for each of its workers.
+        A scorer that takes several calls at a time gets one for each of its workers.
         """
         for name, desk in self.desks.items():
             several = desk.scorer.concurrent_calls > 1
             count = max(workers or 0, WORKERS_TO_WARM) if several else 1
             start = time.monotonic()
-            pictures = [Image.new("RGB", (64, 64), "grey") for _ in range(count)]
-            prompts, metadata = ['a sign that says "A"'] * count, [{} for _ in pictures]
+            is_answer = desk.scorer.kind == "answer"
+            sample = "No idea." if is_answer else Image.new("RGB", (64, 64), "grey")
+            samples = [sample] * count
+            metadata = [{"answer": "1"} if is_answer else {} for _ in samples]
+            prompts = ['a sign that says "A"'] * count
             try:
-                [first, *_] = score(desk.scorer, pictures, prompts, metadata).values
+                [first, *_] = score(desk.scorer, samples, prompts, metadata).values
             except UserError as error:
                 raise UserError(f"reward {name!r}: {error}") from error
             except Exception as error:
                 first = Failed(describe(error))
             if isinstance(first, Failed):
                 # Perhaps it needs metadata of its own: only real requests can tell.
-                log.warning("reward %r gave no score for a grey picture: %s", name, first.reason)
+                what = "an answer" if is_answer else "a grey picture"
+                log.warning("reward %r gave no score for %s: %s", name, what, first.reason)
             desk.warm = True
             log.info("reward %r is ready after %.1f s", name, time.monotonic() - start)
 

@@ -105,7 +105,7 @@ def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
     """Answers to the questions of an epoch, scored; with `sample.refills`, questions whose answers
     all score alike give way to others."""
     config, plan = session.config, session.plan
-    rollout = Rollout.draw(plan, len(session.questions), config.seed, epoch)
+    rollout = Rollout.draw(plan, session.sets, config.seed, epoch)
     wanted = np.arange(plan.samples)
     for attempt in range(config.sample.refills + 1):
         own = rollout.own(session.accelerator.process_index, wanted)
@@ -137,12 +137,13 @@ def sample_answers(
         rollout.prompts |= answerer.encode(session.questions, new)
         keys = [index + attempt * session.plan.samples for index in batch]
         generators = sample_generators(config.seed, epoch, keys)
-        samples = answerer.answer(rollout.prompts, rows, generators)
+        samples = session.answer(session.questions, rollout.prompts, rows, generators)
         rollout.samples |= dict(zip(batch, samples, strict=True))
         greedy = []
         if config.train.advantage == "remax":
-            greedy = answerer.answer(rollout.prompts, list(dict.fromkeys(rows)))
-        most = config.sample.max_new_tokens
+            distinct = list(dict.fromkeys(rows))
+            greedy = session.answer(session.questions, rollout.prompts, distinct)
+        most = session.most_tokens
         pending.append(
             PendingAnswers.submit(session.reward, session.questions, most, samples, greedy)
         )
@@ -204,7 +205,7 @@ def train_epoch(
     objective = Objective(
         build_loss(config.train.loss, config.train),
         config.train,
-        max_new_tokens=config.sample.max_new_tokens,
+        max_new_tokens=session.most_tokens,
         reweighed=not session.answerer.exact,
     )
     stats, sampled_at, lengths = TrainingStats(), session.progress.step, rollout.scores[LENGTH]
@@ -275,13 +276,13 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     session.stop.check()
     scores = gather_scores(accelerator, np.array(rows), [each.result() for each in pending])
     session.eval_reward.rest()
-    said = gather_object([(s.row, s.text) for each in pending for s in each.samples])
+    said = gather_object([(s.row, s.shown) for each in pending for s in each.samples])
     shown = sorted(said)[: config.log_images]
     rewards = {name: scores[name] for name in (*session.eval_reward.weights, TOTAL)}
     asked, texts = [questions[row] for row, _ in shown], [text for _, text in shown]
     write_answers(session, "eval", epoch, asked, texts, **rewards)
     lengths = {"eval/length": float(scores.pop(LENGTH).mean())}
-    return {**evaluation_metrics(session, epoch, rewards), **lengths}
+    return {**evaluation_metrics(session, epoch, rewards, session.test_sets()), **lengths}
 
 
 def greedy_answers(session: VlmSession, rows: list[int]) -> list[PendingAnswers]:
@@ -292,8 +293,8 @@ def greedy_answers(session: VlmSession, rows: list[int]) -> list[PendingAnswers]
     for batch in session.bar(batches, "evaluate"):
         session.eval_reward.end_if_broken()
         prompts = session.answerer.encode(questions, batch)
-        answers = session.answerer.answer(prompts, batch)
-        most = config.sample.max_new_tokens
+        answers = session.answer(questions, prompts, batch)
+        most = session.most_tokens
         pending.append(PendingAnswers.submit(session.eval_reward, questions, most, answers))
     return pending
 
@@ -309,7 +310,7 @@ def save_training_samples(
     columns["advantage"] = [float(fixed[index].advantages.mean()) for index in shown]
     columns["group"] = rollout.groups[shown]
     asked = [session.questions[sample.row] for sample in samples]
-    write_answers(session, "train", epoch, asked, [sample.text for sample in samples], **columns)
+    write_answers(session, "train", epoch, asked, [sample.shown for sample in samples], **columns)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from fractions import Fraction
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,7 @@ AT_ONCE = {"most_at_once": 8}
 
 def test_refills_take_other_questions_while_there_are_any():
     plan = AnswerPlan(1, questions=3, group_size=2, updates_per_pass=1, inner_epochs=1, **AT_ONCE)
-    rollout = Rollout.draw(plan, questions=5, seed=1, epoch=0)
+    rollout = Rollout.draw(plan, [(5, Fraction(1))], seed=1, epoch=0)
     first, spare = rollout.rows.copy(), list(rollout.spare)
     assert sorted([*first.tolist(), *spare]) == list(range(5))
     rollout.store({"avg": np.array([0.0, 1.0, 1.0, 1.0, np.nan, 1.0])}, np.arange(6))
@@ -256,7 +257,7 @@ def test_refills_take_other_questions_while_there_are_any():
 def test_processes_share_the_samples_of_each_update():
     def shares(processes: int) -> list[list[int]]:
         plan = AnswerPlan(processes, 4, 4, updates_per_pass=2, inner_epochs=1, most_at_once=3)
-        rollout = Rollout.draw(plan, 8, seed=1, epoch=0)
+        rollout = Rollout.draw(plan, [(8, Fraction(1))], seed=1, epoch=0)
         return [rollout.own(p, np.arange(16)) for p in range(processes)]
 
     assert shares(1) == [list(range(16))]

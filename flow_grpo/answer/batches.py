@@ -5,7 +5,7 @@ row holds a prompt once and all its answers behind it, each of which sees the pr
 neither the prompt nor its pictures are computed again for every sample of a group.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 
@@ -41,12 +41,36 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class Talk:
+    """What follows a prompt where a model answers several times, and hears something between."""
+
+    ids: Tensor  # (S,), answers and observations in their order
+    positions: Tensor  # (axes, S)
+    sampled: Tensor  # (S,) bool: the tokens of answers, which alone are trained
+    seen: tuple[Seen, ...] = ()  # pictures of observations
+    sources: tuple[Hashable, ...] = ()
+
+
+@dataclass(frozen=True)
 class Answer:
     """One sample, as training needs it."""
 
     question: int  # answers of one number share a prompt
     prompt: EncodedPrompt
-    tokens: Tensor  # (T,), the end token included
+    tokens: Tensor  # (T,), the end token included; of several answers, all that was sampled
+    talk: Talk | None = None  # of several answers
+
+    @property
+    def length(self) -> int:
+        """Columns of a row that it takes: its last token predicts nothing, and is not there."""
+        return len(self.tokens if self.talk is None else self.talk.ids) - 1
+
+    def follows(self) -> Talk:
+        if self.talk is not None:
+            return self.talk
+        steps = torch.arange(len(self.tokens))
+        positions = (self.prompt.following + steps).expand(len(self.prompt.positions), -1)
+        return Talk(self.tokens, positions, torch.ones_like(self.tokens, dtype=torch.bool))
 
 
 @dataclass(frozen=True)
@@ -66,7 +90,7 @@ class PackedBatch:
 
 def left_padded(prompts: Sequence[EncodedPrompt], pad: int) -> Inputs:
     rows = [(p.ids, p.positions, torch.full((len(p),), PROMPT)) for p in prompts]
-    return _inputs(rows, prompts, pad, left=True)
+    return _inputs(rows, [_places(p) for p in prompts], pad, left=True)
 
 
 def packed(answers: Sequence[Answer], pad: int) -> PackedBatch:
@@ -75,7 +99,7 @@ def packed(answers: Sequence[Answer], pad: int) -> PackedBatch:
     rows, columns = zip(*map(_packed_row, groups), strict=True)
     lengths = [len(answer.tokens) for answer in answers]
     return PackedBatch(
-        inputs=_inputs(rows, [group[0].prompt for group in groups], pad),
+        inputs=_inputs(rows, [_pictures(group) for group in groups], pad),
         row=torch.tensor([i for i, group in enumerate(groups) for _ in group]),
         column=pad_sequence([column for own in columns for column in own], batch_first=True),
         tokens=pad_sequence([answer.tokens for answer in answers], batch_first=True),
@@ -87,23 +111,37 @@ Row = tuple[Tensor, Tensor, Tensor]  # token ids (S,), positions (axes, S), segm
 
 
 def _packed_row(group: Sequence[Answer]) -> tuple[Row, list[Tensor]]:
-    """A prompt and its answers, and for each answer the columns that predict it. The last token of
-    an answer predicts nothing, and is not there."""
+    """A prompt and its answers, and for each answer the columns that predict what was sampled. The
+    last token of an answer predicts nothing, and is not there."""
     prompt = group[0].prompt
     ids, positions, segments = [prompt.ids], [prompt.positions], [PROMPT] * len(prompt)
     columns = []
     for number, answer in enumerate(group, PROMPT + 1):
-        count = len(answer.tokens) - 1
-        steps = torch.arange(count)
-        columns.append(torch.cat([torch.tensor([len(prompt) - 1]), len(segments) + steps]))
-        ids.append(answer.tokens[:-1])
-        positions.append((prompt.following + steps).expand(len(prompt.positions), -1))
-        segments += [number] * count
+        talk = answer.follows()
+        before = torch.arange(len(segments), len(segments) + answer.length)
+        before = torch.cat([torch.tensor([len(prompt) - 1]), before])  # each token
+        columns.append(before[talk.sampled])
+        ids.append(talk.ids[:-1])
+        positions.append(talk.positions[:, :-1])
+        segments += [number] * answer.length
     return (torch.cat(ids), torch.cat(positions, 1), torch.tensor(segments)), columns
 
 
+Place = tuple[Hashable, Seen]  # of a picture in a row: which it is, and what the model sees of it
+
+
+def _places(part: EncodedPrompt | Talk) -> list[Place]:
+    return list(zip(part.sources, part.seen, strict=True))
+
+
+def _pictures(group: Sequence[Answer]) -> list[Place]:
+    """Of a packed row, in their order."""
+    answers = [place for answer in group for place in _places(answer.follows())]
+    return _places(group[0].prompt) + answers
+
+
 def _inputs(
-    rows: Sequence[Row], prompts: Sequence[EncodedPrompt], pad: int, *, left: bool = False
+    rows: Sequence[Row], pictures: Sequence[list[Place]], pad: int, *, left: bool = False
 ) -> Inputs:
     """Rows padded to the longest, and their pictures."""
     longest = max(len(ids) for ids, *_ in rows)
@@ -112,7 +150,7 @@ def _inputs(
         missing = [(row[number], longest - row[number].shape[-1]) for row in rows]
         return [functional.pad(x, (n, 0) if left else (0, n), value=value) for x, n in missing]
 
-    places = [place for p in prompts for place in zip(p.sources, p.seen, strict=True)]
+    places = [place for row in pictures for place in row]
     distinct = dict(reversed(places))  # the first of each
     numbers = {source: n for n, source in enumerate(dict.fromkeys(s for s, _ in places))}
     return Inputs(
@@ -138,7 +176,7 @@ def micro_batches(answers: Sequence[Answer], budget: int) -> Iterator[slice]:
     one at least."""
     start, rows, longest, own, question = 0, 0, 0, 0, None
     for i, answer in enumerate(answers):
-        count = len(answer.tokens) - 1
+        count = answer.length
         joins = answer.question == question
         length = own + count if joins else len(answer.prompt) + count
         if i > start and (rows + (not joins)) * max(longest, length) > budget:

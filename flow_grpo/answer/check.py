@@ -3,7 +3,8 @@
 from dataclasses import replace
 from importlib.util import find_spec
 
-from flow_grpo.answer.fields import ANSWER, GAE, VLLM, AnswerFields
+from flow_grpo.answer.environment import find_environment
+from flow_grpo.answer.fields import ANSWER, ENVIRONMENT, GAE, VLLM, AnswerFields
 from flow_grpo.answer.losses import find_loss
 from flow_grpo.config.fields import FULL
 from flow_grpo.config.places import with_files
@@ -18,7 +19,7 @@ COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 
 def check(config: Unchecked | AnswerFields) -> AnswerFields:
     """The settings of a run, frozen, with files that come with the library found."""
-    settings = _with_loss(ANSWER.check(config))
+    settings = _with_environment(_with_loss(ANSWER.check(config)))
     parse_trackers(settings.log_with)
     sample, train = settings.sample, settings.train
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
@@ -76,6 +77,33 @@ def _with_loss(settings: AnswerFields) -> AnswerFields:
             f"ratio of train.loss={train.loss!r}; use {options}"
         )
     return replace(settings, train=train)
+
+
+def _with_environment(settings: AnswerFields) -> AnswerFields:
+    """The environment's own reward among the others, first: it knows best why an episode failed."""
+    if settings.environment:
+        if settings.sample.engine == VLLM:
+            raise UserError(
+                f"environment={settings.environment!r} does not go with sample.engine='vllm' yet; "
+                "use sample.engine='transformers'"
+            )
+        find_environment(settings.environment)
+        return replace(settings, reward_fn={ENVIRONMENT: 1.0, **settings.reward_fn})
+    for field, names in (
+        ("reward_fn", settings.reward_fn),
+        ("eval_reward_fn", settings.eval_reward_fn),
+    ):
+        if ENVIRONMENT in names:
+            raise UserError(
+                f"{field} has 'environment', the reward of an environment, and there is none; name "
+                "one with --config.environment=path/to/file.py:Class"
+            )
+    if settings.environment_options:
+        raise UserError(
+            f"environment_options={dict(settings.environment_options)} has no use without an "
+            "environment; name one with --config.environment=path/to/file.py:Class"
+        )
+    return settings
 
 
 def _check_rewards(settings: AnswerFields) -> None:

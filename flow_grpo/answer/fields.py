@@ -18,6 +18,7 @@ from flow_grpo.rewards import ANSWER_REWARDS, REWARDS, check_fields, option_name
 
 THINK = "{question}\nThink first, between <think> and </think>. Then give the final answer "
 GAE = "gae"  # the estimator that is PPO's
+ENVIRONMENT = "environment"  # the reward that is the environment's own
 VLLM = "vllm"
 
 
@@ -61,6 +62,17 @@ class AnswerSample:
         "while it samples, beside what is trained. While the weights are trained it has none.",
         above=0,
         at_most=1,
+    )
+    max_turns: int = setting(
+        4,
+        "With an environment: answers of an episode at most. sample.max_new_tokens is of each.",
+        at_least=1,
+    )
+    max_observation_tokens: int = setting(
+        512,
+        "With an environment: tokens of an observation at most, its pictures included. An episode "
+        "with a longer one ends without a reward.",
+        at_least=1,
     )
     refills: int = setting(
         0,
@@ -207,7 +219,17 @@ class AnswerFields(shared.SharedFields):
     dataset: str = setting(
         "dataset/shapes_qa",
         "A folder with train and test files (.jsonl, .parquet), one such file, or a Hugging Face "
-        'name like "hiyouga/geometry3k": docs/vlm.md.',
+        'name like "hiyouga/geometry3k"; several with their shares: "path/a:0.7,path/b:0.3".',
+    )
+    input_key: str = setting(
+        "",
+        "The column with the question, or with a chat that ends with it; empty: question, problem "
+        "or message, whichever a row has.",
+    )
+    answer_key: str = setting(
+        "answer",
+        "The column with the truth that rewards check against; empty: there is none, and no reward "
+        "needs it.",
     )
     eval_questions: int = setting(
         0, "Test questions to evaluate on, from the start of the file; 0 means all.", at_least=0
@@ -224,9 +246,29 @@ class AnswerFields(shared.SharedFields):
         "the model's positions leave for it.",
         at_least=0,
     )
+    filter_overlong_prompts: bool = setting(
+        False,
+        "Leave out questions whose prompts are longer than max_prompt_length, and tell how many, "
+        "instead of refusing them.",
+    )
     reward_fn: dict = setting(
         {"math_answer": 0.9, "answer_format": 0.1},
         "Rewards of answers and their weights: docs/rewards.md.",
+    )
+    environment: str = setting(
+        "",
+        'A class of yours that answers the model for several turns, "path/to/file.py:Class" or '
+        '"package.module:Class"; empty: each question has one answer. docs/vlm.md.',
+    )
+    environment_options: dict = setting({}, "Keyword arguments of the environment's class.")
+    environment_timeout: float = setting(
+        30.0,
+        "Seconds that a step of an environment may take. An episode in which one takes longer ends "
+        "without a reward.",
+        above=0,
+    )
+    environment_workers: int = setting(
+        1, "Processes that environments are played in, for each process of the run.", at_least=1
     )
     reward_servers: dict = shared.servers(ANSWER_REWARDS)
     custom_losses: dict = setting(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from flow_grpo.answer.fields import AnswerFields
 from flow_grpo.config.places import with_files
+from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.questions import check_there
 from flow_grpo.errors import UserError
 from flow_grpo.run.plan import Plan, check_places, count_processes
@@ -87,4 +88,5 @@ def check_early(config: AnswerFields) -> None:
     config = with_files(config)
     build_plan(config, count_processes())
     check_places(config)
-    check_there(config.dataset)
+    for source in parse_sources(config.dataset):
+        check_there(source.path)

@@ -20,6 +20,7 @@ from flow_grpo.rewards.loading import explained
 from flow_grpo.run.distributed import filled, hold_with, hollow_copy, is_sharded
 from flow_grpo.run.policy import ADAPTER, BasePolicy, widen
 from flow_grpo.run.snapshot import Reference
+from flow_grpo.speed.lora import lora_layers
 
 
 class AnswerPolicy(BasePolicy):
@@ -73,6 +74,17 @@ class AnswerPolicy(BasePolicy):
         self.module = self.whole = self.network
         # before weights are sharded: each process calls the reference as often as it likes
         self._start = Reference(self.trained()) if use_lora and with_reference else None
+
+    def describe(self) -> str:
+        """What is trained, in a line. Call it before `prepare`, which may shard the weights."""
+        what = f"LoRA on {len(lora_layers(self.model))} layers" if self.use_lora else "all weights"
+        tower = family_of(self.model).tower
+        if tower is not None:
+            seeing = any(p.requires_grad for p in tower.parameters())
+            what += f", {'also' if seeing else 'not'} in the vision tower"
+        if self.network.value is not None:
+            what += ", and a value head"
+        return f"{what}: {sum(p.numel() for p in self.parameters()):,} parameters"
 
     def _load_lora(self, path: str) -> None:
         with explained("train.lora_path", path, "a LoRA of this model"):

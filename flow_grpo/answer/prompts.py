@@ -24,6 +24,7 @@ QUESTION, THINK = "{question}", "<think>"
 IMAGE, VIDEO = "image", "video"  # parts of a chat's content
 KINDS = {MARK: IMAGE, VIDEO_MARK: VIDEO}
 NAMES = {IMAGE: "pictures", VIDEO: "videos"}
+SAID = "(what the model said)"  # stands for it where a chat template writes what follows
 MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take some hundreds
 
 
@@ -38,6 +39,14 @@ class EncodedPrompt:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """An observation, as the model reads it before its next answer."""
+
+    ids: Tensor  # (S,)
+    seen: list[Seen]
 
 
 class PromptEncoder:
@@ -81,7 +90,8 @@ class PromptEncoder:
             IMAGE: zip(images, question.images, strict=True),
             VIDEO: zip(videos, question.videos, strict=True),
         }
-        order = [part["type"] for part in self._content(question) if part["type"] != "text"]
+        parts = self._asked(question) if question.shown else []
+        order = [part["type"] for part in parts if part["type"] != "text"]
         pairs = [next(left[kind]) for kind in order]
         seen, sources = zip(*pairs, strict=True) if pairs else ((), ())
         positions = family.positions(ids, seen)
@@ -95,6 +105,49 @@ class PromptEncoder:
                 'Qwen\'s that sees, leave the row out, or give some frames of it as "images"'
             )
         return [choose_frames(video, question.where, **self._video) for video in question.videos]
+
+    def followed(
+        self,
+        so_far: EncodedPrompt,
+        tokens: Tensor,  # (T,), answers and observations
+        seen: Sequence[Seen] = (),  # the pictures of those
+        sources: Sequence[Hashable] = (),
+    ) -> EncodedPrompt:
+        """A conversation and what follows in it, as one prompt."""
+        ids, every = torch.cat([so_far.ids, tokens]), (*so_far.seen, *seen)
+        positions = self.family.positions(ids, every)
+        return EncodedPrompt(
+            ids, positions, int(positions.max()) + 1, every, (*so_far.sources, *sources)
+        )
+
+    def observation(
+        self, text: str, pictures: Sequence[Picture], answer: Tensor, where: str, most: int
+    ) -> "Observed":
+        """What an environment returned after an `answer` (T,), with all that the chat template
+        writes between that answer and the next: `most` tokens. What was said before is not written
+        again: it stays as it was sampled."""
+        turns = [("user", "?", 0), ("assistant", SAID, 0), ("user", text, len(pictures))]
+        messages = [
+            {"role": role, "content": self._content(said, where, count)}
+            for role, said, count in turns
+        ]
+        _, found, after = self._written(messages, where).partition(SAID)
+        if not found:
+            raise UserError(
+                f"the chat template of {self.tokenizer.name_or_path} leaves out what the model "
+                "said; name a model whose template keeps it"
+            )
+        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"]
+        if ids[:1] == answer[-1:].tolist():  # it has ended by itself
+            ids = ids[1:]
+        counts = [self._tokens_of(source, where) for source in pictures]
+        ids = self._repeated(ids, {IMAGE: counts, VIDEO: []}, where)
+        if len(ids) > most:
+            raise UserError(
+                f"{where} has {len(ids)} tokens, more than sample.max_observation_tokens={most}"
+            )
+        read = [read_picture(source, where) for source in pictures]
+        return Observed(torch.tensor(ids), self.family.see(self.images, read) if read else [])
 
     def length(self, question: Question) -> int:
         """Tokens of its prompt, from the sizes of its pictures and videos alone."""
@@ -136,29 +189,37 @@ class PromptEncoder:
     def _expanded(
         self, question: Question, clips: Sequence[Clip], counts: dict[str, list[int]]
     ) -> list[int]:
+        return self._repeated(self.token_ids(question, clips), counts, question.where)
+
+    def _repeated(self, ids: list[int], counts: dict[str, list[int]], where: str) -> list[int]:
         """The token ids, each placeholder repeated as often as its picture has tokens. A video has
         those of pictures too."""
-        ids, mark, left = self.token_ids(question, clips), self.family.image_token, {}
+        mark, left = self.family.image_token, {}
         for token, kind in ((mark, IMAGE), (self.family.video_token, VIDEO)):
             if ids.count(token) != len(counts[kind]):
                 raise UserError(
-                    f"{question.where} has {len(counts[kind])} {NAMES[kind]}, and its prompt as "
-                    f"the chat template writes it has {ids.count(token)} places for them"
+                    f"{where} has {len(counts[kind])} {NAMES[kind]}, and its prompt as the chat "
+                    f"template writes it has {ids.count(token)} places for them"
                 )
             left[token] = iter(counts[kind])
         return [i for one in ids for i in ([mark] * next(left[one]) if one in left else [one])]
 
-    def _content(self, question: Question) -> list[dict[str, str]]:
-        """Pictures and videos stand where the text marks them, else all before it."""
+    def _asked(self, question: Question) -> Any:
         text = self._format.replace(QUESTION, question.text)
-        there = {MARK: len(question.images), VIDEO_MARK: len(question.videos)}
+        return self._content(text, question.where, len(question.images), len(question.videos))
+
+    def _content(self, text: str, where: str, images: int = 0, videos: int = 0) -> Any:
+        """Pictures and videos stand where the text marks them, else all before it. Templates of
+        models without pictures take a text."""
+        if self.images is None:
+            return text
         content = []
-        for mark, count in there.items():
+        for mark, count in {MARK: images, VIDEO_MARK: videos}.items():
             if mark not in text:
                 content += [{"type": KINDS[mark]}] * count
             elif text.count(mark) != count:
                 raise UserError(
-                    f"{question.where} marks {text.count(mark)} places with {mark} and has {count} "
+                    f"{where} marks {text.count(mark)} places with {mark} and has {count} "
                     f"{NAMES[KINDS[mark]]}"
                 )
         for part in re.split(f"({MARK}|{VIDEO_MARK})", text):
@@ -172,19 +233,22 @@ class PromptEncoder:
         """The chat as its template writes it, with one placeholder for each picture."""
         system = question.system or self._system
         messages = [{"role": "system", "content": system}] if system else []
-        # templates of models without pictures take a text
-        content = self._format.replace(QUESTION, question.text)
-        if self.images is not None:
-            content = self._content(question)
+        content = self._asked(question)
         messages.append({"role": "user", "content": content})
+        text = self._written(messages, question.where, clips)
+        self._opening = THINK if text.rstrip().endswith(THINK) else ""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _written(
+        self, messages: list[dict[str, Any]], where: str, clips: Sequence[Clip] = ()
+    ) -> str:
         try:
             text = self.family.written(_write(self.tokenizer, messages), clips)
-            self._opening = THINK if text.rstrip().endswith(THINK) else ""
             text.encode()  # which tells of half a character better than the tokenizer does
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return text
         except Exception as error:  # a template is a program, and fails in as many ways
             raise UserError(
-                f"the chat template of {self.tokenizer.name_or_path} fails for {question.where} "
+                f"the chat template of {self.tokenizer.name_or_path} fails for {where} "
                 f"({type(error).__name__}: {first_line(error)}); mend its chat_template, or name "
                 "another model"
             ) from error

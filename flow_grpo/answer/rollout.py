@@ -1,34 +1,64 @@
 """The samples of an epoch: which question each answers, who samples it, and what it scored."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flow_grpo.answer.batches import Answer
+from flow_grpo.answer.batches import Answer, Talk
 from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
 from flow_grpo.answer.sampling import Sampler
+from flow_grpo.data.mixing import in_turn, set_of, share_out
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.rewards import TOTAL, PendingScores, WeightedReward
 
 # columns beside the rewards', under names that no reward can have
-BASELINE, LENGTH, ENDED = (f"{TOTAL}/{name}" for name in ("baseline", "length", "ended"))
+BASELINE, LENGTH, ENDED, TURNS = (
+    f"{TOTAL}/{name}" for name in ("baseline", "length", "ended", "turns")
+)
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode in an environment."""
+
+    said: list[str]  # its answers
+    heard: list[str]  # texts of observations, between them
+    reward: float  # the sum of the environment's
+    failure: str  # why it ended without a reward; empty if it did not
+
+    def told(self) -> dict[str, Any]:
+        """To rewards."""
+        own = {"failure": self.failure} if self.failure else {"reward": self.reward}
+        return {"environment": {**own, "answers": self.said}}
 
 
 @dataclass(frozen=True)
 class Sample:
     row: int  # of the data set
-    tokens: Tensor  # (T,)
+    tokens: Tensor  # (T,), of all answers where there are several
     log_probs: Tensor  # (T,), of the policy that sampled
     ended: bool  # False: cut off
-    text: str
+    text: str  # of the last answer
+    talk: Talk | None = None  # where there may be several answers
+    played: Played | None = None
+
+    @property
+    def shown(self) -> str:
+        """All that was said, for people to read."""
+        if self.played is None:
+            return self.text
+        turns = zip_longest(self.played.said, [f"[{text}]" for text in self.played.heard])
+        return "\n".join(text for turn in turns for text in turn if text is not None)
 
 
 @dataclass
@@ -41,16 +71,28 @@ class Rollout:
     plan: AnswerPlan
     rows: np.ndarray  # (groups,), the question of each
     spare: list[int]  # questions to take instead
+    sizes: Sequence[int] = ()  # of the data sets, where there are several
     refilled: int = 0  # questions that others were taken instead of
     samples: dict[int, Sample] = field(default_factory=dict)
     prompts: dict[int, EncodedPrompt] = field(default_factory=dict)  # by row
     scores: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) each
 
     @classmethod
-    def draw(cls, plan: AnswerPlan, questions: int, seed: int, epoch: int) -> "Rollout":
-        """Choose the questions of an epoch; no answer is sampled yet."""
-        order = numpy_rng(seed, Stream.PROMPTS, epoch).permutation(questions)
-        return cls(plan, order[: plan.questions], order[plan.questions :].tolist())
+    def draw(
+        cls, plan: AnswerPlan, sets: Sequence[tuple[int, Fraction]], seed: int, epoch: int
+    ) -> "Rollout":
+        """Choose the questions of an epoch; no answer is sampled yet. `sets`: of each data set, one
+        after the other, how many questions it has and what share of an epoch's are its own."""
+        rng, sizes = numpy_rng(seed, Stream.PROMPTS, epoch), [size for size, _ in sets]
+        if len(sets) == 1:
+            order = rng.permutation(sizes[0])
+            return cls(plan, order[: plan.questions], order[plan.questions :].tolist())
+        first = np.cumsum([0, *sizes])
+        orders = [start + rng.permutation(size) for start, size in zip(first, sizes, strict=False)]
+        counts = share_out(plan.questions, [share for _, share in sets])
+        parts = [order[:count] for order, count in zip(orders, counts, strict=True)]
+        others = [order[count:].tolist() for order, count in zip(orders, counts, strict=True)]
+        return cls(plan, rng.permutation(np.concatenate(parts)), in_turn(others), sizes)
 
     @property
     def groups(self) -> np.ndarray:
@@ -58,11 +100,14 @@ class Rollout:
 
     @property
     def rewards(self) -> dict[str, np.ndarray]:
-        return {n: v for n, v in self.scores.items() if n not in (BASELINE, LENGTH, ENDED)}
+        others = (BASELINE, LENGTH, ENDED, TURNS)
+        return {name: column for name, column in self.scores.items() if name not in others}
 
     def metrics(self) -> dict[str, float]:
         """Lengths of answers, and how many questions dynamic sampling replaced."""
+        turns = self.scores.get(TURNS)
         return {
+            **({} if turns is None else {"answer/turns": float(turns.mean())}),
             "answer/length": float(self.scores[LENGTH].mean()),
             "answer/length_max": float(self.scores[LENGTH].max()),
             "answer/cut_off": float(1 - self.scores[ENDED].mean()),
@@ -86,11 +131,20 @@ class Rollout:
         return members
 
     def refill(self) -> np.ndarray:
-        """Other questions for groups without spread, as far as there are any; the indices that are
-        to be sampled for them."""
-        flat = np.flatnonzero(~self.has_spread()[:: self.plan.group_size])[: len(self.spare)]
-        self.rows[flat] = self.spare[: len(flat)]
-        del self.spare[: len(flat)]
+        """Other questions for groups without spread, of the same data set, as far as there are any;
+        the indices that are to be sampled for them."""
+        without = ~self.has_spread()[:: self.plan.group_size]
+        spare = np.array(self.spare, dtype=np.int64)
+        of, of_spare = set_of(self.sizes, self.rows), set_of(self.sizes, spare)
+        flat, taken = [], []
+        for number in np.unique(of[without]):
+            groups, others = without & (of == number), of_spare == number
+            pairs = zip(np.flatnonzero(groups), np.flatnonzero(others), strict=False)
+            for group, place in pairs:
+                flat.append(group)
+                taken.append(place)
+        self.rows[flat] = spare[taken]
+        self.spare = np.delete(spare, taken).tolist()
         self.prompts = {row: self.prompts[row] for row in self.rows.tolist() if row in self.prompts}
         self.refilled += len(flat)
         return np.flatnonzero(np.isin(self.groups, flat))
@@ -109,7 +163,7 @@ class Rollout:
         """Sampled answer `index` with its prompt, as training takes it."""
         sample = self.samples[index]
         question = sample.row if shares_prompt else index
-        return Answer(question, self.prompts[sample.row], sample.tokens)
+        return Answer(question, self.prompts[sample.row], sample.tokens, sample.talk)
 
     def store(self, scores: dict[str, np.ndarray], index: np.ndarray) -> None:
         """Scores of these samples, of all processes, in the order of the index."""
@@ -203,15 +257,22 @@ class PendingAnswers:
         greedy = greedy or []
         both = [*samples, *greedy]
         told = [reward_metadata(questions[s.row], len(s.tokens), max_new_tokens) for s in both]
+        told = [
+            own | s.played.told() if s.played else own for own, s in zip(told, both, strict=True)
+        ]
         asked = [questions[s.row].text for s in both]
         return cls(samples, greedy, reward.submit([s.text for s in both], asked, told))
 
     def result(self) -> dict[str, np.ndarray]:
         """Columns (samples,), their lengths and the greedy answers' rewards among them."""
         every, count = self.scores.result(), len(self.samples)
+        failed = [bool(s.played and s.played.failure) for s in (*self.samples, *self.greedy)]
+        every = {name: np.where(failed, np.nan, column) for name, column in every.items()}
         columns = {name: column[:count] for name, column in every.items()}
         columns[LENGTH] = np.array([float(len(s.tokens)) for s in self.samples])
         columns[ENDED] = np.array([float(s.ended) for s in self.samples])
+        if any(s.played for s in self.samples):
+            columns[TURNS] = np.array([float(len(s.played.said)) for s in self.samples])
         if self.greedy:
             of_greedy = zip(self.greedy, every[TOTAL][count:], strict=True)
             by_row = {sample.row: value for sample, value in of_greedy}

@@ -1,8 +1,10 @@
 """Turn a config into the objects of a run that trains a model that answers."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -13,14 +15,17 @@ from torch import nn
 
 from flow_grpo.answer.agreement import check_agreement
 from flow_grpo.answer.check import check
+from flow_grpo.answer.environment import Environments
 from flow_grpo.answer.fields import GAE, VLLM, AnswerFields
 from flow_grpo.answer.losses import build_loss
 from flow_grpo.answer.losses.base import try_loss
 from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan, build_plan
 from flow_grpo.answer.policy import AnswerPolicy
-from flow_grpo.answer.prompts import PromptEncoder
-from flow_grpo.answer.rollout import Answerer, reward_metadata
+from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
+from flow_grpo.answer.questions import build_questions
+from flow_grpo.answer.rollout import Answerer, Sample, reward_metadata
+from flow_grpo.answer.turns import Player
 from flow_grpo.answer.vllm_engine import (
     build_answerer,
     check_family,
@@ -29,7 +34,7 @@ from flow_grpo.answer.vllm_engine import (
 )
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.images import check_pictures
-from flow_grpo.data.questions import Question, load_questions
+from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import check_videos
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import WeightedReward
@@ -39,6 +44,7 @@ from flow_grpo.run.resume import check_goal, find_start
 from flow_grpo.run.session import BaseSession
 from flow_grpo.show.console import progress_bar
 
+logger = logging.getLogger("flow_grpo")
 # settings of FSDP that must be off, and why
 SHARDING = {
     "fsdp_activation_checkpointing": "use --config.train.gradient_checkpointing=True",
@@ -53,8 +59,41 @@ class VlmSession(BaseSession):
     plan: AnswerPlan
     questions: list[Question]
     test_questions: list[Question]
+    sets: list[tuple[int, Fraction]]  # questions of each data set, and its share of an epoch
     policy: AnswerPolicy
     answerer: Answerer
+    player: Player | None  # where there is an environment
+
+    @property
+    def most_tokens(self) -> int:
+        """What a sample has at most."""
+        sample = self.config.sample
+        return sample.max_new_tokens * (1 if self.player is None else sample.max_turns)
+
+    def answer(
+        self,
+        questions: list[Question],
+        prompts: dict[int, EncodedPrompt],
+        rows: list[int],
+        generators: list[torch.Generator] | None = None,
+    ) -> list[Sample]:
+        """One sample for each of `rows`, an answer or an episode; without generators the greedy
+        one."""
+        if self.player is not None:
+            return self.player.play(questions, prompts, rows, generators)
+        return self.answerer.answer(prompts, rows, generators)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self.player is not None:
+                self.player.environments.close()
+
+    def test_sets(self) -> list[str]:
+        """The data set that each test question is of, where there are several."""
+        several = len(self.sets) > 1
+        return [q.metadata["dataset"] for q in self.test_questions] if several else []
 
     @property
     def recomputes_old(self) -> bool:
@@ -82,10 +121,8 @@ def build_session(
             check_family(config.pretrained.model, config.pretrained.revision)
         plan = build_plan(config, accelerator.num_processes)
         run.open_folder(begin, plan.updates)
-        questions, test_questions = load_questions(config.dataset, config.seed)
-        test_questions = test_questions[: config.eval_questions or None]
-        plan.check_questions(len(questions), config.dataset)
-        every = [*questions, *test_questions]
+        data = build_questions(config, plan)
+        every = [*data.train, *data.test]
         bar = partial(progress_bar, shown=accelerator.is_main_process)
         if sample.engine == VLLM:
             refuse_videos(every)
@@ -94,10 +131,21 @@ def build_session(
         on_all_or_none(accelerator, lambda: check_videos(every, accelerator, *video.values()))
 
         def check_rewards(reward: WeightedReward, eval_reward: WeightedReward) -> None:
-            check_reward(reward, questions, sample.max_new_tokens)
-            check_reward(eval_reward, test_questions, sample.max_new_tokens)
+            check_reward(reward, data.train, sample.max_new_tokens)
+            check_asked(reward, data.train)
+            check_reward(eval_reward, data.test, sample.max_new_tokens)
 
         run.add_rewards(check_rewards)
+        environments = None
+        if config.environment:
+            environments = Environments(
+                config.environment,
+                config.environment_options,
+                timeout=config.environment_timeout,
+                workers=config.environment_workers,
+            )
+            run.until_built.callback(environments.close)
+            on_all_or_none(accelerator, lambda: environments.try_out(data.train[0]))
         tokenizer, images = load_processors(
             config.pretrained.model,
             config.pretrained.revision,
@@ -116,6 +164,10 @@ def build_session(
             **video,
         )
         most = _longest_prompt(config, model)
+        if config.filter_overlong_prompts:
+            data = on_all_or_none(accelerator, lambda: data.without_long(encoder.length, most))
+            every = [*data.train, *data.test]
+        data.tell()
         longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))
         policy = AnswerPolicy(
             model,
@@ -133,6 +185,7 @@ def build_session(
             seed=config.seed,
         )
         on_all_or_none(accelerator, lambda: check_agreement(policy.network))
+        logger.info("%-21s %s", "trained", policy.describe())
         run.add_policy(policy)
         answerer = Answerer(
             policy,
@@ -154,11 +207,14 @@ def build_session(
                 memory=sample.vllm_memory,
                 seed=config.seed,
             )
+        limits = sample.max_turns, sample.max_observation_tokens
         return VlmSession(
             **run.finish(),
+            player=Player(answerer, environments, *limits) if environments else None,
             plan=plan,
-            questions=questions,
-            test_questions=test_questions,
+            questions=data.train,
+            test_questions=data.test,
+            sets=data.sets,
             answerer=answerer,
         )
 
@@ -187,6 +243,18 @@ def check_reward(reward: WeightedReward, questions: list[Question], max_new_toke
     reward.rehearse_with("No idea.", texts, metadata)
 
 
+def check_asked(reward: WeightedReward, questions: list[Question]) -> None:
+    """Refuse a reward that no question asks for, as one that checks a truth where there is none."""
+    texts, metadata = [q.text for q in questions], [q.metadata for q in questions]
+    for name, asked in reward.asked(texts, metadata).items():
+        if not asked:
+            reason = reward.scorers[name].why_not(texts[0], metadata[0])
+            raise UserError(
+                f"reward {name!r} scores none of the {len(texts)} questions, the first because "
+                f"{reason}; leave it out of reward_fn, or see answer_key"
+            )
+
+
 def _load(config: AnswerFields, accelerator: Accelerator) -> nn.Module:
     return load_model(
         config.pretrained.model,
@@ -199,11 +267,17 @@ def _load(config: AnswerFields, accelerator: Accelerator) -> nn.Module:
 
 def _longest_prompt(config: AnswerFields, model: nn.Module) -> int:
     positions = model.config.get_text_config().max_position_embeddings
-    left = positions - config.sample.max_new_tokens
+    sample, turns = config.sample, ""
+    left = positions - sample.max_new_tokens
+    if config.environment:
+        more = sample.max_turns - 1
+        left -= more * (sample.max_new_tokens + sample.max_observation_tokens)
+        turns = f" and sample.max_observation_tokens={sample.max_observation_tokens}, for sample."
+        turns += f"max_turns={sample.max_turns},"
     if left < 1 or config.max_prompt_length > left:
         raise UserError(
             f"max_prompt_length={config.max_prompt_length} and sample.max_new_tokens="
-            f"{config.sample.max_new_tokens} do not fit into the model's {positions} positions; "
+            f"{sample.max_new_tokens}{turns} do not fit into the model's {positions} positions; "
             "lower one of them"
         )
     return config.max_prompt_length or left

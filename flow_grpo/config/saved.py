@@ -18,7 +18,7 @@ from flow_grpo.files import dotted, lies_in, read_json
 log = logging.getLogger("flow_grpo")
 CONFIG = "config.json"
 START = "start.json"  # where it was started, and what its prompts were
-CODE = ("custom_rewards", *CUSTOM)
+CODE = ("custom_rewards", "environment", *CUSTOM)
 PATHS = ("model", "head", "processor", "lora_path")  # also of rewards' options
 PLACES = ("resume", "run_name", "logdir")  # what a run is called, not what it does
 
@@ -57,7 +57,7 @@ def _refuse_code(run: Path, saved: dict[str, Any]) -> None:
     """A run may be somebody else's: what is named has to be the user's, not in what was sent."""
     for field in CODE:
         named = saved.get(field)
-        for path in named.values() if isinstance(named, dict) else ():
+        for path in named.values() if isinstance(named, dict) else [named]:
             file = str(path).rpartition(":")[0]
             if file.endswith(".py") and lies_in(run, Path(file)):
                 raise UserError(
@@ -90,7 +90,7 @@ def as_started(fields: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any
             return {key: change(key, each, field or name) for key, each in value.items()}
         if not isinstance(value, str):
             return value
-        if field in CODE:
+        if (field or name) in CODE:
             file, colon, attribute = value.rpartition(":")
             return find(file) + colon + attribute if file.endswith(".py") else value
         if name == "dataset":

@@ -22,7 +22,10 @@ from flow_grpo.files import dotted, refuse_halves
 
 Unchecked = ConfigDict  # as a config file returns it: nothing but checks should read it
 # dicts with names of the user's
-OPEN_FIELDS = (*(each.name for each in fields(RewardFields) if each.type is dict), *CUSTOM)
+OPEN_FIELDS = (
+    *(each.name for each in fields(RewardFields) if each.type is dict),
+    *(*CUSTOM, "environment_options"),
+)
 TYPES = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),

@@ -3,9 +3,10 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,19 +80,36 @@ def share_out(groups: int, shares: Sequence[Fraction]) -> list[int]:
     return counts
 
 
-def check_groups(source: PromptSource, rows: int, groups: int, of: int) -> None:
-    """Enough prompts for its part of an epoch, and a part at all."""
+def check_groups(
+    source: PromptSource,
+    rows: int,
+    groups: int,
+    of: int,
+    what: str = "prompts",
+    setting: str = "sample.num_batches_per_epoch",
+) -> None:
+    """Enough prompts for its part of an epoch, and a part at all. `setting`: which makes an epoch
+    longer."""
     if groups == 0:
         raise UserError(
             f"the share of {source.path} comes to none of the {of} groups of an epoch; raise it, "
-            "or sample.num_batches_per_epoch"
+            f"or {setting}"
         )
     if rows < groups:
         raise UserError(
-            f"{source.path} has {rows} prompts to train on but its share of the {of} groups of an "
-            f"epoch needs {groups} distinct ones; add prompts, lower its share or "
-            "sample.num_batches_per_epoch"
+            f"{source.path} has {rows} {what} to train on but its share of the {of} groups of an "
+            f"epoch needs {groups} distinct ones; add {what}, lower its share or {setting}"
         )
+
+
+def in_turn(sets: Iterable[Iterable[T]]) -> list[T]:
+    """One of each set, and so on: the first few have something of all."""
+    return [row for each in zip_longest(*sets) for row in each if row is not None]
+
+
+def set_of(sizes: Sequence[int], rows: np.ndarray) -> np.ndarray:
+    """The number of the set that each row is of, where sets of these sizes follow one another."""
+    return np.searchsorted(np.cumsum(sizes), rows, side="right")
 
 
 def split_off(

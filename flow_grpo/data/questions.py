@@ -53,15 +53,28 @@ class Question:
         return (*self.images, *frames)
 
 
-def load_questions(source: str | Path, seed: int) -> tuple[list[Question], list[Question]]:
+@dataclass(frozen=True)
+class Keys:
+    """Columns of a row, where they are not those of one of the layouts."""
+
+    input: str = ""  # the question, or a chat that ends with it; empty: the first of TEXTS
+    answer: str = "answer"  # the truth; empty: there is none
+
+
+LAYOUTS = Keys()
+
+
+def load_questions(
+    source: str | Path, seed: int, keys: Keys = LAYOUTS
+) -> tuple[list[Question], list[Question]]:
     """(train, test) of a folder with files of each, or of one file, a tenth of which is held out by
     the seed; or of a Hugging Face name, whose files are fetched first."""
     check_made(str(source))
     path = download_data(str(source), FETCHED) if _is_named(source) else Path(source)
-    train = find_questions(path, "train")
+    train = find_questions(path, "train", keys)
     if train is None:
         raise UserError(_nothing_to_train(source, path))
-    test = find_questions(path, "test")
+    test = find_questions(path, "test", keys)
     if test is None:
         train, test = split_off(
             train, seed, str(source), "questions", lambda q: contents(q.text, q.shown)
@@ -82,12 +95,12 @@ def _is_named(source: str | Path) -> bool:
     return is_hub_name(str(source).partition("@")[0]) and not os.path.exists(source)
 
 
-def find_questions(path: Path, split: Split) -> list[Question] | None:
+def find_questions(path: Path, split: Split, keys: Keys = LAYOUTS) -> list[Question] | None:
     """None where there is no such split: a single file is all for training."""
     if os.path.isfile(path):
-        return read_questions(path) if split == "train" else None
+        return read_questions(path, keys) if split == "train" else None
     files = _files_of(path, split)
-    return [question for file in files for question in read_questions(file)] or None
+    return [question for file in files for question in read_questions(file, keys)] or None
 
 
 def _files_of(path: Path, split: Split) -> list[Path]:
@@ -126,7 +139,7 @@ def _nothing_to_train(source: str | Path, path: Path) -> str:
     return f"{message}; it has {names}" if there else message
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path, keys: Keys = LAYOUTS) -> list[Question]:
     """Pictures are looked for beside the file; `check_pictures` looks at them."""
     if path.suffix not in ENDINGS:
         raise UserError(f"cannot read questions from {path}: it must be {' or '.join(ENDINGS)}")
@@ -136,22 +149,23 @@ def read_questions(path: Path) -> list[Question]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not rows:
         raise UserError(f"{path} is empty; it must have one question per row")
-    return [to_question(row, path.parent, where) for where, row in rows]
+    return [to_question(row, path.parent, where, keys) for where, row in rows]
 
 
-def to_question(row: Any, folder: Path, where: str) -> Question:
+def to_question(row: Any, folder: Path, where: str, keys: Keys = LAYOUTS) -> Question:
     """`folder`: where paths of pictures start."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: needs an object with question and answer, got {str(row)[:80]}")
-    name = next((name for name in TEXTS if row.get(name) is not None), None)
+    names = (keys.input,) if keys.input else TEXTS
+    name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
-        raise UserError(
-            f"{where}: has no {', '.join(TEXTS[:-1])} or {TEXTS[-1]}, it has: {', '.join(row)}"
-        )
+        wanted = f"{', '.join(TEXTS[:-1])} or {TEXTS[-1]}"
+        wanted = f"{keys.input!r} (input_key)" if keys.input else wanted
+        raise UserError(f"{where}: has no {wanted}, it has: {', '.join(row)}")
     system, text, sources = "", row[name], listed(row, where)
-    if name == "message":
+    if name == "message" or isinstance(text, list):
         if sources:
-            raise UserError(f"{where}: has a message and images; the message names its pictures")
+            raise UserError(f"{where}: has a {name} and images; the {name} names its pictures")
         system, text, sources = _chat(text, where)
     if not isinstance(text, str) or not text.strip():
         raise UserError(f'{where}: needs a text in "{name}", got {text!r}')
@@ -163,9 +177,13 @@ def to_question(row: Any, folder: Path, where: str) -> Question:
         )
     _check_marks(text, MARK, len(sources), "pictures", where)
     _check_marks(text, VIDEO_MARK, len(videos), "videos", where)
-    answer = row.get("answer")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
-        raise UserError(f'{where}: needs a text or a number in "answer", got {answer!r}')
+    answer = row.get(keys.answer) if keys.answer else ""
+    bad = isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == ""
+    if bad and keys.answer:
+        hint = "" if keys.answer == LAYOUTS.answer else f" (answer_key); it has: {', '.join(row)}"
+        raise UserError(
+            f'{where}: needs a text or a number in "{keys.answer}", got {answer!r}{hint}'
+        )
     images = tuple(find_picture(each, folder, where) for each in sources)
     rest = {k: v for k, v in row.items() if k not in (*COLUMNS, "videos", "message")}
     metadata = {**as_json(rest), "question": text, "answer": str(answer)}

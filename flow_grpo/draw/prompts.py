@@ -3,10 +3,16 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 from flow_grpo.data.images import contents
-from flow_grpo.data.mixing import PromptSource, check_groups, parse_sources, share_out, split_off
+from flow_grpo.data.mixing import (
+    PromptSource,
+    check_groups,
+    in_turn,
+    parse_sources,
+    share_out,
+    split_off,
+)
 from flow_grpo.data.prompts import find_prompts, load_prompts
 from flow_grpo.data.rows import Prompt
 from flow_grpo.draw.fields import DrawFields
@@ -35,14 +41,14 @@ def build_prompts(config: DrawFields, plan: BatchPlan) -> PromptSets:
     train = [prompt for own, _ in pairs for prompt in own]
     sizes = [len(own) for own, _ in pairs]
     _tell_ignored_negatives(train, config.sample.guidance_scale)
-    test = _in_turn([own for _, own in pairs])[: config.eval_prompts or None]
+    test = in_turn([own for _, own in pairs])[: config.eval_prompts or None]
     return PromptSets(train, test, list(zip(sizes, counts, strict=True)))
 
 
 def build_test_prompts(config: DrawFields) -> list[Prompt]:
     """Where a set has test prompts of its own, those for training are not read."""
     tests = [_test(config, source) for source in parse_sources(config.dataset)]
-    test = _in_turn(tests)[: config.eval_prompts or None]
+    test = in_turn(tests)[: config.eval_prompts or None]
     _tell_ignored_negatives(test, config.sample.guidance_scale)
     return test
 
@@ -78,11 +84,6 @@ def _split_off(
     config: DrawFields, source: PromptSource, prompts: list[Prompt]
 ) -> tuple[list[Prompt], list[Prompt]]:
     return split_off(prompts, config.seed, source.path, key=lambda p: contents(p.prompt, p.images))
-
-
-def _in_turn(tests: list[list[Prompt]]) -> list[Prompt]:
-    """One of each set, and so on: the first few have something of all."""
-    return [prompt for row in zip_longest(*tests) for prompt in row if prompt is not None]
 
 
 def _tell_ignored_negatives(prompts: list[Prompt], guidance_scale: float) -> None:

@@ -18,7 +18,7 @@ from torch.utils._triton import has_triton
 
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.hub import download_revision
-from flow_grpo.data.mixing import parse_sources
+from flow_grpo.data.mixing import parse_sources, set_of
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.draw.algorithms import ALGORITHMS, Algorithm, Setup
@@ -95,8 +95,8 @@ class Session(BaseSession):
 
     def tasks(self, rows: np.ndarray) -> np.ndarray:
         """The prompt set that each row is of."""
-        last = np.cumsum([count for count, _ in self.prompt_sets])
-        return np.array(self.algorithm.setup.tasks)[np.searchsorted(last, rows, side="right")]
+        sizes = [count for count, _ in self.prompt_sets]
+        return np.array(self.algorithm.setup.tasks)[set_of(sizes, rows)]
 
     def behaviour(self) -> AbstractContextManager:
         """Context in which the policy has the weights to sample the next batch with."""

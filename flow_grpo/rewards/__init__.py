@@ -55,8 +55,10 @@ PICTURE_REWARDS = {
 ANSWER_REWARDS = {
     "answer_format": "flow_grpo.rewards.answers:AnswerFormat",
     "choice": "flow_grpo.rewards.answers:Choice",
+    "environment": "flow_grpo.rewards.answers:EnvironmentReward",
     "math_answer": "flow_grpo.rewards.answers:MathAnswer",
     "overlong": "flow_grpo.rewards.answers:Overlong",
+    "reward_model": "flow_grpo.rewards.answers.reward_model:RewardModel",
 }
 REWARDS = dict(sorted({**PICTURE_REWARDS, **ANSWER_REWARDS}.items()))
 TOTAL = "avg"  # Flow-GRPO's name for the weighted sum

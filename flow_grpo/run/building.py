@@ -53,7 +53,7 @@ class Building:
     parts between them: whatever is cheap to check is checked before weights load."""
 
     def __init__(self, config: SharedFields, until_built: ExitStack, **settings: Any) -> None:
-        self.config, self._until_built = config, until_built
+        self.config, self.until_built = config, until_built
         self.accelerator = build_accelerator(
             config,
             log_with=parse_trackers(config.log_with) or None,
@@ -67,7 +67,7 @@ class Building:
         epoch has so many `updates`."""
         self._rates = learning_rates(self.config.train, updates * self.config.num_epochs)
         self._as_json = to_json(self.config)
-        self._start, self._lock = begin(self.accelerator, self._as_json, self._until_built)
+        self._start, self._lock = begin(self.accelerator, self._as_json, self.until_built)
 
     def add_rewards(self, check: Callable[[WeightedReward, WeightedReward], None]) -> None:
         """Build those of training and evaluation; `check` raises where they do not suit the run."""
@@ -79,7 +79,7 @@ class Building:
             return rewards
 
         self._rewards = on_all_or_none(self.accelerator, build)
-        self._until_built.callback(close_scorers, *self._rewards)
+        self.until_built.callback(close_scorers, *self._rewards)
 
     def add_policy(self, policy: BasePolicy) -> None:
         """Its optimizer too, and the moving average of its weights."""

@@ -63,7 +63,7 @@ LOADING_ERRORS = (
 # what a run is for; a setting beside it may change
 GOAL = (
     *("algorithm", "train.loss", "pretrained.model", "pretrained.revision", "dataset"),
-    *("reward_fn", "eval_reward_fn", "custom_rewards", *CUSTOM),
+    *("reward_fn", "eval_reward_fn", "custom_rewards", "environment", *CUSTOM),
 )
 # What the weights and the optimizer's state were made for. A LoRA that was loaded brings its own
 # rank and alpha, which are compared when the state is.

@@ -75,7 +75,7 @@ class Setup:
     @torch.no_grad()
     def log_probs(self, sample: Sample) -> Tensor:
         """Of training."""
-        rollout = Rollout(None, None, [], {0: sample}, self.prompts)
+        rollout = Rollout(None, None, [], samples={0: sample}, prompts=self.prompts)
         batch = packed([rollout.answer(0)], self.ours.pad).to(DEVICE)
         return self.policy.network(batch)["log_probs"][0].cpu()
 

@@ -1,7 +1,10 @@
 """Answers, which a server scores in the place of images."""
 
+import json
+
 import numpy as np
 import pytest
+import small_judge
 from serving import GOOD, body, error
 
 from flow_grpo.rewards import build_reward, close_scorers
@@ -10,8 +13,26 @@ WEIGHTS = {"math_answer": 0.9, "answer_format": 0.1}
 
 
 @pytest.fixture(scope="module")
-def server(start):
-    return start(",".join(WEIGHTS))
+def judge(tmp_path_factory) -> dict[str, str]:
+    """Options of a reward model."""
+    return {"model": str(small_judge.save(tmp_path_factory.mktemp("judge")))}
+
+
+@pytest.fixture(scope="module")
+def server(start, judge):
+    rewards = ",".join((*WEIGHTS, "reward_model"))
+    return start(rewards, "--options", json.dumps({"reward_model": judge}))
+
+
+def test_a_reward_model_may_be_on_the_server(server, judge):
+    rows = ["1", "<answer>2</answer>", "x" * 300], ["How many?"] * 3, [{}] * 3
+    here = build_reward({"reward_model": 1.0}, options={"reward_model": judge})
+    there = build_reward({"reward_model": 1.0}, servers={"reward_model": server.url})
+    wanted, got = here(*rows)["reward_model"], there(*rows)["reward_model"]
+    assert np.isnan(wanted).tolist() == [False, False, True]
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    assert "more than max_length=256" in there.last_errors["reward_model"]
+    close_scorers(here, there)
 
 
 def test_a_server_scores_answers_as_in_process(server):

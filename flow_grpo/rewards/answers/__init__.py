@@ -273,3 +273,13 @@ class Overlong(AnswerScorer):
         buffer = min(limit, self.buffer * limit if self.buffer < 1 else self.buffer)
         over = (tokens - (limit - buffer)) / buffer
         return -min(1.0, max(0.0, over))
+
+
+class EnvironmentReward(AnswerScorer):
+    """The sum of what an environment gave in an episode (docs/vlm.md); none where it failed."""
+
+    name = "environment"
+
+    def score(self, answer: str, metadata: dict) -> float:
+        played = metadata.get("environment", {"failure": "no episode was played"})
+        return Failed(played["failure"]) if "failure" in played else float(played["reward"])

@@ -1,0 +1,195 @@
+"""Environments: what answers a model's answers, with texts and pictures, for several turns.
+
+An environment is a class of the user's. `reset(row)` is given the row of the data set, with its
+pictures as `images`; `step(answer)` returns an observation, a reward and whether the episode is
+over. It is played in processes of its own: one that hangs, raises or returns too much ends its
+episode, not the run. These processes do without torch.
+"""
+
+import io
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Protocol
+
+from PIL import Image
+
+from flow_grpo.config.custom import import_named
+from flow_grpo.errors import UserError
+from flow_grpo.pictures import Picture, read_picture
+from flow_grpo.rewards.calling import map_in_threads
+from flow_grpo.rewards.calling.pool import WorkerPool
+from flow_grpo.rewards.failure import Failed
+
+if TYPE_CHECKING:
+    from flow_grpo.data.questions import Question
+
+MAX_TEXT = 100_000  # characters of an observation
+MAX_PIXELS = 2**24  # and pixels of its pictures: 4096 x 4096
+SHARE = 4  # steps per worker between two looks at the clock
+BUDGET = 4  # time limits that the steps of a batch may take together
+FORM = "it must return (observation, reward, done), the observation a text or (text, pictures)"
+
+Observation = str | tuple[str, Sequence[Image.Image]]
+
+
+class Environment(Protocol):
+    """What a class of the user's has. What it returns must follow from the row and the answers
+    alone: after a crash of its process the episode is played again up to where it was."""
+
+    def reset(self, row: dict[str, Any]) -> None: ...
+
+    def step(self, answer: str) -> tuple[Observation, float, bool]: ...
+
+
+@dataclass(frozen=True)
+class Move:
+    """The last answer of an episode, with all that led to it."""
+
+    episode: tuple[int, int]  # number of its batch, and its own
+    row: dict[str, Any]
+    images: tuple[Picture, ...]
+    answers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, episode: tuple[int, int], question: "Question", answers: Sequence[str]) -> "Move":
+        row = {**question.metadata, "question": question.text, "answer": question.answer}
+        return cls(episode, row, question.images, tuple(answers))
+
+
+@dataclass(frozen=True)
+class Step:
+    text: str
+    pictures: tuple[bytes, ...]  # PNG
+    reward: float
+    done: bool
+
+
+class Stage:
+    """In a worker: plays one move after another, each in the environment of its episode."""
+
+    def __init__(self, path: str, options: dict[str, Any]) -> None:
+        self._kind, self._options = find_environment(path), options
+        self._batch = -1
+        self._held: dict[tuple[int, int], tuple[Environment, int]] = {}  # and steps taken
+
+    def __call__(self, move: Move) -> Step:
+        batch, _ = move.episode
+        if batch != self._batch:  # the episodes of the last one are over
+            self._batch, self._held = batch, {}
+        environment, taken = self._held.pop(move.episode, (None, 0))
+        if environment is None:
+            environment = self._kind(**self._options)
+            pictures = [read_picture(source) for source in move.images]
+            environment.reset({**move.row, "images": pictures})
+        for answer in move.answers[taken:]:
+            returned = environment.step(answer)
+        step = checked(returned)
+        if not step.done:
+            self._held[move.episode] = environment, len(move.answers)
+        return step
+
+
+def checked(returned: Any) -> Step:
+    """What `step` returned, as it travels; a ValueError where it is none of what it may be."""
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise ValueError(f"step() returned {_shown(returned)}; {FORM}")
+    observation, reward, done = returned
+    text, pictures = (observation, ()) if isinstance(observation, str) else _parts(observation)
+    if len(text) > MAX_TEXT:
+        raise ValueError(
+            f"step() returned a text of {len(text):,} characters, more than {MAX_TEXT:,}"
+        )
+    pixels = sum(picture.width * picture.height for picture in pictures)
+    if pixels > MAX_PIXELS:
+        raise ValueError(f"step() returned {pixels:,} pixels, more than {MAX_PIXELS:,}")
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise ValueError(f"step() returned the reward {_shown(reward)}; it must be a finite number")
+    return Step(text, tuple(map(_png, pictures)), float(reward), bool(done))
+
+
+def _parts(observation: Any) -> tuple[str, list[Image.Image]]:
+    if isinstance(observation, tuple) and len(observation) == 2:
+        text, pictures = observation
+        kinds = pictures if isinstance(pictures, list | tuple) else [None]
+        if isinstance(text, str) and all(isinstance(each, Image.Image) for each in kinds):
+            return text, list(pictures)
+    raise ValueError(f"step() returned the observation {_shown(observation)}; {FORM}")
+
+
+def _shown(value: Any) -> str:
+    """In a few words, however large it is."""
+    return repr(value) if isinstance(value, float | None) else f"a {type(value).__name__}"
+
+
+def _png(picture: Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.convert("RGB").save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def find_environment(path: str) -> type:
+    """The class that `environment` names."""
+    found = import_named(path, "environment", f"environment={path!r}")
+    if not isinstance(found, type) or not all(
+        callable(getattr(found, name, None)) for name in ("reset", "step")
+    ):
+        raise UserError(f"environment={path!r} must name a class with reset(row) and step(answer)")
+    return found
+
+
+@dataclass
+class Environments:
+    """The environments of a run, in so many worker processes. An episode stays with its worker."""
+
+    path: str
+    options: dict[str, Any]
+    timeout: float  # seconds of a step
+    workers: int
+    _pools: list[WorkerPool] = field(init=False)
+    _batches: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        settings = {"path": self.path, "options": dict(self.options)}
+        limits = {"workers": 1, "timeout": self.timeout, "max_deaths": 1}
+        self._pools = [
+            WorkerPool(f"{__name__}:Stage", settings, **limits) for _ in range(self.workers)
+        ]
+
+    def new_batch(self) -> int:
+        """A number for episodes that are played together."""
+        self._batches += 1
+        return self._batches
+
+    def try_out(self, question: "Question") -> None:
+        """Tell a mistake in the class before training: reset and one step."""
+        [result] = self.step([Move.of((self.new_batch(), 0), question, ["No idea."])])
+        if isinstance(result, Failed):
+            raise UserError(f"environment={self.path!r} fails when it is tried: {result.reason}")
+
+    def step(self, moves: Sequence[Move]) -> list[Step | Failed]:
+        """One result for each, in order; `Failed` for an episode that cannot go on."""
+        deadline = time.monotonic() + BUDGET * self.timeout
+        by_worker: list[list[int]] = [[] for _ in range(self.workers)]
+        for place, move in enumerate(moves):
+            by_worker[move.episode[1] % self.workers].append(place)
+        late = Failed(f"other steps of its batch took {BUDGET} times environment_timeout")
+        results: list[Step | Failed] = [late] * len(moves)
+
+        def work(number: int) -> None:
+            own = by_worker[number]
+            for start in range(0, len(own), SHARE):
+                if time.monotonic() < deadline:
+                    part = own[start : start + SHARE]
+                    told = self._pools[number].map([moves[place] for place in part])
+                    for place, result in zip(part, told, strict=True):
+                        results[place] = result
+
+        map_in_threads(work, range(self.workers), self.workers)
+        return results
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()

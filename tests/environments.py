@@ -1,0 +1,59 @@
+"""Environments that tests play in: good ones, and each kind of bad one."""
+
+import os
+import time
+from pathlib import Path
+
+from PIL import Image
+
+
+class Looker:
+    """Shows a part of the row's picture, or a text where there is none; pays for early letters.
+    How long an episode is follows from what was said."""
+
+    def reset(self, row):
+        self.row, self.turn = row, 0
+
+    def step(self, answer):
+        self.turn += 1
+        reward = sum(c < "P" for c in answer) / max(1, len(answer))
+        done = ord(answer[-1:] or " ") % 3 == 0
+        if not self.row["images"]:
+            return f"Wrong, {self.turn}.", reward, done
+        picture = self.row["images"][0]
+        crop = picture.crop((0, 0, 16 + 16 * self.turn, 16)).resize((16 + 16 * self.turn, 32))
+        return (f"Look <image> at {self.turn}", [crop]), reward, done
+
+
+class Misbehaving(Looker):
+    """As `trouble` says, for the questions whose answer has a `mark` in it, after the first step;
+    else as a good one. Counts its resets in a file."""
+
+    def __init__(self, trouble, mark, log):
+        self.trouble, self.mark, self.log = trouble, mark, Path(log)
+
+    def reset(self, row):
+        super().reset(row)
+        with self.log.open("a") as file:
+            file.write(row["answer"] + "\n")
+
+    def step(self, answer):
+        fine = super().step(answer)
+        if self.mark != self.row["answer"]:
+            return fine[0], 0.5, self.turn == 2
+        return {
+            "hangs": lambda: time.sleep(600),
+            "dies": lambda: os._exit(3),
+            "raises": lambda: 1 / 0,
+            "long text": lambda: ("x" * 100 * 2**20, 0.0, False),
+            "large picture": lambda: (("", [Image.new("RGB", (6000, 6000))]), 0.0, False),
+            "odd picture": lambda: (("", [Image.new("RGB", (9000, 10))]), 0.0, False),
+            "many tokens": lambda: ("x" * 99, 0.0, False),
+            "no reward": lambda: ("", None, False),
+            "nothing": lambda: None,
+            "special tokens": lambda: ("<|image_pad|>", 0.0, False),
+        }[self.trouble]()
+
+
+class NoStep:
+    def reset(self, row): ...
