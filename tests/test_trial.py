@@ -89,6 +89,11 @@ def start(methods: dict[str, str]) -> None:
             ": credit must give a NumPy array of one number per sample",
         ),
         (
+            "def check(self): self.limit()",
+            " fails when it is tried: AttributeError: 'Own' object has no attribute 'limit' "
+            "(own.py, line 10)",
+        ),
+        (
             "def credit(self): return 0",
             ": Own.credit is called as credit(self, scored); take these arguments",
         ),

@@ -111,7 +111,7 @@ def _takes(own: Any, asked: Callable) -> bool:
     named = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
     try:
         inspect.signature(own).bind(*(None for each in given if each.kind in plain), **named)
-    except TypeError:  # also of what cannot be called
+    except (TypeError, ValueError):  # also of what cannot be called
         return False
     return True
 

@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType
 from PIL import Image
 from torch.utils._triton import has_triton
 
+from flow_grpo.config.custom import told_in_one_line
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.hub import download_revision
 from flow_grpo.data.mixing import parse_sources, set_of
@@ -383,10 +384,12 @@ def build_algorithm(config: Unchecked | DrawFields) -> Algorithm:
         anchors=config.anchors,
         tasks=tuple(source.name for source in parse_sources(config.dataset)),
     )
-    try:
-        algorithm = chosen(config.own, setup)
-        algorithm.check()
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    is_own, field = config.algorithm in config.custom_algorithms, f"custom_algorithms.{chosen.name}"
+    with told_in_one_line(field, chosen) if is_own else nullcontext():
+        try:
+            algorithm = chosen(config.own, setup)
+            algorithm.check()
+        except ValueError as error:
+            raise UserError(str(error)) from error
     check_void(config, algorithm)
     return algorithm
