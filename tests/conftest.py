@@ -20,6 +20,19 @@ if hypothesis.settings.get_current_profile_name() == "default":  # scripts/mutan
 collect_ignore = ["paddleocr", "gpu"]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Tests of a model family follow each other, so that it is built once: pytest itself groups by
+    the place in a list, and some tests are for some families."""
+
+    def family(item) -> str:
+        return str(item.callspec.params.get("family", "")) if hasattr(item, "callspec") else ""
+
+    places = [i for i, item in enumerate(items) if item.path.name == "test_families.py"]
+    for i, item in zip(places, sorted((items[i] for i in places), key=family), strict=True):
+        items[i] = item
+
+
 @pytest.fixture(autouse=True)
 def our_lines_reach_caplog_once(monkeypatch):
     """Where an earlier test has set up our logging, pytest would take them from our logger, and
