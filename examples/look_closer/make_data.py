@@ -34,9 +34,13 @@ def write(out: Path, seed: int) -> None:
         (out / f"{split}.jsonl").write_text(text)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("look_closer"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     write(args.out, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -135,7 +135,7 @@ def _places(part: EncodedPrompt | Talk) -> list[Place]:
 
 
 def _pictures(group: Sequence[Answer]) -> list[Place]:
-    """Of a packed row, in their order."""
+    """What stands where in a packed row."""
     answers = [place for answer in group for place in _places(answer.follows())]
     return _places(group[0].prompt) + answers
 
