@@ -279,7 +279,10 @@ def test_rloo_is_unbiased_on_a_policy_that_can_be_enumerated():
 
 def test_the_example_of_the_docs_is_a_loss():
     text = (Path(__file__).parents[1] / "docs/vlm.md").read_text("utf-8")
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], example := {"__name__": "capped"})
+    [code] = [
+        each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "LOSS" in each
+    ]
+    exec(code, example := {"__name__": "capped"})
     new = NEW.clone().requires_grad_()
     loss = example["LOSS"].read(SimpleNamespace(**CLIP)).per_token(new, OLD, ADVANTAGES, MASK).loss
     loss[MASK].sum().backward()

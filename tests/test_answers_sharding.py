@@ -28,13 +28,18 @@ def batch_of(network: AnswerModel, folder, questions: slice) -> PackedBatch:
     return packed([a for a in answers for _ in range(2)], small_vlm.PAD)
 
 
+def tower_of(network: AnswerModel) -> nn.Module:
+    own = network.model.model
+    return own.vision_tower if hasattr(own, "vision_tower") else own.visual
+
+
 def is_tied(model: nn.Module) -> bool:
     return model.lm_head.weight is model.get_input_embeddings().weight
 
 
 def test_a_tower_that_others_wait_for_runs_and_changes_nothing(network, tmp_path, monkeypatch):
     batch = batch_of(network, tmp_path, slice(1))  # no picture
-    tower = network.model.model.visual
+    tower = tower_of(network)
     runs, forward = [], tower.forward
     monkeypatch.setattr(tower, "forward", lambda *a, **k: runs.append(a) or forward(*a, **k))
     before = network(batch)
@@ -52,7 +57,7 @@ def test_a_tower_that_others_wait_for_runs_and_changes_nothing(network, tmp_path
 def test_every_weight_of_a_trained_tower_has_a_gradient_without_pictures(network, tmp_path):
     network.requires_grad_(True)
     network(batch_of(network, tmp_path, slice(1)))["log_probs"].sum().backward()
-    gradients = [p.grad for p in network.model.model.visual.parameters()]
+    gradients = [p.grad for p in tower_of(network).parameters()]
     assert all(g is not None and not g.any() for g in gradients)
     assert network.model.model.language_model.norm.weight.grad.any()
 
