@@ -198,11 +198,11 @@ def measure(session: Session) -> dict[str, Any]:
         "full_s_per_sample": [(e["sample_s"] + e["train_s"]) / own for e in timed],
     }
     epoch_s = statistics.median(e["sample_s"] + e["train_s"] for e in timed)
-    work = tflop(session)
-    rates = {
-        "sampling_tflops": work["sampling"] / min(seconds["sampling_s_per_image"]),
-        "training_tflops": work["training"] / min(seconds["trained_step_s_per_sample"]),
+    best = {
+        "sampling": min(seconds["sampling_s_per_image"]),
+        "training": min(seconds["trained_step_s_per_sample"]),
     }
+    rates = {f"{kind}_tflops": work / best[kind] for kind, work in tflop(session).items()}
     ceiling = bench.matmul_tflops(device, DTYPES[config.mixed_precision])
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -251,12 +251,15 @@ def run_epoch(
 
 
 def tflop(session: Session) -> dict[str, float]:
-    """What an image and a trained step have to compute, however it is done."""
+    """What an image and a trained step have to compute, however it is done; nothing where that
+    cannot be counted."""
     config, adapter = session.config, session.adapter
     denoiser = session.policy.denoiser
     dynamics = denoiser.dynamics
     texts = denoiser.encode(session.prompts[:1])
     forward = bench.forward_tflop(adapter, image_size(config), texts.of(texts.positive))
+    if forward is None:
+        return {}
     passes = denoiser.passes
     reference = passes if session.algorithm.needs_reference else 0
     backward = 1 if config.use_lora else 2  # gradients of the activations, and of the weights

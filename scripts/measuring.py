@@ -71,17 +71,21 @@ class TimedReward:
         return np.random.default_rng(0).random(len(images)).tolist()
 
 
-def forward_tflop(adapter: ModelAdapter, size: Size, texts: Inputs) -> float:
+def forward_tflop(adapter: ModelAdapter, size: Size, texts: Inputs) -> float | None:
     """What one forward of one sample takes, in 1e12 multiplications and additions, without LoRA;
-    `texts` are those of one sample."""
+    `texts` are those of one sample. None for a model that looks at numbers, such as Qwen-Image-2.1:
+    none are computed here."""
     _, model, _ = next(parts_of(adapter.transformer))
     with torch.device("meta"):
         plain = type(model).from_config(model.config)
     latents = torch.empty(1, *adapter.latent_shape(*size), device="meta")
     host = ("lengths", "source_lengths")
     there = {k: v if k in host else v.to("meta", torch.float32) for k, v in texts.items()}
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        adapter.forward(plain, latents, torch.empty(1, device="meta"), there, 1.0)
+    try:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            adapter.forward(plain, latents, torch.empty(1, device="meta"), there, 1.0)
+    except RuntimeError:
+        return None
     return counter.get_total_flops() / 1e12
 
 
@@ -115,10 +119,11 @@ def report(result: dict[str, Any]) -> str:
     precision = "float32" if settings["precision"] == "no" else settings["precision"]
     if (base := settings.get("base_precision", "bf16")) != "bf16":
         precision += f" on a base in {base}"
-    rates = {
-        kind: f"{result[f'{kind}_tflops']:.4g} ({100 * result[f'{kind}_tflops_share']:.3g} %)"
+    rates = [
+        f"{kind} {result[f'{kind}_tflops']:.4g} ({100 * result[f'{kind}_tflops_share']:.3g} %)"
         for kind in ("sampling", "training")
-    }
+        if f"{kind}_tflops" in result
+    ]
     return "\n".join(
         [
             f"{settings['model']}, {settings['size']}, {settings['steps']} steps, "
@@ -128,7 +133,7 @@ def report(result: dict[str, Any]) -> str:
             f"peak memory {result['peak_gib']} GiB, warm-up {result['warm_up_s']} s, "
             f"epoch {result['epoch_s']} s",
             f"TFLOP/s (share of a large matrix product's {result['matmul_tflops']:.4g}): "
-            f"sampling {rates['sampling']}, training {rates['training']}",
+            + (", ".join(rates) or "not counted"),
         ]
     )
 
