@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import small_judge
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import ANSWER_REWARDS, answers, build_reward, build_scorers, close_scorers
@@ -305,9 +306,10 @@ def test_a_function_of_ones_own_by_module_or_file(tmp_path, monkeypatch):
         build_scorers(["mine"], custom={"mine": "none.py:short"})
 
 
-@pytest.mark.parametrize("name", sorted({*ANSWER_REWARDS} - {"reward_model"}))  # needs a model
-def test_pictures_are_refused_by_name(name):
-    [scorer] = build_scorers([name]).values()
+@pytest.mark.parametrize("name", ANSWER_REWARDS)
+def test_pictures_are_refused_by_name(name, tmp_path):
+    options = {name: {"model": str(small_judge.save(tmp_path))}} if name == "reward_model" else {}
+    [scorer] = build_scorers([name], options=options).values()
     assert scorer.kind == "answer"
     with pytest.raises(TypeError, match=f"'{name}' scores answers"):
         scorer([object()], [""], [{"answer": "A"}])

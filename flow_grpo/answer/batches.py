@@ -118,8 +118,8 @@ def _packed_row(group: Sequence[Answer]) -> tuple[Row, list[Tensor]]:
     columns = []
     for number, answer in enumerate(group, PROMPT + 1):
         talk = answer.follows()
-        before = torch.arange(len(segments), len(segments) + answer.length)
-        before = torch.cat([torch.tensor([len(prompt) - 1]), before])  # each token
+        own = torch.arange(len(segments), len(segments) + answer.length)
+        before = torch.cat([torch.tensor([len(prompt) - 1]), own])  # the column before each token
         columns.append(before[talk.sampled])
         ids.append(talk.ids[:-1])
         positions.append(talk.positions[:, :-1])
