@@ -117,6 +117,8 @@ def test_a_surrogate_of_your_own_has_to_say_so():
 
     own = type("Own", (Grpo,), {"name": "", "surrogate": surrogate})
     assert not own.linear_in_credit
+    for name in ("hold", "policy_loss"):
+        assert not type("Other", (Grpo,), {"name": "", name: None}).linear_in_credit
     assert not type("Further", (own,), {}).linear_in_credit
     assert type("Sure", (own,), {"linear_in_credit": True, "loss": None}).linear_in_credit
     assert type("Same", (Grpo,), {"name": ""}).linear_in_credit

@@ -156,11 +156,22 @@ def test_our_own_take_the_arguments_that_they_are_called_with():
             check_class(each.__name__, each, base)
 
 
-@pytest.mark.parametrize("name", ["dgpo", "dppo", "leap", "nft"])
+@pytest.mark.parametrize("name", ["dgpo", "leap"])
 def test_methods_of_each_kind_pass_the_trial(name):
     """And draw no number that the run would have drawn."""
     config = get_config()
     config.algorithm, config.sample.num_image_per_prompt = name, 2
     state = torch.get_rng_state()
-    try_method(build_algorithm(config), name)
+    try_method(build_algorithm(config), name, {"ocr": 1.0})
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_method_finds_the_rewards_of_the_run_in_its_trial(write):
+    code = "def credit(self, scored): return scored.rewards['ocr'] + scored.rewards['mine']"
+    DRAW.load_custom({"custom_algorithms": {"mine": f"{write(code)}:Own"}})
+    config = get_config()
+    config.algorithm, config.sample.num_image_per_prompt = "mine", 2
+    algorithm = build_algorithm(config)
+    try_method(algorithm, "mine", {"ocr": 1.0, "mine": 0.5})
+    with pytest.raises(UserError, match="KeyError: 'mine'"):
+        try_method(algorithm, "mine", {"ocr": 1.0})

@@ -128,7 +128,7 @@ def build_session(
             refuse_videos(every)
         video = {"video_fps": config.video_fps, "video_frames": config.video_frames}
         on_all_or_none(accelerator, lambda: check_pictures(every, accelerator, bar))
-        on_all_or_none(accelerator, lambda: check_videos(every, accelerator, *video.values()))
+        on_all_or_none(accelerator, lambda: check_videos(every, accelerator, *video.values(), bar))
 
         def check_rewards(reward: WeightedReward, eval_reward: WeightedReward) -> None:
             check_reward(reward, data.train, sample.max_new_tokens)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,8 @@ class Row(Protocol):
 
 def find_videos(given: Any, fps: Any, folder: Path, where: str) -> tuple[Video, ...]:
     """Those of a row's column, each a path, or a list of pictures with so many `fps`."""
+    if not given:
+        return ()
     given = given if isinstance(given, list) else [given]
     fps = RATE if fps is None else fps
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
@@ -105,14 +107,20 @@ def read_frames(video: Video, clip: Clip, where: str) -> list[Image.Image]:
     return frames
 
 
-def check_videos(rows: Iterable[Row], accelerator: "Accelerator", rate: float, most: int) -> None:
+def check_videos(
+    rows: Iterable[Row],
+    accelerator: "Accelerator",
+    rate: float,
+    most: int,
+    bar: Callable[[Iterable, str, int], Iterable] = lambda items, name, total: items,
+) -> None:
     """Decode what is shown of every video once, each process its share, as `check_pictures`."""
     places: dict[Video, str] = {}
     for row in rows:
         for video in row.videos:
             places.setdefault(video, row.where)
     share = list(places.items())[accelerator.process_index :: accelerator.num_processes]
-    for video, where in share:
+    for video, where in bar(share, "checking videos", len(share)) if share else ():
         read_frames(video, choose_frames(video, where, rate, most), where)
 
 

@@ -146,7 +146,7 @@ def build_session(
     config = check(config)
     algorithm = build_algorithm(config)
     if config.algorithm in config.custom_algorithms:
-        try_method(algorithm, f"custom_algorithms.{config.algorithm}")
+        try_method(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)
     micro_batches = algorithm.batch_count(config.train.batch_size)
     steps = micro_batches * algorithm.losses_per_sample
     with building(config, accumulation_steps=steps) as run:

@@ -1,6 +1,7 @@
 """A method of the user's own, tried on the small model that ships: a mistake in it is told before
 anything of the run is loaded, and not after its first evaluation."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +25,9 @@ SIDE = 16  # pixels
 GROUPS = 2
 
 
-def try_method(algorithm: Algorithm, field: str) -> None:
-    """Sample, score and train two groups as an epoch of the run would; `field` names the method."""
+def try_method(algorithm: Algorithm, field: str, weights: Mapping[str, float]) -> None:
+    """Sample, score and train two groups as an epoch of the run would; `field` names the method,
+    `weights` the rewards."""
     group = algorithm.setup.group_size
     setup = replace(algorithm.setup, update_samples=GROUPS * group, anchors=DrawAnchors())
     with torch.random.fork_rng(devices=[]), told_in_one_line(field, type(algorithm)):
@@ -33,9 +35,11 @@ def try_method(algorithm: Algorithm, field: str) -> None:
         policy = build_policy(own)
         trajectory = sample(policy, own)
         groups = np.arange(GROUPS * group) // group
-        rewards = np.random.default_rng(0).random(len(groups))
+        rng, weights = np.random.default_rng(0), dict(weights)
+        rewards = {name: rng.random(len(groups)) for name in weights}
+        rewards[TOTAL] = sum(weight * rewards[name] for name, weight in weights.items())
         baseline = np.zeros(len(groups)) if setup.estimator == "remax" else None
-        scored = Scored({"own": rewards, TOTAL: rewards}, groups, {"own": 1.0}, baseline)
+        scored = Scored(rewards, groups, weights, baseline)
         credit = own.credit(scored)
         if not isinstance(credit, np.ndarray) or credit.shape != groups.shape:
             raise UserError(f"{field}: credit must give a NumPy array of one number per sample")

@@ -85,7 +85,8 @@ class TrajectoryAlgorithm(Algorithm):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not {"loss", "surrogate"}.isdisjoint(vars(cls)):  # what its base says is not of these
+        own = {"loss", "surrogate", "policy_loss", "hold", "_weight"}
+        if not own.isdisjoint(vars(cls)):  # what its base says is not of these
             cls.linear_in_credit = vars(cls).get("linear_in_credit", False)
 
     def __init__(self, settings: TrajectorySettings, setup: Setup) -> None:
