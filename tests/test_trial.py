@@ -12,11 +12,12 @@ from flow_grpo.answer.losses import KINDS, build_loss, find_loss
 from flow_grpo.answer.losses.base import AnswerLoss, try_loss
 from flow_grpo.answer.models import FAMILIES, Family
 from flow_grpo.config.custom import check_class
+from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw.algorithms import ALGORITHMS, Algorithm
 from flow_grpo.draw.fields import DRAW, get_config
-from flow_grpo.draw.models import ADAPTERS, ModelAdapter
+from flow_grpo.draw.models import ADAPTERS, ModelAdapter, Schedule, Size, load_adapter
 from flow_grpo.draw.session import build_algorithm, build_session
-from flow_grpo.draw.trial import try_method
+from flow_grpo.draw.trial import MODEL, try_family, try_method
 from flow_grpo.errors import UserError
 
 TRAIN = replace(ANSWER.freeze(ANSWER.get_config()).train, clip_low=0.2, clip_high=0.2)
@@ -175,3 +176,24 @@ def test_a_method_finds_the_rewards_of_the_run_in_its_trial(write):
     try_method(algorithm, "mine", {"ocr": 1.0, "mine": 0.5})
     with pytest.raises(UserError, match="KeyError: 'mine'"):
         try_method(algorithm, "mine", {"ocr": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "told"),
+    [
+        ("forward", lambda self, *_: scale, "NameError: name 'scale' is not defined"),  # noqa: F821
+        (
+            "schedule",
+            lambda self, *_: Schedule((1.0, 0.0), ()),
+            "ValueError: a Schedule needs time steps and one more sigma than these",
+        ),
+    ],
+)
+def test_a_mistake_in_a_family_is_told_by_its_first_step(method, wrong, told):
+    adapter = load_adapter(str(MODEL), max_sequence_length=4)
+    size, sample = Size(16, 16), get_config().sample
+    try_family(adapter, Prompt("a"), size, sample, "custom_models.P")
+    adapter.__class__ = type("Own", (type(adapter),), {method: wrong})
+    with pytest.raises(UserError) as error:
+        try_family(adapter, Prompt("a"), size, sample, "custom_models.P")
+    assert str(error.value).startswith(f"custom_models.P fails when it is tried: {told}")

@@ -377,6 +377,8 @@ def _load_file(path: str) -> ConfigDict:
     except Exception as error:
         message, file = f"cannot load --config {path}{_reason(error, path)}", path.partition(":")[0]
         message = message if os.path.exists(file) else with_nearest_file(message, file, "*.py")
+        if "'base.py'" in message or "'imp'" in message:
+            message += "; a config of Flow-GRPO's? docs/migrating.md tells what to change"
         raise UserError(message) from error
     finally:
         absl.disabled = False

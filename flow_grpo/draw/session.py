@@ -49,7 +49,7 @@ from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.draw.rollout import Dynamics
 from flow_grpo.draw.sources import check_sources, with_sources
 from flow_grpo.draw.teachers import add_teachers, read_teachers
-from flow_grpo.draw.trial import try_method
+from flow_grpo.draw.trial import try_family, try_method
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.rewards import WeightedReward
@@ -191,6 +191,8 @@ def build_session(
         with advice_when_short(lighter_settings(config)):
             adapter = (load or build_adapter)(config, accelerator)
         guidance = {"guidance_scale": sample.guidance_scale, "solver": sample.solver}
+        if (family := type(adapter.pipeline).__name__) in config.custom_models:
+            try_family(adapter, data.train[0], size, sample, f"custom_models.{family}")
         dynamics = build_dynamics(config, adapter, sample.num_steps, **guidance)
         policy = Policy(
             adapter,

@@ -1,5 +1,5 @@
-"""A method of the user's own, tried on the small model that ships: a mistake in it is told before
-anything of the run is loaded, and not after its first evaluation."""
+"""What is the user's own, tried: a method on the small model that ships, before anything of the run
+is loaded, and a family as soon as it is. A mistake is told then, not after an evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,12 +9,13 @@ import torch
 
 from flow_grpo.config.custom import told_in_one_line
 from flow_grpo.config.places import ROOT
+from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw.algorithms import Algorithm, Batch, Loss
 from flow_grpo.draw.algorithms.base import with_gradient
-from flow_grpo.draw.fields import DrawAnchors
-from flow_grpo.draw.models import load_adapter
+from flow_grpo.draw.fields import DrawAnchors, DrawSample
+from flow_grpo.draw.models import ModelAdapter, Size, load_adapter
 from flow_grpo.draw.policy import Policy
-from flow_grpo.draw.rollout import Dynamics, Trajectory, initial_noise
+from flow_grpo.draw.rollout import Denoiser, Dynamics, Trajectory, initial_noise, latent_dtype
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.metrics import Scored
@@ -54,6 +55,19 @@ def try_method(algorithm: Algorithm, field: str, weights: Mapping[str, float]) -
                 loss.per_sample.sum().backward()
         own.after_epoch(policy, 1)
         own.load_state_dict(own.state_dict())
+
+
+def try_family(
+    adapter: ModelAdapter, prompt: Prompt, size: Size, sample: DrawSample, field: str
+) -> None:
+    """Take the first step of a picture with a family of the user's own, which `field` names."""
+    with told_in_one_line(field, type(adapter)), torch.no_grad():
+        schedule, transformer = adapter.schedule(sample.num_steps, *size), adapter.transformer
+        dynamics = Dynamics(schedule, guidance_scale=sample.guidance_scale)
+        denoiser = Denoiser(adapter, transformer, dynamics)
+        generators, shape = [torch.Generator().manual_seed(0)], adapter.latent_shape(*size)
+        noise = initial_noise(generators, shape, adapter.device).to(latent_dtype(transformer))
+        denoiser.step(0, noise, denoiser.encode([prompt]), stochastic=False)
 
 
 def build_policy(algorithm: Algorithm) -> Policy:

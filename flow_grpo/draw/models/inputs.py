@@ -60,6 +60,13 @@ class Schedule:
     sigmas: tuple[float, ...]  # num_steps + 1, from 1 (about) down to 0
     timesteps: tuple[float, ...]  # num_steps, as the model's scheduler gives them
 
+    def __post_init__(self) -> None:
+        if not 0 < len(self.timesteps) == len(self.sigmas) - 1:
+            raise ValueError(
+                f"a Schedule needs time steps and one more sigma than these, and has "
+                f"{len(self.timesteps)} and {len(self.sigmas)}"
+            )
+
     def __len__(self) -> int:
         return len(self.timesteps)
 
