@@ -298,7 +298,7 @@ def test_a_run_trains_episodes_and_adds_their_rewards(places, tmp_path):
     build_session(again).close()  # the same command goes on
 
 
-@pytest.mark.parametrize("other", [{}, {"tool": True, "box": (1, 2)}, {"tool": False}])
+@pytest.mark.parametrize("other", [{}, {"tool": True, "box": (1, 2)}, {"box": (1, 2)}])
 def test_other_options_are_another_goal(places, tmp_path, other):
     config = answer_runs.config_of(**places, logdir=str(tmp_path), resume="auto")
     config.environment_options = {"tool": False, "box": (1, 2)}
