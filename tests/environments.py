@@ -55,5 +55,20 @@ class Misbehaving(Looker):
         }[self.trouble]()
 
 
+class Slow:
+    """Takes so many seconds over each answer, or hangs."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds = seconds
+
+    def reset(self, row):
+        self.turn = 0
+
+    def step(self, answer):
+        time.sleep(600 if answer == "hang" else self.seconds)
+        self.turn += 1
+        return str(self.turn), 0.0, False
+
+
 class NoStep:
     def reset(self, row): ...

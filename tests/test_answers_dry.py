@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import answer_runs
 import pytest
@@ -64,6 +65,14 @@ def test_a_few_batches_are_measured(make_session, tmp_path, reward):
     assert work.evaluations == 1 + 3  # after epochs 3, 6 and 7
     assert work.micro_batches == 32  # answers
     assert LOOP.shrink(session, tmp_path).plan.samples == 8
+
+
+def test_the_longest_episode_has_all_its_answers(make_session, tmp_path):
+    fields = {"environment": f"{Path(__file__).with_name('environments.py')}:Looker"}
+    fields |= {"sample.max_turns": 2, "sample.max_observation_tokens": 60}
+    small = LOOP.shrink(make_session(**fields), tmp_path)
+    _, told = LOOP.run_epoch(small, 0).remark
+    assert "of at most 20; " in told
 
 
 def test_a_reward_that_fails_ends_it(make_session, tmp_path):

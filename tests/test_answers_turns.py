@@ -12,19 +12,24 @@ import numpy as np
 import pytest
 import small_vlm
 import torch
+from ml_collections import ConfigDict
 from runner import ROOT
 
+from flow_grpo.answer import environment
 from flow_grpo.answer.batches import Talk, packed
+from flow_grpo.answer.check import check
 from flow_grpo.answer.environment import Environments, Move
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.rollout import Answerer, Rollout, Sample
 from flow_grpo.answer.session import build_session
 from flow_grpo.answer.turns import Player
+from flow_grpo.config.settings import to_json
 from flow_grpo.data.questions import find_questions
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.errors import UserError
 from flow_grpo.pictures import read_picture
+from flow_grpo.run.resume import check_goal
 
 ENVIRONMENTS = Path(__file__).with_name("environments.py")
 EXAMPLE, SHAPES = ROOT / "examples/look_closer", ROOT / "dataset/shapes_qa"
@@ -203,6 +208,71 @@ def test_a_bad_environment_ends_its_episode_and_no_other(questions, tmp_path, tr
         assert sorted((tmp_path / "log").read_text().split()).count("1") > 2
 
 
+def test_what_is_played_again_has_a_time_limit_for_each_answer(questions):
+    """As no worker has the episode: what another process played is lost."""
+    environments = Environments(f"{ENVIRONMENTS}:Slow", {"seconds": 0.8}, timeout=3, workers=1)
+    [step] = environments.step([Move.of((1, 0), questions[0], ["a"] * 4)])
+    environments.close()
+    assert step.text == "4"
+
+
+def test_a_worker_waits_in_vain_for_so_many_steps_of_a_turn(questions, monkeypatch):
+    """However long those take that keep to the limit."""
+    monkeypatch.setattr(environment, "MAX_OVERRUNS", 1)
+    environments = Environments(f"{ENVIRONMENTS}:Slow", {}, timeout=2, workers=2)
+    said = ["a", "a", "hang", "a", "a", "a"]
+    moves = [Move.of((1, number), questions[0], [each]) for number, each in enumerate(said)]
+    told = [getattr(each, "text", "") or each.reason for each in environments.step(moves)]
+    again = environments.step([Move.of((1, 0), questions[0], ["a", "a"])])
+    environments.close()
+    late = "1 other steps of its worker took over environment_timeout"
+    assert told == ["1", "1", "no answer within 2 s", "1", late, "1"]
+    assert again[0].text == "2"
+
+
+LICENSED = """
+import os
+from pathlib import Path
+
+folder = Path(__file__).parent
+(folder / f"started-{os.getpid()}").touch()
+if (folder / "no_more").exists():
+    raise RuntimeError("no licence left")
+
+class Licensed:
+    def reset(self, row): ...
+
+    def step(self, answer):
+        if answer == "crash":
+            (folder / "no_more").touch()
+            os._exit(3)
+        return "", 0.0, False
+"""
+
+
+def test_workers_that_cannot_start_again_end_episodes_and_at_first_the_run(
+    questions, tmp_path, monkeypatch
+):
+    """The module lies where only the trainer would look, as beside a config."""
+    (tmp_path / "licensed_environment.py").write_text(LICENSED)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = ("licensed_environment:Licensed", {}, 60)
+    environments = Environments(*settings, workers=2)
+    environments.try_out(questions[0])
+    assert len(list(tmp_path.glob("started-*"))) == 2
+    said = {0: "crash", 2: "a", 1: "a"}
+    moves = [Move.of((5, number), questions[0], [each]) for number, each in said.items()]
+    died, lost, fine = environments.step(moves)
+    environments.close()
+    assert died.reason == "1 worker process died on it"
+    assert "no licence left" in lost.reason
+    assert fine.text == ""
+    environments = Environments(*settings, workers=1)
+    with pytest.raises(UserError, match=r"fails when it is tried: .*no licence left"):
+        environments.try_out(questions[0])
+    environments.close()
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("answers")
@@ -224,6 +294,20 @@ def test_a_run_trains_episodes_and_adds_their_rewards(places, tmp_path):
         assert 1 < line["answer/turns"] < 2
         both = line["reward/mine"] + line["reward/environment"]
         assert line["reward/avg"] == pytest.approx(both)
+    again = answer_runs.config_of(**places, logdir=str(tmp_path), num_epochs=2, resume="auto")
+    build_session(again).close()  # the same command goes on
+
+
+@pytest.mark.parametrize("other", [{}, {"tool": True, "box": (1, 2)}, {"box": (1, 2)}])
+def test_other_options_are_another_goal(places, tmp_path, other):
+    config = answer_runs.config_of(**places, logdir=str(tmp_path), resume="auto")
+    config.environment_options = {"tool": False, "box": (1, 2)}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps(to_json(check(config))))
+    check_goal(config)
+    config.environment_options = ConfigDict(other)
+    with pytest.raises(UserError, match="had another goal: environment_options="):
+        check_goal(config)
 
 
 def test_missing_rewards_are_counted_and_the_run_goes_on(places, tmp_path):

@@ -19,7 +19,8 @@ COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 
 def check(config: Unchecked | AnswerFields) -> AnswerFields:
     """The settings of a run, frozen, with files that come with the library found."""
-    settings = _with_environment(_with_loss(ANSWER.check(config)))
+    settings = _with_loss(ANSWER.check(config))
+    _check_environment(settings)
     parse_trackers(settings.log_with)
     sample, train = settings.sample, settings.train
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
@@ -79,8 +80,7 @@ def _with_loss(settings: AnswerFields) -> AnswerFields:
     return replace(settings, train=train)
 
 
-def _with_environment(settings: AnswerFields) -> AnswerFields:
-    """The environment's own reward among the others, first: it knows best why an episode failed."""
+def _check_environment(settings: AnswerFields) -> None:
     if settings.environment:
         if settings.sample.engine == VLLM:
             raise UserError(
@@ -88,7 +88,7 @@ def _with_environment(settings: AnswerFields) -> AnswerFields:
                 "use sample.engine='transformers'"
             )
         find_environment(settings.environment)
-        return replace(settings, reward_fn={ENVIRONMENT: 1.0, **settings.reward_fn})
+        return
     for field, names in (
         ("reward_fn", settings.reward_fn),
         ("eval_reward_fn", settings.eval_reward_fn),
@@ -103,7 +103,6 @@ def _with_environment(settings: AnswerFields) -> AnswerFields:
             f"environment_options={dict(settings.environment_options)} has no use without an "
             "environment; name one with --config.environment=path/to/file.py:Class"
         )
-    return settings
 
 
 def _check_rewards(settings: AnswerFields) -> None:

@@ -78,7 +78,7 @@ class AnswerLoop(Rehearsal):
         seconds = (timer.seconds["sample"], timer.seconds["reward_wait"], now(device) - start)
         held = tensor_bytes([rollout.samples, rollout.prompts]) if device.type == "cpu" else 0
         lengths = f"{rollout.scores[LENGTH].mean():.0f} tokens on average, of at most "
-        lengths += f"{small.config.sample.max_new_tokens}; longer ones take longer"
+        lengths += f"{small.most_tokens}; longer ones take longer"
         return Epoch(seconds, held / small.plan.batches, remark=("answers", lengths))
 
 

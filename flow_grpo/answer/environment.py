@@ -8,8 +8,8 @@ episode, not the run. These processes do without torch.
 
 import io
 import math
-import time
-from collections.abc import Sequence
+import sys
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +20,7 @@ from flow_grpo.config.custom import import_named
 from flow_grpo.errors import UserError
 from flow_grpo.pictures import Picture, read_picture
 from flow_grpo.rewards.calling import map_in_threads
-from flow_grpo.rewards.calling.pool import WorkerPool
+from flow_grpo.rewards.calling.pool import CannotStart, TimedOut, WorkerPool
 from flow_grpo.rewards.failure import Failed
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 100_000  # characters of an observation
 MAX_PIXELS = 2**24  # and pixels of its pictures: 4096 x 4096
-SHARE = 4  # steps per worker between two looks at the clock
-BUDGET = 4  # time limits that the steps of a batch may take together
+MAX_OVERRUNS = 4  # steps of a turn that a worker waits for in vain
 FORM = "it must return (observation, reward, done), the observation a text or (text, pictures)"
 
 Observation = str | tuple[str, Sequence[Image.Image]]
@@ -70,12 +69,14 @@ class Step:
 class Stage:
     """In a worker: plays one move after another, each in the environment of its episode."""
 
-    def __init__(self, path: str, options: dict[str, Any]) -> None:
+    def __init__(self, path: str, options: dict[str, Any], folders: list[str]) -> None:
+        sys.path += [each for each in folders if each not in sys.path]
         self._kind, self._options = find_environment(path), options
         self._batch = -1
         self._held: dict[tuple[int, int], tuple[Environment, int]] = {}  # and steps taken
 
-    def __call__(self, move: Move) -> Step:
+    def __call__(self, move: Move) -> Generator[tuple[str, None], None, Step]:
+        """Each answer that is played again, after a crash, has a time limit of its own."""
         batch, _ = move.episode
         if batch != self._batch:  # the episodes of the last one are over
             self._batch, self._held = batch, {}
@@ -84,9 +85,11 @@ class Stage:
             environment = self._kind(**self._options)
             pictures = [read_picture(source) for source in move.images]
             environment.reset({**move.row, "images": pictures})
-        for answer in move.answers[taken:]:
-            returned = environment.step(answer)
-        step = checked(returned)
+        *before, last = move.answers[taken:]
+        for answer in before:
+            environment.step(answer)
+            yield "going on", None
+        step = checked(environment.step(last))
         if not step.done:
             self._held[move.episode] = environment, len(move.answers)
         return step
@@ -152,7 +155,8 @@ class Environments:
     _batches: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        settings = {"path": self.path, "options": dict(self.options)}
+        # a module may lie beside the config, whose folder only the trainer has on its path
+        settings = {"path": self.path, "options": dict(self.options), "folders": list(sys.path)}
         limits = {"workers": 1, "timeout": self.timeout, "max_deaths": 1}
         self._pools = [
             WorkerPool(f"{__name__}:Stage", settings, **limits) for _ in range(self.workers)
@@ -164,28 +168,28 @@ class Environments:
         return self._batches
 
     def try_out(self, question: "Question") -> None:
-        """Tell a mistake in the class before training: reset and one step."""
-        [result] = self.step([Move.of((self.new_batch(), 0), question, ["No idea."])])
-        if isinstance(result, Failed):
-            raise UserError(f"environment={self.path!r} fails when it is tried: {result.reason}")
+        """Tell a mistake in the class before training: reset and one step, in every worker."""
+        batch = self.new_batch()
+        numbers = range(self.workers)
+        for result in self.step([Move.of((batch, n), question, ["No idea."]) for n in numbers]):
+            if isinstance(result, Failed):
+                reason = result.reason
+                raise UserError(f"environment={self.path!r} fails when it is tried: {reason}")
 
     def step(self, moves: Sequence[Move]) -> list[Step | Failed]:
         """One result for each, in order; `Failed` for an episode that cannot go on."""
-        deadline = time.monotonic() + BUDGET * self.timeout
         by_worker: list[list[int]] = [[] for _ in range(self.workers)]
         for place, move in enumerate(moves):
             by_worker[move.episode[1] % self.workers].append(place)
-        late = Failed(f"other steps of its batch took {BUDGET} times environment_timeout")
+        late = Failed(f"{MAX_OVERRUNS} other steps of its worker took over environment_timeout")
         results: list[Step | Failed] = [late] * len(moves)
 
         def work(number: int) -> None:
-            own = by_worker[number]
-            for start in range(0, len(own), SHARE):
-                if time.monotonic() < deadline:
-                    part = own[start : start + SHARE]
-                    told = self._pools[number].map([moves[place] for place in part])
-                    for place, result in zip(part, told, strict=True):
-                        results[place] = result
+            overruns = 0
+            for place in by_worker[number]:
+                if overruns < MAX_OVERRUNS:
+                    results[place] = _played(self._pools[number], moves[place])
+                    overruns += isinstance(results[place], TimedOut)
 
         map_in_threads(work, range(self.workers), self.workers)
         return results
@@ -193,3 +197,11 @@ class Environments:
     def close(self) -> None:
         for pool in self._pools:
             pool.close()
+
+
+def _played(pool: WorkerPool, move: Move) -> Step | Failed:
+    try:
+        [result] = pool.map([move])
+    except CannotStart as error:  # for now: the pool goes on trying
+        return Failed(str(error))
+    return result

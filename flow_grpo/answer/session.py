@@ -16,7 +16,7 @@ from torch import nn
 from flow_grpo.answer.agreement import check_agreement
 from flow_grpo.answer.check import check
 from flow_grpo.answer.environment import Environments
-from flow_grpo.answer.fields import GAE, VLLM, AnswerFields
+from flow_grpo.answer.fields import ENVIRONMENT, GAE, VLLM, AnswerFields
 from flow_grpo.answer.losses import build_loss
 from flow_grpo.answer.losses.base import try_loss
 from flow_grpo.answer.models import load_model, load_processors
@@ -135,7 +135,8 @@ def build_session(
             check_asked(reward, data.train)
             check_reward(eval_reward, data.test, sample.max_new_tokens)
 
-        run.add_rewards(check_rewards)
+        # first: it knows best why an episode failed
+        run.add_rewards(check_rewards, {ENVIRONMENT: 1.0} if config.environment else {})
         environments = None
         if config.environment:
             environments = Environments(

@@ -69,9 +69,15 @@ class Building:
         self._as_json = to_json(self.config)
         self._start, self._lock = begin(self.accelerator, self._as_json, self.until_built)
 
-    def add_rewards(self, check: Callable[[WeightedReward, WeightedReward], None]) -> None:
-        """Build those of training and evaluation; `check` raises where they do not suit the run."""
-        weights = self.config.reward_fn, eval_weights(self.config)
+    def add_rewards(
+        self,
+        check: Callable[[WeightedReward, WeightedReward], None],
+        by_default: dict[str, float] | None = None,
+    ) -> None:
+        """Build those of training and evaluation; `check` raises where they do not suit the run.
+        Those `by_default` have these weights unless reward_fn has others for them."""
+        trained = {**(by_default or {}), **self.config.reward_fn}
+        weights = trained, self.config.eval_reward_fn or trained
 
         def build() -> list[WeightedReward]:
             rewards = build_rewards(self.config, self.accelerator, *weights)

@@ -63,7 +63,8 @@ LOADING_ERRORS = (
 # what a run is for; a setting beside it may change
 GOAL = (
     *("algorithm", "train.loss", "pretrained.model", "pretrained.revision", "dataset"),
-    *("reward_fn", "eval_reward_fn", "custom_rewards", "environment", *CUSTOM),
+    *("reward_fn", "eval_reward_fn", "custom_rewards", *CUSTOM),
+    *("environment", "environment_options"),
 )
 # What the weights and the optimizer's state were made for. A LoRA that was loaded brings its own
 # rank and alpha, which are compared when the state is.
@@ -284,6 +285,7 @@ def check_goal(config: Unchecked | SharedFields) -> None:
     """Refuse another goal than that of the run to go on with, before its settings are checked:
     those of another method would be told first, and obeyed in vain."""
     fields = config.to_dict() if isinstance(config, Unchecked) else asdict(config)
+    fields = json.loads(json.dumps(fields, default=str))  # as a run writes them: tuples are lists
     run = Path(str(fields.get("logdir", ""))) / str(fields.get("run_name", ""))
     if fields.get("resume") != "auto" or not fields.get("run_name"):
         return
@@ -327,10 +329,14 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def by_name(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields by their full names; of those with names of the user's, what is not empty."""
+    """The fields by their full names; of those with names of the user's, what is not empty. An
+    environment may read anything from its options, also False."""
     fields = {name: value for name, value in config.items() if name not in OPEN_FIELDS}
     whole = {name: config[name] for name in OPEN_FIELDS if name in config}
-    used = {name: {k: v for k, v in each.items() if v} for name, each in whole.items()}
+    used = {
+        name: {k: v for k, v in each.items() if v or name == "environment_options"}
+        for name, each in whole.items()
+    }
     return {**dict(dotted(fields)), **used}
 
 

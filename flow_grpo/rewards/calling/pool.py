@@ -120,7 +120,8 @@ class WorkerPool:
     `factory` is "module:function"; a worker calls it once, with `options`, to get its engine.
     A worker that dies is replaced and what it had left is tried again; the payload that
     `max_deaths` workers died on has failed. A worker that takes longer than `timeout` seconds
-    over a payload is killed and replaced, and that payload has failed. Where no worker can be
+    over a payload is killed and replaced, and that payload has failed; an engine that is a
+    generator has as long again after each ("going on", None) that it yields. Where no worker can be
     started, `map` raises `CannotStart` at once and `trouble` says why, while the pool goes on
     trying. Several threads may use one pool. It starts nothing before its first use.
     """
@@ -242,7 +243,8 @@ class WorkerPool:
             worker.send([job.payload for job in chunk], self._timeout)
             while chunk:
                 status, value = worker.receive(self._timeout)
-                chunk.popleft().result.set_result(value if status == "done" else Failed(value))
+                if status != "going on":
+                    chunk.popleft().result.set_result(value if status == "done" else Failed(value))
         except TimeoutError:
             self._retire(worker)
             reason = f"no answer within {self._timeout:g} s"

@@ -10,7 +10,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,7 +40,8 @@ def main() -> None:
         return
     connection.send(("ready", ""))
     while True:
-        connection.send(_answer(engine, jobs.get()))
+        for message in _answer(engine, jobs.get()):
+            connection.send(message)
 
 
 def _die_with_parent() -> None:
@@ -71,11 +72,15 @@ def _load(factory: str) -> Callable[..., Callable[[Any], Any]]:
     return getattr(importlib.import_module(module), name)
 
 
-def _answer(engine: Callable[[Any], Any], job: Any) -> tuple[str, Any]:
+def _answer(engine: Callable[[Any], Any], job: Any) -> Iterator[tuple[str, Any]]:
     try:
-        return "done", engine(job)
+        result = engine(job)
+        if isinstance(result, Generator):
+            result = yield from result
     except Exception as error:
-        return "failed", describe(error)
+        yield "failed", describe(error)
+    else:
+        yield "done", result
 
 
 if __name__ == "__main__":
