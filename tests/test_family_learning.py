@@ -48,7 +48,7 @@ def held_out_rewards(family: Family, method: str, tmp: Path) -> list:
             "max_sequence_length": 32,
             "use_lora": False,
             "seed": 1,
-            "num_epochs": 4,
+            "num_epochs": 6,
             "eval_freq": 0,
             "log_images": 16,
             "algorithm": method,

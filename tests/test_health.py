@@ -33,6 +33,14 @@ ILL = {
     "tiny_mixed-2": {"diversity"},
     **{f"no_leash-{i}": {"diversity"} for i in (1, 2)},
     **{f"leash_0.1-{i}": {"diversity"} for i in (1, 3)},
+    # hacked, or solved
+    **{f"hacking_{name}": {"diversity"} for name in ("nothing-1", "nothing-2")},
+    **{f"hacking_{name}": {"diversity"} for name in ("diversity-1", "diversity-2")},
+    **{
+        f"hacking_{name}": {"flat groups"}
+        for name in ("nothing-3", "data-2", "data-3", "gated_KL_reset-3")
+    },
+    "opd-3": {"past the best"},
     # made to be ill, for docs/metrics.md
     "constant": {"flat groups"},
     "narrow_clip": {"ratio drift", "clip shares"},
