@@ -40,6 +40,7 @@ ILL = {
         f"hacking_{name}": {"flat groups"}
         for name in ("nothing-3", "data-2", "data-3", "gated_KL_reset-3")
     },
+    "mixed-2": {"diversity"},
     "opd-3": {"past the best"},
     # made to be ill, for docs/metrics.md
     "constant": {"flat groups"},
