@@ -1,7 +1,7 @@
 """Hacking and its cures on the small model: awm is trained on signs until it draws none but dark
 ones, or none but pale ones; then again with each anchor of docs/hacking.md, and with all of them.
 
-    python scripts/hacking.py --seeds 1 2 3 --jobs 3 --out docs/results/hacking
+    python scripts/hacking.py --seeds 1 2 3 --jobs 3 --out docs/results/hacking_h200
 
 Prints and writes OUT.md: held-out OCR, which is trained, and how far the colours of the grounds
 are from those of clean signs, which nothing in training knows. Each run is a folder under --logdir,
