@@ -1,9 +1,11 @@
 """Two skills in one model: a student of two teachers (algorithm=opd) beside a run on mixed rewards.
 
-    python scripts/compare_opd.py --seeds 1 2 3 --jobs 3 [--config.FIELD=VALUE ...]
+    python scripts/compare_opd.py --seeds 1 2 3 --jobs 3 [--students FIELD=VALUE+FIELD=VALUE ...] \
+        [--config.FIELD=VALUE ...]
 
 Trains the teachers of signs and scenes first, then the student of each seed's teachers and the run
-that has both rewards, and prints a table (OUT.md). The same command goes on where it was stopped.
+that has both rewards, and prints a table (OUT.md). --students are other ways to learn from the same
+teachers, shown beside the usual one. The same command goes on where it was stopped.
 """
 
 import argparse
@@ -28,20 +30,25 @@ def teachers_of(seed: int) -> dict[str, Run]:
     return {name: Run(SIGNS, preset, seed) for name, (_, preset) in TEACHERS.items()}
 
 
-def student_of(seed: int, logdir: Path) -> Run:
+def student_of(seed: int, logdir: Path, changes: str = "") -> Run:
     folders = {
         name: str(logdir.resolve() / run.name / "checkpoints/latest/lora")
         for name, run in teachers_of(seed).items()
     }
-    return Run(SIGNS, f"{STUDENT}+opd.teachers={folders}", seed, label="opd")
+    method = "+".join(filter(None, [STUDENT, f"opd.teachers={folders}", changes]))
+    return Run(SIGNS, method, seed, label=name_of(changes))
 
 
-def table(logdir: Path, seeds: list[int]) -> str:
+def name_of(changes: str) -> str:
+    return "+".join(filter(None, ["opd", changes]))
+
+
+def table(logdir: Path, seeds: list[int], students: list[str]) -> str:
     """The last evaluation of each run; passes of the student do not count those of its teachers."""
     rows = {
         **{f"teacher of {name}": [teachers_of(s)[name] for s in seeds] for name in TEACHERS},
         "mixed rewards": [Run(SIGNS, MIXED, s) for s in seeds],
-        "opd": [student_of(s, logdir) for s in seeds],
+        **{name_of(each): [student_of(s, logdir, each) for s in seeds] for each in students},
     }
     lines = ["| run | signs | scenes | passes |", "|---|---|---|---|"]
     for name, runs in rows.items():
@@ -59,6 +66,7 @@ def table(logdir: Path, seeds: list[int]) -> str:
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--students", nargs="+", default=[], help="FIELD=VALUE+FIELD=VALUE, each")
     parser.add_argument("--out", type=Path, default=Path("docs/results/compare_opd"))
     parser.add_argument("--logdir", type=Path, default=Path("logs/opd"))
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which slows each")
@@ -72,12 +80,13 @@ def compare() -> None:
     args, overrides = parse_args()
     make_folders(args.out.parent, args.logdir)
     first = [run for s in args.seeds for run in (*teachers_of(s).values(), Run(SIGNS, MIXED, s))]
-    students = [student_of(s, args.logdir) for s in args.seeds]
-    for runs in (first, students):
+    students = ["", *args.students]
+    second = [student_of(s, args.logdir, each) for each in students for s in args.seeds]
+    for runs in (first, second):
         if not train_all(runs, args.logdir, overrides, args.jobs):
             sys.exit(1)
     command = shlex.join(["python", "scripts/compare_opd.py", *sys.argv[1:]])
-    text = f"{table(args.logdir, args.seeds)}\n\n    {command}\n"
+    text = f"{table(args.logdir, args.seeds, students)}\n\n    {command}\n"
     Path(f"{args.out}.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from PIL import Image
@@ -59,7 +58,6 @@ from flow_grpo.run.resume import check_goal, find_start
 from flow_grpo.run.session import BaseSession
 from flow_grpo.run.snapshot import Reference, Snapshot
 from flow_grpo.sde import Solver
-from flow_grpo.speed import low_bits
 from flow_grpo.speed.lora import MergedLora, is_sum
 from flow_grpo.speed.low_bits import FULL
 
@@ -280,12 +278,6 @@ def can_compile(config: DrawFields, accelerator: Accelerator) -> bool:
         return False
     if missing := missing_tool():
         logger.warning("nothing is compiled: %s is missing; this run will be slower", missing)
-    elif missing := not low_bits.can_compile(config.pretrained.base_precision, torch.__version__):
-        logger.warning(
-            "nothing is compiled: torch %s gives compiled FP8 layers a gradient of 0, from 2.13 on "
-            "it does not; this run will be slower",
-            torch.__version__,
-        )
     return not missing
 
 

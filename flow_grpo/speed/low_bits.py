@@ -28,12 +28,6 @@ def check_precision(precision: str, device: torch.device) -> None:
             )
 
 
-def can_compile(precision: str, torch_version: str) -> bool:
-    """torch 2.11 was seen to take the gradient of a compiled FP8 layer for 0, without a word."""
-    major, minor = map(int, torch_version.split(".")[:2])
-    return precision != FP8 or (major, minor) >= (2, 13)
-
-
 def to_low_bits(
     modules: Iterable[nn.Module], precision: str, device: torch.device, *, keep_full: bool = False
 ) -> None:
@@ -122,7 +116,9 @@ class Fp8Linear(LowBitLinear):
 
     def product(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
-        return _Fp8Product.apply(flat, self.low, self.scale, self.bias).unflatten(0, x.shape[:-1])
+        rows, own = rows_in_8_bits(flat.detach())
+        out = product_in_8_bits(flat, rows, own, self.low, self.scale, self.bias)
+        return out.unflatten(0, x.shape[:-1])
 
 
 def rows_in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,36 +127,60 @@ def rows_in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 
-class _Fp8Product(torch.autograd.Function):
-    """`x` (M, K) times `low` (N, K); only `x` has a gradient. The scale of an output goes into the
-    gradient before that is put in 8 bits: so one copy of the weights serves both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(low, scale)
-        return _multiplied(x, low.t(), scale, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        low, scale = ctx.saved_tensors
-        # a GPU wants the second factor column by column
-        columns, ones = low.t().contiguous().t(), scale.new_ones(1, low.shape[1])
-        out = _multiplied(gradient.float() * scale, columns, ones)
-        return out.to(gradient.dtype), None, None, None
+# An operator, which the compiler does not look into: torch 2.11 compiles an `autograd.Function` of
+# the same lines to one whose gradient is 0. What goes into 8 bits is outside of it, to be fused.
+@torch.library.custom_op("flow_grpo::product_in_8_bits", mutates_args=())
+def product_in_8_bits(
+    x: Tensor, rows: Tensor, own: Tensor, low: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """`x` (M, K), here as `rows` with their `own` scales, times `low` (N, K). Only `x` has a
+    gradient."""
+    return _multiplied(rows, own, low.t(), scale, bias, x.dtype)
 
 
-def _multiplied(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows, own = rows_in_8_bits(x)
-    if not x.is_cuda:
-        wide = torch.promote_types(x.dtype, torch.float32)
+@product_in_8_bits.register_fake
+def _(
+    x: Tensor, rows: Tensor, own: Tensor, low: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    return x.new_empty(x.shape[0], low.shape[0])
+
+
+def _keep_weights(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[3], inputs[4])
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The scale of an output goes into the gradient before that is put in 8 bits: so one copy of
+    the weights serves both passes."""
+    low, scale = ctx.saved_tensors
+    # a GPU wants the second factor column by column
+    columns, ones = low.t().contiguous().t(), scale.new_ones(1, low.shape[1])
+    rows, own = rows_in_8_bits(gradient.float() * scale)
+    out = _multiplied(rows, own, columns, ones, None, gradient.dtype)
+    return out, None, None, None, None, None
+
+
+product_in_8_bits.register_autograd(_gradient, setup_context=_keep_weights)
+
+
+def _multiplied(
+    rows: Tensor,
+    own: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    if not rows.is_cuda:
+        wide = torch.promote_types(dtype, torch.float32)
         out = (rows.to(wide) @ columns.to(wide)) * own * scale
-        return (out if bias is None else out + bias).to(x.dtype)
+        return (out if bias is None else out + bias).to(dtype)
     half = torch.bfloat16
     bias = None if bias is None else bias.to(half)
     out = torch._scaled_mm(
         rows, columns, own, scale, bias=bias, out_dtype=half, use_fast_accum=True
     )
-    return out.to(x.dtype)
+    return out.to(dtype)
 
 
 class Nf4Linear(LowBitLinear):
