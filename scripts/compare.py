@@ -1,5 +1,6 @@
 """Compare training methods at equal numbers of model evaluations: presets x seeds, on one task or
-several: one figure with bands over the seeds (OUT.png) and a table of each task (OUT.md).
+several: one figure with bands over the seeds (OUT.png), a table of each task (OUT.md) and what each
+run had reached after every epoch (OUT.csv).
 
     python scripts/compare.py tiny_ocr tiny_awm tiny_nft --seeds 1 2 3 --passes 100000 \
         --out docs/results/compare [--tasks signs scenes] [--config.FIELD=VALUE ...]
@@ -12,13 +13,14 @@ Each run is a folder under --logdir. The same command goes on where it was stopp
 """
 
 import argparse
+import csv
 import importlib.util
 import math
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +208,17 @@ def draw(tasks: dict[str, Runs], end: int, threshold: float, out: Path) -> None:
             axes.axhline(threshold, color="grey", linestyle=":", linewidth=1)
 
 
+def write_curves(runs: dict[Run, list[Epoch]], out: Path) -> None:
+    """A line for each epoch of each run, those that chose a learning rate among them."""
+    with out.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["task", "method", "rate", "seed", *(f.name for f in fields(Epoch))])
+        for run, epochs in runs.items():
+            for epoch in epochs:
+                values = [f"{v:.6g}" if isinstance(v, float) else v for v in astuple(epoch)]
+                writer.writerow([run.task, run.method, run.rate, run.seed, *values])
+
+
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     variants = "of config/grpo.py; PRESET+FIELD=VALUE+FIELD=VALUE for one with other fields"
@@ -218,7 +231,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[SIGNS], help=tasks)
     parser.add_argument("--passes", type=int, help="where to cut; else where the shortest run ends")
     parser.add_argument("--threshold", type=float, default=0.9, help="a held-out reward")
-    parser.add_argument("--out", type=Path, required=True, help="without .png and .md")
+    parser.add_argument("--out", type=Path, required=True, help="without an ending")
     parser.add_argument("--logdir", type=Path, default=Path("logs/compare"))
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which slows each")
     parser.add_argument("--no-train", action="store_true", help="show the runs as they are")
@@ -279,6 +292,7 @@ def compare() -> None:
     text = report(tasks, end, args.threshold, command, told, args.also)
     make_folders(args.out.parent)
     draw(tasks, end, args.threshold, Path(f"{args.out}.png"))
+    write_curves(tried | shown, Path(f"{args.out}.csv"))
     Path(f"{args.out}.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -180,6 +180,10 @@ def test_the_command_writes_the_table_and_the_figure(tmp_path, monkeypatch, caps
     assert lines[-1].startswith("    python scripts/compare.py slow fast --seeds 1 2 --logdir")
     assert "--no-train" not in text
     assert Image.open(tmp_path / "docs/v1.2.png").width > 300
+    curves = (tmp_path / "docs/v1.2.csv").read_text().splitlines()
+    assert curves[0] == "task,method,rate,seed,passes,seconds,reward,kl,diversity,also"
+    assert len(curves) == 1 + 2 * (len(SLOW) + len(FAST))
+    assert curves[1].startswith("signs,slow,,1,0,")
 
     further = ["--passes", 4000, "--threshold", 0.8, "--out", tmp_path / "further"]
     assert run_main(monkeypatch, *options, *further) == 0

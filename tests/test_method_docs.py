@@ -1,6 +1,7 @@
 """The pages on methods say what the code says; every preset can be built."""
 
 import ast
+import csv
 import inspect
 import json
 import re
@@ -73,6 +74,23 @@ def test_scores_of_the_page_are_those_of_the_runs(name):
             rows = [row for row in map(json.loads, lines) if row["epoch"]]
             [row] = [r for r in rows if round(r["perf/passes"] / 1000) == int(passes)]
             assert row["eval/avg"] == pytest.approx(float(score), abs=6e-4)
+
+
+@pytest.mark.parametrize("task", ["signs", "scenes"])
+def test_the_table_of_the_page_is_that_of_its_runs(task):
+    """Rates, and means of the last evaluations."""
+    with (DOCS / "results/fair_h200.csv").open(encoding="utf-8") as file:
+        runs = [row for row in csv.DictReader(file) if row["task"] == task and row["seed"] != "0"]
+    page = section("Measured on the small model")
+    rows = re.findall(r"^\| `(\w+)`(?:, branched \(`(\w+)`\))? \|(.+)\|$", page, re.M)
+    assert len(rows) == len({row["method"] for row in runs}) == 12
+    for name, preset, cells in rows:
+        preset = preset or ("tiny_ocr" if name == "grpo" else f"tiny_{name}")
+        rate, after = [c.strip() for c in cells.split("|")][0 if task == "signs" else 5 :][:2]
+        own = [row for row in runs if row["method"] == preset]
+        assert {float(row["rate"]) for row in own} == {float(rate.rstrip("*"))}
+        last = {row["seed"]: float(row["reward"]) for row in own}
+        assert float(after.split()[0]) == pytest.approx(sum(last.values()) / 3, abs=0.0051)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def teacher(tmp_path_factory):
 
 
 def test_each_state_is_pulled_to_the_teacher_of_its_prompt():
-    algorithm = method("opd", SETUP, teachers=TEACHERS)
+    algorithm = method("opd", SETUP, teachers=TEACHERS, distance="gaussian")
     policy, batch = rollout(algorithm)
     passes = policy.passes
     [part] = algorithm.batches([batch[:2], batch[2:]], 4)

@@ -27,7 +27,7 @@ class OpdSettings:
         "merged", "Begin with the mean of the teachers, or the model.", choices=("merged", "model")
     )
     distance: KL = setting(
-        "gaussian",
+        "velocity",
         "From a step to the teacher's, as kl_type of other methods; velocity counts all alike.",
         choices=KLS,
     )
