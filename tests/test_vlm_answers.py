@@ -19,7 +19,7 @@ from vlm_judges import (
 
 from flow_grpo.rewards import build_reward
 from flow_grpo.rewards.failure import Failed, FailurePolicy
-from flow_grpo.rewards.judges import ChatJudge, QwenVl, QwenVlOcr, UnifiedReward
+from flow_grpo.rewards.judges.chat import ChatJudge
 from flow_grpo.rewards.judges.forms import (
     Reply,
     Unscorable,
@@ -27,6 +27,8 @@ from flow_grpo.rewards.judges.forms import (
     read_completion,
     read_text,
 )
+from flow_grpo.rewards.judges.qwen_vl import QwenVl, QwenVlOcr
+from flow_grpo.rewards.judges.unified_reward import UnifiedReward
 from flow_grpo.rewards.scorers.ocr import ocr_score
 
 

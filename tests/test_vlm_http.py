@@ -19,7 +19,9 @@ from vlm_judges import (
 )
 
 from flow_grpo.rewards.failure import Failed, FailurePolicy, NotAsked
-from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward, VieScore
+from flow_grpo.rewards.judges.qwen_vl import QwenVl, QwenVlOcr
+from flow_grpo.rewards.judges.unified_reward import UnifiedReward
+from flow_grpo.rewards.judges.vie_score import VieScore
 from flow_grpo.rewards.scorers.ocr import ocr_score
 
 SIGNS = {sign(word).tobytes(): word for word in WORDS}

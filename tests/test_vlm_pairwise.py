@@ -17,8 +17,8 @@ from vlm_judges import (
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS, build_reward
 from flow_grpo.rewards.failure import Failed, FailurePolicy
-from flow_grpo.rewards.judges import VlmPairwise
 from flow_grpo.rewards.judges.forms import Reply, Unscorable, labelled_winner
+from flow_grpo.rewards.judges.pairwise import VlmPairwise
 
 
 def grey(level: int) -> Image.Image:
@@ -155,7 +155,7 @@ def test_servers_are_checked_with_two_pictures():
 
 
 def test_it_is_a_reward_by_name(monkeypatch):
-    assert REWARDS["vlm_pairwise"] == "flow_grpo.rewards.judges:VlmPairwise"
+    assert REWARDS["vlm_pairwise"] == "flow_grpo.rewards.judges.pairwise:VlmPairwise"
     with OpenAiServer(brighter) as server:
         monkeypatch.setenv("VLM_PAIRWISE_URL", f"{server.url}/v1")
         monkeypatch.setenv("VLM_PAIRWISE_MODEL", "judge-7b")

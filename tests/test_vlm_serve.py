@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.rewards.judges import QwenVl
+from flow_grpo.rewards.judges.qwen_vl import QwenVl
 
 pytest.importorskip("openai", reason="transformers serve needs it")
 

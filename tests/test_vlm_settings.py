@@ -18,12 +18,14 @@ from vlm_judges import (
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS
 from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward, VieScore
+from flow_grpo.rewards.judges.qwen_vl import QwenVl, QwenVlOcr
+from flow_grpo.rewards.judges.unified_reward import UnifiedReward
+from flow_grpo.rewards.judges.vie_score import VieScore
 
 
 def test_the_registry_has_them():
     for name, judge, _, _ in JUDGES:
-        assert REWARDS[judge.name] == f"flow_grpo.rewards.judges:{name}"
+        assert REWARDS[judge.name] == f"{judge.__module__}:{name}"
 
 
 @every_judge

@@ -6,7 +6,9 @@ from PIL import Image
 from signs import prompt
 
 from flow_grpo.rewards.failure import FailurePolicy
-from flow_grpo.rewards.judges import QwenVl, QwenVlOcr, UnifiedReward, VieScore
+from flow_grpo.rewards.judges.qwen_vl import QwenVl, QwenVlOcr
+from flow_grpo.rewards.judges.unified_reward import UnifiedReward
+from flow_grpo.rewards.judges.vie_score import VieScore
 
 BLANK = Image.new("RGB", (96, 32))
 JUDGES = [

@@ -46,11 +46,11 @@ PICTURE_REWARDS = {
     "keep_source": "flow_grpo.rewards.scorers.keep_source:KeepSource",
     "ocr": "flow_grpo.rewards.scorers.ocr:OcrScorer",
     "pickscore": "flow_grpo.rewards.scorers.clip:PickScore",
-    "qwenvl": "flow_grpo.rewards.judges:QwenVl",
-    "qwenvl_ocr": "flow_grpo.rewards.judges:QwenVlOcr",
-    "unifiedreward": "flow_grpo.rewards.judges:UnifiedReward",
-    "viescore": "flow_grpo.rewards.judges:VieScore",
-    "vlm_pairwise": "flow_grpo.rewards.judges:VlmPairwise",
+    "qwenvl": "flow_grpo.rewards.judges.qwen_vl:QwenVl",
+    "qwenvl_ocr": "flow_grpo.rewards.judges.qwen_vl:QwenVlOcr",
+    "unifiedreward": "flow_grpo.rewards.judges.unified_reward:UnifiedReward",
+    "viescore": "flow_grpo.rewards.judges.vie_score:VieScore",
+    "vlm_pairwise": "flow_grpo.rewards.judges.pairwise:VlmPairwise",
 }
 ANSWER_REWARDS = {
     "answer_format": "flow_grpo.rewards.answers:AnswerFormat",
