@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from flow_grpo import disk
-from flow_grpo.config import command_line
+from flow_grpo.config import command_line, overrides
 from flow_grpo.config.places import ROOT, find_files
 from flow_grpo.data.rows import Columns
 from flow_grpo.draw import presets
@@ -106,7 +106,7 @@ def build_config(
     DRAW.load_custom(fields)
     config = presets.get_config(preset)
     for name, value in fields.items():
-        command_line.check_name(name, config, DRAW)
+        overrides.check_name(name, config, DRAW)
         try:
             config.update_from_flattened_dict({name: value})
         except (TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.answer import fields
 from flow_grpo.answer.check import check
-from flow_grpo.config import command_line, old_names
+from flow_grpo.config import old_names, overrides
 from flow_grpo.config.trade import all_fields
 from flow_grpo.draw import fields as picture_fields
 from flow_grpo.draw.check import check as check_pictures
@@ -76,4 +76,4 @@ def test_fields_by_their_names_in_trl_and_easyr1_are_told_ours():
     assert known.issuperset(old_names.OF_ANSWERS.values())
     assert not known.intersection(old_names.OF_ANSWERS)
     with pytest.raises(UserError, match=r"'train\.lr'; it is train\.learning_rate here$"):
-        command_line.check_name("train.lr", fields.get_config(), fields.ANSWER)
+        overrides.check_name("train.lr", fields.get_config(), fields.ANSWER)

@@ -6,7 +6,7 @@ import sys
 import pytest
 from runner import ROOT
 
-from flow_grpo.config import command_line, old_names
+from flow_grpo.config import old_names, overrides
 from flow_grpo.config.mistakes import line_to_type, quoted
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.errors import UserError
@@ -40,7 +40,7 @@ def write(path, body: str) -> str:
 @pytest.mark.parametrize("body", BODIES)
 def test_what_is_wrong_in_a_config_file_is_told_with_its_line(tmp_path, body):
     with pytest.raises(UserError, match=BODIES[body]) as error:
-        command_line.check_names(["train.py", write(tmp_path / "mine.py", body)], DRAW)
+        overrides.check_names(["train.py", write(tmp_path / "mine.py", body)], DRAW)
     assert "\n" not in str(error.value)
 
 
@@ -56,31 +56,31 @@ def test_a_file_without_a_config(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(UserError, match=f"cannot load --config .*{message}") as error:
-        command_line.check_names(["train.py", f"--config={path}"], DRAW)
+        overrides.check_names(["train.py", f"--config={path}"], DRAW)
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"cannot load --config .*none\.py: .*No such file"):
-        command_line.check_names(["train.py", f"--config={tmp_path / 'none.py'}"], DRAW)
+        overrides.check_names(["train.py", f"--config={tmp_path / 'none.py'}"], DRAW)
     with pytest.raises(UserError, match=r"cannot load --config .*mien\.py.*mean .*/mine\.py\?$"):
-        command_line.check_names(["train.py", f"--config={tmp_path / 'mien.py'}"], DRAW)
+        overrides.check_names(["train.py", f"--config={tmp_path / 'mien.py'}"], DRAW)
 
 
 def test_flow_grpos_names_are_translated_on_the_command_line(tmp_path):
     config = write(tmp_path / "mine.py", "return base()")
-    command_line.check_names(["train.py", config, "--config.logdir=logs/ocr"], DRAW)
+    overrides.check_names(["train.py", config, "--config.logdir=logs/ocr"], DRAW)
     for name, ours in old_names.RENAMED.items():
-        command_line.check_names(["train.py", config, f"--config.{ours}=1"], DRAW)
+        overrides.check_names(["train.py", config, f"--config.{ours}=1"], DRAW)
         with pytest.raises(UserError, match=f"unknown config key '{name}'; it is {ours} here"):
-            command_line.check_names(["train.py", config, f"--config.{name}=1"], DRAW)
+            overrides.check_names(["train.py", config, f"--config.{name}=1"], DRAW)
 
 
 def test_two_names_of_one_field_cannot_have_two_values(tmp_path):
     config = write(tmp_path / "mine.py", "return base()")
-    command_line.check_names(
+    overrides.check_names(
         ["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.1"], DRAW
     )
     message = r"^train\.beta=\.1 and grpo\.beta=\.2 are two names of one field; give one$"
     with pytest.raises(UserError, match=message):
-        command_line.check_names(
+        overrides.check_names(
             ["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.2"], DRAW
         )
 

@@ -6,7 +6,7 @@ import pytest
 from ml_collections import ConfigDict
 from runner import ROOT
 
-from flow_grpo.config import command_line, old_names
+from flow_grpo.config import old_names, overrides
 from flow_grpo.config.trade import all_fields
 from flow_grpo.draw import presets
 from flow_grpo.draw.check import check
@@ -42,7 +42,7 @@ def test_a_field_of_flow_grpos_is_known_or_told_what_to_use(name):
         assert not old_names.hint(name)
         return
     with pytest.raises(UserError) as error:
-        command_line.check_names(
+        overrides.check_names(
             ["train.py", f"--config={ROOT}/config/base.py", f"--config.{name}=1"], DRAW
         )
     told = str(error.value)
@@ -78,7 +78,7 @@ def test_the_command_line_is_told_all_at_once_and_what_to_type(monkeypatch):
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "orig_argv", ["python", *argv])
     with pytest.raises(UserError) as error:
-        command_line.check_names(argv, DRAW)
+        overrides.check_names(argv, DRAW)
     assert "'save_dir'; it is logdir here; prompt_fn=geneval has" in str(error.value)
     assert str(error.value).endswith(
         f"type python scripts/train.py --config={ROOT}/config/base.py --config.logdir="
@@ -100,7 +100,7 @@ def test_a_field_that_is_set_by_its_new_name_too_is_to_be_left_out(monkeypatch):
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "orig_argv", ["python", *argv])
     with pytest.raises(UserError, match=r"'sample\.batch_size'; leave it out: it is") as error:
-        command_line.check_names(argv, DRAW)
+        overrides.check_names(argv, DRAW)
     assert str(error.value).endswith("py --config.sample.train_batch_size=9 --config.logdir=a")
 
 

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict, config_flags
 from runner import ROOT
 from untrained.full import FULL
 
-from flow_grpo.config import command, command_line, old_names
+from flow_grpo.config import command, old_names, overrides
 from flow_grpo.config.settings import walk
 from flow_grpo.config.trackers import TRACKERS
 from flow_grpo.config.trade import OPEN_FIELDS
@@ -46,7 +46,7 @@ def load(monkeypatch):
         argv, values = [script, *words], flags.FlagValues()
         monkeypatch.setattr(sys, "argv", argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        command_line.check_names(argv, DRAW)
+        overrides.check_names(argv, DRAW)
         config_flags.DEFINE_config_file("config", flag_values=values)
         values(argv)
         check(values.config)

@@ -6,7 +6,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from flow_grpo.config import command_line, saved
+from flow_grpo.config import overrides, saved
 from flow_grpo.config.places import find_config
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.errors import UserError
@@ -20,21 +20,21 @@ def config_of_run(run: Path, options: list[str]) -> ConfigDict:
 def config_of_file(path: str, options: list[str]) -> ConfigDict:
     """path/to/config.py or path/to/config.py:preset."""
     argument = f"--config={find_config(path)}"
-    return override(command_line.check_names([sys.argv[0], argument, *options], DRAW), options)
+    return override(overrides.check_names([sys.argv[0], argument, *options], DRAW), options)
 
 
 def override(config: ConfigDict, options: list[str]) -> ConfigDict:
     """--config.FIELD=VALUE."""
     for option in options:
         name, equals, value = option.removeprefix("--config.").partition("=")
-        command_line.check_name(name, config, DRAW, value if equals else None)
+        overrides.check_name(name, config, DRAW, value if equals else None)
     values, given = flags.FlagValues(), sys.argv
     try:
         sys.argv = [given[0], *options]  # where ml_collections looks for them
         config_flags.DEFINE_config_dict("config", config, flag_values=values)
         values(sys.argv)
     except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(command_line.plainly(error, config, options)) from error
+        raise UserError(overrides.plainly(error, config, options)) from error
     finally:
         sys.argv = given
     return values.config
