@@ -79,6 +79,10 @@ class LowBitLinear(nn.Linear):
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def widened(self) -> Tensor:
+        """The weight (N, K) that it stands for, in the precision to compute in."""
+        raise NotImplementedError
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -123,6 +127,9 @@ class Fp8Linear(LowBitLinear):
     def product(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         return _Fp8Product.apply(flat, self.low, self.scale, self.bias).unflatten(0, x.shape[:-1])
+
+    def widened(self) -> Tensor:
+        return (self.low.float() * self.scale.t()).to(self.weight.dtype)
 
 
 def rows_in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,6 +193,10 @@ class Nf4Linear(LowBitLinear):
     def product(self, x: Tensor) -> Tensor:
         shape = (self.out_features, self.in_features)
         return _Nf4Product.apply(x, self.low, self.scale, self.levels, self.bias, shape)
+
+    def widened(self) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        return _widened(self.low, self.scale, self.levels, shape, self.weight.dtype)
 
 
 def normal_levels() -> Tensor:

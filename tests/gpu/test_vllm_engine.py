@@ -1,4 +1,5 @@
-"""Answers of vLLM, of both families: with pictures, with LoRA, before and after its weights change.
+"""Answers of vLLM, of both families: with pictures, with LoRA, before and after its weights change;
+and episodes in an environment.
 
     python -m pytest -q --noconftest tests/gpu/test_vllm_engine.py
 
@@ -6,6 +7,7 @@ where vLLM is installed, for a GPU or for a CPU.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import small_vlm
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.answer.batches import packed
+from flow_grpo.answer.environment import Environments
 from flow_grpo.answer.models import load_model
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.rollout import Answerer, Rollout, Sample
+from flow_grpo.answer.turns import Player
 from flow_grpo.answer.vllm_engine import VllmAnswerer, build_answerer
 from flow_grpo.data.seeding import sample_generators
 
@@ -28,6 +32,8 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # of a log-probability, mean and largest
 NEAR = (0.05, 1.0) if ON_GPU else (1e-4, 1e-3)
 NEW_TOKENS, ANSWERS = 12, 16
+TURNS, OBSERVED = 3, 60
+LOOKER = f"{Path(__file__).parents[1] / 'environments.py'}:Looker"
 
 
 class Setup:
@@ -54,8 +60,8 @@ class Setup:
             device=DEVICE,
             dtype=DTYPE,
             num_processes=1,
-            longest_prompt=96,
-            pictures=2,
+            longest_prompt=96 + (TURNS - 1) * (NEW_TOKENS + OBSERVED),
+            pictures=2 + TURNS,
             memory=0.1,
             seed=0,
         )
@@ -142,3 +148,42 @@ def test_greedy_answers_are_ours(setup):
         assert [s.tokens.tolist() for s in theirs] == [s.tokens.tolist() for s in ours]
         assert [s.text for s in theirs] == [s.text for s in ours]
     assert all(len(s.tokens) == len(s.log_probs) for s in theirs)
+
+
+@pytest.fixture(scope="module")
+def looker():
+    environments = Environments(LOOKER, {}, timeout=60, workers=1)
+    yield environments
+    environments.close()
+
+
+def test_episodes_go_on_from_the_tokens_as_they_were_sampled(setup, looker):
+    player = Player(setup.vllm, looker, TURNS, OBSERVED)
+    index = list(range(len(setup.rows)))
+    with setup.vllm.awake():
+        samples = player.play(
+            setup.questions, setup.prompts, setup.rows, sample_generators(7, 3, index)
+        )
+    off = setup.deviations(samples)  # of all turns, as training reads the whole conversation
+    assert off.mean() <= NEAR[0]
+    assert off.max() <= NEAR[1]
+    for sample in samples:
+        assert sample.talk.ids[sample.talk.sampled].tolist() == sample.tokens.tolist()
+    assert {len(s.played.said) for s in samples} == {1, 2, 3}
+    assert sum(len(s.talk.seen) for s in samples) > 10
+    again = [s.played.said for s in samples if len(s.played.said) > 1]
+    assert sum(said[0] == said[1] for said in again) < len(again) / 4  # no seed is used twice
+
+
+def test_greedy_episodes_are_ours_token_by_token(setup, looker):
+    rows, talks = list(range(len(setup.questions))), []
+    for answerer in (setup.vllm, setup.ours):
+        with answerer.awake():
+            player = Player(answerer, looker, TURNS, OBSERVED)
+            talks.append([s.talk for s in player.play(setup.questions, setup.prompts, rows)])
+    if not ON_GPU:
+        for theirs, ours in zip(*talks, strict=True):
+            for name in ("ids", "positions", "sampled"):
+                assert torch.equal(getattr(theirs, name), getattr(ours, name))
+            assert len(theirs.seen) == len(ours.seen)
+        assert any(len(talk.seen) > 1 for talk in talks[0])
