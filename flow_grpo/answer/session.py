@@ -19,7 +19,7 @@ from flow_grpo.answer.environment import Environments
 from flow_grpo.answer.fields import ENVIRONMENT, GAE, VLLM, AnswerFields
 from flow_grpo.answer.losses import build_loss
 from flow_grpo.answer.losses.base import try_loss
-from flow_grpo.answer.models import load_model, load_processors
+from flow_grpo.answer.models import check_room, load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan, build_plan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
@@ -271,13 +271,12 @@ def check_asked(reward: WeightedReward, questions: list[Question]) -> None:
 
 
 def _load(config: AnswerFields, accelerator: Accelerator) -> nn.Module:
-    return load_model(
-        config.pretrained.model,
-        accelerator.device,
-        DTYPES[config.mixed_precision],
-        config.pretrained.revision,
-        config.pretrained.base_precision,
-    )
+    source, device = config.pretrained.model, accelerator.device
+    precision, dtype = config.pretrained.base_precision, DTYPES[config.mixed_precision]
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+        check_room(source, room, dtype, config.pretrained.revision, precision)
+    return load_model(source, device, dtype, config.pretrained.revision, precision)
 
 
 def _longest_prompt(config: AnswerFields, model: nn.Module) -> int:

@@ -143,7 +143,7 @@ class VllmAnswerer(Answerer):
         generators: list[torch.Generator] | None = None,
     ) -> list[Sample]:
         # drawn, so that the next answer of an episode has another one
-        seeds = [None] * len(rows) if generators is None else list(map(_drawn, generators))
+        seeds = [None] * len(rows) if generators is None else list(map(drawn, generators))
         requests = {row: self.request(prompts[row]) for row in dict.fromkeys(rows)}
         outputs = self._generate([(requests[r], seed) for r, seed in zip(rows, seeds, strict=True)])
         return [
@@ -211,7 +211,8 @@ class VllmAnswerer(Answerer):
         return Sample(row, torch.tensor(tokens), torch.tensor(log_probs), ended, text)
 
 
-def _drawn(generator: torch.Generator) -> int:
+def drawn(generator: torch.Generator) -> int:
+    """A seed for vLLM."""
     return int(torch.randint(2**63 - 1, (), generator=generator))
 
 

@@ -6,7 +6,10 @@ and episodes in an environment.
 where vLLM is installed, for a GPU or for a CPU.
 """
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,13 +36,15 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 NEAR = (0.05, 1.0) if ON_GPU else (1e-4, 1e-3)
 NEW_TOKENS, ANSWERS = 12, 16
 TURNS, OBSERVED = 3, 60
+FIRST_LORA = 1  # a seed
 LOOKER = f"{Path(__file__).parents[1] / 'environments.py'}:Looker"
 
 
 class Setup:
     """A network with LoRA that does something, and the engine that samples for it."""
 
-    def __init__(self, folder, family: str) -> None:
+    def __init__(self, folder: Path, family: str, parallel: int = 1) -> None:
+        self.family = family
         source = str(small_vlm.save(folder / "model", family, wide=True))
         model = load_model(source, DEVICE, DTYPE)
         self.policy = AnswerPolicy(
@@ -59,10 +64,11 @@ class Setup:
             revision="main",
             device=DEVICE,
             dtype=DTYPE,
-            num_processes=1,
+            num_processes=parallel,
             longest_prompt=96 + (TURNS - 1) * (NEW_TOKENS + OBSERVED),
             pictures=2 + TURNS,
             memory=0.1,
+            parallel=parallel,
             seed=0,
         )
         self.rows = [row for row in range(len(self.questions)) for _ in range(ANSWERS)]
@@ -96,7 +102,7 @@ def setup(request, tmp_path_factory):
 
 def test_it_samples_from_the_weights_that_are_trained(setup):
     every, told = list(range(len(setup.rows))), []
-    for seed in (1, 2):  # the second time it has slept
+    for seed in (FIRST_LORA, 2):  # the second time it has slept
         setup.change_lora(seed)
         with setup.vllm.awake():
             samples = setup.sample(every)
@@ -187,3 +193,20 @@ def test_greedy_episodes_are_ours_token_by_token(setup, looker):
                 assert torch.equal(getattr(theirs, name), getattr(ours, name))
             assert len(theirs.seen) == len(ours.seen)
         assert any(len(talk.seen) > 1 for talk in talks[0])
+
+
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="has no second GPU")
+def test_two_processes_share_one_engine_however_often_each_asks(setup, tmp_path):
+    """Also if one of them stops at a mistake, and the other goes on."""
+    script = Path(__file__).with_name("vllm_in_parallel.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, *launch, str(script), setup.family, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert (len(first), len(second)) == (len(setup.rows) // 2, 8)
+    setup.change_lora(FIRST_LORA)
+    index = [int(i) for i in (*first, *second)]
+    with setup.vllm.awake():
+        alone = [sample.tokens.tolist() for sample in setup.sample(index)]
+    same = [a == b for a, b in zip(alone, [*first.values(), *second.values()], strict=True)]
+    assert all(same) if not ON_GPU else sum(same) >= len(same) / 2  # rounding decides now and then
