@@ -297,12 +297,13 @@ def test_a_tag_that_the_template_opens_is_part_of_the_answer(tmp_path):
     assert encoder.decode(said) == "<think>2</think>2"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "nf4"])
-def test_a_model_beyond_a_gpus_memory_is_told_before_it_loads(tmp_path, precision):
-    source = str(small_vlm.save(tmp_path, wide=True))
-    model = load_model(source, CPU, torch.bfloat16, base_precision=precision)
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    check_room(source, size, torch.bfloat16, base_precision=precision)
-    out = {"bf16": "--config.pretrained.base_precision=nf4, ", "nf4": "a smaller model, or GPUs"}
-    with pytest.raises(UserError, match=f" GB of weights, and a GPU.*; use {out[precision]}"):
-        check_room(source, size - 1, torch.bfloat16, base_precision=precision)
+@pytest.mark.parametrize("family", small_vlm.FAMILIES)
+def test_a_model_beyond_a_gpus_memory_is_told_before_it_loads(tmp_path, family):
+    source = str(small_vlm.save(tmp_path, family))
+    outs = {"bf16": "--config.pretrained.base_precision=nf4, ", "nf4": "a smaller model, or GPUs"}
+    for precision, out in outs.items():
+        model = load_model(source, CPU, torch.bfloat16, base_precision=precision)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        check_room(source, size, torch.bfloat16, base_precision=precision)
+        with pytest.raises(UserError, match=f" GB of weights, and a GPU.*; use {out}"):
+            check_room(source, size - 1, torch.bfloat16, base_precision=precision)
