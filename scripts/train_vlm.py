@@ -41,7 +41,6 @@ from flow_grpo.run.distributed import (
     gather_scores,
     in_step,
     is_sharded,
-    on_all_or_none,
 )
 from flow_grpo.run.metrics import Timer, TrainingStats, peak_memory_gb, reward_metrics
 from flow_grpo.run.session import (
@@ -109,9 +108,9 @@ def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
     wanted = np.arange(plan.samples)
     for attempt in range(config.sample.refills + 1):
         own = rollout.own(session.accelerator.process_index, wanted)
-        with timer("sample"), session.answerer.awake():
+        with timer("sample"):
             sample = partial(sample_answers, session, epoch, attempt, rollout, own)
-            pending = on_all_or_none(session.accelerator, sample)  # an outage ends all of them
+            pending = session.while_awake(sample)
         with timer("reward_wait"):
             scores = [each.result() for each in pending]
         index = np.array(own, dtype=np.int64)
@@ -271,8 +270,8 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     """Rewards of greedy answers to the test questions."""
     config, accelerator, questions = session.config, session.accelerator, session.test_questions
     rows = list(range(accelerator.process_index, len(questions), accelerator.num_processes))
-    with session.averaged(), session.answerer.awake():
-        pending = on_all_or_none(accelerator, lambda: greedy_answers(session, rows))
+    with session.averaged():
+        pending = session.while_awake(lambda: greedy_answers(session, rows))
     session.stop.check()
     scores = gather_scores(accelerator, np.array(rows), [each.result() for each in pending])
     session.eval_reward.rest()

@@ -22,9 +22,11 @@ from safetensors import safe_open
 from flow_grpo.answer import check
 from flow_grpo.answer.batches import joined
 from flow_grpo.answer.dry import AnswerLoop
+from flow_grpo.answer.fields import ANSWER
 from flow_grpo.answer.losses.base import Counts, importance_weights, token_weights
 from flow_grpo.answer.losses.clip import Clip
 from flow_grpo.answer.objective import Objective
+from flow_grpo.answer.plan import build_plan
 from flow_grpo.answer.policy import ADAPTER, AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt
 from flow_grpo.answer.rollout import Answerer
@@ -32,12 +34,14 @@ from flow_grpo.answer.session import VlmSession, build_session
 from flow_grpo.answer.vllm_engine import (
     VllmAnswerer,
     check_family,
+    drawn,
     engine_files,
     named_weights,
 )
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.errors import UserError
+from flow_grpo.speed.low_bits import to_low_bits
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 
@@ -192,7 +196,12 @@ def test_a_dry_run_goes_through_another_engine_too(tmp_path):
 
 
 def policy_with_lora(family: str, dtype: torch.dtype = torch.float32) -> AnswerPolicy:
-    policy = AnswerPolicy(small_vlm.build(family).to(dtype), parts=[], rank=4, freeze_vision=False)
+    model = small_vlm.build(family).to(dtype)
+    return with_lora(AnswerPolicy(model, parts=[], rank=4, freeze_vision=False))
+
+
+def with_lora(policy: AnswerPolicy) -> AnswerPolicy:
+    """That does something."""
     generator = torch.Generator().manual_seed(1)
     for name, weight in policy.model.named_parameters():
         if "lora_B" in name:
@@ -238,6 +247,22 @@ def test_without_lora_weights_are_sent_as_they_are(family, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("precision", "near"), [("nf4", 1e-4), ("fp8", 0.5)])
+def test_weights_in_few_bits_are_sent_as_what_they_stand_for(precision, near):
+    """In 8 bits inputs are rounded too, which vLLM does not do."""
+    model, stock = small_vlm.build("qwen3_vl", wide=True), small_vlm.build("qwen3_vl", wide=True)
+    ids = torch.tensor([[small_vlm.BOS, *range(40, 60)]])
+    to_low_bits([model.model], precision, torch.device("cpu"))
+    policy = with_lora(AnswerPolicy(model, parts=[], rank=4))
+    sent = dict(named_weights(policy.model))
+    assert sent.keys() == dict(stock.named_parameters()).keys()
+    before = stock(input_ids=ids).logits
+    stock.load_state_dict(sent, strict=False)
+    off = [policy.model(input_ids=ids).logits - x for x in (stock(input_ids=ids).logits, before)]
+    assert off[0].abs().max() < near < off[1].abs().max()
+
+
+@torch.no_grad()
 def test_lora_is_not_rounded_away_in_half_precision():
     policy = policy_with_lora("qwen3_vl", torch.bfloat16)
     name = "model.language_model.layers.0.self_attn.q_proj"
@@ -270,12 +295,10 @@ def test_requests_are_prompts_with_one_mark_for_each_picture(engine):
     prompts = answerer.encode(questions, [0, 1, 2, 3, 1])
     assert list(prompts) == [0, 1, 2, 3]
     for row, count in enumerate([0, 1, 2, 1]):
-        prompt, asked = prompts[row], prompts[row].request
+        prompt, asked = prompts[row], answerer.request(prompts[row])
         ids = asked["prompt_token_ids"]
         assert ids.count(small_vlm.IMAGE) == count
-        assert [i for i in ids if i != small_vlm.IMAGE] == [
-            i for i in prompt.ids.tolist() if i != small_vlm.IMAGE
-        ]
+        assert ids == answerer.encoder.token_ids(questions[row])
         pictures = asked.get("multi_modal_data", {"image": []})["image"]
         assert len(pictures) == count
         if count:  # of their last size, and what is read again is the same
@@ -290,10 +313,11 @@ def test_requests_are_prompts_with_one_mark_for_each_picture(engine):
 
 def test_samples_have_seeds_of_their_own_and_no_tokens_of_pictures(engine):
     answerer, _ = engine
-    seeds = [g.initial_seed() for g in sample_generators(42, 3, [0, 1, 2, 3])]
-    assert len(set(seeds)) == 4
+    generators = sample_generators(42, 3, [0, 1, 2, 3])
+    seeds = [drawn(g) for g in generators]
+    assert len({*seeds, *map(drawn, generators)}) == 8  # the next answer's is another
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seeds[2:] == [g.initial_seed() for g in sample_generators(42, 3, [2, 3])]
+    assert seeds[2:] == list(map(drawn, sample_generators(42, 3, [2, 3])))
     settings = answerer.settings(seeds[0])
     assert (settings["seed"], settings["temperature"]) == (seeds[0], 0.7)
     assert (settings["max_tokens"], settings["stop_token_ids"]) == (10, [2, 9])
@@ -340,6 +364,11 @@ def test_the_engine_reads_the_weights_where_they_are(engine, tmp_path):
         (True, {"sample.temperature": 2.5}, "sample.temperature=2.5 must be from 0.01 to 2.0 for"),
         (True, {"sample.vllm_memory": 1.5}, "sample.vllm_memory=1.5 must be at most 1"),
         (True, {"sample.vllm_memory": 0.0}, "sample.vllm_memory=0.0 must be above 0"),
+        (
+            True,
+            {"sample.vllm_tensor_parallel": 2, "sample.engine": "transformers"},
+            "sample.vllm_tensor_parallel=2 has no use with sample.engine='transformers'; use",
+        ),
         (True, {"train.importance_cap": -1.0}, "train.importance_cap=-1.0 must be at least 0"),
         (True, {"sample.engine": "vlm"}, "sample.engine='vlm' must be one of 'transformers', 'v"),
     ],
@@ -356,3 +385,19 @@ def test_a_family_whose_pictures_vllm_reads_in_another_way_is_told_before_it_loa
     start = small_vlm.save(tmp_path, "internvl")
     with pytest.raises(UserError, match=r"sample.engine='vllm' does not go with InternVL"):
         check_family(str(start), "main")
+
+
+def test_parts_that_an_engine_cannot_have_are_told_before_it_loads(tmp_path, monkeypatch):
+    source = str(small_vlm.save(tmp_path))
+    check_family(source, "main", 2)
+    with pytest.raises(UserError, match=r"^sample.vllm_tensor_parallel=3 must divide the 4 att"):
+        check_family(source, "main", 3)
+    fields = {"sample.engine": "vllm", "sample.vllm_tensor_parallel": 2}
+    config = ANSWER.check(answer_runs.config_of(**fields))
+    told = "^sample.vllm_tensor_parallel=2 does not divide the processes of a node, {}; start a"
+    with pytest.raises(UserError, match=told.format(1)):
+        build_plan(config, 1)
+    build_plan(config, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # on each of four nodes
+    with pytest.raises(UserError, match=told.format(1)):
+        build_plan(config, 4)

@@ -28,7 +28,7 @@ from untrained.small.parts import seeded
 
 from flow_grpo.answer import export as vlm_export
 from flow_grpo.answer.batches import Answer, joined, packed
-from flow_grpo.answer.models import family_of, load_model, load_processors
+from flow_grpo.answer.models import check_room, family_of, load_model, load_processors
 from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Sample
 from flow_grpo.answer.session import VlmSession
@@ -295,3 +295,15 @@ def test_a_tag_that_the_template_opens_is_part_of_the_answer(tmp_path):
     assert encoder.tokenizer.decode(prompt.ids) == "1+1?<think>"
     said = encoder.tokenizer("2</think>2", add_special_tokens=False)["input_ids"]
     assert encoder.decode(said) == "<think>2</think>2"
+
+
+@pytest.mark.parametrize("family", small_vlm.FAMILIES)
+def test_a_model_beyond_a_gpus_memory_is_told_before_it_loads(tmp_path, family):
+    source = str(small_vlm.save(tmp_path, family))
+    outs = {"bf16": "--config.pretrained.base_precision=nf4, ", "nf4": "a smaller model, or GPUs"}
+    for precision, out in outs.items():
+        model = load_model(source, CPU, torch.bfloat16, base_precision=precision)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        check_room(source, size, torch.bfloat16, base_precision=precision)
+        with pytest.raises(UserError, match=f" GB of weights, and a GPU.*; use {out}"):
+            check_room(source, size - 1, torch.bfloat16, base_precision=precision)

@@ -331,7 +331,6 @@ def test_missing_rewards_are_counted_and_the_run_goes_on(places, tmp_path):
     [
         ({"environment": f"{ENVIRONMENTS}:NoStep"}, "must name a class with reset(row) and step"),
         ({"environment": f"{ENVIRONMENTS}:Nobody"}, "cannot import"),
-        ({"sample.engine": "vllm"}, "does not go with sample.engine='vllm' yet"),
         ({"sample.max_turns": 50}, "do not fit into the model's 256 positions"),
         ({"environment": ""}, "reward_fn has 'environment'"),
         ({"environment": f"{ENVIRONMENTS}:Misbehaving"}, "fails when it is tried"),

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from flow_grpo.answer.environment import find_environment
 from flow_grpo.answer.fields import ANSWER, ENVIRONMENT, GAE, VLLM, AnswerFields
 from flow_grpo.answer.losses import find_loss
-from flow_grpo.config.fields import FULL
 from flow_grpo.config.places import with_files
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trade import Unchecked
@@ -27,12 +26,11 @@ def check(config: Unchecked | AnswerFields) -> AnswerFields:
     _check_rewards(settings)
     if sample.engine == VLLM:
         _check_vllm(sample.temperature)
-        if settings.pretrained.base_precision != FULL:
-            raise UserError(
-                f"pretrained.base_precision={settings.pretrained.base_precision!r} does not go "
-                "with sample.engine='vllm', which samples with weights of its own; use "
-                "sample.engine='transformers'"
-            )
+    elif sample.vllm_tensor_parallel > 1:
+        raise UserError(
+            f"sample.vllm_tensor_parallel={sample.vllm_tensor_parallel} has no use with "
+            f"sample.engine={sample.engine!r}; use sample.engine='vllm', or leave it at 1"
+        )
     if 0 < train.dual_clip <= 1 + train.clip_high:
         raise UserError(
             f"train.dual_clip={train.dual_clip} must be above 1 + train.clip_high="
@@ -82,11 +80,6 @@ def _with_loss(settings: AnswerFields) -> AnswerFields:
 
 def _check_environment(settings: AnswerFields) -> None:
     if settings.environment:
-        if settings.sample.engine == VLLM:
-            raise UserError(
-                f"environment={settings.environment!r} does not go with sample.engine='vllm' yet; "
-                "use sample.engine='transformers'"
-            )
         find_environment(settings.environment)
         return
     for field, names in (

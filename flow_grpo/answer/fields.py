@@ -63,6 +63,12 @@ class AnswerSample:
         above=0,
         at_most=1,
     )
+    vllm_tensor_parallel: int = setting(
+        1,
+        'For engine="vllm": so many processes of a node share one vLLM, each with a part of every '
+        "weight on its GPU and the answers of all to sample. For models beyond one GPU's memory.",
+        at_least=1,
+    )
     max_turns: int = setting(
         4,
         "With an environment: answers of an episode at most. sample.max_new_tokens is of each.",

@@ -1,6 +1,7 @@
 """The arithmetic of an epoch: checked before anything is loaded, printed before it starts."""
 
 import math
+import os
 from dataclasses import dataclass
 
 from flow_grpo.answer.fields import AnswerFields
@@ -73,6 +74,7 @@ class AnswerPlan(Plan):
 
 def build_plan(config: AnswerFields, num_processes: int) -> AnswerPlan:
     sample, train = config.sample, config.train
+    _check_parallel(sample.vllm_tensor_parallel, num_processes)
     return AnswerPlan(
         num_processes=num_processes,
         questions=sample.questions_per_epoch,
@@ -81,6 +83,15 @@ def build_plan(config: AnswerFields, num_processes: int) -> AnswerPlan:
         inner_epochs=train.num_inner_epochs,
         most_at_once=sample.batch_size,
     )
+
+
+def _check_parallel(size: int, num_processes: int) -> None:
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+    if on_node % size:
+        raise UserError(
+            f"sample.vllm_tensor_parallel={size} does not divide the processes of a node, "
+            f"{on_node}; start a multiple of {size} on each, or lower it"
+        )
 
 
 def check_early(config: AnswerFields) -> None:

@@ -35,7 +35,6 @@ class EncodedPrompt:
     following: int  # the position of an answer's first token
     seen: tuple[Seen, ...] = ()  # its pictures and videos, as the model takes them
     sources: tuple[Hashable, ...] = ()  # one that is the same is the same picture or video
-    request: Any = None  # as an engine takes it that reads pictures by itself
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -203,6 +202,15 @@ class PromptEncoder:
                 )
             left[token] = iter(counts[kind])
         return [i for one in ids for i in ([mark] * next(left[one]) if one in left else [one])]
+
+    def marked_once(self, prompt: EncodedPrompt) -> list[int]:
+        """The token ids of a prompt without videos, one placeholder for each picture again."""
+        ids, counts = prompt.ids.tolist(), iter([self.family.tokens_of(own) for own in prompt.seen])
+        once, place = [], 0
+        while place < len(ids):
+            once.append(ids[place])
+            place += next(counts) if ids[place] == self.family.image_token else 1
+        return once
 
     def _asked(self, question: Question) -> Any:
         text = self._format.replace(QUESTION, question.text)

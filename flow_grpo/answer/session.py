@@ -19,7 +19,7 @@ from flow_grpo.answer.environment import Environments
 from flow_grpo.answer.fields import ENVIRONMENT, GAE, VLLM, AnswerFields
 from flow_grpo.answer.losses import build_loss
 from flow_grpo.answer.losses.base import try_loss
-from flow_grpo.answer.models import load_model, load_processors
+from flow_grpo.answer.models import check_room, load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan, build_plan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
@@ -39,7 +39,7 @@ from flow_grpo.data.videos import check_videos
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.run.building import DTYPES, Begin, advice_when_short, building
-from flow_grpo.run.distributed import on_all_or_none
+from flow_grpo.run.distributed import Result, on_all_or_none
 from flow_grpo.run.resume import check_goal, find_start
 from flow_grpo.run.session import BaseSession
 from flow_grpo.show.console import progress_bar
@@ -83,6 +83,17 @@ class VlmSession(BaseSession):
             return self.player.play(questions, prompts, rows, generators)
         return self.answerer.answer(prompts, rows, generators)
 
+    def while_awake(self, sample: Callable[[], Result]) -> Result:
+        """What it returns, with the answerer awake; a mistake or an outage on one process ends all.
+        Call it on all processes. They wait for each other when they have left the engine, which
+        several may share."""
+
+        def call() -> Result:
+            with self.answerer.awake():
+                return sample()
+
+        return on_all_or_none(self.accelerator, call)
+
     def close(self) -> None:
         try:
             super().close()
@@ -118,7 +129,8 @@ def build_session(
         accelerator, sample, train = run.accelerator, config.sample, config.train
         if sample.engine == VLLM:
             check_platform(accelerator.device)
-            check_family(config.pretrained.model, config.pretrained.revision)
+            where = config.pretrained.model, config.pretrained.revision
+            check_family(*where, sample.vllm_tensor_parallel)
         plan = build_plan(config, accelerator.num_processes)
         run.open_folder(begin, plan.updates)
         data = build_questions(config, plan)
@@ -203,9 +215,11 @@ def build_session(
                 device=accelerator.device,
                 dtype=DTYPES[config.mixed_precision],
                 num_processes=accelerator.num_processes,
-                longest_prompt=longest,
-                pictures=max(len(question.images) for question in every),
+                longest_prompt=longest + _later_tokens(config),
+                # a picture has one token at least
+                pictures=max(len(question.images) for question in every) + _later_tokens(config),
                 memory=sample.vllm_memory,
+                parallel=sample.vllm_tensor_parallel,
                 seed=config.seed,
             )
         limits = sample.max_turns, sample.max_observation_tokens
@@ -257,22 +271,19 @@ def check_asked(reward: WeightedReward, questions: list[Question]) -> None:
 
 
 def _load(config: AnswerFields, accelerator: Accelerator) -> nn.Module:
-    return load_model(
-        config.pretrained.model,
-        accelerator.device,
-        DTYPES[config.mixed_precision],
-        config.pretrained.revision,
-        config.pretrained.base_precision,
-    )
+    source, device = config.pretrained.model, accelerator.device
+    precision, dtype = config.pretrained.base_precision, DTYPES[config.mixed_precision]
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+        check_room(source, room, dtype, config.pretrained.revision, precision)
+    return load_model(source, device, dtype, config.pretrained.revision, precision)
 
 
 def _longest_prompt(config: AnswerFields, model: nn.Module) -> int:
     positions = model.config.get_text_config().max_position_embeddings
     sample, turns = config.sample, ""
-    left = positions - sample.max_new_tokens
+    left = positions - sample.max_new_tokens - _later_tokens(config)
     if config.environment:
-        more = sample.max_turns - 1
-        left -= more * (sample.max_new_tokens + sample.max_observation_tokens)
         turns = f" and sample.max_observation_tokens={sample.max_observation_tokens}, for sample."
         turns += f"max_turns={sample.max_turns},"
     if left < 1 or config.max_prompt_length > left:
@@ -282,6 +293,13 @@ def _longest_prompt(config: AnswerFields, model: nn.Module) -> int:
             "lower one of them"
         )
     return config.max_prompt_length or left
+
+
+def _later_tokens(config: AnswerFields) -> int:
+    """What the prompt of an episode's last answer has at most beyond that of the first."""
+    sample = config.sample
+    turn = sample.max_new_tokens + sample.max_observation_tokens
+    return (sample.max_turns - 1) * turn if config.environment else 0
 
 
 def _end_tokens(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:

@@ -1,14 +1,16 @@
 """Answers sampled by vLLM, in the process that trains, with the weights that are trained.
 
-Every process has an engine of its own, on its own GPU. It sleeps while the weights are trained, and
-is sent them when it wakes. vLLM is imported where it is used: most runs do without.
+Every process has an engine of its own, on its own GPU, or several share one, each with a part of
+the weights (tensor parallel). It sleeps while the weights are trained, and is sent them when it
+wakes. vLLM is imported where it is used: most runs do without.
 """
 
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +20,7 @@ from huggingface_hub import snapshot_download
 from peft.tuners import lora
 from PIL import Image
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from flow_grpo.answer.models import find_family
 from flow_grpo.answer.prompts import EncodedPrompt
@@ -27,10 +30,12 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.pictures import read_picture
 from flow_grpo.run.distributed import gathered, whole
 from flow_grpo.speed.lora import narrowed
+from flow_grpo.speed.low_bits import LowBitLinear
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 # Level 1 keeps the weights in main memory; they are sent anew anyway.
 SLEEP_LEVEL = 2
+Asked = tuple[dict[str, Any], int | None]  # a request and its seed, None for the greedy answer
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -54,14 +59,22 @@ def check_platform(device: torch.device) -> None:
         )
 
 
-def check_family(source: str, revision: str) -> None:
-    """Refuse a model whose pictures vLLM would read in another way than training does."""
+def check_family(source: str, revision: str, parallel: int = 1) -> None:
+    """Refuse a model whose pictures vLLM would read in another way than training does, and one
+    that cannot be divided among so many processes."""
     family = find_family(source, revision)
     if not family.vllm:
         (name,) = family.names.values()
         raise UserError(
             f"sample.engine='vllm' does not go with {name} (pretrained.model={source!r}), whose "
             "pictures vLLM cuts by itself; use sample.engine='transformers'"
+        )
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    heads = config.get_text_config().num_attention_heads
+    if heads % parallel:
+        raise UserError(
+            f"sample.vllm_tensor_parallel={parallel} must divide the {heads} attention heads of "
+            f"pretrained.model={source!r}"
         )
 
 
@@ -80,6 +93,7 @@ class VllmAnswerer(Answerer):
 
     engine: Any  # vllm.LLM
     sleeps: bool  # what has memory of its own can give it back
+    parallel: int = 1  # processes that share the engine
 
     exact = False
 
@@ -93,6 +107,11 @@ class VllmAnswerer(Answerer):
             self.engine.wake_up(["kv_cache"])
         try:
             yield
+        except UserError:  # which the others do not know of yet
+            self._help_others()
+            raise
+        else:
+            self._help_others()
         finally:
             if self.sleeps:
                 self.engine.sleep(level=SLEEP_LEVEL)
@@ -105,22 +124,17 @@ class VllmAnswerer(Answerer):
         self.engine.reset_prefix_cache()
         self.engine.llm_engine.reset_encoder_cache()
 
-    def encode(self, questions: list[Question], rows: list[int]) -> dict[int, EncodedPrompt]:
-        """Prompts with a request for vLLM, which repeats the placeholders of pictures by itself."""
-        prompts = super().encode(questions, rows)
-        return {row: self._with_request(prompts[row], questions[row]) for row in prompts}
-
-    def _with_request(self, prompt: EncodedPrompt, question: Question) -> EncodedPrompt:
+    def request(self, prompt: EncodedPrompt) -> dict[str, Any]:
+        """A prompt as vLLM takes it, which repeats the placeholders of pictures by itself."""
         encoder, pictures = self.encoder, []
-        for source, seen in zip(question.images, prompt.seen, strict=True):
+        for source, seen in zip(prompt.sources, prompt.seen, strict=True):
             # Of the size that it ends up with, so that vLLM, which resizes in another way, has
             # nothing to resize.
             size = encoder.family.size_of(encoder.images, seen)
-            picture = read_picture(source, question.where)
-            pictures.append(picture.resize(size, Image.Resampling(int(encoder.images.resample))))
-        request = {"prompt_token_ids": encoder.token_ids(question)}
+            how = Image.Resampling(int(encoder.images.resample))
+            pictures.append(read_picture(source).resize(size, how))
         shown = {"multi_modal_data": {"image": pictures}} if pictures else {}
-        return replace(prompt, request={**request, **shown})
+        return {"prompt_token_ids": encoder.marked_once(prompt), **shown}
 
     def answer(
         self,
@@ -128,16 +142,45 @@ class VllmAnswerer(Answerer):
         rows: list[int],
         generators: list[torch.Generator] | None = None,
     ) -> list[Sample]:
-        from vllm import SamplingParams
-
-        seeds = [None] * len(rows) if generators is None else [g.initial_seed() for g in generators]
-        params = [SamplingParams(**self.settings(seed)) for seed in seeds]
-        requests = [prompts[row].request for row in rows]
-        outputs = self.engine.generate(requests, params, use_tqdm=False)
+        # drawn, so that the next answer of an episode has another one
+        seeds = [None] * len(rows) if generators is None else list(map(drawn, generators))
+        requests = {row: self.request(prompts[row]) for row in dict.fromkeys(rows)}
+        outputs = self._generate([(requests[r], seed) for r, seed in zip(rows, seeds, strict=True)])
         return [
             self._sample(row, prompts[row], output)
             for row, output in zip(rows, outputs, strict=True)
         ]
+
+    def _generate(self, own: list[Asked] | None) -> list[Any] | None:
+        """What vLLM gives for these. Processes that share it ask together, in one order for all, as
+        often as any of them has something to ask; None says that this one has nothing more, and is
+        returned when nobody has."""
+        from vllm import SamplingParams
+
+        everyone, place = self._exchanged(own)
+        if all(asked is None for asked in everyone):
+            return None
+        parts = [asked or [] for asked in everyone]
+        requests, seeds = zip(*chain(*parts), strict=True)
+        params = [SamplingParams(**self.settings(seed)) for seed in seeds]
+        outputs = self.engine.generate(list(requests), params, use_tqdm=False)
+        start = sum(map(len, parts[:place]))
+        return outputs[start : start + len(parts[place])]
+
+    def _exchanged(self, own: list[Asked] | None) -> tuple[list[list[Asked] | None], int]:
+        """What all processes that share the engine ask, and which of them this one is."""
+        if self.parallel == 1:
+            return [own], 0
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group, everyone = get_tp_group(), [None] * self.parallel
+        torch.distributed.all_gather_object(everyone, own, group.cpu_group)
+        return everyone, group.rank_in_group
+
+    def _help_others(self) -> None:
+        """Until nobody asks any more: they cannot sample without this process's weights."""
+        while self.parallel > 1 and self._generate(None) is not None:
+            pass
 
     def settings(self, seed: int | None) -> dict[str, Any]:
         """How vLLM samples: with a seed, or the greedy answer without one."""
@@ -168,16 +211,24 @@ class VllmAnswerer(Answerer):
         return Sample(row, torch.tensor(tokens), torch.tensor(log_probs), ended, text)
 
 
+def drawn(generator: torch.Generator) -> int:
+    """A seed for vLLM."""
+    return int(torch.randint(2**63 - 1, (), generator=generator))
+
+
 @torch.no_grad()
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All weights under the names that the model has without LoRA, and LoRA added to them. One at a
-    time, so that there is no second model."""
+    """All weights under the names that the model has without LoRA, and LoRA added to them; those in
+    few bits as what they stand for. One at a time, so that there is no second model."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
     for name, weight in model.named_parameters():
         owner, _, kind = name.rpartition(".")
-        base = owner.removesuffix(".base_layer")
-        if "lora_" in name:
+        base, holder = owner.removesuffix(".base_layer"), model.get_submodule(owner)
+        low = isinstance(holder, LowBitLinear)
+        if "lora_" in name or (low and kind not in ("weight", "bias")):
             continue
+        if low and kind == "weight":
+            weight = holder.widened()
         if base in layers and kind == "weight":
             with gathered(layers[base].parameters(), fixed=True):
                 value = _with_lora(layers[base], weight)
@@ -219,11 +270,13 @@ def build_answerer(
     longest_prompt: int,
     pictures: int,
     memory: float,
+    parallel: int = 1,
     seed: int,
 ) -> VllmAnswerer:
     """An engine that answers as `ours` does. All processes build theirs at the same time.
 
-    `pictures`: the most that a question has; `memory`: share of the GPU's, for weights and cache.
+    `pictures`: the most that a prompt has; `memory`: share of the GPU's, for weights and cache;
+    `parallel`: processes, by their numbers next to each other, that share an engine.
     """
     check_platform(device)
     from vllm import LLM
@@ -238,6 +291,7 @@ def build_answerer(
             seed=seed,
             max_model_len=longest_prompt + ours.max_new_tokens,
             gpu_memory_utilization=memory,
+            tensor_parallel_size=parallel,
             # it joins the processes that there are; without it they would all take the first GPU
             distributed_executor_backend="external_launcher" if num_processes > 1 else None,
             enable_sleep_mode=on_gpu,
@@ -253,7 +307,7 @@ def build_answerer(
     if on_gpu:
         engine.sleep(level=SLEEP_LEVEL)
     known = {name: getattr(ours, name) for name in ("policy", "encoder", "max_new_tokens", "stop")}
-    return VllmAnswerer(**known, engine=engine, sleeps=on_gpu)
+    return VllmAnswerer(**known, engine=engine, sleeps=on_gpu, parallel=parallel)
 
 
 @contextmanager

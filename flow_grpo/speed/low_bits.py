@@ -73,6 +73,10 @@ class LowBitLinear(nn.Linear):
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def widened(self) -> Tensor:
+        """The weight (N, K) that it stands for, in the precision to compute in."""
+        raise NotImplementedError
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -119,6 +123,9 @@ class Fp8Linear(LowBitLinear):
         rows, own = rows_in_8_bits(flat.detach())
         out = product_in_8_bits(flat, rows, own, self.low, self.scale, self.bias)
         return out.unflatten(0, x.shape[:-1])
+
+    def widened(self) -> Tensor:
+        return (self.low.float() * self.scale.t()).to(self.weight.dtype)
 
 
 def rows_in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,6 +213,10 @@ class Nf4Linear(LowBitLinear):
     def product(self, x: Tensor) -> Tensor:
         shape = (self.out_features, self.in_features)
         return _Nf4Product.apply(x, self.low, self.scale, self.levels, self.bias, shape)
+
+    def widened(self) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        return _widened(self.low, self.scale, self.levels, shape, self.weight.dtype)
 
 
 def normal_levels() -> Tensor:

@@ -1,11 +1,16 @@
-"""Answers of vLLM, of both families: with pictures, with LoRA, before and after its weights change.
+"""Answers of vLLM, of both families: with pictures, with LoRA, before and after its weights change;
+and episodes in an environment.
 
     python -m pytest -q --noconftest tests/gpu/test_vllm_engine.py
 
 where vLLM is installed, for a GPU or for a CPU.
 """
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import small_vlm
@@ -13,9 +18,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.answer.batches import packed
+from flow_grpo.answer.environment import Environments
 from flow_grpo.answer.models import load_model
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.rollout import Answerer, Rollout, Sample
+from flow_grpo.answer.turns import Player
 from flow_grpo.answer.vllm_engine import VllmAnswerer, build_answerer
 from flow_grpo.data.seeding import sample_generators
 
@@ -28,12 +35,16 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # of a log-probability, mean and largest
 NEAR = (0.05, 1.0) if ON_GPU else (1e-4, 1e-3)
 NEW_TOKENS, ANSWERS = 12, 16
+TURNS, OBSERVED = 3, 60
+FIRST_LORA = 1  # a seed
+LOOKER = f"{Path(__file__).parents[1] / 'environments.py'}:Looker"
 
 
 class Setup:
     """A network with LoRA that does something, and the engine that samples for it."""
 
-    def __init__(self, folder, family: str) -> None:
+    def __init__(self, folder: Path, family: str, parallel: int = 1) -> None:
+        self.family = family
         source = str(small_vlm.save(folder / "model", family, wide=True))
         model = load_model(source, DEVICE, DTYPE)
         self.policy = AnswerPolicy(
@@ -53,10 +64,11 @@ class Setup:
             revision="main",
             device=DEVICE,
             dtype=DTYPE,
-            num_processes=1,
-            longest_prompt=96,
-            pictures=2,
+            num_processes=parallel,
+            longest_prompt=96 + (TURNS - 1) * (NEW_TOKENS + OBSERVED),
+            pictures=2 + TURNS,
             memory=0.1,
+            parallel=parallel,
             seed=0,
         )
         self.rows = [row for row in range(len(self.questions)) for _ in range(ANSWERS)]
@@ -90,7 +102,7 @@ def setup(request, tmp_path_factory):
 
 def test_it_samples_from_the_weights_that_are_trained(setup):
     every, told = list(range(len(setup.rows))), []
-    for seed in (1, 2):  # the second time it has slept
+    for seed in (FIRST_LORA, 2):  # the second time it has slept
         setup.change_lora(seed)
         with setup.vllm.awake():
             samples = setup.sample(every)
@@ -142,3 +154,59 @@ def test_greedy_answers_are_ours(setup):
         assert [s.tokens.tolist() for s in theirs] == [s.tokens.tolist() for s in ours]
         assert [s.text for s in theirs] == [s.text for s in ours]
     assert all(len(s.tokens) == len(s.log_probs) for s in theirs)
+
+
+@pytest.fixture(scope="module")
+def looker():
+    environments = Environments(LOOKER, {}, timeout=60, workers=1)
+    yield environments
+    environments.close()
+
+
+def test_episodes_go_on_from_the_tokens_as_they_were_sampled(setup, looker):
+    player = Player(setup.vllm, looker, TURNS, OBSERVED)
+    index = list(range(len(setup.rows)))
+    with setup.vllm.awake():
+        samples = player.play(
+            setup.questions, setup.prompts, setup.rows, sample_generators(7, 3, index)
+        )
+    off = setup.deviations(samples)  # of all turns, as training reads the whole conversation
+    assert off.mean() <= NEAR[0]
+    assert off.max() <= NEAR[1]
+    for sample in samples:
+        assert sample.talk.ids[sample.talk.sampled].tolist() == sample.tokens.tolist()
+    assert {len(s.played.said) for s in samples} == {1, 2, 3}
+    assert sum(len(s.talk.seen) for s in samples) > 10
+    again = [s.played.said for s in samples if len(s.played.said) > 1]
+    assert sum(said[0] == said[1] for said in again) < len(again) / 4  # no seed is used twice
+
+
+def test_greedy_episodes_are_ours_token_by_token(setup, looker):
+    rows, talks = list(range(len(setup.questions))), []
+    for answerer in (setup.vllm, setup.ours):
+        with answerer.awake():
+            player = Player(answerer, looker, TURNS, OBSERVED)
+            talks.append([s.talk for s in player.play(setup.questions, setup.prompts, rows)])
+    if not ON_GPU:
+        for theirs, ours in zip(*talks, strict=True):
+            for name in ("ids", "positions", "sampled"):
+                assert torch.equal(getattr(theirs, name), getattr(ours, name))
+            assert len(theirs.seen) == len(ours.seen)
+        assert any(len(talk.seen) > 1 for talk in talks[0])
+
+
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="has no second GPU")
+def test_two_processes_share_one_engine_however_often_each_asks(setup, tmp_path):
+    """Also if one of them stops at a mistake, and the other goes on."""
+    script = Path(__file__).with_name("vllm_in_parallel.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, *launch, str(script), setup.family, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert (len(first), len(second)) == (len(setup.rows) // 2, 8)
+    setup.change_lora(FIRST_LORA)
+    index = [int(i) for i in (*first, *second)]
+    with setup.vllm.awake():
+        alone = [sample.tokens.tolist() for sample in setup.sample(index)]
+    same = [a == b for a, b in zip(alone, [*first.values(), *second.values()], strict=True)]
+    assert all(same) if not ON_GPU else sum(same) >= len(same) / 2  # rounding decides now and then

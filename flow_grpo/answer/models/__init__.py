@@ -20,7 +20,7 @@ from flow_grpo.config.custom import check_class
 from flow_grpo.errors import UserError
 from flow_grpo.files import read_json
 from flow_grpo.rewards.loading import explained
-from flow_grpo.speed.low_bits import FULL, to_low_bits
+from flow_grpo.speed.low_bits import FULL, NF4, to_low_bits
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -76,6 +76,37 @@ def load_model(
     if base_precision != FULL:
         to_low_bits([model.model], base_precision, device)  # all but the head
     return model.to(device).eval()
+
+
+def check_room(
+    source: str, room: int, dtype: torch.dtype, revision: str = "main", base_precision: str = FULL
+) -> None:
+    """Refuse a model with more bytes of weights than a GPU has: `room`. Each holds all of them
+    while they load, sharded or not, and the default engine does while it samples."""
+    needed = _weight_bytes(source, dtype, revision, base_precision)
+    if needed > room:
+        out = "a smaller model, or GPUs with more"
+        if base_precision != NF4 and (less := _weight_bytes(source, dtype, revision, NF4)) < room:
+            out = f"--config.pretrained.base_precision=nf4, {_gigabytes(less)}"
+        raise UserError(
+            f"pretrained.model={source!r} has {_gigabytes(needed)} of weights, and a GPU, which "
+            f"holds all of them at least while they load, has {_gigabytes(room)}; use {out}"
+        )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+def _weight_bytes(source: str, dtype: torch.dtype, revision: str, base_precision: str) -> int:
+    """Without loading any."""
+    family, meta = find_family(source, revision), torch.device("meta")
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    with meta:
+        model = family.loader.from_config(config, dtype=dtype, trust_remote_code=False)
+    if base_precision != FULL:
+        to_low_bits([model.model], base_precision, meta)
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def load_processors(
