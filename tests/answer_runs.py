@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from accelerate.state import AcceleratorState
 from fsdp_on_cpu import shard_on_cpu
 from ml_collections import ConfigDict
 from runner import ROOT, environment, torchrun
-from transformers.models.qwen3_vl import modeling_qwen3_vl
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flow_grpo.answer.fields import get_config
 from flow_grpo.answer.policy import AnswerPolicy
@@ -53,13 +55,31 @@ def config_of(reward: str = "early_letters", **fields: Any) -> ConfigDict:
     return config
 
 
+class Exactly(TorchFunctionMode):
+    """What is in float64 stays so: transformers takes some steps in float32, whatever the weights
+    are in."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if function is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+            kwargs = {k: torch.float64 if x is torch.float32 else x for k, x in kwargs.items()}
+        return function(*args, **kwargs)
+
+
 def run(exact: bool = False, **fields: Any) -> VlmSession:
     """`fields` are dotted; a session that is closed."""
-    session = build_session(config_of(**fields), load=_load_exact if exact else None)
-    try:
-        train_vlm.train(session)
-    finally:
-        session.close()
+    load = (lambda *_: small_vlm.build().double()) if exact else None
+    with Exactly() if exact else nullcontext():
+        session = build_session(config_of(**fields), load=load)
+        try:
+            train_vlm.train(session)
+        finally:
+            session.close()
     return session
 
 
@@ -116,23 +136,6 @@ def run_watched(**fields: Any) -> None:
         train_vlm.prepare, AnswerPolicy.scores = prepare, scores
     path = session.folder / f"seen-{session.accelerator.process_index}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _load_exact(config: ConfigDict, accelerator: Any) -> torch.nn.Module:
-    """transformers takes some steps in float32, whatever the weights are in."""
-    modeling_qwen3_vl.Qwen3VLTextRMSNorm.forward = _norm
-    modeling_qwen3_vl.apply_rotary_pos_emb_vision = _rotate
-    return small_vlm.build().double()
-
-
-def _norm(self, hidden: torch.Tensor) -> torch.Tensor:
-    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-    return self.weight * hidden * scale
-
-
-def _rotate(q, k, cos, sin):
-    cos, sin, half = cos.unsqueeze(-2), sin.unsqueeze(-2), modeling_qwen3_vl.rotate_half
-    return q * cos + half(q) * sin, k * cos + half(k) * sin
 
 
 if __name__ == "__main__":

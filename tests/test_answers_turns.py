@@ -105,7 +105,7 @@ def test_sampled_tokens_alone_are_trained_and_score_as_in_plain_transformers(pol
         own = batch.mask[number]
         assert batch.tokens[number][own].tolist() == sample.tokens.tolist()
         for ours in (trained[number][own], sample.log_probs):
-            assert (ours - scores[talk.sampled]).abs().max() < 1e-5
+            assert (ours - scores[talk.sampled]).abs().max() < 2e-6
         turns.add(len(sample.played.said))
         looked += len(talk.seen)
     assert len(turns) > 1  # episodes of several lengths
