@@ -251,15 +251,6 @@ def save_reader(folder: Path, config: PretrainedConfig, template: str = small_vl
     return folder
 
 
-def read_only(folder: Path) -> Path:
-    folder.mkdir()
-    for split in ("train", "test"):
-        rows = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(8)]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    return folder
-
-
 @pytest.mark.parametrize("kind", READERS)
 def test_a_language_model_without_eyes_trains_as_any_other(tmp_path, kind):
     """Sampling, training and transformers agree, first and after an epoch; transformers loads what
@@ -267,7 +258,7 @@ def test_a_language_model_without_eyes_trains_as_any_other(tmp_path, kind):
     start = save_reader(tmp_path / "model", READERS[kind])
     fields = {"pretrained.model": str(start), "num_epochs": 1, "logdir": str(tmp_path)}
     fields |= {"train.beta": 0.1, "train.freeze_vision": False, "use_lora": kind != "qwen2"}
-    fields |= {"dataset": str(read_only(tmp_path / "data"))}
+    fields |= {"dataset": str(small_vlm.sums(tmp_path / "data"))}
     session = answer_runs.run(**fields)
     line = json.loads((session.folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["train/first_update_ratio_dev"] <= 1e-5
@@ -288,7 +279,7 @@ def test_a_language_model_without_eyes_trains_as_any_other(tmp_path, kind):
 )
 def test_a_language_model_that_would_be_trained_wrongly_is_refused(tmp_path, config, message):
     start = save_reader(tmp_path / "model", config)
-    fields = {"pretrained.model": str(start), "dataset": str(read_only(tmp_path / "data"))}
+    fields = {"pretrained.model": str(start), "dataset": str(small_vlm.sums(tmp_path / "data"))}
     with pytest.raises(UserError, match=message):
         answer_runs.run(**fields, logdir=str(tmp_path))
 
