@@ -10,10 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import small_vlm
 import torch
 from accelerate.state import AcceleratorState
@@ -21,7 +23,7 @@ from fsdp_on_cpu import shard_on_cpu
 from ml_collections import ConfigDict
 from runner import ROOT, environment, torchrun
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
 
 from flow_grpo.answer.fields import get_config
 from flow_grpo.answer.policy import AnswerPolicy
@@ -55,26 +57,31 @@ def config_of(reward: str = "early_letters", **fields: Any) -> ConfigDict:
     return config
 
 
-class Exactly(TorchFunctionMode):
+@contextmanager
+def exactly() -> Iterator[None]:
     """What is in float64 stays so: transformers takes some steps in float32, whatever the weights
     are in."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if function is Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-            kwargs = {k: torch.float64 if x is torch.float32 else x for k, x in kwargs.items()}
-        return function(*args, **kwargs)
+    def wide(function: Callable) -> Callable:
+        def call(tensor: Tensor, *args: Any, **settings: Any) -> Tensor:
+            if tensor.dtype == torch.float64:
+                args = [torch.float64 if x is torch.float32 else x for x in args]
+                settings |= {"dtype": torch.float64} if "dtype" in settings else {}
+            return function(tensor, *args, **settings)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "to", wide(Tensor.to))
+        patch.setattr(Tensor, "float", lambda tensor: tensor.to(torch.float32))
+        patch.setattr(functional, "softmax", wide(functional.softmax))
+        yield
 
 
 def run(exact: bool = False, **fields: Any) -> VlmSession:
     """`fields` are dotted; a session that is closed."""
     load = (lambda *_: small_vlm.build().double()) if exact else None
-    with Exactly() if exact else nullcontext():
+    with exactly() if exact else nullcontext():
         session = build_session(config_of(**fields), load=load)
         try:
             train_vlm.train(session)

@@ -135,7 +135,7 @@ def exactly(session: VlmSession) -> Iterator[None]:
     network, model = session.policy.network.double(), session.policy.model
     usual = model.config._experts_implementation
     model.set_experts_implementation("eager")  # the faster one knows no float64
-    with answer_runs.Exactly():
+    with answer_runs.exactly():
         yield
     model.set_experts_implementation(usual)
     network.float()
