@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import small_vlm
 import torch
+from environments import EPISODES
 from ml_collections import ConfigDict
 from runner import ROOT
 
@@ -277,13 +278,7 @@ def test_workers_that_cannot_start_again_end_episodes_and_at_first_the_run(
 def places(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("answers")
     model, data = small_vlm.save(folder / "model"), small_vlm.small_data(folder / "data")
-    return {
-        "pretrained.model": str(model),
-        "dataset": str(data),
-        "environment": f"{ENVIRONMENTS}:Looker",
-        "sample.max_turns": 2,
-        "sample.max_observation_tokens": 60,
-    }
+    return {"pretrained.model": str(model), "dataset": str(data), **EPISODES}
 
 
 def test_a_run_trains_episodes_and_adds_their_rewards(places, tmp_path):

@@ -5,10 +5,10 @@ import signal
 from pathlib import Path
 
 import dying
-import environments
 import pytest
 import small_vlm
 import torch
+from environments import EPISODES
 from runner import Runner, run_script
 from safetensors.torch import load_file
 
@@ -20,11 +20,6 @@ FIELDS = {
     "save_freq": 2,
 }
 LETTERS = "{'mine': 'small_vlm:early_letters'}"
-EPISODES = {
-    "environment": f"{environments.__file__}:Looker",
-    "sample__max_turns": 2,
-    "sample__max_observation_tokens": 60,
-}
 
 
 @pytest.fixture(scope="module")
