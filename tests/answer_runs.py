@@ -10,16 +10,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import small_vlm
 import torch
 from accelerate.state import AcceleratorState
 from fsdp_on_cpu import shard_on_cpu
 from ml_collections import ConfigDict
 from runner import ROOT, environment, torchrun
-from transformers.models.qwen3_vl import modeling_qwen3_vl
+from torch import Tensor
+from torch.nn import functional
 
 from flow_grpo.answer.fields import get_config
 from flow_grpo.answer.policy import AnswerPolicy
@@ -53,13 +57,36 @@ def config_of(reward: str = "early_letters", **fields: Any) -> ConfigDict:
     return config
 
 
+@contextmanager
+def exactly() -> Iterator[None]:
+    """What is in float64 stays so: transformers takes some steps in float32, whatever the weights
+    are in."""
+
+    def wide(function: Callable) -> Callable:
+        def call(tensor: Tensor, *args: Any, **settings: Any) -> Tensor:
+            if tensor.dtype == torch.float64:
+                args = [torch.float64 if x is torch.float32 else x for x in args]
+                settings |= {"dtype": torch.float64} if "dtype" in settings else {}
+            return function(tensor, *args, **settings)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "to", wide(Tensor.to))
+        patch.setattr(Tensor, "float", lambda tensor: tensor.to(torch.float32))
+        patch.setattr(functional, "softmax", wide(functional.softmax))
+        yield
+
+
 def run(exact: bool = False, **fields: Any) -> VlmSession:
     """`fields` are dotted; a session that is closed."""
-    session = build_session(config_of(**fields), load=_load_exact if exact else None)
-    try:
-        train_vlm.train(session)
-    finally:
-        session.close()
+    load = (lambda *_: small_vlm.build().double()) if exact else None
+    with exactly() if exact else nullcontext():
+        session = build_session(config_of(**fields), load=load)
+        try:
+            train_vlm.train(session)
+        finally:
+            session.close()
     return session
 
 
@@ -116,23 +143,6 @@ def run_watched(**fields: Any) -> None:
         train_vlm.prepare, AnswerPolicy.scores = prepare, scores
     path = session.folder / f"seen-{session.accelerator.process_index}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _load_exact(config: ConfigDict, accelerator: Any) -> torch.nn.Module:
-    """transformers takes some steps in float32, whatever the weights are in."""
-    modeling_qwen3_vl.Qwen3VLTextRMSNorm.forward = _norm
-    modeling_qwen3_vl.apply_rotary_pos_emb_vision = _rotate
-    return small_vlm.build().double()
-
-
-def _norm(self, hidden: torch.Tensor) -> torch.Tensor:
-    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-    return self.weight * hidden * scale
-
-
-def _rotate(q, k, cos, sin):
-    cos, sin, half = cos.unsqueeze(-2), sin.unsqueeze(-2), modeling_qwen3_vl.rotate_half
-    return q * cos + half(q) * sin, k * cos + half(k) * sin
 
 
 if __name__ == "__main__":

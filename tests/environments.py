@@ -6,6 +6,12 @@ from pathlib import Path
 
 from PIL import Image
 
+EPISODES = {  # settings of a run
+    "environment": f"{__file__}:Looker",
+    "sample.max_turns": 2,
+    "sample.max_observation_tokens": 60,
+}
+
 
 class Looker:
     """Shows a part of the row's picture, or a text where there is none; pays for early letters.

@@ -314,6 +314,16 @@ def small_data(folder: Path, train: int = 8, test: int = 4) -> Path:
     return folder
 
 
+def sums(folder: Path) -> Path:
+    """Questions without pictures."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(8)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
 def early_letters(answers: list[str], questions: list[str], metadata: list[dict]) -> list[float]:
     """A reward that any model can learn: the share of characters of the first half of the table."""
     return [sum(c < "P" for c in answer) / max(1, len(answer)) for answer in answers]

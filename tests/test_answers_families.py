@@ -2,6 +2,8 @@
 and what is left on the disk loaded by the libraries it was written for."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +115,32 @@ def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
+def assert_agreement(session: VlmSession, model: nn.Module, most: float) -> None:
+    """Of tokens as they were sampled, as they are trained, in a mixed batch and alone, and by the
+    `model` as transformers runs it."""
+    samples, banned = answers(session), session.policy.network.banned
+    mixed, theirs = trained_log_probs(session, samples), []
+    for sample in samples:
+        logits = stock_logits(model, session, sample)
+        logits[:, banned] = -torch.inf
+        theirs.append(logits.log_softmax(-1).gather(-1, sample.tokens[:, None])[:, 0])
+    assert furthest(mixed, [s.log_probs for s in samples]) < most
+    assert furthest(mixed, [trained_log_probs(session, [s])[0] for s in samples]) < most
+    assert furthest(mixed, theirs) < most
+
+
+@contextmanager
+def exactly(session: VlmSession) -> Iterator[None]:
+    """The session in float64; float32 is back to the last bit afterwards."""
+    network, model = session.policy.network.double(), session.policy.model
+    usual = model.config._experts_implementation
+    model.set_experts_implementation("eager")  # the faster one knows no float64
+    with answer_runs.exactly():
+        yield
+    model.set_experts_implementation(usual)
+    network.float()
+
+
 def assert_same_model(one: nn.Module, other: nn.Module, session: VlmSession, most: float) -> None:
     for sample in answers(session):
         ours, theirs = (stock_logits(model, session, sample) for model in (one, other))
@@ -137,19 +165,11 @@ def test_a_whole_group_of_training_answers_is_kept_to_be_looked_at(runs):
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_sampling_training_and_the_model_itself_agree(runs, kind):
-    """On trained weights: tokens as they were sampled, trained in a mixed batch and alone, and by
-    the forward of transformers."""
+    """On trained weights."""
     session = getattr(runs, kind)
-    samples = answers(session)
-    mixed = trained_log_probs(session, samples)
-    assert furthest(mixed, [s.log_probs for s in samples]) < 2e-6
-    assert furthest(mixed, [trained_log_probs(session, [s])[0] for s in samples]) < 1e-5
-    network, own = session.policy.network, []
-    for sample in samples:
-        logits = stock_logits(network.model, session, sample)
-        logits[:, network.banned] = -torch.inf
-        own.append(logits.log_softmax(-1).gather(-1, sample.tokens[:, None])[:, 0])
-    assert furthest(mixed, own) < 1e-5
+    assert_agreement(session, session.policy.model, most=2e-6)
+    with exactly(session):  # it was rounding alone
+        assert_agreement(session, session.policy.model, most=1e-10)
 
 
 def test_transformers_load_what_was_trained(runs):
@@ -231,15 +251,6 @@ def save_reader(folder: Path, config: PretrainedConfig, template: str = small_vl
     return folder
 
 
-def read_only(folder: Path) -> Path:
-    folder.mkdir()
-    for split in ("train", "test"):
-        rows = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(8)]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    return folder
-
-
 @pytest.mark.parametrize("kind", READERS)
 def test_a_language_model_without_eyes_trains_as_any_other(tmp_path, kind):
     """Sampling, training and transformers agree, first and after an epoch; transformers loads what
@@ -247,19 +258,15 @@ def test_a_language_model_without_eyes_trains_as_any_other(tmp_path, kind):
     start = save_reader(tmp_path / "model", READERS[kind])
     fields = {"pretrained.model": str(start), "num_epochs": 1, "logdir": str(tmp_path)}
     fields |= {"train.beta": 0.1, "train.freeze_vision": False, "use_lora": kind != "qwen2"}
-    fields |= {"dataset": str(read_only(tmp_path / "data"))}
+    fields |= {"dataset": str(small_vlm.sums(tmp_path / "data"))}
     session = answer_runs.run(**fields)
     line = json.loads((session.folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["train/first_update_ratio_dev"] <= 1e-5
     assert line["train/grad_norm"] > 0
-    samples = answers(session)
-    trained = trained_log_probs(session, samples)
-    assert furthest(trained, [s.log_probs for s in samples]) < 2e-6
-    exported = AutoModelForCausalLM.from_pretrained(export(session))
-    for model in (session.policy.model, exported):
-        own = [stock_logits(model, session, s).log_softmax(-1) for s in samples]
-        own = [x.gather(-1, s.tokens[:, None])[:, 0] for x, s in zip(own, samples, strict=True)]
-        assert furthest(trained, own) < 1e-5
+    for model in (session.policy.model, AutoModelForCausalLM.from_pretrained(export(session))):
+        assert_agreement(session, model, most=2e-6)
+    with exactly(session):
+        assert_agreement(session, session.policy.model, most=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +279,7 @@ def test_a_language_model_without_eyes_trains_as_any_other(tmp_path, kind):
 )
 def test_a_language_model_that_would_be_trained_wrongly_is_refused(tmp_path, config, message):
     start = save_reader(tmp_path / "model", config)
-    fields = {"pretrained.model": str(start), "dataset": str(read_only(tmp_path / "data"))}
+    fields = {"pretrained.model": str(start), "dataset": str(small_vlm.sums(tmp_path / "data"))}
     with pytest.raises(UserError, match=message):
         answer_runs.run(**fields, logdir=str(tmp_path))
 

@@ -150,9 +150,10 @@ def test_a_run_starts_from_a_lora(run):
         run(run_name="third", **{"train.lora_path": str(first.folder)})
 
 
-def test_the_reference_is_the_lora_that_the_run_started_from(run):
-    """Not the base without it, nor what a resumed run loads."""
-    first = run(run_name="first", num_epochs=1, **{"train.learning_rate": 0.03})
+def test_the_reference_is_the_lora_that_the_run_started_from(run, tmp_path):
+    """Not the base without it, nor what a resumed run loads. Words first, then pictures."""
+    words = {"dataset": str(small_vlm.sums(tmp_path / "sums")), "train.learning_rate": 0.03}
+    first = run(run_name="first", num_epochs=1, **words)
     lora = first.folder / "checkpoints/latest/lora"
     fields = {"train.lora_path": str(lora), "train.beta": 0.1, "train.updates_per_epoch": 1}
     whole = run(run_name="whole", num_epochs=2, **fields)

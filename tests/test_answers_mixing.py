@@ -12,6 +12,7 @@ import small_judge
 import small_vlm
 
 from flow_grpo.answer.plan import AnswerPlan
+from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Rollout
 from flow_grpo.answer.session import build_session
 from flow_grpo.data.mixing import set_of
@@ -87,8 +88,12 @@ def test_columns_may_have_other_names(tmp_path):
         assert told in str(caught.value)
 
 
-def test_a_run_with_two_data_sets_and_two_reward_models(model, tmp_path, caplog):
-    """Rows have no truth: reward models need none."""
+def test_a_run_with_two_data_sets_and_two_reward_models(model, tmp_path, caplog, monkeypatch):
+    """Rows have no truth: reward models need none. Each prompt is measured once."""
+    measured, length = [], PromptEncoder.length
+    monkeypatch.setattr(
+        PromptEncoder, "length", lambda *own: measured.append(length(*own)) or measured[-1]
+    )
     caplog.set_level("INFO")
     few = questions(tmp_path / "few", 4, "prompt")
     many = questions(tmp_path / "many", 9, "prompt")
@@ -112,6 +117,7 @@ def test_a_run_with_two_data_sets_and_two_reward_models(model, tmp_path, caplog)
     config.reward_fn = {"a": 0.5, "b": 2.0}
     config.unlock()
     session = build_session(config)
+    assert len(measured) == 14 + 2
     try:
         answer_runs.train_vlm.train(session)
     finally:

@@ -144,7 +144,7 @@ def test_sampling_training_and_transformers_agree_on_videos(folder, family):
     for i, row in enumerate(rows):
         own = trained[i][batch.mask[i]]
         assert (own - sampled.log_probs[i]).abs().max() < 2e-6
-        assert (own - stock(model, prompts[row], sampled.tokens[i])).abs().max() < 1e-5
+        assert (own - stock(model, prompts[row], sampled.tokens[i])).abs().max() < 2e-6
 
 
 def test_patches_and_their_seconds_are_those_of_transformers(folder):

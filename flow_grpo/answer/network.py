@@ -36,7 +36,8 @@ class AnswerModel(nn.Module):
         self.temperature = temperature
         self.compute_dtype = compute_dtype
         width = model.config.get_text_config().hidden_size
-        self.value = nn.Linear(width, 1, dtype=torch.float32) if with_value else None
+        precise = torch.promote_types(model.dtype, torch.float32)
+        self.value = nn.Linear(width, 1, dtype=precise) if with_value else None
         if self.value is not None:
             nn.init.zeros_(self.value.weight)
             nn.init.zeros_(self.value.bias)

@@ -1,7 +1,7 @@
 """The questions of a run, from its config; what a user may not expect is told in a line."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -51,13 +51,18 @@ class QuestionSets:
             for source, count in zip(self.sources, self.groups, strict=True):
                 logger.info("%-21s %d of %d questions", source.name, count, self.plan.questions)
 
-    def without_long(self, length: Callable[[Question], int], most: int) -> "QuestionSets":
-        """Those whose prompts have at most so many tokens; a line tells how many have more."""
+    def without_long(
+        self, length: Callable[[Question], int], most: int
+    ) -> tuple["QuestionSets", int]:
+        """Those whose prompts have at most so many tokens, and the most that one of these has; a
+        line tells how many have more."""
+        lengths = []
 
-        def fitting(questions: Sequence[Question]) -> list[Question]:
-            return [question for question in questions if length(question) <= most]
+        def fits(question: Question) -> bool:
+            lengths.append(length(question))
+            return lengths[-1] <= most
 
-        parts, test = [fitting(part) for part in self.parts], fitting(self.test)
+        parts, test = [[*filter(fits, part)] for part in self.parts], [*filter(fits, self.test)]
         left = sum(map(len, parts)), len(test)
         lost = len(self.train) - left[0], len(self.test) - left[1]
         if any(lost):
@@ -71,7 +76,8 @@ class QuestionSets:
                 f"none of the {lost[1]} test questions has a prompt of at most {most} tokens; "
                 "raise --config.max_prompt_length"
             )
-        return replace(self, parts=parts, test=test)
+        longest = max(own for own in lengths if own <= most)
+        return replace(self, parts=parts, test=test), longest
 
 
 def build_questions(config: AnswerFields, plan: AnswerPlan) -> QuestionSets:

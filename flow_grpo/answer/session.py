@@ -178,10 +178,13 @@ def build_session(
         )
         most = _longest_prompt(config, model)
         if config.filter_overlong_prompts:
-            data = on_all_or_none(accelerator, lambda: data.without_long(encoder.length, most))
+            data, longest = on_all_or_none(
+                accelerator, lambda: data.without_long(encoder.length, most)
+            )
             every = [*data.train, *data.test]
+        else:
+            longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))
         data.tell()
-        longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))
         policy = AnswerPolicy(
             model,
             parts=[tokenizer, images],

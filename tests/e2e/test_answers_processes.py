@@ -7,6 +7,7 @@ import answer_runs
 import pytest
 import small_vlm
 import torch
+from environments import EPISODES
 from safetensors.torch import load_file
 
 # all weights, so that the tower is waited for where a micro-batch has no picture
@@ -17,6 +18,7 @@ RUNS = {
     "float32": {"num_epochs": 2, "exact": False},
     "full": {**FULL, "num_epochs": 2},
     "refilled": {**REFILLED, "train.updates_per_epoch": 3, "train.beta": 0.1},
+    "episodes": EPISODES,
     "ppo": {"train.advantage": "gae", "train.beta": 0.1, "train.kl_in": "reward", "train.kl": "k1"},
 }
 # by two alone: the second fails, in batches of one, and has no part in the evaluation before

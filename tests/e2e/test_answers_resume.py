@@ -8,6 +8,7 @@ import dying
 import pytest
 import small_vlm
 import torch
+from environments import EPISODES
 from runner import Runner, run_script
 from safetensors.torch import load_file
 
@@ -49,10 +50,7 @@ def new_runner(tmp_path_factory):
     return new
 
 
-@pytest.fixture(scope="module")
-def whole(new_runner) -> Runner:
-    """Four epochs that nothing disturbs."""
-    run = new_runner()
+def undisturbed(run: Runner) -> Runner:
     done = run(**FIELDS)
     assert done.returncode == 0, done.stderr
     return run
@@ -94,8 +92,8 @@ def assert_same_run(one: Runner, other: Runner) -> None:
     assert samples_of(one) == samples_of(other)
 
 
-def test_two_epochs_and_two_more_are_four_bit_for_bit(new_runner, whole):
-    run = new_runner()
+def test_two_epochs_and_two_more_are_four_bit_for_bit(new_runner):
+    whole, run = undisturbed(new_runner()), new_runner()
     half = run(**{**FIELDS, "num_epochs": 2})
     assert half.returncode == 0, half.stderr
     assert [line["epoch"] for line in run.metrics()] == [0, 1, 2]
@@ -114,7 +112,7 @@ def test_two_epochs_and_two_more_are_four_bit_for_bit(new_runner, whole):
 DEATHS = [
     ("flow_grpo.answer.network:AnswerModel.log_probs", 3, -1),  # decoding, before training
     ("flow_grpo.run.checkpoint:_finish", 1, -1),  # the first checkpoint has its files, and no name
-    ("flow_grpo.answer.decoding:choose", 5, 0),  # sampling
+    ("flow_grpo.answer.environment:Environments.step", 3, 0),  # amid episodes
     ("accelerate:Accelerator.backward", 1, 0),  # training, before the first update
     ("flow_grpo.run.session:take_update", 2, 0),  # between two updates
     ("flow_grpo.answer.policy:AnswerPolicy.save", 1, 0),  # a checkpoint with half its files
@@ -126,8 +124,8 @@ DEATHS = [
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_ten_times_ends_with_the_same_weights(new_runner, whole):
-    run = new_runner()
+def test_a_run_of_episodes_that_is_killed_ten_times_ends_with_the_same_files(new_runner):
+    whole, run = undisturbed(new_runner(**EPISODES)), new_runner(**EPISODES)
     for target, number, reached in DEATHS:
         command = run.command(**FIELDS, resume="auto")
         killed = run_script(dying.__file__, target, number, *command)
