@@ -27,8 +27,8 @@ class DrawModel(shared.ModelFields):
     )
     encoder_precision: str = setting(
         shared.FULL,
-        'Text encoders, as base_precision: "fp8" takes half their memory, "nf4" a quarter. Prompts '
-        "are then read less exactly, in training and in evaluation.",
+        'Text encoders, as base_precision: "fp8" takes half their memory, "nf4" about a third. '
+        "Prompts are then read less exactly, in training and in evaluation.",
         choices=shared.PRECISIONS,
     )
 
