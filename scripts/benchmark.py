@@ -170,6 +170,7 @@ def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
         offload_idle=config.offload_idle,
         source_size=image_size(config),
         base_precision=config.pretrained.base_precision,
+        encoder_precision=config.pretrained.encoder_precision,
     )
     # random weights are made on the GPU, at full precision; those of a file go there one by one
     torch.cuda.empty_cache()
@@ -292,6 +293,7 @@ def settings(session: Session) -> dict[str, Any]:
         "weights": f"LoRA r {config.train.lora_rank}" if config.use_lora else "all",
         "precision": config.mixed_precision,
         "base_precision": config.pretrained.base_precision,
+        "encoder_precision": config.pretrained.encoder_precision,
         "compile": session.adapter.compiled,
         "cuda_graphs": session.adapter.replayed,
         "merge_lora": config.sample.merge_lora,

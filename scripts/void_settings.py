@@ -174,8 +174,8 @@ NOT_TRIED = {
         train.ema_update_interval""",
     "speed and memory": """prompt_cache offload_idle compile cuda_graphs sample.merge_lora
         train.gradient_checkpointing train.keep_gradients train.offload_optimizer
-        train.use_8bit_adam mixed_precision pretrained.base_precision allow_tf32 device
-        distributed_timeout""",
+        train.use_8bit_adam mixed_precision pretrained.base_precision
+        pretrained.encoder_precision allow_tf32 device distributed_timeout""",
     "which model, prompts and rewards": """pretrained.model pretrained.revision frames dataset
         dataset_column image_column prompt_fn custom_rewards custom_models custom_algorithms
         reward_options reward_servers reward_retries reward_timeout max_failed_fraction

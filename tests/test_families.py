@@ -34,6 +34,7 @@ from PIL import Image
 from policies import policy_of
 from safetensors.torch import load_file
 from sessions import short_config
+from torch import nn
 from train import train
 
 from flow_grpo.data.prompts import Prompt
@@ -46,6 +47,7 @@ from flow_grpo.draw.sources import check_sources
 from flow_grpo.errors import UserError
 from flow_grpo.pictures import fit_picture
 from flow_grpo.run.export import Source
+from flow_grpo.speed.low_bits import LowBitLinear
 
 BY_NAME = {family.name: family for family in FAMILIES}
 SEEING = {  # rewards of runs that start from pictures
@@ -492,6 +494,41 @@ def test_texts_in_the_cache_and_parts_that_wait_on_the_cpu_draw_the_same(
         again, "encode_one", lambda text, *_: pytest.fail(f"encoded {text!r} again")
     )
     assert torch.equal(draw_ode(again, *call), expected)
+
+
+# CLIP and T5, Qwen2.5-VL, Qwen3, UMT5 and CLIP's vision
+@pytest.mark.parametrize(
+    "family",
+    [BY_NAME[name] for name in ("flux_kontext", "qwen_image_edit", "z_image", "wan_i2v")],
+    indirect=True,
+    ids=str,
+)
+def test_encoders_alone_are_in_few_bits_and_have_a_cache_of_their_own(family, folder, tmp_path):
+    def embeds(**settings) -> torch.Tensor:
+        adapter = load(folder, **settings)
+        low = {n for n, part in adapter.pipeline.components.items() if _has_low_bits(part)}
+        asked = "encoder_precision" in settings
+        assert low == ({*adapter.encoders} - {"vae"} if asked else set())
+        images = [pictures_of(p, min(2, adapter.sources[-1])) for p in PROMPTS]
+        return adapter.encode(PROMPTS, None, images).inputs["embeds"]
+
+    full = embeds(prompt_cache=str(tmp_path))
+    low = embeds(prompt_cache=str(tmp_path), encoder_precision="nf4")
+    assert 0 < (low - full).norm() < 0.5 * full.norm()
+    assert torch.equal(embeds(encoder_precision="nf4", offload_idle=True, device="cpu:0"), low)
+
+
+@pytest.mark.parametrize("family", [BY_NAME["flux_kontext"]], indirect=True, ids=str)
+def test_the_vae_is_in_full_also_where_it_encodes(folder):
+    plain = load(folder)
+    plain.vae.attention = nn.Linear(64, 64)  # as full-size ones have
+    low = type(plain)(plain.pipeline, encoder_precision="nf4")
+    assert _has_low_bits(low.pipeline.text_encoder)
+    assert not _has_low_bits(low.vae)
+
+
+def _has_low_bits(part: object) -> bool:
+    return isinstance(part, nn.Module) and any(isinstance(m, LowBitLinear) for m in part.modules())
 
 
 @pytest.fixture

@@ -117,6 +117,16 @@ def test_sampling_and_training_are_one_policy(make_session, precision):
     assert any(p.any() for n, p in session.policy.trained().items() if "lora_B" in n)
 
 
+def test_encoders_have_a_precision_of_their_own(make_session):
+    session = make_session(use_lora=False, **{"pretrained.encoder_precision": "nf4"})
+    parts = session.adapter.pipeline.components
+    low = {
+        name: any(isinstance(m, LowBitLinear) for m in parts[name].modules())
+        for name in ("text_encoder", "text_encoder_3", "transformer")
+    }
+    assert low == {"text_encoder": True, "text_encoder_3": True, "transformer": False}
+
+
 def test_what_cannot_be_is_refused(make_session, monkeypatch):
     low = {"pretrained.base_precision": "fp8"}
     with pytest.raises(UserError, match="needs use_lora=True"):
@@ -131,4 +141,4 @@ def test_what_cannot_be_is_refused(make_session, monkeypatch):
         check_base(session.config, session.accelerator)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(UserError, match=r"this one has 8\.0; use 'nf4'"):
-        low_bits.check_precision("fp8", torch.device("cuda"))
+        low_bits.check_precision("pretrained.base_precision", "fp8", torch.device("cuda"))

@@ -47,6 +47,11 @@ STUB = """
             if order == "hang":
                 Path(argument).touch()
                 time.sleep(1000)
+            if order == "touch":
+                Path(argument).touch()
+            if order == "await":
+                while not Path(argument).exists():
+                    time.sleep(0.01)
             if order == "raise":
                 raise ValueError(argument)
             return f"{len(argument)} read"
@@ -113,6 +118,13 @@ class TestPool:
         assert results[7].reason == "ValueError: it is torn"
         del results[7]
         assert results == [f"{n} read" for n in range(40) if n != 7]
+
+    def test_the_last_jobs_wait_for_no_slow_one(self, tmp_path: Path) -> None:
+        last = tmp_path / "last"
+        jobs = ["read x"] * 38 + [f"await {last}", f"touch {last}"]
+        with stub_pool(workers=2, timeout=10.0) as pool:
+            results = pool.map(jobs)
+        assert results == ["1 read"] * 38 + [f"{len(str(last))} read"] * 2
 
     def test_tries_a_job_again_after_its_worker_died(self, tmp_path: Path) -> None:
         marker = tmp_path / "tried"

@@ -8,6 +8,7 @@ from typing import Any
 from flow_grpo.config.settings import section, setting
 
 FULL = "bf16"  # frozen weights as mixed_precision says
+PRECISIONS = (FULL, "fp8", "nf4")  # of frozen weights
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class ModelFields:
         'Frozen weights under LoRA: "fp8" takes half the memory and is for new GPUs, "nf4" takes a '
         'quarter and is no faster; "bf16" leaves them as mixed_precision says. The saved LoRA '
         "is for the model as it was.",
-        choices=(FULL, "fp8", "nf4"),
+        choices=PRECISIONS,
     )
 
 

@@ -25,6 +25,12 @@ class DrawModel(shared.ModelFields):
     model: str = setting(
         "stabilityai/stable-diffusion-3.5-medium", "A diffusers pipeline folder or a hub id."
     )
+    encoder_precision: str = setting(
+        shared.FULL,
+        'Text encoders, as base_precision: "fp8" takes half their memory, "nf4" about a third. '
+        "Prompts are then read less exactly, in training and in evaluation.",
+        choices=shared.PRECISIONS,
+    )
 
 
 @dataclass(frozen=True)

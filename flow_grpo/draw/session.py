@@ -156,6 +156,8 @@ def build_session(
         if algorithm.whole_groups:
             plan.check_whole_groups(algorithm.name)
         check_kept(config, algorithm, plan, accelerator)
+        encoders = config.pretrained.encoder_precision
+        low_bits.check_precision("pretrained.encoder_precision", encoders, accelerator.device)
         if sample.merge_lora and is_sharded(accelerator):
             raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
         run.open_folder(begin, plan.updates)
@@ -325,6 +327,7 @@ def build_adapter(config: DrawFields, accelerator: Accelerator) -> ModelAdapter:
         source_size=image_size(config),
         base_precision=config.pretrained.base_precision,
         keep_full=config.sample.eval_precision == FULL,
+        encoder_precision=config.pretrained.encoder_precision,
     )
     adapter.guidance_scale_2 = config.sample.guidance_scale_2
     return adapter

@@ -138,7 +138,7 @@ def check_base(config: SharedFields, accelerator: Accelerator) -> None:
                 f"{field} does not go with ZeRO-3 or FSDP: every GPU has all of them; use plain "
                 "data parallelism"
             )
-        check_precision(precision, accelerator.device)
+        check_precision("pretrained.base_precision", precision, accelerator.device)
 
 
 @contextmanager

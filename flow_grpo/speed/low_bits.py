@@ -18,12 +18,13 @@ BLOCK = 64  # weights that share a scale in 4 bits
 SIDES = 16  # a product in 8 bits takes sides that are a multiple of this
 
 
-def check_precision(precision: str, device: torch.device) -> None:
+def check_precision(setting: str, precision: str, device: torch.device) -> None:
+    """Refuse what the GPU cannot compute; `setting` is named in the error."""
     if precision == FP8 and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 9):
             raise UserError(
-                "pretrained.base_precision='fp8' needs a GPU of compute capability 8.9 or more "
+                f"{setting}='fp8' needs a GPU of compute capability 8.9 or more "
                 f"(RTX 40, L4, H100), and this one has {capability[0]}.{capability[1]}; use 'nf4'"
             )
 

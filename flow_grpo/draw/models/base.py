@@ -113,9 +113,11 @@ class ModelAdapter(ABC):
         source_size: Size | None = None,
         base_precision: str = FULL,
         keep_full: bool = False,
+        encoder_precision: str = FULL,
     ) -> None:
         """`source_size` is what pictures of prompts are brought to; `base_precision` is that of the
-        transformer's blocks, of which `at_full_precision` needs `keep_full`."""
+        transformer's blocks, of which `at_full_precision` needs `keep_full`; `encoder_precision`
+        that of what reads prompts, the VAE aside."""
         self.pipeline = pipeline
         self.device, self.dtype = torch.device(device), dtype
         self.idle_device = torch.device("cpu") if offload_idle else self.device
@@ -128,7 +130,11 @@ class ModelAdapter(ABC):
         for module in modules:
             freeze(module, dtype)
         to_low_bits(self.blocks(), base_precision, self.device, keep_full=keep_full)
-        for module in modules:  # diffusers' own `to` warns of what does not apply
+        encoders = set(self._parts(self.encoders).values()) - {self.vae}
+        for module in modules:
+            if module in encoders:
+                to_low_bits([module], encoder_precision, self.device)
+            # diffusers' own `to` warns of what does not apply
             nn.Module.to(module, self.device if module in trained else self.idle_device)
         self.plain_vae = isinstance(self.vae, AutoencoderKL)
         layout = {"memory_format": torch.channels_last} if self.plain_vae else {}

@@ -163,11 +163,13 @@ class WorkerPool:
         """One result per payload, in order; `Failed` where there is none."""
         self._start_threads()
         jobs = [_Job(payload) for payload in payloads]
-        # Small enough that no worker idles at the end, large enough that one never waits for the
-        # trainer to let go of the interpreter lock between two pictures.
-        size = min(MAX_CHUNK, max(1, math.ceil(len(jobs) / (4 * self._size))))
-        for start in range(0, len(jobs), size):
+        start = 0
+        while start < len(jobs):
+            # Large at first, so that no worker waits for the trainer to let go of the interpreter
+            # lock between two pictures; one by one at last, so that none idles at the end.
+            size = min(MAX_CHUNK, math.ceil((len(jobs) - start) / (4 * self._size)))
             self._put(deque(jobs[start : start + size]))
+            start += size
         return [job.result.result() for job in jobs]
 
     def pids(self) -> list[int]:
