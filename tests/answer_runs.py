@@ -66,7 +66,8 @@ def exactly() -> Iterator[None]:
         def call(tensor: Tensor, *args: Any, **settings: Any) -> Tensor:
             if tensor.dtype == torch.float64:
                 args = [torch.float64 if x is torch.float32 else x for x in args]
-                settings |= {"dtype": torch.float64} if "dtype" in settings else {}
+                if settings.get("dtype") is torch.float32:
+                    settings["dtype"] = torch.float64
             return function(tensor, *args, **settings)
 
         return call
