@@ -28,7 +28,7 @@ def write(out: Path, seed: int) -> None:
                 left, top = (rng.randrange(TIMES) * side for side in shapes.size)
                 large = Image.new("RGB", (TIMES * width, TIMES * height))
                 large.paste(shapes, (left, top))
-                large.save(out / row["images"][0])
+                large.save(out / row["images"][0], compress_level=1)
                 lines.append({**row, "box": [left, top, left + width, top + height]})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (out / f"{split}.jsonl").write_text(text)

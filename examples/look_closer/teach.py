@@ -4,8 +4,8 @@ then it says what it would say if it had been shown the crop alone, faults and a
 python examples/look_closer/teach.py --data look_closer    # writes look_closer/model
 """
 
-import argparse
 import random
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.rollout import Answerer, Sample
 from flow_grpo.answer.turns import Episode, Player
+from flow_grpo.config.mistakes import Parser, told_plainly
 from flow_grpo.data.questions import Question, find_questions
 from flow_grpo.data.seeding import sample_generators
+from flow_grpo.errors import UserError
 from flow_grpo.run.export import refuse_existing
 
 HERE = Path(__file__).parent
@@ -57,20 +59,16 @@ def lessons(player: Player, questions: list[Question], seed: int) -> list[list[A
         said = answerer.answer(answerer.encode(crops, rows), rows, draws[len(every) :])
     tokenizer = answerer.encoder.tokenizer
     look = torch.tensor([*tokenizer(LOOK)["input_ids"], tokenizer.eos_token_id])
-    lessons = [[] for _ in rows]
-    for sample in guesses:
-        lessons[sample.row].append(sample)
-    for row, step in zip(rows, steps, strict=True):
+    learned = []
+    for row, step in enumerate(steps):
         episode = Episode(row, row, questions[row], prompts[row], prompts[row])
         episode.add(Sample(row, look, torch.zeros(len(look)), True, LOOK))
         player.hear(episode, step)
         episode.add(said[row])
         talk = answerer.encoder.followed(episode.talk, said[row].tokens)
-        lessons[row].append(episode.sample(talk))
-    return [
-        [Answer(row, prompts[row], each.tokens, each.talk) for each in own]
-        for row, own in enumerate(lessons)
-    ]
+        samples = [*guesses[row :: len(rows)], episode.sample(talk)]
+        learned.append([Answer(row, prompts[row], each.tokens, each.talk) for each in samples])
+    return learned
 
 
 def teach(player: Player, learned: list[list[Answer]], steps: int, lr: float, seed: int) -> None:
@@ -90,19 +88,25 @@ def teach(player: Player, learned: list[list[Answer]], steps: int, lr: float, se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("look_closer"))
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("look_closer"), help="of make_data.py")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--lr", type=float, default=8e-4)
+    parser.add_argument("--lr", type=float, default=8e-4, help="at the start; it falls to 0")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    told_plainly(lambda: write_taught(args), debug=False)
+
+
+def write_taught(args: Namespace) -> None:
     refuse_existing(args.data / "model")
-    player = build_player(str(MODEL))
     questions = find_questions(args.data, "train")
+    if questions is None:
+        raise UserError(f"no questions in {args.data}; run make_data.py --out {args.data} first")
+    player = build_player(str(MODEL))
     learned = lessons(player, questions, args.seed)
     player.environments.close()
     teach(player, learned, args.steps, args.lr, args.seed)
-    player.answerer.policy.save(args.data)
+    player.answerer.policy.save(args.data)  # as `model`
 
 
 if __name__ == "__main__":
