@@ -3,8 +3,6 @@ the question is about, closer. Then it should give the right number in answer ta
 
 from typing import Any
 
-LOOK = "<look>"
-
 
 class LookCloser:
     def __init__(self, tool: bool = True) -> None:
@@ -15,7 +13,7 @@ class LookCloser:
         self.row, self.looked = row, False
 
     def step(self, answer: str) -> tuple[Any, float, bool]:
-        if self.tool and not self.looked and answer == LOOK:
+        if self.tool and not self.looked and answer == "<look>":
             self.looked = True
             crop = self.row["images"][0].crop(self.row["box"])
             return (self.row["question"], [crop]), 0.0, False

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from environment import LOOK
 from tqdm import tqdm
 
 from flow_grpo.answer.batches import Answer, packed
@@ -28,6 +27,7 @@ from flow_grpo.run.export import refuse_existing
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "assets/tiny-vlm"
+LOOK = "<look>"  # what the environment answers with a crop
 GUESSES = 2  # conversations without a look, for each with one
 MAX_TOKENS = 40  # of an answer
 BATCH = 6  # questions of a step
