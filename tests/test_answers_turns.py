@@ -2,6 +2,7 @@
 their episodes, not the run."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -153,21 +154,52 @@ def test_an_episode_does_not_depend_on_what_is_played_beside_it(
             assert own.played == samples[place].played
 
 
-def test_the_worked_example_shows_what_was_too_small(tmp_path):
+@pytest.fixture(scope="module")
+def looking(tmp_path_factory) -> Path:
+    """The data of the worked example."""
+    folder = tmp_path_factory.mktemp("look_closer")
+    subprocess.run([sys.executable, EXAMPLE / "make_data.py", "--out", folder], check=True)
+    return folder
+
+
+def test_the_worked_example_shows_what_was_too_small(looking):
     """The crop is the picture of shapes that was pasted in."""
-    subprocess.run([sys.executable, EXAMPLE / "make_data.py", "--out", tmp_path], check=True)
-    question = find_questions(tmp_path, "train")[3]
+    question = find_questions(looking, "train")[3]
     [large] = question.images
     environments = Environments(f"{EXAMPLE / 'environment.py'}:LookCloser", {}, 60, workers=1)
-    said = ["9"], ["9", f"8 or {question.answer}"]
-    moves = [*(Move.of((0, 0), question, each) for each in said)]
-    moves.append(Move.of((0, 1), question, ["<answer>9</answer>"]))
-    looked, right, wrong = (environments.step([move])[0] for move in moves)
+    right = f"<answer>{question.answer}</answer>"
+    said = ["<look>"], ["<look>", right], ["<look>", "<look>"], [right], ["<answer>9</answer>"]
+    moves = [Move.of((0, number), question, each) for number, each in enumerate(said)]
+    looked, *ended = environments.step(moves)
     environments.close()
     assert (looked.text, looked.reward, looked.done) == (question.text, 0.0, False)
     assert read_picture(looked.pictures[0]) == read_picture(SHAPES / "images" / large.name)
-    assert (right.reward, right.done) == (1.0, True)
-    assert (wrong.reward, wrong.done) == (0.0, True)
+    assert [(step.reward, step.done) for step in ended] == [(r, True) for r in (1, 0, 1, 0)]
+
+
+def test_the_worked_example_teaches_a_look_and_what_is_said_of_the_crop_alone(looking, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
+    import teach
+
+    questions = find_questions(looking, "train")[:1]
+    player = teach.build_player(str(teach.MODEL))
+    learned = teach.lessons(player, questions, seed=0)
+    player.environments.close()
+    tokenizer = player.answerer.encoder.tokenizer
+    [question], [(*guesses, looked)] = questions, learned
+    assert [guess.talk for guess in guesses] == [None, None]
+    talk = looked.talk
+    look, said = map(tokenizer.decode, _answers(talk))
+    assert look == "<look><|im_end|>"
+    [(left, right)] = re.findall(r"(\d)\+(\d)", said)
+    assert int(left) + int(right) == int(question.answer)
+    assert question.text in tokenizer.decode(talk.ids[~talk.sampled])
+    crop = SHAPES / "images" / question.images[0].name
+    assert [*map(read_picture, talk.sources)] == [read_picture(crop)]
+    policy, batch = player.answerer.policy, packed([looked], player.answerer.pad)
+    before = policy.fixed_scores(batch)["log_probs"].sum()
+    teach.teach(player, learned, steps=2, lr=1e-3, seed=0)
+    assert policy.fixed_scores(batch)["log_probs"].sum() > before + 1
 
 
 TOLD = {

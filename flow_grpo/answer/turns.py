@@ -91,7 +91,7 @@ class Player:
                     for e in going
                 ]
                 for episode, step in zip(going, self.environments.step(moves), strict=True):
-                    self._hear(episode, step, last=turn == self.max_turns - 1)
+                    self.hear(episode, step, last=turn == self.max_turns - 1)
         encoder = self.answerer.encoder
         return [e.sample(encoder.followed(e.talk, e.answers[-1].tokens)) for e in episodes]
 
@@ -105,7 +105,7 @@ class Player:
         for episode, answer in zip(going, self.answerer.answer(prompts, keys, own), strict=True):
             episode.add(answer)
 
-    def _hear(self, episode: Episode, step: Step | Failed, *, last: bool) -> None:
+    def hear(self, episode: Episode, step: Step | Failed, *, last: bool = False) -> None:
         if isinstance(step, Failed):
             episode.over, episode.failure = True, step.reason
             return
