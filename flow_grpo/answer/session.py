@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -22,9 +22,9 @@ from flow_grpo.answer.losses.base import try_loss
 from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan, build_plan
 from flow_grpo.answer.policy import AnswerPolicy
-from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
+from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.questions import build_questions
-from flow_grpo.answer.rollout import Answerer, Sample, reward_metadata
+from flow_grpo.answer.rollout import Answerer, Sample, ToAnswer, reward_metadata
 from flow_grpo.answer.turns import Player
 from flow_grpo.answer.vllm_engine import (
     build_answerer,
@@ -70,18 +70,13 @@ class VlmSession(BaseSession):
         sample = self.config.sample
         return sample.max_new_tokens * (1 if self.player is None else sample.max_turns)
 
-    def answer(
-        self,
-        questions: list[Question],
-        prompts: dict[int, EncodedPrompt],
-        rows: list[int],
-        generators: list[torch.Generator] | None = None,
-    ) -> list[Sample]:
-        """One sample for each of `rows`, an answer or an episode; without generators the greedy
-        one."""
+    def answers(
+        self, questions: list[Question], batches: Iterable[ToAnswer]
+    ) -> Iterator[list[Sample]]:
+        """The samples of each batch, in their order: answers, or episodes."""
         if self.player is not None:
-            return self.player.play(questions, prompts, rows, generators)
-        return self.answerer.answer(prompts, rows, generators)
+            return (self.player.play(questions, *asked) for asked in batches)
+        return self.answerer.answers(batches)
 
     def close(self) -> None:
         try:
