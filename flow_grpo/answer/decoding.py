@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, Cache, DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
+from flow_grpo.answer.attention import one_query
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.speed.lora import (
     is_sum,
@@ -23,8 +23,6 @@ from flow_grpo.speed.lora import (
     without_lora,
 )
 from flow_grpo.speed.replay import WARM_UP, GraphMemory
-
-ONE_QUERY = "one_query"
 
 
 @dataclass(frozen=True)
@@ -104,33 +102,6 @@ class FixedCache(Cache):
 
 def _states(layer: LinearAttentionLayer) -> tuple[Tensor, Tensor]:
     return layer.conv_states[0], layer.recurrent_states[0]
-
-
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any
-) -> tuple[Tensor, None]:
-    """Attention of one query per row. Heads that share keys are queries of one head: keys are read
-    once and not copied for each of them."""
-    rows, heads, _, width = query.shape
-    shared = query.view(rows, key.shape[1], -1, width)
-    mask = mask.expand(-1, -1, shared.shape[2], -1)
-    out = scaled_dot_product_attention(shared, key, value, mask, scale=settings["scaling"])
-    return out.reshape(rows, 1, heads, width), None
-
-
-AttentionInterface.register(ONE_QUERY, _attend)
-
-
-@contextmanager
-def one_query(language_model: nn.Module) -> Iterator[None]:
-    """Context in which attention is the faster one for a single new token per row."""
-    config = language_model.config
-    usual = config._attn_implementation
-    config._attn_implementation = ONE_QUERY
-    try:
-        yield
-    finally:
-        config._attn_implementation = usual
 
 
 CHUNK = 128  # tokens whose probabilities are summed first: one long sum is slow on a GPU

@@ -14,6 +14,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from flow_grpo.answer.agreement import check_agreement
+from flow_grpo.answer.attention import compiles
 from flow_grpo.answer.check import check
 from flow_grpo.answer.environment import Environments
 from flow_grpo.answer.fields import ENVIRONMENT, GAE, VLLM, AnswerFields
@@ -165,6 +166,8 @@ def build_session(
             every = [*data.train, *data.test]
         data.tell()
         longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))
+        half = torch.bfloat16 if config.mixed_precision == "bf16" else None
+        flex = config.flex_attention and half and compiles(model, accelerator.device, half)
         policy = AnswerPolicy(
             model,
             parts=[tokenizer, images],
@@ -177,7 +180,8 @@ def build_session(
             with_value=train.advantage == GAE,
             temperature=sample.temperature,
             gradient_checkpointing=train.gradient_checkpointing,
-            compute_dtype=torch.bfloat16 if config.mixed_precision == "bf16" else None,
+            compute_dtype=half,
+            flex_attention=bool(flex),
             seed=config.seed,
         )
         on_all_or_none(accelerator, lambda: check_agreement(policy.network))
