@@ -98,10 +98,10 @@ def compiles(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool
     segments = torch.arange(3 * BLOCK, device=device).div(BLOCK, rounding_mode="floor")
     try:
         q, k, v = (
-            torch.zeros(2, n, 3 * BLOCK, width, dtype=dtype, device=device, requires_grad=True)
+            torch.zeros(3, n, 3 * BLOCK, width, dtype=dtype, device=device, requires_grad=True)
             for n in (heads, shared, shared)
         )
-        flex(q, k, v, block_mask(segments.expand(2, -1)), None).sum().backward()
+        flex(q, k, v, block_mask(segments.expand(3, -1)), None).sum().backward()
     except Exception as error:  # of the compiler, the GPU or its driver
         logger.warning(
             "flex attention does not run here, so that training pays for all pairs of tokens in a "

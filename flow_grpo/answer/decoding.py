@@ -87,9 +87,12 @@ class FixedCache(Cache):
             for held, new in zip(pair, _states(read.cache.layers[number]), strict=True):
                 held[slots] = new[chosen]
 
-    def keep(self, index: Tensor) -> None:
-        """Move these rows to the front."""
-        for pair in (*self.held.values(), *self.states.values()):
+    def keep(self, index: Tensor, columns: int) -> None:
+        """Move these rows, as long as `columns`, to the front."""
+        for pair in self.held.values():
+            for held in pair:
+                held[: len(index), :, :columns] = held[index, :, :columns]
+        for pair in self.states.values():
             for held in pair:
                 held[: len(index)] = held[index]
 
@@ -140,13 +143,17 @@ class Slots:
         self.start[slots], self.step[slots] = read.columns, 0
         self.draws[slots, : self.steps] = GREEDY if draws is None else draws
 
-    def write(self, log_probs: Tensor, slots: Tensor, *, greedy: bool) -> None:
-        """The next token of each answer, chosen from (slots, vocabulary); `greedy`: of all."""
+    def write(self, log_probs: Tensor, slots: Tensor, *, greedy: bool | None) -> None:
+        """The next token of each answer, chosen from (slots, vocabulary); `greedy`: whether all are
+        the likeliest ones, None where some are."""
         step = self.step[slots]
-        token = log_probs.argmax(-1)
+        if greedy is not False:
+            token = likeliest = log_probs.argmax(-1)
         if not greedy:
             draw = self.draws[slots, step]
-            token = torch.where(draw == GREEDY, token, choose(log_probs, draw))
+            token = choose(log_probs, draw)
+        if greedy is None:
+            token = torch.where(draw == GREEDY, likeliest, token)
         self.token[slots] = self.tokens[slots, step] = token
         self.log_probs[slots, step] = log_probs.gather(-1, token[:, None])[:, 0]
 
@@ -156,9 +163,9 @@ class Slots:
         ends = torch.isin(self.tokens[slots, : self.steps], stop) & written
         return torch.where(ends.any(1), ends.int().argmax(1) + 1, 0)
 
-    def keep(self, index: Tensor) -> None:
-        """Move these slots to the front."""
-        self.cache.keep(index)
+    def keep(self, index: Tensor, columns: int) -> None:
+        """Move these slots, with so many columns in use, to the front."""
+        self.cache.keep(index, columns)
         numbers = (self.token, self.step, self.padding, self.start, self.first)
         for held in (*numbers, self.draws, self.tokens, self.log_probs):
             held[: len(index)] = held[index]
@@ -185,12 +192,12 @@ class DecodingStep(nn.Module):
             self.lora = [layer for layer in lora_layers(network) if is_sum(layer)]
             self.weights = dict(_for_sampling(self, network.compute_dtype))
 
-    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool) -> None:
+    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool | None) -> None:
         with without_lora(self.lora):
             inputs = (slots, rows, columns, greedy)
             functional_call(self, self.weights, inputs, tie_weights=False)
 
-    def forward(self, slots: Slots, rows: int, columns: int, greedy: bool) -> None:
+    def forward(self, slots: Slots, rows: int, columns: int, greedy: bool | None) -> None:
         cache, step = slots.cache, slots.step[:rows]
         cache.show(rows, columns)
         # an answer that has ended, and still has a slot, may be beyond what is shown
@@ -235,13 +242,15 @@ class Graphs:
         self.memory = GraphMemory()
         self.recorded: dict[tuple, torch.cuda.CUDAGraph] = {}
 
-    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool) -> None:
+    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool | None) -> None:
         kind = (rows, columns, greedy)
         if kind not in self.recorded:
             self.recorded[kind] = self._record(slots, *kind)
         self.memory.replay(self.recorded[kind])
 
-    def _record(self, slots: Slots, rows: int, columns: int, greedy: bool) -> torch.cuda.CUDAGraph:
+    def _record(
+        self, slots: Slots, rows: int, columns: int, greedy: bool | None
+    ) -> torch.cuda.CUDAGraph:
         with self.memory.warm_up():
             for _ in range(WARM_UP):
                 with slots.tried():

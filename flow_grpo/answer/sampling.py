@@ -161,15 +161,15 @@ class Sampler:
         """A few tokens more of each answer."""
         size, fewer = self._size(max(going) + 1), self._size(len(going))
         if fewer <= MOST_ALIVE * size:
-            self.slots.keep(self._tensor(list(going)))
+            self.slots.keep(self._tensor(list(going)), self._seen(going))
             answers, size = list(going.values()), fewer
             going.clear()
             going.update(enumerate(answers))
-        greedy = all(answer.batch.draws is None for answer in going.values())
+        kinds = {answer.batch.draws is None for answer in going.values()}
+        greedy = kinds.pop() if len(kinds) == 1 else None
         missing = self.steps - min(answer.tokens for answer in going.values())
         for _ in range(min(LOOK, missing)):
-            seen = max(answer.start + answer.tokens for answer in going.values())
-            columns = min(self._columns(seen), self.slots.columns)
+            columns = self._columns(self._seen(going))
             self.step.take(self.slots, size, columns, greedy=greedy)
             for answer in going.values():
                 answer.tokens += 1
@@ -197,6 +197,11 @@ class Sampler:
         while answers <= size // 2:
             size //= 2
         return size
+
+    def _seen(self, going: dict[int, Going]) -> int:
+        """Columns that the next step sees."""
+        longest = max(answer.start + answer.tokens for answer in going.values())
+        return min(longest, self.slots.columns)  # of those that have all their tokens, too
 
     def _columns(self, count: int) -> int:
         return _rounded(count) if self.graphed else count
