@@ -203,13 +203,13 @@ class DecodingStep(nn.Module):
         # an answer that has ended, and still has a slot, may be beyond what is shown
         cache.place = (slots.start[:rows] + step).clamp(max=columns - 1)
         column = torch.arange(columns, device=step.device)
-        padding = torch.minimum(slots.padding[:rows], cache.place)  # which all see
-        hidden = (column > cache.place[:, None]) | (column < padding[:, None])
+        padding = torch.minimum(slots.padding[:rows], cache.place)  # a token sees itself at least
+        unseen = (column > cache.place[:, None]) | (column < padding[:, None])
         # as attention adds it: given what is seen, every layer would make this of it
-        mask = torch.zeros_like(hidden, dtype=cache.dtype).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros_like(unseen, dtype=cache.dtype).masked_fill_(unseen, -torch.inf)
         with one_query(self.network.model.get_decoder()):
             positions = (slots.first[:rows] + step).expand(self.network.family.axes, -1)
-            last = self.network.forward_model(
+            hidden = self.network.forward_model(
                 positions[..., None],
                 input_ids=slots.token[:rows, None],
                 attention_mask=mask[:, None, None],
@@ -217,7 +217,7 @@ class DecodingStep(nn.Module):
                 use_cache=True,
             )
         step.add_(1).clamp_(max=slots.steps)
-        slots.write(self.network.log_probs(last[:, 0]), cache.every[:rows], greedy=greedy)
+        slots.write(self.network.log_probs(hidden[:, 0]), cache.every[:rows], greedy=greedy)
 
 
 @torch.no_grad()

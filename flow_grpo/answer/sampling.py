@@ -136,7 +136,7 @@ class Sampler:
     ) -> Batch:
         inputs = left_padded(prompts, self.pad).to(self.device)
         cache = self.network.family.cache()
-        hidden = self.network.hidden(inputs, cache)[:, -1]
+        hidden = self.network.hidden(inputs, cache)[:, -1].clone()  # the others are not kept
         padding = (inputs.segments == PADDING).sum(1)
         following = self._tensor([prompt.following for prompt in prompts])
         read = Read(cache, hidden, padding, following, inputs.input_ids.shape[1])
