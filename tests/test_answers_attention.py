@@ -64,7 +64,7 @@ def chosen(counts: Tensor, indices: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "internvl"])
 def test_flex_attention_is_attention_with_the_mask_of_all_pairs(family, tmp_path, monkeypatch):
-    """Of a model with heads that share keys, answers of unlike lengths and pictures between them;
+    """For heads that share keys, answers of unlike lengths and pictures between them;
     gradients are tested on a GPU, as there are none on a CPU."""
     torch.manual_seed(0)
     networks = [AnswerModel(small_vlm.build(family).double(), flex_attention=f) for f in (0, 1)]

@@ -64,7 +64,8 @@ def block_mask(segments: Tensor) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Of blocks (B, queries, keys): how many keys' each query's has, and which, these first."""
+    """For every block of queries, of the blocks of keys chosen (B, queries, keys): how many there
+    are, and a list that begins with them."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
