@@ -1,24 +1,30 @@
 """Time and memory of training a model that answers: a published size, with random weights.
 
     python scripts/benchmark_vlm.py --shape qwen2.5-vl-3b --answers 64 --group 8 --new_tokens 512
+    python scripts/benchmark_vlm.py --lengths 16 1024 --batches 8 [--separate]    of unlike lengths
 
 Prints one line of JSON: seconds per answer and GiB of sampling and of training, and how near
-sampling comes to the time that reading weights and cache takes at the memory's bandwidth.
+sampling comes to the time that reading weights and cache takes at the memory's bandwidth, with
+every slot in use to the end.
 """
 
 import json
 import time
+from collections.abc import Iterator
+from itertools import starmap
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from untrained.answering import SHAPES, build
 
+from flow_grpo.answer.attention import compiles
 from flow_grpo.answer.batches import Answer, micro_batches, packed
 from flow_grpo.answer.losses.base import Counts, token_weights
 from flow_grpo.answer.losses.clip import Clip
 from flow_grpo.answer.models import family_of
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt
-from flow_grpo.answer.sampling import Sampled, Sampler
+from flow_grpo.answer.sampling import Asked, Batch, Sampled, Sampler
 from flow_grpo.config.mistakes import Parser
 from flow_grpo.data.seeding import sample_generators
 
@@ -31,48 +37,58 @@ def main() -> None:
     parser.add_argument("--text_tokens", type=int, default=128, help="of a question")
     parser.add_argument("--side", type=int, default=448, help="pixels of its square picture")
     parser.add_argument("--new_tokens", type=int, default=512, help="of an answer")
+    parser.add_argument(
+        "--lengths", type=int, nargs=2, help="answers have from so many to so many tokens instead"
+    )
+    parser.add_argument("--batches", type=int, default=1, help="of so many answers")
+    parser.add_argument("--separate", action="store_true", help="each waits for the one before")
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
     parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--dense", action="store_true", help="train without flex attention")
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second; H200")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     half = device.type == "cuda"
     model = build(args.shape, device, torch.bfloat16 if half else torch.float32)
     weights = sum(p.numel() for p in model.parameters())
+    flex = half and not args.dense and compiles(model, device, torch.bfloat16)
     policy = AnswerPolicy(
         model,
         parts=[],
         use_lora=not args.full,
         gradient_checkpointing=args.gradient_checkpointing,
         compute_dtype=torch.bfloat16 if half else None,
+        flex_attention=flex,
     )
-    prompts = [make_prompt(model, args.text_tokens, args.side, i) for i in range(questions(args))]
-    rows = [i // args.group for i in range(args.answers)]
-    sampled, sampling = sample(policy, prompts, rows, args.new_tokens)
+    count = args.answers * args.batches
+    rows = [i // args.group for i in range(count)]
+    prompts = [make_prompt(model, args.text_tokens, args.side, i) for i in range(rows[-1] + 1)]
+    sampled, sampling = sample(policy, prompts, rows, args)
+    lengths = [len(tokens) for tokens in sampled.tokens]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=half)
     _, training = measured(device, lambda: update(policy, optimizer, prompts, rows, sampled, args))
-    bytes_read = decoding_bytes(model, weights, args, len(prompts[0]))
+    bytes_read = decoding_bytes(model, weights, args.answers, lengths, len(prompts[0]))
     print(
         json.dumps(
             {
                 "shape": args.shape,
                 "parameters": weights,
                 "prompt_tokens": len(prompts[0]),
-                "sampling_s_per_answer": sampling["seconds"] / args.answers,
-                "sampling_tokens_per_s": args.answers * args.new_tokens / sampling["seconds"],
+                "answers": count,
+                "tokens": [min(lengths), sum(lengths) / count, max(lengths)],
+                "flex_attention": flex,
+                "sampling_s_per_answer": sampling["seconds"] / count,
+                "sampling_tokens_per_s": sum(lengths) / sampling["seconds"],
                 "sampling_gib": sampling["gib"],
                 "recording_s": sampling["first"] - sampling["seconds"],
-                "training_s_per_answer": training["seconds"] / args.answers,
+                "training_s_per_answer": training["seconds"] / count,
                 "training_gib": training["gib"],
+                "compiling_s": training["first"] - training["seconds"],
                 "share_of_bandwidth": bytes_read / args.bandwidth / sampling["seconds"],
             }
         )
     )
-
-
-def questions(args) -> int:
-    return -(-args.answers // args.group)
 
 
 def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) -> EncodedPrompt:
@@ -93,40 +109,74 @@ def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) 
     return EncodedPrompt(ids, positions, int(positions.max()) + 1, seen, (seed,))
 
 
+class OfLengths(Sampler):
+    """Its answers end where they are told to: a draw of almost 1 there chooses the last token of
+    the vocabulary, at which they end."""
+
+    lengths: list[int]
+
+    def _read(self, prompts, rows, generators) -> Batch:
+        batch = super()._read(prompts, rows, generators)
+        batch.draws.clamp_(max=0.999)
+        for draws in batch.draws:
+            draws[self.lengths.pop(0) - 1] = 1 - 2**-53
+        return batch
+
+
 def sample(
-    policy: AnswerPolicy, prompts: list[EncodedPrompt], rows: list[int], count: int
+    policy: AnswerPolicy, prompts: list[EncodedPrompt], rows: list[int], args
 ) -> tuple[Sampled, dict[str, float]]:
-    sampler = Sampler(policy.network, max_new_tokens=count, stop=[-1], pad=0)  # none ends early
-    numbers = list(range(len(rows)))
-    return measured(
-        sampler.device, lambda: sampler.sample(prompts, rows, sample_generators(0, 0, numbers))
-    )
+    shortest, longest = args.lengths or (args.new_tokens, args.new_tokens)
+    last = policy.model.config.get_text_config().vocab_size - 1
+    sampler = OfLengths(policy.network, max_new_tokens=longest, stop=[last], pad=0)
+    drawn = torch.Generator().manual_seed(0)
+    lengths = torch.randint(shortest, longest + 1, (len(rows),), generator=drawn).tolist()
+
+    def asked() -> Iterator[Asked]:
+        for start in range(0, len(rows), args.answers):
+            own = rows[start : start + args.answers]
+            numbers = list(range(start, start + len(own)))
+            generators = sample_generators(0, 0, numbers)
+            yield prompts[own[0] : own[-1] + 1], [row - own[0] for row in own], generators
+
+    def call() -> Sampled:
+        sampler.lengths = list(lengths)
+        separate = starmap(sampler.sample, asked())
+        every = list(separate if args.separate else sampler.stream(asked()))
+        tokens = [own for part in every for own in part.tokens]
+        return Sampled(tokens, [own for part in every for own in part.log_probs], [])
+
+    return measured(sampler.device, call)
 
 
 def update(policy, optimizer, prompts, rows, sampled: Sampled, args) -> None:
     device = next(policy.network.parameters()).device
     answers = [Answer(r, prompts[r], t) for r, t in zip(rows, sampled.tokens, strict=True)]
-    counts = Counts(tokens=float(args.answers * args.new_tokens), answers=float(args.answers))
+    most = max(len(tokens) for tokens in sampled.tokens)
+    tokens = sum(len(tokens) for tokens in sampled.tokens)
+    counts = Counts(tokens=float(tokens), answers=float(len(answers)))
     for part in micro_batches(answers, args.budget):
         batch = packed(answers[part], 0).to(device)
-        old = torch.stack(sampled.log_probs[part]).to(device)
+        old = pad_sequence(sampled.log_probs[part], batch_first=True).to(device)
         advantages = torch.ones(len(old), 1, device=device)
         scores = policy.scores(batch)["log_probs"]
         clip = Clip(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
         loss = clip.per_token(scores, old, advantages, batch.mask).loss
-        (loss * token_weights("token", batch.mask, counts, args.new_tokens)).sum().backward()
+        (loss * token_weights("token", batch.mask, counts, most)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def decoding_bytes(model: torch.nn.Module, weights: int, args, prompt: int) -> float:
+def decoding_bytes(
+    model: torch.nn.Module, weights: int, slots: int, lengths: list[int], prompt: int
+) -> float:
     """What all steps of sampling read at least: the language model's weights, and the cache."""
     text, size = model.config.text_config, next(model.parameters()).element_size()
     tower = sum(p.numel() for p in model.model.visual.parameters())
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head * size
-    seen = args.new_tokens * prompt + args.new_tokens**2 / 2  # tokens of the cache, over all steps
-    return args.new_tokens * (weights - tower) * size + args.answers * seen * per_token
+    seen = sum(n * prompt + n**2 / 2 for n in lengths)  # tokens of the cache, over all steps
+    return sum(lengths) / slots * (weights - tower) * size + seen * per_token
 
 
 def measured(device: torch.device, call):

@@ -30,7 +30,7 @@ from flow_grpo.answer.fields import ANSWER, GAE
 from flow_grpo.answer.losses import build_loss
 from flow_grpo.answer.losses.base import Counts
 from flow_grpo.answer.objective import Objective
-from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout
+from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout, ToAnswer
 from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
 from flow_grpo.answer.showing import write_answers
 from flow_grpo.config import command_line
@@ -126,26 +126,28 @@ def sample_answers(
     session: VlmSession, epoch: int, attempt: int, rollout: Rollout, own: list[int]
 ) -> list[PendingAnswers]:
     """Sample this process's answers; each batch is scored while the next one is sampled."""
-    config, answerer, pending = session.config, session.answerer, []
-    size = session.plan.batch_size
+    config, questions, pending = session.config, session.questions, []
+    size, with_greedy = session.plan.batch_size, config.train.advantage == "remax"
     batches = [own[i : i + size] for i in range(0, len(own), size)]
+
+    def asked() -> Iterator[ToAnswer]:
+        for batch in batches:
+            rows = [rollout.row_of(index) for index in batch]
+            new = [row for row in rows if row not in rollout.prompts]
+            rollout.prompts |= session.answerer.encode(questions, new)
+            keys = [index + attempt * session.plan.samples for index in batch]
+            yield rollout.prompts, rows, sample_generators(config.seed, epoch, keys)
+            if with_greedy:
+                yield rollout.prompts, list(dict.fromkeys(rows)), None
+
+    answers = session.answers(questions, asked())
     for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
         session.reward.end_if_broken()
-        rows = [rollout.row_of(index) for index in batch]
-        new = [row for row in rows if row not in rollout.prompts]
-        rollout.prompts |= answerer.encode(session.questions, new)
-        keys = [index + attempt * session.plan.samples for index in batch]
-        generators = sample_generators(config.seed, epoch, keys)
-        samples = session.answer(session.questions, rollout.prompts, rows, generators)
+        samples = next(answers)
+        greedy = next(answers) if with_greedy else []
         rollout.samples |= dict(zip(batch, samples, strict=True))
-        greedy = []
-        if config.train.advantage == "remax":
-            distinct = list(dict.fromkeys(rows))
-            greedy = session.answer(session.questions, rollout.prompts, distinct)
         most = session.most_tokens
-        pending.append(
-            PendingAnswers.submit(session.reward, session.questions, most, samples, greedy)
-        )
+        pending.append(PendingAnswers.submit(session.reward, questions, most, samples, greedy))
     return pending
 
 
@@ -289,12 +291,12 @@ def greedy_answers(session: VlmSession, rows: list[int]) -> list[PendingAnswers]
     config, questions, pending = session.config, session.test_questions, []
     size = config.sample.batch_size
     batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-    for batch in session.bar(batches, "evaluate"):
+    asked = ((session.answerer.encode(questions, batch), batch, None) for batch in batches)
+    answers = session.answers(questions, asked)
+    for _ in session.bar(batches, "evaluate"):
         session.eval_reward.end_if_broken()
-        prompts = session.answerer.encode(questions, batch)
-        answers = session.answer(questions, prompts, batch)
         most = session.most_tokens
-        pending.append(PendingAnswers.submit(session.eval_reward, questions, most, answers))
+        pending.append(PendingAnswers.submit(session.eval_reward, questions, most, next(answers)))
     return pending
 
 

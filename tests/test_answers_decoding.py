@@ -1,6 +1,7 @@
 """The steps of sampling: slots of fixed size, as CUDA graphs need them; how tokens are chosen."""
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,6 +52,66 @@ def test_slots_in_powers_of_two_and_rounded_columns_sample_the_same(family, prom
         for i, (tokens, log_probs) in enumerate(zip(other.tokens, other.log_probs, strict=True)):
             assert torch.equal(tokens, one.tokens[i])
             torch.testing.assert_close(log_probs, one.log_probs[i], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "graphed"), [("qwen2_5_vl", False), ("qwen3_5", True)])
+def test_answers_in_slots_that_others_left_are_those_that_have_their_own(
+    name, graphed, tmp_path, monkeypatch
+):
+    """In three slots, greedy ones among others; with states beside keys and values, and slots of
+    the sizes that a GPU has, too. No batch waits for the last answer of the one before."""
+    monkeypatch.setattr(sampling, "Graphs", lambda step: step)
+    network = AnswerModel(small_vlm.build(name))
+    encoder = small_vlm.encoder(network.model)
+    asked = [encoder.encode(question) for question in small_vlm.questions(tmp_path)]
+    rows = [0, 1, 2, 1, 0, 2, 2, 2, 0, 0, 0, 1, 2, 1, 0, 1, 1, 2]
+    drawn = generators(rows)
+    batches = [(asked, rows[i : i + 3], drawn[i : i + 3]) for i in range(0, 18, 3)]
+    batches.insert(2, (asked[:2], [1, 0], None))
+    sampler = Sampler(network, **SETTINGS)
+    sampler.graphed = graphed
+    taken, take = [], sampler.plain.take
+
+    def watched(*step, greedy: bool) -> None:
+        taken.append(step)
+        take(*step, greedy=greedy)
+
+    monkeypatch.setattr(sampler.plain, "take", watched)
+    together = list(sampler.stream(batches))
+    assert sampler.slots.rows == 3
+    lengths = [[len(tokens) for tokens in sampled.tokens] for sampled in together]
+    assert len(taken) < 0.8 * sum(max(own) - 1 for own in lengths)
+
+    greedy = together.pop(2)
+    alone = Sampler(network, **SETTINGS)
+    for these, own in (
+        ([greedy], alone.sample(asked, [1, 0])),
+        (together, alone.sample(asked, rows, generators(rows))),
+    ):
+        assert [ended for sampled in these for ended in sampled.ended] == own.ended
+        answers = [
+            pair
+            for sampled in these
+            for pair in zip(sampled.tokens, sampled.log_probs, strict=True)
+        ]
+        for (tokens, log_probs), *expected in zip(answers, own.tokens, own.log_probs, strict=True):
+            assert torch.equal(tokens, expected[0])
+            torch.testing.assert_close(log_probs, expected[1], rtol=0, atol=1e-5)
+    assert {True, False} == set(own.ended)
+
+
+def test_a_batch_with_longer_prompts_waits_for_larger_slots(prompts, family):
+    network = AnswerModel(small_vlm.build(family))
+    sampler = Sampler(network, **SETTINGS)
+    first = prompts[0]
+    longer = replace(first, ids=first.ids.repeat(16), positions=torch.arange(16 * len(first))[None])
+    longer = replace(longer, positions=longer.positions.expand(3, -1), following=len(longer))
+    batches = [([prompts[0]], [0, 0], None), ([longer, first], [0, 1], None)]
+    one, two = sampler.stream(batches)
+    assert sampler.slots.columns == 512
+    assert torch.equal(two.tokens[1], one.tokens[0])
+    alone = Sampler(network, **SETTINGS).sample([longer], [0])
+    assert torch.equal(two.tokens[0], alone.tokens[0])
 
 
 def test_slots_that_are_too_small_are_gone_before_there_are_larger_ones(

@@ -92,12 +92,12 @@ class OtherTemperature(Answerer):
             yield
         self.woken.append(False)
 
-    def answer(self, prompts, rows, generators=None):
+    def answers(self, batches):
         assert self.woken[-1]
         network, own = self.policy.network, self.policy.network.temperature
         network.temperature = own * self.factor
         try:
-            return super().answer(prompts, rows, generators)
+            yield from list(super().answers(batches))
         finally:
             network.temperature = own
 

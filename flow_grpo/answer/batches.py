@@ -162,15 +162,6 @@ def _inputs(
     )
 
 
-def attention(segments: Tensor) -> Tensor:
-    """(B, 1, S, S): a token sees what came before it of its prompt and its own answer. Padding sees
-    itself, as a row that sees nothing has no softmax."""
-    place = torch.arange(segments.shape[1], device=segments.device)
-    seen, sees = segments[:, None, :], segments[:, :, None]
-    allowed = (place <= place[:, None]) & ((seen == PROMPT) | (seen == sees)) & (seen != PADDING)
-    return (allowed | (place == place[:, None]))[:, None]
-
-
 def micro_batches(answers: Sequence[Answer], budget: int) -> Iterator[slice]:
     """Consecutive answers whose rows, padded to the longest, have at most `budget` tokens; always
     one at least."""

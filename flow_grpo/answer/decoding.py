@@ -3,16 +3,17 @@ takes several times as long as they run."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, Cache, DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
+from flow_grpo.answer.attention import one_query
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.speed.lora import (
     is_sum,
@@ -23,13 +24,24 @@ from flow_grpo.speed.lora import (
 )
 from flow_grpo.speed.replay import WARM_UP, GraphMemory
 
-ONE_QUERY = "one_query"
+
+@dataclass(frozen=True)
+class Read:
+    """Prompts as the model has read them."""
+
+    cache: DynamicCache
+    hidden: Tensor  # (prompts, width), of the last token
+    padding: Tensor  # (prompts,), columns to the left of each
+    following: Tensor  # (prompts,), position of an answer's first token
+    columns: int
 
 
 class FixedCache(Cache):
-    """Keys and values of every layer, in tensors that stay where they are. A step writes to column
-    `place` and sees the first `columns` of the first `rows`. A layer of linear attention has two
-    states instead, each of one size."""
+    """Keys and values of every layer, in tensors that stay where they are. A step writes to the
+    column `place` of each row, and sees the first `columns` of the first `rows`. A layer of linear
+    attention has two states instead, each of one size."""
+
+    place: Tensor  # (rows,)
 
     def __init__(
         self, read: DynamicCache, rows: int, columns: int, dtype: torch.dtype | None
@@ -54,8 +66,8 @@ class FixedCache(Cache):
                     for x in (own.keys, own.values)
                 )
         first, _ = next(iter(self.held.values()))
-        self.place = torch.zeros(1, dtype=torch.long, device=first.device)
         self.dtype = first.dtype
+        self.every = torch.arange(rows, device=first.device)
         self.show(rows, columns)
 
     def show(self, rows: int, columns: int) -> None:
@@ -65,19 +77,18 @@ class FixedCache(Cache):
             layer = self.layers[number]  # from which the model takes them, and writes in place
             layer.conv_states[0], layer.recurrent_states[0] = convolution[:rows], recurrent[:rows]
 
-    def fill(self, read: DynamicCache, chosen: Tensor, columns: int) -> None:
-        """Row i with what was read for row `chosen[i]`, all rows as long as `columns`."""
+    def fill(self, slots: Tensor, read: Read, chosen: Tensor) -> None:
+        """Row `slots[i]` with what was read of prompt `chosen[i]`."""
         for number, pair in self.held.items():
-            own = read.layers[number]
+            own = read.cache.layers[number]
             for held, new in zip(pair, (own.keys, own.values), strict=True):
-                held[: len(chosen), :, :columns] = new[chosen]
+                held[slots, :, : read.columns] = new[chosen].to(held.dtype)
         for number, pair in self.states.items():
-            for held, new in zip(pair, _states(read.layers[number]), strict=True):
-                held[: len(chosen)] = new[chosen]
-        self.place.fill_(columns)
+            for held, new in zip(pair, _states(read.cache.layers[number]), strict=True):
+                held[slots] = new[chosen]
 
     def keep(self, index: Tensor, columns: int) -> None:
-        """Move these rows to the front and go on with them alone."""
+        """Move these rows, as long as `columns`, to the front."""
         for pair in self.held.values():
             for held in pair:
                 held[: len(index), :, :columns] = held[index, :, :columns]
@@ -88,7 +99,7 @@ class FixedCache(Cache):
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, ...]:
         every = [held[: self.rows, :, : self.columns] for held in self.held[layer_idx]]
         for held, new in zip(every, (keys, values), strict=True):
-            held.index_copy_(2, self.place, new.to(held.dtype))
+            held[self.every[: self.rows], :, self.place] = new[:, :, 0].to(held.dtype)
         return tuple(every)
 
 
@@ -96,114 +107,74 @@ def _states(layer: LinearAttentionLayer) -> tuple[Tensor, Tensor]:
     return layer.conv_states[0], layer.recurrent_states[0]
 
 
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any
-) -> tuple[Tensor, None]:
-    """Attention of one query per row. Heads that share keys are queries of one head: keys are read
-    once and not copied for each of them."""
-    rows, heads, _, width = query.shape
-    shared = query.view(rows, key.shape[1], -1, width)
-    mask = mask.expand(-1, -1, shared.shape[2], -1)
-    out = scaled_dot_product_attention(shared, key, value, mask, scale=settings["scaling"])
-    return out.reshape(rows, 1, heads, width), None
-
-
-AttentionInterface.register(ONE_QUERY, _attend)
-
-
-@contextmanager
-def one_query(language_model: nn.Module) -> Iterator[None]:
-    """Context in which attention is the faster one for a single new token per row."""
-    config = language_model.config
-    usual = config._attn_implementation
-    config._attn_implementation = ONE_QUERY
-    try:
-        yield
-    finally:
-        config._attn_implementation = usual
-
-
 CHUNK = 128  # tokens whose probabilities are summed first: one long sum is slow on a GPU
 COLUMNS = 256  # of the cache: the graphs are made for multiples of this
+GREEDY = -1.0  # in place of a draw: the likeliest token
 
 
 class Slots:
-    """A batch in tensors that stay where they are. Each row is a slot; answers that
-    have ended leave theirs to others."""
+    """Answers that are sampled together, in tensors that stay where they are. Each row is a slot,
+    which an answer that has ended leaves to another."""
 
     def __init__(
-        self,
-        read: DynamicCache,
-        hidden: Tensor,
-        rows: int,
-        columns: int,
-        steps: int,
-        dtype: torch.dtype | None = None,  # of the cache
+        self, read: Read, rows: int, columns: int, steps: int, dtype: torch.dtype | None = None
     ) -> None:
-        device = hidden.device
-        self.cache = FixedCache(read, rows, columns, dtype)
-        self.rows, self.columns = rows, columns
-        self.seen = torch.zeros(rows, 1, 1, columns, dtype=torch.bool, device=device)
-        self.token = torch.zeros(rows, dtype=torch.long, device=device)  # the last of each
-        self.first = torch.zeros(rows, dtype=torch.long, device=device)  # position of an answer
-        self.draws = torch.zeros(rows, steps, dtype=torch.float64, device=device)
-        self.step = torch.zeros(1, dtype=torch.long, device=device)
-        # by answer, and one row more for unused slots
-        self.answer = torch.full((rows,), rows, device=device)
-        self.tokens = torch.zeros(rows + 1, steps, dtype=torch.long, device=device)
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        self.log_probs = torch.zeros(rows + 1, steps, dtype=precise, device=device)
+        """`dtype`: of the cache."""
+        device = read.hidden.device
+        self.cache = FixedCache(read.cache, rows, columns, dtype)
+        self.rows, self.columns, self.steps = rows, columns, steps
+        numbers = torch.zeros(5, rows, dtype=torch.long, device=device)
+        self.token, self.step = numbers[:2]  # the last of each answer
+        self.padding, self.start, self.first = numbers[2:]  # columns, and the position, of each
+        # with a column more, for answers that have all their tokens and still a slot
+        self.draws = torch.zeros(rows, steps + 1, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(rows, steps + 1, dtype=torch.long, device=device)
+        precise = torch.promote_types(read.hidden.dtype, torch.float32)
+        self.log_probs = torch.zeros(rows, steps + 1, dtype=precise, device=device)
 
     def fits(self, rows: int, columns: int) -> bool:
         return self.rows >= rows and self.columns >= columns
 
-    def fill(
-        self,
-        read: DynamicCache,
-        seen: Tensor,  # (prompts, columns) bool
-        chosen: Tensor,  # (answers,), the prompt of each
-        first: Tensor,  # (answers,)
-        draws: Tensor | None,  # (answers, steps)
-        pad: int,
-    ) -> None:
-        # unused slots repeat the last answer's prompt: what they compute has to be finite
-        spare = chosen[-1:].expand(self.rows - len(chosen))
-        everyone = torch.cat([chosen, spare])
-        self.cache.fill(read, everyone, seen.shape[1])
-        self.seen.zero_()
-        self.seen[:, 0, 0, : seen.shape[1]] = seen[everyone]
-        self.tokens.fill_(pad)
-        self.first.zero_()[: len(first)] = first
-        if draws is not None:
-            self.draws[: len(draws)] = draws
-        self.step.zero_()
-        self.answer.fill_(self.rows)[: len(chosen)] = torch.arange(len(chosen), device=first.device)
+    def fill(self, slots: Tensor, read: Read, chosen: Tensor, draws: Tensor | None) -> None:
+        """Answers to the prompts `chosen` (answers,) begin in `slots` (answers,); the likeliest
+        ones, without `draws` (answers, steps)."""
+        self.cache.fill(slots, read, chosen)
+        self.padding[slots], self.first[slots] = read.padding[chosen], read.following[chosen]
+        self.start[slots], self.step[slots] = read.columns, 0
+        self.draws[slots, : self.steps] = GREEDY if draws is None else draws
 
-    def write(self, log_probs: Tensor, *, greedy: bool) -> None:
-        """The next token of each answer, chosen from (rows, vocabulary)."""
-        rows = len(log_probs)
-        if greedy:
-            token = log_probs.argmax(-1)
-        else:
-            token = choose(log_probs, self.draws[:rows].index_select(1, self.step)[:, 0])
-        place = (self.answer[:rows], self.step.expand(rows))
-        self.tokens.index_put_(place, token)
-        self.log_probs.index_put_(place, log_probs.gather(-1, token[:, None])[:, 0])
-        self.token[:rows] = token
+    def write(self, log_probs: Tensor, slots: Tensor, *, greedy: bool | None) -> None:
+        """The next token of each answer, chosen from (slots, vocabulary); `greedy`: whether all are
+        the likeliest ones, None where some are."""
+        step = self.step[slots]
+        if greedy is not False:
+            token = likeliest = log_probs.argmax(-1)
+        if not greedy:
+            draw = self.draws[slots, step]
+            token = choose(log_probs, draw)
+        if greedy is None:
+            token = torch.where(draw == GREEDY, likeliest, token)
+        self.token[slots] = self.tokens[slots, step] = token
+        self.log_probs[slots, step] = log_probs.gather(-1, token[:, None])[:, 0]
+
+    def lengths(self, slots: Tensor, stop: Tensor) -> Tensor:
+        """(slots,): tokens up to the first of `stop`; 0 where there is none yet."""
+        written = torch.arange(self.steps, device=slots.device) <= self.step[slots, None]
+        ends = torch.isin(self.tokens[slots, : self.steps], stop) & written
+        return torch.where(ends.any(1), ends.int().argmax(1) + 1, 0)
 
     def keep(self, index: Tensor, columns: int) -> None:
-        """Move these slots to the front and go on with them alone."""
-        count = len(index)
+        """Move these slots, with so many columns in use, to the front."""
         self.cache.keep(index, columns)
-        for held in (self.seen, self.token, self.first, self.draws, self.answer):
-            held[:count] = held[index]
-        self.answer[count:] = self.rows
+        numbers = (self.token, self.step, self.padding, self.start, self.first)
+        for held in (*numbers, self.draws, self.tokens, self.log_probs):
+            held[: len(index)] = held[index]
 
     @contextmanager
     def tried(self) -> Iterator[None]:
         """Context that undoes the decoding step taken in it: to warm up, and to record a graph."""
         states = (state for pair in self.cache.states.values() for state in pair)
-        kept = (self.token, self.step, self.cache.place, *states)
+        kept = (self.token, self.step, *states)
         before = [held.clone() for held in kept]
         yield
         for held, value in zip(kept, before, strict=True):
@@ -221,30 +192,32 @@ class DecodingStep(nn.Module):
             self.lora = [layer for layer in lora_layers(network) if is_sum(layer)]
             self.weights = dict(_for_sampling(self, network.compute_dtype))
 
-    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool) -> None:
+    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool | None) -> None:
         with without_lora(self.lora):
             inputs = (slots, rows, columns, greedy)
             functional_call(self, self.weights, inputs, tie_weights=False)
 
-    def forward(self, slots: Slots, rows: int, columns: int, greedy: bool) -> None:
-        cache = slots.cache
-        slots.seen.index_fill_(3, cache.place, value=True)
+    def forward(self, slots: Slots, rows: int, columns: int, greedy: bool | None) -> None:
+        cache, step = slots.cache, slots.step[:rows]
         cache.show(rows, columns)
+        # an answer that has ended, and still has a slot, may be beyond what is shown
+        cache.place = (slots.start[:rows] + step).clamp(max=columns - 1)
+        column = torch.arange(columns, device=step.device)
+        padding = torch.minimum(slots.padding[:rows], cache.place)  # a token sees itself at least
+        unseen = (column > cache.place[:, None]) | (column < padding[:, None])
         # as attention adds it: given what is seen, every layer would make this of it
-        seen = slots.seen[:rows, ..., :columns]
-        mask = torch.zeros_like(seen, dtype=cache.dtype).masked_fill_(~seen, -torch.inf)
+        mask = torch.zeros_like(unseen, dtype=cache.dtype).masked_fill_(unseen, -torch.inf)
         with one_query(self.network.model.get_decoder()):
-            positions = (slots.first[:rows] + slots.step).expand(self.network.family.axes, -1)
+            positions = (slots.first[:rows] + step).expand(self.network.family.axes, -1)
             hidden = self.network.forward_model(
                 positions[..., None],
                 input_ids=slots.token[:rows, None],
-                attention_mask=mask,
+                attention_mask=mask[:, None, None],
                 past_key_values=cache,
                 use_cache=True,
             )
-        cache.place += 1
-        slots.step += 1
-        slots.write(self.network.log_probs(hidden[:, 0]), greedy=greedy)
+        step.add_(1).clamp_(max=slots.steps)
+        slots.write(self.network.log_probs(hidden[:, 0]), cache.every[:rows], greedy=greedy)
 
 
 @torch.no_grad()
@@ -269,13 +242,15 @@ class Graphs:
         self.memory = GraphMemory()
         self.recorded: dict[tuple, torch.cuda.CUDAGraph] = {}
 
-    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool) -> None:
+    def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool | None) -> None:
         kind = (rows, columns, greedy)
         if kind not in self.recorded:
             self.recorded[kind] = self._record(slots, *kind)
         self.memory.replay(self.recorded[kind])
 
-    def _record(self, slots: Slots, rows: int, columns: int, greedy: bool) -> torch.cuda.CUDAGraph:
+    def _record(
+        self, slots: Slots, rows: int, columns: int, greedy: bool | None
+    ) -> torch.cuda.CUDAGraph:
         with self.memory.warm_up():
             for _ in range(WARM_UP):
                 with slots.tried():

@@ -41,7 +41,8 @@ class AnswerSample:
     )
     batch_size: int = setting(
         128,
-        "Answers that a process samples together, and questions that it evaluates together.",
+        "Answers that a process samples together, and questions that it evaluates together. When "
+        "one has ended, the next begins in its place.",
         at_least=1,
     )
     max_new_tokens: int = setting(1024, "An answer is cut off there.", at_least=1)
@@ -217,6 +218,11 @@ class AnswerFields(shared.SharedFields):
         True,
         "On a GPU, replay each step of sampling as a CUDA graph, which spares the host a thousand "
         "launches. A step is recorded in a second or two at the start of an epoch.",
+    )
+    flex_attention: bool = setting(
+        True,
+        "On a GPU in bf16, train with torch's flex attention, which skips pairs of answers that "
+        "share a row and never see each other; compiled once, in about a minute.",
     )
     use_lora: bool = setting(
         True,

@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
-from flow_grpo.answer.batches import PADDING, Inputs, PackedBatch, attention
+from flow_grpo.answer.attention import PACKED, block_mask, dense_mask
+from flow_grpo.answer.batches import PADDING, Inputs, PackedBatch
 from flow_grpo.answer.models import family_of
 
 LOGITS = 2**26  # of one chunk, in float32: 256 MiB
@@ -30,6 +31,7 @@ class AnswerModel(nn.Module):
         temperature: float = 1.0,
         with_value: bool = False,
         compute_dtype: torch.dtype | None = None,
+        flex_attention: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -45,6 +47,9 @@ class AnswerModel(nn.Module):
             fuse_norms(model)
         self.family = family_of(model)
         self.banned = self.family.banned
+        self.flex_attention = flex_attention
+        if flex_attention:
+            model.get_decoder().config._attn_implementation = PACKED
         self.in_step = False  # whether other processes wait for every layer of a forward
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
@@ -63,12 +68,13 @@ class AnswerModel(nn.Module):
         length, awaited = inputs.input_ids.shape[1], self._tower_is_awaited(inputs)
         if awaited:
             inputs = self._with_blank(inputs)
+        make_mask = block_mask if self.flex_attention and cache is None else dense_mask
         with self.family.looking(inputs.pictures, inputs.shown) as pictures:
             hidden = self.forward_model(
                 inputs.position_ids,
                 input_ids=inputs.input_ids,
                 attention_mask=self.family.mask(
-                    attention(inputs.segments), inputs.segments != PADDING
+                    make_mask(inputs.segments), inputs.segments != PADDING
                 ),
                 past_key_values=cache,
                 use_cache=cache is not None,

@@ -43,6 +43,7 @@ class AnswerPolicy(BasePolicy):
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
         compute_dtype: torch.dtype | None = None,
+        flex_attention: bool = False,
         seed: int = 0,
     ) -> None:
         # tokenizer and image processor, saved with whole models
@@ -52,6 +53,7 @@ class AnswerPolicy(BasePolicy):
         lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)
         super().__init__(model, lora if use_lora else None, lora_path, seed)
         settings = {"temperature": temperature, "compute_dtype": compute_dtype}
+        settings["flex_attention"] = flex_attention
         frozen, self._frozen = None, None
         if not use_lora:
             frozen = copy.deepcopy(model).requires_grad_(False) if with_reference else None

@@ -1,6 +1,7 @@
 """The samples of an epoch: which question each answers, who samples it, and what it scored."""
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -25,6 +26,9 @@ from flow_grpo.rewards import TOTAL, PendingScores, WeightedReward
 BASELINE, LENGTH, ENDED, TURNS = (
     f"{TOTAL}/{name}" for name in ("baseline", "length", "ended", "turns")
 )
+
+# Prompts by row, the row of each answer, and their generators; without these the greedy answers.
+ToAnswer = tuple[dict[int, EncodedPrompt], list[int], list[torch.Generator] | None]
 
 
 @dataclass(frozen=True)
@@ -221,14 +225,26 @@ class Answerer:
         generators: list[torch.Generator] | None = None,
     ) -> list[Sample]:
         """One for each of `rows`; without generators the greedy one."""
-        places = {row: i for i, row in enumerate(dict.fromkeys(rows))}
-        asked = [prompts[row] for row in places]
-        sampled = self.sampler.sample(asked, [places[row] for row in rows], generators)
-        columns = (rows, sampled.tokens, sampled.log_probs, sampled.ended)
-        return [
-            Sample(row, tokens, log_probs, ended, self.encoder.decode(tokens.tolist()))
-            for row, tokens, log_probs, ended in zip(*columns, strict=True)
-        ]
+        [answers] = self.answers([(prompts, rows, generators)])
+        return answers
+
+    def answers(self, batches: Iterable[ToAnswer]) -> Iterator[list[Sample]]:
+        """What `answer` gives for each batch, in their order. The next one is asked for, and begun,
+        before the last answers of a batch have ended."""
+        begun: deque[list[int]] = deque()
+
+        def asked() -> Iterator[tuple]:
+            for prompts, rows, generators in batches:
+                begun.append(rows)
+                places = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+                yield [prompts[row] for row in places], [places[row] for row in rows], generators
+
+        for sampled in self.sampler.stream(asked()):
+            columns = (begun.popleft(), sampled.tokens, sampled.log_probs, sampled.ended)
+            yield [
+                Sample(row, tokens, log_probs, ended, self.encoder.decode(tokens.tolist()))
+                for row, tokens, log_probs, ended in zip(*columns, strict=True)
+            ]
 
 
 def reward_metadata(question: Question, tokens: int, max_new_tokens: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -14,6 +14,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from flow_grpo.answer.agreement import check_agreement
+from flow_grpo.answer.attention import compiles
 from flow_grpo.answer.check import check
 from flow_grpo.answer.environment import Environments
 from flow_grpo.answer.fields import ENVIRONMENT, GAE, VLLM, AnswerFields
@@ -22,9 +23,9 @@ from flow_grpo.answer.losses.base import try_loss
 from flow_grpo.answer.models import check_room, load_model, load_processors
 from flow_grpo.answer.plan import AnswerPlan, build_plan
 from flow_grpo.answer.policy import AnswerPolicy
-from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
+from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.questions import build_questions
-from flow_grpo.answer.rollout import Answerer, Sample, reward_metadata
+from flow_grpo.answer.rollout import Answerer, Sample, ToAnswer, reward_metadata
 from flow_grpo.answer.turns import Player
 from flow_grpo.answer.vllm_engine import (
     build_answerer,
@@ -70,18 +71,13 @@ class VlmSession(BaseSession):
         sample = self.config.sample
         return sample.max_new_tokens * (1 if self.player is None else sample.max_turns)
 
-    def answer(
-        self,
-        questions: list[Question],
-        prompts: dict[int, EncodedPrompt],
-        rows: list[int],
-        generators: list[torch.Generator] | None = None,
-    ) -> list[Sample]:
-        """One sample for each of `rows`, an answer or an episode; without generators the greedy
-        one."""
+    def answers(
+        self, questions: list[Question], batches: Iterable[ToAnswer]
+    ) -> Iterator[list[Sample]]:
+        """The samples of each batch, in their order: answers, or episodes."""
         if self.player is not None:
-            return self.player.play(questions, prompts, rows, generators)
-        return self.answerer.answer(prompts, rows, generators)
+            return (self.player.play(questions, *asked) for asked in batches)
+        return self.answerer.answers(batches)
 
     def while_awake(self, sample: Callable[[], Result]) -> Result:
         """What it returns, with the answerer awake; a mistake or an outage on one process ends all.
@@ -185,6 +181,8 @@ def build_session(
         else:
             longest = on_all_or_none(accelerator, lambda: encoder.check_lengths(every, most))
         data.tell()
+        half = torch.bfloat16 if config.mixed_precision == "bf16" else None
+        flex = config.flex_attention and half and compiles(model, accelerator.device, half)
         policy = AnswerPolicy(
             model,
             parts=[tokenizer, images],
@@ -197,7 +195,8 @@ def build_session(
             with_value=train.advantage == GAE,
             temperature=sample.temperature,
             gradient_checkpointing=train.gradient_checkpointing,
-            compute_dtype=torch.bfloat16 if config.mixed_precision == "bf16" else None,
+            compute_dtype=half,
+            flex_attention=bool(flex),
             seed=config.seed,
         )
         on_all_or_none(accelerator, lambda: check_agreement(policy.network))

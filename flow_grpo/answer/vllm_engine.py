@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from flow_grpo.answer.models import find_family
 from flow_grpo.answer.prompts import EncodedPrompt
-from flow_grpo.answer.rollout import Answerer, Sample
+from flow_grpo.answer.rollout import Answerer, Sample, ToAnswer
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.pictures import read_picture
@@ -209,6 +209,9 @@ class VllmAnswerer(Answerer):
         ended = chosen.finish_reason == "stop"
         text = self.encoder.decode(tokens)
         return Sample(row, torch.tensor(tokens), torch.tensor(log_probs), ended, text)
+
+    def answers(self, batches: Iterable[ToAnswer]) -> Iterator[list[Sample]]:
+        return (self.answer(*asked) for asked in batches)
 
 
 def drawn(generator: torch.Generator) -> int:

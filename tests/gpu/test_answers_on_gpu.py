@@ -73,6 +73,29 @@ def test_graphs_of_every_family_sample_what_plain_steps_do(family, compute_dtype
     assert off.mean() < (1e-5 if compute_dtype is None else 0.05)
 
 
+@pytest.mark.parametrize("family", small_vlm.FAMILIES)
+def test_answers_in_slots_that_others_left_are_those_that_have_their_own(family, tmp_path):
+    """With graphs, in four slots."""
+    model = small_vlm.build(family).to(CUDA)
+    network = AnswerPolicy(model, parts=[], use_lora=False).network
+    encoder = small_vlm.encoder(model)
+    prompts = [encoder.encode(question) for question in small_vlm.questions(tmp_path)]
+    rows = [i // 4 % 3 for i in range(32)]
+    ends = [small_vlm.EOS, *range(20, 26)]
+    settings = {"max_new_tokens": 60, "stop": ends, "pad": small_vlm.PAD}
+    drawn = sample_generators(0, 0, list(range(32)))
+    alone = Sampler(network, **settings, cuda_graphs=False).sample(prompts, rows, drawn)
+    drawn = sample_generators(0, 0, list(range(32)))
+    batches = [(prompts, rows[i : i + 4], drawn[i : i + 4]) for i in range(0, 32, 4)]
+    graphed = Sampler(network, **settings)
+    together = list(graphed.stream(batches))
+    assert graphed.slots.rows == 4
+    tokens = [own for sampled in together for own in sampled.tokens]
+    log_probs = [own for sampled in together for own in sampled.log_probs]
+    assert all(map(torch.equal, alone.tokens, tokens))
+    assert max(map(_furthest, alone.log_probs, log_probs)) < 1e-5
+
+
 @pytest.mark.parametrize("gradient_checkpointing", [True, False])
 def test_what_is_recomputed_is_what_training_computes(gradient_checkpointing):
     model = build("small", CUDA, torch.bfloat16)

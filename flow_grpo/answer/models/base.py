@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from flow_grpo.data.videos import Clip
@@ -78,9 +79,9 @@ class Family:
         them, on all axes alike."""
         return torch.arange(len(ids))[None]
 
-    def mask(self, attention: Tensor, there: Tensor) -> Any:
-        """The attention mask of the forward pass: of what each token sees (B, 1, S, S), and of
-        which tokens are no padding (B, S)."""
+    def mask(self, attention: Tensor | BlockMask, there: Tensor) -> Any:
+        """The attention mask of the forward pass: of what each token sees (B, 1, S, S), to be
+        handed on as it is, and of which tokens are no padding (B, S)."""
         return attention
 
     def cache(self) -> DynamicCache:

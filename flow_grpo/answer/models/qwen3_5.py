@@ -1,6 +1,9 @@
 """Qwen3.5: three layers of four have linear attention, which keeps what came before in a state."""
 
+from typing import Any
+
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache
 
 from flow_grpo.answer.models.qwen3_vl import Qwen3VL
@@ -15,7 +18,7 @@ class Qwen35(Qwen3VL):
     shares_prompt = False
     vllm_scratch = ""
 
-    def mask(self, attention: Tensor, there: Tensor) -> dict[str, Tensor]:
+    def mask(self, attention: Tensor | BlockMask, there: Tensor) -> dict[str, Any]:
         """By the kind of layer: padding is nothing to a state."""
         return {"full_attention": attention, "linear_attention": there}
 
