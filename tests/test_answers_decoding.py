@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flow_grpo.answer import sampling
 from flow_grpo.answer.batches import Answer, packed
-from flow_grpo.answer.decoding import CHUNK, Slots, choose
+from flow_grpo.answer.decoding import CHUNK, Slots, can_record, choose
 from flow_grpo.answer.network import AnswerModel, WideProduct, fuse_norms
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.sampling import Sampler
@@ -222,3 +222,10 @@ def test_weights_that_are_no_numbers_sample_some_token():
         log_probs = torch.full((2, vocabulary), torch.nan)
         tokens = choose(log_probs, torch.tensor([0.0, 0.999], dtype=torch.float64))
         assert ((tokens >= 0) & (tokens < vocabulary)).all()
+
+
+def test_steps_with_experts_in_float32_are_not_recorded():
+    model = small_vlm.build("qwen3_vl_moe")
+    assert not can_record(model)
+    assert can_record(model.to(torch.bfloat16))
+    assert can_record(small_vlm.build("qwen3_5"))  # of which convolutions have weights of three axes

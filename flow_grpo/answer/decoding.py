@@ -234,6 +234,17 @@ def _for_sampling(step: DecodingStep, dtype: torch.dtype) -> Iterator[tuple[str,
                     yield f"{name}.{part}", weight.to(dtype)
 
 
+def can_record(network: nn.Module) -> bool:
+    """Experts that are not in bfloat16 are multiplied one by one, by numbers that torch asks the
+    GPU for, which no recording can do."""
+    experts = [
+        weight
+        for name, weight in network.named_parameters()
+        if weight.dim() == 3 and name.endswith(("gate_up_proj", "down_proj"))
+    ]
+    return all(weight.dtype == torch.bfloat16 for weight in experts)
+
+
 class Graphs:
     """Steps of one and the same slots, recorded once for each number of rows and columns."""
 

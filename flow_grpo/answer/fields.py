@@ -220,7 +220,7 @@ class AnswerFields(shared.SharedFields):
         "launches. A step is recorded in a second or two at the start of an epoch.",
     )
     flex_attention: bool = setting(
-        True,
+        False,
         "On a GPU in bf16, train with torch's flex attention, which skips pairs of answers that "
         "share a row and never see each other; compiled once, in about a minute.",
     )

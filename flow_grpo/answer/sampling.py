@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from flow_grpo.answer.batches import PADDING, left_padded
-from flow_grpo.answer.decoding import COLUMNS, DecodingStep, Graphs, Read, Slots, uniform
+from flow_grpo.answer.decoding import (
+    COLUMNS,
+    DecodingStep,
+    Graphs,
+    Read,
+    Slots,
+    can_record,
+    uniform,
+)
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.answer.prompts import EncodedPrompt
 
@@ -71,7 +79,7 @@ class Sampler:
         self.device = next(network.parameters()).device
         self.stop = torch.tensor(stop, device=self.device)
         self.plain = DecodingStep(network)
-        self.graphed = cuda_graphs and self.device.type == "cuda"
+        self.graphed = cuda_graphs and self.device.type == "cuda" and can_record(network)
         self.step: DecodingStep | Graphs = self.plain
         self.slots: Slots | None = None
 

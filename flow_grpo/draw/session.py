@@ -59,7 +59,7 @@ from flow_grpo.run.session import BaseSession
 from flow_grpo.run.snapshot import Reference, Snapshot
 from flow_grpo.sde import Solver
 from flow_grpo.speed.lora import MergedLora, is_sum
-from flow_grpo.speed.low_bits import FULL
+from flow_grpo.speed.low_bits import FULL, check_precision
 
 logger = logging.getLogger("flow_grpo")
 
@@ -157,7 +157,7 @@ def build_session(
             plan.check_whole_groups(algorithm.name)
         check_kept(config, algorithm, plan, accelerator)
         encoders = config.pretrained.encoder_precision
-        low_bits.check_precision("pretrained.encoder_precision", encoders, accelerator.device)
+        check_precision("pretrained.encoder_precision", encoders, accelerator.device)
         if sample.merge_lora and is_sharded(accelerator):
             raise UserError("sample.merge_lora=True does not go with ZeRO-3 or FSDP")
         run.open_folder(begin, plan.updates)
