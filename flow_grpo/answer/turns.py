@@ -106,6 +106,7 @@ class Player:
             episode.add(answer)
 
     def hear(self, episode: Episode, step: Step | Failed, *, last: bool = False) -> None:
+        """What the environment answered: the episode goes on with it, or is over."""
         if isinstance(step, Failed):
             episode.over, episode.failure = True, step.reason
             return
