@@ -87,6 +87,8 @@ def fits(line: Line, config: ConfigDict) -> bool:
     return (
         wanted.items() <= found.items()
         and found.get("algorithm", "grpo") == config.algorithm
+        and found.get("base_precision", "bf16") == config.pretrained.base_precision
+        and found.get("keep_gradients", False) == config.train.keep_gradients
         and (found["guidance"] > 1) == guided
         and (not guided or found.get("guidance_gradient") == "both")
         and (found["beta"] > 0) == (config.grpo.beta > 0)

@@ -228,4 +228,4 @@ def test_steps_with_experts_in_float32_are_not_recorded():
     model = small_vlm.build("qwen3_vl_moe")
     assert not can_record(model)
     assert can_record(model.to(torch.bfloat16))
-    assert can_record(small_vlm.build("qwen3_5"))  # of which convolutions have weights of three axes
+    assert can_record(small_vlm.build("qwen3_5"))  # whose convolutions have three axes
