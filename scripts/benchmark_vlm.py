@@ -25,8 +25,10 @@ from flow_grpo.answer.models import family_of
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt
 from flow_grpo.answer.sampling import Asked, Batch, Sampled, Sampler
+from flow_grpo.config.fields import FULL, PRECISIONS
 from flow_grpo.config.mistakes import Parser
 from flow_grpo.data.seeding import sample_generators
+from flow_grpo.speed.low_bits import to_low_bits
 
 
 def main() -> None:
@@ -45,14 +47,18 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--dense", action="store_true", help="train without flex attention")
+    parser.add_argument("--flex", action="store_true", help="train with flex attention")
+    precision = "of frozen weights; nf4 with LoRA is QLoRA"
+    parser.add_argument("--base_precision", choices=PRECISIONS, default=FULL, help=precision)
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second; H200")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     half = device.type == "cuda"
     model = build(args.shape, device, torch.bfloat16 if half else torch.float32)
     weights = sum(p.numel() for p in model.parameters())
-    flex = half and not args.dense and compiles(model, device, torch.bfloat16)
+    to_low_bits([model.model], args.base_precision, device)
+    held = sum(p.nbytes for p in model.parameters())
+    flex = half and args.flex and compiles(model, device, torch.bfloat16)
     policy = AnswerPolicy(
         model,
         parts=[],
@@ -68,7 +74,7 @@ def main() -> None:
     lengths = [len(tokens) for tokens in sampled.tokens]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=half)
     _, training = measured(device, lambda: update(policy, optimizer, prompts, rows, sampled, args))
-    bytes_read = decoding_bytes(model, weights, args.answers, lengths, len(prompts[0]))
+    bytes_read = decoding_bytes(model, held, args.answers, lengths, len(prompts[0]))
     print(
         json.dumps(
             {
@@ -77,6 +83,7 @@ def main() -> None:
                 "prompt_tokens": len(prompts[0]),
                 "answers": count,
                 "tokens": [min(lengths), sum(lengths) / count, max(lengths)],
+                "base_precision": args.base_precision,
                 "flex_attention": flex,
                 "sampling_s_per_answer": sampling["seconds"] / count,
                 "sampling_tokens_per_s": sum(lengths) / sampling["seconds"],
@@ -168,15 +175,16 @@ def update(policy, optimizer, prompts, rows, sampled: Sampled, args) -> None:
 
 
 def decoding_bytes(
-    model: torch.nn.Module, weights: int, slots: int, lengths: list[int], prompt: int
+    model: torch.nn.Module, held: int, slots: int, lengths: list[int], prompt: int
 ) -> float:
-    """What all steps of sampling read at least: the language model's weights, and the cache."""
-    text, size = model.config.text_config, next(model.parameters()).element_size()
-    tower = sum(p.numel() for p in model.model.visual.parameters())
+    """What all steps of sampling read at least: the language model's weights, of the bytes `held`,
+    and the cache."""
+    text, size = model.config.text_config, model.dtype.itemsize
+    tower = sum(p.nbytes for p in model.model.visual.parameters())
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head * size
     seen = sum(n * prompt + n**2 / 2 for n in lengths)  # tokens of the cache, over all steps
-    return sum(lengths) / slots * (weights - tower) * size + seen * per_token
+    return sum(lengths) / slots * (held - tower) + seen * per_token
 
 
 def measured(device: torch.device, call):
