@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flow_grpo.answer import sampling
 from flow_grpo.answer.batches import Answer, packed
-from flow_grpo.answer.decoding import CHUNK, Slots, can_record, choose
+from flow_grpo.answer.decoding import CHUNK, COLUMNS, Slots, can_record, choose
 from flow_grpo.answer.network import AnswerModel, WideProduct, fuse_norms
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.sampling import Sampler
@@ -131,6 +131,10 @@ def test_slots_that_are_too_small_are_gone_before_there_are_larger_ones(
     for count in (2, 4, 3, 9):
         sampler.sample(prompts, ROWS[-count:], generators(ROWS[-count:]))
     assert len(made) == 3
+    sampler.steps += 2 * COLUMNS
+    for count in (3, 9):  # more columns and fewer rows, then more rows
+        sampler.sample(prompts, ROWS[-count:], generators(ROWS[-count:]))
+    assert len(made) == 4
 
 
 def generators(rows):

@@ -10,7 +10,7 @@ from torch import nn
 from flow_grpo.errors import UserError
 from flow_grpo.run.building import check_base
 from flow_grpo.speed import low_bits
-from flow_grpo.speed.low_bits import LowBitLinear, at_full_precision, to_low_bits
+from flow_grpo.speed.low_bits import LowBitLinear, at_full_precision, stored_as_before, to_low_bits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from train import run_evaluation, train
@@ -100,6 +100,20 @@ def test_full_precision_comes_back_for_a_while(precision):
         assert torch.equal(layer(x), full)
     assert torch.equal(layer(x), low)
     assert not torch.equal(low, full)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_library_may_cast_the_whole_module(precision):
+    layer, _ = layer_and_weight(precision)
+    before = {
+        name: p.clone() for name, p in layer.named_parameters() if name not in ("weight", "bias")
+    }
+    with stored_as_before(layer):
+        layer.to(torch.bfloat16)
+    for name, stored in before.items():
+        assert getattr(layer, name).dtype == stored.dtype
+        assert torch.equal(getattr(layer, name).view(torch.uint8), stored.view(torch.uint8))
+    assert layer.bias.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("precision", LOW)

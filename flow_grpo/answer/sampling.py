@@ -158,6 +158,8 @@ class Sampler:
             return True
         if going:
             return False
+        if self.slots is not None:  # else turns of an episode would make them anew in turn
+            rows, columns = max(rows, self.slots.rows), max(columns, self.slots.columns)
         # gone before there are others: both may be more than a GPU has
         self.slots, self.step = None, self.plain
         dtype = self.network.compute_dtype

@@ -88,6 +88,23 @@ class LowBitLinear(nn.Linear):
 
 
 @contextmanager
+def stored_as_before(module: nn.Module) -> Iterator[None]:
+    """Context in which libraries may cast all of a module; what stands for weights stays."""
+    held = [
+        (stored, stored.data)
+        for layer in module.modules()
+        if isinstance(layer, LowBitLinear)
+        for name, stored in layer.named_parameters(recurse=False)
+        if name not in ("weight", "bias")
+    ]
+    try:
+        yield
+    finally:
+        for stored, data in held:
+            stored.data = data
+
+
+@contextmanager
 def at_full_precision(module: nn.Module) -> Iterator[None]:
     """Compute with the weights that the host has kept, which are sent layer by layer."""
     layers = [x for x in module.modules() if isinstance(x, LowBitLinear) and x.full is not None]

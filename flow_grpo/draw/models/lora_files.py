@@ -25,6 +25,7 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import PICKLES, parse_json, read_json, refuse_pickles
 from flow_grpo.run.plan import is_lost
 from flow_grpo.speed.lora import lora_layers
+from flow_grpo.speed.low_bits import stored_as_before
 
 TRANSFORMER = "transformer"
 ENCODERS = ("text_encoder", "text_encoder_2")  # that diffusers puts LoRA on
@@ -221,14 +222,15 @@ def _attach_to_encoder(pipeline: DiffusionPipeline, name: str, file: LoraFile) -
     tensors, encoder = file.of(name), getattr(pipeline, name, None)
     if not tensors or encoder is None:
         return 0
-    pipeline.load_lora_into_text_encoder(
-        file.tensors,
-        network_alphas=None,
-        text_encoder=encoder,
-        prefix=name,
-        adapter_name="default",
-        metadata=file.metadata,
-    )
+    with stored_as_before(encoder):  # all of which diffusers cast
+        pipeline.load_lora_into_text_encoder(
+            file.tensors,
+            network_alphas=None,
+            text_encoder=encoder,
+            prefix=name,
+            adapter_name="default",
+            metadata=file.metadata,
+        )
     found = len(get_peft_model_state_dict(encoder))
     if found != len(tensors):
         raise ValueError(f"it has {len(tensors)} tensors for {name}, which takes {found}")
