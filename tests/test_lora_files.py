@@ -21,6 +21,7 @@ from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.errors import UserError
 from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.export import Source
+from flow_grpo.speed.low_bits import LowBitLinear
 
 TARGETS = SD3Adapter.lora_targets
 PLAIN = {"r": 4, "lora_alpha": 12, "init_lora_weights": "gaussian"}
@@ -292,6 +293,10 @@ def test_a_lora_on_the_text_encoders_too(tiny_sd3, diffusers_folder, tmp_path):
     before = adapter.encode(["a"], None).inputs["embeds"]
     adapter.load_lora(diffusers_folder)
     assert not torch.equal(adapter.encode(["a"], None).inputs["embeds"], before)
+    low = fresh(tiny_sd3, encoder_precision="nf4")
+    low.load_lora(diffusers_folder)
+    scales = [m.scale for m in low.pipeline.text_encoder.modules() if isinstance(m, LowBitLinear)]
+    assert {scale.dtype for scale in scales} == {torch.bfloat16}  # diffusers cast all of an encoder
     with pytest.raises(UserError, match=r"has \d+ tensors for other models than the transformer"):
         export(Source.find(diffusers_folder), str(tiny_sd3), tmp_path / "out")
     imports = {

@@ -32,6 +32,7 @@ def write(out: Path, seed: int) -> None:
                 lines.append({**row, "box": [left, top, left + width, top + height]})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (out / f"{split}.jsonl").write_text(text)
+        print(f"wrote {out / split}.jsonl, {len(lines)} questions")
 
 
 def main() -> None:

@@ -107,6 +107,7 @@ def write_taught(args: Namespace) -> None:
     player.environments.close()
     teach(player, learned, args.steps, args.lr, args.seed)
     player.answerer.policy.save(args.data)  # as `model`
+    print(f"wrote {args.data / 'model'}")
 
 
 if __name__ == "__main__":
