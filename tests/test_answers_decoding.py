@@ -160,6 +160,26 @@ def test_half_precision_samples_with_merged_lora(family, prompts, dtype):
     assert not any(layer.disable_adapters for layer in layers)
 
 
+def test_siblings_are_one_product_in_half_precision(family, prompts, monkeypatch):
+    """Of weights that hold LoRA, once and not a second time; the model is as it was afterwards."""
+    policy = AnswerPolicy(small_vlm.build(family), parts=[], compute_dtype=torch.bfloat16)
+    for layer in lora_layers(policy.model):
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+    together = Sampler(policy.network, **SETTINGS)
+    layers = small_vlm.TEXT["num_hidden_layers"]
+    assert len(together.plain.together) == 2 * layers
+    for joint in together.plain.together:
+        parts = joint.weight.split(joint.sizes)
+        held = {weight.data_ptr() for weight in together.plain.weights.values()}
+        assert {part.data_ptr() for part in parts} <= held
+    apart = Sampler(policy.network, **SETTINGS)
+    apart.plain.together = []
+    one, two = (s.sample(prompts, ROWS, generators(ROWS)) for s in (together, apart))
+    alike = map(torch.equal, one.tokens, two.tokens)
+    assert sum(alike) > len(ROWS) / 2  # but for rounding
+    assert not any("forward" in vars(module) for module in lora_layers(policy.model))
+
+
 def test_half_precision_keeps_the_cache_in_it_where_weights_are_in_float32(family, prompts):
     policy = AnswerPolicy(
         small_vlm.build(family).to(torch.bfloat16),

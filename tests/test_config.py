@@ -22,9 +22,10 @@ from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.seeding import Stream, torch_generator
 from flow_grpo.draw import fields as base
 from flow_grpo.draw.check import check, check_early, unusual
-from flow_grpo.draw.session import build_session, can_compile, can_replay, missing_tool
+from flow_grpo.draw.session import build_session, can_compile, can_replay
 from flow_grpo.errors import UserError
 from flow_grpo.run.building import choose_device
+from flow_grpo.speed.compiler import missing_tool
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,9 +123,9 @@ def test_what_is_compiled_and_replayed(monkeypatch, caplog):
 
 
 def test_what_the_compiler_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr("flow_grpo.draw.session.has_triton", lambda: False)
+    monkeypatch.setattr("flow_grpo.speed.compiler.has_triton", lambda: False)
     assert missing_tool() == "Triton"
-    monkeypatch.setattr("flow_grpo.draw.session.has_triton", lambda: True)
+    monkeypatch.setattr("flow_grpo.speed.compiler.has_triton", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert missing_tool() == "a C compiler (gcc or clang)"

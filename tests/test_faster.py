@@ -1,9 +1,12 @@
 """Layers in fewer kernels: the same function and gradients."""
 
+import sys
+
 import pytest
 import torch
 from policies import policy_of
 from torch import nn
+from untrained.small.flux import build as build_tiny_flux
 from untrained.small.sd3 import build as build_tiny_sd3
 
 from flow_grpo.draw.models.base import OF_IMAGE, OF_TEXT
@@ -13,6 +16,8 @@ from flow_grpo.speed.faster import (
     ChannelsLastNorm,
     SiblingLinear,
     channels_last_norms,
+    gelu,
+    give_dense_gradients,
     join_siblings,
 )
 
@@ -35,6 +40,40 @@ def test_a_group_norm_is_the_one_of_torch(dtype, shape, mean):
         assert norm(x).is_contiguous(memory_format=torch.channels_last)
     atol = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(norm(x).float(), expected, atol=atol, rtol=1e-2)
+
+
+def test_gelu_by_a_sigmoid_is_the_one_by_a_tanh():
+    x = torch.cat([torch.linspace(-9, 9, 1001), torch.tensor([-1e4, 0, 1e4])]).double()
+    x.requires_grad_()
+    plain = nn.functional.gelu(x, approximate="tanh")
+    torch.testing.assert_close(gelu(x), plain, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(y.sum(), x)[0] for y in (gelu(x), plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    half = x.detach().bfloat16()
+    assert gelu(half).dtype == torch.bfloat16
+    expected = nn.functional.gelu(half, approximate="tanh")
+    torch.testing.assert_close(gelu(half), expected, rtol=1e-2, atol=1e-6)
+
+
+def test_attention_gets_gradients_that_lie_together(monkeypatch):
+    transformer = build_tiny_flux().transformer
+    file = sys.modules[type(transformer).__module__]
+    seen = []
+
+    def attend(query, key, value, **settings):
+        out = query + key + value
+        out.register_hook(lambda gradient: seen.append(gradient.is_contiguous()))
+        return out
+
+    monkeypatch.setattr(file, "dispatch_attention_fn", attend)
+    give_dense_gradients(transformer)
+    give_dense_gradients(transformer)  # of another model of the same file
+    assert file.dispatch_attention_fn.__wrapped__ is attend
+    q, k, v = (torch.randn(2, 5, 3, 4, requires_grad=True) for _ in range(3))
+    wide = torch.cat([file.dispatch_attention_fn(q, k, v).flatten(2), torch.ones(2, 5, 7)], -1)
+    wide.square().sum().backward()
+    assert seen == [True]
+    torch.testing.assert_close(q.grad, 2 * (q + k + v).detach())
 
 
 def steps(policy: Policy) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ of every pair of tokens all pairs are paid for; flex attention skips those that 
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cuda
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,10 +23,12 @@ from transformers.masking_utils import sdpa_mask
 
 from flow_grpo.answer.batches import PADDING, PROMPT
 from flow_grpo.errors import first_line
+from flow_grpo.speed.compiler import fused
 
 logger = logging.getLogger("flow_grpo")
 
 PACKED, ONE_QUERY = "packed_rows", "one_query"  # names of attention, for transformers
+ROTARY = "apply_rotary_pos_emb"  # in transformers' files
 BLOCK = 128  # columns that flex attention skips or computes together
 NARROWEST = 16  # heads that it can do
 
@@ -125,15 +130,25 @@ def _packed(
 def _one_query(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Attention of one query per row. Heads that share keys are queries of one head: keys are read
-    once and not copied for each of them."""
+    """Attention of one query per row. Heads that share keys do so in cuDNN, or else are queries of
+    one head: keys are read once and not copied for each of them."""
     rows, heads, _, width = query.shape
-    shared = query.view(rows, key.shape[1], -1, width)
-    mask = mask.expand(-1, -1, shared.shape[2], -1)
-    out = functional.scaled_dot_product_attention(
-        shared, key, value, mask, scale=settings["scaling"]
-    )
+    scale, attend = settings["scaling"], functional.scaled_dot_product_attention
+    if _shares_keys(query, key, value, mask):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = attend(query, key, value, mask, scale=scale, enable_gqa=True)
+    else:
+        shared = query.view(rows, key.shape[1], -1, width)
+        out = attend(shared, key, value, mask.expand(-1, -1, shared.shape[2], -1), scale=scale)
     return out.reshape(rows, 1, heads, width), None
+
+
+def _shares_keys(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Whether cuDNN takes it as it is."""
+    if not query.is_cuda:
+        return False
+    params = cuda.SDPAParams(query, key, value, mask, 0.0, False, True)
+    return cuda.can_use_cudnn_attention(params)
 
 
 AttentionInterface.register(ONE_QUERY, _one_query)
@@ -142,12 +157,19 @@ AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 @contextmanager
-def one_query(language_model: nn.Module) -> Iterator[None]:
-    """Context in which attention is the faster one for a single new token per row."""
+def one_query(language_model: nn.Module, *, fuse: bool) -> Iterator[None]:
+    """Context in which attention is the faster one for a single new token per row, and with `fuse`
+    rotary embeddings take two kernels, not ten."""
     config = language_model.config
     usual = config._attn_implementation
     config._attn_implementation = ONE_QUERY
+    files = {sys.modules[type(m).__module__] for m in language_model.modules()} if fuse else ()
+    rotary = {file: vars(file)[ROTARY] for file in files if ROTARY in vars(file)}
     try:
+        for file, function in rotary.items():
+            setattr(file, ROTARY, fused(function))
         yield
     finally:
         config._attn_implementation = usual
+        for file, function in rotary.items():
+            setattr(file, ROTARY, function)

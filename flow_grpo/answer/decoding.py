@@ -1,9 +1,10 @@
 """The steps of sampling. On a GPU each is one CUDA graph: to launch its thousand kernels one by one
 takes several times as long as they run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from flow_grpo.speed.lora import (
     without_lora,
 )
 from flow_grpo.speed.replay import WARM_UP, GraphMemory
+from flow_grpo.speed.siblings import Siblings
 
 
 @dataclass(frozen=True)
@@ -187,13 +189,18 @@ class DecodingStep(nn.Module):
     def __init__(self, network: AnswerModel) -> None:
         super().__init__()
         self.network = network
-        self.lora, self.weights = [], {}
-        if network.compute_dtype is not None:
+        self.lora, self.weights, self.together = [], {}, []
+        half = network.compute_dtype is not None
+        if half:
             self.lora = [layer for layer in lora_layers(network) if is_sum(layer)]
             self.weights = dict(_for_sampling(self, network.compute_dtype))
+            decoding = set(network.model.get_decoder().modules())
+            parents = [(name, m) for name, m in self.named_modules() if m in decoding]
+            self.together = list(_joined(parents, self.weights))
+        self.fuse = half and next(network.parameters()).is_cuda
 
     def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool | None) -> None:
-        with without_lora(self.lora):
+        with without_lora(self.lora), _together(self.together):
             inputs = (slots, rows, columns, greedy)
             functional_call(self, self.weights, inputs, tie_weights=False)
 
@@ -207,7 +214,7 @@ class DecodingStep(nn.Module):
         unseen = (column > cache.place[:, None]) | (column < padding[:, None])
         # as attention adds it: given what is seen, every layer would make this of it
         mask = torch.zeros_like(unseen, dtype=cache.dtype).masked_fill_(unseen, -torch.inf)
-        with one_query(self.network.model.get_decoder()):
+        with one_query(self.network.model.get_decoder(), fuse=self.fuse):
             positions = (slots.first[:rows] + step).expand(self.network.family.axes, -1)
             hidden = self.network.forward_model(
                 positions[..., None],
@@ -232,6 +239,61 @@ def _for_sampling(step: DecodingStep, dtype: torch.dtype) -> Iterator[tuple[str,
             for part, weight in module.named_parameters(recurse=False):
                 if weight.dtype != dtype and weight not in merged:
                     yield f"{name}.{part}", weight.to(dtype)
+
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # take the same input
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Layers that take the same input, as one product."""
+
+    siblings: Siblings
+    weight: Tensor
+    bias: Tensor | None
+    sizes: list[int]
+
+    def product(self, x: Tensor) -> tuple[Tensor, ...]:
+        return functional.linear(x, self.weight, self.bias).split(self.sizes, -1)
+
+
+@torch.no_grad()
+def _joined(
+    parents: Iterable[tuple[str, nn.Module]], weights: dict[str, Tensor]
+) -> Iterator[Joint]:
+    """Layers whose `weights` are copies: one tensor for all siblings takes their place."""
+    for name, parent in parents:
+        for names in SIBLINGS:
+            layers = [getattr(parent, child, None) for child in names]
+            plain = [getattr(layer, "base_layer", layer) for layer in layers]
+            paths = [
+                f"{name}.{child}" + ("" if layer is own else ".base_layer")
+                for child, layer, own in zip(names, layers, plain, strict=True)
+            ]
+            if any(f"{path}.weight" not in weights for path in paths):
+                continue
+            biases = [weights.get(f"{p}.bias", x.bias) for p, x in zip(paths, plain, strict=True)]
+            if len({bias is None for bias in biases}) > 1:
+                continue
+            bias = None if biases[0] is None else torch.cat(biases)
+            weight = torch.cat([weights[f"{path}.weight"] for path in paths])
+            sizes = [layer.out_features for layer in plain]
+            for path, part in zip(paths, weight.split(sizes), strict=True):
+                weights[f"{path}.weight"] = part
+            yield Joint(Siblings(layers), weight, bias, sizes)
+
+
+@contextmanager
+def _together(joints: list[Joint]) -> Iterator[None]:
+    """Context in which siblings are one product."""
+    pairs = [(joint, layer) for joint in joints for layer in joint.siblings.layers]
+    for joint, layer in pairs:
+        layer.forward = partial(joint.siblings.part, layer, product=joint.product)
+    try:
+        yield
+    finally:
+        for _, layer in pairs:
+            del layer.forward
 
 
 def can_record(network: nn.Module) -> bool:

@@ -1,19 +1,14 @@
 """Turn a config into the objects of a run. The library itself never reads a config."""
 
 import logging
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from PIL import Image
-from torch.utils._triton import has_triton
 
 from flow_grpo.config.custom import told_in_one_line
 from flow_grpo.config.trade import Unchecked
@@ -58,6 +53,7 @@ from flow_grpo.run.resume import check_goal, find_start
 from flow_grpo.run.session import BaseSession
 from flow_grpo.run.snapshot import Reference, Snapshot
 from flow_grpo.sde import Solver
+from flow_grpo.speed.compiler import missing_tool
 from flow_grpo.speed.lora import MergedLora, is_sum
 from flow_grpo.speed.low_bits import FULL, check_precision
 
@@ -281,17 +277,6 @@ def can_compile(config: DrawFields, accelerator: Accelerator) -> bool:
     if missing := missing_tool():
         logger.warning("nothing is compiled: %s is missing; this run will be slower", missing)
     return not missing
-
-
-def missing_tool() -> str:
-    """What torch.compile would need on a GPU and has not got, or nothing."""
-    if not has_triton():
-        return "Triton"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "a C compiler (gcc or clang)"
-    # Debian's own scheme names another folder
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    return "" if header.is_file() else f"{header} (python3-dev)"
 
 
 def can_replay(config: DrawFields, accelerator: Accelerator) -> bool:

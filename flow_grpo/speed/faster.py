@@ -1,7 +1,11 @@
 """What makes a model that draws faster, and the order in which it is applied: `speed_up`."""
 
+import math
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
 
 import torch
 from diffusers.models.activations import GELU
@@ -12,6 +16,7 @@ from torch.nn import functional as F
 
 from flow_grpo.speed.lora import fold_lora, is_plain
 from flow_grpo.speed.replay import Replayed
+from flow_grpo.speed.siblings import Siblings
 
 # Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
 # norms and the like again, at .75 also attention, which costs time.
@@ -21,16 +26,15 @@ HARMLESS = (
     "TensorFloat32",
     "Torchinductor does not support code generation for complex operators",
 )
-Siblings = dict[str, tuple[tuple[str, ...], ...]]  # {name of a parent: names of its layers}
+Groups = dict[str, tuple[tuple[str, ...], ...]]  # of siblings: {a parent's name: its layers'}
 
 
 def speed_up(
     transformer: nn.Module,
     blocks: Iterable[nn.Module],
-    siblings: Siblings,
+    siblings: Groups,
     decoder: nn.Module | None,
     *,
-    cudnn_attention: bool,
     fold: bool,
     compiled: bool,
     graphs: bool,
@@ -41,13 +45,14 @@ def speed_up(
     `blocks` do most of the transformer's work, `siblings` are layers of a block that take the same
     input, `decoder` is that of a VAE which is worth compiling.
     """
-    if not cudnn_attention:  # for all of this process, and before the compiler looks at it
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    give_dense_gradients(transformer)  # before the compiler looks at it
     if fold:  # first: a folded layer has no products left that siblings could share
         fold_lora(transformer)
     if compiled:
         settle_compiler()
-        fuse_gelu(transformer)  # layers become what they stay before a block with them is compiled
+        replace_gelu(
+            transformer
+        )  # layers become what they stay before a block with them is compiled
         for block in blocks:  # one by one: they are alike, so that few of them take time to compile
             for parent, groups in siblings.items():
                 for names in groups:
@@ -60,7 +65,50 @@ def speed_up(
         transformer.forward = Replayed(transformer)
 
 
-class FusedGELU(GELU):
+class _DenseGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+def give_dense_gradients(transformer: nn.Module) -> None:
+    """To attention, from what follows it: cuDNN's takes a part of a wider tensor for one that lies
+    together, and its gradients are wrong without a word (torch 2.11)."""
+    module = sys.modules[type(transformer).__module__]
+    plain: Callable[..., Tensor] | None = getattr(module, "dispatch_attention_fn", None)
+    if plain is None or hasattr(plain, "__wrapped__"):
+        return
+
+    @wraps(plain)
+    def attend(*args: Any, **settings: Any) -> Tensor:
+        return _DenseGradient.apply(plain(*args, **settings))
+
+    module.dispatch_attention_fn = attend
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The GELU that is made of a tanh, by a sigmoid: the compiler's tanh takes longer than to read
+    and write `x`."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inner = wide * (1 + 0.044715 * wide * wide)
+    return (wide * torch.sigmoid(math.sqrt(8 / math.pi) * inner)).to(x.dtype)
+
+
+class PlainGELU(nn.GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu(x)
+
+
+class ProductGELU(GELU):
+    def gelu(self, gate: Tensor) -> Tensor:
+        return gelu(gate)
+
+
+class FusedGELU(ProductGELU):
     """A product and its GELU in one kernel, where nothing is kept for a backward pass."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -72,57 +120,47 @@ class FusedGELU(GELU):
         return out.unflatten(0, hidden_states.shape[:-1])
 
 
-def fuse_gelu(model: nn.Module) -> None:
-    """For GPUs in half precision: elsewhere torch's fused GELU is another one, or slower."""
+def replace_gelu(model: nn.Module) -> None:
+    """For GPUs: elsewhere torch's own is as fast, and its fused one is another one, or slower."""
+    on_gpu = any(p.is_cuda for p in model.parameters())
     for module in model.modules():
-        if type(module) is GELU and type(module.proj) is nn.Linear and _is_fusible(module):
-            module.__class__ = FusedGELU
+        if on_gpu and type(module) in (GELU, nn.GELU) and module.approximate == "tanh":
+            product = FusedGELU if _is_fusible(module) else ProductGELU
+            module.__class__ = PlainGELU if type(module) is nn.GELU else product
 
 
-def _is_fusible(module: GELU) -> bool:
-    weight, bias = module.proj.weight, module.proj.bias
-    half = weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16)
-    return half and bias is not None and module.approximate == "tanh"
+def _is_fusible(module: nn.Module) -> bool:
+    proj = getattr(module, "proj", None)
+    if type(proj) is not nn.Linear or proj.bias is None:
+        return False
+    return proj.weight.dtype in (torch.float16, torch.bfloat16)
 
 
 class SiblingLinear(lora.Linear):
     """LoRA on one of several layers that take the same input: its first product is done for all."""
 
-    siblings: "_Siblings"
+    siblings: Siblings
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.base_layer(x)
         if self.disable_adapters:
             return out
         (name,) = self.active_adapters
-        up = self.lora_B[name](self.siblings.down(self, x, name))
+
+        def down(x: Tensor) -> tuple[Tensor, ...]:
+            layers = self.siblings.layers
+            weight = torch.cat([sibling.lora_A[name].weight for sibling in layers])
+            return F.linear(x.to(weight.dtype), weight).split([s.r[name] for s in layers], -1)
+
+        up = self.lora_B[name](self.siblings.part(self, x, down))
         return (out + up * self.scaling[name]).to(out.dtype)
-
-
-class _Siblings:
-    def __init__(self, layers: list[lora.Linear]) -> None:
-        self.layers = layers
-        self.input: Tensor | None = None
-        self.waiting: dict[lora.Linear, Tensor] = {}
-
-    def down(self, layer: lora.Linear, x: Tensor, name: str) -> Tensor:
-        """`x` times the A of `layer`."""
-        if x is not self.input or layer not in self.waiting:
-            weight = torch.cat([sibling.lora_A[name].weight for sibling in self.layers])
-            ranks = [sibling.r[name] for sibling in self.layers]
-            parts = F.linear(x.to(weight.dtype), weight).split(ranks, -1)
-            self.input, self.waiting = x, dict(zip(self.layers, parts, strict=True))
-        part = self.waiting.pop(layer)
-        if not self.waiting:
-            self.input = None
-        return part
 
 
 def join_siblings(parent: nn.Module, names: tuple[str, ...]) -> None:
     """These children of `parent` take the same input."""
     layers = [getattr(parent, name, None) for name in names]
     if all(type(x) is lora.Linear and is_plain(x) and len(x.active_adapters) == 1 for x in layers):
-        siblings = _Siblings(layers)
+        siblings = Siblings(layers)
         for layer in layers:
             layer.__class__ = SiblingLinear
             layer.siblings = siblings
@@ -161,8 +199,8 @@ def settle_compiler() -> None:
     # it would cut each block in two, to send gradients of half a block sooner
     torch._dynamo.config.optimize_ddp = False
     functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
-    # torch's cache on disk would give back code for another choice
-    if not torch.backends.cuda.cudnn_sdp_enabled():
-        torch.compiler.config.cache_key_tag = "without cuDNN's attention"
+    from flow_grpo.speed.rows import hold_whole_rows  # two seconds, for who compiles
+
+    hold_whole_rows()
     for harmless in HARMLESS:
         warnings.filterwarnings("ignore", message=harmless, category=UserWarning)

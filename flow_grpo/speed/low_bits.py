@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from flow_grpo.config.fields import FULL
 from flow_grpo.errors import UserError
+from flow_grpo.speed.compiler import fused
 
 FP8, NF4 = "fp8", "nf4"
 LARGEST = 448.0  # of a float8_e4m3fn
@@ -249,6 +250,16 @@ def normal_levels() -> Tensor:
 
 
 def _widened(
+    low: Tensor, scale: Tensor, levels: Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    if low.is_cuda and not torch.compiler.is_compiling():  # one kernel, not seven
+        # for parameters torch compiles every shape anew, and then no more
+        low, scale, levels = low.detach(), scale.detach(), levels.detach()
+        return fused(_levelled)(low, scale, levels, shape, dtype)
+    return _levelled(low, scale, levels, shape, dtype)
+
+
+def _levelled(
     low: Tensor, scale: Tensor, levels: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
     places = torch.stack([low >> 4, low & 15], -1).view(-1, BLOCK).int()

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.activations import GELU
 from torch import nn
 
-from flow_grpo.speed.faster import FusedGELU, fuse_gelu
+from flow_grpo.speed.faster import FusedGELU, ProductGELU, replace_gelu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -19,9 +19,11 @@ def test_fused_gelu_is_the_tanh_one(dtype):
     # where the other GELU is 5e-4 away
     x = torch.linspace(-4, -1, 3 * 16 * 64, device="cuda").view(3, 16, 64).to(dtype)
     exact = plain(x.float())
-    fuse_gelu(plain)
-    assert type(plain) is GELU  # float32 stays as it is
-    fuse_gelu(half := plain.to(dtype))
+    replace_gelu(plain)
+    assert type(plain) is ProductGELU  # in float32
+    torch.testing.assert_close(plain(x.float()), exact)
+    plain.__class__ = GELU
+    replace_gelu(half := plain.to(dtype))
     assert type(half) is FusedGELU
     with torch.no_grad():
         found = half(x)

@@ -38,6 +38,15 @@ def test_a_layer_is_what_it_is_on_the_cpu(precision, compiled):
         assert torch.equal(call(inputs[1]), outs[1])
 
 
+def test_four_bits_are_widened_by_few_kernels_whatever_their_shapes():
+    torch._dynamo.reset()
+    for rows in range(1, 21):
+        layer = nn.Linear(64 * rows, 128 * rows, dtype=torch.bfloat16).requires_grad_(False)
+        to_low_bits([layer], "nf4", CUDA)
+        with torch.compiler.set_stance("fail_on_recompile" if rows > 4 else "default"):
+            layer.to(CUDA)(torch.randn(2, 64 * rows, dtype=torch.bfloat16, device=CUDA))
+
+
 @pytest.mark.parametrize(("precision", "share"), [("fp8", 0.6), ("nf4", 0.4)])
 def test_loading_never_has_all_weights_in_full_on_the_gpu(precision, share):
     model = nn.Sequential(*(nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(16)))

@@ -35,7 +35,7 @@ from flow_grpo.draw.models.inputs import (
 )
 from flow_grpo.draw.models.lora_files import attach_lora, replace_weights
 from flow_grpo.pictures import Picture, fit_picture
-from flow_grpo.speed.faster import Siblings, speed_up
+from flow_grpo.speed.faster import Groups, speed_up
 from flow_grpo.speed.low_bits import FULL, at_full_precision, to_low_bits
 from flow_grpo.speed.transfer import send
 
@@ -84,7 +84,7 @@ class ModelAdapter(ABC):
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
     tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
     lora_targets: ClassVar[list[str]]
-    siblings: ClassVar[Siblings] = {}  # layers of a block that take the same input
+    siblings: ClassVar[Groups] = {}  # layers of a block that take the same input
     unguided: ClassVar[float] = 1.0  # guidance above this takes a second pass, without the prompt
     # Pattern of what no picture depends on: it gets no gradient, and DDP would wait for one.
     unused: str | None = None
@@ -95,9 +95,6 @@ class ModelAdapter(ABC):
     # Parts of the pipeline that flow_grpo/draw/models/processors.py loads, by their class's name.
     processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
     can_replay: ClassVar[bool] = True  # as CUDA graphs
-    # Faster, but its gradients are wrong wherever they arrive in another layout than attention's
-    # output has (torch 2.11): for families whose gradients were held against plain attention's.
-    cudnn_attention: ClassVar[bool] = False
     compiled = replayed = False
     guidance_scale_2: float | None = None  # for little noise, where another transformer is for that
 
@@ -421,7 +418,6 @@ class ModelAdapter(ABC):
             self.blocks() if compiled else [],
             self.siblings,
             self.vae.decoder if self.plain_vae else None,
-            cudnn_attention=self.cudnn_attention,
             fold=fold,
             compiled=compiled,
             graphs=self.replayed,

@@ -20,7 +20,6 @@ from flow_grpo.speed.transfer import send
 
 class QwenImageAdapter(ModelAdapter):
     pipeline_class = QwenImagePipeline
-    cudnn_attention = True
     masks_texts = True
     can_replay = False  # with a mask, its forward brings a number from the host each time
     lora_targets = [*TARGETS, *mlp_targets("img_mlp", "txt_mlp")]  # noqa: RUF012

@@ -18,7 +18,6 @@ from flow_grpo.draw.models.qwen_image import QwenImageAdapter
 
 class QwenImage21Adapter(QwenImageAdapter):
     pipeline_class = QwenImage21Pipeline
-    cudnn_attention = False
     tokenizers = ("processor",)
     processors = MappingProxyType({"processor": "Qwen3VLProcessor"})
     unused = None

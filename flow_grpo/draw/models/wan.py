@@ -17,7 +17,6 @@ from flow_grpo.errors import UserError
 
 class WanAdapter(ModelAdapter):
     pipeline_class = WanPipeline
-    cudnn_attention = True
     encodes_pictures = False  # its VAE is one of clips
     lora_targets = [  # noqa: RUF012
         f"{attention}.{name}"

@@ -11,7 +11,6 @@ from flow_grpo.draw.models.inputs import Grid, Inputs
 
 class ZImageAdapter(ModelAdapter):
     pipeline_class = ZImagePipeline
-    cudnn_attention = True
     masks_texts = True
     unguided = 0.0  # its scale counts from there: 1 is what other models call 2
     can_replay = False  # it takes lists, of texts of any length
