@@ -31,6 +31,7 @@ from absl import flags
 from accelerate import Accelerator
 from ml_collections import ConfigDict
 from train import SampledBatch, collect_rewards, sample_ahead, sample_behind, train_epoch
+from untrained.encoders import check_whole
 from untrained.full import FULL, build
 
 from flow_grpo.config import command_line
@@ -55,6 +56,9 @@ MODEL = flags.DEFINE_string(
     f"weights of the shape of {', '.join(FULL)}.",
 )
 EPOCHS = flags.DEFINE_integer("epochs", 3, "How many to time.", lower_bound=1)
+WHOLE = flags.DEFINE_bool(
+    "whole_encoders", False, "Random text encoders of full depth too, which take memory."
+)
 MEMORY = flags.DEFINE_float("memory_gib", 0, "Use no more of the GPU's memory; 0: all of it.")
 REWARD = flags.DEFINE_float("reward_s", 0, "Seconds that a batch waits for its reward.", 0)
 AGAINST = flags.DEFINE_string("against", "", "A clone of Flow-GRPO, to time on the same GPU.")
@@ -77,6 +81,8 @@ def main(config: ConfigDict) -> Session:
     if config.pretrained.model in FULL and not on_gpu:
         full = config.pretrained.model
         raise UserError(f"{full} needs a GPU; name a small model: --model assets/tiny-sd3")
+    if WHOLE.value:
+        check_whole(config.pretrained.model)
     if OUT.value:
         check_line_file(Path(OUT.value))
     if AGAINST.value:
@@ -161,7 +167,7 @@ def load(config: ConfigDict, accelerator: Accelerator) -> ModelAdapter:
         limit_memory(accelerator.device)
         return build_adapter(config, accelerator)
     device, dtype = accelerator.device, DTYPES[config.mixed_precision]
-    pipeline = build(config.pretrained.model, device, dtype)
+    pipeline = build(config.pretrained.model, device, dtype, whole_encoders=WHOLE.value)
     adapter = family_of(type(pipeline).__name__, pipeline.config)(
         pipeline,
         device=device,
@@ -300,6 +306,7 @@ def settings(session: Session) -> dict[str, Any]:
         "gradient_checkpointing": config.train.gradient_checkpointing,
         "keep_gradients": config.train.keep_gradients,
         "memory_gib": MEMORY.value or None,
+        "whole_encoders": WHOLE.value,
         "reward_s": REWARD.value,
         "async_depth": config.sample.async_depth,
     }

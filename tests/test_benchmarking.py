@@ -1,7 +1,9 @@
 """The table of scripts/benchmark.py, from the line that it prints."""
 
 import pytest
+import torch
 from measuring import report, spread
+from untrained.full import build
 
 RESULT = {
     "device": "a GPU",
@@ -53,3 +55,20 @@ def test_flow_grpo_stands_beside_it():
     assert head.endswith("| Flow-GRPO | times as fast |")
     for line, factor in ((sampling, 2.0), (step, 8.0), (full, 0.57)):
         assert float(line.split("|")[-2]) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("sd3.5-medium", (0.124, 0.695, 4.762)),
+        ("flux.2-4b-klein", (4.022,)),
+        ("wan2.1-14b", (5.681,)),
+    ],
+)
+def test_whole_encoders_have_as_many_weights_as_the_published_ones(model, billions):
+    pipeline = build(model, torch.device("meta"), torch.bfloat16, whole_encoders=True)
+    names = sorted(name for name in pipeline.components if name.startswith("text_encoder"))
+    weights = [list(getattr(pipeline, name).parameters()) for name in names]
+    counts = [sum(weight.numel() for weight in own) / 1e9 for own in weights]
+    assert counts == pytest.approx(billions, rel=3e-3)
+    assert {weight.dtype for own in weights for weight in own} == {torch.bfloat16}

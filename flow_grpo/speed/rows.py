@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
@@ -22,9 +21,11 @@ class WholeRows(InductorChoices):
             return True
         return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
 
+    def uuid(self) -> str:
+        """By which torch's cache on disk tells code of other choices apart."""
+        return f"rows of {LONGEST}"
+
 
 def hold_whole_rows() -> None:
     """In all that this process compiles from now on."""
     config.inductor_choices_class = WholeRows
-    # torch's cache on disk would give back code for another choice
-    torch.compiler.config.cache_key_tag = f"rows of {LONGEST}"

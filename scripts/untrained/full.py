@@ -1,6 +1,6 @@
 """Models of published sizes with random weights, to measure time and memory without a download.
 
-Their text encoders have the right widths and are a layer deep.
+Their text encoders have the right widths and are a layer deep, unless they are asked for whole.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from untrained import small
+from untrained.encoders import WHOLE, whole
 
 
 @dataclass(frozen=True)
@@ -159,12 +160,16 @@ FULL = {
 }
 
 
-def build(name: str, device: torch.device, dtype: torch.dtype) -> DiffusionPipeline:
+def build(
+    name: str, device: torch.device, dtype: torch.dtype, *, whole_encoders: bool = False
+) -> DiffusionPipeline:
     full = FULL[name]
     pipeline = small.build(full.family, **full.text)
     parts = pipeline.components
     torch.manual_seed(0)
     with device, default_dtype(dtype):
+        for encoder, sizes in WHOLE[name].items() if whole_encoders else ():
+            parts[encoder] = whole(parts[encoder], sizes)
         for name in ("transformer", "transformer_2"):
             if parts.get(name) is not None:
                 parts[name] = type(parts[name])(**full.transformer)

@@ -13,13 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
-@pytest.fixture(autouse=True)
-def as_torch_starts():
-    """A family may have switched it off."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.compiler.config.cache_key_tag = ""
-
-
 @COMPILED
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_the_ratio_is_exactly_1(family, compiled):

@@ -1,0 +1,100 @@
+"""Text encoders of published sizes, which those of untrained/full.py are a layer or two of."""
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from flow_grpo.errors import UserError
+
+
+def _clip(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 49408,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "projection_dim": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+def _t5_xxl(vocabulary: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "d_model": 4096,
+        "d_kv": 64,
+        "d_ff": 10240,
+        "num_layers": 24,
+        "num_heads": 64,
+        "feed_forward_proj": "gated-gelu",
+    }
+
+
+def _qwen3(width: int, inner: int, tied: bool) -> dict[str, Any]:
+    return {
+        "vocab_size": 151936,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": tied,
+    }
+
+
+CLIP_L, CLIP_G, T5, UMT5 = _clip(768, 12, 12), _clip(1280, 32, 20), _t5_xxl(32128), _t5_xxl(256384)
+QWEN_4B, QWEN_8B = _qwen3(2560, 9728, True), _qwen3(4096, 12288, False)
+QWEN_VL_7B = {
+    "text_config": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+FLUX = {"text_encoder": CLIP_L, "text_encoder_2": T5}
+WHOLE = {  # by model: sizes of each encoder
+    "sd3.5-medium": {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5},
+    "flux.1-dev": FLUX,
+    "flux.1-kontext-dev": FLUX,
+    "flux.2-4b-klein": {"text_encoder": QWEN_4B},
+    "flux.2-9b-klein": {"text_encoder": QWEN_8B},
+    "qwen-image": {"text_encoder": QWEN_VL_7B},
+    "qwen-image-edit": {"text_encoder": QWEN_VL_7B},
+    "z-image": {"text_encoder": QWEN_4B},
+    "wan2.1-1.3b": {"text_encoder": UMT5},
+    "wan2.1-14b": {"text_encoder": UMT5},
+    "wan2.2-5b": {"text_encoder": UMT5},
+    "wan2.2-a14b": {"text_encoder": UMT5},
+}
+DERIVED = ("layer_types", "dense_act_fn", "is_gated_act")  # from others, when there is none
+
+
+def check_whole(model: str) -> None:
+    if model not in WHOLE:
+        raise UserError(f"--whole_encoders is for {', '.join(WHOLE)}, not {model}; leave it out")
+
+
+def whole(encoder: PreTrainedModel, sizes: dict[str, Any]) -> PreTrainedModel:
+    """The same kind of encoder in other sizes, with random weights."""
+    kind: type[PretrainedConfig] = type(encoder.config)
+    config = kind.from_dict(_merged(encoder.config.to_dict(), sizes))
+    return type(encoder)(config).eval().to(torch.get_default_dtype())
+
+
+def _merged(own: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: _merged(own[k], v) for k, v in sizes.items() if k.endswith("_config")}
+    return {**{k: v for k, v in own.items() if k not in DERIVED}, **sizes, **nested}
