@@ -124,6 +124,8 @@ def check_line_file(path: Path) -> None:
 
 
 def check_clone(clone: Path, config: ConfigDict) -> None:
+    if WHOLE.value:
+        raise UserError("--against has text encoders a layer deep; leave --whole_encoders out")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("--against times one process; start it without a launcher")
     if not config.use_lora or config.train.batch_size != config.sample.train_batch_size:

@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flow_grpo.answer import sampling
+from flow_grpo.answer import attention, sampling
+from flow_grpo.answer.attention import one_query, rotary_files
 from flow_grpo.answer.batches import Answer, packed
-from flow_grpo.answer.decoding import CHUNK, COLUMNS, Slots, can_record, choose
+from flow_grpo.answer.decoding import CHUNK, COLUMNS, Joint, Slots, can_record, choose
 from flow_grpo.answer.network import AnswerModel, WideProduct, fuse_norms
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.sampling import Sampler
@@ -161,7 +163,7 @@ def test_half_precision_samples_with_merged_lora(family, prompts, dtype):
 
 
 def test_siblings_are_one_product_in_half_precision(family, prompts, monkeypatch):
-    """Of weights that hold LoRA, once and not a second time; the model is as it was afterwards."""
+    """Siblings use the merged weights, and the model is as it was afterwards."""
     policy = AnswerPolicy(small_vlm.build(family), parts=[], compute_dtype=torch.bfloat16)
     for layer in lora_layers(policy.model):
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
@@ -174,10 +176,49 @@ def test_siblings_are_one_product_in_half_precision(family, prompts, monkeypatch
         assert {part.data_ptr() for part in parts} <= held
     apart = Sampler(policy.network, **SETTINGS)
     apart.plain.together = []
-    one, two = (s.sample(prompts, ROWS, generators(ROWS)) for s in (together, apart))
+    products, product = [], Joint.product
+    monkeypatch.setattr(Joint, "product", lambda *args: products.append(1) or product(*args))
+    two = apart.sample(prompts, ROWS, generators(ROWS))
+    assert not products
+    one = together.sample(prompts, ROWS, generators(ROWS))
+    steps = max(map(len, one.tokens)) - 1
+    assert 2 * layers * steps <= len(products) < 2 * layers * (steps + sampling.LOOK)
     alike = map(torch.equal, one.tokens, two.tokens)
     assert sum(alike) > len(ROWS) / 2  # but for rounding
     assert not any("forward" in vars(module) for module in lora_layers(policy.model))
+
+
+def test_lora_that_is_no_sum_is_sampled_from_too(family, prompts):
+    """Such as one with dropout, which cannot be merged."""
+    model = small_vlm.build(family)
+    network = AnswerPolicy(model, parts=[], compute_dtype=torch.bfloat16).network
+    for layer in lora_layers(network):
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+        layer.lora_dropout["default"] = torch.nn.Dropout(0.1)
+    sampler = Sampler(network, **SETTINGS)
+    assert not sampler.plain.lora
+    assert not sampler.plain.together
+    with_it = sampler.sample(prompts, ROWS, generators(ROWS))
+    with without_lora(lora_layers(network)):
+        without = sampler.sample(prompts, ROWS, generators(ROWS))
+    assert not all(map(torch.equal, with_it.tokens, without.tokens))
+
+
+def test_what_a_step_changes_is_changed_back_when_it_fails(family, monkeypatch):
+    monkeypatch.setattr(attention, "fused", partial)
+    decoder = AnswerModel(small_vlm.build(family)).model.get_decoder()
+    files, usual = rotary_files(decoder), decoder.config._attn_implementation
+    assert files
+
+    def fail() -> None:
+        assert decoder.config._attn_implementation != usual
+        assert {type(function) for function in rotary_files(decoder).values()} == {partial}
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError), one_query(decoder, files):
+        fail()
+    assert decoder.config._attn_implementation == usual
+    assert rotary_files(decoder) == files
 
 
 def test_half_precision_keeps_the_cache_in_it_where_weights_are_in_float32(family, prompts):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 from untrained.small.sd3 import build as build_tiny_sd3
 
@@ -14,6 +15,7 @@ from flow_grpo.draw.algorithms.trajectory import Prepared
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.rollout import Denoiser, Dynamics, initial_noise
+from flow_grpo.speed.compiler import fused
 
 
 def step(*, compiled: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,3 +76,24 @@ def test_ddp_shares_no_gradient_of_a_pass_that_only_looks():
         assert not velocity.requires_grad
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_small_function_is_compiled_or_left_as_it_is(monkeypatch, caplog):
+    def twice(x: torch.Tensor, *, more: float = 0.0) -> torch.Tensor:
+        return 2 * x + more
+
+    def fail(*_: object) -> None:
+        raise BackendCompilerFailed("inductor", ValueError("no kernel"), None)
+
+    x = torch.arange(3.0)
+    monkeypatch.setattr("flow_grpo.speed.compiler.missing_tool", lambda: "Triton")
+    assert fused(twice) is twice
+    fused.cache_clear()
+    monkeypatch.setattr("flow_grpo.speed.compiler.missing_tool", lambda: "")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: fail)
+    with caplog.at_level("WARNING"):
+        assert torch.equal(fused(twice)(x), twice(x))
+        assert torch.equal(fused(twice)(x, more=1.0), twice(x, more=1.0))
+    assert len(caplog.records) == 1
+    assert "twice is not compiled" in caplog.text
+    fused.cache_clear()

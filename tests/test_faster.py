@@ -1,24 +1,34 @@
 """Layers in fewer kernels: the same function and gradients."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from diffusers.models.activations import GELU
+from families import FAMILIES
 from policies import policy_of
 from torch import nn
+from torch._inductor.choices import InductorChoices
+from torch._inductor.virtualized import V
+from untrained import small
 from untrained.small.flux import build as build_tiny_flux
 from untrained.small.sd3 import build as build_tiny_sd3
 
 from flow_grpo.draw.models.base import OF_IMAGE, OF_TEXT
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.policy import Policy
+from flow_grpo.speed import rows
 from flow_grpo.speed.faster import (
     ChannelsLastNorm,
+    PlainGELU,
+    ProductGELU,
     SiblingLinear,
     channels_last_norms,
     gelu,
     give_dense_gradients,
     join_siblings,
+    replace_gelu,
 )
 
 
@@ -66,14 +76,41 @@ def test_attention_gets_gradients_that_lie_together(monkeypatch):
         return out
 
     monkeypatch.setattr(file, "dispatch_attention_fn", attend)
-    give_dense_gradients(transformer)
-    give_dense_gradients(transformer)  # of another model of the same file
+    assert give_dense_gradients(transformer)
+    assert give_dense_gradients(transformer)  # of another model of the same file
     assert file.dispatch_attention_fn.__wrapped__ is attend
     q, k, v = (torch.randn(2, 5, 3, 4, requires_grad=True) for _ in range(3))
     wide = torch.cat([file.dispatch_attention_fn(q, k, v).flatten(2), torch.ones(2, 5, 7)], -1)
     wide.square().sum().backward()
     assert seen == [True]
     torch.testing.assert_close(q.grad, 2 * (q + k + v).detach())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_gradients_of_every_family_but_sd3_lie_together(family):
+    """SD3's own attention does not go through what is wrapped; its gradients do so anyway."""
+    transformer = small.build(family.name).transformer
+    assert give_dense_gradients(transformer) != (family.name == "sd3")
+
+
+def test_the_gelus_of_a_model_that_is_compiled():
+    model = nn.Sequential(nn.GELU(approximate="tanh"), GELU(8, 8, approximate="tanh"), nn.GELU())
+    x = torch.randn(3, 8)
+    usual = model(x)
+    replace_gelu(model)
+    assert [type(module) for module in model] == [PlainGELU, ProductGELU, nn.GELU]
+    torch.testing.assert_close(model(x), usual)
+
+
+def test_rows_are_held_whole_in_every_thread_whatever_was_compiled_before(monkeypatch):
+    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", rows.usual)
+    before = V.choices  # as an earlier compilation leaves it
+    rows.hold_whole_rows()
+    with ThreadPoolExecutor() as pool:
+        elsewhere = pool.submit(lambda: V.choices).result()
+    assert elsewhere is not before
+    for choices in (before, elsewhere):
+        assert choices.should_use_persistent_reduction is rows.hold
 
 
 def steps(policy: Policy) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -148,7 +149,26 @@ def _shares_keys(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> boo
     if not query.is_cuda:
         return False
     params = cuda.SDPAParams(query, key, value, mask, 0.0, False, True)
-    return cuda.can_use_cudnn_attention(params)
+    shape = query.shape[1], key.shape[1], query.shape[3]
+    return cuda.can_use_cudnn_attention(params) and _cudnn_runs(*shape, query.dtype, query.device)
+
+
+@cache
+def _cudnn_runs(
+    heads: int, shared: int, width: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether it does what it says it can: tried once."""
+    query = torch.zeros(1, heads, 1, width, dtype=dtype, device=device)
+    key = torch.zeros(1, shared, 2 * BLOCK, width, dtype=dtype, device=device)
+    mask = torch.zeros(1, 1, 1, 2 * BLOCK, dtype=dtype, device=device)
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            functional.scaled_dot_product_attention(query, key, key, mask, enable_gqa=True)
+    except RuntimeError as error:
+        why = first_line(error)
+        logger.warning("cuDNN's attention does not run here, and sampling is slower: %s", why)
+        return False
+    return True
 
 
 AttentionInterface.register(ONE_QUERY, _one_query)
@@ -156,16 +176,20 @@ AttentionInterface.register(PACKED, _packed)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
+def rotary_files(language_model: nn.Module) -> dict[ModuleType, Callable]:
+    """transformers' files that the model is made of, with what gives keys their places in each."""
+    files = {sys.modules[type(module).__module__] for module in language_model.modules()}
+    return {file: vars(file)[ROTARY] for file in files if ROTARY in vars(file)}
+
+
 @contextmanager
-def one_query(language_model: nn.Module, *, fuse: bool) -> Iterator[None]:
-    """Context in which attention is the faster one for a single new token per row, and with `fuse`
-    rotary embeddings take two kernels, not ten."""
+def one_query(language_model: nn.Module, rotary: dict[ModuleType, Callable]) -> Iterator[None]:
+    """Context in which attention is the faster one for a single new token per row, and `rotary`
+    embeddings take two kernels, not ten."""
     config = language_model.config
     usual = config._attn_implementation
-    config._attn_implementation = ONE_QUERY
-    files = {sys.modules[type(m).__module__] for m in language_model.modules()} if fuse else ()
-    rotary = {file: vars(file)[ROTARY] for file in files if ROTARY in vars(file)}
     try:
+        config._attn_implementation = ONE_QUERY
         for file, function in rotary.items():
             setattr(file, ROTARY, fused(function))
         yield

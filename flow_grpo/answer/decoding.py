@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from flow_grpo.answer.attention import one_query
+from flow_grpo.answer.attention import one_query, rotary_files
 from flow_grpo.answer.network import AnswerModel
 from flow_grpo.speed.lora import (
     is_sum,
@@ -196,8 +196,9 @@ class DecodingStep(nn.Module):
             self.weights = dict(_for_sampling(self, network.compute_dtype))
             decoding = set(network.model.get_decoder().modules())
             parents = [(name, m) for name, m in self.named_modules() if m in decoding]
-            self.together = list(_joined(parents, self.weights))
-        self.fuse = half and next(network.parameters()).is_cuda
+            self.together = list(_joined(parents, self.lora, self.weights))
+        fuse = half and next(network.parameters()).is_cuda
+        self.rotary = rotary_files(network.model.get_decoder()) if fuse else {}
 
     def take(self, slots: Slots, rows: int, columns: int, *, greedy: bool | None) -> None:
         with without_lora(self.lora), _together(self.together):
@@ -214,7 +215,7 @@ class DecodingStep(nn.Module):
         unseen = (column > cache.place[:, None]) | (column < padding[:, None])
         # as attention adds it: given what is seen, every layer would make this of it
         mask = torch.zeros_like(unseen, dtype=cache.dtype).masked_fill_(unseen, -torch.inf)
-        with one_query(self.network.model.get_decoder(), fuse=self.fuse):
+        with one_query(self.network.model.get_decoder(), self.rotary):
             positions = (slots.first[:rows] + step).expand(self.network.family.axes, -1)
             hidden = self.network.forward_model(
                 positions[..., None],
@@ -259,9 +260,12 @@ class Joint:
 
 @torch.no_grad()
 def _joined(
-    parents: Iterable[tuple[str, nn.Module]], weights: dict[str, Tensor]
+    parents: Iterable[tuple[str, nn.Module]],
+    merged: list[nn.Module],
+    weights: dict[str, Tensor],
 ) -> Iterator[Joint]:
-    """Layers whose `weights` are copies: one tensor for all siblings takes their place."""
+    """Layers whose `weights` are copies, with LoRA `merged` where they have one: one tensor for all
+    siblings takes their place."""
     for name, parent in parents:
         for names in SIBLINGS:
             layers = [getattr(parent, child, None) for child in names]
@@ -271,6 +275,9 @@ def _joined(
                 for child, layer, own in zip(names, layers, plain, strict=True)
             ]
             if any(f"{path}.weight" not in weights for path in paths):
+                continue
+            pairs = zip(layers, plain, strict=True)
+            if any(layer is not own and layer not in merged for layer, own in pairs):
                 continue
             biases = [weights.get(f"{p}.bias", x.bias) for p, x in zip(paths, plain, strict=True)]
             if len({bias is None for bias in biases}) > 1:
@@ -287,13 +294,16 @@ def _joined(
 def _together(joints: list[Joint]) -> Iterator[None]:
     """Context in which siblings are one product."""
     pairs = [(joint, layer) for joint in joints for layer in joint.siblings.layers]
+    usual = [vars(layer).pop("forward", None) for _, layer in pairs]
     for joint, layer in pairs:
         layer.forward = partial(joint.siblings.part, layer, product=joint.product)
     try:
         yield
     finally:
-        for _, layer in pairs:
+        for (_, layer), own in zip(pairs, usual, strict=True):
             del layer.forward
+            if own is not None:  # a hook of a library
+                layer.forward = own
 
 
 def can_record(network: nn.Module) -> bool:

@@ -222,7 +222,7 @@ class AnswerFields(shared.SharedFields):
     flex_attention: bool = setting(
         False,
         "On a GPU in bf16, train with torch's flex attention, which skips pairs of answers that "
-        "share a row and never see each other; compiled once, in about a minute.",
+        "share a row and never see each other; compiled once. For rows of many thousand tokens.",
     )
     use_lora: bool = setting(
         True,

@@ -1,14 +1,21 @@
-"""Whether torch can compile here."""
+"""Whether torch can compile here, and small functions compiled where it can."""
 
+import logging
 import os
 import shutil
 import sysconfig
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._triton import has_triton
+
+from flow_grpo.errors import first_line
+
+logger = logging.getLogger("flow_grpo")
 
 
 def missing_tool() -> str:
@@ -24,5 +31,21 @@ def missing_tool() -> str:
 
 @cache
 def fused(function: Callable) -> Callable:
-    """A small function in few kernels, for tensors of any size; as it is where nothing compiles."""
-    return function if missing_tool() else torch.compile(function, dynamic=True)
+    """A small function in few kernels, for tensors of any size; as it is where it does not
+    compile."""
+    if missing_tool():
+        return function
+    chosen = torch.compile(function, dynamic=True)
+
+    @wraps(function)
+    def call(*args: Any, **settings: Any) -> Any:
+        nonlocal chosen
+        try:
+            return chosen(*args, **settings)
+        except BackendCompilerFailed as error:
+            name, why = function.__name__, first_line(error)
+            logger.warning("%s is not compiled, and slower: %s", name, why)
+            chosen = function
+            return function(*args, **settings)
+
+    return call

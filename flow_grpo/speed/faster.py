@@ -20,7 +20,7 @@ from flow_grpo.speed.siblings import Siblings
 
 # Share of a compiled block's activations that stay for its backward pass. Below 1 torch computes
 # norms and the like again, at .75 also attention, which costs time.
-ACTIVATIONS_KEPT = 0.95
+ACTIVATIONS_KEPT = 0.88
 HARMLESS = (
     "Dynamo detected a call to a `functools.lru_cache`",
     "TensorFloat32",
@@ -35,6 +35,7 @@ def speed_up(
     siblings: Groups,
     decoder: nn.Module | None,
     *,
+    cudnn_attention: bool,
     fold: bool,
     compiled: bool,
     graphs: bool,
@@ -45,7 +46,9 @@ def speed_up(
     `blocks` do most of the transformer's work, `siblings` are layers of a block that take the same
     input, `decoder` is that of a VAE which is worth compiling.
     """
-    give_dense_gradients(transformer)  # before the compiler looks at it
+    # for all of this process, and before the compiler looks at it
+    if not give_dense_gradients(transformer) and not cudnn_attention:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if fold:  # first: a folded layer has no products left that siblings could share
         fold_lora(transformer)
     if compiled:
@@ -75,19 +78,27 @@ class _DenseGradient(torch.autograd.Function):
         return gradient.contiguous()
 
 
-def give_dense_gradients(transformer: nn.Module) -> None:
-    """To attention, from what follows it: cuDNN's takes a part of a wider tensor for one that lies
-    together, and its gradients are wrong without a word (torch 2.11)."""
-    module = sys.modules[type(transformer).__module__]
-    plain: Callable[..., Tensor] | None = getattr(module, "dispatch_attention_fn", None)
-    if plain is None or hasattr(plain, "__wrapped__"):
-        return
+DISPATCH = "dispatch_attention_fn"  # of diffusers, in the file of each model
 
+
+def give_dense_gradients(transformer: nn.Module) -> bool:
+    """Make the gradients that reach attention contiguous: of a slice of a wider tensor cuDNN makes
+    wrong ones without a word (torch 2.11). Whether all of the model's attention has them so."""
+    processors = [m.processor for m in transformer.modules() if hasattr(m, "processor")]
+    files = {sys.modules[type(processor).__module__] for processor in processors}
+    for file in files:
+        if hasattr(file, DISPATCH) and not hasattr(getattr(file, DISPATCH), "is_dense"):
+            setattr(file, DISPATCH, _dense(getattr(file, DISPATCH)))
+    return bool(files) and all(hasattr(file, DISPATCH) for file in files)
+
+
+def _dense(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(plain)
     def attend(*args: Any, **settings: Any) -> Tensor:
         return _DenseGradient.apply(plain(*args, **settings))
 
-    module.dispatch_attention_fn = attend
+    attend.is_dense = True
+    return attend
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -121,19 +132,19 @@ class FusedGELU(ProductGELU):
 
 
 def replace_gelu(model: nn.Module) -> None:
-    """For GPUs: elsewhere torch's own is as fast, and its fused one is another one, or slower."""
-    on_gpu = any(p.is_cuda for p in model.parameters())
+    """In a model that is compiled: else torch's own is as fast."""
     for module in model.modules():
-        if on_gpu and type(module) in (GELU, nn.GELU) and module.approximate == "tanh":
+        if type(module) in (GELU, nn.GELU) and module.approximate == "tanh":
             product = FusedGELU if _is_fusible(module) else ProductGELU
             module.__class__ = PlainGELU if type(module) is nn.GELU else product
 
 
 def _is_fusible(module: nn.Module) -> bool:
+    """For GPUs in half precision: elsewhere torch's fused GELU is another one, or slower."""
     proj = getattr(module, "proj", None)
     if type(proj) is not nn.Linear or proj.bias is None:
         return False
-    return proj.weight.dtype in (torch.float16, torch.bfloat16)
+    return proj.weight.is_cuda and proj.weight.dtype in (torch.float16, torch.bfloat16)
 
 
 class SiblingLinear(lora.Linear):
@@ -199,8 +210,11 @@ def settle_compiler() -> None:
     # it would cut each block in two, to send gradients of half a block sooner
     torch._dynamo.config.optimize_ddp = False
     functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
-    from flow_grpo.speed.rows import hold_whole_rows  # two seconds, for who compiles
+    from flow_grpo.speed.rows import LONGEST, hold_whole_rows  # here: it takes two seconds
 
     hold_whole_rows()
+    # torch's cache on disk would give back code for other choices
+    attention = "" if torch.backends.cuda.cudnn_sdp_enabled() else ", without cuDNN's attention"
+    torch.compiler.config.cache_key_tag = f"rows of {LONGEST}{attention}"
     for harmless in HARMLESS:
         warnings.filterwarnings("ignore", message=harmless, category=UserWarning)

@@ -2,30 +2,24 @@
 
 from typing import Any
 
-from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
 LONGEST = 8192  # row that is held at once
+usual = InductorChoices.should_use_persistent_reduction
 
 
-class WholeRows(InductorChoices):
-    """Reads a row once where it can hold all of it. Of more than 1,024 numbers torch would look for
-    the largest, and then read them again, and compute again what they come from."""
-
-    @staticmethod
-    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        along = features.get_reduction_hint() == ReductionHint.INNER
-        if along and V.graph.sizevars.statically_known_leq(features.reduction_numel, LONGEST):
-            return True
-        return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
-
-    def uuid(self) -> str:
-        """By which torch's cache on disk tells code of other choices apart."""
-        return f"rows of {LONGEST}"
+def hold(features: Any, cooperative_reduction: bool) -> bool:
+    """Whether a row is read once, and held. Beyond 1,024 numbers torch would read it twice, and
+    compute again what it comes from."""
+    along = features.get_reduction_hint() == ReductionHint.INNER
+    if along and V.graph.sizevars.statically_known_leq(features.reduction_numel, LONGEST):
+        return True
+    return usual(features, cooperative_reduction)
 
 
 def hold_whole_rows() -> None:
-    """In all that this process compiles from now on."""
-    config.inductor_choices_class = WholeRows
+    """In all that this process compiles from now on: in every thread, as backward passes may be
+    compiled in one of their own, which torch's settings do not reach."""
+    InductorChoices.should_use_persistent_reduction = staticmethod(hold)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Siblings:
-    """What the first of them computes for all, each takes its part of."""
+    """The first that is called computes the product for all; each takes its part of it."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers
@@ -16,7 +16,7 @@ class Siblings:
     def part(
         self, layer: nn.Module, x: Tensor, product: Callable[[Tensor], Sequence[Tensor]]
     ) -> Tensor:
-        """For one `layer`, of the `product` of `x`, which has a part for each."""
+        """The part of `product(x)` that belongs to `layer`."""
         if x is not self.input or layer not in self.waiting:
             self.input, self.waiting = x, dict(zip(self.layers, product(x), strict=True))
         part = self.waiting.pop(layer)

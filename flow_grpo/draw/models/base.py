@@ -95,6 +95,9 @@ class ModelAdapter(ABC):
     # Parts of the pipeline that flow_grpo/draw/models/processors.py loads, by their class's name.
     processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
     can_replay: ClassVar[bool] = True  # as CUDA graphs
+    # Faster; on where `give_dense_gradients` can see to it that its gradients are right, or where
+    # they were held against plain attention's.
+    cudnn_attention: ClassVar[bool] = False
     compiled = replayed = False
     guidance_scale_2: float | None = None  # for little noise, where another transformer is for that
 
@@ -418,6 +421,7 @@ class ModelAdapter(ABC):
             self.blocks() if compiled else [],
             self.siblings,
             self.vae.decoder if self.plain_vae else None,
+            cudnn_attention=self.cudnn_attention,
             fold=fold,
             compiled=compiled,
             graphs=self.replayed,

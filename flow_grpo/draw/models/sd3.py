@@ -14,6 +14,7 @@ from flow_grpo.draw.models.inputs import Grid, Inputs, Schedule
 
 class SD3Adapter(ModelAdapter):
     pipeline_class = StableDiffusion3Pipeline
+    cudnn_attention = True
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     tokenizers = ("tokenizer", "tokenizer_2", "tokenizer_3")
     lora_targets = TARGETS
