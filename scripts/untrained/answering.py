@@ -1,5 +1,7 @@
 """Models of published sizes with random weights, to measure time and memory without a download."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,8 +12,6 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
-
-from untrained.full import default_dtype
 
 MARKS = {
     "image_token_id": 151655,
@@ -116,3 +116,13 @@ def build(name: str, device: torch.device, dtype: torch.dtype, **text: Any) -> n
     with device, default_dtype(dtype):
         model = kind(config)
     return model.to(device, dtype).eval()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from flow_grpo.errors import UserError
+from untrained.answering import SHAPES
 
 
 def _clip(width: int, layers: int, heads: int) -> dict[str, Any]:
@@ -46,25 +47,7 @@ def _qwen3(width: int, inner: int, tied: bool) -> dict[str, Any]:
 
 CLIP_L, CLIP_G, T5, UMT5 = _clip(768, 12, 12), _clip(1280, 32, 20), _t5_xxl(32128), _t5_xxl(256384)
 QWEN_4B, QWEN_8B = _qwen3(2560, 9728, True), _qwen3(4096, 12288, False)
-QWEN_VL_7B = {
-    "text_config": {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]},
-    },
-    "vision_config": {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    },
-}
+QWEN_VL_7B = SHAPES["qwen2.5-vl-7b"]
 FLUX = {"text_encoder": CLIP_L, "text_encoder_2": T5}
 WHOLE = {  # by model: sizes of each encoder
     "sd3.5-medium": {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5},

@@ -3,8 +3,6 @@
 Their text encoders have the right widths and are a layer deep, unless they are asked for whole.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from untrained import small
+from untrained.answering import default_dtype
 from untrained.encoders import WHOLE, whole
 
 
@@ -176,13 +175,3 @@ def build(
         parts["vae"] = type(parts["vae"])(**full.vae)
     own = {k: v for k, v in pipeline.config.items() if k in ("boundary_ratio", "expand_timesteps")}
     return type(pipeline)(**parts, **own)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
