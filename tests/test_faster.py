@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from diffusers.models.activations import GELU
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from families import FAMILIES
 from policies import policy_of
 from torch import nn
@@ -21,15 +22,13 @@ from flow_grpo.draw.policy import Policy
 from flow_grpo.speed import rows
 from flow_grpo.speed.faster import (
     ChannelsLastNorm,
-    PlainGELU,
-    ProductGELU,
     SiblingLinear,
     channels_last_norms,
-    gelu,
     give_dense_gradients,
     join_siblings,
-    replace_gelu,
 )
+from flow_grpo.speed.gelu import PlainGELU, ProductGELU, gelu, replace_gelu
+from flow_grpo.speed.joint import JoinedProcessor, join_before_norms
 
 
 @pytest.mark.parametrize("mean", [5, 300])
@@ -91,6 +90,38 @@ def test_the_gradients_of_every_family_but_sd3_lie_together(family):
     """SD3's own attention does not go through what is wrapped; its gradients do so anyway."""
     transformer = small.build(family.name).transformer
     assert give_dense_gradients(transformer) != (family.name == "sd3")
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_joined_before_its_norms_is_that_of_diffusers(dtype, last):
+    torch.manual_seed(0)
+    sizes = {"query_dim": 32, "added_kv_proj_dim": 32, "dim_head": 8, "heads": 4}
+    kind = {"qk_norm": "rms_norm", "bias": True, "context_pre_only": last}
+    attention = Attention(**sizes, **kind, processor=JointAttnProcessor2_0())
+    for name, weight in attention.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(weight, 1, 0.3)
+    attention.to(dtype)
+    inputs = [torch.randn(2, n, 32, dtype=dtype, requires_grad=True) for n in (6, 3)]
+    outs = []
+    for _ in range(2):
+        out = attention(*inputs)
+        outs.append((*out, *torch.autograd.grad(out[0].sum() + out[1].square().sum(), inputs)))
+        join_before_norms(attention)
+    assert type(attention.processor) is JoinedProcessor
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    for found, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(found, expected, **close)
+
+
+def test_attention_of_one_kind_or_without_norms_stays_as_it_is():
+    own = Attention(32, dim_head=8, heads=4, qk_norm="rms_norm", processor=JointAttnProcessor2_0())
+    bare = Attention(32, added_kv_proj_dim=32, dim_head=8, heads=4)
+    bare.set_processor(JointAttnProcessor2_0())
+    for attention in (own, bare):
+        join_before_norms(attention)
+        assert type(attention.processor) is JointAttnProcessor2_0
 
 
 def test_the_gelus_of_a_model_that_is_compiled():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from flow_grpo.errors import UserError
 from flow_grpo.run.building import check_base
@@ -82,6 +83,23 @@ def test_weights_on_the_levels_are_kept_exactly():
     weight = layer.weight.detach().clone()
     to_low_bits([layer], "nf4", CPU)
     assert torch.equal(layer(torch.eye(64)).t(), weight)
+
+
+@pytest.mark.parametrize("share", [0.88, 1.0])
+def test_compiled_layers_of_four_bits_keep_no_weight_for_the_backward_pass(share):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128))
+    to_low_bits([model.requires_grad_(False)], "nf4", CPU)
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+    x = torch.randn(4, 128, requires_grad=True)
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with functorch_config.patch(activation_memory_budget=share), hooks:
+        out = compiled(x)
+    assert kept
+    assert all(t.dtype == torch.uint8 or t.numel() < 128 * 256 // 8 for t in kept)
+    found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (out, model(x)))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("sides", [(24, 32), (32, 24)])

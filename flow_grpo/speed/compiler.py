@@ -16,6 +16,8 @@ from torch.utils._triton import has_triton
 from flow_grpo.errors import first_line
 
 logger = logging.getLogger("flow_grpo")
+# Our operators that the compiler may look into, with what it sees. Their gradients stay ours.
+OPEN: dict[Any, Callable] = {}
 
 
 def missing_tool() -> str:

@@ -1,6 +1,5 @@
 """What makes a model that draws faster, and the order in which it is applied: `speed_up`."""
 
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -8,12 +7,13 @@ from functools import wraps
 from typing import Any
 
 import torch
-from diffusers.models.activations import GELU
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.nn import functional as F
 
+from flow_grpo.speed.compiler import OPEN
+from flow_grpo.speed.gelu import replace_gelu
 from flow_grpo.speed.lora import fold_lora, is_plain
 from flow_grpo.speed.replay import Replayed
 from flow_grpo.speed.siblings import Siblings
@@ -53,9 +53,8 @@ def speed_up(
         fold_lora(transformer)
     if compiled:
         settle_compiler()
-        replace_gelu(
-            transformer
-        )  # layers become what they stay before a block with them is compiled
+        # layers become what they stay before a block with them is compiled
+        replace_gelu(transformer)
         for block in blocks:  # one by one: they are alike, so that few of them take time to compile
             for parent, groups in siblings.items():
                 for names in groups:
@@ -99,52 +98,6 @@ def _dense(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     attend.is_dense = True
     return attend
-
-
-def gelu(x: Tensor) -> Tensor:
-    """The GELU that is made of a tanh, by a sigmoid: the compiler's tanh takes longer than to read
-    and write `x`."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    inner = wide * (1 + 0.044715 * wide * wide)
-    return (wide * torch.sigmoid(math.sqrt(8 / math.pi) * inner)).to(x.dtype)
-
-
-class PlainGELU(nn.GELU):
-    def forward(self, x: Tensor) -> Tensor:
-        return gelu(x)
-
-
-class ProductGELU(GELU):
-    def gelu(self, gate: Tensor) -> Tensor:
-        return gelu(gate)
-
-
-class FusedGELU(ProductGELU):
-    """A product and its GELU in one kernel, where nothing is kept for a backward pass."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return super().forward(hidden_states)
-        weight, bias = self.proj.weight, self.proj.bias
-        flat = hidden_states.to(weight.dtype).flatten(0, -2)
-        out = torch._addmm_activation(bias, flat, weight.t(), use_gelu=True)
-        return out.unflatten(0, hidden_states.shape[:-1])
-
-
-def replace_gelu(model: nn.Module) -> None:
-    """In a model that is compiled: else torch's own is as fast."""
-    for module in model.modules():
-        if type(module) in (GELU, nn.GELU) and module.approximate == "tanh":
-            product = FusedGELU if _is_fusible(module) else ProductGELU
-            module.__class__ = PlainGELU if type(module) is nn.GELU else product
-
-
-def _is_fusible(module: nn.Module) -> bool:
-    """For GPUs in half precision: elsewhere torch's fused GELU is another one, or slower."""
-    proj = getattr(module, "proj", None)
-    if type(proj) is not nn.Linear or proj.bias is None:
-        return False
-    return proj.weight.is_cuda and proj.weight.dtype in (torch.float16, torch.bfloat16)
 
 
 class SiblingLinear(lora.Linear):
@@ -210,11 +163,14 @@ def settle_compiler() -> None:
     # it would cut each block in two, to send gradients of half a block sooner
     torch._dynamo.config.optimize_ddp = False
     functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
-    from flow_grpo.speed.rows import LONGEST, hold_whole_rows  # here: it takes two seconds
+    from torch._inductor.decomposition import decompositions  # here: it takes two seconds
+
+    from flow_grpo.speed.rows import LONGEST, hold_whole_rows
 
     hold_whole_rows()
+    decompositions.update(OPEN)
     # torch's cache on disk would give back code for other choices
     attention = "" if torch.backends.cuda.cudnn_sdp_enabled() else ", without cuDNN's attention"
-    torch.compiler.config.cache_key_tag = f"rows of {LONGEST}{attention}"
+    torch.compiler.config.cache_key_tag = f"whole rows of {LONGEST}{attention}"
     for harmless in HARMLESS:
         warnings.filterwarnings("ignore", message=harmless, category=UserWarning)

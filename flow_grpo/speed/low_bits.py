@@ -1,17 +1,20 @@
 """Frozen weights in 8 or 4 bits, one copy of them: sampling and training run the same layers, and
 so are one policy."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 from flow_grpo.config.fields import FULL
 from flow_grpo.errors import UserError
-from flow_grpo.speed.compiler import fused
+from flow_grpo.speed.compiler import OPEN, missing_tool
 
 FP8, NF4 = "fp8", "nf4"
 LARGEST = 448.0  # of a float8_e4m3fn
@@ -150,17 +153,24 @@ class Fp8Linear(LowBitLinear):
 def rows_in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """(N, K), and the scale (N, 1) of each row."""
     scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / LARGEST
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+    # one division for a row: for each number it would take longer than to read and write it
+    return (x.float() * (1 / scale)).to(torch.float8_e4m3fn), scale
 
 
-# An operator, which the compiler does not look into: torch 2.11 compiles an `autograd.Function` of
-# the same lines to one whose gradient is 0. What goes into 8 bits is outside of it, to be fused.
+# An operator: torch 2.11 compiles an `autograd.Function` of the same lines to one whose gradient is
+# 0. What goes into 8 bits is outside of it, to be fused.
 @torch.library.custom_op("flow_grpo::product_in_8_bits", mutates_args=())
 def product_in_8_bits(
     x: Tensor, rows: Tensor, own: Tensor, low: Tensor, scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     """`x` (M, K), here as `rows` with their `own` scales, times `low` (N, K). Only `x` has a
     gradient."""
+    return _of_rows(x, rows, own, low, scale, bias)
+
+
+def _of_rows(
+    x: Tensor, rows: Tensor, own: Tensor, low: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
     return _multiplied(rows, own, low.t(), scale, bias, x.dtype)
 
 
@@ -187,6 +197,8 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 product_in_8_bits.register_autograd(_gradient, setup_context=_keep_weights)
+# to see that only the gradient needs `x`, which else is written for nothing
+OPEN[torch.ops.flow_grpo.product_in_8_bits.default] = _of_rows
 
 
 def _multiplied(
@@ -230,8 +242,8 @@ class Nf4Linear(LowBitLinear):
         return {"low": low, "scale": scale, "levels": levels}
 
     def product(self, x: Tensor) -> Tensor:
-        shape = (self.out_features, self.in_features)
-        return _Nf4Product.apply(x, self.low, self.scale, self.levels, self.bias, shape)
+        stored = self.low, self.scale, self.levels
+        return product_in_4_bits(x, *stored, self.bias, self.out_features)
 
     def widened(self) -> Tensor:
         shape = (self.out_features, self.in_features)
@@ -252,38 +264,63 @@ def normal_levels() -> Tensor:
 def _widened(
     low: Tensor, scale: Tensor, levels: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    if low.is_cuda and not torch.compiler.is_compiling():  # one kernel, not seven
-        # for parameters torch compiles every shape anew, and then no more
-        low, scale, levels = low.detach(), scale.detach(), levels.detach()
-        return fused(_levelled)(low, scale, levels, shape, dtype)
-    return _levelled(low, scale, levels, shape, dtype)
+    if low.is_cuda and _has_kernel():
+        from flow_grpo.speed.four_bits import widened  # here: it needs Triton
 
-
-def _levelled(
-    low: Tensor, scale: Tensor, levels: Tensor, shape: tuple[int, int], dtype: torch.dtype
-) -> Tensor:
+        return widened(low, scale, levels, shape, dtype)
     places = torch.stack([low >> 4, low & 15], -1).view(-1, BLOCK).int()
     return (levels[places] * scale).view(shape).to(dtype)
 
 
-class _Nf4Product(torch.autograd.Function):
-    """Keeps the 4 bits for the backward pass, not the weights that they were widened to."""
+@cache
+def _has_kernel() -> bool:
+    return not missing_tool()
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        low: Tensor,
-        scale: Tensor,
-        levels: Tensor,
-        bias: Tensor | None,
-        shape: tuple[int, int],
-    ) -> Tensor:
-        ctx.save_for_backward(low, scale, levels)
-        ctx.shape = shape
-        return F.linear(x, _widened(low, scale, levels, shape, x.dtype), bias)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight = _widened(*ctx.saved_tensors, ctx.shape, gradient.dtype)
-        return gradient @ weight, None, None, None, None, None
+# Operators: what the compiler sees of a widened weight it may keep for the backward pass.
+@torch.library.custom_op("flow_grpo::product_in_4_bits", mutates_args=())
+def product_in_4_bits(
+    x: Tensor, low: Tensor, scale: Tensor, levels: Tensor, bias: Tensor | None, rows: int
+) -> Tensor:
+    """`x` (..., K) times the weight (`rows`, K). Only `x` has a gradient."""
+    return F.linear(x, _widened(low, scale, levels, (rows, x.shape[-1]), x.dtype), bias)
+
+
+@product_in_4_bits.register_fake
+def _(
+    x: Tensor, low: Tensor, scale: Tensor, levels: Tensor, bias: Tensor | None, rows: int
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+@torch.library.custom_op("flow_grpo::gradient_in_4_bits", mutates_args=())
+def gradient_in_4_bits(
+    gradient: Tensor, low: Tensor, scale: Tensor, levels: Tensor, columns: int
+) -> Tensor:
+    shape = (gradient.shape[-1], columns)
+    return gradient @ _widened(low, scale, levels, shape, gradient.dtype)
+
+
+@gradient_in_4_bits.register_fake
+def _(gradient: Tensor, low: Tensor, scale: Tensor, levels: Tensor, columns: int) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], columns)
+
+
+def _keep_bits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, low, scale, levels, *_ = inputs
+    ctx.save_for_backward(low, scale, levels)
+    ctx.columns = x.shape[-1]
+
+
+def _gradient_of_bits(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    out = gradient_in_4_bits(gradient, *ctx.saved_tensors, ctx.columns)
+    return out, None, None, None, None, None
+
+
+product_in_4_bits.register_autograd(_gradient_of_bits, setup_context=_keep_bits)
+
+
+@register_flop_formula(torch.ops.flow_grpo.product_in_4_bits)
+def _operations(x: tuple[int, ...], *others: Any, out_shape: tuple[int, ...], **_: Any) -> int:
+    """What the product costs to compute again, which the compiler would think is nothing."""
+    return 2 * math.prod(out_shape) * x[-1]

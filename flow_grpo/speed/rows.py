@@ -13,8 +13,10 @@ usual = InductorChoices.should_use_persistent_reduction
 def hold(features: Any, cooperative_reduction: bool) -> bool:
     """Whether a row is read once, and held. Beyond 1,024 numbers torch would read it twice, and
     compute again what it comes from."""
-    along = features.get_reduction_hint() == ReductionHint.INNER
-    if along and V.graph.sizevars.statically_known_leq(features.reduction_numel, LONGEST):
+    hints = {features.reduction_hint(node) for node in features.reduction_nodes()}
+    # one that lies along a row is enough: all of a kernel are over the same numbers
+    along, columns = ReductionHint.INNER in hints, features.reduction_numel
+    if along and V.graph.sizevars.statically_known_leq(columns, LONGEST):
         return True
     return usual(features, cooperative_reduction)
 

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.activations import GELU
 from torch import nn
 
-from flow_grpo.speed.faster import FusedGELU, ProductGELU, replace_gelu
+from flow_grpo.speed.gelu import FusedGELU, ProductGELU, replace_gelu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

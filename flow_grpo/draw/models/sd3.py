@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flow_grpo.draw.models.base import SIBLINGS, TARGETS, Config, ModelAdapter
 from flow_grpo.draw.models.embeddings import Embedding
 from flow_grpo.draw.models.inputs import Grid, Inputs, Schedule
+from flow_grpo.speed.joint import join_before_norms
 
 
 class SD3Adapter(ModelAdapter):
@@ -26,6 +27,11 @@ class SD3Adapter(ModelAdapter):
         patch = transformer["patch_size"]
         most = transformer["pos_embed_max_size"] * patch * scale
         return Grid(transformer["in_channels"], scale, patch, most)
+
+    def speed_up(self, *, compiled: bool, **settings: bool) -> None:
+        if compiled:
+            join_before_norms(self.transformer)
+        super().speed_up(compiled=compiled, **settings)
 
     def encode_one(self, text: str) -> Embedding:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
