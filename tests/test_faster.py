@@ -1,7 +1,11 @@
 """Layers in fewer kernels: the same function and gradients."""
 
 import sys
+import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +14,10 @@ from diffusers.models.attention_processor import Attention, JointAttnProcessor2_
 from families import FAMILIES
 from policies import policy_of
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch._inductor.choices import InductorChoices
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 from untrained import small
 from untrained.small.flux import build as build_tiny_flux
@@ -20,12 +27,14 @@ from flow_grpo.draw.models.base import OF_IMAGE, OF_TEXT
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.policy import Policy
 from flow_grpo.speed import rows
+from flow_grpo.speed.compiler import OPEN
 from flow_grpo.speed.faster import (
     ChannelsLastNorm,
     SiblingLinear,
     channels_last_norms,
     give_dense_gradients,
     join_siblings,
+    settle_compiler,
 )
 from flow_grpo.speed.gelu import PlainGELU, ProductGELU, gelu, replace_gelu
 from flow_grpo.speed.joint import JoinedProcessor, join_before_norms
@@ -142,6 +151,70 @@ def test_rows_are_held_whole_in_every_thread_whatever_was_compiled_before(monkey
     assert elsewhere is not before
     for choices in (before, elsewhere):
         assert choices.should_use_persistent_reduction is rows.hold
+
+
+def held(hints: list[ReductionHint], columns: int) -> bool:
+    """Whether a kernel with sums of these kinds, over so many columns, holds its rows."""
+    features = SimpleNamespace(
+        reduction_nodes=lambda: hints, reduction_hint=lambda node: node, reduction_numel=columns
+    )
+    sizes = SimpleNamespace(statically_known_leq=lambda size, most: size <= most)
+    with V.set_graph_handler(SimpleNamespace(sizevars=sizes)):
+        return rows.hold(features, False)
+
+
+def test_rows_are_held_where_a_sum_lies_along_them(monkeypatch):
+    monkeypatch.setattr(rows, "usual", lambda *_: False)
+    assert held([ReductionHint.INNER], 8192)
+    assert held([ReductionHint.DEFAULT, ReductionHint.INNER], 6144)
+    assert not held([ReductionHint.INNER], 8193)
+    assert not held([ReductionHint.OUTER, ReductionHint.DEFAULT], 6144)
+
+
+@pytest.fixture
+def settings_come_back(monkeypatch) -> Iterator[None]:
+    """Those of torch's compiler, which hold for all of a process."""
+    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", rows.usual)
+    dynamo = torch._dynamo.config
+    usual = {name: getattr(dynamo, name) for name in ("recompile_limit", "optimize_ddp")}
+    budget = functorch_config.activation_memory_budget
+    tag = torch.compiler.config.cache_key_tag
+    with (
+        dynamo.patch(**usual),
+        functorch_config.patch(activation_memory_budget=budget),
+        torch.compiler.config.patch(cache_key_tag=tag),
+        warnings.catch_warnings(),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("settings_come_back")
+def test_the_compiler_sees_into_our_operators_whatever_was_compiled_before():
+    select_decomp_table()  # as compiling does
+    settle_compiler()
+    assert OPEN
+    assert OPEN.items() <= select_decomp_table().items()
+
+
+@pytest.mark.usefixtures("settings_come_back")
+def test_code_that_torch_kept_is_not_used_for_other_choices(monkeypatch):
+    tags = []
+    for change in (
+        lambda: None,
+        lambda: monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: "other"),
+        lambda: monkeypatch.setattr(Path, "read_bytes", lambda path: path.name.encode()),
+    ):
+        change()
+        settle_compiler()
+        tags.append(torch.compiler.config.cache_key_tag)
+    assert len(set(tags)) == 3
+
+
+@pytest.mark.usefixtures("settings_come_back")
+def test_a_compiled_sd3_joins_its_tokens_before_their_norms():
+    adapter = SD3Adapter(build_tiny_sd3(layers=2), max_sequence_length=4)
+    adapter.speed_up(fold=False, compiled=True, graphs=False)
+    assert {type(block.attn.processor) for block in adapter.blocks()} == {JoinedProcessor}
 
 
 def steps(policy: Policy) -> list[torch.Tensor]:

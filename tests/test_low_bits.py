@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
+from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.errors import UserError
 from flow_grpo.run.building import check_base
@@ -97,9 +98,26 @@ def test_compiled_layers_of_four_bits_keep_no_weight_for_the_backward_pass(share
     with functorch_config.patch(activation_memory_budget=share), hooks:
         out = compiled(x)
     assert kept
-    assert all(t.dtype == torch.uint8 or t.numel() < 128 * 256 // 8 for t in kept)
+    stored = {layer.low.data_ptr() for layer in (model[0], model[2])}
+    assert all(t.data_ptr() in stored or t.numel() < 128 * 256 // 8 for t in kept)
     found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (out, model(x)))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_compiled_layer_under_autocast_may_have_a_bias_of_full_precision(precision):
+    layer, _ = layer_and_weight(precision)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (call(torch.ones(3, 128)) for call in (compiled, layer))
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_compiler_knows_what_a_product_of_four_bits_costs():
+    layer, _ = layer_and_weight("nf4")
+    with FlopCounterMode(display=False) as counted:
+        layer(torch.ones(3, 128))
+    assert counted.get_total_flops() == 2 * 3 * layer.out_features * 128
 
 
 @pytest.mark.parametrize("sides", [(24, 32), (32, 24)])

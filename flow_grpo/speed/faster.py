@@ -1,9 +1,11 @@
 """What makes a model that draws faster, and the order in which it is applied: `speed_up`."""
 
+import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -163,14 +165,22 @@ def settle_compiler() -> None:
     # it would cut each block in two, to send gradients of half a block sooner
     torch._dynamo.config.optimize_ddp = False
     functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
-    from torch._inductor.decomposition import decompositions  # here: it takes two seconds
+    # here: they take two seconds
+    from torch._inductor.decomposition import decompositions, fast_random_decomps
 
-    from flow_grpo.speed.rows import LONGEST, hold_whole_rows
+    from flow_grpo.speed.rows import hold_whole_rows
 
     hold_whole_rows()
     decompositions.update(OPEN)
-    # torch's cache on disk would give back code for other choices
-    attention = "" if torch.backends.cuda.cudnn_sdp_enabled() else ", without cuDNN's attention"
-    torch.compiler.config.cache_key_tag = f"whole rows of {LONGEST}{attention}"
+    fast_random_decomps.cache_clear()  # a copy, from the first time that anything was compiled
+    torch.compiler.config.cache_key_tag = _what_decides()
     for harmless in HARMLESS:
         warnings.filterwarnings("ignore", message=harmless, category=UserWarning)
+
+
+def _what_decides() -> str:
+    """What torch's cache on disk does not see of the code that it keeps: these files, with our
+    operators and choices, and whether attention may be cuDNN's."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return f"{digest[:16]}, cuDNN's attention: {torch.backends.cuda.cudnn_sdp_enabled()}"

@@ -21,7 +21,7 @@ def _widen(low, scale, levels, out, count, BYTES: tl.constexpr, SHARE: tl.conste
     second = tl.load(levels + (pair & 15)) * unit
     to = 2 * start + tl.arange(0, 2 * BYTES)
     both = tl.interleave(first, second).to(out.dtype.element_ty)
-    tl.store(out + to, both, mask=to < 2 * count)
+    tl.store(out + to, both, mask=to // 2 < count)
 
 
 def widened(

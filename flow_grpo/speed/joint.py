@@ -51,7 +51,7 @@ def join_before_norms(model: nn.Module) -> None:
     for attn in model.modules():
         if isinstance(attn, Attention) and type(attn.processor) is JointAttnProcessor2_0:
             norms = [attn.norm_q, attn.norm_added_q, attn.norm_k, attn.norm_added_k]
-            if all(map(_is_plain, norms)):
+            if all(map(_is_plain, norms)) and len({norm.eps for norm in norms}) == 1:
                 attn.set_processor(JoinedProcessor())
 
 

@@ -283,7 +283,9 @@ def product_in_4_bits(
     x: Tensor, low: Tensor, scale: Tensor, levels: Tensor, bias: Tensor | None, rows: int
 ) -> Tensor:
     """`x` (..., K) times the weight (`rows`, K). Only `x` has a gradient."""
-    return F.linear(x, _widened(low, scale, levels, (rows, x.shape[-1]), x.dtype), bias)
+    weight = _widened(low, scale, levels, (rows, x.shape[-1]), x.dtype)
+    # compiled, it is beyond autocast's reach
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 @product_in_4_bits.register_fake

@@ -14,7 +14,7 @@ def hold(features: Any, cooperative_reduction: bool) -> bool:
     """Whether a row is read once, and held. Beyond 1,024 numbers torch would read it twice, and
     compute again what it comes from."""
     hints = {features.reduction_hint(node) for node in features.reduction_nodes()}
-    # one that lies along a row is enough: all of a kernel are over the same numbers
+    # one that lies along a row is enough, whatever else the kernel does: all are over the same rows
     along, columns = ReductionHint.INNER in hints, features.reduction_numel
     if along and V.graph.sizevars.statically_known_leq(columns, LONGEST):
         return True

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from flow_grpo.speed.four_bits import widened
 from flow_grpo.speed.low_bits import to_low_bits
 
 CUDA = torch.device("cuda")
@@ -43,7 +44,7 @@ def test_a_layer_is_what_it_is_on_the_cpu(precision, compiled):
 def test_the_kernel_widens_as_plain_lines_do(sides, dtype):
     layer = nn.Linear(*sides, dtype=dtype).requires_grad_(False)
     to_low_bits([layer], "nf4", CUDA)
-    found = layer.widened()
+    found = widened(layer.low, layer.scale, layer.levels, sides[::-1], dtype)
     assert torch.equal(found.cpu(), layer.cpu().widened())
 
 
