@@ -52,6 +52,11 @@ def main() -> None:
     parser.add_argument("--base_precision", choices=PRECISIONS, default=FULL, help=precision)
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second; H200")
     args = parser.parse_args()
+    if args.full and args.base_precision != FULL:
+        frozen = f"--base_precision={args.base_precision} is of frozen weights"
+        parser.error(f"{frozen}: leave out --full")
+    if args.answers % args.group:
+        parser.error(f"--answers={args.answers} must be a multiple of --group={args.group}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     half = device.type == "cuda"
     model = build(args.shape, device, torch.bfloat16 if half else torch.float32)
@@ -88,10 +93,10 @@ def main() -> None:
                 "sampling_s_per_answer": sampling["seconds"] / count,
                 "sampling_tokens_per_s": sum(lengths) / sampling["seconds"],
                 "sampling_gib": sampling["gib"],
-                "recording_s": sampling["first"] - sampling["seconds"],
+                "recording_s": max(0.0, sampling["first"] - sampling["seconds"]),
                 "training_s_per_answer": training["seconds"] / count,
                 "training_gib": training["gib"],
-                "compiling_s": training["first"] - training["seconds"],
+                "compiling_s": max(0.0, training["first"] - training["seconds"]),
                 "share_of_bandwidth": bytes_read / args.bandwidth / sampling["seconds"],
             }
         )

@@ -19,9 +19,9 @@ from flow_grpo.rewards.answers.maths import (
     number,
     plain,
     refuse_costly,
-    same_unit,
     unstyled,
 )
+from flow_grpo.rewards.answers.units import same_unit
 from flow_grpo.rewards.calling.pool import PooledScorer, WorkerPool
 from flow_grpo.rewards.failure import Failed, NotAsked
 from flow_grpo.rewards.protocol import Returned, Rows, Scorer
@@ -147,7 +147,8 @@ class MathAnswer(AnswerScorer, PooledScorer):
         if len(final) > MAX_FINAL:
             return Failed(f"a final answer of {len(final)} characters is not checked")
         try:
-            return quick_check(final, final_answer(truth) or truth)
+            # GSM8K writes its answers behind a mark
+            return quick_check(final, final_answer(truth) or truth.rpartition("####")[2].strip())
         except Unreadable:
             return Unread()
 
@@ -170,6 +171,8 @@ def quick_check(answer: str, truth: str) -> float | tuple[str, str]:
 
     Raises `Unreadable` where the answer is no formula, and the truth is one.
     """
+    if _squeezed(answer) == _squeezed(truth):
+        return 1.0
     (answer, unit), (truth, wanted) = plain(answer), plain(truth)
     if _squeezed(answer) == _squeezed(truth):
         return float(same_unit(unit, wanted))

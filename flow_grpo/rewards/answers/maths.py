@@ -5,6 +5,8 @@ import re
 from fractions import Fraction
 from itertools import accumulate
 
+from flow_grpo.rewards.answers.units import MONEY
+
 MAX_LENGTH = 400  # characters of a formula; the library takes long over more
 MAX_DEPTH = 8  # brackets in brackets
 MAX_POWERS = 24
@@ -21,7 +23,7 @@ _KNOWN = re.compile(
 )
 _MATRIX, _BEGUN = re.compile(r"\\(?:begin|end)\{[pbB]?matrix\}"), re.compile(r"\\(?:begin|end)")
 
-_DROPPED = ("\\$", "$", "\\(", "\\)", "\\[", "\\]", "\\!", "{,}", "€", "£")
+_DROPPED = ("\\$", "$", "\\(", "\\)", "\\[", "\\]", "\\!", "{,}", "€", "£", "`")
 _SIZES = ("\\left", "\\right", "\\displaystyle", "\\bigl", "\\bigr", "\\big", "\\Big")
 _SPACES = ("\\,", "\\;", "\\:", "\\ ", "~", "\\quad", "\\qquad", "\n", "\t", "\u00a0")
 _REPLACED = {
@@ -37,6 +39,11 @@ _REPLACED = {
     **dict.fromkeys(("\\varnothing", "∅"), "\\emptyset "),
     **{"÷": "/", "π": "\\pi ", "∞": "\\infty ", "\\%": "%", "≤": "\\le ", "²": "^2", "³": "^3"},
     **{"≥": "\\ge ", "±": "\\pm ", "∪": "\\cup ", "\\langle": "(", "\\rangle": ")"},
+    **{"≠": "\\neq ", "\\{\\}": "\\emptyset ", "Ω": " ohm", "\\Omega": " ohm"},
+    **{
+        mark: f"\\frac{{{top}}}{{{bottom}}}"
+        for mark, top, bottom in ("½12", "⅓13", "⅔23", "¼14", "¾34")
+    },
 }
 _WHOLE = {each: r"(?![A-Za-z])" for each in _REPLACED if re.fullmatch(r"\\[A-Za-z]+", each)}
 _REPLACE = re.compile(
@@ -53,14 +60,29 @@ _SHORT_SECOND = re.compile(r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\\pi|[0-9A-Za-z]
 _ROOT = re.compile(r"√\s*(\d+|[A-Za-z])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)°")
 _THOUSANDS = re.compile(r"(?<![\d,.(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}])")
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALE = re.compile(rf"(?<=\d)\s*({'|'.join(_SCALES)})\b")
+_TENS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_PARTS = {"half": 2, "halve": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
+_PARTS |= {"eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100, "thousandth": 1000}
+_SCALES = {word: f"10^{{{power}}}" for word, power in _TENS.items()} | {"dozen": "12"}
+_SCALES |= {word: f"\\frac{{1}}{{{whole}}}" for word, whole in _PARTS.items()}
+_SCALE = re.compile(rf"(?<=\d)\s*({'|'.join(sorted(_SCALES)[::-1])})s?\b")
+_WORDS = {"percent": "%", "per cent": "%", "squared": "^2", "cubed": "^3"}  # after a number
+_WORD = re.compile(rf"(?<=[\d)}}])\s*({'|'.join(_WORDS)})\b")
+_SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _UNITS = "cm|mm|km|dm|nm|ft|in|yd|mi|kg|mg|lbs?|oz|hrs?|min|secs?|ml|mph|kph|kmh|pm|am|deg|rad|usd"
+_SOME = rf"(?:{_UNITS}|Hz|Pa|sq|cu|[mgsLhNKWJVACF]|[A-Za-z]{{3,}})"
+_RAISED = r"(?:\s*\^\s*\{?[23]\}?)?"
 _UNIT = re.compile(
-    rf"(?:(?<=[\d)}}])|(?<=\\pi))(?:\s*(?:{_UNITS})|\s+(?:[mgsLh]|[A-Za-z]{{3,}}|sq))"
-    rf"(?:[\s./]+(?:{_UNITS}|[mgsLh]|of|an?|[A-Za-z]{{3,}}))*\.?\s*(?:\^\s*\{{?[23]\}}?)?$"
+    rf"(?:(?<=[\d)}}])|(?<=\\pi))(?:\s*(?:{_UNITS})(?![A-Za-z])|\s+{_SOME}(?![A-Za-z])){_RAISED}"
+    rf"(?:[\s./]+(?:{_SOME}|of|an?)(?![A-Za-z]){_RAISED})*\.?$"
 )
-_AREA = re.compile(r"^(?:square|cubic|sq\.?)\s+")
+# not units: 5 less than, 5 times two; but they came 5 times
+_CHANGES = re.compile(r"(?:plus|minus|mod(?:ulo)?|over|divided|choose|not|less)\b|times\s+\w")
+_SCALE_OF_HEAT = re.compile(r"°\s*([CF])(?![A-Za-z])")
+_HEAT = {"C": " celsius", "F": " fahrenheit"}
+_MONEY = re.compile(r"\s*[-+−]?\s*(?:\\(\$)|(\$)(?=[^$]*$)|([€£]))")
+_ABOUT = re.compile(r"^(?:\\approx|≈)\s*")
+_RAY = re.compile(r"\s*[A-Za-z]\s*(<|>|\\leq?|\\geq?)\s*(-?(?:[\d./]+|\\frac\{\d+\}\{\d+\}))\s*")
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _NUMBER = re.compile(rf"([-+]?)\s*({_DIGITS}?(?:\.\d+)?)(?:[eE]([-+]?\d{{1,3}}))?\s*(%?)")
@@ -85,24 +107,54 @@ class Unreadable(ValueError):
 
 def plain(text: str) -> tuple[str, str]:
     """The text as the library likes it, and its unit."""
-    text = _AND.sub(",", _LEAD.sub("", unstyled(text)))
+    money = _MONEY.match(_LEAD.sub("", text.strip()))
+    paid = MONEY[money[money.lastindex]] if money else ""
+    text = _ABOUT.sub("", _LEAD.sub("", unstyled(text)))
+    text = _AND.sub(",", _united(text))
     text = _ROOT.sub(r"\\sqrt{\1}", text).replace("√", "sqrt")
-    text = _BARE.sub(r"\\\1 ", text).replace("infinity", "\\infty ").replace("\\log_e", "\\ln")
+    text = _BARE.sub(_as_command, text).replace("infinity", "\\infty ").replace("\\log_e", "\\ln")
     for _ in range(MAX_POWERS):
         if found := re.search(r"\\sqrt\s*\(", text):
             end = group_end(text, found.end() - 1)
             text = f"{text[: found.start()]}\\sqrt{{{text[found.end() : end - 1]}}}{text[end:]}"
     text = _SHORT_SECOND.sub(r"\1{\2}", _SHORT.sub(r"\\\1{\2}", text))
     text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
-    text = _SCALE.sub(lambda match: f"\\cdot 10^{{{_SCALES[match[1]]}}}", text)
+    text = _SCALE.sub(lambda match: f"\\cdot {_SCALES[match[1]]}", text)
+    text = _WORD.sub(lambda match: _WORDS[match[1]], text)
     if any(f"\\{name}" in text for name in TRIGONOMETRIC):
         text = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", text)
-    text = text.replace("°", "").strip()
+    text = _SCALE_OF_HEAT.sub(lambda match: _HEAT[match[1]], text).replace("°", "").strip()
     unit = _UNIT.search(text)
     said = text[: unit.start()].strip() if unit else text
-    if unit is None or (len(unit[0].strip()) == 1 and number(said) is None):  # r^2 h
-        return text, ""
-    return said, _AREA.sub("", unit[0].strip()).partition("^")[0].lower()
+    one_letter = unit is not None and len(unit[0].strip()) == 1
+    if unit is None or _CHANGES.match(unit[0].strip()) or (one_letter and number(said) is None):
+        return _closed(text), paid  # r^2 h
+    return _closed(said), f"{paid} {unit[0].strip()}".strip()
+
+
+def _as_command(bare: re.Match) -> str:
+    """sin as \\sin; but 12 min are minutes."""
+    minutes = bare[1] == "min" and bare.string[: bare.start()].rstrip()[-1:].isdigit()
+    return bare[0] if minutes else f"\\{bare[1]} "
+
+
+def _united(text: str) -> str:
+    """x < 2 or x > 3, as intervals."""
+    rays = [_RAY.fullmatch(part) for part in re.split(r"\s+or\s+", text)]
+    if len(rays) < 2 or not all(rays):
+        return text
+    closed = {ray: ray[1].startswith("\\") for ray in rays}
+    return "\\cup ".join(
+        f"(-\\infty,{ray[2]}{']' if closed[ray] else ')'}"
+        if ray[1][:2] in ("<", "\\l")
+        else f"{'[' if closed[ray] else '('}{ray[2]},\\infty)"
+        for ray in rays
+    )
+
+
+def _closed(text: str) -> str:
+    """1 000 000 as one number."""
+    return text.replace(" ", "") if _SPACED.fullmatch(text) else text
 
 
 def unstyled(text: str) -> str:
@@ -110,12 +162,6 @@ def unstyled(text: str) -> str:
     text = re.sub(r"(?<=[\w)])\*\*(?=[\w(-])", "^", text).replace("**", "")
     text = _REPLACE.sub(lambda match: _REPLACED[match[0]], text)
     return _STYLED.sub(r" \1 ", text).strip().rstrip(".").strip()
-
-
-def same_unit(one: str, other: str) -> bool:
-    """cm and centimetres, not cm and m; a missing one is any."""
-    short = max(len(one), len(other)) <= 2
-    return not one or not other or (one == other if short else one[0] == other[0])
 
 
 def number(text: str) -> Fraction | None:
