@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -272,6 +273,15 @@ def test_a_run_stopped_while_it_samples_ahead_has_the_weights_of_what_it_was_to_
     assert all(map(torch.equal, session.stale.copy, session.policy.parameters()))
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also where the shell that started the tests had them ignore Ctrl-C, as in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("place", ["training", "closing"])
 def test_a_second_interrupt_says_how_to_go_on(make_session, monkeypatch, place):
     session = make_session()
