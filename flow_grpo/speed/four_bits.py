@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 BYTES = 2048  # that a program widens
-SHARE = 32  # bytes with one scale
 
 
 @triton.jit
@@ -31,5 +30,6 @@ def widened(
     out = torch.empty(shape, dtype=dtype, device=low.device)
     with torch.cuda.device(low.device):
         grid = (triton.cdiv(low.numel(), BYTES),)
-        _widen[grid](low, scale, levels, out, low.numel(), BYTES=BYTES, SHARE=SHARE)
+        share = low.numel() // scale.numel()  # bytes with one scale
+        _widen[grid](low, scale, levels, out, low.numel(), BYTES=BYTES, SHARE=share)
     return out

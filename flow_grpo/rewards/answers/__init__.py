@@ -171,7 +171,7 @@ def quick_check(answer: str, truth: str) -> float | tuple[str, str]:
 
     Raises `Unreadable` where the answer is no formula, and the truth is one.
     """
-    if _squeezed(answer) == _squeezed(truth):
+    if _squeezed(answer) == _squeezed(truth):  # before units are looked for: 2A is 2 A
         return 1.0
     (answer, unit), (truth, wanted) = plain(answer), plain(truth)
     if _squeezed(answer) == _squeezed(truth):
