@@ -1,13 +1,16 @@
 """Layers in fewer kernels: the same function and gradients."""
 
+import operator
 import sys
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import sympy
 import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
@@ -16,7 +19,9 @@ from policies import policy_of
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 from untrained import small
@@ -142,8 +147,16 @@ def test_the_gelus_of_a_model_that_is_compiled():
     torch.testing.assert_close(model(x), usual)
 
 
-def test_rows_are_held_whole_in_every_thread_whatever_was_compiled_before(monkeypatch):
+@pytest.fixture
+def usual_rows(monkeypatch) -> None:
+    """What torch makes of rows, again when a test is over."""
     monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", rows.usual)
+    monkeypatch.setattr(InductorChoices, "triton_kernel_kwargs", rows.usual_settings)
+    monkeypatch.setattr(TritonKernel, "want_no_x_dim", TritonKernel.want_no_x_dim)
+
+
+@pytest.mark.usefixtures("usual_rows")
+def test_rows_are_held_whole_in_every_thread_whatever_was_compiled_before():
     before = V.choices  # as an earlier compilation leaves it
     rows.hold_whole_rows()
     with ThreadPoolExecutor() as pool:
@@ -151,30 +164,66 @@ def test_rows_are_held_whole_in_every_thread_whatever_was_compiled_before(monkey
     assert elsewhere is not before
     for choices in (before, elsewhere):
         assert choices.should_use_persistent_reduction is rows.hold
+        assert choices.triton_kernel_kwargs.__func__ is rows.with_few_warps
 
 
-def held(hints: list[ReductionHint], columns: int) -> bool:
-    """Whether a kernel with sums of these kinds, over so many columns, holds its rows."""
-    features = SimpleNamespace(
-        reduction_nodes=lambda: hints, reduction_hint=lambda node: node, reduction_numel=columns
+ROW, COLUMN = sympy.symbols("row column")
+
+
+def kernel(hints: list[ReductionHint], columns: int, *, stride: int = 2, count: int = 4096) -> Any:
+    """A kernel with sums of these kinds, over so many columns; `stride` is how far they lie
+    apart."""
+    read = MemoryDep("x", columns * ROW + stride * COLUMN, (ROW, COLUMN), (count, columns))
+    node = SimpleNamespace(read_writes=SimpleNamespace(reads=[read]))
+    hint = iter(hints)
+    return SimpleNamespace(
+        reduction_nodes=lambda: [node] * len(hints),
+        reduction_hint=lambda _: next(hint),
+        reduction_numel=columns,
+        numel=count,
     )
-    sizes = SimpleNamespace(statically_known_leq=lambda size, most: size <= most)
-    with V.set_graph_handler(SimpleNamespace(sizevars=sizes)):
-        return rows.hold(features, False)
-
-
-def test_rows_are_held_where_a_sum_lies_along_them(monkeypatch):
-    monkeypatch.setattr(rows, "usual", lambda *_: False)
-    assert held([ReductionHint.INNER], 8192)
-    assert held([ReductionHint.DEFAULT, ReductionHint.INNER], 6144)
-    assert not held([ReductionHint.INNER], 8193)
-    assert not held([ReductionHint.OUTER, ReductionHint.DEFAULT], 6144)
 
 
 @pytest.fixture
-def settings_come_back(monkeypatch) -> Iterator[None]:
+def plain_sizes(monkeypatch) -> Iterator[None]:
+    """Those of the kernels here are numbers, and torch itself would hold none of their rows."""
+    monkeypatch.setattr(rows, "usual", lambda *_: False)
+    sizes = SimpleNamespace(statically_known_leq=operator.le, statically_known_geq=operator.ge)
+    with V.set_graph_handler(SimpleNamespace(sizevars=sizes)):
+        yield
+
+
+@pytest.mark.usefixtures("plain_sizes")
+def test_rows_are_held_where_a_sum_lies_along_them():
+    inner, other, outer = ReductionHint.INNER, ReductionHint.DEFAULT, ReductionHint.OUTER
+    assert rows.hold(kernel([inner], 8192), False)
+    assert rows.hold(kernel([other, inner], 6144), False)
+    assert rows.hold(kernel([other], 6144, stride=1), False)  # of a part of a tensor
+    assert not rows.hold(kernel([inner], 8193), False)
+    assert not rows.hold(kernel([outer, other], 6144), False)
+
+
+@pytest.mark.usefixtures("plain_sizes")
+def test_a_kernel_that_holds_rows_has_few_warps():
+    def warps(settings: dict[str, Any], tiling: str = "x r0_", **shape: int) -> int | None:
+        features = kernel([ReductionHint.INNER], **shape)
+        args = [dict.fromkeys(tiling.split())]
+        chosen = rows.with_few_warps(InductorChoices(), TritonKernel, features, args, settings)
+        assert settings.items() <= chosen.items()
+        return chosen["fixed_config"]["num_warps"] if "fixed_config" in chosen else None
+
+    assert warps({"features": 1, "tiling_scores": None}, columns=1536) == 2
+    assert warps({}, columns=6144) == 4
+    assert warps({}, columns=64) is None  # torch's own choice is good
+    assert warps({}, columns=1536, count=18) is None
+    assert warps({}, columns=9000) is None  # not held
+    assert warps({}, "x y r0_", columns=1536) is None
+    assert warps({"mix_order_reduction": True}, columns=1536) is None
+
+
+@pytest.fixture
+def settings_come_back(usual_rows) -> Iterator[None]:
     """Those of torch's compiler, which hold for all of a process."""
-    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", rows.usual)
     dynamo = torch._dynamo.config
     usual = {name: getattr(dynamo, name) for name in ("recompile_limit", "optimize_ddp")}
     budget = functorch_config.activation_memory_budget

@@ -167,10 +167,13 @@ def settle_compiler() -> None:
     functorch_config.activation_memory_budget = ACTIVATIONS_KEPT
     # here: they take two seconds
     from torch._inductor.decomposition import decompositions, fast_random_decomps
+    from torch._inductor.lowering import needs_realized_inputs
 
     from flow_grpo.speed.rows import hold_whole_rows
 
     hold_whole_rows()
+    # else what goes into several products in 8 bits is written for each of them
+    needs_realized_inputs.add(torch.ops.aten._scaled_mm.default)
     decompositions.update(OPEN)
     fast_random_decomps.cache_clear()  # a copy, from the first time that anything was compiled
     torch.compiler.config.cache_key_tag = _what_decides()
