@@ -3,12 +3,19 @@
 python -m pytest -q --noconftest tests/gpu        on a machine with a GPU
 """
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 
+from flow_grpo.speed.faster import settle_compiler
 from flow_grpo.speed.four_bits import widened
-from flow_grpo.speed.low_bits import to_low_bits
+from flow_grpo.speed.low_bits import rows_in_8_bits, to_low_bits
 
 CUDA = torch.device("cuda")
 CPU = torch.device("cpu")
@@ -37,6 +44,39 @@ def test_a_layer_is_what_it_is_on_the_cpu(precision, compiled):
         assert (found.cpu() - expected).norm() < 0.01 * expected.norm()
     with torch.no_grad():  # sampling is training, to the bit
         assert torch.equal(call(inputs[1]), outs[1])
+
+
+def compiled_code(function: Callable, x: Tensor) -> tuple[Any, str]:
+    """What it gives, and what torch made of it."""
+    settle_compiler()
+    torch.compiler.reset()
+    with config.patch(force_disable_caches=True):  # else there may be none to see
+        out, codes = run_and_get_code(torch.compile(function, dynamic=False), x)
+    return out, "".join(codes)
+
+
+def test_what_layers_share_is_written_once():
+    layers = nn.ModuleList(nn.Linear(256, 128, dtype=torch.bfloat16) for _ in "qkv")
+    to_low_bits([layers.requires_grad_(False)], "fp8", CUDA)
+    layers.to(CUDA)
+
+    def three(x: Tensor) -> list[Tensor]:
+        x = nn.functional.layer_norm(x, (256,))
+        return [layer(x) for layer in layers]
+
+    x = torch.randn(64, 256, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+    _, code = compiled_code(three, x)
+    assert len(re.findall(r"'\*fp8e4nv'", code)) == 1
+
+
+def test_rows_of_a_part_are_held_by_few_warps():
+    x = torch.randn(4, 700, 1536, dtype=torch.bfloat16, device=CUDA)
+    (low, scale), code = compiled_code(lambda x: rows_in_8_bits(x[:, :512].flatten(0, 1)), x)
+    assert "triton_per" in code
+    assert "triton_red" not in code
+    assert "'num_warps': 2" in code
+    wide = (low.float() * scale).unflatten(0, (4, 512))
+    torch.testing.assert_close(wide, x[:, :512].float(), rtol=2**-4, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
