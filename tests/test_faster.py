@@ -24,6 +24,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from untrained import small
 from untrained.small.flux import build as build_tiny_flux
 from untrained.small.sd3 import build as build_tiny_sd3
@@ -170,10 +171,15 @@ def test_rows_are_held_whole_in_every_thread_whatever_was_compiled_before():
 ROW, COLUMN = sympy.symbols("row column")
 
 
-def kernel(hints: list[ReductionHint], columns: int, *, stride: int = 2, count: int = 4096) -> Any:
-    """A kernel with sums of these kinds, over so many columns; `stride` is how far they lie
-    apart."""
-    read = MemoryDep("x", columns * ROW + stride * COLUMN, (ROW, COLUMN), (count, columns))
+def kernel(
+    hints: list[ReductionHint],
+    columns: int,
+    *,
+    places: sympy.Expr = ROW + 4096 * COLUMN,
+    count: int = 4096,
+) -> Any:
+    """A kernel with sums of these kinds, over so many columns; `places` is where it reads."""
+    read = MemoryDep("x", places, (ROW, COLUMN), (count, columns))
     node = SimpleNamespace(read_writes=SimpleNamespace(reads=[read]))
     hint = iter(hints)
     return SimpleNamespace(
@@ -198,9 +204,14 @@ def test_rows_are_held_where_a_sum_lies_along_them():
     inner, other, outer = ReductionHint.INNER, ReductionHint.DEFAULT, ReductionHint.OUTER
     assert rows.hold(kernel([inner], 8192), False)
     assert rows.hold(kernel([other, inner], 6144), False)
-    assert rows.hold(kernel([other], 6144, stride=1), False)  # of a part of a tensor
+    part = 1536 * ModularIndexing(ROW, 1, 512) + 1075200 * FloorDiv(ROW, 512)
+    assert rows.hold(kernel([other], 1536, places=part + COLUMN), False)
     assert not rows.hold(kernel([inner], 8193), False)
     assert not rows.hold(kernel([outer, other], 6144), False)
+    # sums of columns, of a part of a tensor and of one whose width is not known
+    columns = part.subs(ROW, COLUMN)
+    for places in (columns + ROW, sympy.Symbol("width") * COLUMN + ROW):
+        assert not rows.hold(kernel([outer], 2048, places=places), False)
 
 
 @pytest.mark.usefixtures("plain_sizes")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.simd import SIMDKernel
 from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.runtime.hints import ReductionHint
@@ -28,7 +29,7 @@ def _lies_along(features: Any) -> bool:
     over the same rows; for a part of a tensor it gives none."""
     nodes = features.reduction_nodes()
     return ReductionHint.INNER in map(features.reduction_hint, nodes) or all(
-        isinstance(read, MemoryDep) and read.stride1_for_last_dim()
+        isinstance(read, MemoryDep) and read.stride1_for_last_dim(False)
         for node in nodes
         for read in node.read_writes.reads
     )
@@ -56,4 +57,4 @@ def hold_whole_rows() -> None:
     InductorChoices.should_use_persistent_reduction = staticmethod(hold)
     InductorChoices.triton_kernel_kwargs = with_few_warps
     # torch 2.11 cannot compile all kernels that have one row and no place for more
-    TritonKernel.want_no_x_dim = lambda self: False
+    TritonKernel.want_no_x_dim = SIMDKernel.want_no_x_dim
