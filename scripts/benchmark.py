@@ -37,6 +37,7 @@ from untrained.full import FULL, build
 from flow_grpo.config import command_line
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.draw.models import ModelAdapter, family_of, find_adapter
+from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.plan import lighter_training
 from flow_grpo.draw.session import (
     Session,
@@ -61,7 +62,10 @@ WHOLE = flags.DEFINE_bool(
 )
 MEMORY = flags.DEFINE_float("memory_gib", 0, "Use no more of the GPU's memory; 0: all of it.")
 REWARD = flags.DEFINE_float("reward_s", 0, "Seconds that a batch waits for its reward.", 0)
-AGAINST = flags.DEFINE_string("against", "", "A clone of Flow-GRPO, to time on the same GPU.")
+AGAINST = flags.DEFINE_string(
+    "against", "", "A clone of Flow-GRPO, whose SD3 is timed on the same GPU."
+)
+SAME = "sd3.5-medium"  # what reference_loops.py makes of random weights
 OUT = flags.DEFINE_string("out", "", "Append the line to this file too.")
 
 
@@ -76,17 +80,17 @@ def main(config: ConfigDict) -> Session:
         if own and not (config.height and config.width):
             config.resolution = min(config.resolution, own)
     on_gpu = torch.cuda.is_available() and config.device != "cpu"
-    if MEMORY.value and not on_gpu:
-        raise UserError(f"--memory_gib={MEMORY.value} needs a GPU; leave it out")
+    if AGAINST.value:
+        check_clone(Path(AGAINST.value), config)
     if config.pretrained.model in FULL and not on_gpu:
         full = config.pretrained.model
         raise UserError(f"{full} needs a GPU; name a small model: --model assets/tiny-sd3")
+    if MEMORY.value and not on_gpu:
+        raise UserError(f"--memory_gib={MEMORY.value} needs a GPU; leave it out")
     if WHOLE.value:
         check_whole(config.pretrained.model)
     if OUT.value:
         check_line_file(Path(OUT.value))
-    if AGAINST.value:
-        check_clone(Path(AGAINST.value), config)
     config.custom_rewards = ConfigDict({"timed": "measuring:TimedReward"})
     config.reward_fn = config.eval_reward_fn = ConfigDict({"timed": 1.0})
     config.reward_options = ConfigDict({"timed": {"seconds": REWARD.value}})
@@ -124,6 +128,13 @@ def check_line_file(path: Path) -> None:
 
 
 def check_clone(clone: Path, config: ConfigDict) -> None:
+    model = config.pretrained.model
+    is_sd3 = model == SAME if model in FULL else find_adapter(model) is SD3Adapter
+    if not is_sd3:
+        raise UserError(f"--against times Flow-GRPO's SD3, not {model}; leave it out")
+    if not clone.is_dir():
+        get = f"git clone https://github.com/yifan123/flow_grpo {clone}"
+        raise UserError(f"--against={clone} is no folder; {get}")
     if WHOLE.value:
         raise UserError("--against has text encoders a layer deep; leave --whole_encoders out")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

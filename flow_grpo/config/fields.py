@@ -74,7 +74,7 @@ class RunFields:
     mixed_precision: str = setting(
         "no",
         '"no", "bf16" or "fp16": the dtype of the frozen weights. LoRA weights stay in float32. '
-        "Half precision moves the on-policy ratio off 1; train/first_update_ratio_dev shows it.",
+        "Half precision can move the on-policy ratio off 1; train/first_update_ratio_dev shows it.",
         choices=("no", "bf16", "fp16"),
     )
     allow_tf32: bool = setting(

@@ -135,14 +135,19 @@ def test_it_times_the_small_model_on_the_cpu(benchmark, tmp_path, clone):
     ("arguments", "told"),
     [
         ((), "sd3.5-medium needs a GPU; name a small model: --model assets/tiny-sd3"),
-        (("--memory_gib=24",), "--memory_gib=24.0 needs a GPU; leave it out"),
+        (("--model=assets/tiny-sd3", "--memory_gib=24"), "--memory_gib=24.0 needs a GPU; leave it"),
         (("--model=assets/tiny-sd3", "--whole_encoders"), "--whole_encoders is for sd3.5-medium, "),
         (("--model=assets/nothere",), "no model at pretrained.model='assets/nothere': there is no"),
         (("--model=docs",), "docs is not a diffusers pipeline folder: it has no model_index.json"),
         (("--model=assets/tiny-sd3", "--out=setup.py/b.jsonl"), "--out=setup.py/b.jsonl cannot be"),
         (("--model=assets/tiny-sd3", "--against=docs"), "--against=docs is no clone of Flow-GRPO"),
+        (("--model=assets/tiny-sd3", "--against=../no"), "--against=../no is no folder; git clone"),
+        (("--model=flux.1-dev", "--against=docs"), "--against times Flow-GRPO's SD3, not flux.1"),
     ],
-    ids=["gpu", "memory", "encoders", "no-model", "no-pipeline", "no-folder", "no-clone"],
+    ids=[
+        *("gpu", "memory", "encoders", "no-model", "no-pipeline"),
+        *("no-file", "no-clone", "no-folder", "not-sd3"),
+    ],
 )
 def test_what_cannot_be_measured_is_told_at_once(benchmark, arguments, told):
     done = benchmark(*arguments, device="cpu")
