@@ -52,6 +52,15 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+def decode_all(path: Path) -> list[np.ndarray]:
+    """Decode every frame of a video with OpenCV, each (H, W, 3) in RGB."""
+    capture, decoded = cv2.VideoCapture(str(path)), []
+    while (frame := capture.read()[1]) is not None:
+        decoded.append(frame[..., ::-1])
+    capture.release()
+    return decoded
+
+
 def frames(folder: Path, count: int = SECONDS * FPS, fps: float = FPS) -> Video:
     return Video(tuple(folder / f"{i}.png" for i in range(count)), fps)
 
@@ -70,14 +79,16 @@ def asked(folder: Path) -> list[Question]:
 @pytest.mark.parametrize("name", ["a.mp4", "a.gif", "frames"])
 def test_frames_are_chosen_by_rate_or_by_count(folder, name):
     video = frames(folder) if name == "frames" else Video(folder / name)
+    # a lossy codec's values depend on its build: compare with this machine's own decoding
+    decoded = decode_all(folder / name) if name == "a.mp4" else shades()
     expected = {(2, 32): range(0, 30, 5), (2, 4): (0, 7, 15, 22), (0, 10): range(0, 30, 3)}
     for (rate, most), places in expected.items():
         clip = choose_frames(video, WHERE, rate, most)
         assert clip.places == tuple(places)
         assert clip.seconds == pytest.approx([place / FPS for place in places])
         assert clip.spacing == pytest.approx(SECONDS / len(places))
-        shown = [np.asarray(frame).mean() for frame in read_frames(video, clip, WHERE)]
-        assert shown == pytest.approx([8 * place for place in places], abs=3)  # films lose some
+        shown = [np.asarray(frame) for frame in read_frames(video, clip, WHERE)]
+        np.testing.assert_array_equal(shown, [decoded[place] for place in places])
 
 
 def test_short_videos_have_a_frame_or_an_even_number(folder):
