@@ -152,7 +152,8 @@ def test_texts_do_not_wait_for_pictures():
     torch.cuda._sleep(2**32)  # cycles, about two seconds
     pictures = torch.cuda.Event()
     pictures.record()
-    found = adapter._known(["two"])["two"]
+    adapter.encode_ahead(["two"])
     assert not pictures.query()
+    [found] = adapter._cache.find(["two"]).values()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor[0].cpu())
