@@ -20,6 +20,7 @@ from reward_server.options import limits, parse
 
 USAGE_ERROR = 2  # exit code of every UserError, as in flow_grpo
 INTERRUPTED = 130
+REQUIRED = ("fastapi", "prometheus_client", "starlette", "uvicorn")  # setup.py: [server]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     # After the arguments are read: --help and mistakes should not wait for these.
-    from reward_server.app import openapi
-    from reward_server.serve import bind, serve
-    from reward_server.service import Service
+    try:
+        from reward_server.app import openapi
+        from reward_server.serve import bind, serve
+        from reward_server.service import Service
+    except ModuleNotFoundError as error:
+        if error.name not in REQUIRED:
+            raise
+        raise UserError(
+            f"the reward server needs the package {error.name!r}, which is not installed; "
+            "pip install 'flow_grpo[server]'"
+        ) from error
 
     if args.print_openapi:
         print(json.dumps(openapi(), indent=2))

@@ -14,14 +14,14 @@ from flow_grpo.rewards.failure import Failed, NotAsked
 from flow_grpo.rewards.frames import CLIP
 from flow_grpo.rewards.protocol import BatchScores
 from reward_server import errors, schemas
-from reward_server.gate import GONE, CountRequests, LimitBody, RequireToken
+from reward_server.gate import GONE, CheckHost, CountRequests, LimitBody, RequireToken
 from reward_server.limits import Limits
 from reward_server.service import Service
 
 BEARER: dict[str, Any] = {"security": [{}, {"bearer": []}]}  # only where the server has a token
 BODY_SHARE = 8  # of the memory for pictures, that bodies may take besides; parsed they take two
 SCORE_ERRORS = (
-    *("malformed_json", "unauthorized", "unknown_reward"),
+    *("malformed_json", "unauthorized", "forbidden_host", "unknown_reward"),
     *("body_too_large", "image_too_large", "too_many_images", "too_many_pixels"),
     *("unsupported_format", "broken_image", "counts_differ", "invalid_base64"),
     *("invalid_request", "no_images", "not_an_image"),
@@ -31,7 +31,9 @@ SCORE_ERRORS = (
 )
 
 
-def create_app(service: Service, *, token: str | None = None) -> FastAPI:
+def create_app(
+    service: Service, *, token: str | None = None, served_at: str = "localhost"
+) -> FastAPI:
     app = FastAPI(
         title="reward_server",
         version="1",
@@ -48,6 +50,7 @@ def create_app(service: Service, *, token: str | None = None) -> FastAPI:
     app.add_middleware(LimitBody, max_bytes=limit, max_held=held)
     if token:
         app.add_middleware(RequireToken, token=token, max_body_bytes=limit)
+    app.add_middleware(CheckHost, served_at=served_at, max_body_bytes=limit)
     app.add_middleware(CountRequests, metrics=service.metrics)
     app.add_exception_handler(errors.ApiError, errors.on_api_error)
     app.add_exception_handler(HTTPException, errors.on_http_error)
@@ -75,7 +78,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get(
         "/v1/rewards",
         response_model=schemas.RewardList,
-        responses=schemas.error_docs("unauthorized"),
+        responses=schemas.error_docs("unauthorized", "forbidden_host"),
         openapi_extra=BEARER,
     )
     async def rewards() -> Response:
@@ -85,7 +88,11 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         content = {"rewards": states, "clips": clips, "limits": vars(service.limits)}
         return errors.json_response(content)
 
-    @app.get("/healthz", response_model=schemas.Status)
+    @app.get(
+        "/healthz",
+        response_model=schemas.Status,
+        responses=schemas.error_docs("forbidden_host"),
+    )
     async def healthz() -> Response:
         """Whether the process serves."""
         return errors.json_response({"status": "ok"})
@@ -93,7 +100,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get(
         "/readyz",
         response_model=schemas.Status,
-        responses=schemas.error_docs("reward_down", "shutting_down", "starting"),
+        responses=schemas.error_docs("forbidden_host", "reward_down", "shutting_down", "starting"),
     )
     async def readyz() -> Response:
         """Whether all rewards can be had now."""
@@ -105,7 +112,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         response_class=Response,
         responses={
             200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
-            **schemas.error_docs("unauthorized"),
+            **schemas.error_docs("unauthorized", "forbidden_host"),
         },
         openapi_extra=BEARER,
     )

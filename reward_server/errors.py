@@ -11,6 +11,7 @@ from starlette.responses import Response
 STATUS = {
     "malformed_json": 400,
     "unauthorized": 401,
+    "forbidden_host": 403,
     "not_found": 404,
     "unknown_reward": 404,
     "method_not_allowed": 405,

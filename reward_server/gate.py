@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reward_server.errors import RETRY_AFTER, ApiError, Busy, error_response
+from flow_grpo.hosts import is_allowed_host
+from reward_server.errors import RETRY_AFTER, ApiError, Busy, error_response, shown
 from reward_server.metrics import UNKNOWN, Metrics
 
 SCORE_PATH = "/v1/score"
@@ -63,6 +64,26 @@ class CountRequests:
             reward = state.get("reward", UNKNOWN)
             self._metrics.requests.labels(reward, str(status)).inc()
             self._metrics.request_seconds.labels(reward).observe(time.monotonic() - start)
+
+
+class CheckHost:
+    """Rejects requests whose Host header names another machine (see flow_grpo/hosts.py)."""
+
+    def __init__(self, app: ASGIApp, served_at: str, max_body_bytes: int) -> None:
+        self._app = app
+        self._served_at = served_at
+        self._drain_limit = DRAINED * max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = _header(scope, b"host").decode("latin-1") if scope["type"] == "http" else ""
+        if scope["type"] != "http" or is_allowed_host(self._served_at, host):
+            return await self._app(scope, receive, send)
+        error = ApiError(
+            "forbidden_host",
+            f"the Host header {shown(host)} does not name this machine; a server on a loopback "
+            "address answers localhost and 127.0.0.1 only, use --host and --token-env for others",
+        )
+        await _refuse(error, scope, _chunks(receive), send, self._drain_limit)
 
 
 class RequireToken:

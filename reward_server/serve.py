@@ -73,7 +73,7 @@ def serve(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     return_large_blocks()
     config = uvicorn.Config(
-        create_app(service, token=token),
+        create_app(service, token=token, served_at=host),
         http=functools.partial(
             Connection,
             max_connections=service.limits.max_connections,

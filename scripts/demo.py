@@ -22,7 +22,7 @@ from pathlib import Path
 from flow_grpo.config import command_line
 from flow_grpo.config.mistakes import Parser
 from flow_grpo.errors import UserError
-from flow_grpo.show.serving import is_local
+from flow_grpo.hosts import is_local
 
 LOCAL = "127.0.0.1"
 PORT = 7860

@@ -29,7 +29,7 @@ from flow_grpo.draw.compare import evaluate_all
 from flow_grpo.draw.fields import get_config
 from flow_grpo.draw.saved import config_of_file, config_of_run
 from flow_grpo.errors import UserError
-from flow_grpo.show.serving import may_ask
+from flow_grpo.hosts import is_allowed_host
 
 GOOD = {"prompt": "a sign", "weights": None, "steps": 2, "guidance": 1.0, "seed": 7}
 
@@ -351,8 +351,8 @@ def test_an_uploaded_picture_is_drawn_from(tmp_path, monkeypatch):
 
 
 def test_a_server_for_other_machines_answers_any_name():
-    assert may_ask("0.0.0.0", "my-machine.example:7860")
-    assert may_ask("127.0.0.2", "127.0.0.1:7860")
-    assert may_ask("::1", "[::1]:7860")
-    assert not may_ask("::1", "evil.example")
-    assert not may_ask("localhost", "localhost.evil.example:7860")
+    assert is_allowed_host("0.0.0.0", "my-machine.example:7860")
+    assert is_allowed_host("127.0.0.2", "127.0.0.1:7860")
+    assert is_allowed_host("::1", "[::1]:7860")
+    assert not is_allowed_host("::1", "evil.example")
+    assert not is_allowed_host("localhost", "localhost.evil.example:7860")

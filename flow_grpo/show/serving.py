@@ -5,36 +5,18 @@ import logging
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from flow_grpo.errors import UserError
+from flow_grpo.hosts import is_allowed_host
 from flow_grpo.show import page
 
 REFUSED = "this server answers requests for this machine only"
 logger = logging.getLogger("flow_grpo")
 STALLED = 10.0  # seconds in which a client must go on with what it asks, or take what it gets
 MOST_CLIENTS = 64  # at a time; a browser has a few connections
-
-
-def is_local(host: str) -> bool:
-    """Whether a name or an address, without its port, is that of this machine."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def may_ask(served_at: str, header: str) -> bool:
-    """Whether a request with this Host header is answered: whoever serves other machines too has
-    names that we do not know."""
-    try:
-        asked = urlsplit(f"//{header}").hostname or ""
-    except ValueError:  # brackets that do not close
-        return False
-    return is_local(asked) or not is_local(served_at)
 
 
 class OnlyOurs:
@@ -45,7 +27,7 @@ class OnlyOurs:
 
     async def __call__(self, scope, receive, send) -> None:
         headers = dict(scope.get("headers", ()))
-        if scope["type"] == "lifespan" or may_ask(
+        if scope["type"] == "lifespan" or is_allowed_host(
             self.served_at, headers.get(b"host", b"").decode("latin-1")
         ):
             return await self.app(scope, receive, send)
@@ -127,7 +109,7 @@ def build_server(folders: list[Path], host: str, port: int) -> Server:
                 asked = urlsplit(self.path)
             except ValueError:  # brackets that do not close
                 return self._answer(400, "text/plain", "this is no address")
-            if not may_ask(host, self.headers.get("Host", "")):
+            if not is_allowed_host(host, self.headers.get("Host", "")):
                 return self._answer(403, "text/plain", REFUSED)
             if asked.path not in ("/", "/data.json"):
                 return self._answer(404, "text/plain", "there is only one page here: /")

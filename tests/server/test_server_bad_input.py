@@ -12,7 +12,7 @@ import pytest
 import requests
 from PIL import Image
 from planted import png_header
-from serving import GOOD, Server, body, encoded, text
+from serving import GOOD, Server, body, encoded, error, text
 
 JPEG = "jpeg_compressibility"
 PNG = base64.b64decode(GOOD)
@@ -248,7 +248,7 @@ def test_a_client_that_asks_first_sends_nothing(server: Server) -> None:
         with socket.create_connection(server.url.removeprefix("http://").split(":")) as client:
             client.settimeout(10)
             client.sendall(
-                b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 b"Content-Length: 1000000000000\r\n" + expect + b"\r\n"
             )
             answer = b""
@@ -260,7 +260,7 @@ def test_a_client_that_asks_first_sends_nothing(server: Server) -> None:
 
 def test_a_client_that_goes_away_in_the_middle_is_forgotten(server: Server) -> None:
     with socket.create_connection(server.url.removeprefix("http://").split(":")) as client:
-        client.sendall(b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        client.sendall(b"POST /v1/score HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 1000\r\n\r\n{")
 
 
 def test_a_scorer_that_breaks_its_contract_is_told(server: Server) -> None:
@@ -286,3 +286,17 @@ def test_many_mistakes_cost_no_more_than_one(server: Server, field: str | None) 
     before = server.memory_mb("VmHWM")
     assert refusal(server.post(data))[:2] == (422, "invalid_request")
     assert server.memory_mb("VmHWM") < before + 100  # 300, if each were written down
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/v1/rewards", "/healthz", "/readyz", "/metrics"])
+def test_a_request_for_another_host_is_rejected(server: Server, path: str) -> None:
+    """A web page whose name resolves to this machine (DNS rebinding) gets no scores."""
+    content = body(JPEG, "a")
+    for host in ("evil.example", "localhost.evil.example:80", "", "["):
+        headers = {"Host": host}
+        if path == "/v1/score":
+            response = server.score(content, headers=headers)
+        else:
+            response = server.get(path, headers=headers)
+        assert error(response) == (403, "forbidden_host")
+    assert server.score(content, headers={"Host": "localhost"}).status_code == 200

@@ -25,7 +25,7 @@ from reward_server import connection
 from reward_server.connection import MAX_HEADER_BYTES, PROGRESS, Connection
 
 JPEG = "jpeg_compressibility"
-START = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+START = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def answer(client: socket.socket) -> tuple[int, str]:
@@ -106,8 +106,8 @@ HALVES = {
     "no body": START + b"Content-Length: 100\r\n\r\n",
     "half a body": START + b'Content-Length: 100\r\n\r\n{"rew',
     "half a chunk": START + b"Transfer-Encoding: chunked\r\n\r\nff\r\nabc",
-    "half a body for nobody": b"POST /nothing HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc",
-    "half a second request": b"GET /healthz HTTP/1.1\r\n\r\n" + START,
+    "half a body for nobody": b"POST /nothing HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 100\r\n\r\nabc",
+    "half a second request": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" + START,
 }
 
 

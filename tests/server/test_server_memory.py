@@ -126,4 +126,6 @@ def test_pictures_of_clients_that_left_are_forgotten(
 def _send(client: socket.socket, content: dict) -> None:
     request = requests.Request("POST", "http://x/v1/score", json=content).prepare()
     lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
-    client.sendall(f"POST /v1/score HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode() + request.body)
+    client.sendall(
+        f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode() + request.body
+    )

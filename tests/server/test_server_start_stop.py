@@ -19,6 +19,20 @@ from reward_server.__main__ import main
 JPEG = "jpeg_compressibility"
 
 
+@pytest.mark.parametrize("package", ["fastapi", "prometheus_client", "uvicorn"])
+def test_a_missing_package_is_one_line(
+    package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("reward_server.")]:
+        if name != "reward_server.__main__":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["--rewards", JPEG]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert repr(package) in line
+    assert "[server]" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
