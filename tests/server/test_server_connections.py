@@ -106,7 +106,8 @@ HALVES = {
     "no body": START + b"Content-Length: 100\r\n\r\n",
     "half a body": START + b'Content-Length: 100\r\n\r\n{"rew',
     "half a chunk": START + b"Transfer-Encoding: chunked\r\n\r\nff\r\nabc",
-    "half a body for nobody": b"POST /nothing HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 100\r\n\r\nabc",
+    "half a body for nobody": START.replace(b"/v1/score", b"/nothing")
+    + b"Content-Length: 100\r\n\r\nabc",
     "half a second request": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" + START,
 }
 
