@@ -12,12 +12,13 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from serving import is_running, wait_until
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.calling import pool as pool_module
-from flow_grpo.rewards.calling.pool import CannotStart, PoolClosed, WorkerPool
+from flow_grpo.rewards.calling.pool import CannotStart, PoolClosed, TimedOut, WorkerPool
 from flow_grpo.rewards.failure import Failed
 
 
@@ -31,7 +32,7 @@ def test_the_workers_run_without_torch(stub_path: None) -> None:
 # The pool, with an engine that does what the job says
 
 STUB = """
-    import os, signal, sys, time
+    import os, signal, struct, subprocess, sys, time
     from pathlib import Path
 
     def obey():
@@ -54,6 +55,27 @@ STUB = """
                     time.sleep(0.01)
             if order == "raise":
                 raise ValueError(argument)
+            if order == "fork":
+                os.fork()
+            if order == "daemons":  # in a session of their own, orphaned, and one through a shell
+                start = "import os, time; open('{}', 'w').write(str(os.getpid())); time.sleep(1000)"
+                for n in range(2):
+                    command = [sys.executable, "-c", start.format(f"{argument}{n}")]
+                    if os.fork() == 0:
+                        subprocess.Popen(command, start_new_session=n == 0)
+                        os._exit(0)
+                while not Path(f"{argument}_die").exists():
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if order == "stop_half_way":
+                length = struct.pack("!i", 1_000_000)
+                os.write(int(sys.argv[1]), length + b"half a message")
+                time.sleep(1000)
+            if order == "garble":
+                os.write(int(sys.argv[1]), struct.pack("!i", 4) + b"junk")
+            if order == "garble_from_child":
+                write = f"import os; os.write({sys.argv[1]}, b'x' * 9)"
+                subprocess.call([sys.executable, "-c", write], close_fds=False)
             return f"{len(argument)} read"
         return engine
 
@@ -168,8 +190,51 @@ class TestPool:
         large = "read " + "x" * 10_000_000  # no pipe holds that
         with stub_pool(timeout=2.0) as pool:
             pool.map(["read x"])
-            os.kill(pool.pids()[0], signal.SIGSTOP)
+            [worker] = psutil.Process(pool.pids()[0]).children()
+            worker.suspend()
             assert pool.map([large]) == ["10000000 read"]
+
+    @pytest.mark.parametrize("end", ["die", "close"])
+    def test_what_a_worker_started_ends_with_it(self, tmp_path: Path, end: str) -> None:
+        """Also a daemon in a session of its own, whose parent has exited."""
+        files = [tmp_path / f"pid{n}" for n in range(2)]
+        die = tmp_path / "pid_die"
+        with stub_pool(timeout=1000.0) as pool, ThreadPoolExecutor(1) as thread:
+            result = thread.submit(pool.map, [f"daemons {tmp_path / 'pid'}"])
+            wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+            pids = [int(file.read_text()) for file in files]
+            assert all(is_running(pid) for pid in pids)
+            if end == "die":
+                die.touch()
+                assert isinstance(result.result()[0], Failed)
+            else:
+                pool.close()
+                assert isinstance(result.exception(), PoolClosed)
+            assert not any(is_running(pid) for pid in pids)
+
+    def test_a_job_that_forks_is_answered_once(self) -> None:
+        jobs = ["fork", "read x", "read xx", "fork a", "read xxx", "read xxxx"]
+        expected = ["0 read", "1 read", "2 read", "1 read", "3 read", "4 read"]
+        with stub_pool() as pool:
+            for job, answer in zip(jobs, expected, strict=True):  # one request at a time
+                assert pool.map([job]) == [answer]
+            assert pool.map(jobs) == expected
+
+    def test_half_a_reply_is_not_waited_for(self) -> None:
+        with stub_pool(timeout=2.0) as pool:
+            half, whole = pool.map(["stop_half_way", "read x"])
+            assert isinstance(half, TimedOut)
+            assert whole == "1 read"
+
+    def test_an_unreadable_reply_fails_its_own_job(self, tmp_path: Path) -> None:
+        with stub_pool() as pool:
+            bad, good = pool.map(["garble", "read x"])
+            assert isinstance(bad, Failed)
+            assert good == "1 read"
+
+    def test_a_child_process_cannot_write_to_the_pipe(self) -> None:
+        with stub_pool() as pool:
+            assert pool.map(["garble_from_child", "read x"]) == ["0 read", "1 read"]
 
     def test_serves_several_threads(self) -> None:
         def call(n: int) -> list[str]:

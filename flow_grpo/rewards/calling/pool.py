@@ -8,11 +8,14 @@ tried: it forks, torch and all, or imports the main script too, which
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import multiprocessing
 import os
 import queue
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.calling.supervisor import END, START
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.protocol import Scorer
 
@@ -33,6 +37,8 @@ log = logging.getLogger(__name__)
 MAX_CHUNK = 16
 MAX_DEATHS = 2
 START_ATTEMPTS = 3
+END_TIMEOUT = 10.0  # seconds for a supervisor to kill its processes
+LONGEST_TIMEOUT = 1e6  # seconds, that a socket takes
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds until workers that could not start are tried again
 
 
@@ -62,6 +68,7 @@ class PoolClosed(RuntimeError):
 @dataclass
 class _Job:
     payload: Any
+    number: int = field(default_factory=itertools.count().__next__)
     result: "Future[Any]" = field(default_factory=Future)
     deaths: int = 0
 
@@ -70,8 +77,21 @@ _Chunk = deque[_Job]
 
 
 class _Worker:
-    def __init__(self, factory: str, options: dict[str, Any], environment: dict[str, str]) -> None:
+    """A worker process and our end of its pipe.
+
+    Args:
+        timeout: Seconds without progress after which a read or write that has begun fails; a
+            stopped process neither empties its pipe nor completes a message.
+    """
+
+    def __init__(
+        self, factory: str, options: dict[str, Any], environment: dict[str, str], timeout: float
+    ) -> None:
         self._connection, theirs = multiprocessing.Pipe()
+        limit = struct.pack("ll", math.ceil(min(timeout, LONGEST_TIMEOUT)), 0)  # a timeval
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs:
             descriptor = theirs.fileno()
             self._process = subprocess.Popen(
@@ -86,32 +106,41 @@ class _Worker:
         with contextlib.suppress(OSError):
             self._connection.send((factory, options))
 
-    def send(self, message: Any, timeout: float) -> None:
-        # A stopped process does not empty its pipe, and a blocked write cannot time out by itself.
-        watchdog = threading.Timer(timeout, self._process.kill)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            self._connection.send(message)
-        finally:
-            watchdog.cancel()
+    def send(self, jobs: Iterable[_Job]) -> None:
+        self._connection.send([(job.number, job.payload) for job in jobs])
 
-    def receive(self, timeout: float) -> tuple[str, Any]:
-        if not self._connection.poll(timeout):
-            raise TimeoutError
-        return self._connection.recv()
+    def receive(self, number: int, timeout: float) -> tuple[str, Any]:
+        """Wait for the reply to request `number`; return its status and value."""
+        while True:
+            if not self._connection.poll(timeout):
+                raise TimeoutError
+            try:
+                replied, status, value = self._connection.recv()
+            except BlockingIOError as error:  # half a message, then nothing
+                raise TimeoutError from error
+            except (EOFError, OSError):
+                raise
+            except Exception as error:
+                raise OSError(f"the worker sent an unreadable reply: {error!r}") from error
+            if replied == number:
+                return status, value
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        self._process.kill()
+        """End the process and all that it has started (see supervisor.py)."""
+        self._process.send_signal(END)
 
     def bury(self) -> int:
         """Make sure the process is gone; returns its exit code."""
-        self._process.kill()
+        self.kill()
         self._connection.close()
-        return self._process.wait()
+        try:
+            return self._process.wait(END_TIMEOUT)
+        except subprocess.TimeoutExpired:  # stopped by a signal, or in an endless system call
+            self._process.kill()
+            return self._process.wait()
 
 
 class WorkerPool:
@@ -242,9 +271,9 @@ class WorkerPool:
 
     def _work_off(self, chunk: _Chunk, worker: _Worker) -> None:
         try:
-            worker.send([job.payload for job in chunk], self._timeout)
+            worker.send(chunk)
             while chunk:
-                status, value = worker.receive(self._timeout)
+                status, value = worker.receive(chunk[0].number, self._timeout)
                 if status != "going on":
                     chunk.popleft().result.set_result(value if status == "done" else Failed(value))
         except TimeoutError:
@@ -299,10 +328,10 @@ class WorkerPool:
             with self._lock:
                 if self._closed.is_set():
                     raise PoolClosed
-                worker = _Worker(self._factory, self._options, self._environment)
+                worker = _Worker(self._factory, self._options, self._environment, self._timeout)
                 self._live.add(worker)
             try:
-                status, reason = worker.receive(self._start_timeout)
+                status, reason = worker.receive(START, self._start_timeout)
             except TimeoutError:
                 status, reason = (
                     "failed",

@@ -3,7 +3,6 @@
 Run as `python -m flow_grpo.rewards.calling.worker <file descriptor of the pipe>`.
 """
 
-import ctypes
 import importlib
 import os
 import queue
@@ -15,19 +14,22 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flow_grpo.errors import UserError
+from flow_grpo.rewards.calling.supervisor import START, supervise
 from flow_grpo.rewards.failure import describe
-
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def main() -> None:
-    _die_with_parent()
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # what the engine starts must not write to it
+    supervise(descriptor)
     os.nice(10)  # rewards are waited for last; the model's threads wait for one another
     # Ctrl-C and a launcher's SIGTERM reach the whole process group; the trainer decides when its
     # workers go.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
+    connection = Connection(descriptor)
+    # A step that forks returns twice, in both processes; only the original one may reply.
+    os.register_at_fork(after_in_child=connection.close)
     factory, options = connection.recv()
     jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
@@ -36,22 +38,20 @@ def main() -> None:
     except Exception as error:
         own = isinstance(error, UserError)  # which says all there is to say
         reason = describe(error)
-        connection.send(("failed", reason if own else f"{factory} could not be set up: {reason}"))
+        reason = reason if own else f"{factory} could not be set up: {reason}"
+        _reply(connection, START, "failed", reason)
         return
-    connection.send(("ready", ""))
+    _reply(connection, START, "ready", "")
     while True:
-        for message in _answer(engine, jobs.get()):
-            connection.send(message)
+        number, payload = jobs.get()
+        for status, value in _answer(engine, payload):
+            _reply(connection, number, status, value)
 
 
-def _die_with_parent() -> None:
-    """Also when the engine never lets go of the interpreter, so that `_receive` cannot run.
-
-    The kernel means the thread that started this process, which is the one that feeds it.
-    """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _reply(connection: Connection, number: int, status: str, value: Any) -> None:
+    if connection.closed:  # a forked copy of the worker
+        os._exit(0)
+    connection.send((number, status, value))
 
 
 def _receive(connection: Connection, jobs: "queue.SimpleQueue[Any]") -> None:

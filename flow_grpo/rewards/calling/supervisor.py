@@ -1,0 +1,82 @@
+"""Runs a worker so that no process it starts outlives it.
+
+Rewards and environments may start processes: shells, servers, daemons in a session of their own.
+Killing the worker, or its process group, would leave some of them running. So the worker is forked
+from a supervisor that is the subreaper of everything below it (Linux: a process whose parent dies
+is handed to the nearest subreaper). When the worker ends, when the pool asks for it (`END`) or when
+the trainer dies, the supervisor kills all its descendants and ends with the worker's exit code.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+START = -1  # number of the reply that says whether a worker could be started
+END = signal.SIGUSR1  # SIGINT and SIGTERM reach whole process groups, and are ignored here
+
+
+def supervise(descriptor: int) -> None:
+    """Fork, and return in the child, which is the worker; the parent does not return.
+
+    Args:
+        descriptor: The worker's end of the pipe, which the supervisor must not keep open.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    waited_for = {END, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _prctl(PR_SET_PDEATHSIG, END)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker == 0:
+        # kills the worker even while its engine never releases the interpreter lock
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, waited_for)
+        return
+    os.close(descriptor)
+    status = None
+    while status is None and signal.sigwait(waited_for) != END:
+        status = _reap(worker)
+    _kill_descendants()
+    _exit_as(status)
+
+
+def _reap(worker: int) -> int | None:
+    """Collect exited children; return the worker's wait status if it is among them."""
+    status = None
+    with suppress(ChildProcessError):
+        while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+            if reaped[0] == worker:
+                status = reaped[1]
+    return status
+
+
+def _kill_descendants() -> None:
+    import psutil  # only here: most workers live as long as the run
+
+    me = psutil.Process()
+    while descendants := me.children(recursive=True):
+        for process in descendants:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)  # its own children become ours before this returns
+
+
+def _exit_as(status: int | None) -> None:
+    """End with the exit code or the signal of a wait status."""
+    if status is not None and os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(0 if status is None else os.WEXITSTATUS(status))
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value)
