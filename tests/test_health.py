@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flow_grpo.show.health import CHECKS, Finding, examine
+from flow_grpo.show.health import CHECKS, Finding, examine, summarize
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
 LOGS = sorted(RESULTS.rglob("*.jsonl"))
@@ -23,10 +23,11 @@ ILL = {
     "scenes-tiny_mix-2": {"diversity"},
     # trained on after they were at their best
     **{
-        f"scenes-tiny_{name}": {"past the best"}
-        for name in ("rwr-1", "rwr-2", "rwr-3", "sft-2", "sft-3")
+        f"scenes-tiny_{name}": {"past the best", "falling reward"}
+        for name in ("rwr-1", "rwr-3", "sft-2")
     },
-    "no_leash-3": {"past the best"},
+    **{f"scenes-tiny_{name}": {"past the best"} for name in ("rwr-2", "sft-3")},
+    "no_leash-3": {"past the best", "falling reward"},
     # edits of one picture become alike where they become right
     **{name: {"diversity"} for name in ("nft_fast", "nft_graded", "nft_cpu", "grpo_strict")},
     "tiny_mixed-1": {"diversity"},
@@ -46,7 +47,7 @@ ILL = {
     "constant": {"flat groups"},
     "narrow_clip": {"ratio drift", "clip shares"},
     "white": {"diversity", "velocity norm"},
-    "wide_clip": {"ratio drift", "failed rewards", "velocity norm"},
+    "wide_clip": {"ratio drift", "failed rewards", "falling reward", "velocity norm"},
 }
 
 
@@ -131,7 +132,7 @@ def test_more_than_half_without_a_gradient(columns, text):
     [
         ([0, 1, 1, 0.9], [0.2] * 4, None),
         ([0, 1, 0.95, 1], [0.2, 0.9, 0.9, 0.9], "rose from 0.2 to 0.9: the task is solved"),
-        ([0, 1, 0.95, 1], [0.2, 0.1, 0.1, 0.1], "from 0.2 to 0.1: there is nothing to learn"),
+        ([0, 1, 0.95, 1], [0.2, 0.19, 0.19, 0.19], "from 0.2 to 0.19: there is nothing to learn"),
         ([1, 1, 1, 1], [0.2, 0.9, 0.9, 0.9], "from 0.2 to 0.9: there is nothing to learn"),
     ],
 )
@@ -313,3 +314,39 @@ def test_evaluation_fell_from_its_best(scores, epoch):
     if epoch:
         assert found.text.startswith(f"eval/avg was 0.7 in epoch 2 and is {scores[-1]} now, ")
         assert "checkpoints/best" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("averages", "epoch"),
+    [
+        ([0.18, 0.12, 0.12, 0.12], 4),
+        ([0.18, 0.14, 0.14, 0.14], None),  # by less than a quarter of the spread
+        ([0.18, 0.12, 0.12, 0.18, 0.12, 0.12], None),  # not in a row
+        ([0.18, 0.12, None, 0.12, 0.08], 5),
+        ([-1.0, -2.0, -2.0, -2.0], 4),
+    ],
+)
+def test_training_reward_falls_below_its_start(averages, epoch):
+    found = only("falling reward", rewards(averages))
+    assert (found and found.epoch) == epoch
+
+
+def test_checks_without_data_do_not_count_as_passed():
+    """AWM logs no ratio, clip share or KL."""
+    table = rewards([0.2, 0.3], train__grad_norm=[1.0, 1.0], eval__avg=[0.2, 0.3])
+    failed, passed, not_applicable = summarize(table)
+    assert failed == []
+    assert passed == ["gradient norm", "falling reward", "past the best"]
+    assert {*passed, *not_applicable} == {*CHECKS}
+    table = rows(train__ratio_mean=[2.0], train__clip_range=[0.1])
+    failed, passed, not_applicable = summarize(table)
+    assert [finding.check for finding in failed] == ["ratio drift"]
+    assert passed == []
+    assert len(not_applicable) == len(CHECKS) - 1
+
+
+def test_several_rewards_are_compared_with_each_other_only():
+    one = rewards([0.2], reward__ocr=[0.2], **{"reward__ocr/std": [0.1], "reward__avg/std": [0.1]})
+    both = [row | {"reward/jpeg": 1.0, "reward/jpeg/std": 0.1} for row in one]
+    assert "second reward" in summarize(one)[2]
+    assert "second reward" in summarize(both)[1]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from flow_grpo.answer.vllm_engine import (
 )
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.images import check_pictures
+from flow_grpo.data.mixing import held_out_share
 from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import check_videos
 from flow_grpo.errors import UserError
@@ -101,6 +103,9 @@ class VlmSession(BaseSession):
         """The data set that each test question is of, where there are several."""
         several = len(self.sets) > 1
         return [q.metadata["dataset"] for q in self.test_questions] if several else []
+
+    def held_out_share(self) -> float:
+        return held_out_share(self.questions, self.test_questions, attrgetter("text", "shown"))
 
     @property
     def recomputes_old(self) -> bool:

@@ -132,6 +132,12 @@ def split_off(
     return train, test
 
 
+def held_out_share(train: Iterable[T], test: Sequence[T], key: Callable[[T], Any]) -> float:
+    """Return the share of `test` whose `key` is not in `train`."""
+    trained = set(map(key, train))
+    return sum(key(row) not in trained for row in test) / max(1, len(test))
+
+
 def hold_out(
     rows: list[T], rng: np.random.Generator, key: Callable[[T], Any] = attrgetter("prompt")
 ) -> tuple[list[T], list[T]]:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 from accelerate import Accelerator
@@ -13,7 +14,7 @@ from PIL import Image
 from flow_grpo.config.custom import told_in_one_line
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.hub import download_revision
-from flow_grpo.data.mixing import parse_sources, set_of
+from flow_grpo.data.mixing import held_out_share, parse_sources, set_of
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.draw.algorithms import ALGORITHMS, Algorithm, Setup
@@ -87,6 +88,9 @@ class Session(BaseSession):
         """The prompt set that each test prompt is of, where there are several."""
         several = len(self.prompt_sets) > 1
         return [p.metadata["dataset"] for p in self.test_prompts] if several else []
+
+    def held_out_share(self) -> float:
+        return held_out_share(self.prompts, self.test_prompts, attrgetter("prompt", "images"))
 
     def tasks(self, rows: np.ndarray) -> np.ndarray:
         """The prompt set that each row is of."""

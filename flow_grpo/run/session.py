@@ -65,6 +65,10 @@ class BaseSession:
         """The weights to evaluate: their moving average, where there is one."""
         return self.ema.applied() if self.ema is not None else nullcontext()
 
+    def held_out_share(self) -> float:
+        """Return the share of test prompts or questions that are not trained on."""
+        raise NotImplementedError
+
     def how_to_go_on(self) -> str:
         return f"go on with --resume {self.folder}"
 
@@ -200,6 +204,7 @@ def evaluation_metrics(
     if outage and epoch == 0:
         raise RewardOutage(f"evaluation before training: {outage}")
     metrics = score_metrics("eval", scores, sets)
+    metrics["data/held_out"] = session.held_out_share()
     if outage:
         logger.warning("evaluation after epoch %d: %s", epoch, outage)
         metrics[f"eval/{TOTAL}"] = math.nan  # what is left is no measure of the model

@@ -70,6 +70,7 @@ def build(folders: list[Path]) -> dict[str, Any]:
 
 def describe(run: RunFolder, budget: float) -> dict[str, Any]:
     names = dict.fromkeys(name for row in run.rows for name in row)
+    findings, passed, not_applicable = health.summarize(run.rows)
     return {
         "name": run.name,
         "config": run.config,
@@ -78,8 +79,9 @@ def describe(run: RunFolder, budget: float) -> dict[str, Any]:
             name: [_rounded(row.get(name)) for row in run.rows] for name in names if "/" in name
         },
         "health": {
-            "checks": len(health.CHECKS),
-            "findings": [asdict(finding) for finding in health.examine(run.rows)],
+            "passed": passed,
+            "not_applicable": not_applicable,
+            "findings": [asdict(finding) for finding in findings],
         },
         **{kind: _samples(run, kind, budget * share) for kind, share in SHARES.items()},
     }

@@ -18,7 +18,7 @@ from flow_grpo.files import dotted
 from flow_grpo.rewards.failure import NotAsked
 from flow_grpo.run.trackers import save_samples
 from flow_grpo.show.grid import score_text
-from flow_grpo.show.health import examine
+from flow_grpo.show.health import summarize
 from flow_grpo.show.page import write_page
 from flow_grpo.show.reading import read_metrics
 
@@ -110,9 +110,14 @@ def test_it_opens_from_a_file_and_asks_nobody(run, browser):
     assert logged(run) == points(page)
     assert len(logged(run)) > 20
     shown = page.locator("#verdict").inner_text()
-    found = examine(read_metrics(run))
+    found, passed, not_applicable = summarize(read_metrics(run))
     assert all(finding.text in shown for finding in found)
     assert bool(found) or "Healthy" in shown
+    assert f"{len(passed)} " in shown
+    assert f"{len(not_applicable)} not applicable" in shown
+    assert all(name in shown for name in not_applicable)
+    # the test file has the prompts of the training file
+    assert "on training prompts" in page.locator("#summary").inner_text()
     assert "finished" in page.locator("#head").inner_text()
     assert not page.locator(".thinned").count()
     page.wait_for_timeout(200)

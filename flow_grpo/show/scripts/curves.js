@@ -1,7 +1,8 @@
 // Curves: a small chart per metric, one line per run.
 
 const GROUPS = [
-  ["eval", "Held out", true],
+  ["eval", "Evaluation", true],
+  ["data", "Data", false],
   ["reward", "Rewards of training samples", true],
   ["train", "Training", true],
   ["time", "Seconds of each part", false],

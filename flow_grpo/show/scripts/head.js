@@ -37,17 +37,19 @@ function drawHead(data, live) {
 
 function drawVerdict(data) {
   refill(byId("verdict"), ...data.runs.map((run, place) => {
-    const { checks, findings } = run.health, trained = last(run.epochs) > 0;
+    const { passed, not_applicable, findings } = run.health, trained = last(run.epochs) > 0;
+    const rest = not_applicable.length ? `, ${not_applicable.length} not applicable` : "";
     const title = !trained ? "No epoch is trained yet"
-      : findings.length ? `${findings.length} of ${checks} health checks found something`
-        : `Healthy: ${checks} checks passed`;
-    const kind = !trained ? "wait" : findings.length ? "ill" : "well";
+      : findings.length ? `${plural(findings.length, "health check")} failed, ${passed.length} passed${rest}`
+        : passed.length ? `Healthy: ${plural(passed.length, "check")} passed${rest}` : "No health check applies";
+    const kind = !trained || !(findings.length + passed.length) ? "wait" : findings.length ? "ill" : "well";
     return el("div", { class: `verdict ${kind}` },
       el("p", { class: "title" }, data.runs.length > 1 ? runDot(place) : null,
         data.runs.length > 1 ? `${run.name}: ${title}` : title),
       findings.length ? el("ul", {}, ...findings.map((finding) => el("li", {},
         el("p", {}, el("strong", { text: `Epoch ${finding.epoch}: ` }), `${finding.text}.`),
-        el("p", { class: "advice", text: `What to change: ${finding.advice}.` })))) : null);
+        el("p", { class: "advice", text: `What to change: ${finding.advice}.` })))) : null,
+      trained && not_applicable.length ? el("p", { class: "quiet", text: `Not applicable, since the run does not log what they read: ${not_applicable.join(", ")}.` }) : null);
   }));
 }
 
@@ -62,6 +64,13 @@ function bestOf(run, name) {
   let best = -1;
   values.forEach((value, i) => { if (value !== null && (best < 0 || value > values[best])) best = i; });
   return best < 0 ? null : { value: values[best], epoch: run.epochs[best] };
+}
+
+// what evaluation was run on: data/held_out is the share of test prompts that are not trained on
+function evaluationTitle(run) {
+  const shares = valueOf(run, "data/held_out"), share = shares.length ? last(shares) : 1;
+  return share === 1 ? "Held-out reward" : share === 0 ? "Evaluation reward, on training prompts"
+    : `Evaluation reward, ${Math.round(100 * share)}% of the prompts held out`;
 }
 
 function tile(title, found, note) {
@@ -83,7 +92,7 @@ function summaryTiles(run) {
   const time = seconds(run), shares = [...time.parts].sort((a, b) => b[1] - a[1]).slice(0, 3)
     .map((part) => `${part[0]} ${Math.round(100 * part[1] / time.total)}%`).join(", ");
   return el("div", { class: "tiles" },
-    tile("Held-out reward", change(run, held), best ? `${held}, best ${numberText(best.value)} at epoch ${best.epoch}` : held),
+    tile(evaluationTitle(run), change(run, held), best ? `${held}, best ${numberText(best.value)} at epoch ${best.epoch}` : held),
     tile("Training reward", change(run, drawn), `${drawn}, first to last epoch`),
     tile("Diversity", change(run, "reward/diversity"), "distance of two pictures of a prompt"),
     tile("Velocity norm", change(run, "train/norm_ratio"), "times the reference's"),
@@ -93,7 +102,7 @@ function summaryTiles(run) {
 }
 
 function summaryTable(data) {
-  const head = ["run", "held-out reward", "best", "training reward", "epochs", "time"];
+  const head = ["run", "evaluation reward", "best", "training reward", "epochs", "time"];
   const pair = (found) => !found ? "-" : found.several ? `${numberText(found.first)} → ${numberText(found.last)}` : numberText(found.last);
   return el("div", { class: "wide" }, el("table", {},
     el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text })))),
