@@ -43,6 +43,7 @@ from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw.export import export
 from flow_grpo.draw.models import ModelAdapter, Size, check_model, load_adapter
 from flow_grpo.draw.models.base import freeze
+from flow_grpo.draw.models.lora_files import read_lora
 from flow_grpo.draw.models.processors import load_pipeline
 from flow_grpo.draw.models.wan import WanAdapter
 from flow_grpo.draw.rollout import Denoiser, Dynamics, eval_generators, initial_noise
@@ -434,6 +435,48 @@ def test_both_transformers_are_saved_loaded_and_exported(family, folder, trained
     weights, found = whole.transformer.state_dict(), again.transformer.state_dict()
     assert weights.keys() == found.keys()
     assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+@EXPERTS
+def test_both_transformers_are_pulled_to_their_teachers(trained, run_once):
+    """opd reads the LoRA of both, and trains both from 0."""
+    lora = trained.folder / "checkpoints/latest/lora"
+    plain = {"frames": 1, "sample.guidance_scale": 1.0, "sample.guidance_scale_2": None}
+    opd = {"algorithm": "opd", "opd.start": "model", "opd.teachers": {"all": str(lora)}}
+    session = run_once("distilled", **opd, **plain, eval_freq=0)
+    teacher = session.policy.loras[str(lora)]
+    saved = {
+        f"{name}.{key}": tensor
+        for name, place in (("transformer", ""), ("transformer_2", "transformer_2"))
+        for key, tensor in read_lora(lora / place).of("transformer").items()
+    }
+    assert len(teacher.names) == len(saved)
+    for name, weight in zip(teacher.names, teacher.copy, strict=True):
+        assert torch.equal(weight, saved[name.replace(".default.", ".")])
+    moved = {n.split(".")[0] for n, p in session.policy.trained().items() if "_B" in n and p.any()}
+    assert moved == {"transformer", "transformer_2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "named"),
+    [
+        ("wan22_a14b", lambda lora: shutil.rmtree(lora / "transformer_2"), "lora/transformer_2"),
+        ("wan", lambda lora: None, "has a LoRA for a transformer_2"),
+    ],
+    ids=["one of two", "two for one"],
+)
+@EXPERTS
+def test_teachers_of_another_number_of_transformers_are_rejected_before(
+    trained, tmp_path, refusal, name, spoil, named
+):
+    lora = tmp_path / "lora"
+    shutil.copytree(trained.folder / "checkpoints/latest/lora", lora)
+    spoil(lora)
+    folder = save_small(BY_NAME[name], tmp_path / "whole")
+    opd = {"algorithm": "opd", "opd.start": "model", "opd.teachers": {"all": str(lora)}}
+    message = refusal(BY_NAME[name], folder, **opd)
+    assert message.startswith("opd.teachers['all']=")
+    assert named in message
 
 
 @EXPERTS
