@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from flow_grpo.answer.fields import AnswerFields
 from flow_grpo.answer.plan import AnswerPlan
+from flow_grpo.data.columns import parse_names
 from flow_grpo.data.mixing import PromptSource, check_groups, in_turn, parse_sources, share_out
 from flow_grpo.data.questions import Keys, Question, load_questions
 from flow_grpo.errors import UserError
@@ -90,7 +91,13 @@ def build_questions(config: AnswerFields, plan: AnswerPlan) -> QuestionSets:
 def _load(
     config: AnswerFields, source: PromptSource, *, named: bool
 ) -> tuple[list[Question], list[Question]]:
-    keys = Keys(config.input_key, config.answer_key)
+    keys = Keys(
+        config.input_key,
+        config.answer_key,
+        config.image_key,
+        config.video_key,
+        parse_names(config.metadata_columns),
+    )
     train, test = load_questions(source.path, config.seed, keys)
     return (_named(train, source), _named(test, source)) if named else (train, test)
 

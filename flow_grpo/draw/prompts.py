@@ -73,7 +73,7 @@ def _own_test(config: DrawFields, source: PromptSource) -> list[Prompt] | None:
 def _load(
     config: DrawFields, source: PromptSource, split: str, load: Callable
 ) -> list[Prompt] | None:
-    columns = config.dataset_column, config.image_column
+    columns = config.dataset_column, config.image_column, config.metadata_columns
     prompts = load(source.path, split, config.prompt_fn, *columns)
     if source.path == config.dataset.strip() or prompts is None:
         return prompts
