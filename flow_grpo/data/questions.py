@@ -30,7 +30,7 @@ from flow_grpo.data.columns import (
 )
 from flow_grpo.data.hub import check_data, download_data
 from flow_grpo.data.images import COLUMNS, contents, find_picture, listed, source_column
-from flow_grpo.data.mixing import split_off
+from flow_grpo.data.mixing import split_off, warn_of_repeats
 from flow_grpo.data.rows import (
     NO_IMAGES,
     PREFERENCE,
@@ -140,10 +140,13 @@ def load_questions(
         raise UserError(_nothing_to_train(source, path))
     test = find_questions(path, "test", keys)
     if test is None:
-        train, test = split_off(
-            train, seed, str(source), "questions", lambda q: contents(q.text, q.shown)
-        )
+        train, test = split_off(train, seed, str(source), "questions", _contents)
+    warn_of_repeats(train, test, str(source), "questions", _contents)
     return train, test
+
+
+def _contents(question: Question) -> tuple[str, ...]:
+    return contents(question.text, question.shown)
 
 
 def check_there(source: str) -> None:
