@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from flow_grpo.data.columns import has_binary
 from flow_grpo.data.prompts import Prompt, load_prompts
-from flow_grpo.data.questions import Keys, Question, load_questions, read_questions
+from flow_grpo.data.questions import Keys, Question, check_keys, load_questions, read_questions
 from flow_grpo.data.rows import MAX_PROMPT
 from flow_grpo.errors import UserError
 
@@ -313,8 +313,6 @@ BAD_QUESTIONS = {  # row, keys, what the message names
     "tool calls of a turn": ({"message": chat(TEXT, tool_calls=[{"id": 1}])}, {}, "tool_calls"),
     "sharegpt": ({"message": SHAREGPT}, {}, "human, gpt"),
     "answer of a turn": ({"message": TURNS}, {}, "user, assistant"),
-    "no such image_key": ({}, {"image": "photo"}, '"photo" (image_key)'),
-    "no such video_key": ({}, {"video": "film"}, '"film" (video_key)'),
     "NaN": ({"answer": float("nan")}, {}, '"answer", got nan'),
     "infinity": ({"answer": float("inf")}, {}, '"answer", got inf'),
     "blank answer": ({"answer": " "}, {}, '"answer"'),
@@ -330,6 +328,19 @@ BAD_QUESTIONS = {  # row, keys, what the message names
 @pytest.mark.parametrize(("row", "keys", "named"), BAD_QUESTIONS.values(), ids=BAD_QUESTIONS)
 def test_a_layout_of_questions_is_rejected_by_name(folder, row, keys, named):
     assert named in rejection(read_question, folder, ANSWERED | row, **keys)
+
+
+def test_a_key_that_no_row_has_is_rejected(folder):
+    """A data set of words alone may be mixed with one that has images."""
+    keys = Keys(image="photo")
+    words = read_question(folder, ANSWERED, image="photo")
+    seen = read_question(folder, ANSWERED | {"photo": "a.png"}, image="photo")
+    check_keys([words, seen], keys)
+    check_keys([words], Keys(image="none"))
+    with pytest.raises(UserError, match=r"image_key='photo'"):
+        check_keys([words], keys)
+    with pytest.raises(UserError, match=r"video_key='film'"):
+        check_keys([words, seen], Keys(video="film"))
 
 
 PROMPTS = {  # row, settings, what arrives

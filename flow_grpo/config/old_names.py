@@ -54,8 +54,6 @@ OF_ANSWERS = {  # TRL's and EasyR1's, without their sections: ours
     "gamma": "train.discount",
     "prompt_key": "input_key",
     "label_key": "answer_key",
-    "image_key": "image_key",
-    "video_key": "video_key",
 }
 PROMPT_FNS = {"general_ocr": "text", "geneval": "metadata"}
 REWARDS = {"video_ocr": ("ocr", {"frames": "mean of 4"})}  # ours, and its options

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,20 @@ def _contents(question: Question) -> tuple[str, ...]:
     return contents(question.text, question.shown)
 
 
+def check_keys(questions: Iterable[Question], keys: Keys) -> None:
+    """Reject a column of images or videos that no row of any data set has."""
+    questions = list(questions)
+    for setting, key, found in (
+        ("image_key", keys.image, any(q.images for q in questions)),
+        ("video_key", keys.video, any(q.videos for q in questions)),
+    ):
+        if key not in ("", NO_IMAGES) and not found:
+            raise UserError(
+                f"{setting}={key!r}: none of the {len(questions)} questions has anything in this "
+                f'column; name another, or leave it empty for "{setting.removesuffix("_key")}s"'
+            )
+
+
 def check_there(source: str) -> None:
     """Refuse a set without questions to train on, before it is read."""
     if _is_named(source):
@@ -216,13 +230,6 @@ def read_questions(path: Path, keys: Keys = LAYOUTS) -> list[Question]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not rows:
         raise UserError(f"{path} is empty; it must have one question per row")
-    for setting, key in (("image_key", keys.image), ("video_key", keys.video)):
-        names = {name for _, row in rows if isinstance(row, dict) for name in row}
-        if key not in ("", NO_IMAGES) and key not in names:
-            raise UserError(
-                f'{path}: no row has the column "{key}" ({setting}); they have: '
-                f"{', '.join(sorted(names))}"
-            )
     return [to_question(row, path.parent, where, keys) for where, row in rows]
 
 
