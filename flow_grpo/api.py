@@ -27,7 +27,8 @@ from PIL import Image
 from flow_grpo import disk
 from flow_grpo.config import command_line, overrides
 from flow_grpo.config.places import ROOT, find_files
-from flow_grpo.data.rows import Columns
+from flow_grpo.data.columns import has_binary, parse_names
+from flow_grpo.data.rows import MASK, RULES, Columns
 from flow_grpo.draw import presets
 from flow_grpo.draw.compare import evaluate_all
 from flow_grpo.draw.fields import DRAW
@@ -119,7 +120,8 @@ def build_config(
         config.dataset = str(prompts)
     elif prompts is not None:
         sets = {"train": prompts, **({} if test_prompts is None else {"test": test_prompts})}
-        columns = Columns(image=config.image_column).pictures
+        metadata = parse_names(config.metadata_columns)
+        columns = Columns(config.dataset_column, config.image_column, metadata)
         config.dataset = str(_write_prompts(Path(config.logdir), sets, columns))
     find_files(config)
     return config
@@ -155,10 +157,9 @@ def _pair(reward: Reward | tuple[Reward, float]) -> tuple[Reward, float]:
 
 
 def _write_prompts(
-    logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, Any]]], columns: Sequence[str]
+    logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, Any]]], columns: Columns
 ) -> Path:
-    """In a folder named by what is in it, so that a run that goes on finds the same. `columns` may
-    have pictures."""
+    """In a folder named by what is in it, so that a run that goes on finds the same."""
     files = {}
     for split, prompts in sets.items():
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
@@ -179,12 +180,16 @@ def _write_prompts(
     return folder
 
 
-def _row(prompt: str | Mapping[str, Any], where: str, columns: Sequence[str]) -> str:
+def _row(prompt: str | Mapping[str, Any], where: str, columns: Columns) -> str:
     if not isinstance(prompt, str | Mapping):
         raise UserError(f"{where} must be a text or a dict with one, not {prompt!r:.80}")
     row = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+    files = (*columns.pictures, MASK)
     try:
-        line = json.dumps(row | {name: _kept(row[name]) for name in columns if name in row})
+        binary = {name: value for name, value in row.items() if has_binary(value)}
+        RULES.check(binary, files, where, **columns.unread)
+        row = {name: value for name, value in row.items() if name not in binary or name in files}
+        line = json.dumps(row | {name: _kept(row[name]) for name in files if name in row})
     except (TypeError, ValueError, RecursionError, OSError) as error:
         # an object, a dict in itself, a picture that is cut off
         raise UserError(f"{where} cannot be saved as JSON: {first_line(error)}") from error

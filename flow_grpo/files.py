@@ -32,8 +32,17 @@ def read_json(path: Path, **options: Any) -> Any:
 
 def parse_json(text: str | bytes, where: str, **options: Any) -> Any:
     """`options` are those of `json.loads`."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise UserError(f'{where}: the key "{repeated:.80}" is there twice; remove one')
+        return found
+
     try:
-        value = json.loads(text, **options)
+        value = json.loads(text, object_pairs_hook=unique, **options)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({first_line(error)})") from error
     level, depth = [value], 0

@@ -54,7 +54,8 @@ def draw(args: Namespace, options: list[str]) -> None:
     checkpoints = find_checkpoints(args.run, args.checkpoints)
     find_files(config)
     if args.prompts:
-        prompts = read_file(args.prompts, config.dataset_column, config.image_column)
+        columns = config.dataset_column, config.image_column, config.metadata_columns
+        prompts = read_file(args.prompts, *columns)
         prompts = prompts[: args.count]
     else:
         prompts = build_test_prompts(config)[: args.count or COUNT]

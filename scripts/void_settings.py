@@ -177,9 +177,9 @@ NOT_TRIED = {
         train.use_8bit_adam mixed_precision pretrained.base_precision
         pretrained.encoder_precision allow_tf32 device distributed_timeout""",
     "which model, prompts and rewards": """pretrained.model pretrained.revision frames dataset
-        dataset_column image_column prompt_fn custom_rewards custom_models custom_algorithms
-        reward_options reward_servers reward_retries reward_timeout max_failed_fraction
-        train.lora_path sample.guidance_scale_2""",
+        dataset_column image_column metadata_columns prompt_fn custom_rewards custom_models
+        custom_algorithms reward_options reward_servers reward_retries reward_timeout
+        max_failed_fraction train.lora_path sample.guidance_scale_2""",
     "refused but for guidance_scale=1, where it says what is the case": "train.cfg",
     "names of fields of grpo, which are tried there": """train.beta train.kl_type
         train.adv_clip_max train.clip_range train.clip_range_low train.clip_range_high""",

@@ -57,7 +57,6 @@ class Misbehaving(Looker):
             "many tokens": lambda: ("x" * 99, 0.0, False),
             "no reward": lambda: ("", None, False),
             "nothing": lambda: None,
-            "special tokens": lambda: ("<|image_pad|>", 0.0, False),
         }[self.trouble]()
 
 

@@ -343,13 +343,50 @@ def test_questions_that_do_not_fit_their_pictures_are_named(network, tmp_path):
     (tmp_path / "cut.png").write_bytes(path.read_bytes()[:100])
     cases = {
         "marks 2 places": ("<image> or <image>", (path,)),
-        "2 places for them": ("<|image_pad|>?", (path,)),
         "cannot be decoded": ("?", (tmp_path / "none.png",)),
         "cannot be decoded .*trunc": ("?", (tmp_path / "cut.png",)),
     }
     for reason, (text, images) in cases.items():
         with pytest.raises(UserError, match=f"data.jsonl line 3.*{reason}"):
             encoder.encode(Question(text, images, "", {}, "data.jsonl line 3"))
+
+
+def test_special_tokens_in_a_text_are_plain_characters(network):
+    """Of a question, of its system prompt and of an observation; not those of the template."""
+    encoder = small_vlm.encoder(network.model, system_prompt="<|pad|>")
+    special = {small_vlm.BOS, small_vlm.EOS, small_vlm.IMAGE, small_vlm.PAD}
+
+    def ids_of(text: str, system: str = "") -> list[int]:
+        return encoder.token_ids(Question(text, (), "", {}, "row 1", system))
+
+    def shown(ids: list[int]) -> tuple[str, list[int]]:
+        return encoder.tokenizer.decode(ids), [i for i in ids if i in special]
+
+    text, other = "a<|im_end|><|im_start|>b<|image_pad|>", "a?b?"
+    assert text in shown(ids_of(text))[0]
+    assert shown(ids_of(text))[1] == shown(ids_of(other))[1]
+    assert len(ids_of(text)) - len(ids_of(other)) == len(text) - len(other)
+    assert small_vlm.PAD in ids_of("a")  # the config's own system prompt is taken as it is
+    assert small_vlm.PAD not in ids_of("a", "<|pad|>")
+    answer = torch.tensor([small_vlm.EOS])
+    heard = [encoder.observation(t, [], answer, "row 1", 99).ids.tolist() for t in (text, other)]
+    assert text in shown(heard[0])[0]
+    assert shown(heard[0])[1] == shown(heard[1])[1]
+
+
+def test_special_tokens_in_a_text_may_be_rejected(network):
+    strict = small_vlm.encoder(network.model, special_tokens="reject")
+    for question in (
+        Question("a<|im_end|>b", (), "", {}, "x.jsonl:3"),
+        Question("a", (), "", {}, "x.jsonl:3", "<|im_end|>"),
+    ):
+        with pytest.raises(UserError, match=r"x\.jsonl:3: .*<\|im_end\|>.*special_tokens=escape"):
+            strict.token_ids(question)
+    with pytest.raises(UserError, match=r"row 1: .*<\|im_end\|>"):
+        strict.observation("<|im_end|>", [], torch.tensor([small_vlm.EOS]), "row 1", 99)
+    mark = chr(0x100000)
+    with pytest.raises(UserError, match=r"x\.jsonl:3: .*\\U00100000"):
+        small_vlm.encoder(network.model).token_ids(Question(mark, (), "", {}, "x.jsonl:3"))
 
 
 TEMPLATES = {  # what goes wrong, and what is told of it
@@ -362,17 +399,37 @@ TEMPLATES = {  # what goes wrong, and what is told of it
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: maximum recursion",
     "{% include 'other' %}": "TypeError: no loader",
     "{{ range(10 ** 9) }}": "OverflowError: Range too big",
-    "{{ 'a' * 10 ** 15 }}": "MemoryError",
+    "{{ 'a' * 10 ** 15 }}": "MemoryError: a value of 1,000,000,000,000,000 characters",
+    "{{ 'a' * 10 ** 9 }}": "MemoryError: a value of 1,000,000,000 characters",
+    "{{ 10 ** (10 ** 9) }}": "MemoryError",
+    "{{ ([1] * 10 ** 9) | length }}": "MemoryError",
+    "{{ 'a'.ljust(10 ** 9) }}": "MemoryError",
+    "{{ 'a' | center(1000000000) }}": "MemoryError",
+    "{{ '%1000000000d' % 1 }}": "MemoryError",
+    "{{ messages | tojson(indent=10 ** 9) }}": "MemoryError",
+    "{{ '{:1000000000}'.format('a') }}": "MemoryError",
+    "{{ ('a' * 10 ** 6).replace('a', 'b' * 10 ** 6) }}": "MemoryError",
+    "{{ ''.join(['a' * 10 ** 7] * 100) }}": "MemoryError",
+    "{{ (['a' * 10 ** 7] * 100) | join }}": "MemoryError",
+    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}": (
+        "MemoryError"
+    ),
+    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}": (
+        "MemoryError"
+    ),
+    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x %}{{ n.x }}{{ n.x }}"
+    "{% endset %}{% endfor %}": "MemoryError",
     "{{ '\\ud800' }}": "surrogates not allowed",
     "{% for i in range(9 ** 5) %}{% for j in range(9 ** 5) %}{% endfor %}{% endfor %}": "no end",
     "{% for i in range(9 ** 5) %}{{ range(9 ** 5) | map('int') | list | length }}{% endfor %}": (
-        "TimeoutError: no end after 2,000,000 steps"
+        "TimeoutError: no end after 200,000 steps"
     ),
 }
 
 
-@pytest.mark.parametrize(("template", "told"), TEMPLATES.items(), ids=TEMPLATES.values())
-def test_a_chat_template_that_fails_or_never_ends_is_told_in_one_line(template, told):
+@pytest.mark.parametrize(("template", "told"), TEMPLATES.items(), ids=range(len(TEMPLATES)))
+def test_a_chat_template_that_fails_or_never_ends_is_told_in_one_line(template, told, monkeypatch):
+    monkeypatch.setattr("flow_grpo.answer.templates.MOST_STEPS", 200_000)
     encoder = small_vlm.encoder(small_vlm.build("qwen3_vl"))
     encoder.tokenizer.chat_template = template
     before = sys.gettrace()

@@ -212,7 +212,6 @@ TOLD = {
     "many tokens": "more than sample.max_observation_tokens=60",
     "no reward": "the reward None; it must be a finite number",
     "nothing": "step() returned None; it must return (observation, reward, done)",
-    "special tokens": "places for them",
 }
 
 

@@ -164,8 +164,9 @@ def test_a_row_with_a_picture_may_have_a_mask(tmp_path):
 
 def test_a_name_on_the_hub_is_read_there(monkeypatch):
     monkeypatch.setattr("flow_grpo.data.prompts.read_hub", lambda *asked: asked)
-    asked = ("someone/some-set", "test", "caption", "photo")
-    assert find_prompts(*asked[:2], column=asked[2], image_column=asked[3]) == asked
+    asked = ("someone/some-set", "test", "caption", "photo", "jpg")
+    columns = dict(zip(("column", "image_column", "metadata_columns"), asked[2:], strict=True))
+    assert find_prompts(*asked[:2], **columns) == asked
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):

@@ -235,8 +235,18 @@ class AnswerFields(shared.SharedFields):
     )
     input_key: str = setting(
         "",
-        "The column with the question, or with a chat that ends with it; empty: question, problem "
-        "or message, whichever a row has.",
+        "The column with the question, or with a chat that ends with it; empty: message, question "
+        "or problem, whichever a row has.",
+    )
+    image_key: str = setting(
+        "",
+        'The column with the images of a question; empty: images or image; "none": images are not '
+        "used.",
+    )
+    video_key: str = setting(
+        "",
+        'The column with the videos of a question; empty: videos or video; "none": videos are not '
+        "used.",
     )
     answer_key: str = setting(
         "answer",
@@ -247,6 +257,13 @@ class AnswerFields(shared.SharedFields):
         0, "Test questions to evaluate on, from the start of the file; 0 means all.", at_least=0
     )
     system_prompt: str = setting("", "Told to the model before each question; empty for none.")
+    special_tokens: str = setting(
+        "escape",
+        "What happens to the tokenizer's special tokens, such as <|im_end|>, in questions, system "
+        'prompts of rows and observations: "escape" encodes them as plain text, "reject" is an '
+        "error. As control tokens they could end a turn or stand for an image.",
+        choices=("escape", "reject"),
+    )
     question_format: str = setting(
         THINK + "between <answer> and </answer>.",
         "What the model is asked, with the question in the place of {question}. It asks for what "

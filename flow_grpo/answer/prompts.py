@@ -1,12 +1,9 @@
 """A question as the model reads it: its chat template, picture tokens and positions."""
 
-import itertools
 import re
-import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from flow_grpo.answer.models import family_of
 from flow_grpo.answer.models.base import Seen
+from flow_grpo.answer.special_tokens import ESCAPE, REJECT, LiteralText
+from flow_grpo.answer.templates import render
 from flow_grpo.data.questions import MARK, VIDEO_MARK, Question
 from flow_grpo.data.videos import Clip, choose_frames, read_frames
 from flow_grpo.errors import UserError, first_line
@@ -25,7 +24,6 @@ IMAGE, VIDEO = "image", "video"  # parts of a chat's content
 KINDS = {MARK: IMAGE, VIDEO_MARK: VIDEO}
 NAMES = {IMAGE: "pictures", VIDEO: "videos"}
 SAID = "(what the model said)"  # stands for it where a chat template writes what follows
-MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take some hundreds
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class PromptEncoder:
         video_fps: float = 2.0,
         video_frames: int = 32,
         video_pixels: int = 768 * 28 * 28,
+        special_tokens: str = ESCAPE,
     ) -> None:
         if QUESTION not in question_format:
             raise UserError(f"question_format={question_format!r} must contain {QUESTION}")
@@ -71,6 +70,7 @@ class PromptEncoder:
         self._video = {"rate": video_fps, "most": video_frames}
         self._video_pixels = video_pixels
         self._opening = ""  # of an answer, written by the template
+        self._literal = LiteralText(tokenizer, reject=special_tokens == REJECT)
 
     def encode(self, question: Question) -> EncodedPrompt:
         family, where, clips = self.family, question.where, self._clips(question)
@@ -125,6 +125,7 @@ class PromptEncoder:
         """What an environment returned after an `answer` (T,), with all that the chat template
         writes between that answer and the next: `most` tokens. What was said before is not written
         again: it stays as it was sampled."""
+        text = self._literal.protect(text, where)
         turns = [("user", "?", 0), ("assistant", SAID, 0), ("user", text, len(pictures))]
         messages = [
             {"role": role, "content": self._content(said, where, count)}
@@ -136,7 +137,7 @@ class PromptEncoder:
                 f"the chat template of {self.tokenizer.name_or_path} leaves out what the model "
                 "said; name a model whose template keeps it"
             )
-        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"]
+        ids = self._literal.encode(after)
         if ids[:1] == answer[-1:].tolist():  # it has ended by itself
             ids = ids[1:]
         counts = [self._tokens_of(source, where) for source in pictures]
@@ -213,7 +214,8 @@ class PromptEncoder:
         return once
 
     def _asked(self, question: Question) -> Any:
-        text = self._format.replace(QUESTION, question.text)
+        text = self._literal.protect(question.text, question.where)
+        text = self._format.replace(QUESTION, text)
         return self._content(text, question.where, len(question.images), len(question.videos))
 
     def _content(self, text: str, where: str, images: int = 0, videos: int = 0) -> Any:
@@ -239,19 +241,19 @@ class PromptEncoder:
 
     def token_ids(self, question: Question, clips: Sequence[Clip] = ()) -> list[int]:
         """The chat as its template writes it, with one placeholder for each picture."""
-        system = question.system or self._system
+        system = self._literal.protect(question.system, question.where) or self._system
         messages = [{"role": "system", "content": system}] if system else []
         content = self._asked(question)
         messages.append({"role": "user", "content": content})
         text = self._written(messages, question.where, clips)
         self._opening = THINK if text.rstrip().endswith(THINK) else ""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._literal.encode(text)
 
     def _written(
         self, messages: list[dict[str, Any]], where: str, clips: Sequence[Clip] = ()
     ) -> str:
         try:
-            text = self.family.written(_write(self.tokenizer, messages), clips)
+            text = self.family.written(render(self.tokenizer, messages), clips)
             text.encode()  # which tells of half a character better than the tokenizer does
             return text
         except Exception as error:  # a template is a program, and fails in as many ways
@@ -260,23 +262,6 @@ class PromptEncoder:
                 f"({type(error).__name__}: {first_line(error)}); mend its chat_template, or name "
                 "another model"
             ) from error
-
-
-def _write(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
-    """The chat as the template has it; one that never ends is stopped, after a number of steps and
-    not of seconds, which other work on the machine would use up."""
-    steps, before = itertools.count(), sys.gettrace()
-
-    def watch(frame: FrameType, event: str, _: Any) -> Callable | None:
-        if next(steps) > MOST_STEPS:
-            raise TimeoutError(f"no end after {MOST_STEPS:,} steps")
-        return watch if frame.f_code.co_filename == "<template>" else None
-
-    sys.settrace(watch)
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    finally:
-        sys.settrace(before)
 
 
 @contextmanager

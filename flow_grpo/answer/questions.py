@@ -7,8 +7,9 @@ from fractions import Fraction
 
 from flow_grpo.answer.fields import AnswerFields
 from flow_grpo.answer.plan import AnswerPlan
+from flow_grpo.data.columns import parse_names
 from flow_grpo.data.mixing import PromptSource, check_groups, in_turn, parse_sources, share_out
-from flow_grpo.data.questions import Keys, Question, load_questions
+from flow_grpo.data.questions import Keys, Question, check_keys, load_questions
 from flow_grpo.errors import UserError
 
 logger = logging.getLogger("flow_grpo")
@@ -82,16 +83,23 @@ class QuestionSets:
 
 def build_questions(config: AnswerFields, plan: AnswerPlan) -> QuestionSets:
     sources = parse_sources(config.dataset)
-    pairs = [_load(config, source, named=len(sources) > 1) for source in sources]
+    keys = Keys(
+        config.input_key,
+        config.answer_key,
+        config.image_key,
+        config.video_key,
+        parse_names(config.metadata_columns),
+    )
+    pairs = [_load(config.seed, source, keys, named=len(sources) > 1) for source in sources]
+    check_keys([question for train, _ in pairs for question in train], keys)
     test = in_turn(test for _, test in pairs)[: config.eval_questions or None]
     return QuestionSets(plan, sources, [train for train, _ in pairs], test)
 
 
 def _load(
-    config: AnswerFields, source: PromptSource, *, named: bool
+    seed: int, source: PromptSource, keys: Keys, *, named: bool
 ) -> tuple[list[Question], list[Question]]:
-    keys = Keys(config.input_key, config.answer_key)
-    train, test = load_questions(source.path, config.seed, keys)
+    train, test = load_questions(source.path, seed, keys)
     return (_named(train, source), _named(test, source)) if named else (train, test)
 
 

@@ -175,6 +175,7 @@ def build_session(
             system_prompt=config.system_prompt,
             question_format=config.question_format,
             video_pixels=config.video_pixels,
+            special_tokens=config.special_tokens,
             **video,
         )
         most = _longest_prompt(config, model)

@@ -212,6 +212,12 @@ class SharedFields(RewardFields, RunFields):
 
     pretrained: ModelFields = section(ModelFields)
     dataset: str = setting("", "A folder with train and test files, one such file, or a hub name.")
+    metadata_columns: str = setting(
+        "",
+        "Columns that are metadata for the rewards although they look like images, videos, audio "
+        'or conversations, which are rejected where nothing reads them: "reference,mask_path". '
+        "Binary data in them is not loaded.",
+    )
     custom_models: dict = setting(
         {},
         "Model families of your own, by what a model's files call them: "

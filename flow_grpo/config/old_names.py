@@ -52,6 +52,8 @@ OF_ANSWERS = {  # TRL's and EasyR1's, without their sections: ours
     "freeze_vision_tower": "train.freeze_vision",
     "lam": "train.gae_decay",
     "gamma": "train.discount",
+    "prompt_key": "input_key",
+    "label_key": "answer_key",
 }
 PROMPT_FNS = {"general_ocr": "text", "geneval": "metadata"}
 REWARDS = {"video_ocr": ("ocr", {"frames": "mean of 4"})}  # ours, and its options

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
+from flow_grpo.data.columns import is_empty
 from flow_grpo.errors import UserError, with_nearest_file
 from flow_grpo.pictures import Picture, read_picture
 
@@ -26,12 +27,17 @@ class Row(Protocol):
 
 def listed(row: dict[str, Any], where: str, columns: Sequence[str] = COLUMNS) -> list[Any]:
     """What the first of its `columns` that has something names."""
-    name = next((name for name in columns if row.get(name) is not None), None)
+    name = source_column(row, columns)
     given = row[name] if name else []
     given = given if isinstance(given, list) else [given]
     if any(not isinstance(each, str | bytes | dict) for each in given):
         raise UserError(f'{where}: "{name}" must be a list of paths or of bytes, got {given!r:.80}')
     return given
+
+
+def source_column(row: dict[str, Any], columns: Sequence[str]) -> str | None:
+    """The first of `columns` that has a value."""
+    return next((name for name in columns if not is_empty(row.get(name))), None)
 
 
 def find_picture(source: Any, folder: Path, where: str, kind: str = "picture") -> Picture:

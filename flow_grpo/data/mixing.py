@@ -154,3 +154,23 @@ def hold_out(
             count += often[texts[i]]
     train = [p for p in rows if key(p) not in chosen]
     return train, [p for p in rows if key(p) in chosen]
+
+
+def warn_of_repeats(
+    train: Sequence[T],
+    test: Sequence[T],
+    source: str,
+    what: str = "prompts",
+    key: Callable[[T], Any] = attrgetter("prompt"),
+) -> None:
+    """Warn where all training rows are the same, and where the test set is not held out."""
+    known = set(map(key, train))
+    if len(train) > 1 and len(known) == 1:
+        logger.warning("%s: all %d training %s are identical", source, len(train), what)
+    if train is test:  # too few to hold any out, which `split_off` logs
+        return
+    if seen := sum(key(row) in known for row in test):
+        logger.warning(
+            "%s: %d of %d test %s are also training %s, so the evaluation is not held out",
+            *(source, seen, len(test), what, what),
+        )

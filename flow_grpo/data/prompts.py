@@ -9,6 +9,7 @@ import numpy as np
 
 from flow_grpo.access import check_access
 from flow_grpo.config.places import check_made
+from flow_grpo.data.columns import parse_names
 from flow_grpo.data.rows import (
     Columns,
     Prompt,
@@ -37,9 +38,11 @@ def load_prompts(
     prompt_fn: str = "auto",
     column: str = "prompt",
     image_column: str = "",
+    metadata_columns: str = "",
 ) -> list[Prompt]:
     """Prompts from a folder, a file or a Hugging Face name; one without this split is an error."""
-    prompts = find_prompts(source, split, prompt_fn, column, image_column)
+    columns = column, image_column, metadata_columns
+    prompts = find_prompts(source, split, prompt_fn, *columns)
     if prompts is None:
         raise UserError(_missing(source, split, prompt_fn))
     return prompts
@@ -51,14 +54,15 @@ def find_prompts(
     prompt_fn: str = "auto",
     column: str = "prompt",
     image_column: str = "",
+    metadata_columns: str = "",
 ) -> list[Prompt] | None:
     """None where there is no such split: a single file is all for training."""
     _check_prompt_fn(prompt_fn)
     check_made(str(source))
     if is_hub_name(str(source)):
-        return read_hub(str(source), split, column, image_column)
+        return read_hub(str(source), split, column, image_column, metadata_columns)
     file = _find_file(Path(source), split, prompt_fn)
-    return None if file is None else read_file(file, column, image_column)
+    return None if file is None else read_file(file, column, image_column, metadata_columns)
 
 
 def check_there(source: str, prompt_fn: str) -> None:
@@ -90,11 +94,14 @@ def _missing(source: str | Path, split: Split, prompt_fn: str) -> str:
     return message if os.path.exists(source) else with_nearest_file(message, source)
 
 
-def read_file(path: Path, column: str = "prompt", image_column: str = "") -> list[Prompt]:
+def read_file(
+    path: Path, column: str = "prompt", image_column: str = "", metadata_columns: str = ""
+) -> list[Prompt]:
     if path.suffix not in READERS:
         raise UserError(f"cannot read prompts from {path}: it must be {_either(READERS)}")
     try:
-        prompts = READERS[path.suffix](path, Columns(column, image_column))
+        columns = Columns(column, image_column, parse_names(metadata_columns))
+        prompts = READERS[path.suffix](path, columns)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not prompts:

@@ -1,22 +1,45 @@
 """Questions with pictures, videos and answers, from files. Every mistake names file and line.
 
 Three layouts are read as they are, row by row: ours (`question`, `images`, `videos`, `answer`),
-EasyR1's (the same with `problem`) and LMM-R1's (`message`, a chat as a JSON string, and `answer`).
+EasyR1's (the same with `problem`) and LMM-R1's (`message`, a chat as a JSON string, and `answer`;
+its `question` repeats the text of the chat). `Keys` names other columns. A column that looks like
+an input to the model and that nothing reads is rejected: flow_grpo/data/columns.py.
 """
 
 import logging
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flow_grpo.config.places import check_made
+from flow_grpo.data.columns import (
+    BINARY,
+    CONVERSATION,
+    IMAGE,
+    IMAGE_SUFFIXES,
+    VIDEO,
+    VIDEO_SUFFIXES,
+    ColumnRules,
+    has_binary,
+    is_conversation,
+    is_empty,
+)
 from flow_grpo.data.hub import check_data, download_data
-from flow_grpo.data.images import COLUMNS, contents, find_picture, listed
-from flow_grpo.data.mixing import split_off
-from flow_grpo.data.rows import Split, as_json, is_hub_name, read_table
+from flow_grpo.data.images import COLUMNS, contents, find_picture, listed, source_column
+from flow_grpo.data.mixing import split_off, warn_of_repeats
+from flow_grpo.data.rows import (
+    NO_IMAGES,
+    PREFERENCE,
+    Split,
+    as_json,
+    is_hub_name,
+    named_or,
+    read_table,
+)
 from flow_grpo.data.videos import Video, find_videos
 from flow_grpo.errors import UserError, with_nearest_file
 from flow_grpo.files import parse_json, read_json, read_text
@@ -27,12 +50,31 @@ logger = logging.getLogger("flow_grpo")
 MARK = "<image>"  # in a text: a picture stands here
 VIDEO_MARK = "<video>"  # the same of a video
 ENDINGS = (".jsonl", ".json", ".parquet")
-TEXTS = ("question", "problem", "message")  # of which a row has one
+MESSAGE = "message"
+TEXTS = (MESSAGE, "question", "problem")  # of which a row has one
+VIDEO_COLUMNS = ("videos", "video")
+MAX_QUESTION = 500_000  # characters; about as many as a context of 128k tokens has
+ANOTHER = ("is named like a question", "use it with --config.input_key={name}")
+PART = ("is named like a part of the question", "write it into the question")
+ANOTHER_NAMES = """message messages question questions problem prompt prompts query instruction
+    instructions conversation conversations dialog dialogue chat history"""
+PART_NAMES = "options option choices context passage tools system system_prompt A B C D E F G H"
+RULES = ColumnRules(
+    settings={
+        IMAGE: "image_key",
+        BINARY: "image_key",
+        VIDEO: "video_key",
+        CONVERSATION: "input_key",
+    },
+    reserved={
+        **dict.fromkeys(ANOTHER_NAMES.split(), ANOTHER),
+        **dict.fromkeys(PART_NAMES.split(), PART),
+        **dict.fromkeys(("chosen", "rejected"), PREFERENCE),
+    },
+)
 # names that a split may have, the first of which is there is read
 SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "val")}
-PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-VIDEO_FILES = (".mp4", ".mov", ".webm", ".mkv", ".avi")
-FETCHED = [f"*{ending}" for ending in (*ENDINGS, *PICTURE_FILES, *VIDEO_FILES)]
+FETCHED = [f"*{ending}" for ending in (*ENDINGS, *IMAGE_SUFFIXES, *VIDEO_SUFFIXES)]
 
 
 @dataclass(frozen=True)
@@ -59,6 +101,28 @@ class Keys:
 
     input: str = ""  # the question, or a chat that ends with it; empty: the first of TEXTS
     answer: str = "answer"  # the truth; empty: there is none
+    image: str = ""  # empty: the first of COLUMNS; "none": images are not used
+    video: str = ""  # empty: the first of VIDEO_COLUMNS; "none": videos are not used
+    metadata: tuple[str, ...] = ()  # metadata for the rewards, whatever they look like
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return named_or(self.input, TEXTS, self.metadata)
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        return named_or(self.image, COLUMNS, self.metadata)
+
+    @property
+    def videos(self) -> tuple[str, ...]:
+        return named_or(self.video, VIDEO_COLUMNS, self.metadata)
+
+    @property
+    def unread(self) -> dict[str, tuple[str, ...]]:
+        """What may go unread, because the user says so: columns, and kinds of content."""
+        images = (IMAGE, BINARY) if self.image == NO_IMAGES else ()
+        videos = (VIDEO,) if self.video == NO_IMAGES else ()
+        return {"allowed": self.metadata, "ignored": (*images, *videos)}
 
 
 LAYOUTS = Keys()
@@ -76,10 +140,27 @@ def load_questions(
         raise UserError(_nothing_to_train(source, path))
     test = find_questions(path, "test", keys)
     if test is None:
-        train, test = split_off(
-            train, seed, str(source), "questions", lambda q: contents(q.text, q.shown)
-        )
+        train, test = split_off(train, seed, str(source), "questions", _contents)
+    warn_of_repeats(train, test, str(source), "questions", _contents)
     return train, test
+
+
+def _contents(question: Question) -> tuple[str, ...]:
+    return contents(question.text, question.shown)
+
+
+def check_keys(questions: Iterable[Question], keys: Keys) -> None:
+    """Reject a column of images or videos that no row of any data set has."""
+    questions = list(questions)
+    for setting, key, found in (
+        ("image_key", keys.image, any(q.images for q in questions)),
+        ("video_key", keys.video, any(q.videos for q in questions)),
+    ):
+        if key not in ("", NO_IMAGES) and not found:
+            raise UserError(
+                f"{setting}={key!r}: none of the {len(questions)} questions has anything in this "
+                f'column; name another, or leave it empty for "{setting.removesuffix("_key")}s"'
+            )
 
 
 def check_there(source: str) -> None:
@@ -156,38 +237,51 @@ def to_question(row: Any, folder: Path, where: str, keys: Keys = LAYOUTS) -> Que
     """`folder`: where paths of pictures start."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: needs an object with question and answer, got {str(row)[:80]}")
-    names = (keys.input,) if keys.input else TEXTS
-    name = next((name for name in names if row.get(name) is not None), None)
+    name = source_column(row, keys.inputs)
     if name is None:
         wanted = f"{', '.join(TEXTS[:-1])} or {TEXTS[-1]}"
         wanted = f"{keys.input!r} (input_key)" if keys.input else wanted
         raise UserError(f"{where}: has no {wanted}, it has: {', '.join(row)}")
-    system, text, sources = "", row[name], listed(row, where)
-    if name == "message" or isinstance(text, list):
-        if sources:
-            raise UserError(f"{where}: has a {name} and images; the {name} names its pictures")
-        system, text, sources = _chat(text, where)
-    if not isinstance(text, str) or not text.strip():
-        raise UserError(f'{where}: needs a text in "{name}", got {text!r}')
-    videos = find_videos(row.get("videos") or [], row.get("fps"), folder, where)
-    if row.get("video") and not (sources or videos):
+    image_column, video_column = (source_column(row, own) for own in (keys.images, keys.videos))
+    videos = row[video_column] if video_column else []
+    videos = videos if isinstance(videos, list) else [videos]
+    asked = Asked(row[name], listed(row, where, keys.images), videos)
+    if name == MESSAGE or is_conversation(row[name]):
+        asked = _chat(row[name], asked, where)
+    if not isinstance(asked.text, str) or not asked.text.strip():
+        raise UserError(f'{where}: needs a text in "{name}", got {asked.text!r:.80}')
+    for text in (asked.text, asked.system):
+        if len(text) > MAX_QUESTION:
+            raise UserError(
+                f'{where}: "{name}" has {len(text):,} characters, and a question has at most '
+                f"{MAX_QUESTION:,}; shorten it or remove the row"
+            )
+    used = {name, keys.answer, image_column, video_column}
+    if name == MESSAGE and not keys.input:
+        used.add("question")  # LMM-R1's files repeat the text of the chat there
+    RULES.check(row, used, where, **keys.unread)
+    videos = find_videos(asked.videos, row.get("fps"), folder, where)
+    _check_marks(asked.text, MARK, len(asked.images), "pictures", where)
+    _check_marks(asked.text, VIDEO_MARK, len(videos), "videos", where)
+    answer = _answer(row, keys.answer, where) if keys.answer else ""
+    images = tuple(find_picture(each, folder, where) for each in asked.images)
+    left_out = {*keys.images, *keys.videos, *([MESSAGE] if name == MESSAGE else [])}
+    rest = {k: v for k, v in row.items() if k not in left_out and not has_binary(v)}
+    metadata = {**as_json(rest), "question": asked.text, "answer": answer}
+    return Question(asked.text, images, answer, metadata, where, asked.system, videos)
+
+
+def _answer(row: dict[str, Any], key: str, where: str) -> str:
+    answer = row.get(key)
+    known = isinstance(answer, str | int | float) and not isinstance(answer, bool)
+    if isinstance(answer, float) and not math.isfinite(answer):
+        known = False
+    if not known or not str(answer).strip():
+        hint = "" if key == LAYOUTS.answer else f" (answer_key); it has: {', '.join(row)}"
         raise UserError(
-            f'{where}: has a "video" and no "videos"; name the column "videos", and make it a list '
-            "of paths"
+            f'{where}: needs a text or a finite number in "{key}", got {answer!r:.80}{hint}'
         )
-    _check_marks(text, MARK, len(sources), "pictures", where)
-    _check_marks(text, VIDEO_MARK, len(videos), "videos", where)
-    answer = row.get(keys.answer) if keys.answer else ""
-    bad = isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == ""
-    if bad and keys.answer:
-        hint = "" if keys.answer == LAYOUTS.answer else f" (answer_key); it has: {', '.join(row)}"
-        raise UserError(
-            f'{where}: needs a text or a number in "{keys.answer}", got {answer!r}{hint}'
-        )
-    images = tuple(find_picture(each, folder, where) for each in sources)
-    rest = {k: v for k, v in row.items() if k not in (*COLUMNS, "videos", "message")}
-    metadata = {**as_json(rest), "question": text, "answer": str(answer)}
-    return Question(text, images, str(answer), metadata, where, system, videos)
+    return str(answer)
 
 
 def _check_marks(text: str, mark: str, there: int, kind: str, where: str) -> None:
@@ -215,34 +309,82 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:{number}", parse_json(line, f"{path}:{number}")
 
 
-def _chat(message: Any, where: str) -> tuple[str, str, list[Any]]:
-    """(system prompt, text with marks, pictures) of a chat that ends with the question."""
+@dataclass
+class Asked:
+    """The input of a row."""
+
+    text: Any
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    system: str = ""
+
+
+def _chat(message: Any, columns: Asked, where: str) -> Asked:
+    """The question of a chat that ends with it.
+
+    Its images and videos are those that its parts name, as in LMM-R1's files. Where these are only
+    marked ("<image>" in a text, or a part {"type": "image"} without a source, as for verl and TRL),
+    they are those of the row's columns.
+    """
     chat = parse_json(message, f"{where}: message") if isinstance(message, str) else message
     if not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
         raise UserError(f"{where}: message must be a list of turns, as a JSON string")
-    roles = [turn.get("role") for turn in chat]
+    roles = [turn.get("role", turn.get("from")) for turn in chat]
     if roles not in (["user"], ["system", "user"]):
         raise UserError(
             f"{where}: message has the roles {', '.join(map(str, roles))}; it must be one question "
             "of the user, after a system prompt or none"
         )
-    texts, sources = [], []
+    asked = Asked("")
     for turn in chat:
+        _reject_keys(turn, {"role", "content"}, "turn", where)
         content = turn.get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        pieces = [_part(part, sources, where) for part in parts or []]
-        texts.append("".join(pieces))
-    return "".join(texts[:-1]), texts[-1], sources
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        asked.text = "".join(_part(part, asked, where) for part in parts)
+        if turn["role"] == "system":
+            asked.system = asked.text
+            if asked.images or asked.videos or MARK in asked.text or VIDEO_MARK in asked.text:
+                raise UserError(
+                    f"{where}: the system turn of message has an image or a video; move it to the "
+                    "turn of the user"
+                )
+    for kind, own, given in (
+        ("images", asked.images, columns.images),
+        ("videos", asked.videos, columns.videos),
+    ):
+        if own and given:
+            raise UserError(
+                f"{where}: both its message and a column have {kind}; remove one of them"
+            )
+    asked.images = asked.images or columns.images
+    asked.videos = asked.videos or columns.videos
+    return asked
 
 
-def _part(part: Any, sources: list[Any], where: str) -> str:
-    """Its text; a picture goes to `sources` and leaves a mark."""
+def _part(part: Any, asked: Asked, where: str) -> str:
+    """The text of a part; an image or a video is added to `asked` and leaves a mark."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
+        _reject_keys(part, {"type", "text"}, "part", where)
         return part["text"]
-    source = part.get(kind) if kind in ("image", "image_url") else None
-    source = source.get("url") if kind == "image_url" and isinstance(source, dict) else source
-    if not isinstance(source, str):
-        raise UserError(f"{where}: message has a part that is no text and no image: {part!r:.80}")
-    sources.append(source)
-    return MARK
+    if kind not in ("image", "image_url", "video"):
+        raise UserError(
+            f"{where}: message has a part that is no text, image or video: {part!r:.80}"
+        )
+    _reject_keys(part, {"type", kind}, "part", where)
+    source = part.get(kind)
+    if kind == "image_url" and isinstance(source, dict):
+        _reject_keys(source, {"url"}, "part", where)
+        source = source.get("url")
+    if source is not None:
+        (asked.videos if kind == "video" else asked.images).append(source)
+    return VIDEO_MARK if kind == "video" else MARK
+
+
+def _reject_keys(given: dict[str, Any], known: set[str], what: str, where: str) -> None:
+    """Parquet files fill in None for keys that other parts have."""
+    for key, value in given.items():
+        if key not in known and not is_empty(value):
+            raise UserError(
+                f'{where}: a {what} of its message has "{key}", which nothing reads; remove it'
+            )

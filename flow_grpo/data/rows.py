@@ -3,10 +3,11 @@
 import csv
 import importlib
 import io
+import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from flow_grpo.access import check_access, refusal
-from flow_grpo.data.images import COLUMNS, find_picture, listed
+from flow_grpo.data.columns import (
+    BINARY,
+    IMAGE,
+    ColumnRules,
+    content_kind,
+    has_binary,
+    is_empty,
+    parse_names,
+)
+from flow_grpo.data.images import COLUMNS, find_picture, listed, source_column
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import parse_json, read_text
 from flow_grpo.pictures import Picture
@@ -24,6 +34,28 @@ Split = Literal["train", "test"]
 INSTALL = "pip install -e '.[data]'"
 NO_IMAGES = "none"
 MASK = "mask"  # the column of masks, in files that have pictures
+NEGATIVE = "negative_prompt"
+MAX_PROMPT = 10_000  # characters; the longest text encoders read 1,024 tokens
+PREFERENCE = ("belongs to a preference data set", "")
+RULES = ColumnRules(
+    settings={IMAGE: "image_column", BINARY: "image_column"},
+    reserved={
+        **dict.fromkeys(
+            ("negative", "negatives", "neg", "neg_prompt", "negative_prompts", NEGATIVE),
+            ("is named like a negative prompt", f'rename it to "{NEGATIVE}"'),
+        ),
+        **dict.fromkeys(
+            (f"{name}_{n}" for name in ("prompt", NEGATIVE) for n in (2, 3)),
+            ("is a prompt for one of several text encoders, which all get the same one", ""),
+        ),
+        **dict.fromkeys(
+            ("conversations", "conversation", "messages", "system", "system_prompt"),
+            ("belongs to a chat", "write all of it into the prompt"),
+        ),
+        # algorithm=dpo compares samples of the policy itself
+        **dict.fromkeys(("chosen", "rejected"), PREFERENCE),
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -32,10 +64,17 @@ class Columns:
 
     prompt: str = "prompt"
     image: str = ""  # "": `images` or `image`, where there is one; "none": none
+    metadata: tuple[str, ...] = ()  # metadata for the rewards, whatever they look like
 
     @property
     def pictures(self) -> tuple[str, ...]:
-        return () if self.image == NO_IMAGES else (self.image,) if self.image else COLUMNS
+        return named_or(self.image, COLUMNS, self.metadata)
+
+    @property
+    def unread(self) -> dict[str, tuple[str, ...]]:
+        """What may go unread, because the user says so: columns, and kinds of content."""
+        ignored = (IMAGE, BINARY) if self.image == NO_IMAGES else ()
+        return {"allowed": self.metadata, "ignored": ignored}
 
     def check(self, columns: Iterable[str], where: str) -> None:
         """Refuse a file that lacks one that was named."""
@@ -49,6 +88,14 @@ class Columns:
                     f'{where} has no column "{name}", it has: {", ".join(columns)}; name the one '
                     f"with the {what}: --config.{setting}=NAME"
                 )
+
+
+def named_or(name: str, usual: Sequence[str], metadata: Sequence[str]) -> tuple[str, ...]:
+    """The column that a setting names, "none" for no column; else the `usual` ones, where they are
+    not declared to be metadata."""
+    if name == NO_IMAGES:
+        return ()
+    return (name,) if name else tuple(each for each in usual if each not in metadata)
 
 
 @dataclass(frozen=True)
@@ -66,24 +113,60 @@ def to_prompt(row: dict[str, Any], columns: Columns, folder: Path, where: str) -
     column's is. `folder`: where paths of pictures start."""
     text, negative = row[columns.prompt], row.get("negative_prompt") or ""
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f'{where}: needs a text in column "{columns.prompt}", got {text!r}')
+        raise UserError(f'{where}: needs a text in column "{columns.prompt}", got {text!r:.80}')
     if not isinstance(negative, str):
-        raise UserError(f'{where}: "negative_prompt" must be a string, got {negative!r}')
+        raise UserError(f'{where}: "negative_prompt" must be a string, got {negative!r:.80}')
+    check_prompt_length(text, columns.prompt, where)
+    check_prompt_length(negative, NEGATIVE, where)
     given = {k: v for k, v in row.items() if v != ""}  # CSV has no other way to name none
     sources = listed(given, where, columns.pictures)
     images = tuple(find_picture(each, folder, where) for each in sources)
     mask = find_picture(given[MASK], folder, where) if images and given.get(MASK) else None
-    is_file = bool(images) or isinstance(row.get(MASK), bytes | dict)
-    left_out = ("negative_prompt", *columns.pictures, *([MASK] if is_file else ()))
-    metadata = {k: v for k, v in row.items() if k not in left_out}
+    used = {columns.prompt, NEGATIVE, source_column(given, columns.pictures)}
+    if images:
+        used.add(MASK)
+    elif (
+        columns.image != NO_IMAGES
+        and MASK not in columns.metadata
+        and content_kind(given.get(MASK)) in (IMAGE, BINARY)
+    ):
+        raise UserError(f'{where}: has a column "{MASK}" and no image that it is the mask of')
+    RULES.check(given, used, where, **columns.unread)
+    left_out = {NEGATIVE, *columns.pictures}
+    if images or is_empty(given.get(MASK)):
+        left_out.add(MASK)
+    metadata = {k: v for k, v in row.items() if k not in left_out and not has_binary(v)}
     return Prompt(text, negative, metadata | {"prompt": text}, images, mask, where)
+
+
+def check_prompt_length(text: str, column: str, where: str) -> None:
+    if len(text) > MAX_PROMPT:
+        raise UserError(
+            f'{where}: "{column}" has {len(text):,} characters, and a prompt has at most '
+            f"{MAX_PROMPT:,}; shorten it or remove the row"
+        )
 
 
 def read_lines(path: Path, columns: Columns) -> list[Prompt]:
     """There is but one column."""
     columns.check([columns.prompt], str(path))
-    lines = enumerate(read_text(path).split("\n"), 1)
-    return [Prompt(line.strip(), where=f"{path}:{n}") for n, line in lines if line.strip()]
+    lines = [(f"{path}:{n}", line.strip()) for n, line in enumerate(read_text(path).split("\n"), 1)]
+    for where, line in lines:
+        check_prompt_length(line, columns.prompt, where)
+        if line.startswith("{") and line.endswith("}") and _is_json(line):
+            raise UserError(
+                f"{where}: is a JSON object, and a .txt file has one prompt per line; rename the "
+                "file to .jsonl"
+            )
+    return [Prompt(line, where=where) for where, line in lines if line]
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_jsonl(path: Path, columns: Columns) -> list[Prompt]:
@@ -165,7 +248,7 @@ def read_parquet(path: Path, columns: Columns) -> list[Prompt]:
     try:
         schema = parquet.read_schema(path)
         columns.check(schema.names, str(path))
-        table = parquet.read_table(path, columns=kept(schema, columns))
+        table = parquet.read_table(path, columns=kept(schema, columns, str(path)))
         return prompts_of(table, columns, path.parent, str(path))
     except (ValueError, OSError) as error:  # pyarrow's own errors are ValueErrors
         raise UserError(f"{path} is not a whole parquet file: {first_line(error)}") from error
@@ -175,6 +258,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     """All of a parquet file, pictures as their bytes."""
     parquet = _import("pyarrow.parquet", f"{path} needs pyarrow")
     try:
+        reject_repeated(parquet.read_schema(path).names, str(path))
         return parquet.read_table(path).to_pylist()
     except (ValueError, OSError) as error:
         raise UserError(f"{path} is not a whole parquet file: {first_line(error)}") from error
@@ -188,7 +272,9 @@ def is_hub_name(source: str) -> bool:
     return named and path.suffix not in files and not any(map(os.path.exists, (path, path.parent)))
 
 
-def read_hub(name: str, split: Split, column: str, image_column: str = "") -> list[Prompt] | None:
+def read_hub(
+    name: str, split: Split, column: str, image_column: str = "", metadata_columns: str = ""
+) -> list[Prompt] | None:
     """None where there is no such split. "validation" will do for "test", and a set with one split
     alone has that to train on."""
     here = f"there is no folder or file {name}, and as the name of a Hugging Face dataset it"
@@ -211,19 +297,29 @@ def read_hub(name: str, split: Split, column: str, image_column: str = "") -> li
         if split == "test":
             return None
         raise UserError(f'{name} has no split "train", it has: {", ".join(splits)}')
-    columns = Columns(column, image_column)
+    columns = Columns(column, image_column, parse_names(metadata_columns))
     part, where = splits[chosen[0]], f"{name} ({chosen[0]})"
     schema = part.features.arrow_schema
     columns.check(schema.names, where)
-    table = part.select_columns(kept(schema, columns)).with_format("arrow")[:]
+    table = part.select_columns(kept(schema, columns, where)).with_format("arrow")[:]
     return prompts_of(table, columns, Path(), where)
 
 
-def kept(schema: "pyarrow.Schema", columns: Columns) -> list[str]:
-    """All but columns with bytes, which metadata cannot have: rewards may get it as JSON. Those of
-    pictures for the model stay, and of their masks."""
-    kinds, files = zip(schema.names, schema.types, strict=True), _files(schema.names, columns)
-    return [name for name, kind in kinds if _plain(kind) or name in files]
+def kept(schema: "pyarrow.Schema", columns: Columns, where: str) -> list[str]:
+    """The columns to load: all but binary ones, which metadata cannot have (rewards may get it as
+    JSON). Images and masks for the model stay; other binary columns are rejected, unless the user
+    allows that they go unread."""
+    reject_repeated(schema.names, where)
+    used = {columns.prompt, *_files(schema.names, columns)}
+    types = dict(zip(schema.names, schema.types, strict=True))
+    binary = {name: b"\0" for name, kind in types.items() if not _plain(kind)}
+    RULES.check(binary, used, where, **columns.unread)
+    return [name for name in types if name not in binary or name in used]
+
+
+def reject_repeated(names: list[str], where: str) -> None:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{where}: two columns are named {repeated[0]!r}; rename one")
 
 
 def _files(names: Iterable[str], columns: Columns) -> tuple[str, ...]:
@@ -236,7 +332,8 @@ def prompts_of(table: "pyarrow.Table", columns: Columns, folder: Path, where: st
     files = _files(table.column_names, columns)
 
     def plain(row: dict[str, Any]) -> dict[str, Any]:
-        return {k: v if k in files else as_json(v) for k, v in row.items()}
+        raw = (*files, columns.prompt)
+        return {k: v if k in raw else as_json(v) for k, v in row.items()}
 
     rows = enumerate(table.to_pylist(), 1)
     return [to_prompt(plain(row), columns, folder, f"{where} row {n}") for n, row in rows]

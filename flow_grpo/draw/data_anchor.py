@@ -39,7 +39,7 @@ def read_pictures(config: DrawFields) -> list[Prompt]:
     files = sorted(each for each in _files(source) if each.suffix.lower() in ENDINGS)
     if files:
         return [_captioned(file) for file in files]
-    columns = config.dataset_column, config.image_column
+    columns = config.dataset_column, config.image_column, config.metadata_columns
     rows = load_prompts(source, "train", config.prompt_fn, *columns)
     for row in rows:
         if len(row.images) != 1:

@@ -12,6 +12,7 @@ from flow_grpo.data.mixing import (
     parse_sources,
     share_out,
     split_off,
+    warn_of_repeats,
 )
 from flow_grpo.data.prompts import find_prompts, load_prompts
 from flow_grpo.data.rows import Prompt
@@ -55,7 +56,10 @@ def build_test_prompts(config: DrawFields) -> list[Prompt]:
 
 def _train_and_test(config: DrawFields, source: PromptSource) -> tuple[list[Prompt], list[Prompt]]:
     train, test = _load(config, source, "train", load_prompts), _own_test(config, source)
-    return (train, test) if test is not None else _split_off(config, source, train)
+    if test is None:
+        train, test = _split_off(config, source, train)
+    warn_of_repeats(train, test, source.path, key=_contents)
+    return train, test
 
 
 def _test(config: DrawFields, source: PromptSource) -> list[Prompt]:
@@ -73,7 +77,7 @@ def _own_test(config: DrawFields, source: PromptSource) -> list[Prompt] | None:
 def _load(
     config: DrawFields, source: PromptSource, split: str, load: Callable
 ) -> list[Prompt] | None:
-    columns = config.dataset_column, config.image_column
+    columns = config.dataset_column, config.image_column, config.metadata_columns
     prompts = load(source.path, split, config.prompt_fn, *columns)
     if source.path == config.dataset.strip() or prompts is None:
         return prompts
@@ -83,7 +87,11 @@ def _load(
 def _split_off(
     config: DrawFields, source: PromptSource, prompts: list[Prompt]
 ) -> tuple[list[Prompt], list[Prompt]]:
-    return split_off(prompts, config.seed, source.path, key=lambda p: contents(p.prompt, p.images))
+    return split_off(prompts, config.seed, source.path, key=_contents)
+
+
+def _contents(prompt: Prompt) -> tuple[str, ...]:
+    return contents(prompt.prompt, prompt.images)
 
 
 def _tell_ignored_negatives(prompts: list[Prompt], guidance_scale: float) -> None:

@@ -1,0 +1,163 @@
+"""Chat templates with bounds on steps and sizes.
+
+A chat template is a Jinja program that comes with a model. transformers runs it in a sandbox, which
+keeps it from reading files but neither from looping for hours nor from building a string of many
+gigabytes. Here, both are bounded: `render` counts the lines that a template executes, and
+`BoundedEnvironment` checks the size of a result before it is computed.
+
+The environment takes the place of the one in `transformers.utils.chat_template_utils`, which has no
+public hook for it; `install` is the only function that touches that module.
+"""
+
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterable, Sized
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+MOST_STEPS = 2_000_000  # of a chat template for one prompt; published ones take some hundreds
+MOST_CHARACTERS = 10**8  # of any value that a template computes
+MOST_BITS = 10**6  # of a number
+
+
+class BoundedCodeGenerator(CodeGenerator):
+    """Calls the environment for `a ~ b`, which Jinja does not let a sandbox intercept."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concat(map(str, (")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class BoundedFilters(dict):
+    """Filters by name; also one that is added later checks its arguments."""
+
+    def __setitem__(self, name: str, function: Callable) -> None:
+        super().__setitem__(name, _bounded(function))
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox in which no value has more than `MOST_CHARACTERS` characters or elements."""
+
+    code_generator_class = BoundedCodeGenerator
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        filters, self.filters = self.filters, BoundedFilters()
+        for name, function in filters.items():
+            self.filters[name] = function
+        self.globals.pop("lipsum", None)  # text of any length
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            _check(_size(left) + _size(right))
+        elif operator == "*":
+            _check_product(left, right)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check(left.bit_length() * max(right, 0), MOST_BITS, "bits")
+        elif operator == "%" and isinstance(left, str):
+            _check_arguments(left, right if isinstance(right, tuple) else [right])
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(__obj, "__self__", None)  # of a method, such as str.ljust
+        if isinstance(owner, str | list):
+            _check_arguments(owner, [*args, *kwargs.values()])
+        return super().call(__context, __obj, *args, **kwargs)
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        parts = list(parts)
+        _check(sum(map(len, parts)))
+        return "".join(parts)
+
+
+def _bounded(function: Callable) -> Callable:
+    """A filter that checks its arguments. Its markers (`pass_context` and so on) stay."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        plain = [each for each in (*args, *kwargs.values()) if isinstance(each, str | int | list)]
+        owner = plain[0] if plain and not isinstance(plain[0], int) else None
+        _check_arguments(owner, plain if owner is None else plain[1:])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check_arguments(owner: Any, arguments: Iterable[Any]) -> None:
+    """Bound the result of a method or a filter from above: no published one returns more than its
+    text times its largest argument, or the sum of what it joins."""
+    numbers = [1]
+    for each in arguments:
+        if isinstance(each, int):
+            numbers.append(abs(each))
+        elif isinstance(each, str):
+            numbers.append(len(each))
+        elif isinstance(each, list | tuple):
+            _check(len(each) * _size(owner) + sum(map(_size, each)))
+    if isinstance(owner, str):
+        numbers += map(int, re.findall(r"\d{1,18}", owner) if "%" in owner or "{" in owner else ())
+        _check(max(len(owner), 1) * max(numbers))
+    elif isinstance(owner, list):
+        _check(max(sum(map(_size, owner)), 1) + max(len(owner), 1) * max(numbers))
+    else:
+        _check(max(numbers))
+
+
+def _check_product(left: Any, right: Any) -> None:
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, Sized) and isinstance(other, int):
+            _check(len(one) * other)
+    if isinstance(left, int) and isinstance(right, int):
+        _check(left.bit_length() + right.bit_length(), MOST_BITS, "bits")
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 1
+
+
+def _check(size: int, most: int = MOST_CHARACTERS, unit: str = "characters") -> None:
+    if size > most:
+        raise MemoryError(f"a value of {size:,} {unit} is more than {most:,}")
+
+
+def install() -> None:
+    """Make transformers compile chat templates in a `BoundedEnvironment`."""
+    if (
+        getattr(chat_template_utils, "ImmutableSandboxedEnvironment", None)
+        is not BoundedEnvironment
+    ):
+        chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+        clear = getattr(chat_template_utils._compile_jinja_template, "cache_clear", None)
+        if clear is not None:  # templates that were compiled without bounds
+            clear()
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
+    """The chat as the template has it; one that never ends is stopped, after a number of steps and
+    not of seconds, which other work on the machine would use up."""
+    install()
+    steps, before = itertools.count(), sys.gettrace()
+
+    def watch(frame: FrameType, event: str, _: Any) -> Callable | None:
+        if next(steps) > MOST_STEPS:
+            raise TimeoutError(f"no end after {MOST_STEPS:,} steps")
+        return watch if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(watch)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    finally:
+        sys.settrace(before)

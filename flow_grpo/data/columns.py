@@ -1,0 +1,224 @@
+"""Which columns of a data row are used, and which are rejected because nothing would read them.
+
+A row has three kinds of columns:
+
+- columns that its reader uses (prompt, images, answer, ...): each reader declares them;
+- metadata for the rewards: text, numbers, lists and objects under any other name;
+- inputs that the reader does not use: images, videos, audio, conversations or parts of a question
+  under a name that it does not read.
+
+A run that ignores the third kind trains on a different task than the one in the file, so such a
+column is an error. It is recognised by its name (`img`, `mask_path`, `conversations`) or by its
+content (a path that ends in `.png`, JPEG bytes, a list of chat turns). The setting
+`metadata_columns` names columns that are metadata although they look like an input.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from PIL import Image
+
+from flow_grpo.errors import UserError
+
+IMAGE, VIDEO, AUDIO, BINARY, CONVERSATION = "image", "video", "audio", "binary", "conversation"
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")  # the formats that are read
+VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi")
+SUFFIXES = {
+    IMAGE: (*IMAGE_SUFFIXES, ".tif", ".tiff", ".heic", ".heif", ".avif", ".svg", ".jfif"),
+    VIDEO: (*VIDEO_SUFFIXES, ".m4v", ".mpg", ".mpeg", ".flv", ".wmv"),
+    AUDIO: (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac"),
+}
+SIGNATURES = {  # by kind: (offset, bytes)
+    IMAGE: (
+        *(
+            (0, start)
+            for start in (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+        ),
+        (8, b"WEBP"),
+    ),
+    VIDEO: ((4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (8, b"AVI ")),
+    AUDIO: ((8, b"WAVE"), *((0, start) for start in (b"ID3", b"fLaC", b"OggS", b"\xff\xfb"))),
+}
+BASE64_IMAGES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # PNG, JPEG, GIF, WebP
+MIN_BASE64 = 64  # characters; a shorter text that starts like that is a text
+MAX_PATH = 4096  # characters; a longer text is not a path
+MAX_ITEMS = 100  # of a list that are looked at
+TURNS = ({"role", "content"}, {"from", "value"})  # keys of a chat turn: OpenAI's, ShareGPT's
+
+WORDS = {
+    IMAGE: "image images img imgs picture pictures photo photos png jpg jpeg webp bmp pixel pixels",
+    VIDEO: "video videos mp4 webm",
+    AUDIO: "audio audios wav mp3 speech waveform",
+}
+NOUNS = {word: kind for kind, words in WORDS.items() for word in words.split()}
+NOUNS |= {"maskpath": IMAGE, "maskpaths": IMAGE, "maskfile": IMAGE, "maskimage": IMAGE}
+# with one of these words, a name is of a property of an image, as image_width is
+PROPERTIES = """id ids uid uids uuid idx index indices key keys number num count counts n total
+    width height size sizes shape ratio aspect resolution caption captions description
+    descriptions desc text texts type types kind format style score scores quality rating
+    label labels class category categories tag tags source sources license author date hash
+    md5 sha1 sha256 phash length duration fps seconds title alt prompt prompts question
+    questions has is with no use needs domain dataset split model"""
+METADATA = "metadata_columns"  # the setting
+NOUN_PHRASES = {
+    IMAGE: "an image",
+    VIDEO: "a video",
+    AUDIO: "audio",
+    BINARY: "binary data",
+    CONVERSATION: "a conversation",
+}
+
+
+@dataclass(frozen=True)
+class ColumnRules:
+    """What to do about columns that a reader does not use.
+
+    Args:
+        settings: By kind of content, the setting that names the column to read it from.
+        reserved: Names that are never metadata: what the column is, and how to use it ({name} is
+            its name) or "".
+    """
+
+    settings: Mapping[str, str]
+    reserved: Mapping[str, tuple[str, str]]
+
+    def check(
+        self,
+        row: Mapping[str, Any],
+        used: Collection[str],
+        where: str,
+        *,
+        allowed: Collection[str] = (),
+        ignored: Collection[str] = (),
+    ) -> None:
+        """Raise for the first column that looks like an input and is not used.
+
+        Args:
+            row: Values by column.
+            used: Columns that the reader has read.
+            where: The file and the row, for the message.
+            allowed: Columns that the user has declared to be metadata.
+            ignored: Kinds of content that the user does not want to be used.
+        """
+        for name, value in row.items():
+            if name in used or name in allowed or is_empty(value):
+                continue
+            problem, remedy = self._problem(name, value, ignored)
+            if problem:
+                remedies = [remedy] if remedy else []
+                remedies.append(f"pass it to the rewards with --config.{METADATA}={name}")
+                raise UserError(
+                    f'{where}: column "{name}" {problem}, and nothing reads it; '
+                    f"{', '.join([*remedies, 'or remove it'])}"
+                )
+
+    def _problem(self, name: str, value: Any, ignored: Collection[str]) -> tuple[str, str]:
+        """What is wrong with a column and how to use it; empty for plain metadata."""
+        for known in (name, "_".join(words_of(name))):
+            if known in self.reserved:
+                problem, remedy = self.reserved[known]
+                return problem, remedy.format(name=name)
+        found, named = content_kind(value), name_kind(name)
+        kind = found or named
+        if not kind or kind in ignored:
+            return "", ""
+        setting = self.settings.get(kind)
+        remedy = f"use it with --config.{setting}={name}" if setting else ""
+        return f"{'contains' if found else 'is named like'} {NOUN_PHRASES[kind]}", remedy
+
+
+def parse_names(setting: str) -> tuple[str, ...]:
+    """Split the names in `metadata_columns`."""
+    return tuple(name.strip() for name in setting.split(",") if name.strip())
+
+
+def is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
+
+
+def has_binary(value: Any) -> bool:
+    """Whether a value cannot be metadata, which travels as JSON."""
+    if isinstance(value, dict):
+        return any(map(has_binary, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(has_binary, value))
+    return isinstance(value, bytes | bytearray | memoryview | Image.Image)
+
+
+def content_kind(value: Any) -> str:
+    """The kind of input that a value holds, at any depth; "" for plain metadata."""
+    if isinstance(value, Image.Image):
+        return IMAGE
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _bytes_kind(bytes(value[:16]))
+    if isinstance(value, str):
+        return _text_kind(value)
+    if isinstance(value, dict):
+        if any(keys <= value.keys() for keys in TURNS):
+            return CONVERSATION
+        value = [each for each in value.values() if each is not None]
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(content_kind, islice(value, MAX_ITEMS))), "")
+    return ""
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether it is a list of chat turns, or one as a JSON string."""
+    return content_kind(value) == CONVERSATION
+
+
+def _bytes_kind(start: bytes) -> str:
+    for kind, signatures in SIGNATURES.items():
+        if any(start[offset:].startswith(mark) for offset, mark in signatures):
+            return kind
+    return BINARY
+
+
+def _text_kind(text: str) -> str:
+    for kind in SUFFIXES:
+        if text.startswith(f"data:{kind}/"):
+            return kind
+    if text.startswith(BASE64_IMAGES) and len(text) >= MIN_BASE64 and " " not in text[:MIN_BASE64]:
+        return IMAGE
+    text = text.strip()
+    if text[:1] + text[-1:] in ("[]", "{}"):
+        return _json_kind(text)
+    if len(text) <= MAX_PATH and "\n" not in text:
+        path = text.lower()
+        if path.startswith(("http://", "https://")):
+            path = re.split(r"[?#]", path)[0]
+        for kind, suffixes in SUFFIXES.items():
+            if path.endswith(suffixes):
+                return kind
+    return ""
+
+
+def _json_kind(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    return "" if isinstance(value, str) else content_kind(value)
+
+
+@cache
+def name_kind(name: str) -> str:
+    """The kind of input that a column's name stands for: "img_path" is an image, "image_width" is
+    not."""
+    words = [word.rstrip("0123456789") or word for word in words_of(name)]
+    if not {*PROPERTIES.split()}.isdisjoint(words):
+        return ""
+    known = (NOUNS.get(word, "") for word in (*words, "".join(words)))
+    return next(filter(None, known), "")
+
+
+@cache
+def words_of(name: str) -> tuple[str, ...]:
+    """The words of a column's name in lower case: imagePath and image-path are the same."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
+    return tuple(re.findall(r"[a-z0-9]+", spaced.lower()))

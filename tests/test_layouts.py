@@ -1,0 +1,463 @@
+"""Layouts of data rows, for both trainers: what a row has is used, or its column is rejected by
+name. Nothing is dropped silently."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from flow_grpo.data.columns import has_binary
+from flow_grpo.data.prompts import Prompt, load_prompts
+from flow_grpo.data.questions import Keys, Question, check_keys, load_questions, read_questions
+from flow_grpo.data.rows import MAX_PROMPT
+from flow_grpo.errors import UserError
+
+
+def image_bytes(kind: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (9, 9), "red").save(file, kind)
+    return file.getvalue()
+
+
+PNG, JPEG, WEBP = map(image_bytes, ("PNG", "JPEG", "WEBP"))
+STORED = {"bytes": PNG, "path": None}  # as the package datasets saves an image
+BASE64 = base64.b64encode(PNG).decode()
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+ANSWERED = {"question": "How many?", "answer": "2"}
+DRAWN = {"prompt": "a cat"}
+LMM_R1 = [
+    {"role": "system", "content": "Think first."},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "How many?"}, {"type": "image", "image": "a.png"}],
+    },
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.png", "b.png", "0001"):
+        (tmp_path / name).write_bytes(PNG)
+    (tmp_path / "a.mp4").touch()
+    return tmp_path
+
+
+def write(folder: Path, row: dict[str, Any]) -> Path:
+    """Rows with bytes cannot be JSON."""
+    path = folder / ("train.parquet" if has_binary(row) else "train.jsonl")
+    if has_binary(row):
+        parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps(row) + "\n")
+    return path
+
+
+def read_question(folder: Path, row: dict[str, Any], **keys: Any) -> Question:
+    [question] = read_questions(write(folder, row), Keys(**keys))
+    return question
+
+
+def read_prompt(folder: Path, row: dict[str, Any], **columns: str) -> Prompt:
+    [prompt] = load_prompts(write(folder, row), "train", **columns)
+    return prompt
+
+
+def names(images: tuple) -> list[str]:
+    return ["bytes" if isinstance(each, bytes) else each.name for each in images]
+
+
+def rejection(read, folder: Path, row: dict[str, Any], **settings: Any) -> str:
+    with pytest.raises(UserError) as error:
+        read(folder, row, **settings)
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.startswith(str(folder))
+    return message
+
+
+# Columns that neither trainer reads, whatever else is in the row.
+MEDIA = [
+    *(
+        (name, "a.png")
+        for name in (
+            *("image_path", "image_paths", "img", "imgs", "img_path", "image_file", "image_url"),
+            *("Image", "imagePath", "image-path", "image_0", "jpg", "png", "photo", "picture"),
+            *("screenshot", "figure", "file_name", "thumbnail", "mask_path", "reference"),
+        )
+    ),
+    ("img", "0001"),
+    ("photo", 17),
+    ("image_path", "no/suffix"),
+    ("pictures", ["0001", "0002"]),
+    ("shown", ["a.png", "b.png"]),
+    ("frames", [["a.png"], ["b.png"]]),
+    ("shown", "C:\\data\\A.JPG"),
+    ("shown", "https://example.org/a.jpeg?width=9"),
+    ("shown", "file:///data/a.webp"),
+    ("shown", f"data:image/png;base64,{BASE64}"),
+    ("shown", BASE64),
+    ("shown", '["a.png", "b.png"]'),
+    ("shown", {"bytes": None, "path": "a.png"}),
+    ("extra", {"files": [{"name": "a.png"}]}),
+    ("img", PNG),
+    ("shown", JPEG),
+    ("shown", WEBP),
+    ("shown", [PNG]),
+    ("shown", STORED),
+    ("shown", [STORED]),
+    ("blob", b"\0\1"),
+    ("clip", "a.mp4"),
+    ("video_path", "a.mp4"),
+    ("film", ["a.webm"]),
+    ("audio", "a.wav"),
+    ("speech", "0001"),
+    ("sound", "a.mp3"),
+    ("audio", {"bytes": b"RIFF\0\0\0\0WAVE", "path": None}),
+    ("conversations", SHAREGPT),
+    ("conversations", "User: Hi"),
+    ("messages", TURNS),
+    ("messages", json.dumps(TURNS)),
+    ("log", TURNS),
+    ("system", "Be brief."),
+    ("chosen", "good.png"),
+    ("rejected", "bad"),
+    ("chosen", TURNS),
+]
+# Columns that rewards may use.
+METADATA = [
+    *(("id", 7), ("id", "a-7"), ("source", "web"), ("level", "easy"), ("solution", "1+1=2.")),
+    *(("image_id", "0001"), ("image_width", 640), ("num_images", 2), ("video_id", 3)),
+    *(("score", 0.5), ("tags", ["x", "y"]), ("include", [{"class": "kite", "count": 1}])),
+    *(("extra_info", {"index": 3, "split": "train"}), ("note", "ends with png"), ("empty", None)),
+    *(("img", None), ("img", ""), ("photos", []), ("vector", [0.1] * 300), ("ok", True)),
+]
+
+
+def case(name: str, value: Any) -> str:
+    return f"{name}-{type(value).__name__}"
+
+
+@pytest.mark.parametrize(("name", "value"), MEDIA, ids=[case(*each) for each in MEDIA])
+def test_an_input_under_another_name_is_rejected_by_name(folder, name, value):
+    for read, row in ((read_question, ANSWERED), (read_prompt, DRAWN)):
+        message = rejection(read, folder, row | {name: value})
+        assert f'column "{name}"' in message
+        assert f"metadata_columns={name}" in message
+
+
+@pytest.mark.parametrize(("name", "value"), MEDIA, ids=[case(*each) for each in MEDIA])
+def test_an_input_under_another_name_may_be_declared_metadata(folder, name, value):
+    """Binary data cannot travel to a reward as JSON."""
+    question = read_question(folder, ANSWERED | {name: value}, metadata=(name,))
+    prompt = read_prompt(folder, DRAWN | {name: value}, metadata_columns=f"other, {name}")
+    for found in (question, prompt):
+        assert found.images == ()
+        assert found.metadata.get(name) == (None if has_binary(value) else value)
+
+
+@pytest.mark.parametrize(("name", "value"), METADATA, ids=[case(*each) for each in METADATA])
+def test_metadata_goes_to_the_rewards(folder, name, value):
+    assert read_question(folder, ANSWERED | {name: value}).metadata[name] == value
+    assert read_prompt(folder, DRAWN | {name: value}).metadata[name] == value
+
+
+SELECTED = ["image_path", "img", "imgs", "photo", "shown"]
+VALUES = {"path": "a.png", "list": ["a.png"], "bytes": PNG, "stored": STORED, "several": [STORED]}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize("name", SELECTED)
+def test_the_column_of_images_may_be_named(folder, name, value):
+    expected = ["bytes"] if has_binary(value) else ["a.png"]
+    question = read_question(folder, ANSWERED | {name: value}, image=name)
+    prompt = read_prompt(folder, DRAWN | {name: value}, image_column=name)
+    for found in (question, prompt):
+        assert names(found.images) == expected
+        assert name not in found.metadata
+
+
+def chat(*parts: dict, **turn: Any) -> list[dict]:
+    return [{"role": "user", "content": list(parts), **turn}]
+
+
+TEXT, PLACE = {"type": "text", "text": "How many?"}, {"type": "image"}
+QUESTIONS = {  # row, keys, what arrives
+    "ours": ({"images": ["a.png"]}, {}, {"images": ["a.png"]}),
+    "image": ({"image": "a.png"}, {}, {"images": ["a.png"]}),
+    "image without images": ({"images": [], "image": "a.png"}, {}, {"images": ["a.png"]}),
+    "video": ({"video": "a.mp4"}, {}, {"videos": 1}),
+    "videos": ({"videos": ["a.mp4"]}, {}, {"videos": 1}),
+    "frames": ({"videos": [["a.png", "b.png"]], "fps": 2}, {}, {"videos": 1}),
+    "video beside image": (
+        {"video": "a.mp4", "image": "a.png"},
+        {},
+        {"videos": 1, "images": ["a.png"]},
+    ),
+    "video_key": ({"clip": "a.mp4"}, {"video": "clip"}, {"videos": 1}),
+    "easyr1": (
+        {"question": None, "problem": "<image>How many?", "images": [STORED]},
+        {},
+        {"text": "<image>How many?", "images": ["bytes"]},
+    ),
+    "lmm-r1": (
+        {"message": json.dumps(LMM_R1)},
+        {},
+        {"text": "How many?<image>", "images": ["a.png"], "system": "Think first."},
+    ),
+    "message as a list": (
+        {"message": LMM_R1},
+        {},
+        {"text": "How many?<image>", "images": ["a.png"], "system": "Think first."},
+    ),
+    "video in a message": (
+        {"message": chat({"type": "video", "video": "a.mp4"}, TEXT)},
+        {},
+        {"text": "<video>How many?", "videos": 1},
+    ),
+    "image_url in a message": (
+        {"message": chat({"type": "image_url", "image_url": {"url": "a.png"}}, TEXT)},
+        {},
+        {"text": "<image>How many?", "images": ["a.png"]},
+    ),
+    "verl": (
+        {
+            "question": "",
+            "prompt": [{"role": "user", "content": "<image>How many?"}],
+            "images": [STORED],
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+            "extra_info": {"index": 3},
+        },
+        {"input": "prompt"},
+        {"text": "<image>How many?", "images": ["bytes"]},
+    ),
+    "trl": (
+        {"question": "", "prompt": chat(PLACE, TEXT), "images": ["a.png"]},
+        {"input": "prompt"},
+        {"text": "<image>How many?", "images": ["a.png"]},
+    ),
+    "trl without places": (
+        {"question": "", "prompt": chat(TEXT), "image": "a.png"},
+        {"input": "prompt"},
+        {"images": ["a.png"]},
+    ),
+    "chat as a string": (
+        {"question": json.dumps(LMM_R1)},
+        {},
+        {"text": "How many?<image>", "images": ["a.png"], "system": "Think first."},
+    ),
+    "no images": ({"img": "a.png", "image": "b.png"}, {"image": "none"}, {"images": []}),
+    "no videos": ({"clip": "a.mp4", "videos": ["b.mp4"]}, {"video": "none"}, {"videos": 0}),
+    "message as metadata": ({"message": "seen"}, {"metadata": ("message",)}, {}),
+}
+
+
+@pytest.mark.parametrize(("row", "keys", "expected"), QUESTIONS.values(), ids=QUESTIONS)
+def test_a_layout_of_questions_is_used(folder, row, keys, expected):
+    question = read_question(folder, ANSWERED | row, **keys)
+    expected = {"text": "How many?", "images": [], "videos": 0, "system": ""} | expected
+    assert question.text == question.metadata["question"] == expected["text"]
+    assert names(question.images) == expected["images"]
+    assert len(question.videos) == expected["videos"]
+    assert question.system == expected["system"]
+    assert question.answer == question.metadata["answer"] == "2"
+
+
+SEEN = {"type": "image", "image": "a.png"}
+BAD_QUESTIONS = {  # row, keys, what the message names
+    "image beside images": ({"images": ["a.png"], "image": "b.png"}, {}, 'column "image"'),
+    "image beside image_key": ({"img": "a.png", "image": "b.png"}, {"image": "img"}, '"image"'),
+    "video beside videos": ({"videos": ["a.mp4"], "video": "b.mp4"}, {}, 'column "video"'),
+    "question beside input_key": ({"text": "x"}, {"input": "text"}, 'column "question"'),
+    "message beside input_key": ({"message": LMM_R1}, {"input": "question"}, 'column "message"'),
+    "problem beside message": ({"message": LMM_R1, "problem": "x"}, {}, 'column "problem"'),
+    **{
+        f"{name} beside question": ({name: value}, {}, f'column "{name}"')
+        for name, value in {
+            **dict.fromkeys(("prompt", "problem", "query", "instruction", "context"), "x"),
+            **{"options": ["A. 1", "B. 2"], "choices": ["A. 1", "B. 2"]},
+            **{"system_prompt": "x", "history": ["x"], "A": "1", "tools": [{"name": "x"}]},
+            **{"prompt": TURNS, "conversation": SHAREGPT, "passage": "x"},
+        }.items()
+    },
+    "images in both": ({"message": chat(SEEN, TEXT), "images": ["b.png"]}, {}, "images"),
+    "videos in both": (
+        {"message": chat({"type": "video", "video": "a.mp4"}), "video": "a.mp4"},
+        {},
+        "videos",
+    ),
+    "image in a system turn": (
+        {"message": [{"role": "system", "content": [SEEN]}, *chat(TEXT)]},
+        {},
+        "system",
+    ),
+    "mark in a system turn": (
+        {"message": [{"role": "system", "content": "<image>"}, *chat(TEXT)], "image": "a.png"},
+        {},
+        "system",
+    ),
+    "too few images for places": ({"message": chat(SEEN, PLACE, TEXT)}, {}, "<image> 2 times"),
+    "audio part": ({"message": chat({"type": "audio", "audio": "a.wav"}, TEXT)}, {}, "audio"),
+    "size of a part": ({"message": chat(SEEN | {"max_pixels": 99}, TEXT)}, {}, "max_pixels"),
+    "detail of a part": (
+        {"message": chat({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}})},
+        {},
+        "detail",
+    ),
+    "tool calls of a turn": ({"message": chat(TEXT, tool_calls=[{"id": 1}])}, {}, "tool_calls"),
+    "sharegpt": ({"message": SHAREGPT}, {}, "human, gpt"),
+    "answer of a turn": ({"message": TURNS}, {}, "user, assistant"),
+    "NaN": ({"answer": float("nan")}, {}, '"answer", got nan'),
+    "infinity": ({"answer": float("inf")}, {}, '"answer", got inf'),
+    "blank answer": ({"answer": " "}, {}, '"answer"'),
+    "long question": ({"question": "a" * 10**6}, {}, '"question" has 1,000,000 characters'),
+    "long system prompt": (
+        {"message": [{"role": "system", "content": "a" * 10**6}, *chat(TEXT)]},
+        {},
+        '"message" has 1,000,000 characters',
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "keys", "named"), BAD_QUESTIONS.values(), ids=BAD_QUESTIONS)
+def test_a_layout_of_questions_is_rejected_by_name(folder, row, keys, named):
+    assert named in rejection(read_question, folder, ANSWERED | row, **keys)
+
+
+def test_a_key_that_no_row_has_is_rejected(folder):
+    """A data set of words alone may be mixed with one that has images."""
+    keys = Keys(image="photo")
+    words = read_question(folder, ANSWERED, image="photo")
+    seen = read_question(folder, ANSWERED | {"photo": "a.png"}, image="photo")
+    check_keys([words, seen], keys)
+    check_keys([words], Keys(image="none"))
+    with pytest.raises(UserError, match=r"image_key='photo'"):
+        check_keys([words], keys)
+    with pytest.raises(UserError, match=r"video_key='film'"):
+        check_keys([words, seen], Keys(video="film"))
+
+
+PROMPTS = {  # row, settings, what arrives
+    "plain": ({}, {}, {}),
+    "image": ({"image": "a.png"}, {}, {"images": ["a.png"]}),
+    "images": ({"images": ["a.png", "b.png"]}, {}, {"images": ["a.png", "b.png"]}),
+    "image without images": ({"images": [], "image": "a.png"}, {}, {"images": ["a.png"]}),
+    "bytes": ({"image": PNG}, {}, {"images": ["bytes"]}),
+    "stored": ({"image": STORED}, {}, {"images": ["bytes"]}),
+    "mask": ({"image": "a.png", "mask": "b.png"}, {}, {"images": ["a.png"], "mask": True}),
+    "negative prompt": ({"negative_prompt": "blurry"}, {}, {"negative": "blurry"}),
+    "no images": ({"image": "a.png", "img": PNG, "mask": PNG}, {"image_column": "none"}, {}),
+    "image as metadata": ({"image": "a.png"}, {"metadata_columns": "image"}, {}),
+    "caption": (
+        {"prompt": None, "caption": "a cat", "jpg": STORED},
+        {"column": "caption", "image_column": "jpg"},
+        {"images": ["bytes"]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "settings", "expected"), PROMPTS.values(), ids=PROMPTS)
+def test_a_layout_of_prompts_is_used(folder, row, settings, expected):
+    prompt = read_prompt(folder, DRAWN | row, **settings)
+    assert prompt.prompt == prompt.metadata["prompt"] == "a cat"
+    assert names(prompt.images) == expected.get("images", [])
+    assert (prompt.mask is not None) == expected.get("mask", False)
+    assert prompt.negative_prompt == expected.get("negative", "")
+
+
+BAD_PROMPTS = {  # row, settings, what the message names
+    "image beside images": ({"images": ["a.png"], "image": "b.png"}, {}, 'column "image"'),
+    "image beside image_column": (
+        {"img": "a.png", "image": "b.png"},
+        {"image_column": "img"},
+        'column "image"',
+    ),
+    "mask without an image": ({"mask": "a.png"}, {}, '"mask"'),
+    "mask bytes without an image": ({"mask": PNG}, {}, '"mask"'),
+    "mask_path beside mask": (
+        {"image": "a.png", "mask": "b.png", "mask_path": "b.png"},
+        {},
+        'column "mask_path"',
+    ),
+    "video": ({"video": "a.mp4"}, {}, 'column "video"'),
+    "videos beside image": ({"image": "a.png", "videos": ["0001"]}, {}, 'column "videos"'),
+    **{
+        name: ({name: "x"}, {}, f'column "{name}"')
+        for name in (
+            *("negative", "neg_prompt", "negative_prompts", "negativePrompt", "negative_prompt_2"),
+            *("prompt_2", "prompt_3", "system_prompt", "conversation", "chosen", "rejected"),
+        )
+    },
+    "long prompt": ({"prompt": "a" * 10**6}, {}, '"prompt" has 1,000,000 characters'),
+    "long negative prompt": (
+        {"negative_prompt": "a" * 10**6},
+        {},
+        '"negative_prompt" has 1,000,000 characters',
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "settings", "named"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_layout_of_prompts_is_rejected_by_name(folder, row, settings, named):
+    assert named in rejection(read_prompt, folder, DRAWN | row, **settings)
+
+
+def test_there_are_enough_layouts():
+    shared = 2 * len(MEDIA) + len(METADATA) + len(SELECTED) * len(VALUES)
+    own = len(QUESTIONS) + len(BAD_QUESTIONS) + len(PROMPTS) + len(BAD_PROMPTS)
+    assert 2 * shared + own >= 112
+
+
+def test_a_text_file_with_json_lines_is_rejected(tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_text('a cat\n{"prompt": "a dog"}\n')
+    with pytest.raises(UserError, match=r"train\.txt:2: .*JSON.*\.jsonl"):
+        load_prompts(path, "train")
+    path.write_text("{a cat}\n[dog]\n")
+    assert [p.prompt for p in load_prompts(path, "train")] == ["{a cat}", "[dog]"]
+    path.write_text("a" * MAX_PROMPT + "\n" + "a" * (MAX_PROMPT + 1))
+    with pytest.raises(UserError, match=r"train\.txt:2: .*10,001 characters"):
+        load_prompts(path, "train")
+
+
+@pytest.mark.parametrize(
+    "row", ['"answer": "1", "answer": "2"', '"answer": "1", "x": [{"a":1,"a":2}]']
+)
+def test_a_key_that_is_there_twice_is_rejected(tmp_path, row):
+    path = tmp_path / "train.jsonl"
+    path.write_text(f'{{"question": "?", "prompt": "a", {row}}}')
+    for read in (read_questions, lambda path: load_prompts(path, "train")):
+        with pytest.raises(UserError, match=r'train\.jsonl:1: .*"a(nswer)?" is there twice'):
+            read(path)
+
+
+def test_two_columns_of_one_name_are_rejected(tmp_path):
+    path = tmp_path / "train.parquet"
+    columns = {"question": "?", "answer": "1", "prompt": "a", "image": "a.png"}
+    arrays = [pyarrow.array([value]) for value in (*columns.values(), "b.png")]
+    parquet.write_table(pyarrow.Table.from_arrays(arrays, [*columns, "image"]), path)
+    for read in (read_questions, lambda path: load_prompts(path, "train")):
+        with pytest.raises(UserError, match="'image'"):
+            read(path)
+
+
+def test_repeated_rows_are_reported(tmp_path, caplog):
+    def load(train: list[str], test: list[str]) -> str:
+        for split, texts in (("train", train), ("test", test)):
+            rows = [{"question": text, "answer": "1"} for text in texts]
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (tmp_path / f"{split}.jsonl").write_text(lines)
+        caplog.clear()
+        load_questions(tmp_path, seed=0)
+        return caplog.text
+
+    assert load(["a", "b"], ["c"]) == ""
+    assert "2 of 2 test questions are also training questions" in load(["a", "b"], ["a", "b"])
+    assert "1 of 2 test questions are also training questions" in load(["a", "b"], ["a", "c"])
+    assert "all 3 training questions are identical" in load(["a"] * 3, ["b"])
