@@ -29,7 +29,8 @@ def compute_advantages(
 ) -> np.ndarray:
     """Advantages (N,), float64.
 
-    `rewards` is (N,) or {name: (N,)}, then summed with `weights` (1 each by default).
+    `rewards` is (N,) or {name: (N,)}, then summed with `weights` (1 each by default). A reward of
+    weight 0 is ignored: its NaN values do not remove samples from the statistics.
     `scale` is what grpo divides by: the standard deviation of the group or of the batch, or
     nothing. `baseline` (N,) is remax's: the reward of the deterministic sample of each prompt.
     pairwise takes the share of wins within the group, where the higher score wins; rewards named
@@ -43,14 +44,18 @@ def compute_advantages(
         raise ValueError(f"baseline goes with estimator='remax' and only there, not {estimator!r}")
 
     table = _as_table(rewards)
-    weight = np.array([1.0 if weights is None else float(weights[name]) for name in table])
-    per_reward = np.stack(list(table.values()))  # (R, N)
-    groups = _as_groups(group_ids, per_reward.shape[1])
+    groups = _as_groups(group_ids, len(next(iter(table.values()))))
     if baseline is not None:
         baseline = np.asarray(baseline, dtype=np.float64)
         if baseline.shape != groups.shape:
             raise ValueError(f"baseline has shape {baseline.shape}, rewards {groups.shape}")
 
+    if weights is not None:  # before NaN is looked for: 0 * NaN is NaN
+        table = {name: values for name, values in table.items() if weights[name] != 0}
+        if not table:
+            return np.zeros(groups.shape)
+    weight = np.array([1.0 if weights is None else float(weights[name]) for name in table])
+    per_reward = np.stack(list(table.values()))  # (R, N)
     # A sample with any part missing has no total; it must not shift any statistic.
     scored = ~np.isnan(per_reward).any(axis=0)
     if baseline is not None:
