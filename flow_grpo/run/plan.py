@@ -49,14 +49,18 @@ def check_places(config: SharedFields) -> None:
         check_free(folder, config.resume)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise UserError(with_nearest_file(no_checkpoint(config.resume), config.resume))
-    lora = config.train.lora_path
+    check_lora_path(config.train.lora_path)
+    for name in (*config.reward_fn, *config.eval_reward_fn):
+        if name in config.custom_rewards and not config.reward_servers.get(name):
+            check_file(config.custom_rewards[name], f"reward {name!r}")
+
+
+def check_lora_path(lora: str) -> None:
+    """Reject a `train.lora_path` that does not exist, neither on disk nor on the hub."""
     if is_lost(lora):
         message = f"no LoRA at train.lora_path={lora!r}: there is no such file or folder"
         raise UserError(with_nearest_file(message, lora))
     check_access("train.lora_path", lora, file="adapter_config.json")
-    for name in (*config.reward_fn, *config.eval_reward_fn):
-        if name in config.custom_rewards and not config.reward_servers.get(name):
-            check_file(config.custom_rewards[name], f"reward {name!r}")
 
 
 def is_lost(path: str) -> bool:
