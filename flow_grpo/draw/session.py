@@ -106,7 +106,7 @@ class Session(BaseSession):
     def remember_behaviour(self) -> None:
         """Where samples are drawn ahead: copy the weights that drew the next epoch's, just before
         training changes them. Not sooner, so that a run that is stopped until then still has those
-        of the samples it was about to train."""
+        of the samples it was about to train; and where the loss compares with those, after it."""
         if self.stale is not None:
             with self.behaviour():
                 self.stale.blend(0)
@@ -231,6 +231,7 @@ def build_session(
             logger.info("%-21s %s", "kept gradients", told)
         if sample.async_depth:
             stale = Snapshot(policy.trained(), "stale").prepare(accelerator)
+            policy.behaviour = stale if algorithm.old_is_behaviour else None
         session = Session(
             **run.finish(),
             plan=plan,

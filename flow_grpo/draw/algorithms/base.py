@@ -94,6 +94,9 @@ class Algorithm:
     Settings: ClassVar[type]
     # A copy of the weights is kept, saved and resumed: `policy.old`.
     keeps_old: ClassVar[bool] = False
+    # The loss takes `policy.old` for the policy that sampled the batch. With `sample.async_depth=1`
+    # that is an epoch older, and the snapshot that sampled takes its place: `policy.behaviour`.
+    old_is_behaviour: ClassVar[bool] = False
     # An update's samples on each process are whole groups.
     whole_groups: ClassVar[bool] = False
     keeps_means: ClassVar[bool] = False  # of the steps that were sampled
