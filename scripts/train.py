@@ -1,7 +1,7 @@
 """Train a flow-matching model with online reinforcement learning.
 
     python scripts/train.py --config config/grpo.py:PRESET [--config.sample.num_steps=8 ...]
-    accelerate launch scripts/train.py --config ... [--dry_run]
+    accelerate launch scripts/train.py --config ... [--dry_run [--world_size=N]]
 
 One epoch: sample a group of images per prompt, score them, turn scores into credit for each sample,
 and update the weights. What differs between algorithms is in flow_grpo/draw/algorithms.

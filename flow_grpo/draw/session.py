@@ -130,11 +130,13 @@ def build_session(
     config: Unchecked | DrawFields,
     load: Callable[[DrawFields, Accelerator], ModelAdapter] | None = None,
     begin: Begin = find_start,
+    num_processes: int | None = None,
 ) -> Session:
     """Everything the run needs; whatever is cheap to check is checked before weights load.
 
     `load` stands in for `build_adapter`, where the model is none that was saved; `begin` for what
-    finds and locks the run folder, which without a lock is left alone.
+    finds and locks the run folder, which without a lock is left alone. `num_processes`: those to
+    plan for, in place of those that are here; such a session cannot train, only be measured.
     """
     check_goal(config)
     config = check(config)
@@ -148,7 +150,8 @@ def build_session(
         if accelerator.is_main_process:
             for line in unusual(config):
                 logger.warning(line)
-        plan = build_plan(config, accelerator.num_processes, algorithm.losses_per_sample)
+        processes = num_processes or accelerator.num_processes
+        plan = build_plan(config, processes, algorithm.losses_per_sample)
         if algorithm.whole_groups:
             plan.check_whole_groups(algorithm.name)
         check_kept(config, algorithm, plan, accelerator)

@@ -7,6 +7,7 @@ from pathlib import Path
 from flow_grpo.access import check_access
 from flow_grpo.config.custom import check_file
 from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.overrides import planned_processes
 from flow_grpo.errors import UserError, with_nearest_file
 
 
@@ -33,8 +34,8 @@ class Plan:
 
 
 def count_processes() -> int:
-    """How many a launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """How many a launcher started, or a dry run plans for."""
+    return planned_processes() or 1
 
 
 def was_restarted() -> bool:
