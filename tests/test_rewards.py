@@ -174,7 +174,7 @@ def test_a_reward_of_weight_0_that_fails_leaves_the_total_alone(tmp_path, monkey
     scored = Scored(scores, np.array([0, 0]), reward.weights)
     np.testing.assert_array_equal(scored.total, scores["avg"])
     mix = Mix(Mix.Settings(), Setup()).credit(scored)
-    np.testing.assert_allclose(mix, [2.0, -2.0], rtol=1e-4)
+    np.testing.assert_allclose(mix, [2**0.5, -(2**0.5)], rtol=1e-4)
 
 
 def test_a_reward_of_weight_0_needs_no_gradient_and_scores_no_prompt_alone(tmp_path, monkeypatch):

@@ -303,10 +303,11 @@ def _task(family: str, reward: str, dataset: str, **more: Any) -> Fields:
 
 
 def _counting(family: str, kept: float) -> Fields:
-    """`kept`: the weight of what an edit has to leave as it was."""
+    """`kept`: the weight of what an edit has to leave as it was: Flow-GRPO's image_similarity."""
     rewards = {"geneval": 1 - kept, "keep_source": kept}
+    options = {"keep_source": {"model": "openai/clip-vit-large-patch14"}}
     return {
-        **{LIKE: family, "reward_fn": rewards},
+        **{LIKE: family, "reward_fn": rewards, "reward_options": options},
         **{"dataset": "dataset/counting_edit", "prompt_fn": "metadata"},
     }
 
