@@ -2,8 +2,11 @@
 
     python docs/make_tasks.py
 
-A page names a preset, numbers of GPUs and of epochs, and fields that are not as in the preset:
-<!-- hours PRESET gpus=1,8 epochs=500 height=480 -->
+A page names a preset, numbers of GPUs and of epochs, and fields that are not as in the preset,
+which its own commands have too:
+<!-- hours PRESET gpus=1,8 epochs=500 height=480 eval_prompts=64 -->
+Two more are no fields: tests=5000, the test prompts of a data set that is not in the repository,
+and reward_gib=4, the GPU memory of the page's rewards.
 What stands between that line and <!-- end --> is written here.
 """
 
@@ -23,7 +26,7 @@ PLACE = re.compile(
     r"(<!-- hours (\w+) gpus=([\d,]+) epochs=([\d,]+)((?: \w+=\d+)*) -->\n).*?(?=<!-- end -->)",
     re.S,
 )
-TEST_PROMPTS = 1000
+PLANNED = ("tests", "reward_gib")  # beside fields of the config
 CHECKPOINTING = "--gradient_checkpointing"
 # what the benchmarks call the models
 SHAPES = {
@@ -121,23 +124,37 @@ def epoch_seconds(line: Line, config: ConfigDict, gpus: int) -> float:
     return samples * sum(sample_seconds(line, config))
 
 
-def evaluation_seconds(line: Line, config: ConfigDict, gpus: int) -> float:
+def count_tests(config: ConfigDict, tests: int | None = None) -> int:
+    """What an evaluation has: `tests`, or the test file of a data set in the repository, up to
+    `eval_prompts` or `eval_questions`."""
+    if tests is None:
+        file = HERE.parent / config.dataset / "test.txt"
+        if not file.is_file():
+            raise ValueError(f"{config.dataset} is not in the repository; add tests=N to the page")
+        tests = len(file.read_text("utf-8").splitlines())
+    limit = config.get("eval_prompts") or config.get("eval_questions")
+    return min(tests, limit) if limit else tests
+
+
+def evaluation_seconds(line: Line, config: ConfigDict, gpus: int, tests: int) -> float:
     drawing, _ = sample_seconds(line, config)
     if "shape" not in line:
         drawing *= config.sample.eval_num_steps / config.sample.num_steps
-    return TEST_PROMPTS * drawing / gpus
+    return tests * drawing / gpus
 
 
-def hours(line: Line, config: ConfigDict, gpus: int, epochs: int) -> float:
+def hours(line: Line, config: ConfigDict, gpus: int, epochs: int, tests: int) -> float:
     """The time of that many epochs, with an evaluation before them and one every `eval_freq`."""
     evaluations = 1 + epochs // config.eval_freq
     seconds = epochs * epoch_seconds(line, config, gpus)
-    return (seconds + evaluations * evaluation_seconds(line, config, gpus)) / 3600
+    return (seconds + evaluations * evaluation_seconds(line, config, gpus, tests)) / 3600
 
 
 def table(
     preset: str, gpus: list[int], epochs: list[int], fields: dict[str, int], lines: list[Line]
 ) -> str:
+    planned = {name: fields[name] for name in PLANNED if name in fields}
+    fields = {name: value for name, value in fields.items() if name not in PLANNED}
     configs = {number: config_of(preset, number, fields) for number in gpus}
     config = configs[gpus[0]]
     name = " ".join([f"`{preset}`", *(f"`{field}={value}`" for field, value in fields.items())])
@@ -147,12 +164,13 @@ def table(
     options = "".join(f" --config.{field}={value}" for field, value in fields.items())
     drawing, training = sample_seconds(line, config)
     memory = max(value for name, value in line.items() if name.endswith("_gib"))
-    heads = ["H200s", "an epoch", f"a test on {TEST_PROMPTS:,}", *(f"{n:,} epochs" for n in epochs)]
+    tests = count_tests(config, planned.get("tests"))
+    heads = ["H200s", "an epoch", f"a test on {tests:,}", *(f"{n:,} epochs" for n in epochs)]
     rows = [heads, ["---"] * len(heads)]
     for number, config in configs.items():
-        works = (epoch_seconds, evaluation_seconds)
-        minutes = [work(line, config, number) / 60 for work in works]
-        runs = [hours(line, config, number, n) for n in epochs]
+        seconds = epoch_seconds(line, config, number)
+        minutes = [s / 60 for s in (seconds, evaluation_seconds(line, config, number, tests))]
+        runs = [hours(line, config, number, n, tests) for n in epochs]
         rows.append(
             [str(number), *(f"{m:.1f} min" for m in minutes), *(f"{h:.0f} h" for h in runs)]
         )
@@ -165,13 +183,15 @@ def table(
             "",
             *(f"| {' | '.join(row)} |" for row in rows),
             "",
-            *advice(preset, config, gpus[-1], line, options),
+            *advice(preset, config, gpus[-1], line, options, planned.get("reward_gib", 0)),
             "\n",
         ]
     )
 
 
-def advice(preset: str, config: ConfigDict, gpus: int, line: Line, options: str) -> list[str]:
+def advice(
+    preset: str, config: ConfigDict, gpus: int, line: Line, options: str, reward_gib: int = 0
+) -> list[str]:
     """The memory of a card in all, how long the preset would run, and how to ask for both."""
     lines = [f"The preset runs {config.num_epochs:,} epochs; `--config.num_epochs` changes that."]
     if encoders := ENCODERS.get(SHAPES[config.pretrained.model]):
@@ -179,22 +199,25 @@ def advice(preset: str, config: ConfigDict, gpus: int, line: Line, options: str)
         size = f"at batch {batch}"
         if batch != own.train_batch_size:
             size += f", where the preset has {own.train_batch_size}"
+        rewards = f", {reward_gib} GiB of rewards" if reward_gib else ""
+        total = peak + encoders + reward_gib
         lines += [
-            f"**A card needs {peak + encoders:.1f} GiB**, {size}: {peak} GiB, and {encoders} GiB",
+            f"**A card needs {total:.1f} GiB**, {size}: {peak} GiB{rewards}, and {encoders} GiB",
             "of text encoders, which `offload_idle=True` keeps off it while pictures are drawn.",
         ]
     if gpus == 1:
         return lines
-    script, file, ending = "train.py", f"grpo.py:{preset}_1gpu", f"{preset}_{gpus}gpu {gpus}"
+    script, file, ending = "train.py", f"grpo.py:{preset}", f"{preset}_{gpus}gpu {gpus}"
     if preset in answer.PRESETS:
         script, file, ending = "train_vlm.py", f"vlm.py:{preset}", f"config/vlm.py:{preset} {gpus}"
     return [
         *lines,
         f"`--dry_run` tells memory and hours on the {gpus} GPUs; or beforehand on one of them,",
-        f"where an epoch takes {gpus} times as long, and no less memory:",
+        f"planned for {gpus} (`--world_size`):",
         "",
         f"    bash scripts/single_node/train_multi_gpu.sh {ending}{options} --dry_run",
-        f"    python scripts/{script} --config config/{file}{options} --dry_run",
+        f"    python scripts/{script} --config config/{file}{options} --dry_run "
+        f"--world_size={gpus}",
     ]
 
 

@@ -2,7 +2,8 @@
 
 A NaN reward means "could not be scored": that sample leaves the statistics and gets 0.
 A group of one and a group whose rewards are all equal get exactly 0 from the estimators that
-compare within a group. Standard deviations are the population's (ddof 0), as in Flow-GRPO.
+compare within a group. Standard deviations are the population's (ddof 0) unless asked otherwise,
+as in Flow-GRPO.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,14 +27,16 @@ def compute_advantages(
     weights: Mapping[str, float] | None = None,
     judged: Collection[str] = (),
     eps: float = 1e-4,
+    ddof: int = 0,
 ) -> np.ndarray:
     """Advantages (N,), float64.
 
-    `rewards` is (N,) or {name: (N,)}, then summed with `weights` (1 each by default).
+    `rewards` is (N,) or {name: (N,)}, then summed with `weights` (1 each by default). A reward of
+    weight 0 is ignored: its NaN values do not remove samples from the statistics.
     `scale` is what grpo divides by: the standard deviation of the group or of the batch, or
     nothing. `baseline` (N,) is remax's: the reward of the deterministic sample of each prompt.
     pairwise takes the share of wins within the group, where the higher score wins; rewards named
-    in `judged` are such shares already.
+    in `judged` are such shares already. Variances divide by the number of samples minus `ddof`.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown estimator {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
@@ -43,14 +46,18 @@ def compute_advantages(
         raise ValueError(f"baseline goes with estimator='remax' and only there, not {estimator!r}")
 
     table = _as_table(rewards)
-    weight = np.array([1.0 if weights is None else float(weights[name]) for name in table])
-    per_reward = np.stack(list(table.values()))  # (R, N)
-    groups = _as_groups(group_ids, per_reward.shape[1])
+    groups = _as_groups(group_ids, len(next(iter(table.values()))))
     if baseline is not None:
         baseline = np.asarray(baseline, dtype=np.float64)
         if baseline.shape != groups.shape:
             raise ValueError(f"baseline has shape {baseline.shape}, rewards {groups.shape}")
 
+    if weights is not None:  # before NaN is looked for: 0 * NaN is NaN
+        table = {name: values for name, values in table.items() if weights[name] != 0}
+        if not table:
+            return np.zeros(groups.shape)
+    weight = np.array([1.0 if weights is None else float(weights[name]) for name in table])
+    per_reward = np.stack(list(table.values()))  # (R, N)
     # A sample with any part missing has no total; it must not shift any statistic.
     scored = ~np.isnan(per_reward).any(axis=0)
     if baseline is not None:
@@ -68,11 +75,13 @@ def compute_advantages(
 
     if estimator == "gdpo":
         parts = per_reward[:, scored]
-        total = sum(w * _group_z(p, g, "group", eps) for w, p in zip(weight, parts, strict=True))
+        total = sum(
+            w * _group_z(p, g, "group", eps, ddof) for w, p in zip(weight, parts, strict=True)
+        )
         # its mean is 0 already; subtracting the rounded mean would move it off 0
-        value = _divided(total, total.std() + eps)
+        value = _divided(total, _std(total, ddof) + eps)
     elif estimator == "reinforce_pp":
-        value = _z(r, eps)
+        value = _z(r, eps, ddof)
     elif estimator == "remax":
         value = r - baseline[scored]
     elif estimator == "rloo":
@@ -81,7 +90,7 @@ def compute_advantages(
     elif estimator == "dr_grpo":
         value = _centred(r, g)
     else:
-        value = _group_z(r, g, scale, eps)
+        value = _group_z(r, g, scale, eps, ddof)
 
     advantages[scored] = value
     return advantages
@@ -140,20 +149,24 @@ def _centred(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return out
 
 
-def _group_z(r: np.ndarray, groups: np.ndarray, scale: Scale, eps: float) -> np.ndarray:
+def _group_z(r: np.ndarray, groups: np.ndarray, scale: Scale, eps: float, ddof: int) -> np.ndarray:
     out = _centred(r, groups)
     if scale == "none":
         return out
     if scale == "batch":
-        return _divided(out, r.std() + eps)
+        return _divided(out, _std(r, ddof) + eps)
     for group in np.unique(groups):
         of_group = groups == group
-        out[of_group] = _divided(out[of_group], r[of_group].std() + eps)
+        out[of_group] = _divided(out[of_group], _std(r[of_group], ddof) + eps)
     return out
 
 
-def _z(r: np.ndarray, eps: float) -> np.ndarray:
-    return _divided(_centred(r, np.zeros_like(r)), r.std() + eps)
+def _z(r: np.ndarray, eps: float, ddof: int) -> np.ndarray:
+    return _divided(_centred(r, np.zeros_like(r)), _std(r, ddof) + eps)
+
+
+def _std(r: np.ndarray, ddof: int) -> float:
+    return float(r.std(ddof=ddof)) if len(r) > ddof else 0.0
 
 
 def _divided(centred: np.ndarray, by: float) -> np.ndarray:

@@ -92,7 +92,8 @@ def evaluate(
     config = build_config(model, rewards, prompts, prompts, preset, fields)
     one = isinstance(checkpoints, str | Path)
     names = [str(c) for c in ([checkpoints] if one else checkpoints)]
-    scored = evaluate_all(config, names, Path(out))
+    lora = str(fields.get("train.lora_path", ""))
+    scored = evaluate_all(config, names, Path(out), lora_given=lora)
     return {each.candidate.name: each.result.means() for each in scored}
 
 

@@ -18,13 +18,15 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from flow_grpo.config import command_line
+from flow_grpo.config.overrides import values_of
 from flow_grpo.draw.fields import DRAW
 
 CHECKPOINT = flags.DEFINE_multi_string(
     "checkpoint",
     [],
     "A run (its newest checkpoint), a checkpoint (its EMA) or a folder in one; base: the model as "
-    "it is. Several, with commas or the flag repeated, are held against the first.",
+    "it is, or with train.lora_path. Several, with commas or the flag repeated, are held against "
+    "the first.",
 )
 PICTURES = flags.DEFINE_integer(
     "pictures",
@@ -38,7 +40,9 @@ OUT = flags.DEFINE_string("out", None, "New folder for what is written.", requir
 def main(config: ConfigDict) -> None:
     from flow_grpo.draw.compare import evaluate_all  # here: help and mistakes should not wait
 
-    evaluate_all(config, CHECKPOINT.value, Path(OUT.value), pictures=PICTURES.value)
+    lora = next(reversed(values_of(sys.argv, "config.train.lora_path")), "")
+    out = Path(OUT.value)
+    evaluate_all(config, CHECKPOINT.value, out, pictures=PICTURES.value, lora_given=lora)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Train a flow-matching model with online reinforcement learning.
 
     python scripts/train.py --config config/grpo.py:PRESET [--config.sample.num_steps=8 ...]
-    accelerate launch scripts/train.py --config ... [--dry_run]
+    accelerate launch scripts/train.py --config ... [--dry_run [--world_size=N]]
 
 One epoch: sample a group of images per prompt, score them, turn scores into credit for each sample,
 and update the weights. What differs between algorithms is in flow_grpo/draw/algorithms.
@@ -110,9 +110,12 @@ def train(session: Session) -> None:
         if ahead is None:  # else they are at work
             session.reward.rest()
         credit = session.algorithm.anchors.shape(session.algorithm.credit(scored), scored)
-        session.remember_behaviour()
+        if not session.algorithm.old_is_behaviour:
+            session.remember_behaviour()
         with timer("train"):
             training = train_epoch(session, epoch, samples, credit)
+            if session.algorithm.old_is_behaviour:  # the old weights, which change only now
+                session.remember_behaviour()
             session.algorithm.after_epoch(session.policy, progress.step)
             training |= session.algorithm.adapt(training)
             training |= session.algorithm.anchors.renew_reference(session.policy, training)

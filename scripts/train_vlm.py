@@ -1,7 +1,7 @@
 """Train a vision-language model with online reinforcement learning.
 
     python scripts/train_vlm.py --config config/vlm.py:PRESET [--config.sample.group_size=16 ...]
-    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ... [--dry_run]
+    torchrun --nproc_per_node 8 scripts/train_vlm.py --config ... [--dry_run [--world_size=N]]
 
 One epoch: sample a group of answers to each question, score them, turn scores into advantages, and
 update the weights with a clipped policy objective on the tokens of the answers.

@@ -102,6 +102,20 @@ def test_a_sample_that_failed_in_one_reward_has_no_total():
     np.testing.assert_allclose(out, [-1, 0, 1])
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("other", [np.nan, np.inf, 7.0])
+def test_a_reward_of_weight_0_changes_nothing(estimator, other):
+    """Also where it failed: 0 * NaN would remove the sample."""
+    credited, groups = np.array([1.0, 2.0, 6.0, 4.0, 3.0]), np.array([0, 0, 0, 1, 1])
+    rewards = {"a": credited, "b": np.array([0.0, other, 0.0, other, 1.0])}
+    options = {"estimator": estimator, "baseline": np.ones(5) if estimator == "remax" else None}
+    expected = compute_advantages({"a": credited}, groups, weights={"a": 2.0}, **options)
+    out = compute_advantages(rewards, groups, weights={"a": 2.0, "b": 0.0}, **options)
+    np.testing.assert_array_equal(out, expected)
+    none = compute_advantages(rewards, groups, weights={"a": 0.0, "b": 0.0}, **options)
+    assert none.tolist() == [0.0] * 5
+
+
 @pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if e != "remax"])
 def test_all_failed_gives_zeros(estimator):
     out = compute_advantages(np.full(3, np.nan), np.zeros(3, int), estimator=estimator)

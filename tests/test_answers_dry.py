@@ -82,16 +82,20 @@ def test_a_reward_that_fails_ends_it(make_session, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("plan", "questions", "batch"),
+    ("plan", "here", "questions", "batch"),
     [
-        (AnswerPlan(1, 16, 8, 2, 1, most_at_once=128), 16, 128),  # one batch is all there is
-        (AnswerPlan(1, 64, 8, 2, 1, most_at_once=128), 32, 128),
-        (AnswerPlan(8, 512, 5, 4, 1, most_at_once=64), 512, 64),  # 5 batches make whole groups
-        (AnswerPlan(8, 1024, 5, 4, 1, most_at_once=64), 512, 64),
+        (AnswerPlan(1, 16, 8, 2, 1, most_at_once=128), 1, 16, 128),  # one batch is all there is
+        (AnswerPlan(1, 64, 8, 2, 1, most_at_once=128), 1, 32, 128),
+        (AnswerPlan(8, 512, 5, 4, 1, most_at_once=64), 8, 512, 64),  # 5 batches make whole groups
+        (AnswerPlan(8, 1024, 5, 4, 1, most_at_once=64), 8, 512, 64),
+        (AnswerPlan(8, 64, 5, 4, 1, most_at_once=64), 1, 16, 40),  # one of 8, whose batch is 40
     ],
 )
-def test_the_smallest_epoch_has_the_batches_of_the_run_and_whole_groups(plan, questions, batch):
-    small = smallest_epoch(plan)
+def test_the_smallest_epoch_has_the_batches_of_the_run_and_whole_groups(
+    plan, here, questions, batch
+):
+    small = smallest_epoch(plan, here)
+    assert small.num_processes == here
     assert (small.questions, small.batch_size, small.group_size) == (
         *(questions, batch, plan.group_size),
     )
@@ -99,23 +103,26 @@ def test_the_smallest_epoch_has_the_batches_of_the_run_and_whole_groups(plan, qu
 
 
 def test_a_dry_run_tells_the_plan_and_writes_nothing(places, tmp_path):
-    """Also where a tracker is asked for; a mistake is told as always."""
+    """Also where a tracker is asked for; a mistake is told as always. Planned for two processes,
+    of which one is here."""
     fields = {**answer_runs.FIELDS, **LONG, **places, "logdir": tmp_path / "logs"}
     fields |= {"log_with": "tensorboard", "reward_fn": {"mine": 1.0}}
     fields |= {"custom_rewards": {"mine": "small_vlm:early_letters"}}
     words = [f"--config.{name}={value}" for name, value in fields.items()]
     here = files_of_repo()
-    script = ("scripts/train_vlm.py", "--config=config/vlm.py", "--dry_run")
+    script = ("scripts/train_vlm.py", "--config=config/vlm.py", "--dry_run", "--world_size=2")
     done = run_script(*script, *words)
     assert done.returncode == 0, done.stderr
     lines = dict(re.findall(r"(?m)^(\S+(?: \S+)*)  +(.*)$", done.stdout))
     run = tmp_path / "logs" / "run"
     assert lines["dry run"] == f"{run} would be a new run; nothing is written now"
     assert lines["samples per epoch"] == "32 = 8 questions x 4 answers"
+    assert lines["sampled together"] == "4, on each of 2 processes"
+    assert lines["planned for"].startswith("2 processes, measured on 1: ")
     assert lines["evaluation"] == "4 questions, every 3 epochs"
-    assert lines["measured"].startswith("2 of 8 batches sampled, scored and trained, 1 of 1 of an")
+    assert lines["measured"].startswith("2 of 4 batches sampled, scored and trained, 1 of 1 of an")
     assert re.match(r"\d+ tokens on average, of at most 10; longer", lines["answers"])
-    assert re.match(r"\d+\.\d GiB at the peak, of \d+\.\d GiB of this machine$", lines["memory"])
+    assert re.match(r"\d+\.\d GiB at the peak, on each of 2 processes, of", lines["memory"])
     assert re.match(r".* s = sampling .* \+ training .* s$", lines["time per epoch"])
     assert ": 7 epochs and 4 evaluations, " in lines["time of the run"]
     wrong = run_script(*script, *words, "--config.reward_fn={'beauty': 1.0}")

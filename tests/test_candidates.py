@@ -1,5 +1,6 @@
 """What an evaluation compares: each on the model itself, and nothing of it left for the next."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -135,6 +136,19 @@ def test_checkpoints_may_be_given_in_one_word_or_in_several(candidates, tmp_path
     assert find_candidates([str(comma)]) == [Candidate("a,b", comma / "lora")]
     base = shutil.copytree(lora, tmp_path / "base")
     assert [c.name for c in find_candidates(["base", str(base)])] == ["base", "checkpoint base"]
+
+
+def test_the_base_has_the_lora_that_training_started_from(candidates, tmp_path):
+    lora, full = candidates["lora"].weights, candidates["full"].weights
+    assert find_candidates([], str(lora)) == [Candidate("base", lora)]
+    found = find_candidates([f"base,{candidates['larger'].weights}"], str(lora))
+    assert [c.weights for c in found] == [lora, candidates["larger"].weights]
+    # a run whose first LoRA is gone can still be evaluated: its own is whole
+    gone = str(tmp_path / "gone")
+    assert find_candidates([str(full)], gone) == find_candidates([str(full)])
+    for path in (gone, str(tmp_path), str(full)):
+        with pytest.raises(UserError, match=re.escape(path)):
+            find_candidates(["base", str(full)], path)
 
 
 def test_the_same_checkpoint_twice_is_refused(candidates, tmp_path):

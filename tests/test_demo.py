@@ -218,6 +218,31 @@ def test_it_draws_what_an_evaluation_draws(painter, run, tmp_path):
         assert np.abs(off).max() <= 1
 
 
+def test_the_base_is_drawn_and_evaluated_with_its_lora(painter, run, tmp_path):
+    """`train.lora_path` of the config: what training would start from."""
+    lora = list_weights(run)["step 16, EMA"]
+    config = config_of_run(run, [f"--config.train.lora_path={lora}"])
+    config.eval_prompts = 1
+    with_lora = Painter(config, None, rewards=False)
+    asked = wish(prompt=painter.prompts[0].prompt, seed=config.seed, guidance=2.0)
+    [drawn] = with_lora.draw(asked)
+    plain, trained = painter.draw(replace(asked, weights="step 16, EMA"))
+    assert np.array_equal(np.asarray(drawn.sample), np.asarray(trained.sample))
+    assert not np.array_equal(np.asarray(drawn.sample), np.asarray(plain.sample))
+    [scored] = evaluate_all(config, ["base"], tmp_path / "out")
+    off = np.asarray(scored.result.images[0]).astype(int) - np.asarray(trained.sample)
+    assert np.abs(off).max() <= 1
+    with pytest.raises(UserError, match=rf"lora_path='{lora}' has no effect.*add 'base'"):
+        evaluate_all(config, [str(lora)], tmp_path / "unused", lora_given=str(lora))
+    missing = config_of_run(run, ["--config.train.lora_path=/missing"])
+    for use in (
+        lambda: Painter(missing, None, rewards=False),
+        lambda: evaluate_all(missing, ["base"], tmp_path / "none"),
+    ):
+        with pytest.raises(UserError, match=r"train\.lora_path='/missing'"):
+            use()
+
+
 def test_rewards_say_why_they_have_no_score(painter):
     for each in painter.draw(wish(prompt="no word", weights="step 8, EMA (best)")):
         broken, size, words, total = each.scores

@@ -110,8 +110,37 @@ def test_hours_of_a_run_by_hand():
     assert make_tasks.sample_seconds(line, config) == pytest.approx((0.2, 0.27))
     assert make_tasks.epoch_seconds(line, config, 8) == pytest.approx(144 * 0.47)
     # 1,000 prompts of 40 steps; before the first epoch, and after 30 and 60
-    assert make_tasks.evaluation_seconds(line, config, 8) == pytest.approx(100)
-    assert make_tasks.hours(line, config, 8, 60) == pytest.approx((60 * 144 * 0.47 + 300) / 3600)
+    assert make_tasks.count_tests(config) == 1000  # of dataset/ocr_full
+    assert make_tasks.evaluation_seconds(line, config, 8, 1000) == pytest.approx(100)
+    whole = make_tasks.hours(line, config, 8, 60, 1000)
+    assert whole == pytest.approx((60 * 144 * 0.47 + 300) / 3600)
+
+
+def test_hours_count_the_test_prompts_of_the_pages_own_command():
+    config = make_tasks.config_of("geneval_sd3", 8, {})
+    assert make_tasks.count_tests(config, 5000) == 5000
+    with pytest.raises(ValueError, match="tests=N"):
+        make_tasks.count_tests(config)
+    config.eval_prompts = 1000
+    assert make_tasks.count_tests(config, 5000) == 1000
+
+
+@pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
+def test_commands_evaluate_what_the_hours_count(path):
+    """The commands of "Do this" have the `eval_prompts` of the page's tables, or none."""
+    text = path.read_text("utf-8")
+    counted = {*re.findall(r"<!-- hours .*?eval_prompts=(\d+)", text)}
+    places = re.findall(r"<!-- hours (.*?) -->", text)
+    assert len(counted) <= 1
+    assert not counted or all("eval_prompts" in place for place in places)
+    commands = re.findall(r"(?m)^ +((?:bash|python|torchrun) (?:.*\\\n)*.*)", text)
+    runs = [each for each in commands if "run_name" in each]
+    assert bool(runs) == bool(places)
+    for each in runs:
+        assert {*re.findall(r"eval_prompts=(\d+)", each)} == counted, each
+    written = re.search(r"make_prompts.py coco \S+ --size (\d+)", text)
+    if written:
+        assert f"tests={int(written[1]) // 10} " in places[0]
 
 
 def test_a_page_tells_the_memory_of_a_card_in_all_and_how_to_ask_for_it():
@@ -120,8 +149,11 @@ def test_a_page_tells_the_memory_of_a_card_in_all_and_how_to_ask_for_it():
     config = make_tasks.config_of("general_ocr_sd3", 8, {})
     told = make_tasks.advice("general_ocr_sd3", config, 8, line, " --config.height=64")
     assert told[1].startswith("**A card needs 40.6 GiB**, at batch 9: 30.2 GiB, and 10.4 GiB")
-    assert [each.split()[-2:] for each in told[-2:]] == [["--config.height=64", "--dry_run"]] * 2
+    assert told[-2].endswith(" --config.height=64 --dry_run")
+    assert told[-1].endswith("general_ocr_sd3 --config.height=64 --dry_run --world_size=8")
     assert len(make_tasks.advice("general_ocr_sd3", config, 1, line, "")) == 3
+    told = make_tasks.advice("general_ocr_sd3", config, 1, line, "", reward_gib=4)
+    assert told[1].startswith("**A card needs 44.6 GiB**, at batch 9: 30.2 GiB, 4 GiB of rewards,")
     config.sample.train_batch_size = 4
     told = make_tasks.advice("general_ocr_sd3", config, 8, line, "")
     assert "at batch 9, where the preset has 4: 30.2 GiB" in told[1]
@@ -131,7 +163,7 @@ def test_hours_of_answers_by_hand():
     config = make_tasks.config_of("qwen2_5_vl_3b_geometry3k", 8, {})
     line = {"shape": "", "sampling_s_per_answer": 0.1, "training_s_per_answer": 0.2}
     assert make_tasks.epoch_seconds(line, config, 8) == pytest.approx(512 * 5 / 8 * 0.3)
-    assert make_tasks.evaluation_seconds(line, config, 8) == pytest.approx(12.5)
+    assert make_tasks.evaluation_seconds(line, config, 8, 1000) == pytest.approx(12.5)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """What a dry run measures, in this process; tests/e2e/test_dry_run.py has the command."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sessions import short_config
 from train import collect_rewards, run_evaluation, sample_behind, train_epoch
 
 from flow_grpo.draw.dry import Loop, smallest_epoch
@@ -52,6 +54,32 @@ def test_a_few_batches_are_measured(make_session, tmp_path, name, fields, traine
     assert LOOP.shrink(session, tmp_path).plan.samples == 4
 
 
+def test_a_dry_run_plans_for_processes_that_are_not_here(tmp_path, caplog):
+    """Of 4 groups of 6 over 4 processes, one has 6 samples in 3 batches of 2 and a test prompt."""
+    fields = {"sample.num_image_per_prompt": 6, "sample.num_batches_per_epoch": 3}
+    fields |= {"train.gradient_accumulation_steps": 3, "eval_prompts": 5}
+    fields |= {"height": 32, "width": 32, "sample.num_steps": 2, "sample.eval_num_steps": 1}
+    config = short_config(tmp_path, "planned", **{**LONG, **fields})
+    evaluated = []
+
+    def evaluate(session, epoch):
+        evaluated.append(len(session.test_prompts))
+        return run_evaluation(session, epoch)
+
+    loop = replace(LOOP, evaluate=evaluate)
+    caplog.set_level("INFO")
+    session = loop.dry_run(config, world_size=4)
+    work = loop.count_work(session)
+    assert (work.batches, work.micro_batches, work.eval_batches) == (3, 3, 1)
+    assert evaluated == [2, 2]  # a batch, of the two prompts that the first process has
+    assert "24 = 2 per batch x 3 batches x 4 processes" in caplog.text
+    assert "4 processes, measured on 1" in caplog.text
+    with pytest.raises(UserError, match=r"x 3 processes.*sample\.num_image_per_prompt=4"):
+        loop.dry_run(
+            short_config(tmp_path, "bad", **{**LONG, "sample.num_batches_per_epoch": 3}), 3
+        )
+
+
 def test_what_is_left_of_a_resumed_run(make_session):
     session = make_session(**LONG)
     session.progress.epoch = 5
@@ -82,18 +110,22 @@ def plans() -> st.SearchStrategy[BatchPlan | None]:
     return st.builds(build, few, few, few, st.integers(1, 12), sizes, sizes, few)
 
 
-@given(plans().filter(bool), st.booleans())
-def test_the_smallest_epoch_has_the_batches_of_the_run_and_whole_groups(plan, whole):
+@given(plans().filter(bool), st.booleans(), st.integers(0, 3))
+def test_the_smallest_epoch_has_the_batches_of_the_run_and_whole_groups(plan, whole, here):
+    """On the processes of the run, or on others, which then may need more batches."""
+
     def check(small: BatchPlan) -> None:
         if whole:
             small.check_whole_groups("dpo")
 
     if whole and plan.train_batch_size * plan.accumulation_steps % plan.group_size:
         return  # no run of that kind
-    small = smallest_epoch(plan, check)
+    here = here or plan.num_processes
+    small = smallest_epoch(plan, check, here)
     check(small)
-    for name in ("num_processes", "sample_batch_size", "train_batch_size", "group_size"):
+    assert small.num_processes == here
+    for name in ("sample_batch_size", "train_batch_size", "group_size"):
         assert getattr(small, name) == getattr(plan, name)
-    assert small.batches_per_epoch <= plan.batches_per_epoch
+    assert small.batches_per_epoch <= plan.batches_per_epoch or here != plan.num_processes
     assert small.accumulation_steps <= plan.accumulation_steps
     assert small.inner_epochs == 1

@@ -167,3 +167,12 @@ def test_signatures_of_the_page_are_those_of_the_code(page, heading, classes):
         [said] = ast.parse(f"{line}: ...").body
         for part in ("args", "returns"):
             assert ast.dump(getattr(said, part)) == ast.dump(getattr(code, part)), line
+
+
+def test_one_place_says_which_method_to_start_with():
+    """Sections of methods say when to take them, not that they come first; and the learning rates
+    that were tried on the small model are offered for that."""
+    methods = text("algorithms.md")
+    assert not re.findall(r"\*\*When\.\*\* First", methods)
+    [start] = re.findall(r"In short: (.*?)\n\n", methods, re.S)
+    assert start.index("on the small model") < start.index("3e-3") < start.index("full-size")

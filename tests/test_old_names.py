@@ -1,5 +1,6 @@
 """Coming from Flow-GRPO: each of its names works here, or one line says what to write instead."""
 
+import re
 import sys
 
 import pytest
@@ -55,6 +56,12 @@ def test_what_is_told_can_be_followed():
     assert not OURS & (old_names.RENAMED.keys() | old_names.GONE.keys())
     assert set(old_names.PRESETS.values()) <= presets.PRESETS.keys()
     assert set(FIELDS) >= old_names.RENAMED.keys() | old_names.GONE.keys()
+    named = {
+        f: re.findall(r"\b(?:train|sample|anchors)\.\w+", h) for f, h in old_names.GONE.items()
+    }
+    assert {field for fields in named.values() for field in fields} <= OURS
+    assert named["train.ref_update_step"] == ["anchors.reset_epochs"]
+    assert named["train.sft"] == ["anchors.data", "anchors.data_weight"]
 
 
 def test_a_config_file_gets_the_same_lines():
@@ -114,17 +121,27 @@ def test_prompt_functions_are_told_ours(name):
     check(config)
 
 
+CLIP = "openai/clip-vit-large-patch14"
+
+
 @pytest.mark.parametrize("field", ["reward_fn", "eval_reward_fn"])
-def test_rewards_are_told_ours(field):
+@pytest.mark.parametrize(
+    ("theirs", "ours", "options"),
+    [
+        ("video_ocr", "ocr", {"frames": "mean of 4"}),
+        ("image_similarity", "keep_source", {"model": CLIP}),
+    ],
+)
+def test_rewards_are_told_ours(field, theirs, ours, options):
     config = get_config()
-    config[field] = ConfigDict({"video_ocr": 1.0})
+    config[field] = ConfigDict({theirs: 1.0})
     with pytest.raises(UserError) as error:
         check(config)
     assert str(error.value).endswith(
-        f"{field}={{'video_ocr': 1.0}} has a name of Flow-GRPO's; write config.{field} = "
-        "{'ocr': 1.0}; config.reward_options = {'ocr': {'frames': 'mean of 4'}}"
+        f"{field}={{{theirs!r}: 1.0}} has a name of Flow-GRPO's; write config.{field} = "
+        f"{{{ours!r}: 1.0}}; config.reward_options = { ({ours: options})!r}"
     )
-    config.custom_rewards.video_ocr = "my_module:my_reward"
+    config.custom_rewards[theirs] = "my_module:my_reward"
     check(config)
 
 

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from flow_grpo.draw import presets
 from flow_grpo.draw.plan import BatchPlan, largest_divisor, lighter_evaluation, lighter_training
 from flow_grpo.errors import OutOfMemory, UserError
 from flow_grpo.run.building import advice_when_short
+from flow_grpo.run.plan import count_processes
 
 
 def plan(**changes) -> BatchPlan:
@@ -198,3 +201,21 @@ def test_too_few_prompts_are_told_with_the_way_out():
         "dataset/ocr has 5 prompts to train on but an epoch needs 6 distinct ones (48 samples in "
         "groups of 8); add prompts or lower sample.num_batches_per_epoch"
     )
+
+
+@pytest.mark.parametrize(("processes", "batch", "batches"), [(8, 9, 16), (64, 9, 2), (144, 4, 2)])
+def test_a_preset_is_planned_for_the_world_size_of_a_dry_run(
+    monkeypatch, processes, batch, batches
+):
+    """The numbers of docs/scaling.md: 1,152 samples in two updates."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--dry_run", f"--world_size={processes}"])
+    for name in ("general_ocr_sd3", f"general_ocr_sd3_{processes}gpu"):
+        sample = presets.get_config(name).sample
+        assert (sample.train_batch_size, sample.num_batches_per_epoch) == (batch, batches)
+    assert count_processes() == processes
+    with pytest.raises(UserError, match=rf"_1gpu' is for 1 GPUs but {processes} processes"):
+        presets.get_config("general_ocr_sd3_1gpu")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--dry_run", "--world_size", "128"])
+    with pytest.raises(UserError, match="128 GPUs x 2 updates"):
+        presets.get_config("general_ocr_sd3")

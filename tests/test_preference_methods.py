@@ -1,6 +1,7 @@
 """dgpo, dpo, sft and rwr, which compare the samples of a group, against numbers worked out by hand
 from their formulas. Velocities have two pixels, so that a mean is half a sum."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 from methods import STEPS, at_level, method, numbers, objective, of_credit, pixels, rollout
 
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.draw.algorithms import ALGORITHMS
 from flow_grpo.draw.algorithms.base import Batch, Scored, with_gradient
 from flow_grpo.draw.algorithms.dgpo import Weighted
+from flow_grpo.draw.prompts import reject_columns
+from flow_grpo.errors import UserError
 
 SETUP = {"num_steps": STEPS, "group_size": 2, "update_samples": 4}
 
@@ -281,3 +286,19 @@ def test_rwrs_weights_by_hand():
     assert weights.tolist() == pytest.approx([0.5, 1.5, 0.375, 0.75, 1.875])
     warmer = method("rwr", temperature=1e9).credit(scored)
     assert warmer.tolist() == pytest.approx([1] * 5)
+
+
+@pytest.mark.parametrize("columns", [("chosen", "rejected"), ("rejected",)])
+def test_dpo_rejects_preference_pairs_of_a_data_set(make_session, tmp_path, columns):
+    """It is online: such columns would be ignored."""
+    file = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"a {i}", **dict.fromkeys(columns, "a.png")} for i in range(8)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    prompts = load_prompts(str(file), "train")
+    with pytest.raises(UserError) as error:
+        reject_columns(prompts, ALGORITHMS["dpo"].unread_columns, "dpo")
+    assert str(error.value).startswith(f"{file}:1")
+    assert all(repr(name) in str(error.value) for name in columns)
+    with pytest.raises(UserError, match=r"dpo.*'rejected'"):
+        make_session(algorithm="dpo", dataset=str(file), **{"dpo.times": 2})
+    reject_columns(prompts, ALGORITHMS["grpo"].unread_columns, "grpo")

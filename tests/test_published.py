@@ -78,9 +78,9 @@ def value_of(config: ConfigDict, field: str, gpus: int = 1) -> Any:
         return build_algorithm(config).losses_per_sample
     if field == "eval_guidance":
         return eval_guidance(config)
-    if field == "lora_targets":
+    if field in ("lora_targets", "negative_prompt"):
         [family] = [a for name, a in FAMILIES.items() if name in config.pretrained.model]
-        return sorted(family.lora_targets)
+        return sorted(family.lora_targets) if field == "lora_targets" else family.negative_prompt
     value = config
     for part in field.split("."):
         value = value[part]

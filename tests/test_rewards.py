@@ -8,9 +8,12 @@ import torch
 from PIL import Image, ImageOps
 from transformers import CLIPConfig, CLIPModel, Dinov2Config, Dinov2Model
 
+from flow_grpo.draw.algorithms.base import Setup
+from flow_grpo.draw.algorithms.mix import Mix
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward
 from flow_grpo.rewards.frames import to_pil
+from flow_grpo.run.metrics import Scored
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 96, 3), dtype=np.uint8))
 BLANK = Image.new("RGB", (96, 32))
@@ -156,6 +159,48 @@ def test_none_nan_and_infinity_are_failures_not_numbers(tmp_path, monkeypatch):
     scores = reward_of(tmp_path, monkeypatch, body)([BLANK] * 4, ["p"] * 4)
     assert np.isnan(scores["mine"]).tolist() == [True, True, True, False]
     assert np.isnan(scores["avg"]).tolist() == [True, True, True, False]
+
+
+def test_a_reward_of_weight_0_that_fails_leaves_the_total_alone(tmp_path, monkeypatch):
+    """The total, and with it credit, the choice of samples (`Scored.total`) and MixGRPO's own
+    advantages."""
+    (tmp_path / "fails.py").write_text("def score(images, prompts, metadata): return [None, 1]")
+    monkeypatch.chdir(tmp_path)
+    weights = {"jpeg_compressibility": 2.0, "mine": 0.0}
+    reward = build_reward(weights, custom={"mine": "fails:score"})
+    scores = reward([BLANK, NOISE], ["a", "b"])
+    assert np.isnan(scores["mine"]).tolist() == [True, False]
+    np.testing.assert_array_equal(scores["avg"], 2 * scores["jpeg_compressibility"])
+    scored = Scored(scores, np.array([0, 0]), reward.weights)
+    np.testing.assert_array_equal(scored.total, scores["avg"])
+    mix = Mix(Mix.Settings(), Setup()).credit(scored)
+    np.testing.assert_allclose(mix, [2**0.5, -(2**0.5)], rtol=1e-4)
+
+
+def test_a_reward_of_weight_0_needs_no_gradient_and_scores_no_prompt_alone(tmp_path, monkeypatch):
+    """Its NaN would be in the gradient of all others; and a prompt that only it asks for has no
+    reward to learn from."""
+    (tmp_path / "pixels.py").write_text(
+        "class Mean:\n"
+        "    def __call__(self, images, prompts, metadata): return [1.0] * len(images)\n"
+        "    def score_pixels(self, pixels, prompts): return pixels.mean((1, 2, 3))\n"
+        "class Never(Mean):\n"
+        "    def score_pixels(self, pixels, prompts): return pixels.mean((1, 2, 3)) / 0\n"
+        "class Red(Mean):\n"
+        "    def why_not(self, prompt, metadata): return None if 'red' in prompt else 'not red'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    custom = {name.lower(): f"pixels:{name}" for name in ("Mean", "Never", "Red")}
+    weights = {"mean": 3.0, "never": 0.0, "jpeg_compressibility": 0.0}
+    reward = build_reward(weights, custom=custom)
+    reward.check_differentiable("leap")
+    pixels = torch.rand(2, 3, 4, 4, requires_grad=True)
+    [gradient] = torch.autograd.grad(reward.score_pixels(pixels, ["a", "b"]).sum(), pixels)
+    assert torch.allclose(gradient, torch.full_like(gradient, 3 / 48))
+    reward = build_reward({"red": 1.0, "mean": 0.0}, custom=custom)
+    reward.check(["a red cat"])
+    with pytest.raises(UserError, match=r"'red'.*a blue cat"):
+        reward.check(["a red cat", "a blue cat"])
 
 
 def test_a_class_is_built_with_its_options(tmp_path, monkeypatch):

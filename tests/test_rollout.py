@@ -12,6 +12,9 @@ from torch import nn
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, sample_generators
 from flow_grpo.draw.models import Schedule
+from flow_grpo.draw.models.qwen_image import QwenImageAdapter
+from flow_grpo.draw.models.qwen_image_edit import QwenImageEditAdapter
+from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.rollout import (
     Denoiser,
@@ -263,14 +266,18 @@ def test_noise_is_drawn_for_each_sample_in_its_precision():
 
 @pytest.mark.parametrize(
     ("guidance", "most", "negative"),
-    [(1.0, 0.0, None), (1.5, 0.0, ["blurry", ""]), (1.0, 1.5, ["blurry", ""])],
+    [(1.0, 0.0, None), (1.5, 0.0, ["blurry", " "]), (1.0, 1.5, ["blurry", " "])],
 )
 def test_negative_prompts_are_read_only_where_there_is_guidance(guidance, most, negative):
+    """Prompts without one have that of the model: a space for Qwen-Image."""
+    assert QwenImageAdapter.negative_prompt == QwenImageEditAdapter.negative_prompt == " "
+    assert SD3Adapter.negative_prompt == ""
     ahead = []
     adapter = SimpleNamespace(
         encode=lambda *given: given,
         encode_ahead=lambda *given: ahead.extend(given),
         is_guided=lambda scale: scale > 1,
+        negative_prompt=QwenImageAdapter.negative_prompt,
     )
     prompts = [Prompt("a", "blurry", images=(b"png",)), Prompt("b")]
     dynamics = replace(KNOWN, guidance_scale=guidance, most_guidance=most)

@@ -312,6 +312,42 @@ def test_a_baseline_is_drawn_by_the_weights_that_drew_the_samples(make_session, 
     assert all(map(torch.equal, session.policy.parameters(), trained))
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_nft_compares_with_the_weights_that_drew_the_samples(make_session, monkeypatch, depth):
+    """With `async_depth` they are older than `policy.old`, which has moved on since."""
+    session = make_session(
+        **{"algorithm": "nft", "nft.times": 1, "nft.old_rate": 0.1, "train.learning_rate": 0.01},
+        **{"sample.async_depth": depth, "num_epochs": 3, "eval_freq": 0, "eval_prompts": 1},
+        **{"sample.num_steps": 2, "sample.eval_num_steps": 1, "height": 32, "width": 32},
+    )
+    policy, drawn_by, trained, compared = session.policy, {}, [], []
+
+    def sample(session, epoch, *args):
+        drawn_by[epoch] = [p.detach().clone() for p in policy.parameters()]
+        return sample_epoch(session, epoch, *args)
+
+    def train_one(session, epoch, *args):
+        trained.append(epoch)
+        return train_epoch(session, epoch, *args)
+
+    def velocities(which, *args, **kwargs):
+        if which != "reference":
+            weights = policy.old if which == "old" else which
+            expected = drawn_by[trained[-1]]
+            assert all(map(torch.equal, weights.copy, expected))
+            compared.append(trained[-1])
+        return fixed_velocities(which, *args, **kwargs)
+
+    fixed_velocities = policy.fixed_velocities
+    monkeypatch.setattr(policy, "fixed_velocities", velocities)
+    monkeypatch.setattr("train.sample_epoch", sample)
+    monkeypatch.setattr("train.train_epoch", train_one)
+    train(session)
+    assert trained == [0, 1, 2]
+    assert set(compared) >= {1, 2}
+    assert not all(map(torch.equal, drawn_by[0], drawn_by[2]))
+
+
 def test_rewards_do_not_rest_while_they_score_the_next_epoch(make_session):
     """A network that is moved off the GPU in the middle of a batch gives no scores."""
     session = make_session(

@@ -207,25 +207,26 @@ def test_mix_moves_its_window_and_wraps():
 
 
 def test_mix_adds_the_z_scores_of_each_reward():
-    """Group 0, reward a: 1, 3 have mean 2 and deviation 1: -1, 1; b: 10, 10 all alike: 0, 0.
-    Group 1, a: 0, 4, 4, 0 -> -1, 1, 1, -1; b: 1, 1, 1, 5 have mean 2 and deviation sqrt 3:
-    -.577350 three times and 1.732051. Weights 1 and .5: -1 - .288675, 1 - .288675 and so on."""
+    """With the sample standard deviation (n - 1), as the authors' code has it. Group 0, reward a:
+    1, 3 have mean 2 and deviation sqrt 2: -.707107, .707107; b: 10, 10 all alike: 0, 0. Group 1, a:
+    0, 4, 4, 0 have mean 2 and variance 16 / 3: -.866025, .866025 and so on; b: 1, 1, 1, 5 have mean
+    2 and deviation 2: -.5 three times and 1.5. Weights 1 and .5: -.866025 - .25 and so on."""
     rewards = {
         "a": np.array([1.0, 3, 0, 4, 4, 0]),
         "b": np.array([10.0, 10, 1, 1, 1, 5]),
         "unweighted": np.arange(6.0),
     }
     scored = Scored(rewards, np.array([0, 0, 1, 1, 1, 1]), {"a": 1.0, "b": 0.5})
-    expected = [-1, 1, -1.288675, 0.711325, 0.711325, -0.133975]
+    expected = [-0.707107, 0.707107, -1.116025, 0.616025, 0.616025, -0.116025]
     assert method("mix").credit(scored).tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_in_mix_a_sample_without_one_of_its_scores_has_none():
-    """As everywhere: it gets 0, and leaves the statistics of both rewards. a: 1, 3 -> -1, 1;
-    b: 4, 2 -> 1, -1."""
+    """As everywhere: it gets 0, and leaves the statistics of both rewards. a: 1, 3 ->
+    -.707107, .707107; b: 4, 2 -> .707107, -.707107."""
     rewards = {"a": np.array([1.0, 3, 9]), "b": np.array([4.0, 2, np.nan])}
     scored = Scored(rewards, np.zeros(3, int), {"a": 1.0, "b": 3.0})
-    assert method("mix").credit(scored).tolist() == pytest.approx([2, -2, 0], abs=1e-6)
+    assert method("mix").credit(scored).tolist() == pytest.approx([2**0.5, -(2**0.5), 0], abs=1e-6)
 
 
 @pytest.mark.parametrize("window", [{}, {"window_size": 1, "window_range": (1, 2)}])

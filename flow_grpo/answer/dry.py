@@ -40,8 +40,8 @@ class AnswerLoop(Rehearsal):
     train: Callable[[VlmSession, int, Rollout, ByIndex], dict[str, float]]
     evaluate: Callable[[VlmSession, int], dict[str, float]]
 
-    def build(self, config: Unchecked) -> VlmSession:
-        return build_quietly(config, check, build_session)
+    def build(self, config: Unchecked, num_processes: int | None = None) -> VlmSession:
+        return build_quietly(config, check, build_session, num_processes)
 
     def describe(self, session: VlmSession) -> str:
         return f"{len(session.test_questions)} questions"
@@ -61,7 +61,8 @@ class AnswerLoop(Rehearsal):
         # all of the epoch is trained, whatever it scored
         sample = replace(session.config.sample, refills=0)
         config = replace(session.config, sample=sample)
-        return replace(session, config=config, plan=smallest_epoch(session.plan), folder=folder)
+        plan = smallest_epoch(session.plan, session.accelerator.num_processes)
+        return replace(session, config=config, plan=plan, folder=folder)
 
     def run_epoch(self, small: VlmSession, epoch: int) -> Epoch:
         timer, device = Timer(), small.accelerator.device
@@ -82,13 +83,19 @@ class AnswerLoop(Rehearsal):
         return Epoch(seconds, held / small.plan.batches, remark=("answers", lengths))
 
 
-def smallest_epoch(plan: AnswerPlan) -> AnswerPlan:
+def smallest_epoch(plan: AnswerPlan, num_processes: int) -> AnswerPlan:
     """The batches of `plan`, as few as make whole groups; two at least, as one is scored while the
-    next is sampled."""
-    size = plan.batch_size
-    for batches in range(2, plan.batches):
-        samples = batches * size * plan.num_processes
+    next is sampled. `num_processes` run them: fewer than the plan has need more batches each to
+    make whole groups."""
+    size, planned = plan.batch_size, num_processes == plan.num_processes
+    for batches in range(2, plan.batches if planned else plan.group_size + 2):
+        samples = batches * size * num_processes
         if samples % plan.group_size == 0:
-            questions = samples // plan.group_size
-            return replace(plan, questions=questions, updates_per_pass=1, most_at_once=size)
+            return replace(
+                plan,
+                num_processes=num_processes,
+                questions=samples // plan.group_size,
+                updates_per_pass=1,
+                most_at_once=size,
+            )
     return plan

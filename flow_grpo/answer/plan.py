@@ -74,7 +74,7 @@ class AnswerPlan(Plan):
 
 def build_plan(config: AnswerFields, num_processes: int) -> AnswerPlan:
     sample, train = config.sample, config.train
-    _check_parallel(sample.vllm_tensor_parallel, num_processes)
+    check_parallel(sample.vllm_tensor_parallel, num_processes)
     return AnswerPlan(
         num_processes=num_processes,
         questions=sample.questions_per_epoch,
@@ -85,7 +85,8 @@ def build_plan(config: AnswerFields, num_processes: int) -> AnswerPlan:
     )
 
 
-def _check_parallel(size: int, num_processes: int) -> None:
+def check_parallel(size: int, num_processes: int) -> None:
+    """Reject tensor parallelism over more processes than a node has, or over a part of them."""
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     if on_node % size:
         raise UserError(

@@ -22,7 +22,7 @@ from flow_grpo.answer.fields import ENVIRONMENT, GAE, VLLM, AnswerFields
 from flow_grpo.answer.losses import build_loss
 from flow_grpo.answer.losses.base import try_loss
 from flow_grpo.answer.models import check_room, load_model, load_processors
-from flow_grpo.answer.plan import AnswerPlan, build_plan
+from flow_grpo.answer.plan import AnswerPlan, build_plan, check_parallel
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.answer.questions import build_questions
@@ -117,9 +117,11 @@ def build_session(
     config: Unchecked | AnswerFields,
     load: Callable[[AnswerFields, Accelerator], nn.Module] | None = None,
     begin: Begin = find_start,
+    num_processes: int | None = None,
 ) -> VlmSession:
     """Everything the run needs; whatever is cheap to check is checked before weights load. `begin`
-    finds and locks the run folder, which without a lock is left alone."""
+    finds and locks the run folder, which without a lock is left alone. `num_processes`: those to
+    plan for, in place of those that are here; such a session cannot train, only be measured."""
     check_goal(config)
     config = check(config)
     if config.train.loss in config.custom_losses:
@@ -132,7 +134,8 @@ def build_session(
             check_platform(accelerator.device)
             where = config.pretrained.model, config.pretrained.revision
             check_family(*where, sample.vllm_tensor_parallel)
-        plan = build_plan(config, accelerator.num_processes)
+        check_parallel(sample.vllm_tensor_parallel, accelerator.num_processes)
+        plan = build_plan(config, num_processes or accelerator.num_processes)
         run.open_folder(begin, plan.updates)
         data = build_questions(config, plan)
         every = [*data.train, *data.test]

@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
@@ -33,6 +34,10 @@ DRY_RUN = (
     "Build all that the run would, measure a few batches, tell how much memory and time the run "
     "will take, and stop; nothing is written."
 )
+WORLD_SIZE = (
+    "With --dry_run: plan for this many processes, also where fewer are here; these measure their "
+    "share of the work."
+)
 RESUME = "logs/RUN, to go on with that run and its own config; --config.FIELD=VALUE changes it."
 OF_RUN = ROOT / "config/run.py"
 
@@ -42,21 +47,24 @@ def run(
     trade: Trade,
     *,
     default: str | None = None,
-    dry_run: Callable[[ConfigDict], Any] | None = None,
+    dry_run: Callable[[ConfigDict, int | None], Any] | None = None,
 ) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
 
     `default` is the config to take where none is named, `dry_run` what to call in place of `main`
-    with --dry_run. What is returned is never freed: gloo was seen to wait for ever when the last
-    reference to a process group went.
+    with --dry_run, with the config and --world_size. What is returned is never freed: gloo was seen
+    to wait for ever when the last reference to a process group went.
     """
     if not flags.FLAGS.is_parsed():
         look(trade, dry_run=dry_run is not None, default=default)
 
     def start(_: list[str]) -> None:
         set_up_logging()
-        call = dry_run if dry_run and flags.FLAGS.dry_run else main
-        call_and_exit(lambda: call(flags.FLAGS.config), debug=flags.FLAGS.debug)
+        config = flags.FLAGS.config
+        call = partial(main, config)
+        if dry_run and flags.FLAGS.dry_run:
+            call = partial(dry_run, config, flags.FLAGS.world_size)
+        call_and_exit(call, debug=flags.FLAGS.debug)
 
     app.run(start, flags_parser=lambda argv: argv[:1])
 
@@ -70,6 +78,7 @@ def look(trade: Trade, *, dry_run: bool = False, default: str | None = None) -> 
     flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
     if dry_run:
         flags.DEFINE_bool("dry_run", False, DRY_RUN)
+        flags.DEFINE_integer("world_size", None, WORLD_SIZE, lower_bound=1)
         flags.DEFINE_string("resume", None, RESUME)
         default = next((f"{OF_RUN}:{run}" for run in values_of(sys.argv, "resume")), default)
     argv = sys.argv
@@ -97,6 +106,12 @@ def _look(argv: list[str], trade: Trade, *, asks: bool, trains: bool) -> None:
         options = {"revision": settings.pretrained.revision, "known": trade.models()}
         check_access("pretrained.model", model, file=trade.marker, **options)
     goes_on = settings.resume == "auto" and Path(settings.logdir, settings.run_name).exists()
+    world_size = flags.FLAGS.world_size if trains else None
+    if world_size and not flags.FLAGS.dry_run:
+        raise UserError(
+            f"--world_size={world_size} plans a run and needs --dry_run; the launcher sets the "
+            "number of processes of a run"
+        )
     if trains and not goes_on:  # else what is not as it was is told first
         resolve_name(trade.check_early)(settings)
 

@@ -28,9 +28,13 @@ GONE = {  # its field: what to do instead
     "sample.kl_reward": "leave it out: train.beta weighs the KL, in the loss",
     "sample.sample_time_per_prompt": "leave it out and multiply sample.num_image_per_prompt by it",
     "train.ref_update_step": (
-        "leave it out: the reference is always the model that the run started from"
+        "leave it out: --config.anchors.reset_epochs=N sets the reference to the policy every N "
+        "epochs, and samples are always the policy's"
     ),
-    "train.sft": "leave it out: --config.algorithm=sft trains on the best sample of each group",
+    "train.sft": (
+        "leave it out: --config.anchors.data=FOLDER trains on images of yours beside the samples, "
+        "with the weight anchors.data_weight; --config.algorithm=sft on the best of each group"
+    ),
     "train.sft_batch_size": "leave it out: train.batch_size is that of every algorithm",
     "train.timestep_shift": "leave it out: the shift is that of the model's own scheduler",
 }
@@ -56,7 +60,10 @@ OF_ANSWERS = {  # TRL's and EasyR1's, without their sections: ours
     "label_key": "answer_key",
 }
 PROMPT_FNS = {"general_ocr": "text", "geneval": "metadata"}
-REWARDS = {"video_ocr": ("ocr", {"frames": "mean of 4"})}  # ours, and its options
+REWARDS = {  # ours, and its options
+    "video_ocr": ("ocr", {"frames": "mean of 4"}),
+    "image_similarity": ("keep_source", {"model": "openai/clip-vit-large-patch14"}),
+}
 TOLD = "{}={} has a name of Flow-GRPO's"
 NONE: Mapping[str, Any] = {}
 PRESETS = {

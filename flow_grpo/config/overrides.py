@@ -103,6 +103,14 @@ def values_of(argv: list[str], option: str) -> list[str]:
     return values + [b for a, b in pairwise(argv) if a == f"--{option}"]
 
 
+def planned_processes() -> int | None:
+    """The processes to plan for: those of `--world_size`, which a dry run takes, or those that a
+    launcher started; None where neither says."""
+    given = next(reversed(values_of(sys.argv, "world_size")), "")
+    number = given if given.isdecimal() else os.environ.get("WORLD_SIZE")  # absl rejects the others
+    return None if number is None else int(number)
+
+
 def check_name(
     name: str,
     config: ConfigDict,
@@ -125,7 +133,7 @@ def check_name(
 def _check_processes(preset: str) -> None:
     """One process would make up a small part of the epoch, without a word."""
     number = re.search(r"_(\d{1,6})gpu$", preset)
-    if number and int(number[1]) > 1 and "WORLD_SIZE" not in os.environ:
+    if number and int(number[1]) > 1 and planned_processes() is None:
         raise UserError(
             f"preset {preset!r} is for {number[1]} GPUs, and one process was started; start it "
             f"with torchrun or accelerate launch, or leave _{number[1]}gpu out"

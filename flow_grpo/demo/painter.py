@@ -13,7 +13,7 @@ from flow_grpo.data.images import digest
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo.limits import DemoLimits, Wish
 from flow_grpo.draw.check import check
-from flow_grpo.draw.evaluation import BASE, Candidate, Exchange
+from flow_grpo.draw.evaluation import Candidate, Exchange, base_candidate
 from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.prompts import build_test_prompts
 from flow_grpo.draw.rollout import Denoiser, eval_generators, initial_noise
@@ -79,7 +79,7 @@ class Painter:
     """A model in memory, and the rewards of its config; draws for one at a time."""
 
     def __init__(self, config: Unchecked, run: Path | None, *, rewards: bool = True) -> None:
-        """Without a `run` there is the base alone."""
+        """Without a `run` there is the base alone, which has the LoRA of `train.lora_path`."""
         config = check(config)
         timeout = min(REWARD_SECONDS, config.reward_timeout)
         # what people type is kept nowhere
@@ -87,13 +87,16 @@ class Painter:
         self.config, self.run = config, run
         self.size = image_size(config)
         self.newest = self._newest()
+        self.base = base_candidate(config.train.lora_path)
         self.accelerator = build_accelerator(config)
         self.reward = self._rewards() if rewards else None
         self.prompts = _test_prompts(config)
         self.adapter = build_adapter(config, self.accelerator)
         self.limits = DemoLimits.of(config, self.adapter.sources)
         trained = [self._candidate(self.newest)] if self.newest else []
-        self.exchange = Exchange(self.adapter, [Candidate(BASE, None), *trained])
+        self.exchange = Exchange(self.adapter, [self.base, *trained])
+        with self.exchange.applied(self.base):
+            pass  # a LoRA that does not fit the model is rejected now
         self.exchange.check(trained)
         self.module = self.accelerator.prepare_model(self.adapter.transformer, evaluation_mode=True)
         self._turn = threading.Lock()
@@ -104,7 +107,7 @@ class Painter:
 
     def draw(self, wish: Wish) -> list[Drawn]:
         """With the base, and with the weights that are asked for."""
-        candidates = [Candidate(BASE, None)]
+        candidates = [self.base]
         if wish.weights is not None:
             candidates.append(self._candidate(wish.weights))
         model = self.adapter

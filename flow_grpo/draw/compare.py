@@ -12,6 +12,7 @@ from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw import results
 from flow_grpo.draw.check import check, check_eval_judges
 from flow_grpo.draw.evaluation import (
+    BASE,
     Candidate,
     Exchange,
     evaluate,
@@ -47,17 +48,25 @@ def evaluate_all(
     pictures: int | None = None,
     prompts: list[Prompt] | None = None,
     write: Callable = results.write,
+    lora_given: str = "",
 ) -> list[CandidateScores]:
     """Score each of `checkpoints` ("base": the model as it is) and write the new folder `out`.
 
     `pictures` of each are saved, of the first prompts. None saves all; of clips, which are large,
     those that the grid shows. `prompts` stand in for the test prompts of the config, `write` for
-    what is written beside the pictures.
+    what is written beside the pictures. `lora_given` is the `train.lora_path` that the caller set
+    for this evaluation, as opposed to one in the config of a run: it is rejected where no candidate
+    has it.
     """
     config = check(config)
     if out.exists():
         raise UserError(f"{out} already exists; choose another --out or remove it")
-    candidates = find_candidates(checkpoints)
+    candidates = find_candidates(checkpoints, config.train.lora_path)
+    if lora_given and all(candidate.name != BASE for candidate in candidates):
+        raise UserError(
+            f"train.lora_path={lora_given!r} has no effect: only 'base' is evaluated with it, and "
+            f"the weights of {', '.join(checkpoints)} are complete; add 'base' to them"
+        )
     accelerator = build_accelerator(config)
     prompts = prompts or build_test_prompts(config)
     check_sources(prompts, *model_and_family(config), image_size(config), accelerator)

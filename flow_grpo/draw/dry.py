@@ -11,7 +11,7 @@ import numpy as np
 
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.draw.check import check
-from flow_grpo.draw.plan import BatchPlan, lighter_training
+from flow_grpo.draw.plan import BatchPlan, largest_divisor, lighter_training
 from flow_grpo.draw.session import Session, build_algorithm, build_session
 from flow_grpo.errors import UserError
 from flow_grpo.run.metrics import Scored, now
@@ -38,8 +38,8 @@ class Loop(Rehearsal):
     train: Callable[[Session, int, list, np.ndarray], dict[str, float]]
     evaluate: Callable[[Session, int], dict[str, float]]
 
-    def build(self, config: Unchecked) -> Session:
-        session = build_quietly(config, check, build_session)
+    def build(self, config: Unchecked, num_processes: int | None = None) -> Session:
+        session = build_quietly(config, check, build_session, num_processes)
         if session.adapter.compiled:
             logger.info("the model is compiled first, which takes a minute or two")
         return session
@@ -67,7 +67,7 @@ class Loop(Rehearsal):
             for name in session.reward.judges:
                 plan.check_judge(name)
 
-        plan = smallest_epoch(session.plan, check)
+        plan = smallest_epoch(session.plan, check, session.accelerator.num_processes)
         steps = {"gradient_accumulation_steps": plan.accumulation_steps}
         config = replace(session.config, train=replace(session.config.train, **steps))
         return replace(
@@ -97,16 +97,25 @@ class Loop(Rehearsal):
         return Epoch(tuple(np.diff(times).tolist()), held)
 
 
-def smallest_epoch(plan: BatchPlan, check: Callable[[BatchPlan], None]) -> BatchPlan:
+def smallest_epoch(
+    plan: BatchPlan, check: Callable[[BatchPlan], None], num_processes: int
+) -> BatchPlan:
     """The batches of `plan`, as few as make whole groups and one update; two at least, as one is
-    scored while the next is sampled, which may slow both."""
-    for batches in range(min(2, plan.batches_per_epoch), plan.batches_per_epoch + 1):
+    scored while the next is sampled, which may slow both. `num_processes` run them: fewer than the
+    plan has need more batches each to make whole groups."""
+    planned = num_processes == plan.num_processes
+    most = plan.batches_per_epoch * (1 if planned else plan.group_size)
+    for batches in range(min(2, most), most + 1):
         micro_batches = plan.sample_batch_size // plan.train_batch_size * batches
+        accumulated = min(micro_batches, plan.accumulation_steps)
         with suppress(UserError):
             small = replace(
                 plan,
+                num_processes=num_processes,
                 batches_per_epoch=batches,
-                accumulation_steps=min(micro_batches, plan.accumulation_steps),
+                accumulation_steps=accumulated
+                if planned
+                else largest_divisor(micro_batches, accumulated),
                 inner_epochs=1,
             )
             check(small)

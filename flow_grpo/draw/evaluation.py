@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw.models import ModelAdapter
+from flow_grpo.draw.models.lora_files import read_lora
 from flow_grpo.draw.rollout import Denoiser, eval_generators, initial_noise
 from flow_grpo.draw.sources import reward_metadata, sources_of
 from flow_grpo.errors import UserError
@@ -26,6 +27,7 @@ from flow_grpo.run.checkpoint import weights_in
 from flow_grpo.run.distributed import gather_rows, gather_scores
 from flow_grpo.run.export import Source
 from flow_grpo.run.metrics import mean_of_scored
+from flow_grpo.run.plan import check_lora_path
 from flow_grpo.show.console import progress_bar
 from flow_grpo.show.reading import short_names
 
@@ -116,10 +118,29 @@ class Candidate:
     weights: Path | None  # None: the model as it is
 
 
-def find_candidates(words: list[str]) -> list[Candidate]:
+def base_candidate(lora_path: str) -> Candidate:
+    """The policy before training: the model, with the LoRA of `train.lora_path` if there is one.
+
+    Raises:
+        UserError: If the LoRA is missing or is not one, before the model is loaded.
+    """
+    if not lora_path:
+        return Candidate(BASE, None)
+    check_lora_path(lora_path)
+    if not any("lora" in name.lower() for name in read_lora(lora_path).tensors):
+        raise UserError(
+            f"train.lora_path={lora_path!r} has no LoRA weights; name whole weights with "
+            "--checkpoint, or a pipeline folder with --config.pretrained.model"
+        )
+    return Candidate(BASE, Path(lora_path))
+
+
+def find_candidates(words: list[str], lora_path: str = "") -> list[Candidate]:
     """In the order of `words`: "base" or what `weights_in` takes; several may stand in one word,
-    with commas between. Nothing means the base alone."""
+    with commas between. Nothing means the base alone. The base has the LoRA at `lora_path`, the
+    config's `train.lora_path`; checkpoints are complete without it."""
     named = [name for word in words for name in _split(word) if name] or [BASE]
+    base = base_candidate(lora_path) if BASE in named else None
     found = [None if name == BASE else weights_in(Path(name)) for name in named]
     places = [weights and weights.resolve() for weights in found]
     for i, place in enumerate(places):
@@ -129,7 +150,7 @@ def find_candidates(words: list[str]) -> list[Candidate]:
             raise UserError(f"--checkpoint names {place or BASE}{also}; leave one out")
     short = short_names([place for place in places if place])
     names = iter(f"checkpoint {name}" if name == BASE else name for name in short)
-    return [Candidate(next(names) if weights else BASE, weights) for weights in found]
+    return [Candidate(next(names), weights) if weights else base for weights in found]
 
 
 def _split(word: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flow_grpo.config import old_names
+from flow_grpo.config.overrides import planned_processes
 from flow_grpo.config.places import find_files
 from flow_grpo.config.presets import LIKE, Fields, apply, models_of, resolve
 from flow_grpo.draw.fields import get_config as base_config
@@ -302,10 +303,11 @@ def _task(family: str, reward: str, dataset: str, **more: Any) -> Fields:
 
 
 def _counting(family: str, kept: float) -> Fields:
-    """`kept`: the weight of what an edit has to leave as it was."""
+    """`kept`: the weight of what an edit has to leave as it was: Flow-GRPO's image_similarity."""
     rewards = {"geneval": 1 - kept, "keep_source": kept}
+    options = {"keep_source": {"model": "openai/clip-vit-large-patch14"}}
     return {
-        **{LIKE: family, "reward_fn": rewards},
+        **{LIKE: family, "reward_fn": rewards, "reward_options": options},
         **{"dataset": "dataset/counting_edit", "prompt_fn": "metadata"},
     }
 
@@ -501,8 +503,8 @@ def check_preset(name: str) -> None:
         raise UserError(f"name a preset: config/grpo.py:NAME; there are {', '.join(PRESETS)}")
     if preset not in PRESETS:
         raise UserError(f"unknown preset {name!r}; config/grpo.py has {', '.join(PRESETS)}")
-    launched = os.environ.get("WORLD_SIZE", gpus)
-    if gpus is not None and gpus != launched:
+    launched = planned_processes()
+    if gpus is not None and launched is not None and int(gpus) != launched:
         raise UserError(f"preset {name!r} is for {gpus} GPUs but {launched} processes were started")
 
 
@@ -514,8 +516,7 @@ def _parts(name: str) -> tuple[str, str | None]:
 def get_config(name: str = "") -> ConfigDict:
     check_preset(name)
     preset, gpus = _parts(name)
-    launched = os.environ.get("WORLD_SIZE", gpus)
-    config = _resolve(preset, int(launched or 1))
+    config = _resolve(preset, planned_processes() or int(gpus or 1))
     find_files(config)
     return config
 

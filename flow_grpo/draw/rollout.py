@@ -245,7 +245,8 @@ class Denoiser:
         self.adapter.encode_ahead(*self._given(prompts))
 
     def _given(self, prompts: list[Prompt]) -> tuple[list[str], list[str] | None, list[tuple]]:
-        negative = [p.negative_prompt for p in prompts] if self._needs_negatives else None
+        own = [p.negative_prompt or self.adapter.negative_prompt for p in prompts]
+        negative = own if self._needs_negatives else None
         return [p.prompt for p in prompts], negative, [p.images for p in prompts]
 
     @property

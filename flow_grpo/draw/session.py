@@ -40,7 +40,7 @@ from flow_grpo.draw.models import (
 )
 from flow_grpo.draw.plan import BatchPlan, build_plan, group_size, lighter_settings
 from flow_grpo.draw.policy import Policy
-from flow_grpo.draw.prompts import build_prompts
+from flow_grpo.draw.prompts import build_prompts, reject_columns
 from flow_grpo.draw.rollout import Dynamics
 from flow_grpo.draw.sources import check_sources, with_sources
 from flow_grpo.draw.teachers import add_teachers, read_teachers
@@ -110,7 +110,7 @@ class Session(BaseSession):
     def remember_behaviour(self) -> None:
         """Where samples are drawn ahead: copy the weights that drew the next epoch's, just before
         training changes them. Not sooner, so that a run that is stopped until then still has those
-        of the samples it was about to train."""
+        of the samples it was about to train; and where the loss compares with those, after it."""
         if self.stale is not None:
             with self.behaviour():
                 self.stale.blend(0)
@@ -134,11 +134,13 @@ def build_session(
     config: Unchecked | DrawFields,
     load: Callable[[DrawFields, Accelerator], ModelAdapter] | None = None,
     begin: Begin = find_start,
+    num_processes: int | None = None,
 ) -> Session:
     """Everything the run needs; whatever is cheap to check is checked before weights load.
 
     `load` stands in for `build_adapter`, where the model is none that was saved; `begin` for what
-    finds and locks the run folder, which without a lock is left alone.
+    finds and locks the run folder, which without a lock is left alone. `num_processes`: those to
+    plan for, in place of those that are here; such a session cannot train, only be measured.
     """
     check_goal(config)
     config = check(config)
@@ -152,7 +154,8 @@ def build_session(
         if accelerator.is_main_process:
             for line in unusual(config):
                 logger.warning(line)
-        plan = build_plan(config, accelerator.num_processes, algorithm.losses_per_sample)
+        processes = num_processes or accelerator.num_processes
+        plan = build_plan(config, processes, algorithm.losses_per_sample)
         if algorithm.whole_groups:
             plan.check_whole_groups(algorithm.name)
         check_kept(config, algorithm, plan, accelerator)
@@ -163,6 +166,7 @@ def build_session(
         run.open_folder(begin, plan.updates)
         data, size = build_prompts(config, plan), image_size(config)
         every, pictures = [*data.train, *data.test], read_pictures(config)
+        reject_columns(every, algorithm.unread_columns, algorithm.name)
         named = model_and_family(config) if load is None else (config.pretrained.model, None)
         if load is None:
             check_sources(every, *named, size, accelerator)
@@ -235,6 +239,7 @@ def build_session(
             logger.info("%-21s %s", "kept gradients", told)
         if sample.async_depth:
             stale = Snapshot(policy.trained(), "stale").prepare(accelerator)
+            policy.behaviour = stale if algorithm.old_is_behaviour else None
         session = Session(
             **run.finish(),
             plan=plan,

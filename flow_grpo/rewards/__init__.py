@@ -75,7 +75,7 @@ class PendingScores:
     def result(self) -> dict[str, np.ndarray]:
         """Arrays (N,) float64: each reward's scores, NaN where it failed and -inf where it was not
         asked, the weighted sum of the others as "avg", and what scorers returned besides, as
-        "<reward>/<name>"."""
+        "<reward>/<name>". Rewards of weight 0 have no part in "avg", also where they failed."""
         parts = {name: part.result() for name, part in self.parts.items()}
         scores = {name: np.array(part.values, dtype=np.float64) for name, part in parts.items()}
         extras = {
@@ -83,8 +83,9 @@ class PendingScores:
             for reward, part in parts.items()
             for name, values in part.extras.items()
         }
-        asked = {name: ~np.isneginf(values) for name, values in scores.items()}
-        total = sum(self.weights[n] * np.where(asked[n], scores[n], 0.0) for n in scores)
+        weights = nonzero(self.weights) or self.weights
+        asked = {name: ~np.isneginf(scores[name]) for name in weights}
+        total = sum(w * np.where(asked[n], scores[n], 0.0) for n, w in weights.items())
         total = np.where(np.any(list(asked.values()), axis=0), total, np.nan)
         return {**scores, TOTAL: total, **extras}
 
@@ -161,8 +162,9 @@ class WeightedReward:
         for scorer in self.scorers.values():
             scorer.check_servers()
         metadata = [{} for _ in prompts] if metadata is None else metadata
+        credited = {name: self.scorers[name] for name in nonzero(self.weights) or self.weights}
         for place, (prompt, own) in enumerate(zip(prompts, metadata, strict=True), 1):
-            reasons = {name: s.why_not(prompt, own) for name, s in self.scorers.items()}
+            reasons = {name: s.why_not(prompt, own) for name, s in credited.items()}
             if all(reasons.values()):
                 name, reason = next(iter(reasons.items()))
                 raise UserError(
@@ -193,8 +195,8 @@ class WeightedReward:
 
     def check_differentiable(self, why: str) -> None:
         """Refuse a reward whose gradient is asked for and that has none."""
-        for name, scorer in self.scorers.items():
-            if scorer.score_pixels is None:
+        for name in nonzero(self.weights) or self.weights:
+            if self.scorers[name].score_pixels is None:
                 raise UserError(
                     f"reward {name!r} cannot be differentiated, which {why} needs; take aesthetic, "
                     "clipscore, hpsv2, pickscore or one of your own with score_pixels, or another "
@@ -203,7 +205,7 @@ class WeightedReward:
 
     def score_pixels(self, pixels: "torch.Tensor", prompts: list[str]) -> "torch.Tensor":
         """The weighted sum (N,) as a function of the pixels (N, 3, H, W)."""
-        weighted = self.weights.items()
+        weighted = (nonzero(self.weights) or self.weights).items()
         return sum(w * self.scorers[n].score_pixels(pixels, prompts) for n, w in weighted)
 
     def end_if_broken(self) -> None:
@@ -226,6 +228,11 @@ class WeightedReward:
         """Stop the threads, once no scorer works any more."""
         for thread in (self._to_pil, *(guarded.thread for guarded in self._guarded.values())):
             thread.close()
+
+
+def nonzero(weights: Mapping[str, float]) -> dict[str, float]:
+    """The rewards that have a part in the weighted sum; the others are only reported."""
+    return {name: weight for name, weight in weights.items() if weight != 0}
 
 
 def close_scorers(*rewards: WeightedReward) -> None:

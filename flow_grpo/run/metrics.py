@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from flow_grpo.advantages import Estimator, Scale, compute_advantages
-from flow_grpo.rewards import TOTAL
+from flow_grpo.rewards import TOTAL, nonzero
 from flow_grpo.run.distributed import whole
 
 # 0 for samples that were left out. Their KL is not: where it is logged, it is of the others.
@@ -48,7 +48,10 @@ class Scored:
 
     @property
     def total(self) -> np.ndarray:
-        return sum(self.weights[name] * values for name, values in self.counted.items())
+        """(N,), the weighted sum. Rewards of weight 0 have no part in it, failed or not."""
+        counted = self.counted
+        parts = [weight * counted[name] for name, weight in nonzero(self.weights).items()]
+        return np.sum(parts, axis=0) if parts else np.zeros(self.groups.shape)
 
     def advantages(self, estimator: Estimator, scale: Scale) -> np.ndarray:
         """(N,); 0 where there is no score."""

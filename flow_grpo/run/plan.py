@@ -7,6 +7,7 @@ from pathlib import Path
 from flow_grpo.access import check_access
 from flow_grpo.config.custom import check_file
 from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.overrides import planned_processes
 from flow_grpo.errors import UserError, with_nearest_file
 
 
@@ -33,8 +34,8 @@ class Plan:
 
 
 def count_processes() -> int:
-    """How many a launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """How many a launcher started, or a dry run plans for."""
+    return planned_processes() or 1
 
 
 def was_restarted() -> bool:
@@ -49,14 +50,18 @@ def check_places(config: SharedFields) -> None:
         check_free(folder, config.resume)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise UserError(with_nearest_file(no_checkpoint(config.resume), config.resume))
-    lora = config.train.lora_path
+    check_lora_path(config.train.lora_path)
+    for name in (*config.reward_fn, *config.eval_reward_fn):
+        if name in config.custom_rewards and not config.reward_servers.get(name):
+            check_file(config.custom_rewards[name], f"reward {name!r}")
+
+
+def check_lora_path(lora: str) -> None:
+    """Reject a `train.lora_path` that does not exist, neither on disk nor on the hub."""
     if is_lost(lora):
         message = f"no LoRA at train.lora_path={lora!r}: there is no such file or folder"
         raise UserError(with_nearest_file(message, lora))
     check_access("train.lora_path", lora, file="adapter_config.json")
-    for name in (*config.reward_fn, *config.eval_reward_fn):
-        if name in config.custom_rewards and not config.reward_servers.get(name):
-            check_file(config.custom_rewards[name], f"reward {name!r}")
 
 
 def is_lost(path: str) -> bool:

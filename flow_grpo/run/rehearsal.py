@@ -129,8 +129,8 @@ class Rehearsal(ABC):
     evaluate: Callable[[BaseSession, int], dict[str, float]]
 
     @abstractmethod
-    def build(self, config: Unchecked) -> BaseSession:
-        """As the run would build it, by `build_quietly`."""
+    def build(self, config: Unchecked, num_processes: int | None = None) -> BaseSession:
+        """As the run would build it, by `build_quietly`; planned for `num_processes`."""
 
     @abstractmethod
     def describe(self, session: BaseSession) -> str:
@@ -163,11 +163,20 @@ class Rehearsal(ABC):
             **counts,
         )
 
-    def dry_run(self, config: Unchecked) -> BaseSession:
-        session = self.build(config)
+    def dry_run(self, config: Unchecked, world_size: int | None = None) -> BaseSession:
+        """`world_size`: the processes to plan for, in place of those that are here. These measure
+        batches of the planned size, and what one process has of them follows from the plan."""
+        session = self.build(config, world_size)
         try:
             logger.info("%-21s %s; nothing is written now", "dry run", describe_start(session))
             logger.info(session.plan.describe())
+            planned, here = session.plan.num_processes, session.accelerator.num_processes
+            if planned != here:
+                logger.info(
+                    "%-21s %d processes, measured on %d: without communication between them, and "
+                    "weights are not sharded over more than are here",
+                    *("planned for", planned, here),
+                )
             every = session.config.eval_freq
             when = f"every {count(every, 'epoch')}" if every else "before and after the run"
             logger.info("%-21s %s, %s", "evaluation", self.describe(session), when)
@@ -194,14 +203,15 @@ class Rehearsal(ABC):
             "%-21s %d of %d batches sampled, scored and trained, %d of %d of an evaluation, twice"
             "%s",
             *("measured", done.batches, work.batches),
-            *(min(2, work.eval_batches), work.eval_batches, each_process(session)),
+            *(min(2, work.eval_batches), work.eval_batches),
+            each_process(session.accelerator.num_processes),
         )
         first = max(session.progress.epoch, 0)
         totals = []
         for number in range(ROUNDS):
             epoch = self.run_epoch(small, first + number)
             evals = [
-                self._evaluate(small, batches, work.eval_batches)
+                self._evaluate(small, batches, work.eval_batches * session.plan.num_processes)
                 for batches in (1, 2)[: work.eval_batches]
             ]
             totals.append(sum(epoch.seconds) + sum(evals))
@@ -216,22 +226,26 @@ class Rehearsal(ABC):
             next_eval=max(0.0, evals[-1] - evals[0]),
             warm_up=max(0.0, totals[0] - totals[-1]),
         )
-        more = (work.batches * (2 if work.ahead else 1) - done.batches) * epoch.held / 2**30
+        others = max(0, work.batches * (2 if work.ahead else 1) - done.batches)
+        more = others * epoch.held / 2**30
         own = peak_memory_gb(session.accelerator.device) + more
         peak = torch.tensor([own], device=session.accelerator.device)
         return measured, work, session.accelerator.gather(peak).max().item()
 
     def _evaluate(self, small: BaseSession, batches: int, of: int) -> float:
-        """Seconds of so many batches."""
+        """Seconds of so many batches on each process, `of` those of all planned processes."""
         every = getattr(small, self.tests)
-        some = every[: math.ceil(len(every) * batches / of)]
+        some = every[: math.ceil(len(every) * batches * small.plan.num_processes / of)]
         start = now(small.accelerator.device)
         self.evaluate(replace(small, **{self.tests: some}), 0)  # which ends where rewards fail
         return now(small.accelerator.device) - start
 
 
 def build_quietly(
-    config: Unchecked, check: Callable[[Unchecked], Any], build: Callable[..., BaseSession]
+    config: Unchecked,
+    check: Callable[[Unchecked], Any],
+    build: Callable[..., BaseSession],
+    num_processes: int | None = None,
 ) -> BaseSession:
     """A session, with nothing written: no folder, lock, tracker or cache."""
     settings = check(config)
@@ -244,7 +258,8 @@ def build_quietly(
         return start, None
 
     written = {"log_with", "prompt_cache"} & {each.name for each in fields(settings)}
-    return build(replace(settings, **dict.fromkeys(written, "")), begin=look)
+    settings = replace(settings, **dict.fromkeys(written, ""))
+    return build(settings, begin=look, num_processes=num_processes)
 
 
 def describe_start(session: BaseSession) -> str:
@@ -280,12 +295,11 @@ def tell(session: BaseSession, measured: Measured, work: Work, peak: float) -> N
     else:
         total = psutil.virtual_memory().total / 2**30
         where = f"{total:.1f} GiB of this machine"
-    each = each_process(session)
+    each = each_process(session.plan.num_processes)
     logger.info("%-21s %.1f GiB at the peak%s, of %s", "memory", peak, each, where)
     logger.info(describe(measured, work))
 
 
-def each_process(session: BaseSession) -> str:
+def each_process(number: int) -> str:
     """What figures are of, where there are several processes."""
-    number = session.plan.num_processes
     return f", on each of {number} processes" if number > 1 else ""

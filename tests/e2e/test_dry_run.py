@@ -81,6 +81,17 @@ def test_a_mistake_is_told_as_always(train):
     assert not train.logdir.exists()
 
 
+def test_a_world_size_is_planned_and_nothing_else(train):
+    """Both are told before torch is imported."""
+    done = train("--world_size=2")
+    assert done.returncode == 2
+    assert "--world_size=2" in done.stderr
+    assert "--dry_run" in done.stderr
+    done = train("--dry_run", "--world_size=3", sample__num_image_per_prompt=16)
+    assert done.returncode == 2
+    assert "x 3 processes" in done.stderr
+
+
 def test_only_training_has_it(run):
     done = run("--dry_run", script="scripts/evaluate.py", config="config/grpo.py:tiny_ocr")
     assert done.returncode == 2

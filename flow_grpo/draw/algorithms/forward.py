@@ -149,7 +149,7 @@ class ForwardProcess(Algorithm):
         generators = [torch_generator(seed, Stream.NOISE, *rest, key) for key in keys]
         noised = noise(schedule, x0, steps, generators)
         needed = set(self.fixed) | ({"reference"} if self.needs_reference else set())
-        if policy.old is not None and policy.old.is_current:
+        if policy.behaviour is None and policy.old is not None and policy.old.is_current:
             needed -= {"old"}  # the velocity itself, see `loss`
         velocities = {
             which: self.fixed_velocities(policy, which, noised, batch) for which in sorted(needed)
@@ -172,8 +172,9 @@ class ForwardProcess(Algorithm):
     ) -> Tensor:
         s = self.settings
         own = which == "reference" and s.kl_guidance is not None
+        stale = which == "old" and policy.behaviour is not None
         return policy.fixed_velocities(
-            which,
+            policy.behaviour if stale else which,
             at.x_t,
             at.steps,
             batch.trajectory.conditioning,

@@ -46,7 +46,7 @@ class NftSettings(ForwardSettings):
 class Nft(ForwardProcess):
     name = "nft"
     Settings = NftSettings
-    keeps_old = True
+    keeps_old = old_is_behaviour = True
     fixed = ("old",)
 
     def objective(

@@ -111,6 +111,8 @@ class ModelAdapter(ABC):
     tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
     lora_targets: ClassVar[list[str]]
     siblings: ClassVar[Groups] = {}  # layers of a block that take the same input
+    # With guidance, for prompts without a negative prompt of their own.
+    negative_prompt: ClassVar[str] = ""
     unguided: ClassVar[float] = 1.0  # guidance above this takes a second pass, without the prompt
     # Pattern of what no picture depends on: it gets no gradient, and DDP would wait for one.
     unused: str | None = None

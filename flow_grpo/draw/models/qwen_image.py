@@ -20,6 +20,8 @@ from flow_grpo.speed.transfer import send
 
 class QwenImageAdapter(ModelAdapter):
     pipeline_class = QwenImagePipeline
+    # A space, as in the model's own examples and in Flow-GRPO (scripts/train_qwenimage.py).
+    negative_prompt = " "
     masks_texts = True
     can_replay = False  # with a mask, its forward brings a number from the host each time
     lora_targets = [*TARGETS, *mlp_targets("img_mlp", "txt_mlp")]  # noqa: RUF012
