@@ -11,9 +11,10 @@ from safetensors import SafetensorError
 from flow_grpo.access import check_access, refusal
 from flow_grpo.draw.models import ADAPTERS
 from flow_grpo.draw.models.experts import SECOND
-from flow_grpo.draw.models.lora_files import Misfit, attach_lora, replace_weights
+from flow_grpo.draw.models.lora_files import attach_lora, replace_weights
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json
+from flow_grpo.run.adapters import Misfit
 from flow_grpo.run.export import Source, refuse_existing, write_folder
 
 TRAINED = "transformer"  # the part of a pipeline that runs train
