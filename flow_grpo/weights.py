@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, first_line
 
 # Values of a config.json that are computed by transformers and torch alone. Others may name a
 # repository of compiled kernels on the hub, which transformers downloads and runs.
@@ -96,6 +97,17 @@ def is_finite(tensor: Tensor) -> bool:
         if len(values) and not all(end.isfinite() for end in torch.aminmax(values)):
             return False
     return True
+
+
+def check_files_finite(folder: Path) -> None:
+    """Reject NaN and infinity in the .safetensors files of a folder, one tensor at a time."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                names = file.keys()
+                check_finite(str(path), ((name, file.get_tensor(name)) for name in names))
+        except SafetensorError as error:
+            raise UserError(f"cannot read {path}: {first_line(error)}") from error
 
 
 def check_regular_files(option: str, source: str | Path) -> None:
