@@ -139,7 +139,7 @@ def poisoned(name: str, value: float = float("nan")):
 def test_a_model_that_is_not_finite_is_rejected_in_training_and_export(folder, tmp_path):
     change_weights(folder, poisoned(f"{QUERY}.weight"))
     assert f"{QUERY}.weight" in rejected(load, folder)
-    message = rejected(export, Source(folder), "unused", tmp_path / "out")  # a whole checkpoint
+    message = rejected(export, Source(folder), str(folder), tmp_path / "out")  # a whole checkpoint
     assert f"{QUERY}.weight" in message
     assert not (tmp_path / "out").exists()
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
+from flow_grpo.answer.expert_layout import published_layout
 from flow_grpo.answer.fields import ANSWER
 from flow_grpo.answer.lora import attach_lora, merge_lora
 from flow_grpo.answer.models import load_model, load_processors
@@ -45,7 +46,9 @@ def export(
     parts = [part for part in load_processors(model, revision) if part is not None]
 
     def fill(folder: Path) -> None:
-        for part in (merged, *parts):
+        with published_layout(merged, merged.state_dict()):
+            merged.save_pretrained(folder)
+        for part in parts:
             part.save_pretrained(folder)
 
     write_folder(out, fill)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flow_grpo.answer.batches import PackedBatch
+from flow_grpo.answer.expert_layout import published_layout
 from flow_grpo.answer.lora import attach_lora
 from flow_grpo.answer.models import family_of
 from flow_grpo.answer.network import AnswerModel
@@ -141,7 +142,8 @@ class AnswerPolicy(BasePolicy):
         self.model.save_pretrained(folder, state_dict=weights)
 
     def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
-        self.model.save_pretrained(folder / f"{prefix}model", state_dict=weights)
+        with published_layout(self.model, weights):
+            self.model.save_pretrained(folder / f"{prefix}model", state_dict=weights)
         for part in self._parts:
             part.save_pretrained(folder / f"{prefix}model")
 

@@ -125,13 +125,20 @@ def _gigabytes(size: int) -> str:
 
 def _weight_bytes(source: str, dtype: torch.dtype, revision: str, base_precision: str) -> int:
     """Without loading any."""
-    family, meta = find_family(source, revision), torch.device("meta")
-    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    with meta:
-        model = family.loader.from_config(config, dtype=dtype, trust_remote_code=False)
+    model = empty_model(source, revision, dtype)
     if base_precision != FULL:
-        to_low_bits([model.model], base_precision, meta)
+        to_low_bits([model.model], base_precision, torch.device("meta"))
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def empty_model(
+    source: str, revision: str = "main", dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The model on the meta device, without reading its weights."""
+    family = find_family(source, revision)
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    with torch.device("meta"):
+        return family.loader.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def load_processors(
