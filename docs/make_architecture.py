@@ -30,7 +30,7 @@ ROOMS = {
     "basics": "errors, files, disk, hub, pictures",
 }
 MATHS = ("sde", "advantages", "windows", "losses")
-BASICS = ("__version__", "access", "errors", "files", "disk", "hosts", "pictures")
+BASICS = ("__version__", "access", "errors", "files", "disk", "hosts", "pictures", "weights")
 WIDTH, BOX, TALL, GAP, ROW = 1060, 196, 46, 16, 84
 
 

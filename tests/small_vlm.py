@@ -34,6 +34,7 @@ from transformers import (
 )
 from untrained.small.parts import seeded
 
+from flow_grpo.answer.expert_layout import published_layout
 from flow_grpo.answer.prompts import PromptEncoder
 from flow_grpo.data.questions import Question
 
@@ -150,7 +151,9 @@ def settings_of(family: str, wide: bool = False) -> dict[str, Any]:
         else:
             vision["deepstack_visual_indexes"] = [0]
         if family == "qwen3_vl_moe":
-            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+            # matrices of experts are not square, so that a layout shows in their shapes
+            text["moe_intermediate_size"] = 32 if wide else 48
     elif family == "qwen2_5_vl":
         # windows of 2 x 2 merged patches, and one layer that sees all of a picture
         vision = {**tower, "window_size": 32, "fullatt_block_indexes": [1]}
@@ -206,8 +209,10 @@ def build_image_processor(
 
 
 def save(folder: Path, family: str = "qwen3_vl", wide: bool = False) -> Path:
-    readers = (build_tokenizer(family), build_image_processor(family))
-    for part in (build(family, wide=wide), *readers):
+    model = build(family, wide=wide)
+    with published_layout(model, model.state_dict()):
+        model.save_pretrained(folder)
+    for part in (build_tokenizer(family), build_image_processor(family)):
         part.save_pretrained(folder)
     return folder
 

@@ -16,9 +16,9 @@ from flow_grpo.data.hub import download_data, download_revision
 from flow_grpo.data.rows import read_hub
 from flow_grpo.draw.export import _pipeline_folder
 from flow_grpo.draw.models import find_adapter
-from flow_grpo.draw.models.lora_files import _downloaded
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.loading import find_file, load_image_processor, load_tokenizer
+from flow_grpo.run.adapters import downloaded
 
 NAME = "owner/model-one"
 DENIED = (
@@ -148,7 +148,7 @@ LOADERS = {
         lambda name: find_file(name, ("a.pt",), option="model", kind="a checkpoint"),
     ],
     "dataset": [lambda name: download_data(name, ["*"]), lambda n: read_hub(n, "train", "prompt")],
-    "train.lora_path": [_downloaded],
+    "train.lora_path": [downloaded],
     "--model": [lambda name: _pipeline_folder(name, "main")],
 }
 

@@ -27,7 +27,7 @@ from flow_grpo.answer.losses.base import Counts, importance_weights, token_weigh
 from flow_grpo.answer.losses.clip import Clip
 from flow_grpo.answer.objective import Objective
 from flow_grpo.answer.plan import build_plan
-from flow_grpo.answer.policy import ADAPTER, AnswerPolicy
+from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt
 from flow_grpo.answer.rollout import Answerer
 from flow_grpo.answer.session import VlmSession, build_session
@@ -41,6 +41,7 @@ from flow_grpo.answer.vllm_engine import (
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.errors import UserError
+from flow_grpo.run.policy import ADAPTER
 from flow_grpo.speed.low_bits import to_low_bits
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")

@@ -1,6 +1,8 @@
 """LoRA in PEFT's and in diffusers' format: all of it is loaded, or it is an error."""
 
 import json
+import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -199,6 +201,52 @@ def test_a_lora_that_does_not_fit_is_refused_wherever_it_is_loaded(
         policy_of(fresh(tiny_sd3), lora_path=str(folder))
     with pytest.raises(UserError, match=f"is of another model: .*{message}.*--model"):
         export(Source.find(folder), str(tiny_sd3), tmp_path / "out")
+
+
+def not_finite(weights: dict) -> dict:
+    weights[next(iter(weights))].view(-1)[0] = float("inf")
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["peft_folder", "diffusers_folder"])
+def test_a_lora_that_is_not_finite_is_refused_wherever_it_is_loaded(
+    request, tiny_sd3, tmp_path, kind
+):
+    folder = request.getfixturevalue(kind)
+    [file] = folder.glob("*.safetensors")
+    settings = {} if kind == "peft_folder" else {"metadata": header_of(file)}
+    save_file(not_finite(load_file(file)), file, **settings)
+    for load in (
+        fresh(tiny_sd3).load_weights,
+        lambda path: policy_of(fresh(tiny_sd3), lora_path=str(path)),
+        lambda path: export(Source.find(path), str(tiny_sd3), tmp_path / "out"),
+    ):
+        with pytest.raises(UserError, match="contains NaN or infinite values"):
+            load(folder)
+
+
+def test_a_whole_transformer_that_is_not_finite_is_refused(tiny_sd3, tmp_path):
+    folder = shutil.copytree(tiny_sd3 / "transformer", tmp_path / "transformer")
+    [file] = folder.glob("*.safetensors")
+    save_file(not_finite(load_file(file)), file)
+    with pytest.raises(UserError, match="contains NaN or infinite values"):
+        fresh(tiny_sd3).load_weights(folder)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match="is not a regular file"):
+        fresh(tiny_sd3).load_weights(folder)
+
+
+def test_dropout_of_a_lora_is_set_to_0_and_logged(tiny_sd3, tmp_path, caplog):
+    _, wrapped = trained_by_peft(tiny_sd3, **PLAIN, lora_dropout=0.5)
+    wrapped.save_pretrained(tmp_path / "lora")
+    with caplog.at_level(logging.INFO, "flow_grpo"):
+        policy = policy_of(fresh(tiny_sd3), lora_path=str(tmp_path / "lora"))
+    assert "lora_dropout=0.5" in caplog.text
+    assert policy.transformer.peft_config["default"].lora_dropout == 0
+    expected = velocity(policy.adapter, policy.module)
+    policy.module.train()
+    assert torch.equal(velocity(policy.adapter, policy.module), expected)
 
 
 def header_of(file: Path) -> dict:

@@ -1,16 +1,21 @@
 """A model folder that is damaged or not whole ends in one line that names the file."""
 
+import json
+import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from planted import plant
+from policies import policy_of
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.draw import export
 from flow_grpo.draw.models import load_adapter
 from flow_grpo.errors import UserError
+from flow_grpo.run.export import Source
 
 WEIGHTS = ["text_encoder/model.safetensors", "transformer/diffusion_pytorch_model.safetensors"]
 CONFIGS = ["transformer/config.json", "text_encoder_3/config.json", "model_index.json"]
@@ -70,6 +75,48 @@ def test_weights_that_are_not_all_there(folder, capsys, part, kind):
     del weights[name]
     save_file(weights, file, {"format": "pt"})
     assert f"{kind} has no {name}" in refused(folder, capsys)
+
+
+def poison(path: Path, value: float) -> str:
+    """The name of a tensor of the file, whose last value it is now."""
+    weights = load_file(path)
+    name = next(n for n, weight in weights.items() if weight.is_floating_point())
+    weights[name].view(-1)[-1] = value
+    save_file(weights, path, {"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("transformer", float("nan")), ("text_encoder", float("inf")), ("vae", float("nan"))],
+)
+def test_weights_that_are_not_finite_are_neither_loaded_nor_exported(
+    tiny_sd3, folder, tmp_path, capsys, part, value
+):
+    [file] = (folder / part).glob("*.safetensors")
+    name = poison(file, value)
+    assert f"{name} contains NaN or infinite values" in refused(folder, capsys)
+    policy_of(load_adapter(str(tiny_sd3), max_sequence_length=8), rank=2).save(tmp_path)
+    with pytest.raises(UserError, match=f"{part}.*{re.escape(name)} contains NaN or infinite"):
+        export.export(Source(tmp_path / "lora"), str(folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fifo_is_rejected_and_not_read(folder, tmp_path, capsys):
+    path = folder / WEIGHTS[1]
+    path.unlink()
+    os.mkfifo(path)
+    assert f"{path} is not a regular file" in refused(folder, capsys)
+    with pytest.raises(UserError, match="is not a regular file"):
+        export.export(Source(tmp_path), str(folder), tmp_path / "out")
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_a_text_encoder_with_kernels_of_the_hub_is_rejected(folder, capsys, field):
+    path = folder / "text_encoder_3/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: "someone/kernels"}))
+    assert "text_encoder_3" in refused(folder, capsys)
+    assert "someone/kernels" in refused(folder, capsys)
 
 
 def test_pickled_weights_are_not_loaded(folder, capsys, tmp_path):

@@ -4,15 +4,15 @@ import logging
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers.utils import cached_file
 
+from flow_grpo.answer.expert_layout import published_layout
 from flow_grpo.answer.fields import ANSWER
+from flow_grpo.answer.lora import attach_lora, merge_lora
 from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.config.saved import config_of_run
 from flow_grpo.files import read_json
-from flow_grpo.rewards.loading import explained
 from flow_grpo.run.export import Source, refuse_existing, write_folder
 
 CPU = torch.device("cpu")
@@ -46,7 +46,9 @@ def export(
     parts = [part for part in load_processors(model, revision) if part is not None]
 
     def fill(folder: Path) -> None:
-        for part in (merged, *parts):
+        with published_layout(merged, merged.state_dict()):
+            merged.save_pretrained(folder)
+        for part in parts:
             part.save_pretrained(folder)
 
     write_folder(out, fill)
@@ -58,5 +60,5 @@ def _merged(source: Source, model: str, revision: str) -> nn.Module:
     if not source.is_lora:
         return load_model(str(source.weights), CPU, torch.float32)
     base = load_model(model, CPU, torch.float32, revision)
-    with explained("--checkpoint", str(source.weights), f"a LoRA of {model}"):
-        return PeftModel.from_pretrained(base, source.weights).merge_and_unload()
+    attach_lora(base, source.weights, "--checkpoint")
+    return merge_lora(base)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flow_grpo.answer.batches import PackedBatch
+from flow_grpo.answer.expert_layout import published_layout
+from flow_grpo.answer.lora import attach_lora
 from flow_grpo.answer.models import family_of
 from flow_grpo.answer.network import AnswerModel
-from flow_grpo.rewards.loading import explained
 from flow_grpo.run.distributed import filled, hold_with, hollow_copy, is_sharded
-from flow_grpo.run.policy import ADAPTER, BasePolicy, widen
+from flow_grpo.run.policy import BasePolicy, widen
 from flow_grpo.run.snapshot import Reference
 from flow_grpo.speed.lora import lora_layers
 
@@ -89,8 +90,7 @@ class AnswerPolicy(BasePolicy):
         return f"{what}: {sum(p.numel() for p in self.parameters()):,} parameters"
 
     def _load_lora(self, path: str) -> None:
-        with explained("train.lora_path", path, "a LoRA of this model"):
-            self.model.load_adapter(path, adapter_name=ADAPTER, is_trainable=True)
+        attach_lora(self.model, path)
 
     def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
         if is_sharded(accelerator):
@@ -113,8 +113,9 @@ class AnswerPolicy(BasePolicy):
 
     def scores(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Log-probabilities, and values where there is a head for them, with gradients."""
-        # these models have no dropout; they recompute activations in this mode only
-        self.network.train(self._recompute)
+        self.network.eval()
+        if self._recompute:
+            enable_recomputation(self.network)
         return self.module(batch)
 
     @torch.no_grad()
@@ -141,9 +142,21 @@ class AnswerPolicy(BasePolicy):
         self.model.save_pretrained(folder, state_dict=weights)
 
     def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
-        self.model.save_pretrained(folder / f"{prefix}model", state_dict=weights)
+        with published_layout(self.model, weights):
+            self.model.save_pretrained(folder / f"{prefix}model", state_dict=weights)
         for part in self._parts:
             part.save_pretrained(folder / f"{prefix}model")
+
+
+def enable_recomputation(network: nn.Module) -> None:
+    """Let layers recompute their activations, which transformers does in training mode only.
+
+    The layers inside them stay in evaluation mode: dropout, of LoRA or of the model, would make the
+    trained policy another one than the policy that sampled.
+    """
+    for module in network.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
 
 
 def sampler(network: AnswerModel) -> AnswerModel:

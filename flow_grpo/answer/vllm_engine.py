@@ -22,7 +22,8 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from flow_grpo.answer.models import find_family
+from flow_grpo.answer.expert_layout import check_convertible, check_files, published_weights
+from flow_grpo.answer.models import empty_model, find_family
 from flow_grpo.answer.prompts import EncodedPrompt
 from flow_grpo.answer.rollout import Answerer, Sample, ToAnswer
 from flow_grpo.data.questions import Question
@@ -70,6 +71,10 @@ def check_family(source: str, revision: str, parallel: int = 1) -> None:
             "pictures vLLM cuts by itself; use sample.engine='transformers'"
         )
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    if any("expert" in name for name in config.get_text_config().to_dict()):
+        empty = empty_model(source, revision)
+        check_convertible(empty, source)
+        check_files(empty, source)
     heads = config.get_text_config().num_attention_heads
     if heads % parallel:
         raise UserError(
@@ -117,7 +122,8 @@ class VllmAnswerer(Answerer):
                 self.engine.sleep(level=SLEEP_LEVEL)
 
     def _send_weights(self) -> None:
-        weights = {"weights_iterator": named_weights(self.policy.network.model)}
+        model = self.policy.network.model
+        weights = {"weights_iterator": published_weights(model, named_weights(model))}
         self.engine.collective_rpc("reload_weights", kwargs=weights)
         self.engine.apply_model(partial(mend, self.encoder.family.vllm_scratch))
         # what was computed with other weights
@@ -260,6 +266,11 @@ def mend(scratch: str, model: nn.Module) -> None:
         # A head that is tied to the embedding is not loaded, and on a CPU it has a packed copy.
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+        # Experts are packed for a CPU when they are loaded first, and not when they are reloaded
+        # (vLLM 0.32.0, fused_moe/unquantized_fused_moe_method.py, lines 187 to 205).
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w13_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def build_answerer(

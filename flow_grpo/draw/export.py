@@ -11,10 +11,12 @@ from safetensors import SafetensorError
 from flow_grpo.access import check_access, refusal
 from flow_grpo.draw.models import ADAPTERS
 from flow_grpo.draw.models.experts import SECOND
-from flow_grpo.draw.models.lora_files import Misfit, attach_lora, replace_weights
+from flow_grpo.draw.models.lora_files import attach_lora, replace_weights
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json
+from flow_grpo.run.adapters import Misfit
 from flow_grpo.run.export import Source, refuse_existing, write_folder
+from flow_grpo.weights import check_files_finite, check_finite, check_regular_files
 
 TRAINED = "transformer"  # the part of a pipeline that runs train
 
@@ -58,6 +60,7 @@ def export(
 def _pipeline_folder(model: str, revision: str) -> Path:
     """A folder as it is; a hub id from the cache, downloaded if it is not there."""
     if Path(model).is_dir():
+        check_regular_files("--model", model)
         return Path(model)
     check_access("--model", model, revision=revision, file="model_index.json")
     try:
@@ -99,6 +102,7 @@ def _merged(source: Source, folder: Path, name: str, index: dict, weights: Path)
     made_up = {name for name, _ in transformer.named_parameters()} & set(report["missing_keys"])
     if made_up:
         raise UserError(f"{part} is not complete: it has no {min(made_up)}")
+    check_finite(str(part), transformer.state_dict().items())
     try:
         if source.is_lora:
             attach_lora(transformer, weights)
@@ -118,6 +122,7 @@ def _copy_parts(folder: Path, index: dict, out: Path, but: set[str]) -> None:
         shutil.copyfile(licence, out / licence.name)
     for name in index:
         if name not in but and (folder / name).is_dir():
+            check_files_finite(folder / name)
             shutil.copytree(folder / name, out / name, copy_function=shutil.copyfile)
 
 

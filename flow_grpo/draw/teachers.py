@@ -12,9 +12,10 @@ from peft import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
 from flow_grpo.draw.models.experts import SECOND, joined, parts_of, places_of
-from flow_grpo.draw.models.lora_files import TRANSFORMER, LoraFile, compare_layers, read_lora
+from flow_grpo.draw.models.lora_files import TRANSFORMER, LoraFile, read_lora
 from flow_grpo.draw.policy import Policy
 from flow_grpo.errors import UserError
+from flow_grpo.run.adapters import compare_layers
 from flow_grpo.run.policy import ADAPTER
 from flow_grpo.run.snapshot import Snapshot
 

@@ -22,6 +22,13 @@ from flow_grpo.access import check_access, refusal
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.protocol import Returned, Rows, Scorer
+from flow_grpo.weights import (
+    check_finite,
+    check_implementations,
+    check_loading_report,
+    check_regular_files,
+    quiet_transformers,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCORE = "score"
@@ -151,6 +158,7 @@ LOAD_ERRORS = (
 def explained(option: str, source: str, kind: str, known: Iterable[str] = ()) -> Iterator[None]:
     """Turn what goes wrong while `source`, the value of `option`, is loaded into a UserError."""
     check_access(option, source, known=known)
+    check_regular_files(option, source)
     try:
         yield
     except LOAD_ERRORS as error:
@@ -189,20 +197,18 @@ def load_network(
         options["config"] = _config(network_class, source, kind)
     else:
         options["state_dict"] = weights
-    with explained("model", source, kind):
+    with explained("model", source, kind), quiet_transformers():
         network, report = network_class.from_pretrained(
             source if weights is None else None,
             dtype=dtype,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report has them
             trust_remote_code=False,
             **options,
         )
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers would go on with random numbers in their place
-        raise UserError(
-            f"model={source!r} lacks {len(missing)} weights of {kind}, {missing[0]} for one; "
-            "fetch it again, or name another"
-        )
+    # published files have tensors of parts that a reward does without
+    check_loading_report("model", source, report, kind, allow_unexpected=True)
+    check_finite(f"model={source!r}", network.state_dict().items())
     return network
 
 
@@ -211,8 +217,10 @@ def _config(network_class: type, source: str, kind: str) -> Any:
 
     with explained("model", source, kind):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        raw, _ = config.get_config_dict(source)
     if not isinstance(config, network_class.config_class):
         raise UserError(f"model={source!r} is a {config.model_type} model, and must be {kind}")
+    check_implementations("model", source, raw)
     return config
 
 

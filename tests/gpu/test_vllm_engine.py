@@ -1,5 +1,5 @@
-"""Answers of vLLM, of both families: with pictures, with LoRA, before and after its weights change;
-and episodes in an environment.
+"""Answers of vLLM, of three families: with pictures, with LoRA, before and after its weights
+change; and episodes in an environment.
 
     python -m pytest -q --noconftest tests/gpu/test_vllm_engine.py
 
@@ -95,7 +95,7 @@ class Setup:
         return torch.cat([(s.log_probs - self.log_probs(s)).abs() for s in samples])
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
 def setup(request, tmp_path_factory):
     return Setup(tmp_path_factory.mktemp(request.param), request.param)
 

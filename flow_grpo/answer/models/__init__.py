@@ -21,6 +21,12 @@ from flow_grpo.errors import UserError
 from flow_grpo.files import read_json
 from flow_grpo.rewards.loading import explained
 from flow_grpo.speed.low_bits import FULL, NF4, to_low_bits
+from flow_grpo.weights import (
+    check_finite,
+    check_implementations,
+    check_loading_report,
+    quiet_transformers,
+)
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -50,6 +56,7 @@ def find_family(source: str, revision: str = "main") -> type[Family]:
     """The family of the model in a folder or under a hub id; its weights are not read."""
     with explained("pretrained.model", source, KIND, ANSWER.models()):
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        raw, _ = config.get_config_dict(source, revision=revision)
     if (family := _known(config)) is None:
         names = [name for family in FAMILIES.values() for name in family.names.values()]
         raise UserError(
@@ -57,6 +64,7 @@ def find_family(source: str, revision: str = "main") -> type[Family]:
             f"and must be one of {', '.join(dict.fromkeys(names))}, a language model of "
             "transformers, or of a family of your own (custom_models)"
         )
+    check_implementations("pretrained.model", source, raw)
     return family
 
 
@@ -67,11 +75,28 @@ def load_model(
     revision: str = "main",
     base_precision: str = FULL,
 ) -> nn.Module:
-    """Load a model of the hub or of a folder; a UserError if we have no family for it."""
+    """Load a model from the hub or a folder.
+
+    Raises:
+        UserError: If no family supports it, if its files lack tensors or have others than the
+            model, or if a value is not finite.
+    """
     family = find_family(source, revision)
-    with explained("pretrained.model", source, KIND):
-        model = family.loader.from_pretrained(
-            source, dtype=dtype, revision=revision, trust_remote_code=False
+    with explained("pretrained.model", source, KIND), quiet_transformers():
+        model, report = family.loader.from_pretrained(
+            source,
+            dtype=dtype,
+            revision=revision,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report has them
+            trust_remote_code=False,
+        )
+    check_loading_report("pretrained.model", source, report, f"a {type(model).__name__}")
+    check_finite(f"pretrained.model={source!r}", model.state_dict().items())
+    if getattr(model, "peft_config", None):  # transformers loads an adapter from the same folder
+        raise UserError(
+            f"pretrained.model={source!r} has a model and an adapter (adapter_config.json); "
+            "name the adapter's own folder as train.lora_path, or merge the two"
         )
     if base_precision != FULL:
         to_low_bits([model.model], base_precision, device)  # all but the head
@@ -100,13 +125,20 @@ def _gigabytes(size: int) -> str:
 
 def _weight_bytes(source: str, dtype: torch.dtype, revision: str, base_precision: str) -> int:
     """Without loading any."""
-    family, meta = find_family(source, revision), torch.device("meta")
-    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    with meta:
-        model = family.loader.from_config(config, dtype=dtype, trust_remote_code=False)
+    model = empty_model(source, revision, dtype)
     if base_precision != FULL:
-        to_low_bits([model.model], base_precision, meta)
+        to_low_bits([model.model], base_precision, torch.device("meta"))
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def empty_model(
+    source: str, revision: str = "main", dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The model on the meta device, without reading its weights."""
+    family = find_family(source, revision)
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    with torch.device("meta"):
+        return family.loader.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def load_processors(

@@ -34,6 +34,7 @@ from flow_grpo.draw.models.wan_i2v import WanImageToVideoAdapter
 from flow_grpo.draw.models.z_image import ZImageAdapter
 from flow_grpo.errors import UserError, check_model_folder, first_line
 from flow_grpo.files import read_json
+from flow_grpo.weights import check_finite, check_implementations, check_regular_files
 
 __all__ = [
     "Conditioning",
@@ -89,6 +90,7 @@ def load_adapter(
     cache = cache_folder(prompt_cache) if prompt_cache else None
     _check_parts(Path(model))
     try:
+        _check_implementations(model)
         with errors_told_once():
             pipeline = load_pipeline(
                 adapter.pipeline_class,
@@ -106,6 +108,8 @@ def load_adapter(
             if parameter.is_meta:  # it was in no file
                 kind = type(part).__name__
                 raise UserError(f"cannot load pretrained.model={model!r}: {kind} has no {name}")
+        kind = type(part).__name__
+        check_finite(f"pretrained.model={model!r}: {kind}", part.state_dict().items())
     return adapter(
         pipeline,
         device=device,
@@ -158,6 +162,7 @@ def check_model(
 
 def find_adapter(model: str) -> type[ModelAdapter]:
     """The one for the pipeline in this folder or of this hub id."""
+    check_regular_files("pretrained.model", model)
     if os.path.isdir(model) and not (Path(model) / "model_index.json").is_file():
         raise UserError(f"{model} is not a diffusers pipeline folder: it has no model_index.json")
     check_model_folder(model, "model_index.json")
@@ -204,12 +209,26 @@ def _may_run_code(library: str, name: str) -> bool:
     return library != "None" and (library not in LIBRARIES or bool(finds))
 
 
+def _check_implementations(model: str) -> None:
+    """Reject a text encoder whose config.json selects kernels from the hub."""
+    for name, part in DiffusionPipeline.load_config(model).items():
+        kind = getattr(transformers, str(part[1]), None) if _is_part(part, "transformers") else None
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            config, _ = transformers.PretrainedConfig.get_config_dict(model, subfolder=name)
+            check_implementations("pretrained.model", f"{model}/{name}", config)
+
+
+def _is_part(value: Any, library: str) -> bool:
+    """Whether this value of a model_index.json names a class of `library`."""
+    return isinstance(value, list) and len(value) == 2 and value[0] == library
+
+
 def _check_parts(folder: Path) -> None:
     """Without these files transformers would go on, with an empty vocabulary or another size."""
     if not folder.is_dir():
         return
     for name, part in DiffusionPipeline.load_config(folder).items():
-        if not isinstance(part, list) or len(part) != 2 or part[0] != "transformers":
+        if not _is_part(part, "transformers"):
             continue
         kind = TOKENIZERS.get(str(part[1])) or getattr(transformers, str(part[1]), None)
         choices = []

@@ -13,36 +13,29 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
 from diffusers.utils import convert_unet_state_dict_to_peft
-from huggingface_hub import snapshot_download
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 from torch import Tensor
 
-from flow_grpo.access import check_access, refusal
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.files import PICKLES, parse_json, read_json, refuse_pickles
-from flow_grpo.run.plan import is_lost
+from flow_grpo.files import parse_json, read_json, refuse_pickles
+from flow_grpo.run.adapters import (
+    OF_PEFT,
+    Misfit,
+    check_settings,
+    compare_layers,
+    downloaded,
+    lora_settings,
+    read_tensors,
+)
 from flow_grpo.speed.lora import lora_layers
 from flow_grpo.speed.low_bits import stored_as_before
+from flow_grpo.weights import check_regular_files
 
 TRANSFORMER = "transformer"
 ENCODERS = ("text_encoder", "text_encoder_2")  # that diffusers puts LoRA on
-OF_PEFT = "base_model.model."  # in front of each name that PEFT saves
-# The fields of a LoraConfig that say how the tensors of a plain LoRA or DoRA are used.
-SETTINGS = (
-    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("lora_dropout", "lora_bias", "fan_in_fan_out", "init_lora_weights"),
-)
-NOTES = ("auto_mapping", "inference_mode")  # nothing that changes what is computed
-STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's weights
 WRONG = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
-
-
-class Misfit(UserError):
-    """Weights that are of another model."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +76,10 @@ def read_lora(path: str | Path, field: str = "train.lora_path") -> LoraFile:
     names."""
     file = _find(path, field)
     try:
-        with safe_open(file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            header = opened.metadata() or {}
+        tensors, header = read_tensors(file)
         if file.name == SAFETENSORS_WEIGHTS_NAME:
             settings = read_json(file.with_name(CONFIG_NAME))
-            _check_settings(file.with_name(CONFIG_NAME), settings)
+            check_settings(file.with_name(CONFIG_NAME), settings)
             names = {k: f"{TRANSFORMER}.{k.removeprefix(OF_PEFT)}" for k in tensors}
             return LoraFile(file, {names[k]: v for k, v in tensors.items()}, settings)
         metadata = parse_json(header.get(LORA_ADAPTER_METADATA_KEY, "null"), f"cannot read {file}")
@@ -98,16 +89,17 @@ def read_lora(path: str | Path, field: str = "train.lora_path") -> LoraFile:
     except (OSError, ValueError, AttributeError, SafetensorError) as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
     for each in settings.values():
-        _check_settings(file, each)
+        check_settings(file, each)
     return LoraFile(file, tensors, settings[TRANSFORMER] or None, metadata)
 
 
 def replace_weights(transformer: ModelMixin, folder: Path) -> None:
     """All parameters from the .safetensors files in `folder`. Buffers may be left out there."""
+    check_regular_files("weights", folder)
     missing = {name for name, _ in transformer.named_parameters()}
     try:
         for path in sorted(folder.glob("*.safetensors")):
-            saved = load_file(path)
+            saved, _ = read_tensors(path)
             if unknown := transformer.load_state_dict(saved, strict=False).unexpected_keys:
                 raise Misfit(f"{folder} is of another model: it has {unknown[0]}")
             missing -= saved.keys()
@@ -125,7 +117,7 @@ def _with_prefix(items: dict, model: str) -> dict:
 
 
 def _find(path: str | Path, field: str) -> Path:
-    folder = _downloaded(path, field)
+    folder = downloaded(path, field)
     if folder.is_file():
         if folder.suffix != ".safetensors":
             raise UserError(f"{folder} must be a .safetensors file: a pickle can run code")
@@ -146,41 +138,6 @@ def _find(path: str | Path, field: str) -> Path:
     return found[0]
 
 
-def _downloaded(path: str | Path, field: str = "train.lora_path") -> Path:
-    local = Path(path)
-    if local.exists():
-        return local
-    start = f"cannot load a LoRA for this model from {path}"
-    if is_lost(str(path)):
-        raise UserError(f"{start}: there is no such folder")
-    check_access(field, str(path), file="adapter_config.json")
-    try:
-        return Path(snapshot_download(str(path), ignore_patterns=["*/*", *PICKLES]))
-    except (OSError, ValueError) as error:
-        told = refusal(error, field, str(path))
-        reason = f"{start}: no such folder, and not on the hub ({first_line(error)})"
-        raise UserError(told or reason) from error
-
-
-def _check_settings(where: Path, settings: dict) -> None:
-    """Refuse what is more than LoRA: loaded as one, it would compute something else."""
-    kind, start = settings.get("peft_type", "LORA"), settings.get("init_lora_weights")
-    more = [
-        f"{name}={value!r}"
-        for name, value in settings.items()
-        if name not in (*SETTINGS, *NOTES) and (value is True or isinstance(value, dict | list))
-        if value
-    ]
-    if kind != "LORA":
-        more = [f"peft_type={kind!r}", *more]
-    if settings.get("bias", "none") != "none":
-        more.append(f"bias={settings['bias']!r}")
-    if start not in STARTS:
-        more.append(f"init_lora_weights={start!r}")
-    if more:
-        raise UserError(f"{where} is no plain LoRA ({more[0]}), and only that can be loaded")
-
-
 def _attach(transformer: ModelMixin, file: LoraFile) -> int:
     """The number of tensors that found their layer; all that are for the transformer, or none."""
     tensors = file.of(TRANSFORMER)
@@ -193,7 +150,7 @@ def _attach(transformer: ModelMixin, file: LoraFile) -> int:
         named = {f"{TRANSFORMER}.{name}": tensor for name, tensor in tensors.items()}
         transformer.load_lora_adapter(named, adapter_name="default")
     else:
-        known = {k: v for k, v in file.settings.items() if k in SETTINGS}
+        known = lora_settings(file.path, file.settings)
         with torch.random.fork_rng():  # it draws weights, which are replaced below
             transformer.add_adapter(LoraConfig(**known))
     compare_layers(tensors, get_peft_model_state_dict(transformer))
@@ -203,19 +160,6 @@ def _attach(transformer: ModelMixin, file: LoraFile) -> int:
     set_peft_model_state_dict(transformer, tensors)
     transformer.eval()  # new layers may have dropout
     return len(tensors)
-
-
-def compare_layers(saved: dict[str, Tensor], layers: dict[str, Tensor]) -> None:
-    if unknown := sorted(saved.keys() - layers.keys()):
-        raise ValueError(
-            f"{len(unknown)} of its {len(saved)} tensors fit no layer, like {unknown[0]}"
-        )
-    if missing := sorted(layers.keys() - saved.keys()):
-        raise ValueError(f"it has no {missing[0]}")
-    for name, tensor in saved.items():
-        here, there = tuple(layers[name].shape), tuple(tensor.shape)
-        if here != there:
-            raise ValueError(f"{name} has shape {there} where this model needs {here}")
 
 
 def _attach_to_encoder(pipeline: DiffusionPipeline, name: str, file: LoraFile) -> int:

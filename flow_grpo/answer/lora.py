@@ -1,0 +1,79 @@
+"""LoRA in PEFT's format on a language model: all of it is loaded, or it is an error."""
+
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners import lora
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import read_json, refuse_pickles
+from flow_grpo.rewards.loading import explained
+from flow_grpo.run.adapters import check_settings, downloaded, lora_settings, read_tensors
+from flow_grpo.run.policy import ADAPTER, widen
+from flow_grpo.speed.lora import lora_layers
+from flow_grpo.weights import check_loading_report, quiet_transformers
+
+
+def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_path") -> None:
+    """Put the LoRA at `path`, a folder or a hub id, on the model, in float32 or better.
+
+    Raises:
+        UserError: If it is not a plain LoRA, does not fit the model tensor by tensor, or has values
+            that are not finite.
+    """
+    folder = downloaded(path, field)
+    settings, tensors = _read(folder if folder.is_dir() else folder.parent)
+    kind = f"a LoRA of this {type(model).__name__}"
+    with explained(field, str(path), kind), quiet_transformers():
+        config = LoraConfig(**lora_settings(folder, settings))
+        model.add_adapter(config, adapter_name=ADAPTER)
+        # PEFT adds layers in the precision of the model, to which the file would be rounded
+        widen(parameter for name, parameter in model.named_parameters() if "lora_" in name)
+        report = model.load_adapter(
+            adapter_name=ADAPTER,
+            peft_config=config,
+            adapter_state_dict=tensors,  # names of older layouts of the model are converted
+            hotswap=True,  # into the layers that are there
+            is_trainable=True,
+            ignore_mismatched_sizes=True,  # the report has them
+        )
+    check_loading_report(field, str(path), report.to_dict(), kind)
+    for layer in lora_layers(model):
+        if isinstance(layer, lora.ParamWrapper):
+            raise UserError(
+                f"{field}={str(path)!r} has LoRA on fused expert weights "
+                f"({layer.parameter_name}), and only LoRA on linear layers is supported"
+            )
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The settings and the tensors of an adapter that PEFT saved."""
+    config, weights = folder / CONFIG_NAME, folder / SAFETENSORS_WEIGHTS_NAME
+    for file in (config, weights):
+        if not file.is_file():
+            refuse_pickles(folder)
+            raise UserError(f"{folder} cannot be loaded as a LoRA of this model: no {file.name}")
+    settings = read_json(config)
+    if not isinstance(settings, dict):
+        raise UserError(f"{config} must be a JSON object with the fields of a LoraConfig")
+    check_settings(config, settings)
+    try:
+        return settings, read_tensors(weights)[0]
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {weights}: {first_line(error)}") from error
+
+
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Add the LoRA of `attach_lora` to the weights, and leave plain layers."""
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, lora.LoraLayer):
+            layer.merge(safe_merge=True)
+            owner, _, place = name.rpartition(".")
+            setattr(model.get_submodule(owner), place, layer.get_base_layer())
+    del model.peft_config
+    model._hf_peft_config_loaded = False  # else save_pretrained looks for an adapter
+    return model

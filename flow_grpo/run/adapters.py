@@ -1,0 +1,109 @@
+"""LoRA files as PEFT and diffusers write them: found, read and checked, for both trainers.
+
+PEFT and diffusers only warn about tensors that fit no layer and go on with the model as it was.
+They also follow whatever the adapter's config says, although some methods compute something other
+than LoRA, or replace the weights of the base model (`init_lora_weights="pissa"`).
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor
+
+from flow_grpo.access import check_access, refusal
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import PICKLES
+from flow_grpo.run.plan import is_lost
+from flow_grpo.weights import check_finite, check_regular_files
+
+logger = logging.getLogger("flow_grpo")
+
+# The fields of a LoraConfig that say how the tensors of a plain LoRA or DoRA are used.
+SETTINGS = (
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "lora_bias", "fan_in_fan_out", "init_lora_weights"),
+)
+NOTES = ("auto_mapping", "inference_mode")  # nothing that changes what is computed
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's weights
+OF_PEFT = "base_model.model."  # in front of each name that PEFT saves
+
+
+class Misfit(UserError):
+    """Weights that are of another model."""
+
+
+def downloaded(path: str | Path, field: str = "train.lora_path") -> Path:
+    """The local file or folder of a path or a hub id, which `field` names."""
+    local = Path(path)
+    if local.exists():
+        check_regular_files(field, local)
+        return local
+    start = f"cannot load a LoRA for this model from {path}"
+    if is_lost(str(path)):
+        raise UserError(f"{start}: there is no such folder")
+    check_access(field, str(path), file="adapter_config.json")
+    try:
+        return Path(snapshot_download(str(path), ignore_patterns=["*/*", *PICKLES]))
+    except (OSError, ValueError) as error:
+        told = refusal(error, field, str(path))
+        reason = f"{start}: no such folder, and not on the hub ({first_line(error)})"
+        raise UserError(told or reason) from error
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a .safetensors file, all of them finite, and the metadata in its header."""
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata() or {}
+    check_finite(str(file), tensors.items())
+    return tensors, metadata
+
+
+def check_settings(where: Path, settings: dict) -> None:
+    """Refuse what is more than LoRA: loaded as one, it would compute something else."""
+    kind, start = settings.get("peft_type", "LORA"), settings.get("init_lora_weights")
+    more = [
+        f"{name}={value!r}"
+        for name, value in settings.items()
+        if name not in (*SETTINGS, *NOTES) and (value is True or isinstance(value, dict | list))
+        if value
+    ]
+    if kind != "LORA":
+        more = [f"peft_type={kind!r}", *more]
+    if settings.get("bias", "none") != "none":
+        more.append(f"bias={settings['bias']!r}")
+    if start not in STARTS:
+        more.append(f"init_lora_weights={start!r}")
+    if more:
+        raise UserError(f"{where} is no plain LoRA ({more[0]}), and only that can be loaded")
+
+
+def lora_settings(where: Path, settings: dict) -> dict[str, Any]:
+    """The arguments of a LoraConfig, with `lora_dropout` set to 0.
+
+    Dropout would make the policy that is trained another one than the policy that sampled, so that
+    the ratio of their probabilities is not 1 at the first update.
+    """
+    known = {name: value for name, value in settings.items() if name in SETTINGS}
+    if dropout := known.get("lora_dropout"):
+        logger.info("%s: lora_dropout=%s is set to 0, as dropout is off in RL", where, dropout)
+        known["lora_dropout"] = 0.0
+    return known
+
+
+def compare_layers(saved: dict[str, Tensor], layers: dict[str, Tensor]) -> None:
+    """Raise a ValueError unless both have the same names and shapes."""
+    if unknown := sorted(saved.keys() - layers.keys()):
+        raise ValueError(
+            f"{len(unknown)} of its {len(saved)} tensors fit no layer, like {unknown[0]}"
+        )
+    if missing := sorted(layers.keys() - saved.keys()):
+        raise ValueError(f"it has no {missing[0]}")
+    for name, tensor in saved.items():
+        here, there = tuple(layers[name].shape), tuple(tensor.shape)
+        if here != there:
+            raise ValueError(f"{name} has shape {there} where this model needs {here}")

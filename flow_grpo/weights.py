@@ -1,0 +1,160 @@
+"""Checks of weights that are loaded from files.
+
+transformers, diffusers and PEFT go on with random values where a file lacks a tensor, and only warn
+about tensors that fit nothing. None of them looks at the values. The loaders of this package turn
+each of these cases into a UserError by the functions here.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flow_grpo.errors import UserError, first_line
+
+# Values of a config.json that are computed by transformers and torch alone. Others may name a
+# repository of compiled kernels on the hub, which transformers downloads and runs.
+IMPLEMENTATIONS = {
+    "attn_implementation": ("eager", "sdpa"),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+}
+# Prefixes that wrappers add to the names of tensors.
+WRAPPERS = {
+    "module.": "DistributedDataParallel",
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FSDP",
+    "base_model.model.": "PEFT",
+}
+CHUNK = 2**26  # elements that are checked at once
+
+
+def check_loading_report(
+    option: str,
+    source: str,
+    report: Mapping[str, Iterable],
+    kind: str,
+    *,
+    allow_unexpected: bool = False,
+) -> None:
+    """Reject weights that do not fit the model they were loaded into.
+
+    Args:
+        option: Setting that named the weights, for the message.
+        source: Its value.
+        report: What `from_pretrained(..., output_loading_info=True)` returned: `missing_keys`,
+            `unexpected_keys` and `mismatched_keys`. Tied weights are in none of them.
+        kind: What was loaded, with its article.
+        allow_unexpected: Whether tensors that the model does not have are ignored.
+    """
+    unexpected = sorted(report["unexpected_keys"])
+    found = {
+        "missing": sorted(report["missing_keys"]),
+        "mismatched": sorted(key[0] for key in report["mismatched_keys"]),  # name and shapes
+        "unexpected": [] if allow_unexpected else unexpected,
+    }
+    problems = [
+        f"{len(names)} {what} tensors (such as {names[0]})"
+        for what, names in found.items()
+        if names
+    ]
+    if problems:
+        raise UserError(
+            f"{option}={source!r} does not fit {kind}: {', '.join(problems)}; {_hint(unexpected)}"
+        )
+
+
+def _hint(unexpected: list[str]) -> str:
+    for prefix, wrapper in WRAPPERS.items():
+        if unexpected and all(name.startswith(prefix) for name in unexpected):
+            return f"remove the prefix {prefix!r}, which {wrapper} adds, from the tensors' names"
+    return "use the files that the model's authors published, or a copy by save_pretrained"
+
+
+def check_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Reject NaN and infinity; `where` says in the message what the tensors are of."""
+    for name, tensor in tensors:
+        if not is_finite(tensor):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{where}: {name} contains NaN or infinite values in {dtype}; use another copy"
+            )
+
+
+@torch.no_grad()
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite, without a copy: minimum and maximum propagate NaN."""
+    if not tensor.is_floating_point() or tensor.is_meta:
+        return True
+    for chunk in tensor.detach().reshape(-1).split(CHUNK):
+        values = chunk if chunk.dtype.itemsize > 1 else chunk.float()  # float8 has no minimum
+        if len(values) and not all(end.isfinite() for end in torch.aminmax(values)):
+            return False
+    return True
+
+
+def check_files_finite(folder: Path) -> None:
+    """Reject NaN and infinity in the .safetensors files of a folder, one tensor at a time."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                names = file.keys()
+                check_finite(str(path), ((name, file.get_tensor(name)) for name in names))
+        except SafetensorError as error:
+            raise UserError(f"cannot read {path}: {first_line(error)}") from error
+
+
+def check_regular_files(option: str, source: str | Path) -> None:
+    """Reject a FIFO, device or socket among the files of a model: reading it may never end."""
+    paths = [Path(source)]
+    if os.path.isdir(source):  # also where the name is too long for a file, unlike Path.is_dir
+        paths += [*sorted(paths[0].glob("*")), *sorted(paths[0].glob("*/*"))]
+    for path in paths:
+        try:
+            mode = path.stat().st_mode
+        except (OSError, ValueError):  # the loader says what is missing
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise UserError(
+                f"{option}={str(source)!r}: {path} is not a regular file (a FIFO, device or "
+                "socket); use a folder of regular files"
+            )
+
+
+def check_implementations(option: str, source: str, config: Any) -> None:
+    """Reject a config.json that selects attention or expert kernels from the hub.
+
+    Args:
+        option: Setting that named the model, for the message.
+        source: Its value.
+        config: The content of its config.json, with the configs of its parts.
+    """
+    for key, value in config.items() if isinstance(config, dict) else ():
+        field = str(key).removeprefix("_").removesuffix("_internal")
+        allowed = IMPLEMENTATIONS.get(field)
+        # one for all parts of the model, or by the names of the parts
+        for chosen in (value.values() if isinstance(value, dict) else [value]) if allowed else ():
+            if chosen is not None and chosen not in allowed:
+                raise UserError(
+                    f"{option}={source!r} has {field}={chosen!r} in its config.json, which must be "
+                    f"one of {', '.join(allowed)}; remove it there"
+                )
+        check_implementations(option, source, value)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Context without transformers' own table of missing and unexpected tensors."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
