@@ -59,6 +59,30 @@ def sources_of_any_size(pipeline: DiffusionPipeline) -> None:
     pipeline.image_processor.check_image_input = lambda image: image
 
 
+def with_3d_positions(pipeline: DiffusionPipeline) -> None:
+    """Pass 3-D positions to the text encoder: diffusers 0.42.1 leaves out what transformers 5
+    computes them from (diffusers issue 14194)."""
+    encoder, processor = pipeline.text_encoder, pipeline.processor
+    forward = encoder.forward
+
+    def with_positions(*, input_ids: Tensor, image_grid_thw: Tensor, **given: Any) -> Any:
+        positions, _ = encoder.model.get_rope_index(
+            input_ids,
+            mm_token_type_ids=(input_ids == processor.image_token_id).int(),
+            image_grid_thw=image_grid_thw,
+            attention_mask=given["attention_mask"],
+        )
+        given |= {"input_ids": input_ids, "image_grid_thw": image_grid_thw}
+        return forward(position_ids=positions, **given)
+
+    encoder.forward = with_positions
+
+
+def settle_edit(pipeline: DiffusionPipeline) -> None:
+    at_source_size(pipeline)
+    with_3d_positions(pipeline)
+
+
 def at_source_size(pipeline: DiffusionPipeline) -> None:
     """Where it would bring pictures to a megapixel, it brings them to the size of these tests."""
     module = sys.modules[type(pipeline).__module__]
@@ -194,7 +218,7 @@ FAMILIES = [
         scale="true_cfg_scale",
         sources=1,
         latents=pack,
-        settle=at_source_size,
+        settle=settle_edit,
         idle=QUERIES,
     ),
     Family(
@@ -204,7 +228,7 @@ FAMILIES = [
         sources=2,
         alone=True,
         latents=pack,
-        settle=at_source_size,
+        settle=settle_edit,
         idle=QUERIES,
     ),
     Family("z_image", 3.0, plain=0.0),

@@ -211,6 +211,11 @@ def test_a_window_for_each_group_needs_batches_of_one_group():
         "sample.sde_window_per='group' needs batches of one group: sample.train_batch_size=8 must "
         "divide sample.num_image_per_prompt=12"
     )
+    # the explored group holds whole batches, the trained one does not
+    kept = {"sample__num_image_per_prompt": 16, "train__keep_best_worst": 2}
+    message = refused(**fields, **kept)
+    assert "sample.train_batch_size=8" in message
+    assert "2 x train.keep_best_worst=2" in message
 
 
 def test_gradients_of_rewards_are_of_pictures():

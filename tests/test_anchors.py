@@ -305,12 +305,6 @@ def test_a_table_of_pictures_will_do(make_session, pictures):
             "anchors.norm_guard above 0",
         ),
         (
-            {"anchors__diversity": True, "sample__num_image_per_prompt": 2},
-            "anchors.diversity=True weighs how far each picture of a group is from its nearest, "
-            "and in a group of sample.num_image_per_prompt=2 all are alike far; set it to 3 or "
-            "more",
-        ),
-        (
             {"anchors__data_weight": 2.0},
             "anchors.data_weight=2.0 has no effect with anchors.data=''; leave it at 1.0",
         ),
@@ -321,10 +315,28 @@ def test_what_cannot_work_is_refused(changed, message):
     assert refusal(**changed) == message
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"sample__num_image_per_prompt": 2}, "sample.num_image_per_prompt=2"),
+        (
+            {"sample__num_image_per_prompt": 8, "train__keep_best_worst": 1},
+            "2 x train.keep_best_worst=1",
+        ),
+    ],
+)
+def test_diversity_needs_three_samples_of_a_trained_group(fields, named):
+    message = refusal(anchors__diversity=True, **fields)
+    assert message.startswith("anchors.diversity=True ")
+    assert named in message
+
+
 def test_what_can_work_is_taken():
     build(anchors__norm_guard=1.0, anchors__reset_epochs=3, train__beta=0.0)
     build(anchors__kl_gate=0.1, **GATE)
     build(algorithm="dpo", anchors__reset_kl=0.1)  # its own reference is reset
+    kept = {"train__keep_best_worst": 2, "sample__num_image_per_prompt": 8}
+    build(anchors__diversity=True, **kept)
 
 
 def test_a_method_that_does_not_call_hold_cannot_be_guarded():

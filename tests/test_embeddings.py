@@ -167,6 +167,16 @@ def test_whatever_changes_an_embedding_changes_its_key(pipeline, tmp_path):
     assert key(change=other_vae) == keys[0]
 
 
+@pytest.mark.parametrize(
+    "version",
+    ["flow_grpo.draw.models.embeddings.ENCODING_VERSION", "transformers.__version__"],
+)
+def test_embeddings_of_other_versions_are_not_read(cached, monkeypatch, version):
+    adapter = cached()
+    monkeypatch.setattr(version, "another")
+    assert adapter._open_cache().key("a") != adapter._cache.key("a")
+
+
 def test_other_weights_are_told_apart_by_any_value():
     module = nn.Linear(37, 41)
     before = fingerprint(module)

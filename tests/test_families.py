@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -36,10 +37,14 @@ from safetensors.torch import load_file
 from sessions import short_config
 from torch import nn
 from train import train
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw.export import export
 from flow_grpo.draw.models import ModelAdapter, Size, check_model, load_adapter
+from flow_grpo.draw.models.base import freeze
+from flow_grpo.draw.models.lora_files import read_lora
+from flow_grpo.draw.models.processors import load_pipeline
 from flow_grpo.draw.models.wan import WanAdapter
 from flow_grpo.draw.rollout import Denoiser, Dynamics, eval_generators, initial_noise
 from flow_grpo.draw.session import Session, build_session
@@ -155,6 +160,107 @@ def test_prompts_may_have_fewer_pictures(family, pipeline, adapter):
         assert_close(found[i : i + 1], draw_ode(adapter, *alone, images[i : i + 1]))
         others = draw_ode(adapter, *alone)
         assert (others - found[i]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "family",
+    [BY_NAME["qwen_image_edit"], BY_NAME["qwen_image_edit_plus"]],
+    indirect=True,
+    ids=str,
+)
+@pytest.mark.parametrize("passed", [False, True], ids=["as diffusers 0.42.1", "ids are passed"])
+def test_the_language_model_receives_3d_positions_of_images(family, folder, passed):
+    """Also once diffusers passes the token types itself."""
+    adapter = load_adapter(str(folder), source_size=Size(96, 160))
+    encoder = adapter.pipeline.text_encoder
+    forward, calls, positions = encoder.forward, [], []
+
+    def recorded(**given):
+        calls.append(given)
+        return forward(**given)
+
+    if passed:
+        call = type(encoder).__call__
+        kind = type(type(encoder).__name__, (type(encoder),), {})
+        kind.__call__ = lambda self, **given: call(
+            self,
+            mm_token_type_ids=(given["input_ids"] == encoder.config.image_token_id).int(),
+            **given,
+        )
+        encoder.__class__ = kind
+    encoder.forward = recorded
+    encoder.model.language_model.register_forward_pre_hook(
+        lambda _, args, given: positions.append(given["position_ids"]), with_kwargs=True
+    )
+    adapter.encode(PROMPTS[:1], None, family.images(PROMPTS[:1]))
+    [given], [found] = calls, positions
+    types = adapter.pipeline.processor.create_mm_token_type_ids(given["input_ids"].tolist())
+    expected, _ = encoder.model.get_rope_index(
+        given["input_ids"],
+        mm_token_type_ids=torch.tensor(types),
+        image_grid_thw=given["image_grid_thw"],
+        attention_mask=given["attention_mask"],
+    )
+    assert torch.equal(found, expected)
+    assert len(given["image_grid_thw"]) == family.sources
+    time, height, width = found[:, torch.tensor(types).bool()]
+    assert not time.equal(height)
+    assert not height.equal(width)
+    encoder.forward = forward
+    assert not encoder._forward_pre_hooks  # the pipeline is left as it was
+
+
+# T5 and CLIP, Mistral, Qwen2.5-VL, Qwen3, UMT5 and CLIP's vision
+@pytest.mark.parametrize(
+    "family",
+    [BY_NAME[name] for name in ("flux", "flux2", "qwen_image_edit", "z_image", "wan_i2v")],
+    indirect=True,
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_tensors_have_the_precision_in_which_the_libraries_load_them(folder, dtype):
+    """T5's `wo` and rotary frequencies, among others, are in float32."""
+    stock = load_pipeline(DiffusionPipeline, str(folder), dtype=dtype).components
+    names = [n for n, p in stock.items() if isinstance(p, nn.Module) and n != "vae"]
+    found, expected = (
+        {
+            f"{name}.{each}": tensor.dtype
+            for name in names
+            for each, tensor in chain(own[name].named_parameters(), own[name].named_buffers())
+        }
+        for own in (load(folder, dtype=dtype).pipeline.components, stock)
+    )
+    assert found == expected
+
+
+class Kept(PreTrainedModel):
+    _keep_in_fp32_modules = ["wo"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["gate.*weight"]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(PreTrainedConfig())
+        self.wo, self.gate, self.wi = (nn.Linear(2, 2) for _ in range(3))
+        self.register_buffer("saved", torch.ones(1))
+        self.register_buffer("frequencies", torch.ones(1), persistent=False)
+        self.post_init()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.float16, {"wo.weight", "wo.bias", "gate.weight", "frequencies"}),
+        (torch.bfloat16, {"gate.weight", "frequencies"}),
+        (torch.float64, set()),
+    ],
+    ids=str,
+)
+def test_layers_that_transformers_keeps_in_float32_stay_so(dtype, kept):
+    module = Kept()
+    freeze(module, dtype)
+    dtypes = {n: t.dtype for n, t in chain(module.named_parameters(), module.named_buffers())}
+    assert {*dtypes.values()} <= {dtype, torch.float32}
+    assert {name for name, own in dtypes.items() if own != dtype} == kept
+    assert not any(p.requires_grad for p in module.parameters())
 
 
 @EDITORS
@@ -329,6 +435,48 @@ def test_both_transformers_are_saved_loaded_and_exported(family, folder, trained
     weights, found = whole.transformer.state_dict(), again.transformer.state_dict()
     assert weights.keys() == found.keys()
     assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+@EXPERTS
+def test_both_transformers_are_pulled_to_their_teachers(trained, run_once):
+    """opd reads the LoRA of both, and trains both from 0."""
+    lora = trained.folder / "checkpoints/latest/lora"
+    plain = {"frames": 1, "sample.guidance_scale": 1.0, "sample.guidance_scale_2": None}
+    opd = {"algorithm": "opd", "opd.start": "model", "opd.teachers": {"all": str(lora)}}
+    session = run_once("distilled", **opd, **plain, eval_freq=0)
+    teacher = session.policy.loras[str(lora)]
+    saved = {
+        f"{name}.{key}": tensor
+        for name, place in (("transformer", ""), ("transformer_2", "transformer_2"))
+        for key, tensor in read_lora(lora / place).of("transformer").items()
+    }
+    assert len(teacher.names) == len(saved)
+    for name, weight in zip(teacher.names, teacher.copy, strict=True):
+        assert torch.equal(weight, saved[name.replace(".default.", ".")])
+    moved = {n.split(".")[0] for n, p in session.policy.trained().items() if "_B" in n and p.any()}
+    assert moved == {"transformer", "transformer_2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "named"),
+    [
+        ("wan22_a14b", lambda lora: shutil.rmtree(lora / "transformer_2"), "lora/transformer_2"),
+        ("wan", lambda lora: None, "has a LoRA for a transformer_2"),
+    ],
+    ids=["one of two", "two for one"],
+)
+@EXPERTS
+def test_teachers_of_another_number_of_transformers_are_rejected_before(
+    trained, tmp_path, refusal, name, spoil, named
+):
+    lora = tmp_path / "lora"
+    shutil.copytree(trained.folder / "checkpoints/latest/lora", lora)
+    spoil(lora)
+    folder = save_small(BY_NAME[name], tmp_path / "whole")
+    opd = {"algorithm": "opd", "opd.start": "model", "opd.teachers": {"all": str(lora)}}
+    message = refusal(BY_NAME[name], folder, **opd)
+    assert message.startswith("opd.teachers['all']=")
+    assert named in message
 
 
 @EXPERTS

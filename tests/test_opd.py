@@ -1,12 +1,15 @@
 """On-policy distillation: which teacher a sample is pulled to, what the student starts from, and
 what is told before the model loads."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from methods import STEPS, method, rollout
 from sessions import short_config
 
+from flow_grpo.draw.algorithms import Batch
 from flow_grpo.draw.models.lora_files import read_lora
 from flow_grpo.draw.rollout import take_step
 from flow_grpo.draw.saved import config_of_run
@@ -62,6 +65,43 @@ def test_each_state_is_pulled_to_the_teacher_of_its_prompt():
         for row, other in enumerate((scenes, scenes, signs, signs))
     ]
     torch.testing.assert_close(loss.per_sample, torch.stack(expected))
+
+
+def test_samples_with_different_windows_are_trained_at_their_own_steps():
+    """As with sample.sde_window_per='group' or 'batch'."""
+    setup = {**SETUP, "window_size": 2, "window_range": (0, 3)}
+    algorithm = method("opd", setup, teachers=TEACHERS)
+    policy, batch = rollout(method("opd", SETUP, teachers=TEACHERS))
+    update = [in_window(batch[:2], 0), in_window(batch[2:], 1)]
+    with pytest.raises(ValueError, match=r"range\(0, 2\) and range\(1, 3\)"):
+        Batch.join(update)
+    alone, together = {}, {}
+    for losses, parts in (
+        (alone, [part[i : i + 1] for part in update for i in range(2)]),
+        (together, algorithm.batches([update[1][:1], update[0], update[1][1:]], 2)),
+    ):
+        for part in parts:
+            prepared = algorithm.prepare(policy, part)
+            for j in range(algorithm.losses_per_sample):
+                loss = algorithm.loss(policy, part, prepared, j)
+                for index, value in zip(part.index.tolist(), loss.per_sample, strict=True):
+                    losses[index, j] = value.item()
+    assert len(alone) == 4 * 2
+    assert together == pytest.approx(alone, rel=1e-9)
+
+
+def in_window(batch: Batch, start: int) -> Batch:
+    """Two steps from `start` of a batch that was sampled with noise on all steps."""
+    whole, rows = batch.trajectory, slice(start, start + 2)
+    return replace(
+        batch,
+        trajectory=replace(
+            whole,
+            steps=whole.steps[rows],
+            latents=whole.latents[:, start : start + 3],
+            log_probs=whole.log_probs[:, rows],
+        ),
+    )
 
 
 def test_batches_of_one_teacher_pass_through_it_alone():

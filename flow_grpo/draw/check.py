@@ -13,7 +13,7 @@ from flow_grpo.config.trade import Unchecked
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.prompts import check_there
 from flow_grpo.draw.fields import DRAW, DrawFields
-from flow_grpo.draw.plan import BatchPlan, build_plan
+from flow_grpo.draw.plan import BatchPlan, build_plan, group_field, group_size
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.run.plan import check_places, count_processes
@@ -53,7 +53,7 @@ def check(config: Unchecked | DrawFields) -> DrawFields:
             f"train.cfg=False with sample.guidance_scale={sample.guidance_scale} would "
             "train another velocity than was sampled; set guidance_scale=1 or train.cfg=True"
         )
-    gate, group = settings.anchors.kl_gate, sample.num_image_per_prompt
+    gate, group = settings.anchors.kl_gate, group_size(settings)
     if gate and 0 not in settings.reward_fn.values():
         raise UserError(
             f"anchors.kl_gate={gate} needs a second opinion on the pictures: add a reward of "
@@ -61,9 +61,9 @@ def check(config: Unchecked | DrawFields) -> DrawFields:
         )
     if settings.anchors.diversity and group < 3:
         raise UserError(
-            "anchors.diversity=True weighs how far each picture of a group is from its nearest, "
-            f"and in a group of sample.num_image_per_prompt={group} all are alike far; set it to 3 "
-            "or more"
+            "anchors.diversity=True weights samples by the distance to the nearest one of their "
+            f"group, which is the same for all in a group of {group_field(settings)}; use groups "
+            "of 3 or more"
         )
     return with_files(settings)
 
@@ -217,11 +217,10 @@ def check_void(settings: DrawFields, algorithm: "Algorithm") -> None:
             f"sample.same_latent=True does not go with algorithm={algorithm.name!r}, which samples "
             "without noise: all samples of a group would be the same; set it to False"
         )
-    if sample.sde_window_per == "group" and sample.num_image_per_prompt % sample.train_batch_size:
+    if sample.sde_window_per == "group" and group_size(settings) % sample.train_batch_size:
         raise UserError(
             f"sample.sde_window_per='group' needs batches of one group: sample.train_batch_size="
-            f"{sample.train_batch_size} must divide sample.num_image_per_prompt="
-            f"{sample.num_image_per_prompt}"
+            f"{sample.train_batch_size} must divide {group_field(settings)}"
         )
     if settings.frames > 1 and algorithm.needs_reward_gradient:
         raise UserError(

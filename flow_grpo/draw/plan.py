@@ -58,9 +58,7 @@ class BatchPlan(Plan):
 
     @property
     def group_field(self) -> str:
-        """What says how large a group is."""
-        kept = f"2 x train.keep_best_worst={self.group_size // 2}"
-        return kept if self.explored > 1 else f"sample.num_image_per_prompt={self.group_size}"
+        return _group_field(self.group_size, kept=self.explored > 1)
 
     @property
     def samples(self) -> int:
@@ -151,6 +149,17 @@ class BatchPlan(Plan):
 def group_size(config: DrawFields) -> int:
     """How many samples of a prompt are trained."""
     return 2 * config.train.keep_best_worst or config.sample.num_image_per_prompt
+
+
+def group_field(config: DrawFields) -> str:
+    """The setting that decides the size of a trained group, with its value."""
+    return _group_field(group_size(config), kept=config.train.keep_best_worst > 0)
+
+
+def _group_field(size: int, *, kept: bool) -> str:
+    if kept:
+        return f"2 x train.keep_best_worst={size // 2}"
+    return f"sample.num_image_per_prompt={size}"
 
 
 def build_plan(config: DrawFields, num_processes: int, trained_steps: int = 1) -> BatchPlan:

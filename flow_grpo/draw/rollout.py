@@ -67,7 +67,14 @@ class Trajectory:
 
     @staticmethod
     def join(parts: "Sequence[Trajectory]") -> "Trajectory":
-        """One batch of several that took the same steps."""
+        """Concatenate batches that took the same stochastic steps.
+
+        Raises:
+            ValueError: The steps differ: column j of the latents would mean a different step for
+                each batch.
+        """
+        if odd := [p.steps for p in parts if p.steps != parts[0].steps]:
+            raise ValueError(f"cannot join trajectories of {parts[0].steps} and {odd[0]}")
         return replace(
             parts[0],
             final=torch.cat([p.final for p in parts]),

@@ -182,7 +182,7 @@ def build_session(
                 f"train.lora_path={train.lora_path!r} has no effect with "
                 f"{algorithm.name}.start='merged'; set that to 'model'"
             )
-        teachers = read_teachers(algorithm.loras, train, model_and_family(config)[0])
+        teachers = read_teachers(algorithm.loras, train, model_at_revision(config))
         run.add_rewards(check_rewards)
         with advice_when_short(lighter_settings(config)):
             adapter = (load or build_adapter)(config, accelerator)
@@ -255,6 +255,14 @@ def model_and_family(config: DrawFields) -> tuple[str, type[ModelAdapter] | None
         return name, find_adapter(download_revision(name, config.pretrained.revision))
     except UserError:  # told when it is loaded
         return name, None
+
+
+def model_at_revision(config: DrawFields) -> str:
+    """The folder or hub id of the model; its name where the revision cannot be downloaded."""
+    try:
+        return download_revision(config.pretrained.model, config.pretrained.revision)
+    except UserError:  # reported when the model is loaded
+        return config.pretrained.model
 
 
 def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> None:

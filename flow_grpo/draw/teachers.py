@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 from peft import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
+from flow_grpo.draw.models.experts import SECOND, joined, parts_of, places_of
 from flow_grpo.draw.models.lora_files import TRANSFORMER, LoraFile, compare_layers, read_lora
 from flow_grpo.draw.policy import Policy
 from flow_grpo.errors import UserError
@@ -18,24 +20,39 @@ from flow_grpo.run.snapshot import Snapshot
 
 # of a LoraConfig: what scales its product, and how large it is
 LAYOUT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
-Files = dict[str, LoraFile | None]  # by path; None: the model without LoRA
+# By path, then by the folder of each transformer (`parts_of`); None: the model without LoRA.
+Files = dict[str, dict[str, LoraFile] | None]
 
 
 def read_teachers(fields: Mapping[str, str], train: Any, model: str) -> Files:
     """The LoRA that each field names, if it is one of this model and like the one of the run."""
-    own = {"r": train.lora_rank, "lora_alpha": train.lora_alpha}
-    if fields and train.lora_path:
-        own = _layout(read_lora(train.lora_path))
-    layers, files = _layers(Path(model)) if fields else {}, {}
+    if not fields:
+        return {}
+    places, files = _places(model), {}
+    own = {place: {"r": train.lora_rank, "lora_alpha": train.lora_alpha} for place in places}
+    if train.lora_path:
+        own = {place: _layout(read_lora(Path(train.lora_path, place))) for place in places}
+    layers = {place: _layers(Path(model, place or TRANSFORMER)) for place in places}
     for field, path in fields.items():
         try:
-            files[path] = file = read_lora(path, field) if path else None
-            if file is not None:
-                _check(file, own, layers)
+            files[path] = None
+            if path:
+                files[path] = {place: read_lora(Path(path, place), field) for place in places}
+                for place, file in files[path].items():
+                    _check(file, own[place], layers[place])
+                if SECOND not in places and Path(path, SECOND).is_dir():
+                    raise UserError(f"it has a LoRA for a {SECOND}, which this model does not have")
         except UserError as error:
             named = "" if field in str(error) else f"{field}={path!r}: "
             raise UserError(f"{named}{error}") from error
     return files
+
+
+def _places(model: str) -> tuple[str, ...]:
+    try:
+        return places_of(DiffusionPipeline.load_config(model))
+    except (OSError, ValueError):  # reported when the model is loaded
+        return ("",)
 
 
 def _layout(file: LoraFile) -> dict[str, Any]:
@@ -44,11 +61,11 @@ def _layout(file: LoraFile) -> dict[str, Any]:
     return {name: given[name] for name in LAYOUT if given.get(name)}
 
 
-def _layers(model: Path) -> dict[str, list[int]]:
-    """The shapes of the transformer's weights, by the headers of its files; none of a hub id."""
+def _layers(folder: Path) -> dict[str, list[int]]:
+    """The shapes of a transformer's weights, by the headers of its files; none of a hub id."""
     shapes = {}
     with suppress(OSError, SafetensorError):  # which is told when the model loads
-        for path in (model / TRANSFORMER).glob("*.safetensors"):
+        for path in folder.glob("*.safetensors"):
             with safe_open(path, "pt") as opened:
                 names = list(opened.keys())
                 shapes |= {name: opened.get_slice(name).get_shape() for name in names}
@@ -78,11 +95,17 @@ def _told(layout: dict[str, Any]) -> str:
 
 def add_teachers(policy: Policy, files: Files, start: Sequence[str]) -> None:
     """Put `files` beside the policy's weights, which become the mean of those in `start`."""
-    layers = get_peft_model_state_dict(policy.transformer) if files else {}
-    for path, file in files.items():
+    if not files:
+        return
+    parts = {place: part for place, part, _ in parts_of(policy.transformer)}
+    layers = joined(
+        policy.transformer, {p: get_peft_model_state_dict(part) for p, part in parts.items()}
+    )
+    for path, own in files.items():
         tensors = {name: torch.zeros_like(weight) for name, weight in layers.items()}
-        if file is not None:
-            tensors = file.of(TRANSFORMER)
+        if own is not None:
+            by_place = {place: file.of(TRANSFORMER) for place, file in own.items()}
+            tensors = joined(policy.transformer, by_place)
             try:
                 compare_layers(tensors, layers)
             except ValueError as error:

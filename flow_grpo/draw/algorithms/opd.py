@@ -68,10 +68,17 @@ class Opd(Algorithm):
         return np.zeros(len(scored.groups))  # rewards are measured, and train nothing
 
     def batches(self, update: list[Batch], size: int) -> list[Batch]:
-        """By task: a batch goes through the teachers of all its samples."""
-        whole = Batch.join(update)
-        order = np.argsort(whole.tasks, kind="stable")
-        return [whole[order[i : i + size]] for i in range(0, len(order), size)]
+        """Batches of samples that took the same steps, sorted by task: a batch goes through the
+        teachers of all its samples."""
+        by_steps: dict[range, list[Batch]] = {}
+        for part in update:
+            by_steps.setdefault(part.trajectory.steps, []).append(part)
+        batches = []
+        for parts in by_steps.values():
+            whole = Batch.join(parts)
+            order = np.argsort(whole.tasks, kind="stable")
+            batches += [whole[order[i : i + size]] for i in range(0, len(order), size)]
+        return batches
 
     def prepare(self, policy: "Policy", batch: Batch) -> dict[str, Tensor]:
         """Velocities (B, steps, C, H, W) of each sample's teacher, and of the anchor."""

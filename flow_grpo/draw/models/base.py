@@ -5,8 +5,9 @@ A family is a subclass in a file of its own; see docs/models.md, "How to add a m
 
 import copy
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline, ModelMixin
 from peft import get_peft_model_state_dict
 from PIL import Image
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.image_processing_base import ImageProcessingMixin
 
 from flow_grpo.draw.models.embeddings import Embedding, PromptCache, identity
@@ -54,15 +56,39 @@ TOKENS = 32
 
 
 def freeze(module: nn.Module, dtype: torch.dtype) -> None:
-    """Layers that their family keeps in float32 stay so."""
+    """Disable gradients and cast to `dtype`, with the exceptions of the library's own loader.
+
+    Layers that the library keeps in float32 stay in float32. Buffers that are not saved are never
+    narrowed: these are rotary frequencies, whose rounding error grows with the position.
+    """
     module.requires_grad_(False).eval()
-    kept = (module._keep_in_fp32_modules or []) if isinstance(module, ModelMixin) else []
+    saved, is_kept = module.state_dict().keys(), float32_rule(module, dtype)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if tensor.is_floating_point():
             wanted = dtype
-            if any(part in name.split(".") for part in kept):
+            if is_kept(name):
                 wanted = torch.promote_types(dtype, torch.float32)
+            elif name not in saved:
+                wanted = torch.promote_types(dtype, tensor.dtype)
             tensor.data = tensor.data.to(wanted)
+
+
+def float32_rule(module: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return which tensors, by name, stay in float32 when `module` is loaded in `dtype`.
+
+    diffusers matches parts of the name in any dtype. transformers matches patterns: those of
+    `_keep_in_fp32_modules` in float16 (such as `wo` of T5, which overflows there), those of
+    `_keep_in_fp32_modules_strict` in bfloat16 too.
+    """
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    if isinstance(module, ModelMixin):
+        return lambda name: not kept.isdisjoint(name.split("."))
+    if not isinstance(module, PreTrainedModel) or dtype not in (torch.float16, torch.bfloat16):
+        return lambda name: False
+    strict = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    names = strict | kept if dtype == torch.float16 else strict
+    patterns = [re.compile(name.replace("*", ".*")) for name in names]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
 
 
 def vae_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -12,6 +12,7 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 Embedding = dict[str, Tensor]  # of one text, and of its pictures
 IN_MEMORY = 2048  # prompts; for SD3.5 in half precision at most 3.5 GB, at 205 tokens
 SAMPLES = 64  # values of each weight that are hashed in their order
+# Increase it whenever `encode_one` of a family, or what it calls here, changes its result: files of
+# earlier versions are then not used. 2: 3-D positions of images; rotary frequencies in float32.
+ENCODING_VERSION = 2
 
 
 class PromptCache:
@@ -110,6 +114,7 @@ def identity(
 ) -> str:
     """A hash of all that decides the bits of an embedding, besides the text. Not of paths."""
     facts = {
+        "version": ENCODING_VERSION,
         "encoders": {name: _encoder_facts(module) for name, module in encoders.items()},
         "tokenizers": {name: _tokenizer_facts(part) for name, part in tokenizers.items()},
         "settings": settings,
@@ -150,7 +155,8 @@ def _tokenizer_facts(part: PreTrainedTokenizerBase | ProcessorMixin) -> dict[str
 
 def _arithmetic(device: torch.device) -> list[Any]:
     """The same model gives other last bits on another device or with other libraries."""
-    versions = [torch.__version__, diffusers.__version__, torch.get_float32_matmul_precision()]
+    libraries = [torch.__version__, diffusers.__version__, transformers.__version__]
+    versions = [*libraries, torch.get_float32_matmul_precision()]
     if device.type == "cuda":
         return [*versions, torch.cuda.get_device_name(device)]
     return [*versions, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]

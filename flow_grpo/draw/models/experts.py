@@ -1,7 +1,8 @@
 """Two transformers that take turns, as in Wan 2.2 A14B: one for much noise, one for little."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -62,3 +63,23 @@ def parts_of(
         own = {k: v for k, v in (weights or {}).items() if k.startswith(f"{name}.")}
         place = SECOND if name == SECOND else ""
         yield place, part, {k.removeprefix(f"{name}."): v for k, v in own.items()}
+
+
+def joined(
+    transformer: nn.Module, weights: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Merge the weights of each transformer, given by folder as in `parts_of`, into one dict that
+    is keyed by the names in `transformer`."""
+    if not isinstance(transformer, Experts):
+        return dict(weights[""])
+    places = {name: SECOND if name == SECOND else "" for name, _ in transformer.named_children()}
+    return {
+        f"{name}.{key}": tensor
+        for name, place in places.items()
+        for key, tensor in weights.get(place, {}).items()
+    }
+
+
+def places_of(pipeline: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the folders of `parts_of` for the model with this pipeline config."""
+    return ("",) if pipeline.get("boundary_ratio") is None else ("", SECOND)

@@ -4,11 +4,14 @@ A processor's own loader takes the classes that its files name, which may be Pyt
 model's own, and needs torchvision. Here each is put together of parts whose classes are named.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from diffusers import DiffusionPipeline
 from transformers import (
     CLIPImageProcessorPil,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
     Qwen2Tokenizer,
@@ -81,3 +84,26 @@ def load_pipeline(kind: type[DiffusionPipeline], model: str, **settings: Any) ->
     pipeline = kind.from_pretrained(model, **settings, **given)
     pipeline.register_modules(**own)
     return pipeline
+
+
+@contextmanager
+def with_token_types(encoder: PreTrainedModel) -> Iterator[None]:
+    """Pass `mm_token_type_ids` to every forward pass of `encoder` that is called without them.
+
+    Qwen2.5-VL gives image tokens 3-D rotary positions (time, height, width). transformers >= 5
+    computes them from these ids, and without the ids silently uses 1-D positions, with which
+    Qwen-Image-Edit was not trained. diffusers 0.42.1 does not pass them (its issue 14194).
+    """
+
+    def add_token_types(_: Any, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, dict]:
+        if inputs.get("mm_token_type_ids") is None:
+            ids = inputs["input_ids"] if "input_ids" in inputs else args[0]
+            is_image = ids == encoder.config.image_token_id
+            inputs = {**inputs, "mm_token_type_ids": is_image.int()}  # 0: text, 1: image
+        return args, inputs
+
+    handle = encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flow_grpo.draw.models.embeddings import Embedding
 from flow_grpo.draw.models.inputs import Inputs, pack
+from flow_grpo.draw.models.processors import with_token_types
 from flow_grpo.draw.models.qwen_image import QwenImageAdapter
 
 
@@ -23,9 +24,9 @@ class QwenImageEditAdapter(QwenImageAdapter):
     sources = range(1, 2)
 
     def encode_one(self, text: str, *pictures: Image.Image) -> Embedding:
-        embeds, _ = self.pipeline.encode_prompt(
-            prompt=[text], image=[self.seen(picture) for picture in pictures], device=self.device
-        )
+        images = [self.seen(picture) for picture in pictures]
+        with with_token_types(self.pipeline.text_encoder):
+            embeds, _ = self.pipeline.encode_prompt(prompt=[text], image=images, device=self.device)
         tokens = [pack(self.source_latents(picture)) for picture in pictures]
         return {"embeds": embeds, "source": torch.cat(tokens, 1)}
 
