@@ -2,7 +2,7 @@
 several: one figure with bands over the seeds (OUT.png), a table of each task (OUT.md) and what each
 run had reached after every epoch (OUT.csv).
 
-    python scripts/compare.py tiny_ocr tiny_awm tiny_nft --seeds 1 2 3 --passes 100000 \
+    python scripts/compare.py tiny_ocr tiny_awm tiny_nft --seeds 1 2 3 --passes 100000 \\
         --out docs/results/compare [--tasks signs scenes] [--config.FIELD=VALUE ...]
 
 With --rates, each method first runs with each learning rate and the seed --choose, which is not

@@ -1,6 +1,6 @@
 """Two skills in one model: a student of two teachers (algorithm=opd) beside a run on mixed rewards.
 
-    python scripts/compare_opd.py --seeds 1 2 3 --jobs 3 [--students FIELD=VALUE+FIELD=VALUE ...] \
+    python scripts/compare_opd.py --seeds 1 2 3 --jobs 3 [--students FIELD=VALUE+FIELD=VALUE ...] \\
         [--config.FIELD=VALUE ...]
 
 Trains the teachers of signs and scenes first, then the student of each seed's teachers and the run

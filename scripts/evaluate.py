@@ -34,6 +34,17 @@ PICTURES = flags.DEFINE_integer(
     "How many to save of each checkpoint; if not given all, of videos log_images.",
     lower_bound=0,
 )
+COMMON = (
+    *("pretrained.model", "train.lora_path", "dataset", "dataset_column", "eval_prompts"),
+    *("eval_reward_fn", "reward_fn", "sample.eval_num_steps", "sample.eval_guidance_scale"),
+    *("sample.guidance_scale", "sample.test_batch_size", "resolution", "frames", "seed"),
+    "mixed_precision",
+)
+VLM = (
+    "evaluate.py is for diffusion models; scripts/train_vlm.py evaluates a VLM on its test set "
+    "before the first epoch (epoch 0 of metrics.jsonl): run it with --config.num_epochs=1, and for "
+    "a checkpoint with --config.pretrained.model=FOLDER, a folder that scripts/export.py wrote"
+)
 OUT = flags.DEFINE_string("out", None, "New folder for what is written.", required=True)
 
 
@@ -46,4 +57,5 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, DRAW, default=command_line.config_of_first(sys.argv, "checkpoint"))
+    first_run = command_line.config_of_first(sys.argv, "checkpoint")
+    command_line.run(main, DRAW, common=COMMON, other_trade=VLM, default=first_run)

@@ -1,7 +1,7 @@
 """Merge a checkpoint into its model: a folder that diffusers or transformers load by themselves.
 
     python scripts/export.py --checkpoint logs/RUN --out exported
-    python scripts/export.py --checkpoint logs/RUN/checkpoints/checkpoint-8 --raw \
+    python scripts/export.py --checkpoint logs/RUN/checkpoints/checkpoint-8 --raw \\
         --model assets/tiny-sd3 --dtype bfloat16 --out exported
 
 Afterwards `DiffusionPipeline.from_pretrained("exported")`, or for a model that answers

@@ -27,7 +27,7 @@ from tiny.options import Options
 from tiny.pretrain import save_half
 from torch import Tensor
 
-from flow_grpo.config.mistakes import told_plainly
+from flow_grpo.config.mistakes import Parser, told_plainly
 from flow_grpo.data.prompts import Prompt, load_prompts
 from flow_grpo.draw.evaluation import Exchange, find_candidates
 from flow_grpo.draw.models import ModelAdapter, Schedule, load_adapter
@@ -228,7 +228,7 @@ def table(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("distil", "compare"))
     known, rest = parser.parse_known_args(argv)
     told_plainly(partial({"distil": distil, "compare": compare}[known.what], rest), debug=False)

@@ -9,7 +9,6 @@ learned. What is right all the same stands in RIGHT, with the reason; all else i
 the config should refuse in one line. Exits with 1 if there is any.
 """
 
-import argparse
 import copy
 import logging
 import sys
@@ -29,6 +28,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 from untrained import small
 
+from flow_grpo.config.mistakes import Parser
 from flow_grpo.draw.algorithms import ALGORITHMS
 from flow_grpo.draw.check import check_gradient
 from flow_grpo.draw.fields import get_config
@@ -382,7 +382,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     alone = [name for name in ALGORITHMS if name != "opd"]  # whose teachers are files
     parser.add_argument("algorithms", nargs="*", default=alone, metavar="ALGORITHM")
     parser.add_argument("--log", type=Path, help="a file for what is found, beside the console")

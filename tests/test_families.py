@@ -43,6 +43,7 @@ from flow_grpo.data.prompts import Prompt
 from flow_grpo.draw.export import export
 from flow_grpo.draw.models import ModelAdapter, Size, check_model, load_adapter
 from flow_grpo.draw.models.base import freeze
+from flow_grpo.draw.models.experts import check_places, places_of_model
 from flow_grpo.draw.models.lora_files import read_lora
 from flow_grpo.draw.models.processors import load_pipeline
 from flow_grpo.draw.models.wan import WanAdapter
@@ -460,23 +461,33 @@ def test_both_transformers_are_pulled_to_their_teachers(trained, run_once):
 @pytest.mark.parametrize(
     ("name", "spoil", "named"),
     [
-        ("wan22_a14b", lambda lora: shutil.rmtree(lora / "transformer_2"), "lora/transformer_2"),
-        ("wan", lambda lora: None, "has a LoRA for a transformer_2"),
+        ("wan22_a14b", lambda lora: shutil.rmtree(lora / "transformer_2"), "no folder transformer"),
+        ("wan", lambda lora: None, "has weights for a transformer_2"),
     ],
     ids=["one of two", "two for one"],
 )
+@pytest.mark.parametrize("teaches", [True, False], ids=["teacher", "lora_path"])
 @EXPERTS
-def test_teachers_of_another_number_of_transformers_are_rejected_before(
-    trained, tmp_path, refusal, name, spoil, named
+def test_lora_of_another_number_of_transformers_is_rejected_before(
+    trained, tmp_path, refusal, name, spoil, named, teaches
 ):
     lora = tmp_path / "lora"
     shutil.copytree(trained.folder / "checkpoints/latest/lora", lora)
     spoil(lora)
     folder = save_small(BY_NAME[name], tmp_path / "whole")
-    opd = {"algorithm": "opd", "opd.start": "model", "opd.teachers": {"all": str(lora)}}
-    message = refusal(BY_NAME[name], folder, **opd)
-    assert message.startswith("opd.teachers['all']=")
-    assert named in message
+    if teaches:
+        opd = {"algorithm": "opd", "opd.start": "model", "opd.teachers": {"all": str(lora)}}
+        message = refusal(BY_NAME[name], folder, **opd)
+        assert message.startswith("opd.teachers['all']=")
+        assert named in message
+        return
+    assert named in refusal(BY_NAME[name], folder, **{"train.lora_path": str(lora)})
+    with pytest.raises(UserError, match=named):
+        export(Source.find(lora), str(folder), tmp_path / "exported")
+    with pytest.raises(UserError, match=named):
+        load(folder).load_weights(lora)
+    with pytest.raises(UserError, match=named):
+        check_places(lora, places_of_model(str(folder)))
 
 
 @EXPERTS

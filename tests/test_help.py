@@ -1,5 +1,6 @@
 """--help is short and quick, --help=all lists every field, and what is suggested works."""
 
+import ast
 import os
 import re
 import signal
@@ -14,16 +15,40 @@ from runner import ROOT, environment, run_light
 
 from flow_grpo import sde
 from flow_grpo.answer.fields import ANSWER
+from flow_grpo.config.mistakes import Parser
 from flow_grpo.config.settings import walk
 from flow_grpo.config.trade import all_fields
 from flow_grpo.draw.algorithms import ALGORITHMS
 from flow_grpo.draw.fields import DRAW, _read_settings, _with_algorithms, get_config, settings
 from flow_grpo.draw.models.base import GuidanceGradient
+from flow_grpo.draw.saved import config_of_file
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 
 # dicts with names of the user's, and what says enough by its name
 SAY_ENOUGH = ("reward_fn.", "reward_servers.")
+
+
+def test_examples_keep_their_line_breaks():
+    """A backslash at the end of a line of a docstring joins it with the next, unless escaped."""
+    folders = ("scripts", "reward_server")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        node = next(iter(ast.parse(path.read_text("utf-8")).body), None)
+        if isinstance(node, ast.Expr):
+            assert node.value.value.count("\n") == node.end_lineno - node.lineno, path
+
+
+def test_a_description_of_several_lines_is_not_cut(monkeypatch):
+    about = "Compares runs\nof several methods.\n\n    python a.py --out b \\\n        --all\n"
+    monkeypatch.setattr(sys.modules["__main__"], "__doc__", about)
+    text = Parser(prog="a.py", description=about.splitlines()[0]).format_help()
+    assert "\nCompares runs\nof several methods.\n\noptions:" in text
+    assert text.endswith("\n    python a.py --out b \\\n        --all\n")
+
+
+def test_the_demo_rejects_the_config_of_a_vlm():
+    with pytest.raises(UserError, match=r"config/vlm\.py:tiny_vlm is not of a diffusion model"):
+        config_of_file("config/vlm.py:tiny_vlm", [])
 
 
 def test_every_field_has_a_reason():
@@ -86,6 +111,7 @@ QUICK = [  # what is typed, what it prints
     (("scripts/train.py", "--resume=docs", "--config.sed=1"), "docs is not a run: it has no"),
     (("scripts/train.py", TINY, "--help=nft"), "\n  --config.nft.times=9\n"),
     (("scripts/evaluate.py", TINY), "error: --out is missing: New folder"),
+    (("scripts/evaluate.py", TINY_VLM, "--out=x"), "scripts/train_vlm.py evaluates a VLM on its"),
     # what settings and the disk alone can tell
     (("scripts/train.py", TINY, "--config.sample.train_batch_size=7"), "do not divide into groups"),
     (("scripts/train.py", TINY, *TAKEN), "error: docs already exists; go on with it (--resume "),
@@ -134,7 +160,11 @@ def test_what_is_known_without_torch_is_all_that_there_is():
 def test_help_only_prints(run, script):
     done = run("--help", script=f"scripts/{script}.py", config="config/grpo.py:tiny_ocr")
     assert done.returncode == 0, done.stderr
-    assert "--config.train.learning_rate=" in done.stdout
+    evaluates = script == "evaluate"  # help lists the settings that the script uses
+    assert ("--config.train.learning_rate=" in done.stdout) != evaluates
+    assert ("--config.eval_reward_fn=" in done.stdout) == evaluates
+    assert ("--config.sample.eval_num_steps=" in done.stdout) == evaluates
+    assert "repeat this option" not in done.stdout
     assert "--debug" in done.stdout
     assert ("  --dry_run\n        Build all that the run would" in done.stdout) == (
         script == "train"

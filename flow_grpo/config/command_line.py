@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,7 +20,7 @@ from flow_grpo.config.mistakes import SIGNALS, as_typed, is_first_process, say, 
 from flow_grpo.config.overrides import check_flags, check_names, load, names_in, plainly, values_of
 from flow_grpo.config.places import ROOT, check_made, find, find_config
 from flow_grpo.config.saved import PLACES, find_run
-from flow_grpo.config.trade import Trade, entry
+from flow_grpo.config.trade import OtherTrade, Trade, entry
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.files import refuse_halves
 
@@ -46,17 +46,22 @@ def run(
     main: Callable[[ConfigDict], Any],
     trade: Trade,
     *,
+    common: Sequence[str] = (),
+    other_trade: str = "",
     default: str | None = None,
     dry_run: Callable[[ConfigDict, int | None], Any] | None = None,
 ) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
 
+    `common` are the settings that --help lists, if not those of training. `other_trade` is the
+    error message for a config of the other training script, if not to run that script.
     `default` is the config to take where none is named, `dry_run` what to call in place of `main`
     with --dry_run, with the config and --world_size. What is returned is never freed: gloo was seen
     to wait for ever when the last reference to a process group went.
     """
     if not flags.FLAGS.is_parsed():
-        look(trade, dry_run=dry_run is not None, default=default)
+        trains = dry_run is not None
+        look(trade, dry_run=trains, default=default, common=common, other_trade=other_trade)
 
     def start(_: list[str]) -> None:
         set_up_logging()
@@ -69,7 +74,14 @@ def run(
     app.run(start, flags_parser=lambda argv: argv[:1])
 
 
-def look(trade: Trade, *, dry_run: bool = False, default: str | None = None) -> None:
+def look(
+    trade: Trade,
+    *,
+    dry_run: bool = False,
+    default: str | None = None,
+    common: Sequence[str] = (),
+    other_trade: str = "",
+) -> None:
     """Parse the command line: show help, and tell every mistake that can be told without torch.
     The training scripts call it before the imports that take seconds."""
     config_flags.DEFINE_config_file(
@@ -85,15 +97,24 @@ def look(trade: Trade, *, dry_run: bool = False, default: str | None = None) -> 
     if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
         argv = [argv[0], f"--config={default}", *argv[1:]]
     argv = _with_our_configs(argv)
-    options = {"asks": default is None, "trains": dry_run}
-    told_plainly(lambda: _look(argv, trade, **options), debug="--debug" in argv)
+    options = {"asks": default is None, "trains": dry_run, "common": common or trade.first}
+
+    def check() -> None:
+        try:
+            _look(argv, trade, **options)
+        except OtherTrade as error:
+            raise UserError(other_trade or str(error)) from error
+
+    told_plainly(check, debug="--debug" in argv)
 
 
-def _look(argv: list[str], trade: Trade, *, asks: bool, trains: bool) -> None:
+def _look(
+    argv: list[str], trade: Trade, *, asks: bool, trains: bool, common: Sequence[str]
+) -> None:
     """The hub is asked for the model, unless the script may put another in its place; a script that
     `trains` needs a folder and prompts."""
     if {"--help", "-h", "--helpshort"} & {*argv}:
-        _show(_short_help(argv, trade))
+        _show(_short_help(argv, trade, common))
     if part := next((arg for arg in argv if re.match("--help(=|full)", arg)), None):
         _show(_usage(argv, trade, part.partition("=")[2]))
     _parse(argv, trade)
@@ -191,9 +212,9 @@ def config_of_first(argv: list[str], option: str) -> str | None:
     return run and f"{OF_RUN}:{run}"
 
 
-def _short_help(argv: list[str], trade: Trade) -> str:
+def _short_help(argv: list[str], trade: Trade, common: Sequence[str]) -> str:
     why = trade.reasons()
-    first = [entry(f"--config.{name}=...", why[name]) for name in trade.first]
+    first = [entry(f"--config.{name}=...", why[name]) for name in common]
     return "\n".join([*_about(argv), "", "settings that are often changed:", *first, "", MORE])
 
 
@@ -210,7 +231,9 @@ def _about(argv: list[str]) -> list[str]:
     """What the script does, and its options."""
     own = flags.FLAGS.flags_by_module_dict()
     ours = [*own.get(argv[0], []), *own.get(__name__, [])]
-    options = [entry(f"--{flag.name}", flag.help) for flag in ours]
+    # absl adds a line of its own to the help of options that may be repeated
+    helps = {flag.name: flag.help.partition(";\n    repeat this option")[0] for flag in ours}
+    options = [entry(f"--{name}", text) for name, text in helps.items()]
     about = (sys.modules["__main__"].__doc__ or "").strip()
     return [as_typed(about), "", "options:", *options]
 

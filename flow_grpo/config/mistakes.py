@@ -167,9 +167,11 @@ class Parser(argparse.ArgumentParser):
     in one line, as the scripts with a config do."""
 
     def __init__(self, **options: Any) -> None:
-        first, _, rest = (sys.modules["__main__"].__doc__ or "").partition("\n")
-        if options.get("description") == first:  # the examples come after the options
-            options |= {"epilog": as_typed(rest.strip("\n"))}
+        about = sys.modules["__main__"].__doc__ or ""
+        first, _, rest = about.partition("\n\n")
+        if options.get("description") == about.partition("\n")[0]:
+            # the whole first paragraph; the examples come after the options
+            options |= {"description": first, "epilog": as_typed(rest.strip("\n"))}
             options |= {"formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(**{"prog": typed(), **options})
 

@@ -41,6 +41,10 @@ NAMED = 5  # of many wrong fields, as many are named
 SCRIPTS = {"algorithm": "scripts/train.py", "question_format": "scripts/train_vlm.py"}
 
 
+class OtherTrade(UserError):
+    """A config of the other training script."""
+
+
 @dataclass(frozen=True)
 class Trade:
     """A kind of run: its fields, and what is said and asked of them."""
@@ -134,6 +138,19 @@ class Trade:
             )
         return settings
 
+    def check_kind(self, config: ConfigDict) -> None:
+        """Reject a config of the other training script.
+
+        Raises:
+            OtherTrade: If `config` has a field that only the other script's configs have.
+        """
+        known = self.get_config()
+        for name, script in SCRIPTS.items():
+            if name in config and name not in known:
+                raise OtherTrade(
+                    f"this is a config of {script}; run that, or start from {self.example}"
+                )
+
     def _check_fields(self, config: ConfigDict) -> None:
         """Refuse other fields than there are, and values of other types."""
         default = self.get_config()
@@ -141,11 +158,7 @@ class Trade:
         for name in known.keys() & given.keys():
             if isinstance(known[name], ConfigDict):
                 _check_type(name, given[name], ConfigDict)
-        for name, script in SCRIPTS.items():
-            if name in given and name not in known:
-                raise UserError(
-                    f"this is a config of {script}; run that, or start from {self.example}"
-                )
+        self.check_kind(config)
         dicts = {n: v.to_dict() for n, v in given.items() if isinstance(v, ConfigDict)}
         chosen = {n: v for n, v in given.items() if n in known and v != known[n]}
         old = old_names.among({**given, **dicts}, known, chosen)

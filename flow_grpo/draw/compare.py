@@ -19,6 +19,7 @@ from flow_grpo.draw.evaluation import (
     find_candidates,
 )
 from flow_grpo.draw.fields import DrawFields
+from flow_grpo.draw.models.experts import check_places, places_of_model
 from flow_grpo.draw.prompts import build_test_prompts
 from flow_grpo.draw.results import CandidateScores
 from flow_grpo.draw.rollout import Denoiser
@@ -29,6 +30,7 @@ from flow_grpo.draw.session import (
     eval_guidance,
     image_size,
     model_and_family,
+    model_at_revision,
 )
 from flow_grpo.draw.sources import check_sources
 from flow_grpo.errors import RewardOutage, UserError
@@ -105,6 +107,9 @@ def score_each(
     pictures: int,
 ) -> Iterator[CandidateScores]:
     """One model, whose weights are exchanged; pictures are saved as they come."""
+    places = places_of_model(model_at_revision(config))
+    for weights in (each.weights for each in candidates if each.weights):
+        check_places(weights, places)
     adapter = build_adapter(config, accelerator)
     exchange = Exchange(adapter, candidates)
     exchange.check(candidates)

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from flow_grpo.access import check_access, refusal
 from flow_grpo.draw.models import ADAPTERS
-from flow_grpo.draw.models.experts import SECOND
+from flow_grpo.draw.models.experts import SECOND, check_places
 from flow_grpo.draw.models.lora_files import attach_lora, replace_weights
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json
@@ -38,6 +38,7 @@ def export(
     places = {TRAINED: source.weights}
     if (index.get(SECOND) or [None])[0]:
         places[SECOND] = source.weights / SECOND
+    check_places(source.weights, [*places])
     merged = {part: _merged(source, base, part, index, place) for part, place in places.items()}
     for part, transformer in merged.items():
         transformer.to(dtype)

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict, config_flags
 
 from flow_grpo.config import overrides, saved
 from flow_grpo.config.places import find_config
+from flow_grpo.config.trade import OtherTrade
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.errors import UserError
 
@@ -20,7 +21,15 @@ def config_of_run(run: Path, options: list[str]) -> ConfigDict:
 def config_of_file(path: str, options: list[str]) -> ConfigDict:
     """path/to/config.py or path/to/config.py:preset."""
     argument = f"--config={find_config(path)}"
-    return override(overrides.check_names([sys.argv[0], argument, *options], DRAW), options)
+    config = overrides.check_names([sys.argv[0], argument, *options], DRAW)
+    try:
+        DRAW.check_kind(config)
+    except OtherTrade as error:
+        raise UserError(
+            f"--config {path} is not of a diffusion model, which this needs; name one like "
+            f"{DRAW.example}"
+        ) from error
+    return override(config, options)
 
 
 def override(config: ConfigDict, options: list[str]) -> ConfigDict:

@@ -38,6 +38,7 @@ from flow_grpo.draw.models import (
     find_adapter,
     load_adapter,
 )
+from flow_grpo.draw.models.experts import check_places, places_of_model
 from flow_grpo.draw.plan import BatchPlan, build_plan, group_size, lighter_settings
 from flow_grpo.draw.policy import Policy
 from flow_grpo.draw.prompts import build_prompts, reject_columns
@@ -319,6 +320,8 @@ def build_adapter(config: DrawFields, accelerator: Accelerator) -> ModelAdapter:
     sharded = is_sharded(accelerator)
     check_model(model, image_size(config), guidance, fewest_steps, sharded=sharded)
     check_gradient(config, find_adapter(model))
+    if config.train.lora_path:  # the model may take minutes to load
+        check_places(config.train.lora_path, places_of_model(model))
     adapter = load_adapter(
         model,
         device=accelerator.device,

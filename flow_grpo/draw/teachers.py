@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from peft import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
-from flow_grpo.draw.models.experts import SECOND, joined, parts_of, places_of
+from flow_grpo.draw.models.experts import check_places, joined, parts_of, places_of_model
 from flow_grpo.draw.models.lora_files import TRANSFORMER, LoraFile, read_lora
 from flow_grpo.draw.policy import Policy
 from flow_grpo.errors import UserError
@@ -29,31 +28,24 @@ def read_teachers(fields: Mapping[str, str], train: Any, model: str) -> Files:
     """The LoRA that each field names, if it is one of this model and like the one of the run."""
     if not fields:
         return {}
-    places, files = _places(model), {}
+    places, files = places_of_model(model), {}
     own = {place: {"r": train.lora_rank, "lora_alpha": train.lora_alpha} for place in places}
     if train.lora_path:
+        check_places(train.lora_path, places)
         own = {place: _layout(read_lora(Path(train.lora_path, place))) for place in places}
     layers = {place: _layers(Path(model, place or TRANSFORMER)) for place in places}
     for field, path in fields.items():
         try:
             files[path] = None
             if path:
+                check_places(path, places)
                 files[path] = {place: read_lora(Path(path, place), field) for place in places}
                 for place, file in files[path].items():
                     _check(file, own[place], layers[place])
-                if SECOND not in places and Path(path, SECOND).is_dir():
-                    raise UserError(f"it has a LoRA for a {SECOND}, which this model does not have")
         except UserError as error:
             named = "" if field in str(error) else f"{field}={path!r}: "
             raise UserError(f"{named}{error}") from error
     return files
-
-
-def _places(model: str) -> tuple[str, ...]:
-    try:
-        return places_of(DiffusionPipeline.load_config(model))
-    except (OSError, ValueError):  # reported when the model is loaded
-        return ("",)
 
 
 def _layout(file: LoraFile) -> dict[str, Any]:

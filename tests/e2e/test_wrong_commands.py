@@ -57,6 +57,11 @@ COMMANDS = [  # what is typed, what is wrong, the way out
     (f"{EVALUATE} --out=OUT/e --checkpoint=base,base", "base twice", "leave one out"),
     (f"{BENCHMARK}", "sd3.5-medium needs a GPU", "--model assets/tiny-sd3"),
     (f"{BENCHMARK} --model=sd3.5-medum", "--model=sd3.5-medum", "did you mean sd3.5-medium?"),
+    (
+        "scripts/benchmark.py --config=config/vlm.py:tiny_vlm",
+        "benchmark.py is for diffusion models",
+        "scripts/benchmark_vlm.py times a VLM",
+    ),
     (f"{BENCHMARK} --epochs=0", "--epochs=0", "is not a positive integer"),
     (
         f"{BENCHMARK} --model=assets/tiny-sd3 --out=OUT/b.jsonl --config.sample.num_steps=0",

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.image_processing_base import ImageProcessingMixin
 
 from flow_grpo.draw.models.embeddings import Embedding, PromptCache, identity
-from flow_grpo.draw.models.experts import parts_of
+from flow_grpo.draw.models.experts import check_places, parts_of
 from flow_grpo.draw.models.inputs import (
     Conditioning,
     Grid,
@@ -500,6 +500,7 @@ class ModelAdapter(ABC):
 
     def load_lora(self, folder: str | Path) -> None:
         """Put the LoRA in `folder` on the transformer, as the adapter "default"."""
+        check_places(folder, [place for place, *_ in parts_of(self.transformer)])
         for place, part, _ in parts_of(self.transformer):
             attach_lora(part, Path(folder, place), self.pipeline)
         self._cache, self._stream = self._open_cache(), None  # it may be on the text encoders too
@@ -507,6 +508,7 @@ class ModelAdapter(ABC):
     def load_weights(self, folder: Path) -> None:
         """Load what a run saved: a LoRA folder or a whole transformer."""
         if (folder / "config.json").is_file():
+            check_places(folder, [place for place, *_ in parts_of(self.transformer)])
             for place, part, _ in parts_of(self.transformer):
                 replace_weights(part, folder / place)
         else:

@@ -1,13 +1,16 @@
 """Two transformers that take turns, as in Wan 2.2 A14B: one for much noise, one for little."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin
 from peft import LoraConfig
 from torch import Tensor, nn
+
+from flow_grpo.errors import UserError
 
 SECOND = "transformer_2"  # what a pipeline calls it, and the folder of its weights in the first's
 
@@ -83,3 +86,32 @@ def joined(
 def places_of(pipeline: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the folders of `parts_of` for the model with this pipeline config."""
     return ("",) if pipeline.get("boundary_ratio") is None else ("", SECOND)
+
+
+def places_of_model(model: str) -> tuple[str, ...]:
+    """Return the folders of `parts_of` for the model in this folder or of this hub id."""
+    try:
+        return places_of(DiffusionPipeline.load_config(model))
+    except (OSError, ValueError):  # reported when the model is loaded
+        return ("",)
+
+
+def check_places(folder: str | Path, places: Sequence[str]) -> None:
+    """Reject a folder of weights for another number of transformers than the model has.
+
+    Args:
+        folder: A LoRA or whole weights, as `ModelAdapter.load_weights` takes them. A folder that
+            does not exist passes: it is reported where it is read.
+        places: The folders of `parts_of` for the model.
+    """
+    has_second = Path(folder, SECOND).is_dir()
+    if has_second and SECOND not in places:
+        raise UserError(
+            f"{folder} has weights for a {SECOND}, which this model does not have; name weights "
+            "that were trained from this model"
+        )
+    if SECOND in places and not has_second and Path(folder).exists():
+        raise UserError(
+            f"{folder} has no folder {SECOND}: this model has two transformers; name the folder "
+            "with the weights of both"
+        )
