@@ -34,6 +34,7 @@ from flow_grpo.draw.models.wan_i2v import WanImageToVideoAdapter
 from flow_grpo.draw.models.z_image import ZImageAdapter
 from flow_grpo.errors import UserError, check_model_folder, first_line
 from flow_grpo.files import read_json
+from flow_grpo.run.finite import first_nonfinite
 
 __all__ = [
     "Conditioning",
@@ -106,6 +107,11 @@ def load_adapter(
             if parameter.is_meta:  # it was in no file
                 kind = type(part).__name__
                 raise UserError(f"cannot load pretrained.model={model!r}: {kind} has no {name}")
+        if name := first_nonfinite(part.named_parameters()):
+            raise UserError(
+                f"cannot load pretrained.model={model!r}: {name} of its {type(part).__name__} has "
+                f"NaN or infinite values in {str(dtype).removeprefix('torch.')}"
+            )
     return adapter(
         pipeline,
         device=device,

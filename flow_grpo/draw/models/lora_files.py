@@ -23,6 +23,7 @@ from torch import Tensor
 from flow_grpo.access import check_access, refusal
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import PICKLES, parse_json, read_json, refuse_pickles
+from flow_grpo.run.finite import first_nonfinite
 from flow_grpo.run.plan import is_lost
 from flow_grpo.speed.lora import lora_layers
 from flow_grpo.speed.low_bits import stored_as_before
@@ -86,6 +87,8 @@ def read_lora(path: str | Path, field: str = "train.lora_path") -> LoraFile:
         with safe_open(file, "pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             header = opened.metadata() or {}
+        if name := first_nonfinite(tensors.items()):
+            raise ValueError(f"{name} has NaN or infinite values")
         if file.name == SAFETENSORS_WEIGHTS_NAME:
             settings = read_json(file.with_name(CONFIG_NAME))
             _check_settings(file.with_name(CONFIG_NAME), settings)
@@ -108,6 +111,8 @@ def replace_weights(transformer: ModelMixin, folder: Path) -> None:
     try:
         for path in sorted(folder.glob("*.safetensors")):
             saved = load_file(path)
+            if name := first_nonfinite(saved.items()):
+                raise UserError(f"cannot read {path}: {name} has NaN or infinite values")
             if unknown := transformer.load_state_dict(saved, strict=False).unexpected_keys:
                 raise Misfit(f"{folder} is of another model: it has {unknown[0]}")
             missing -= saved.keys()
