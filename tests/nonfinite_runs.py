@@ -109,7 +109,10 @@ def vlm_fields(folder: Path) -> dict[str, Any]:
 
 
 def make_files(folder: Path) -> None:
-    """The model and data sets of the runs."""
+    """The model, data sets and DeepSpeed configs of the runs."""
+    for stage in (2, 3):
+        settings = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": settings}))
     small_vlm.save(folder / "model")
     small_vlm.small_data(folder / "data")
     make_prompts(folder)
@@ -136,11 +139,8 @@ def _choose(engine: str, folder: Path) -> None:
         import deepspeed
 
         deepspeed.ops.__compatible_ops__ = {}  # kernels that it would compile first, for minutes
-        settings = {"stage": int(engine[-1]), "stage3_param_persistence_threshold": 0}
-        file = folder / f"{engine}.json"
-        file.write_text(json.dumps({"zero_optimization": settings}))
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(file)
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder / f"{engine}.json")
     if engine == "fsdp2":
         shard_on_cpu()
 

@@ -8,9 +8,12 @@ from pathlib import Path
 import nonfinite_runs
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from runner import ROOT, environment, torchrun
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 ALONE = [("image", "alone"), ("vlm", "alone")]
 
@@ -47,10 +50,20 @@ def tensors(value: object) -> list[Tensor]:
 
 
 def saved(checkpoint: Path) -> dict[str, list[Tensor]]:
-    """Tensors of each file; FSDP2's own files are read by nothing but the engine."""
+    """Tensors of each file, and of each folder that FSDP2 wrote."""
     found = {p: [*load_file(p).values()] for p in checkpoint.rglob("*.safetensors")}
     for path in [*checkpoint.rglob("*.bin"), *checkpoint.rglob("*.pt")]:
         found[path] = tensors(torch.load(path, weights_only=False))
+    for path in checkpoint.rglob(".metadata"):
+        reader = FileSystemReader(path.parent)
+        stored = reader.read_metadata().state_dict_metadata
+        sharded = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in stored.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        dcp.load(sharded, storage_reader=reader)
+        found[path.parent] = [*sharded.values()]
     return {str(path.relative_to(checkpoint)): values for path, values in found.items()}
 
 
