@@ -3,19 +3,22 @@
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import answer_runs
 import nonfinite_runs
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flow_grpo.answer import export as vlm_export
+from flow_grpo.draw.fields import get_config
 from flow_grpo.draw.models import load_adapter
 from flow_grpo.draw.models.lora_files import read_lora, replace_weights
-from flow_grpo.draw.session import Session
+from flow_grpo.draw.session import Session, build_algorithm
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward
 from flow_grpo.run import building
@@ -317,6 +320,32 @@ def test_a_vision_language_model_with_nan_is_not_exported(tmp_path):
 def test_versions_of_deepspeed_that_do_not_skip_are_rejected(monkeypatch):
     monkeypatch.setattr(building, "version", lambda _: "0.19.7")
     with pytest.raises(UserError, match=r"deepspeed 0\.19\.7 .*0\.19\.8"):
-        building.check_deepspeed()
+        building.check_deepspeed(2)
     monkeypatch.setattr(building, "version", lambda _: "0.20.0")
-    building.check_deepspeed()
+    building.check_deepspeed(2)
+    with pytest.raises(UserError, match="zero_stage: 0"):
+        building.check_deepspeed(0)
+
+
+@pytest.mark.parametrize(("norm", "skipped"), [(5.0, False), (math.inf, True), (math.nan, False)])
+def test_a_step_of_deepspeed_is_applied_skipped_or_fatal(norm, skipped):
+    """It has been taken, or not, when its norm is known."""
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED, optimizer_step_was_skipped=skipped
+    )
+    optimizer = SimpleNamespace(zero_grad=lambda: None)
+    if math.isnan(norm):
+        with pytest.raises(UserError, match="gradient norm of nan"):
+            step_if_finite(accelerator, optimizer, norm)
+    else:
+        assert step_if_finite(accelerator, optimizer, norm) == (not skipped)
+
+
+def test_the_weight_of_the_kl_stays_where_every_update_was_skipped():
+    config = get_config()
+    config.grpo.kl_target = config.grpo.beta = 0.1
+    algorithm = build_algorithm(config)
+    before = algorithm.state_dict()
+    for metrics in ({"train/loss": math.nan}, {"train/kl": math.nan}):
+        algorithm.adapt(metrics)
+    assert algorithm.state_dict() == before

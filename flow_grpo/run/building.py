@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +216,6 @@ def build_accelerator(
         )
     if deepspeed and config.mixed_precision == "fp16":
         raise UserError("mixed_precision=fp16 does not go with DeepSpeed here; use bf16")
-    if deepspeed:
-        check_deepspeed()
     if fsdp and on_cpu:
         raise UserError("FSDP needs GPUs: accelerate shares nothing out on CPUs; use DeepSpeed")
     # buffers never change, and processes may run different numbers of forwards
@@ -242,11 +240,7 @@ def build_accelerator(
         **kwargs,
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        if accelerator.state.deepspeed_plugin.zero_stage == 0:
-            raise UserError(
-                "zero_stage: 0 of DeepSpeed does not skip updates with non-finite gradients; use "
-                "stage 1, 2 or 3, or scripts/accelerate_configs/multi_gpu.yaml"
-            )
+        check_deepspeed(accelerator.state.deepspeed_plugin.zero_stage)
         # it steps and clips by itself, and asks for the batch size though no batch passes it
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
             train_micro_batch_size_per_gpu=1,
@@ -263,16 +257,18 @@ def build_accelerator(
     return accelerator
 
 
-def check_deepspeed() -> None:
-    """Reject versions that step in float32 with a non-finite gradient."""
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:  # accelerate reports it
-        return
+def check_deepspeed(stage: int) -> None:
+    """Reject versions and stages that take float32 steps with non-finite gradients."""
+    found = version("deepspeed")
     if Version(found) < Version(DEEPSPEED):
         raise UserError(
             f"deepspeed {found} takes steps with non-finite gradients; pip install "
             f"'deepspeed>={DEEPSPEED}'"
+        )
+    if stage == 0:
+        raise UserError(
+            "zero_stage: 0 of DeepSpeed takes steps with non-finite gradients; use stage 1, 2 or "
+            "3, or scripts/accelerate_configs/multi_gpu.yaml"
         )
 
 
