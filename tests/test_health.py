@@ -105,6 +105,23 @@ def test_a_number_and_its_limit_never_read_the_same():
     assert "by 1.02e-05, more than 1.00e-05, a tenth" in only("on-policy ratios", ratios).text
 
 
+@pytest.mark.parametrize(
+    ("skipped", "scale", "epoch"),
+    [
+        ([0, 0, 0], None, None),
+        ([0, 1, 2], None, 2),
+        ([3, 0, 1], [8192, 8192, 1], None),  # fp16 looks for a loss scale
+        ([3, 0, 1], [8192, 8192, 0.5], 3),
+    ],
+)
+def test_updates_are_skipped_only_while_a_loss_scale_is_found(skipped, scale, epoch):
+    columns = {} if scale is None else {"train__loss_scale": scale}
+    found = only("skipped updates", rows(train__skipped_updates=skipped, **columns))
+    assert (found and found.epoch) == epoch
+    if found:
+        assert found.text.startswith(f"{skipped[epoch - 1]} updates")
+
+
 @pytest.mark.parametrize(("ratio", "ill"), [(1.15, False), (1.25, True)])
 def test_ratios_of_answers_may_move_within_the_clip(ratio, ill):
     columns = {"train__ratio_mean": [ratio], "train__clip_range": [0.2], "answer__length": [9]}

@@ -87,8 +87,12 @@ def test_an_epoch_is_summed_up_over_all_its_steps():
     stats.add(step_loss([0.75, 1.25], [2.0, 4.0], [1.0, 1.0]), on_policy=True)
     stats.leave_out(4)
     stats.add(step_loss([0.25, 1.25], [0.0, 0.0], [0.0, 0.0]), on_policy=False)
-    for norm in (torch.tensor(2.0), 4.0, math.inf, math.nan):  # the last two were skipped
-        stats.add_grad_norm(norm, 1.5)
+    stats.end_update(2.0, 1.5, applied=True)
+    stats.end_update(4.0, 1.5, applied=True)
+    for norm in (math.inf, math.nan):
+        stats.leave_out(1)
+        stats.add(step_loss([math.nan], [math.inf], [0.0]), on_policy=True)
+        stats.end_update(norm, 1.5, applied=False)
     assert stats.metrics(Accelerator(cpu=True)) == {
         "train/loss": 10 / 16,
         "train/policy_loss": 8 / 16,
@@ -102,26 +106,38 @@ def test_an_epoch_is_summed_up_over_all_its_steps():
         "train/first_update_ratio_dev": 0.5,
         "train/grad_norm": 3.0,
         "train/max_grad_norm": 1.5,
+        "train/skipped_updates": 2,
     }
+
+
+def test_an_epoch_of_skipped_updates_has_no_loss():
+    stats = TrainingStats()
+    stats.add(step_loss([math.nan], [math.nan], [0.0]), on_policy=True)
+    stats.end_update(math.nan, 1.0, applied=False, loss_scale=512.0)
+    metrics = stats.metrics(Accelerator(cpu=True))
+    assert (metrics["train/skipped_updates"], metrics["train/loss_scale"]) == (1, 512.0)
+    assert math.isnan(metrics["train/loss"])
+    assert math.isnan(metrics["train/grad_norm"])
 
 
 def test_of_a_loss_without_ratios_only_its_columns_are_told():
     stats = TrainingStats()
     stats.add(Loss(torch.tensor([1.0, 3.0]), {"margin": torch.tensor([0.5, 1.5])}), on_policy=True)
     stats.leave_out(2)
-    stats.add_grad_norm(2.0, 1.0)
+    stats.end_update(2.0, 1.0, applied=True)
     assert stats.metrics(Accelerator(cpu=True)) == {
         "train/loss": 1.0,
         "train/margin": 1.0,
         "train/grad_norm": 2.0,
         "train/max_grad_norm": 1.0,
+        "train/skipped_updates": 0,
     }
 
 
 def test_a_process_without_samples_leaves_the_extremes_to_others():
     stats = TrainingStats()
     stats.add(step_loss([], [], []), on_policy=True)
-    stats.add_grad_norm(2.0, 1.0)
+    stats.end_update(2.0, 1.0, applied=True)
     found = stats.metrics(Accelerator(cpu=True))
     assert (found["train/ratio_min"], found["train/ratio_max"]) == (math.inf, -math.inf)
 

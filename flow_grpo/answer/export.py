@@ -13,7 +13,7 @@ from flow_grpo.answer.lora import attach_lora, merge_lora
 from flow_grpo.answer.models import load_model, load_processors
 from flow_grpo.config.saved import config_of_run
 from flow_grpo.files import read_json
-from flow_grpo.run.export import Source, refuse_existing, write_folder
+from flow_grpo.run.export import Source, refuse_existing, refuse_nonfinite, write_folder
 
 CPU = torch.device("cpu")
 
@@ -43,6 +43,7 @@ def export(
     refuse_existing(out)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     merged = _merged(source, model, revision).to(dtype)
+    refuse_nonfinite(source.weights, merged, dtype)
     parts = [part for part in load_processors(model, revision) if part is not None]
 
     def fill(folder: Path) -> None:

@@ -187,6 +187,12 @@ class TrainFields:
     max_grad_norm: float = setting(
         1.0, "Gradients of a larger norm are scaled down to it.", above=0
     )
+    max_skipped_updates: int = setting(
+        10,
+        "An update with a NaN or infinite gradient is skipped; after this many in a row the run "
+        "stops. 0: it never does.",
+        at_least=0,
+    )
     ema: bool = setting(
         True, "Evaluate and save a moving average of the weights beside the weights themselves."
     )

@@ -15,7 +15,7 @@ from flow_grpo.draw.models.lora_files import attach_lora, replace_weights
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json
 from flow_grpo.run.adapters import Misfit
-from flow_grpo.run.export import Source, refuse_existing, write_folder
+from flow_grpo.run.export import Source, refuse_existing, refuse_nonfinite, write_folder
 from flow_grpo.weights import check_files_finite, check_finite, check_regular_files
 
 TRAINED = "transformer"  # the part of a pipeline that runs train
@@ -42,9 +42,7 @@ def export(
     merged = {part: _merged(source, base, part, index, place) for part, place in places.items()}
     for part, transformer in merged.items():
         transformer.to(dtype)
-        for name, parameter in transformer.named_parameters():
-            if not parameter.isfinite().all():
-                raise UserError(f"{places[part]}: {name} is not finite in {_name(dtype)}")
+        refuse_nonfinite(places[part], transformer, dtype)
 
     def fill(folder: Path) -> None:
         _copy_parts(base, index, folder, set(merged))

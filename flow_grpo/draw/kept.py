@@ -20,6 +20,7 @@ from flow_grpo.draw.algorithms.trajectory import Taken, TrajectoryAlgorithm, kl_
 from flow_grpo.draw.models import Conditioning
 from flow_grpo.draw.policy import Policy
 from flow_grpo.errors import UserError
+from flow_grpo.run.finite import backward
 from flow_grpo.run.metrics import Loss
 from flow_grpo.sde import Step
 
@@ -93,7 +94,7 @@ class KeptGradients:
     ) -> tuple[Step, Tensor]:
         """Take the noisy step i, and its gradient for a credit of 1. That of the KL and the
         anchors, which no credit weighs, goes into the sum of all samples at once."""
-        policy, algorithm, backward = self.policy, self.algorithm, self.accelerator.backward
+        policy, algorithm = self.policy, self.algorithm
         denoiser, reference = policy.denoiser, None
         if algorithm.needs_reference:  # first: its weights take the place of those that sample
             at = latents[:, None], np.full((len(latents), 1), i)
@@ -105,7 +106,8 @@ class KeptGradients:
             taken = Taken(step, step.log_prob - log_prob, mean, one, dt)
             loss = algorithm.policy_loss(taken, velocity)
             with self._own.grows():
-                backward(loss.per_sample.sum(), retain_graph=reference is not None)
+                total = loss.per_sample.sum()
+                backward(self.accelerator, total, retain_graph=reference is not None)
             rest = Loss(torch.zeros_like(log_prob), loss.columns)
             if reference is not None:
                 taken, kind = (step, velocity), algorithm.settings.kl_type
@@ -118,7 +120,7 @@ class KeptGradients:
                     kl_weight=algorithm.kl_weight,
                 )
                 with self._total.grows():
-                    backward(rest.per_sample.sum())
+                    backward(self.accelerator, rest.per_sample.sum())
         # of the backward passes, two each; the forward pass is counted as the others of sampling
         policy.count(len(latents) * (2 if reference is None else 4))
         columns = {name: values.detach() for name, values in rest.columns.items()}

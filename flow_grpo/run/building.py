@@ -7,11 +7,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, parse_flag_from_env
+from packaging.version import Version
 from torch.optim import Optimizer
 from transformers import get_scheduler
 from transformers.integrations import unset_hf_deepspeed_config
@@ -30,6 +33,7 @@ from flow_grpo.rewards import (
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.run import trackers
 from flow_grpo.run.distributed import is_sharded, on_all_or_none
+from flow_grpo.run.finite import find_nonfinite
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.policy import BasePolicy
 from flow_grpo.run.resume import Start, load_progress, prepare_folder
@@ -45,6 +49,7 @@ SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine_with_min_lr",
 }
+DEEPSPEED = "0.19.8"  # the first to skip float32 updates with a non-finite gradient norm
 Begin = Callable[..., tuple[Start, RunLock | None]]
 
 
@@ -102,6 +107,8 @@ class Building:
         accelerator, start = self.accelerator, self._start
         settings = adam_settings(self.config)
         progress = load_progress(accelerator, start.checkpoint, self._optimizer, settings)
+        if start.checkpoint is not None:
+            self._check_loaded(start.checkpoint)
         if self.config.log_with:
             project = self.config.project_name
             on_all_or_none(
@@ -124,6 +131,15 @@ class Building:
             "stop": StopSignals(accelerator),
             "lock": self._lock,
         }
+
+    def _check_loaded(self, checkpoint: Path) -> None:
+        """Reject a checkpoint with non-finite state, which earlier versions could write."""
+        average = self._ema.named() if self._ema is not None else {}
+        if found := find_nonfinite(self._policy.trained(), self._optimizer, average):
+            raise UserError(
+                f"cannot resume from {checkpoint}: {found} has NaN or infinite values; remove that "
+                "folder to resume from the checkpoint before it"
+            )
 
 
 def check_base(config: SharedFields, accelerator: Accelerator) -> None:
@@ -224,6 +240,7 @@ def build_accelerator(
         **kwargs,
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        check_deepspeed(accelerator.state.deepspeed_plugin.zero_stage)
         # it steps and clips by itself, and asks for the batch size though no batch passes it
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
             train_micro_batch_size_per_gpu=1,
@@ -238,6 +255,21 @@ def build_accelerator(
             config.mixed_precision,
         )
     return accelerator
+
+
+def check_deepspeed(stage: int) -> None:
+    """Reject versions and stages that take float32 steps with non-finite gradients."""
+    found = version("deepspeed")
+    if Version(found) < Version(DEEPSPEED):
+        raise UserError(
+            f"deepspeed {found} takes steps with non-finite gradients; pip install "
+            f"'deepspeed>={DEEPSPEED}'"
+        )
+    if stage == 0:
+        raise UserError(
+            "zero_stage: 0 of DeepSpeed takes steps with non-finite gradients; use stage 1, 2 or "
+            "3, or scripts/accelerate_configs/multi_gpu.yaml"
+        )
 
 
 def eval_weights(config: SharedFields) -> dict[str, float]:

@@ -35,7 +35,9 @@ class Progress:
     """How far a run is; a checkpoint has it as state/progress.json."""
 
     epoch: int = -1  # the last one done; 0 is the evaluation before training
-    step: int = 0  # optimizer updates done
+    step: int = 0  # optimizer updates done, those that were skipped included
+    skipped: int = 0  # of these, for a non-finite gradient
+    skipped_in_a_row: int = 0  # the last ones; not those that fp16 loss scaling recovers from
     passes: int = 0  # of the transformer over samples, on all processes
     best: float | None = None  # highest eval/avg so far
     algorithm: dict[str, float] = field(default_factory=dict)  # its state beside the weights
@@ -43,6 +45,11 @@ class Progress:
     record: dict[str, Any] = field(default_factory=dict)
     # False: made to resume from, and removed as soon as there is a newer one
     kept: bool = True
+
+    @property
+    def applied(self) -> int:
+        """Updates that changed the weights, which the learning rate and the average go by."""
+        return self.step - self.skipped
 
     def write(self, checkpoint: Path) -> None:
         _write_json(checkpoint / PROGRESS, asdict(self))

@@ -5,12 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from flow_grpo import disk
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json
 from flow_grpo.run.checkpoint import PREFIX, damage_of_weights, weights_in
+from flow_grpo.run.finite import first_nonfinite
 
 NAMES = ("lora", "transformer", "model")  # what weights are called in a checkpoint, if not averaged
 
@@ -79,6 +82,13 @@ class Source:
 def refuse_existing(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} already exists; choose another --out or remove it")
+
+
+def refuse_nonfinite(weights: Path, model: nn.Module, dtype: torch.dtype) -> None:
+    """Raise a UserError if a parameter is not finite in the dtype it is stored in."""
+    if name := first_nonfinite(model.named_parameters()):
+        dtype_name = str(dtype).removeprefix("torch.")
+        raise UserError(f"{weights}: {name} has NaN or infinite values in {dtype_name}")
 
 
 def write_folder(out: Path, fill: Callable[[Path], None]) -> None:

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flow_grpo.advantages import Estimator, Scale, compute_advantages
 from flow_grpo.rewards import TOTAL, nonzero
-from flow_grpo.run.distributed import whole
 
 # 0 for samples that were left out. Their KL is not: where it is logged, it is of the others.
 LOSSES = ("loss", "policy_loss")
@@ -116,43 +115,79 @@ def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[s
     }
 
 
+@dataclass
+class _Trained:
+    """Statistics of the samples of one or more updates."""
+
+    columns: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # (B,) each
+    deviation: list[Tensor] = field(default_factory=list)  # (B,) each
+    left_out: int = 0
+
+    def add(self, other: "_Trained") -> None:
+        for name, parts in other.columns.items():
+            self.columns[name] += parts
+        self.deviation += other.deviation
+        self.left_out += other.left_out
+
+
 class TrainingStats:
-    """Statistics of every trained step, kept on the device until the epoch is over."""
+    """Statistics of the updates of an epoch, kept on the device until the epoch is over.
+
+    Samples of a skipped update are left out: their values are what made its gradient non-finite.
+    """
 
     def __init__(self) -> None:
-        self._columns: dict[str, list[Tensor]] = defaultdict(list)  # of one value per sample
-        self._deviation: list[Tensor] = []
-        self._grad_norms: list[Tensor] = []
+        self._applied, self._update = _Trained(), _Trained()
+        self._grad_norms: list[float] = []
         self._max_grad_norm = math.inf
-        self._left_out = 0
+        self._loss_scale: float | None = None
 
     def leave_out(self, count: int) -> None:
         """Losses that were not computed, because they are 0."""
-        self._left_out += count
+        self._update.left_out += count
 
     def add(self, loss: Loss, *, on_policy: bool) -> None:
         """`on_policy`: the weights are still those that sampled."""
         self.add_columns({"loss": loss.per_sample, **loss.columns})
         if on_policy and "ratio" in loss.columns:
-            self._deviation.append((loss.columns["ratio"] - 1).abs())
+            self._update.deviation.append((loss.columns["ratio"] - 1).abs())
 
     def add_columns(self, columns: Mapping[str, Tensor]) -> None:
         """What else was trained, (B,) each, of samples of its own."""
         for name, values in columns.items():
-            self._columns[name].append(values.detach())
+            self._update.columns[name].append(values.detach())
 
-    def add_grad_norm(self, norm: Tensor | float, most: float) -> None:
-        """`most`: what it was scaled down to, where it was larger."""
-        self._max_grad_norm = most
-        norm = whole(torch.as_tensor(norm))
-        self._grad_norms.append(torch.where(norm.isfinite(), norm, torch.nan))
+    def update_loss(self) -> Tensor:
+        """The sum of this process's losses of the update in progress."""
+        parts = self._update.columns["loss"]
+        return torch.cat(parts).sum().double() if parts else torch.tensor(0.0, dtype=torch.float64)
+
+    def end_update(
+        self, norm: float, max_norm: float, *, applied: bool, loss_scale: float | None = None
+    ) -> None:
+        """`norm` of the gradient before it was clipped to `max_norm`; `loss_scale` of fp16."""
+        self._max_grad_norm, self._loss_scale = max_norm, loss_scale
+        self._grad_norms.append(norm if applied else math.nan)
+        if applied:
+            self._applied.add(self._update)
+        self._update = _Trained()
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Over all processes, which may have computed different numbers of samples; call it on
         all of them."""
-        columns = {name: torch.cat(parts).double() for name, parts in self._columns.items()}
+        norms = np.array(self._grad_norms)
+        norms = {
+            "train/grad_norm": mean_of_scored(norms),
+            "train/max_grad_norm": self._max_grad_norm,
+            "train/skipped_updates": int(np.isnan(norms).sum()),
+        }
+        if self._loss_scale is not None:
+            norms["train/loss_scale"] = self._loss_scale
+        columns = {n: torch.cat(parts).double() for n, parts in self._applied.columns.items()}
+        if not columns:  # on all processes: every update was skipped
+            return {"train/loss": math.nan, **norms}
         sums = torch.stack([values.sum() for values in columns.values()])
-        left_out = [self._left_out if name in LOSSES else 0 for name in columns]
+        left_out = [self._applied.left_out if name in LOSSES else 0 for name in columns]
         counts = sums.new_tensor([len(values) for values in columns.values()])
         counts = counts + sums.new_tensor(left_out)
         sums, counts = accelerator.reduce(torch.stack([sums, counts]))
@@ -161,15 +196,14 @@ class TrainingStats:
         if "ratio" in columns:
             ratio = columns["ratio"]
             most = {"ratio_min": _most(-ratio), "ratio_max": _most(ratio)}
-            if self._deviation:
-                most["first_update_ratio_dev"] = _most(torch.cat(self._deviation)).double()
+            if self._applied.deviation:
+                deviation = torch.cat(self._applied.deviation)
+                most["first_update_ratio_dev"] = _most(deviation).double()
             # of all processes, the most of each
             values = accelerator.gather(torch.stack(list(most.values()))[None]).amax(0).tolist()
             metrics |= {f"train/{n}": v for n, v in zip(most, values, strict=True)}
             metrics["train/ratio_min"] *= -1
-        # fp16 loss scaling starts with updates that overflow and are skipped
-        norm = mean_of_scored(torch.stack(self._grad_norms).cpu().numpy())
-        return {**metrics, "train/grad_norm": norm, "train/max_grad_norm": self._max_grad_norm}
+        return {**metrics, **norms}
 
 
 def _most(values: Tensor) -> Tensor:

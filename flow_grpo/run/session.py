@@ -19,11 +19,18 @@ from torch.optim import Optimizer
 from flow_grpo.config.fields import SharedFields
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
+from flow_grpo.rewards.calling.guard import NO_PICTURE
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.run import trackers
 from flow_grpo.run.building import advice_when_short
-from flow_grpo.run.checkpoint import STATE, Progress, save_checkpoint
+from flow_grpo.run.checkpoint import STATE, Progress, newest_intact, save_checkpoint
 from flow_grpo.run.distributed import on_all_or_none
+from flow_grpo.run.finite import (
+    clip_gradients,
+    find_nonfinite,
+    loss_scale,
+    step_if_finite,
+)
 from flow_grpo.run.lock import RunLock
 from flow_grpo.run.metrics import Timer, TrainingStats, score_metrics
 from flow_grpo.run.plan import Plan
@@ -32,7 +39,7 @@ from flow_grpo.run.snapshot import Ema
 from flow_grpo.run.stopping import StopRequested, StopSignals
 from flow_grpo.show.console import Lines, Pace, epoch_line, progress_bar
 from flow_grpo.show.grid import still, strip
-from flow_grpo.show.health import examine
+from flow_grpo.show.health import LEAST_SCALE, examine
 from flow_grpo.show.page import write_at_end
 from flow_grpo.show.reading import read_metrics
 
@@ -131,35 +138,76 @@ def carry_out(
         raise Stopped(f"stopped at once; {session.how_to_go_on()}") from interrupt
     if session.stop.received:
         raise Stopped(f"stopped at the end: the last epoch and the report are in {session.folder}")
+    if session.progress.skipped:
+        logger.warning(
+            "%d of %d updates were skipped for a NaN or infinite gradient",
+            *(session.progress.skipped, session.progress.step),
+        )
     logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
     return session
 
 
 def take_update(session: BaseSession, stats: TrainingStats) -> None:
-    """Move the weights, once the gradients of all micro-batches of an update are there."""
+    """Move the weights, once the gradients of all micro-batches of an update are there.
+
+    An update with a non-finite gradient is skipped on all processes: weights, optimizer state,
+    moving average and learning rate stay as they are. Too many in a row end the run.
+    """
     accelerator, progress = session.accelerator, session.progress
-    most = session.config.train.max_grad_norm
-    norm = accelerator.clip_grad_norm_(session.policy.parameters(), most)
-    stats.add_grad_norm(norm, most)
+    max_norm = session.config.train.max_grad_norm
+    norm = clip_gradients(accelerator, session.policy.parameters(), max_norm)
     for group in session.optimizer.param_groups:
-        group["lr"] = session.learning_rate(progress.step)
-    session.optimizer.step()
-    session.optimizer.zero_grad()
+        group["lr"] = session.learning_rate(progress.applied)
+    applied = step_if_finite(accelerator, session.optimizer, norm)
     progress.step += 1
-    session.policy.moved()
-    if session.ema is not None and not accelerator.optimizer_step_was_skipped:
-        session.ema.update(progress.step)
+    if applied:
+        progress.skipped_in_a_row = 0
+        session.policy.moved()
+        if session.ema is not None:
+            session.ema.update(progress.applied)
+    else:
+        progress.skipped += 1
+        loss = accelerator.reduce(stats.update_loss().to(accelerator.device))
+        _report_skipped(session, norm, loss.item())
+    scale = loss_scale(accelerator)
+    stats.end_update(norm, max_norm, applied=applied, loss_scale=scale)
     session.stop.check()
 
 
-def training_metrics(session: BaseSession, stats: TrainingStats) -> dict[str, float]:
-    """How an epoch was trained; refuses to go on where the loss is not finite."""
-    metrics = stats.metrics(session.accelerator)
-    if not math.isfinite(metrics["train/loss"]):
+def _report_skipped(session: BaseSession, norm: float, loss: float) -> None:
+    """Log the update just skipped; raise a UserError if it is one too many in a row."""
+    progress, scale = session.progress, loss_scale(session.accelerator)
+    of_loss = "the loss is finite" if math.isfinite(loss) else f"the loss is {loss}"
+    cause = f"the gradient norm is {norm} and {of_loss}"
+    if scale is not None and scale >= LEAST_SCALE:  # as fp16 training usually begins
+        logger.info("update %d was skipped: %s; loss scale %g", progress.step, cause, scale)
+        return
+    progress.skipped_in_a_row += 1
+    limit = session.config.train.max_skipped_updates
+    logger.warning(
+        "update %d was skipped (%d in a row): %s", progress.step, progress.skipped_in_a_row, cause
+    )
+    if 0 < limit <= progress.skipped_in_a_row:
+        half = session.config.mixed_precision != "no"
         raise UserError(
-            f"the loss is not finite after step {session.progress.step}; lower "
-            "train.learning_rate or use mixed_precision=no; the last checkpoint is intact"
+            f"update {progress.step} is the last of {progress.skipped_in_a_row} in a row that were "
+            f"skipped (train.max_skipped_updates={limit}): {cause}; {last_good(session)}; the same "
+            "settings would fail again: resume with a smaller train.learning_rate"
+            f"{' or mixed_precision=no' if half else ''}"
         )
+
+
+def last_good(session: BaseSession) -> str:
+    """Name the last checkpoint. Call it on all processes."""
+    found = None
+    if session.accelerator.is_main_process:
+        found = newest_intact(session.folder / "checkpoints")
+    found = gather_object([found])[0]
+    return f"the last good checkpoint is {found}" if found else "there is no checkpoint yet"
+
+
+def training_metrics(session: BaseSession, stats: TrainingStats) -> dict[str, float]:
+    metrics = stats.metrics(session.accelerator)
     return {**metrics, "train/lr": session.optimizer.param_groups[0]["lr"]}
 
 
@@ -171,12 +219,20 @@ def describe_outage(
 ) -> str | None:
     """Which reward failed for more than a share `limit` of the samples, and why; None if none did.
 
-    Call it on all processes: the error may have happened on any.
+    Call it on all processes: the error may have happened on any. Raises a UserError if the samples
+    themselves are non-finite, which is no fault of a reward.
     """
     for name in reward.weights:
         failed = np.isnan(scores[name])
         if failed.mean() > limit or failed.all():
             errors = gather_object([reward.last_errors.get(name, "")])
+            if NO_PICTURE.reason in errors:
+                raise UserError(
+                    f"{failed.sum()} of {len(failed)} {reward.kind}s have NaN or infinite pixels "
+                    f"(max_failed_fraction={limit:g}): the weights or activations of the model "
+                    "overflow; use mixed_precision=bf16 or no, or weights of an earlier checkpoint "
+                    "and a smaller train.learning_rate"
+                )
             last = next((error for error in errors if error), "none recorded")
             return (
                 f"reward {name!r} gave no score for {failed.sum()} of {len(failed)} {reward.kind}s "
@@ -239,13 +295,19 @@ def can_save(session: BaseSession) -> bool:
     """Torch takes an empty step of Adam to collect the state of an FSDP optimizer that has taken
     none, which changes its first real one."""
     fsdp = session.accelerator.distributed_type == DistributedType.FSDP
-    return session.progress.step > 0 or not fsdp
+    return session.progress.applied > 0 or not fsdp
 
 
 def save(session: BaseSession, *, best: bool = False) -> Path:
     """Write a checkpoint of everything as it is now; returns its folder."""
     accelerator, policy = session.accelerator, session.policy
     session.check_lock()
+    average = session.ema.named() if session.ema is not None else {}
+    if found := find_nonfinite(policy.trained(), session.optimizer, average):
+        raise UserError(
+            f"no checkpoint of step {session.progress.step} was written: {found} has NaN or "
+            f"infinite values; {last_good(session)}"
+        )
 
     def write(folder: Path) -> None:
         accelerator.save_state(str(folder / STATE), exclude_frozen_parameters=True)

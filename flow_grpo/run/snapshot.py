@@ -9,9 +9,10 @@ from typing import Self
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from flow_grpo.run.distributed import gathered, own_parts, sharded_like, whole, whole_state
+from flow_grpo.run.finite import first_nonfinite
 
 log = logging.getLogger(__name__)
 AT_ONCE = 16  # weights that are swapped together
@@ -49,9 +50,13 @@ class Snapshot:
             else:
                 torch._foreach_lerp_(copies, weights, 1 - keep)
 
+    def named(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.copy, strict=True))
+
     def save(self, folder: Path, writes: bool = True) -> None:
         """Write whole weights, so that any number of processes can load them. Call it on all."""
-        weights = {n: whole(c).cpu() for n, c in zip(self.names, self.copy, strict=True)}
+        weights = {name: whole(copy).cpu() for name, copy in self.named().items()}
+        self._check_finite(weights)
         if writes:
             save_file(weights, folder / f"{self.name}.safetensors")
 
@@ -66,12 +71,17 @@ class Snapshot:
         saved = load_file(path)
         if saved.keys() != set(self.names):
             raise ValueError(f"{path.name} is of other weights than those trained")
-        for name, copy in zip(self.names, self.copy, strict=True):
+        self._check_finite(saved)
+        for name, copy in self.named().items():
             if saved[name].shape != copy.shape:
                 raise ValueError(f"{path.name} is of weights of another shape than those trained")
             copy.copy_(sharded_like(saved[name], copy))
         now = whole_state(dict(zip(self.names, self.parameters, strict=True)))
         self.is_current = all(torch.equal(saved[name], now[name]) for name in self.names)
+
+    def _check_finite(self, weights: dict[str, Tensor]) -> None:
+        if name := first_nonfinite(weights.items()):
+            raise ValueError(f"{name} has NaN or infinite values in {self.name}.safetensors")
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ FLAT, FLAT_EPOCHS = 0.95, 3  # share of groups that score alike, for that many e
 KL = 1.0  # of any kl_type: as far as the noise is wide, or the velocity long
 KL_JUMP, KL_FLOOR = 10, 1e-4  # times the largest before; no jump below the floor
 SPIKE, SPIKE_WINDOW, SPIKE_AFTER = 10, 20, 3  # times the median of up to 20 epochs, at least 3
+LEAST_SCALE = 1.0  # of the loss in fp16: overflows at a larger one are the search for a scale
 FAILED = 0.05  # of the samples
 RISE = 0.5  # of the reward, in spreads within a group at the start
 ALIKE = 0.5  # of the diversity at the start
@@ -202,6 +203,21 @@ def gradient_norm(rows: Rows) -> Told | None:
     return None
 
 
+def skipped_updates(rows: Rows) -> Told | None:
+    """Updates without effect; with fp16 only where a lower loss scale does not help any more."""
+    for row in having(rows, "train/skipped_updates"):
+        scale = row.get("train/loss_scale")
+        if row["train/skipped_updates"] and (scale is None or scale < LEAST_SCALE):
+            return (
+                row["epoch"],
+                f"{row['train/skipped_updates']} updates of the epoch were skipped, as their "
+                "gradients were NaN or infinite",
+                "lower train.learning_rate or use mixed_precision=no; the console says whether the "
+                "loss was finite",
+            )
+    return None
+
+
 def failed_rewards(rows: Rows) -> Told | None:
     for row in having(rows, "reward/failed", "reward/samples"):
         failed, samples = row["reward/failed"], row["reward/samples"]
@@ -361,6 +377,7 @@ CHECKS: dict[str, Check] = {
     "flat groups": Check(flat_groups, logs(SAME, AVERAGE)),
     "KL": Check(kl, logs("train/kl")),
     "gradient norm": Check(gradient_norm, logs("train/grad_norm")),
+    "skipped updates": Check(skipped_updates, logs("train/skipped_updates")),
     "failed rewards": Check(failed_rewards, logs("reward/failed", "reward/samples")),
     "falling reward": Check(falling_reward, logs(AVERAGE, SPREAD)),
     "diversity": Check(diversity, logs("reward/diversity", AVERAGE)),

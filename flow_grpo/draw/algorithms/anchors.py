@@ -95,7 +95,7 @@ class Anchors:
             return {}
         most, every = (getattr(self.settings, name) for name in RESETS)
         self.epochs += 1
-        due = 0 < most < metrics["train/kl"] or 0 < every <= self.epochs
+        due = 0 < most < metrics.get("train/kl", 0.0) or 0 < every <= self.epochs
         if due:
             policy.reference.blend(0)
             self.epochs = 0

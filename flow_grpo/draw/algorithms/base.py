@@ -218,7 +218,9 @@ class Algorithm:
         target = getattr(self.settings, "kl_target", 0.0)
         if not target:
             return {}
-        used, kl = self.kl_weight, metrics["train/kl"]
+        used, kl = self.kl_weight, metrics.get("train/kl", math.nan)
+        if not math.isfinite(kl):  # every update was skipped
+            return {"train/kl_weight": used}
         self.most_kl = max(self.most_kl, kl)
         if self.most_kl >= target:
             self.kl_weight = adapted_weight(used, kl, target)

@@ -47,7 +47,7 @@ function tickText(value, step) {
 function metricRank(name) {
   const parts = name.split("/");
   if (parts[1] === "avg") return 0;
-  const settings = ["lr", "noisy_from", "clip_range", "max_grad_norm"];
+  const settings = ["lr", "noisy_from", "clip_range", "max_grad_norm", "loss_scale"];
   const minor = parts.length > 2 || ["failed", "samples", ...settings].includes(parts[1]);
   return minor ? 2 : 1;
 }
