@@ -1,5 +1,6 @@
 """Rewards of answers: what is right, what is wrong, and what cannot be told."""
 
+import contextlib
 import math
 import random
 import textwrap
@@ -8,18 +9,23 @@ from pathlib import Path
 import pytest
 import small_judge
 
+from flow_grpo.answer.session import check_reward
+from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import ANSWER_REWARDS, answers, build_reward, build_scorers, close_scorers
 from flow_grpo.rewards.answers import (
+    MAX_FINAL,
     MAX_TEXT,
     AnswerFormat,
     Choice,
     MathAnswer,
     Overlong,
+    equality,
     final_answer,
     quick_check,
 )
 from flow_grpo.rewards.answers.maths import Unreadable
+from flow_grpo.rewards.calling.pool import TimedOut
 from flow_grpo.rewards.failure import Failed, NotAsked
 
 PAIRS = [
@@ -68,7 +74,7 @@ def patient():
 
 
 def test_every_pair_is_judged_as_labelled(patient):
-    assert len(PAIRS) >= 300
+    assert len(PAIRS) >= 2000
     answers, truths, _ = zip(*PAIRS, strict=True)
     scores, _ = patient(list(answers), [""] * len(PAIRS), [{"answer": each} for each in truths])
     wrong = [pair for pair, score in zip(PAIRS, scores, strict=True) if score != pair[2]]
@@ -140,7 +146,7 @@ def maths():
 
 
 def test_malicious_answers_cost_their_neighbours_nothing(maths):
-    """A tower is no number that anyone asks for: wrong, at once. Text of 1 MB is not read."""
+    """A tower is no number that anyone asks for: wrong, at once. So is text of 1 MB."""
     answers = [
         r"<answer>\sqrt{4}</answer>",
         r"<answer>5^{5^{5^{5}}}</answer>",
@@ -157,10 +163,46 @@ def test_malicious_answers_cost_their_neighbours_nothing(maths):
     ]
     result = maths(answers, ["q"] * len(answers), [{"answer": "2"}] * len(answers))
     scores = result["math_answer"].tolist()
-    assert [i for i, score in enumerate(scores) if math.isnan(score)] == [3, 4]
-    assert [score for score in scores if not math.isnan(score)] == [1, 0, 1, 1, 0, 0, 0, 0, 0, 0]
-    assert result["math_answer/unread"].tolist() == [0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1]
-    assert maths.last_errors["math_answer"]
+    assert scores == [1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0]
+    assert result["math_answer/unread"].tolist() == [0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1]
+    assert "math_answer" not in maths.last_errors
+
+
+def test_a_final_answer_that_is_too_long_is_wrong_and_no_failure(patient):
+    long = "1" * (MAX_FINAL + 1)
+    responses = [f"<answer>{long}</answer>", rf"\boxed{{{long}}}", long, "x" * (MAX_TEXT + 1)]
+    scores, logged = patient(responses, [""] * 4, [{"answer": "11"}] * 4)
+    assert scores == [0, 0, 0, 0]
+    assert logged["unread"] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["text", "integer", "decimal"])
+def test_a_huge_ground_truth_fails_its_row_alone_and_is_rejected_before_training(patient, kind):
+    """Python converts no more than 4,300 digits."""
+    digits = {"text": "7" * 5000, "integer": 7 * 10**5000, "decimal": "0." + "7" * 5000}[kind]
+    rows = [{"answer": "2"}, {"answer": digits}, {"answer": "3"}]
+    scores, _ = patient(["2", "2", "3"], [""] * 3, rows)
+    assert [scores[0], scores[2]] == [1, 1]
+    assert math.isnan(scores[1])
+    assert "ground truth" in scores[1].reason
+    questions = [
+        Question("a", answer=row["answer"], where=f"train.jsonl:{line}")
+        for line, row in enumerate(rows, 6)
+    ]
+    reward = build_reward({"math_answer": 0.9, "answer_format": 0.1})
+    with pytest.raises(UserError, match=r"train.jsonl:7 .*'math_answer'.*ground truth") as caught:
+        check_reward(reward, questions, max_new_tokens=8)
+    assert len(str(caught.value)) < 300
+    close_scorers(reward)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("9" * 1990 + ".5 m", "3 cm"), ("1e999", "2"), ("9" * 400 + ".1 km", "1.5 m")],
+    ids=["decimal", "exponent", "converted"],
+)
+def test_numbers_beyond_the_range_of_floats_are_compared(answer, truth):
+    assert quick_check(answer, truth) == 0
 
 
 # with spaces between, ? for what is nested
@@ -205,18 +247,66 @@ def test_a_thousand_hostile_answers_lose_nothing(patient):
     assert scores[::100] == [1] * 10
 
 
-def test_a_check_ends_with_its_limit_and_all_with_their_budget(monkeypatch):
-    monkeypatch.setattr(answers, "SHARE", 1)
-    monkeypatch.setattr(answers, "refuse_costly", lambda text: None)
-    scorer = MathAnswer(timeout=0.5, budget=0.1)
-    towers = [rf"<answer>{n}^{{9^{{9^{{9}}}}}}</answer>" for n in range(2, 5)]
-    try:
-        scores, _ = scorer(towers, [""] * 3, [{"answer": "2"}] * 3)
-    finally:
-        scorer.close()
-    assert all(map(math.isnan, scores))
-    assert "no answer within 0.5 s" in scores[0].reason
-    assert "not checked: other answers took 0.1 s" in scores[-1].reason
+class PoolOf:
+    """Stands in for the worker pool: returns, and records, one result per payload."""
+
+    def __init__(self, check):
+        self.check, self.asked = check, []
+
+    def map(self, payloads):
+        self.asked += payloads
+        return [self.check(*payload) for payload in payloads]
+
+
+def test_a_response_that_takes_too_long_is_wrong_and_a_slow_ground_truth_a_failure():
+    """Also where the worker has to be killed, as its code does not heed the signal."""
+
+    def check(answer, truth, seconds):
+        slow = "slow" in (answer if answer is not None else truth)
+        return TimedOut("no answer within 15 s") if slow else answer == truth
+
+    scorer = MathAnswer(untagged=True)
+    scorer.pool = PoolOf(check)
+    scores = scorer._checked(dict.fromkeys([("slow", "x"), ("x", "x"), ("slow y", "slow z")]))
+    assert list(scores.values())[:2] == [0, 1]
+    assert "15 s" in scores["slow y", "slow z"].reason
+
+
+def test_checks_that_use_up_the_budget_leave_less_time_to_the_others(monkeypatch):
+    """None is lost: the last have their share of what is left, before all is given up."""
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr(answers.time, "monotonic", lambda: next(now))
+    scorer = MathAnswer(timeout=5.0, budget=60.0)
+    scorer.pool = PoolOf(lambda answer, truth, seconds: None)
+    scores = scorer._checked(dict.fromkeys((str(n), "x") for n in range(400)))
+    limits = [seconds for _, _, seconds in scorer.pool.asked]
+    assert limits[0] == 5
+    assert max(limits[4 * 7 :]) <= 0.25
+    assert min(limits) >= 0.02
+    late = [score for score in scores.values() if isinstance(score, Failed)]
+    assert len(limits) + len(late) == 400
+    assert "not checked: other answers took 180 s" in late[-1].reason
+
+
+def test_cpu_time_is_limited_in_python_code():
+    from flow_grpo.rewards.answers.checker import TimeLimit, cpu_limit
+
+    def forever():
+        while True:
+            with contextlib.suppress(Exception):
+                sum(range(1000))
+
+    with pytest.raises(TimeLimit), cpu_limit(0.05):
+        forever()
+
+
+def test_a_worker_that_hangs_is_killed_and_its_response_wrong(monkeypatch):
+    monkeypatch.setattr(equality, "refuse_costly", lambda text: None)
+    with MathAnswer(timeout=0.5) as scorer:
+        responses = [r"<answer>5^{9^{9^{9}}}</answer>", r"<answer>\sqrt{4}</answer>"]
+        scores, logged = scorer(responses, [""] * 2, [{"answer": "2"}] * 2)
+    assert scores == [0, 1]
+    assert logged["unread"] == [1, 0]
 
 
 def test_an_untagged_answer_counts_where_it_is_asked_for():
@@ -259,6 +349,9 @@ def test_a_choice_is_read_from_tags_boxes_and_sentences():
         "The answer is **B**.": 1,
         r"\boxed{B}": 1,
         "Answer: (A)": 0,
+        "A. is wrong: it is no dog. So the answer is B.": 1,
+        "The answer is B or C": 0,
+        "The answer is not B": 0,
         "I first thought the answer is A, but the answer is (B)": 1,
         "<answer>A</answer>": 0,
         "<answer>A dog or B</answer>": 0,
@@ -274,7 +367,40 @@ def test_a_choice_is_read_from_tags_boxes_and_sentences():
     assert isinstance(free, NotAsked)
     endless = "1 " + "a" * (MAX_TEXT - 3) + "!"  # minutes, were time to grow with its square
     assert Choice()([endless], [""], [{"answer": "B"}]) == [0]
-    assert math.isnan(Choice()(["B" * 10**6], [""], [{"answer": "B"}])[0])
+    assert Choice()(["B" * 10**6], [""], [{"answer": "B"}]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("truth", "right", "wrong"),
+    [
+        (
+            "B",
+            "B ;; (B) ;; b ;; B. 12 ;; (B) 12 ;; B) a dog ;; B: 12 ;; B. Vitamin C ;; B, a dog"
+            " ;; [B] ;; The answer is B ;; Answer: B. A dog ;; B.",
+            "B, C ;; (A) or (B) ;; B or C ;; A/B ;; B and C ;; BC ;; A, B ;; B. 1 or C. 2"
+            " ;; maybe B ;; B? ;; either B or C ;; not B ;; B. 1, C. 2 ;; A B C D ;; ABCD ;; (B)(C)"
+            " ;; B (or C) ;; the answer is B or C ;; the answer is A, B ;; B, maybe C ;; B & C"
+            " ;; B, C, D ;; 12 ;; C. B ;; (C) (B) ;; B; C ;; B. 1 / C. 2 ;; answers: B, C ;; A"
+            " ;; B. but C is also right",
+        ),
+        (
+            "A, C",
+            "A, C ;; C, A ;; AC ;; CA ;; A and C ;; (A) and (C) ;; A & C ;; A,C ;; A. cat, C. dog"
+            " ;; [A, C] ;; the answers are A and C ;; (A), (C) ;; A; C ;; ['A', 'C'] ;; A C",
+            "A ;; C ;; A, B ;; A, B, C ;; A or C ;; A/C ;; ABC ;; B ;; A. cat ;; A, C or D"
+            " ;; neither",
+        ),
+        ("ABD", "A, B, D ;; ABD ;; A, B and D", "AB ;; ABCD ;; A, B or D ;; D"),
+        ("C. 12 cm", "C ;; (C) ;; C. 12 cm", "B ;; C or D ;; 12 cm"),
+    ],
+    ids=["one", "two", "joined", "with text"],
+)
+def test_a_choice_needs_exactly_the_letters_of_the_ground_truth(truth, right, wrong):
+    for column, score in ((right, 1), (wrong, 0)):
+        texts = column.split(" ;; ")
+        responses = [f"<answer>{text}</answer>" for text in texts]
+        got = Choice()(responses, [""] * len(texts), [{"answer": truth}] * len(texts))
+        assert dict(zip(texts, got, strict=True)) == dict.fromkeys(texts, score)
 
 
 def test_long_answers_are_punished_softly():

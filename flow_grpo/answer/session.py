@@ -265,7 +265,7 @@ def check_reward(reward: WeightedReward, questions: list[Question], max_new_toke
     """Tell whatever can be wrong with it, before the model loads."""
     texts = [q.text for q in questions]
     metadata = [reward_metadata(q, 0, max_new_tokens) for q in questions]
-    reward.check(texts, metadata)
+    reward.check(texts, metadata, [q.where for q in questions])
     reward.rehearse_with("No idea.", texts, metadata)
 
 

@@ -154,9 +154,14 @@ class WeightedReward:
     ) -> dict[str, np.ndarray]:
         return self.submit(images, prompts, metadata).result()
 
-    def check(self, prompts: Sequence[str], metadata: Sequence[dict] | None = None) -> None:
+    def check(
+        self,
+        prompts: Sequence[str],
+        metadata: Sequence[dict] | None = None,
+        where: Sequence[str] | None = None,
+    ) -> None:
         """Refuse, before training starts, prompts that no reward could ever score, and servers that
-        do not answer."""
+        do not answer. `where` has the file and line of each prompt, for messages."""
         for scorer in self.scorers.values():
             scorer.check_prompts(prompts)
         for scorer in self.scorers.values():
@@ -164,6 +169,10 @@ class WeightedReward:
         metadata = [{} for _ in prompts] if metadata is None else metadata
         credited = {name: self.scorers[name] for name in nonzero(self.weights) or self.weights}
         for place, (prompt, own) in enumerate(zip(prompts, metadata, strict=True), 1):
+            for name, scorer in self.scorers.items():
+                if invalid := scorer.invalid_row(prompt, own):
+                    row = where[place - 1] if where else f"prompt {place}"
+                    raise UserError(f"{row} is invalid for reward {name!r}: {invalid}")
             reasons = {name: s.why_not(prompt, own) for name, s in credited.items()}
             if all(reasons.values()):
                 name, reason = next(iter(reasons.items()))

@@ -73,6 +73,10 @@ class Scorer:
         """Why a prompt does not ask for this reward; None if it does, as with most rewards."""
         return None
 
+    def invalid_row(self, prompt: str, metadata: dict) -> str | None:
+        """Why a row of the data cannot be used with this reward; it is rejected before training."""
+        return None
+
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """Refuse prompts before training."""
 

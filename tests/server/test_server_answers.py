@@ -41,9 +41,10 @@ def test_a_server_scores_answers_as_in_process(server):
         r"\boxed{\sqrt{4}}",
         "<answer>3</answer>",
         "<answer>two</answer>",
-        "x" * 200_000,
+        "<answer>x</answer>",
     ] * 8
-    rows = ["How many?"] * 40, [{"answer": "2"}] * 40
+    unread = [{"answer": "2"}] * 4 + [{"answer": r"9^{9^{9^9}}"}]
+    rows = ["How many?"] * 40, unread * 8
     here = build_reward(WEIGHTS)
     there = build_reward(WEIGHTS, servers=dict.fromkeys(WEIGHTS, server.url))
     wanted, got = here(answers, *rows), there(answers, *rows)
@@ -51,7 +52,7 @@ def test_a_server_scores_answers_as_in_process(server):
     for name in wanted:
         np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
     assert np.isnan(got["math_answer"]).sum() == 8
-    assert "200000 characters" in there.last_errors["math_answer"]
+    assert "its truth '9^{9^{9^9}}'" in there.last_errors["math_answer"]
     close_scorers(here)
 
 

@@ -7,26 +7,18 @@ answer cannot be checked it has no score, and a reason.
 import re
 import time
 from dataclasses import dataclass
-from fractions import Fraction
 from importlib.util import find_spec
+from typing import Any
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.answers.maths import (
-    BASE,
-    LOOSE,
-    Unreadable,
-    are_words,
-    number,
-    plain,
-    refuse_costly,
-    unstyled,
-)
-from flow_grpo.rewards.answers.units import same_unit
-from flow_grpo.rewards.calling.pool import PooledScorer, WorkerPool
-from flow_grpo.rewards.failure import Failed, NotAsked
+from flow_grpo.rewards.answers.equality import quick_check
+from flow_grpo.rewards.answers.maths import Unreadable, unstyled
+from flow_grpo.rewards.answers.statements import choice_letters, spoken_letters
+from flow_grpo.rewards.calling.pool import LostWorker, PooledScorer, WorkerPool
+from flow_grpo.rewards.failure import Failed, NotAsked, describe
 from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 
-MAX_TEXT = 100_000  # characters of an answer that is looked at, and of what it says in the end
+MAX_TEXT = 100_000  # characters of a response, and of its final answer; what is longer is wrong
 MAX_FINAL = 2_000
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -93,6 +85,9 @@ class AnswerScorer(Scorer):
 
 MEMORY_GIB = 2.0  # address space of a worker
 SHARE = 4  # checks per worker between two looks at the clock
+SHORT = 0.25, 0.02  # most and least CPU seconds of a check once the budget is used up
+MAX_BUDGETS = 3.0  # budgets after which nothing is checked any more
+HARD_LIMIT = 3.0  # times `timeout`, by the clock: then a worker that ignores its limit is killed
 
 
 class Unread(float):
@@ -104,8 +99,10 @@ class MathAnswer(AnswerScorer, PooledScorer):
     """1 where the final answer equals the truth in the metadata, else 0.
 
     It stands in answer tags or in a box (\\boxed), or, `untagged`, is the whole answer where there
-    are neither. What is no plain number is checked by math-verify in `workers` processes; a check
-    that takes longer than `timeout` seconds, or comes after `budget` seconds of others, has none.
+    are neither. What is no plain number is checked by math-verify in `workers` processes. A
+    response whose check takes more than `timeout` seconds of CPU time is wrong; once the checks of
+    a batch took `budget` seconds, each has a quarter of a second at most. There is no score where
+    the ground truth itself cannot be read in time, or after three budgets.
     Logs as `unread` the share of answers that are no formula.
     """
 
@@ -123,7 +120,7 @@ class MathAnswer(AnswerScorer, PooledScorer):
         if find_spec("math_verify") is None or find_spec("antlr4") is None:
             raise UserError("math_answer needs math-verify: pip install -e '.[vlm]'")
         factory = "flow_grpo.rewards.answers.checker:math_checker"
-        limits = {"workers": self.workers, "timeout": self.timeout, "max_deaths": 1}
+        limits = {"workers": self.workers, "timeout": HARD_LIMIT * self.timeout, "max_deaths": 1}
         self.pool = WorkerPool(factory, {"memory_gib": MEMORY_GIB}, **limits)
 
     def __call__(self, answers: list[str], questions: list[str], metadata: Rows) -> Returned:
@@ -133,74 +130,75 @@ class MathAnswer(AnswerScorer, PooledScorer):
         return scores, {"unread": [float(isinstance(each, Unread)) for each in scores]}
 
     def why_not(self, question: str, metadata: dict) -> str | None:
-        return None if str(metadata.get("answer", "")).strip() else "it has no answer to check with"
+        return None if _text(metadata.get("answer", "")) else "it has no answer to check with"
+
+    def invalid_row(self, question: str, metadata: dict) -> str | None:
+        truth = _ground_truth(metadata) if "answer" in metadata else ""
+        if len(truth) <= MAX_FINAL:
+            return None
+        return (
+            f"its ground truth {truth[:20]!r}... has {len(truth)} characters, more than the "
+            f"{MAX_FINAL} that math_answer compares; correct or remove the row"
+        )
 
     def score(self, answer: str, metadata: dict) -> float | tuple[str, str]:
         """Or a pair of formulas that take more to compare."""
-        truth = str(metadata["answer"])
+        truth = _ground_truth(metadata)
         if len(answer) > MAX_TEXT:
-            return Failed(f"an answer of {len(answer)} characters is not checked")
+            return Unread()
         final = final_answer(answer)
         if final is None and not self.untagged:
             return 0.0
         final = answer.strip() if final is None else final
+        if len(truth) > MAX_FINAL:
+            return Failed(self.invalid_row("", metadata))
         if len(final) > MAX_FINAL:
-            return Failed(f"a final answer of {len(final)} characters is not checked")
+            return Unread()
         try:
-            # GSM8K writes its answers behind a mark
-            return quick_check(final, final_answer(truth) or truth.rpartition("####")[2].strip())
+            return quick_check(final, truth)
         except Unreadable:
             return Unread()
+        except (ArithmeticError, ValueError) as error:  # of this row, not of the whole batch
+            return Failed(f"ground truth {truth[:60]!r} cannot be compared: {describe(error)}")
 
     def _checked(self, pairs: dict[tuple[str, str], None]) -> dict[tuple[str, str], float]:
         start, scores, left = time.monotonic(), {}, list(pairs)
-        share = SHARE * self.workers
+        share, most = SHARE * self.workers, MAX_BUDGETS * self.budget
         while left:
-            part, left = left[:share], left[share:]
-            for pair, result in zip(part, self.pool.map(part), strict=True):
-                told = isinstance(result, bool)
-                scores[pair] = float(result) if told else Unread() if result is None else result
-            if time.monotonic() - start > self.budget:
-                late = Failed(f"not checked: other answers took {self.budget:g} s")
+            spent = time.monotonic() - start
+            if spent > most:
+                late = Failed(f"not checked: other answers took {most:g} s")
                 return scores | dict.fromkeys(left, late)
+            limit = self.timeout
+            if spent > self.budget:
+                fair = (most - spent) * self.workers / len(left)
+                limit = min(limit, max(min(SHORT), min(max(SHORT), fair)))
+            part, left = left[:share], left[share:]
+            results = self.pool.map([(*pair, limit) for pair in part])
+            for pair, result in zip(part, results, strict=True):
+                scores[pair] = self._as_score(pair, result, limit)
         return scores
 
-
-def quick_check(answer: str, truth: str) -> float | tuple[str, str]:
-    """1 or 0 where that is known without algebra, else the two formulas.
-
-    Raises `Unreadable` where the answer is no formula, and the truth is one.
-    """
-    if _squeezed(answer) == _squeezed(truth):  # before units are looked for: 2A is 2 A
-        return 1.0
-    (answer, unit), (truth, wanted) = plain(answer), plain(truth)
-    if _squeezed(answer) == _squeezed(truth):
-        return float(same_unit(unit, wanted))
-    if not same_unit(unit, wanted) or are_words(truth):
-        return 0.0
-    if (given := BASE.fullmatch(answer)) or BASE.fullmatch(truth):  # 17 will do for 17_8
-        given, asked = given or [0, answer, 0], BASE.fullmatch(truth) or [0, truth, 0]
-        return float(given[1] == asked[1] and (given[2] == asked[2] or 0 in (given[2], asked[2])))
-    left, right = number(answer), number(truth)
-    if left is not None and right is not None:
-        percent = ("%" in answer) - ("%" in truth)  # 50 and 0.5 both count as 50%
-        loose = LOOSE * abs(right) if "." in answer or "." in truth else 0
-        return float(
-            abs(left - right) <= loose or (percent and left * Fraction(100) ** percent == right)
-        )
-    try:
-        refuse_costly(truth)
-    except Unreadable as error:
-        return Failed(f"its truth {truth[:60]!r}: {error}")
-    if are_words(answer):
-        raise Unreadable("these are words")
-    refuse_costly(answer)
-    return (answer, truth)
+    def _as_score(self, pair: tuple[str, str], result: Any, limit: float) -> float:
+        """A worker that was lost over a response fails it only if the ground truth is to blame."""
+        if isinstance(result, LostWorker):
+            [alone] = self.pool.map([(None, pair[1], limit)])
+            return alone if isinstance(alone, Failed) else Unread()
+        if result is None:
+            return Unread()
+        return result if isinstance(result, Failed) else float(result)
 
 
-def _squeezed(text: str) -> str:
-    """Without spaces, but for those between digits: 1 1/2 is not 11/2."""
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).casefold()
+def _ground_truth(metadata: dict) -> str:
+    """GSM8K writes its answers behind a mark."""
+    truth = _text(metadata["answer"])
+    return final_answer(truth) or truth.rpartition("####")[2].strip()
+
+
+def _text(value: Any) -> str:
+    """Python writes no integer of more than 4,300 digits in decimal."""
+    huge = isinstance(value, int) and value.bit_length() > 14_000
+    return hex(value) if huge else str(value).strip()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -216,39 +214,33 @@ class AnswerFormat(AnswerScorer):
 
 
 class Choice(AnswerScorer):
-    """1 where the letter of a multiple choice is right, else 0; questions whose truth is no letter
-    do not ask for it."""
+    """1 for exactly the letters of a multiple-choice question, A to J, else 0.
+
+    Several letters (`A, C`) need all of them, in any order; a hedge (`B or C`) is wrong. Questions
+    whose ground truth is no letter do not ask for this reward.
+    """
 
     name = "choice"
-    _LETTER = re.compile(
-        r"(?i:option |choice )?\(?([A-Ja-j])\)?[.:]?|\(?([A-J])[).:,]\s?.*", re.DOTALL
-    )
-    # I is a letter here, and a word in "the answer is, I think, B"
-    _SPOKEN = re.compile(
-        r"\b(?i:answer|option|choice)(?i: is)?:?\s*\(?([A-HJ]|I(?!,? [a-z]))\b(?!')"
-    )
 
     def why_not(self, question: str, metadata: dict) -> str | None:
         truth = metadata.get("answer", "")
-        return None if self.letter(str(truth)) else f"its answer {truth!r} is none of A to J"
+        return None if self.letters(str(truth)) else f"its answer {truth!r} is none of A to J"
 
-    def letter(self, text: str) -> str | None:
-        """In tags or a box, alone or before its text; or as in "the answer is B"."""
+    def letters(self, text: str) -> frozenset[str]:
+        """In tags or a box, alone or before their text; or as in "the answer is B"."""
         if len(text) > MAX_TEXT:
-            return None
+            return frozenset()
         final = final_answer(text)
-        said = unstyled(text if final is None else final)
-        if match := self._LETTER.fullmatch(said):
-            return (match[1] or match[2]).upper()
-        spoken = self._SPOKEN.findall(said)
-        return spoken[-1] if spoken else None
+        if final is None:  # prose, which may begin with a letter
+            said = unstyled(text)
+            return spoken_letters(said) or choice_letters(said)
+        said = unstyled(final)
+        return choice_letters(said) or spoken_letters(said)
 
     def score(self, answer: str, metadata: dict) -> float:
         if self.why_not("", metadata):
             return NotAsked()
-        if len(answer) > MAX_TEXT:
-            return Failed(f"an answer of {len(answer)} characters is not checked")
-        return float(self.letter(answer) == self.letter(str(metadata["answer"])))
+        return float(self.letters(answer) == self.letters(str(metadata["answer"])))
 
 
 @dataclass(kw_only=True, eq=False)

@@ -4,20 +4,31 @@ Lists, tuples and intervals are taken apart here, and formulas with variables co
 the library takes (1,2) for an interval, and minutes to simplify what differs.
 """
 
+import contextlib
 import logging
 import re
 import resource
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig
-from math_verify import verify
 from sympy.core.relational import Relational
+from sympy.logic.boolalg import Boolean
 from sympy.parsing import sympy_parser
 
-from flow_grpo.rewards.answers.maths import LOOSE, Unreadable, group_end, number, with_depth
+from flow_grpo.rewards.answers.maths import (
+    LOOSE,
+    Unreadable,
+    group_end,
+    has_variables,
+    number,
+    split_top_level,
+)
 
 DIGITS = 30  # that are compared of what is no decimal
 # Where variables are put; far out only without powers, whose values would be large.
@@ -25,17 +36,35 @@ POINTS, FAR = ("0.7310585786", "-1.3247179572", "0.0000000013", "3.29036"), "100
 _STYLE = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
-_NAMED = re.compile(r"^\s*[A-Za-z](?:_\{?\w+\}?|\([A-Za-z]\))?\s*(?:=|\\in(?![a-z]))(?!.*=)\s*")
-_SETS = re.compile(r"[<>]|\\(?:leq?|geq?|neq?|in|cup|cap|setminus|mathbb|emptyset)(?![a-z])")
+_SETS = re.compile(
+    r"[<>]|\\(?:leq?|geq?|neq?|in|cup|cap|setminus|mathbb|emptyset|lor|land)(?![a-z])"
+)
 # of a variable: an inequality with one may take long to solve
 _FUNCTION = re.compile(r"\\(?:log|ln|exp|sin|cos|tan)|\\sqrt\{[^{}]*[A-Za-z]|\^\{?[^23]")
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
 _EVALUATED = re.compile(r"\w+|[-+]?[\d.]+(?:[eE][-+]?\d+)?")
+_BINOMIAL = re.compile(r"\\binom\s*\{[^{}]*\}\s*\{[^{}]*\}")
+_PRODUCT = re.compile(
+    r"(?<![\w.^])(\d+(?:\.\d+)?)\s*(?=[({])|(\)|\\pi)\s*(?=\()|(\))\s*(?=\d|\\(?:frac|sqrt))"
+)
 LIST, BARE, MATRIX = "{}", ",", "matrix"  # kinds of sequences beside "()" and "[)"
+_EQUAL, _CHAIN = "=", re.compile(r"(=|\\approx(?![A-Za-z]))")
 _WARM = (r"\frac{1}{2}", r"3\sqrt{2}", "x^2+2x+1", "(x+1)(x-2)", r"2\sin x", "x+y=1")
 
 
-def math_checker(memory_gib: float) -> Callable[[tuple[str, str]], bool | None]:
+class Check(NamedTuple):
+    """What a worker is asked. Without a response, only whether the ground truth can be read."""
+
+    answer: str | None
+    truth: str
+    seconds: float  # of CPU time for each of the two
+
+
+class TimeLimit(BaseException):
+    """The CPU time is used up. Not an `Exception`, which libraries catch and go on."""
+
+
+def math_checker(memory_gib: float) -> Callable[[Check], bool | None]:
     """Called in a worker. What wants more memory fails, and the machine goes on."""
     most = int(memory_gib * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -44,7 +73,47 @@ def math_checker(memory_gib: float) -> Callable[[tuple[str, str]], bool | None]:
     for text in _WARM:  # its first formulas take the library seconds
         _read(text)
     same("x>1", r"(1,\infty)")
-    return lambda pair: same(*pair)
+    same("|x|<1", "-1<x<1")
+    return lambda check: checked(*check)
+
+
+def checked(answer: str | None, truth: str, seconds: float) -> bool | None:
+    """Return whether the two are equal; None where the response cannot be read in time.
+
+    Raises:
+        Unreadable: the ground truth, by itself, cannot be read in time.
+    """
+    try:
+        with cpu_limit(seconds):
+            _read_all(_taken_apart(truth))
+    except (TimeLimit, Exception) as error:
+        raise Unreadable(f"its truth {truth[:60]!r} cannot be read") from error
+    if answer is None:
+        return None
+    try:
+        with cpu_limit(seconds):
+            return same(answer, truth)
+    except TimeLimit:
+        return None
+
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeLimit` after so much CPU time of this process, in its main thread.
+
+    CPU time, so that a busy machine changes no score. The signal comes again until it is heeded.
+    """
+
+    def stop(*_: object) -> None:
+        raise TimeLimit
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def names_and_numbers(parse_expr: Callable) -> Callable:
@@ -59,12 +128,8 @@ def names_and_numbers(parse_expr: Callable) -> Callable:
 
 
 def same(answer: str, truth: str) -> bool | None:
-    """Both as `plain` returns them; None where the answer cannot be read."""
+    """Return whether two formulas are equal; None where `answer` cannot be read."""
     wanted = _taken_apart(truth)
-    try:
-        _read_all(wanted)
-    except Exception as error:
-        raise Unreadable(f"its truth {truth[:60]!r} cannot be read") from error
     loose = "." in answer or "." in truth
     try:
         given = _taken_apart(answer)
@@ -81,8 +146,6 @@ def _taken_apart(text: str) -> Tree:
     """a \\pm b is both."""
     items = _split(text)
     if len(items) > 1:
-        names = {found[0] for item in items if (found := _NAMED.match(item))}
-        items = [_NAMED.sub("", item, count=1) if len(names) == 1 else item for item in items]
         return (BARE, *map(_taken_apart, items))
     text = items[0]
     if matrix := _MATRIX.fullmatch(text):
@@ -102,9 +165,7 @@ def _taken_apart(text: str) -> Tree:
 
 def _split(text: str) -> list[str]:
     """At the commas and semicolons outside brackets, and in two at \\pm."""
-    commas = [k for k, (mark, depth) in enumerate(with_depth(text)) if mark in ",;" and depth == 0]
-    starts, ends = [0, *(k + 1 for k in commas)], [*commas, len(text)]
-    parts = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+    parts = split_top_level(text, ",;")
     signs = (("+", "-"), ("-", "+"))
     return [
         part.replace("\\pm", pm).replace("\\mp", mp)
@@ -115,7 +176,11 @@ def _split(text: str) -> list[str]:
 
 def _read_all(tree: Tree) -> None:
     for item in (tree,) if isinstance(tree, str) else tree[1:]:
-        _read(item) if isinstance(item, str) else _read_all(item)
+        if isinstance(item, str):
+            for member in _members(item)[::2]:
+                _read(member)
+        else:
+            _read_all(item)
 
 
 @lru_cache(maxsize=4096)
@@ -123,7 +188,35 @@ def _read(text: str) -> sympy.Basic:
     value = number(text.strip())
     if value is not None:
         return sympy.Rational(value.numerator, value.denominator)
-    return latex2sympy(text, is_real=True, normalization_config=_STYLE)
+    for sign, operation in (("\\lor", sympy.Or), ("\\land", sympy.And)):
+        if sign in text:
+            return operation(*map(_read, text.split(sign)))
+    formula = latex2sympy(_with_products(text), is_real=True, normalization_config=_STYLE)
+    return formula.replace(_is_odd_root, _real_root) if "^" in text or "[" in text else formula
+
+
+def _with_products(text: str) -> str:
+    """Write products out: the library adds numbers side by side, and reads 5(4) as 9."""
+    text = _BINOMIAL.sub(r"(\g<0>)", text)
+    return _PRODUCT.sub(lambda found: f"{found[1] or found[2] or found[3]}\\cdot ", text)
+
+
+def _is_odd_root(formula: sympy.Basic) -> bool:
+    power = formula.exp if isinstance(formula, sympy.Pow) else None
+    return isinstance(power, sympy.Rational) and power.q > 1 and power.q % 2 == 1
+
+
+def _real_root(power: sympy.Pow) -> sympy.Expr:
+    """The cube root of -8 is -2, as at school, and not the principal value."""
+    base, exponent = power.args
+    return sympy.sign(base) ** exponent.p * sympy.Abs(base) ** exponent
+
+
+def _members(text: str) -> list[str]:
+    """Split 12\\pi = 37.7 at its signs, which stay in the list; not an equation with variables."""
+    if has_variables(text):
+        return [text]
+    return [part.strip() for part in _CHAIN.split(text)]
 
 
 def _same(answer: Tree, truth: Tree, loose: bool) -> bool:
@@ -151,8 +244,13 @@ def _in_any_order(items: Sequence, others: Sequence, same: Callable[..., bool]) 
 
 
 def _same_formula(answer: str, truth: str, loose: bool) -> bool:
-    if not re.search("[<>=]", answer) or not re.search("[<>=]", truth):  # x = 5 for 5
-        answer, truth = (_NAMED.sub("", text, count=1) for text in (answer, truth))
+    wanted, given = _members(truth), _members(answer)
+    if len(wanted) > 1:  # 12\\pi \\approx 37.7: either will do
+        return any(_same_formula(answer, value, loose) for value in wanted[::2])
+    if len(given) > 1:
+        links = zip(given[:-2:2], given[1::2], given[2::2], strict=True)
+        consistent = all(_agree(*link) for link in links)
+        return consistent and any(_same_formula(value, truth, loose) for value in given[::2])
     left, right = _read(answer), _read(truth)
     if left == right:
         return True
@@ -164,6 +262,22 @@ def _same_formula(answer: str, truth: str, loose: bool) -> bool:
     if not all(isinstance(each, Relational) for part in parts for each in part):
         return False
     return _in_any_order(*parts, lambda a, b: _same_relation(a, b, points, loose))
+
+
+def _agree(left: str, sign: str, right: str) -> bool:
+    """Whether one side of = or \\approx is the other, or its value rounded to some digits."""
+    if _same_formula(left, right, "." in left + right):
+        return True
+    digits = r"[-+]?\d*\.\d+" if sign == _EQUAL else r"[-+]?\d*\.?\d+"
+    rounded = [each for each in (left, right) if re.fullmatch(digits, each)]
+    return any(_rounds_to(right if each == left else left, each) for each in rounded)
+
+
+def _rounds_to(formula: str, rounded: str) -> bool:
+    places = len(re.sub(r"\D", "", rounded.partition(".")[2]))
+    half = Fraction(51, 100 * 10**places)
+    [(value, near)] = _values(_read(formula), _read(rounded), POINTS[:1]) or [(0, 1)]
+    return bool(abs(value - near) <= sympy.Rational(half.numerator, half.denominator))
 
 
 def _same_relation(left: Relational, right: Relational, points: tuple, loose: bool) -> bool:
@@ -205,9 +319,26 @@ def _values(left: sympy.Expr, right: sympy.Expr, points: tuple) -> list[tuple]:
 
 
 def _same_set(answer: str, truth: str) -> bool:
-    """An inequality for an interval, unions, sets with a name: the library compares them."""
+    """Compare inequalities, intervals and unions as sets of real numbers."""
     both = answer + " " + truth
     if not _SETS.search(both) or _FUNCTION.search(both):
         return False
-    wanted = [_read(truth), _read(_NAMED.sub("", truth))]
-    return verify(wanted, _read(answer), timeout_seconds=None, allow_set_relation_comp=True)
+    (given, of), (wanted, variable) = _solutions(answer), _solutions(truth)
+    if given is None or wanted is None or (of and variable and of != variable):
+        return False
+    return given == wanted or given.symmetric_difference(wanted) is sympy.S.EmptySet
+
+
+@lru_cache(maxsize=1024)
+def _solutions(text: str) -> tuple[sympy.Set | None, sympy.Symbol | None]:
+    """Return the set and the variable that an inequality is about; None where there is none."""
+    if not re.search(r"[\[(]", text):  # a comma between inequalities, not in an interval
+        text = " \\land ".join(split_top_level(text, ",;"))
+    formula = _read(text)
+    decimals = {each: sympy.Rational(str(each)) for each in formula.atoms(sympy.Float)}
+    formula = formula.xreplace(decimals)
+    if isinstance(formula, sympy.Set):
+        return formula, None
+    if not isinstance(formula, Boolean) or len(formula.free_symbols) > 1:
+        return None, None
+    return formula.as_set(), next(iter(formula.free_symbols), None)

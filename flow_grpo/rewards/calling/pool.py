@@ -52,7 +52,11 @@ BESIDE_A_TRAINER = {
 }
 
 
-class TimedOut(Failed):
+class LostWorker(Failed):
+    """The worker died on it."""
+
+
+class TimedOut(LostWorker):
     """The worker took too long over it, and was killed."""
 
 
@@ -295,7 +299,7 @@ class WorkerPool:
             self._put(deque([job]))
         else:
             processes = "process" if job.deaths == 1 else "processes"
-            job.result.set_result(Failed(f"{job.deaths} worker {processes} died on it"))
+            job.result.set_result(LostWorker(f"{job.deaths} worker {processes} died on it"))
 
     def _living(self, worker: _Worker | None) -> _Worker:
         """`worker` if it is still there, else a new one."""
