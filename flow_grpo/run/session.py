@@ -138,7 +138,7 @@ def take_update(session: BaseSession, stats: TrainingStats) -> None:
     norm = accelerator.clip_grad_norm_(session.policy.parameters(), most)
     stats.add_grad_norm(norm, most)
     for group in session.optimizer.param_groups:
-        group["lr"] = session.learning_rate(progress.step)
+        group["lr"] = session.learning_rate(progress.step) * group.get("lr_scale", 1.0)
     session.optimizer.step()
     session.optimizer.zero_grad()
     progress.step += 1
