@@ -50,6 +50,7 @@ from flow_grpo.run.session import (
     evaluation_metrics,
     finish_epoch,
     is_due,
+    set_learning_rates,
     stop_at_outage,
     take_update,
     training_metrics,
@@ -247,6 +248,7 @@ def train_epoch(
             bar = session.bar(batches, name)
             module, at_once = session.policy.module, is_sharded(accelerator)
             steps = accumulated(accelerator, module, bar, len(batches), at_once=at_once)
+            set_learning_rates(session)
             for (part, batch), counted in steps:
                 counted = counted and bool(own)  # or other processes wait for it
                 scores = session.policy.scores(batch, critic_only=critic_only)

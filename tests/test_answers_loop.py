@@ -389,6 +389,22 @@ def test_wrong_settings_are_told_in_one_line(fields, message):
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("kl_in", "kl", "used", "warned"),
+    [
+        ("loss", None, "k3", False),
+        ("reward", None, "k1", False),
+        ("loss", "k2", "k2", False),
+        ("reward", "k3", "k3", True),
+        ("reward", "k2", "k2", True),
+    ],
+)
+def test_the_estimator_of_the_kl_goes_with_its_place(kl_in, kl, used, warned, caplog):
+    given = {"train.beta": 0.1, "train.kl_in": kl_in, **({"train.kl": kl} if kl else {})}
+    assert check(answer_runs.config_of(**given)).train.kl == used
+    assert ("does not have the gradient of the KL" in caplog.text) == warned
+
+
 @pytest.mark.parametrize("name", ["", *presets.PRESETS])
 def test_presets_hold_to_the_rules(name):
     config = presets.get_config(name)

@@ -137,8 +137,7 @@ def take_update(session: BaseSession, stats: TrainingStats) -> None:
     most = session.config.train.max_grad_norm
     norm = accelerator.clip_grad_norm_(session.policy.parameters(), most)
     stats.add_grad_norm(norm, most)
-    for group in session.optimizer.param_groups:
-        group["lr"] = session.learning_rate(progress.step) * group.get("lr_scale", 1.0)
+    set_learning_rates(session)
     session.optimizer.step()
     session.optimizer.zero_grad()
     progress.step += 1
@@ -146,6 +145,14 @@ def take_update(session: BaseSession, stats: TrainingStats) -> None:
     if session.ema is not None and not accelerator.optimizer_step_was_skipped:
         session.ema.update(progress.step)
     session.stop.check()
+
+
+def set_learning_rates(session: BaseSession) -> None:
+    """Set the learning rates of the next update. DeepSpeed takes its step within the last backward
+    pass, so a loop calls this before it too."""
+    rate = session.learning_rate(session.progress.step)
+    for group in session.optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
 def training_metrics(session: BaseSession, stats: TrainingStats) -> dict[str, float]:
