@@ -58,6 +58,7 @@ from flow_grpo.run.session import (
     evaluation_metrics,
     finish_epoch,
     is_due,
+    set_learning_rates,
     stop_at_outage,
     take_update,
     training_metrics,
@@ -341,6 +342,7 @@ def train_epoch(
     for inner in range(plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(updates))
         for n, u in enumerate(order, 1):
+            set_learning_rates(session)
             batches = algorithm.batches(updates[u], plan.train_batch_size)
             kept = with_gradient(algorithm, batches, **session.may_leave_out())
             stats.leave_out((algorithm.trained_samples - sum(map(len, kept))) * losses)

@@ -25,6 +25,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.answer.batches import PackedBatch, micro_batches, packed
 from flow_grpo.answer.credit import Fixed, answer_advantages, penalties, reweigh, token_advantages
+from flow_grpo.answer.critic import is_warmup, scale_rates
 from flow_grpo.answer.dry import AnswerLoop
 from flow_grpo.answer.fields import ANSWER, GAE
 from flow_grpo.answer.losses import build_loss
@@ -34,6 +35,7 @@ from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout, ToAnswer
 from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
 from flow_grpo.answer.showing import write_answers
 from flow_grpo.config import command_line
+from flow_grpo.data.passes import pass_states
 from flow_grpo.data.seeding import Stream, numpy_rng, sample_generators
 from flow_grpo.rewards import TOTAL
 from flow_grpo.run.distributed import (
@@ -49,6 +51,7 @@ from flow_grpo.run.session import (
     evaluation_metrics,
     finish_epoch,
     is_due,
+    set_learning_rates,
     stop_at_outage,
     take_update,
     training_metrics,
@@ -68,14 +71,19 @@ def train(session: VlmSession) -> None:
         with timer("eval"):
             metrics = run_evaluation(session, epoch=0)
         finish_epoch(session, 0, metrics, timer)
+    if progress.epoch > 0 and not pass_states(session.sizes, progress.questions)[1]:
+        logger.warning(
+            "the checkpoint does not say which of these questions the run has used; a new pass "
+            "over the data set begins"
+        )
 
     for epoch in range(progress.epoch, config.num_epochs):
         done, timer = epoch + 1, Timer()
         rollout = sample_epoch(session, epoch, timer)
         stop_at_outage(session, done, rollout.rewards)
         session.reward.rest()
-        alike = config.sample.refills > 0 and not rollout.has_spread().any()
-        solved = alike and not rollout.spare  # which no question is left to disprove
+        alike = not rollout.learns.any()
+        solved = alike and rollout.has_drawn_all  # which no question is left to disprove
         metrics = {**reward_metrics(rollout.rewards, rollout.groups), **rollout.metrics()}
         if not alike:
             with timer("train"):
@@ -89,12 +97,12 @@ def train(session: VlmSession) -> None:
                 if not alike:
                     save_training_samples(session, done, rollout, fixed)
                 metrics |= run_evaluation(session, done)
+        session.progress.questions = [state.to_json() for state in rollout.passes]
         finish_epoch(session, done, metrics, timer, ends=solved)
         if alike:
             end = "there is nothing left to learn from, so training ends here"
             logger.info(
-                "epoch %d: answers to a question all scored alike, for every question drawn (mean "
-                "%.3f): %s",
+                "epoch %d: no answer to any question drawn has an advantage (mean reward %.3f): %s",
                 *(done, metrics[f"reward/{TOTAL}"], end if solved else "nothing was trained"),
             )
         if solved:
@@ -103,20 +111,27 @@ def train(session: VlmSession) -> None:
 
 def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
     """Answers to the questions of an epoch, scored; with `sample.refills`, questions whose answers
-    all score alike give way to others."""
-    config, plan = session.config, session.plan
-    rollout = Rollout.draw(plan, session.sets, config.seed, epoch)
+    have no advantage are replaced by others. A KL in the reward has no part in that decision."""
+    config, plan, train = session.config, session.plan, session.config.train
+    reward, accelerator = session.reward, session.accelerator
+    rollout = Rollout.draw(plan, session.sets, config.seed, epoch, session.progress.questions)
     wanted = np.arange(plan.samples)
     for attempt in range(config.sample.refills + 1):
-        own = rollout.own(session.accelerator.process_index, wanted)
+        own = rollout.own(accelerator.process_index, wanted)
         with timer("sample"):
             sample = partial(sample_answers, session, epoch, attempt, rollout, own)
             pending = session.while_awake(sample)
         with timer("reward_wait"):
             scores = [each.result() for each in pending]
         index = np.array(own, dtype=np.int64)
-        rollout.store(gather_scores(session.accelerator, index, scores), wanted)
+        rollout.store(gather_scores(accelerator, index, scores), wanted)
         session.stop.check()
+        if config.sample.refills > 0:
+            settings = train.advantage, train.advantage_scale
+            advantages = answer_advantages(
+                accelerator, rollout, reward.weights, reward.judges, *settings, lost={}
+            )
+            rollout.keep_groups_with(advantages)
         wanted = rollout.refill() if attempt < config.sample.refills else []
         if not len(wanted):
             break
@@ -160,7 +175,7 @@ def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
     with_reference = train.beta > 0
     if not (again or with_reference):
         return fixed
-    updates = rollout.updates(with_spread=session.config.sample.refills > 0)
+    updates = rollout.updates()
     with policy.gathered():
         # in the batches that they are trained in: others would round differently
         for members in (*updates, ~updates.any(0)):
@@ -185,7 +200,8 @@ def give_credit(session: VlmSession, rollout: Rollout, fixed: dict[int, Fixed]) 
     if not session.answerer.exact:
         off = reweigh(accelerator, rollout, fixed, train.importance_cap)
     in_reward = train.beta > 0 and train.kl_in == "reward"
-    lost = penalties(fixed, train.kl, train.beta) if in_reward else {}
+    clamp = train.clamp_log_ratios
+    lost = penalties(fixed, train.kl, train.beta, clamp=clamp) if in_reward else {}
     if train.advantage == GAE:
         settings = {"discount": train.discount, "decay": train.gae_decay}
         token_advantages(accelerator, rollout, fixed, lost, **settings)
@@ -204,15 +220,19 @@ def train_epoch(
 ) -> dict[str, float]:
     """Update the weights on the epoch's answers."""
     config, plan, accelerator = session.config, session.plan, session.accelerator
+    critic_only = is_warmup(config.train, epoch)
     objective = Objective(
         build_loss(config.train.loss, config.train),
         config.train,
         max_new_tokens=session.most_tokens,
         reweighed=not session.answerer.exact,
+        critic_only=critic_only,
     )
+    if objective.with_values:
+        scale_rates(session.optimizer, config.train, warmup=critic_only)
     stats, lengths = TrainingStats(), rollout.scores[LENGTH]
     applied_before = session.progress.applied
-    updates = rollout.updates(with_spread=config.sample.refills > 0)
+    updates = rollout.updates()
     for inner in range(plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner)
         for n, u in enumerate(order.permutation(plan.updates_per_pass), 1):
@@ -230,17 +250,22 @@ def train_epoch(
             bar = session.bar(batches, name)
             module, at_once = session.policy.module, is_sharded(accelerator)
             steps = accumulated(accelerator, module, bar, len(batches), at_once=at_once)
+            set_learning_rates(session)
             for (part, batch), counted in steps:
                 counted = counted and bool(own)  # or other processes wait for it
-                scores = session.policy.scores(batch)
+                scores = session.policy.scores(batch, critic_only=critic_only)
                 loss = objective.loss(batch, scores, [fixed[i] for i in part], counts)
                 # gradients are the mean over processes
                 share = plan.num_processes * float(counted)
                 backward(accelerator, loss.per_sample.sum() / counts.tokens * share)
                 loss = loss if counted else loss.of_none()
                 stats.add(loss, on_policy=session.progress.applied == applied_before)
+            if critic_only:
+                session.policy.drop_policy_gradients()
             take_update(session, stats)
     metrics = training_metrics(session, stats)
+    if objective.with_values:
+        metrics["train/critic_lr"] = session.optimizer.param_groups[1]["lr"]
     if objective.policy.trust is not None:
         metrics["train/clip_range"] = objective.policy.trust
     return metrics

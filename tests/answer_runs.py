@@ -129,9 +129,9 @@ def run_watched(**fields: Any) -> None:
         )
         return prepare(session, rollout)
 
-    def watched_scores(policy, batch):
+    def watched_scores(policy, batch, **settings):
         lines[-1]["pictures"].append([runs[0].progress.step, batch.inputs.shown is not None])
-        return scores(policy, batch)
+        return scores(policy, batch, **settings)
 
     train_vlm.prepare, AnswerPolicy.scores = watched_prepare, watched_scores
     try:

@@ -25,7 +25,7 @@ BETA = 0.5
 
 def one_group(**scores: list[float]) -> Rollout:
     own = {name: np.array(values) for name, values in scores.items()}
-    return Rollout(AnswerPlan(1, 1, 3, 1, 1, 3), np.zeros(1, int), [], scores=own)
+    return Rollout(AnswerPlan(1, 1, 3, 1, 1, 3), np.zeros(1, int), scores=own)
 
 
 def test_how_far_an_engine_is_off_by_hand():

@@ -156,13 +156,19 @@ def test_an_engine_that_is_off_is_told_and_weighted(hot):
     assert line["train/importance"] == pytest.approx(weights.mean().item(), abs=1e-5)
 
 
-def test_the_loss_of_a_token_is_multiplied_by_its_weight(hot):
+def test_the_policy_loss_of_a_token_is_multiplied_by_its_weight_and_the_kl_is_not(hot):
     objective, batch, scores, fixed, counts, loss = hot[1][0]
     ones = [replace(own, importance=torch.ones_like(own.old)) for own in fixed]
+    # away from the reference, from which the run has just begun
+    moved = [replace(own, reference=own.reference - 0.3) for own in fixed]
+    loss = objective.loss(batch, scores, moved, counts)
     importance = torch.cat([own.importance for own in fixed])
     assert torch.equal(loss.columns["importance"], importance)
     plain = objective.loss(batch, scores, ones, counts)
-    assert torch.allclose(loss.per_sample, plain.per_sample * importance, atol=1e-6)
+    kl, policy = loss.columns["kl"], loss.columns["policy_loss"]
+    assert kl.min() > 0.01
+    assert torch.allclose(policy, plain.columns["policy_loss"] * importance, atol=1e-6)
+    assert torch.allclose(loss.per_sample, policy + 0.1 * kl, atol=1e-6)
 
 
 def test_engines_are_awake_while_they_answer_and_not_else(hot):

@@ -14,17 +14,19 @@ import pytest
 import small_vlm
 import torch
 import train_vlm
+from planted import renew_manifest
 from safetensors.torch import load_file
 
 from flow_grpo.answer import fields, presets
 from flow_grpo.answer.batches import PackedBatch
 from flow_grpo.answer.check import check
 from flow_grpo.answer.credit import Fixed
+from flow_grpo.answer.critic import split_saved_groups
 from flow_grpo.answer.losses import AGGREGATIONS, KINDS
 from flow_grpo.answer.losses.base import Counts
 from flow_grpo.answer.objective import Objective
 from flow_grpo.answer.plan import AnswerPlan
-from flow_grpo.answer.rollout import Rollout
+from flow_grpo.answer.rollout import BASELINE, ENDED, LENGTH, Rollout
 from flow_grpo.answer.session import build_session, lighter_settings
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
@@ -243,16 +245,89 @@ AT_ONCE = {"most_at_once": 8}
 def test_refills_take_other_questions_while_there_are_any():
     plan = AnswerPlan(1, questions=3, group_size=2, updates_per_pass=1, inner_epochs=1, **AT_ONCE)
     rollout = Rollout.draw(plan, [(5, Fraction(1))], seed=1, epoch=0)
-    first, spare = rollout.rows.copy(), list(rollout.spare)
-    assert sorted([*first.tolist(), *spare]) == list(range(5))
-    rollout.store({"avg": np.array([0.0, 1.0, 1.0, 1.0, np.nan, 1.0])}, np.arange(6))
-    assert rollout.has_spread().tolist() == [True, True, False, False, False, False]
+    first = rollout.rows.copy()
+    rollout.keep_groups_with(np.array([-1.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
+    assert rollout.learns.tolist() == [True, True, False, False, False, False]
+    assert rollout.updates().tolist() == [rollout.learns.tolist()]
     rollout.prompts = dict.fromkeys(first.tolist())
     assert rollout.refill().tolist() == [2, 3, 4, 5]
     assert list(rollout.prompts) == [first[0]]  # pictures of the others would fill the memory
-    assert rollout.rows.tolist() == [first[0], *spare]
+    assert rollout.rows[0] == first[0]
+    assert sorted({*first, *rollout.rows}) == list(range(5))
+    assert rollout.has_drawn_all
     assert rollout.refill().tolist() == []  # none is left
     assert rollout.refilled == 2
+
+
+@pytest.mark.parametrize(
+    ("advantage", "rewards", "kept"),
+    [
+        ("grpo", [0, 1, 1, 1, math.nan, 1], [True, False, False]),
+        ("rloo", [0, 1, 0, 0, 1, 1], [True, False, False]),
+        ("remax", [0, 1, 1, 1, 0, 0], [True, True, False]),  # a greedy answer scores 0
+        ("reinforce_pp", [1, 1, 0, 0, 0.5, 0.5], [True, True, False]),  # compared with all
+    ],
+)
+def test_groups_with_advantages_are_kept(run, advantage, rewards, kept, monkeypatch):
+    """Also those whose rewards are all the same, where the estimator compares with others."""
+    found, refill = [], Rollout.refill
+
+    def scored(accelerator, index, scores):
+        columns = {"avg": rewards, "mine": rewards, LENGTH: [5] * 6, ENDED: [1] * 6}
+        columns |= {BASELINE: [0] * 6} if advantage == "remax" else {}
+        return {name: np.array(values, float)[index] for name, values in columns.items()}
+
+    def watched(rollout):
+        found.append(rollout.learns[::2].tolist())
+        return refill(rollout)
+
+    monkeypatch.setattr(train_vlm, "gather_scores", scored)
+    monkeypatch.setattr(Rollout, "refill", watched)
+    monkeypatch.setattr(train_vlm, "run_evaluation", lambda *_, **__: {})
+    fields = {"sample.questions_per_epoch": 3, "sample.group_size": 2, "sample.refills": 1}
+    fields |= {"train.updates_per_epoch": 1, "max_failed_fraction": 0.5, "log_images": 0}
+    run(num_epochs=1, **fields, **{"train.advantage": advantage})
+    assert found == [kept]
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[list[int]]:
+    """The questions of each epoch, after its refills."""
+    epochs, sample_epoch = [], train_vlm.sample_epoch
+
+    def watched(session, epoch, timer):
+        rollout = sample_epoch(session, epoch, timer)
+        epochs.append(rollout.rows.tolist())
+        return rollout
+
+    monkeypatch.setattr(train_vlm, "sample_epoch", watched)
+    return epochs
+
+
+def test_a_resumed_run_draws_the_questions_that_are_left(run, drawn, caplog):
+    """Of 8, an epoch draws 3 and as many more as it refills: half of them score alike."""
+    fields = {"reward": "flat_for_some", "sample.questions_per_epoch": 3, "sample.refills": 1}
+    fields |= {"train.updates_per_epoch": 1}
+    session = run(run_name="whole", num_epochs=3, **fields)
+    [state] = session.progress.questions
+    assert state["taken"] > 9  # questions that were replaced count
+    whole = drawn.copy()
+    assert len({tuple(rows) for rows in whole}) == 3
+    drawn.clear()
+    for epochs in (1, 3):
+        run(run_name="parts", num_epochs=epochs, resume="auto", **fields)
+    assert drawn == whole
+    assert "a new pass" not in caplog.text
+    checkpoint = (session.folder / "checkpoints/latest").resolve()
+    path = checkpoint / "state/progress.json"
+    progress = json.loads(path.read_text())
+    del progress["questions"]  # as of older versions
+    path.write_text(json.dumps(progress))
+    renew_manifest(checkpoint)
+    drawn.clear()
+    run(run_name="whole", num_epochs=4, resume="auto", **fields)
+    assert "a new pass" in caplog.text
+    assert len(drawn) == 1
 
 
 def test_processes_share_the_samples_of_each_update():
@@ -285,6 +360,13 @@ def test_batches_are_about_equal_whether_or_not_they_divide(samples, most, size)
         ({"sample.temperature": 0.0}, "sample.temperature=0.0 must be above 0"),
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be one of 'no', 'bf16'"),
         ({"sample.refills": 1, "train.advantage": "gae"}, "sample.refills=1 replaces groups"),
+        ({"train.beta": 0.1, "train.kl": "k1"}, "train.kl='k1' is incompatible with train.kl_in"),
+        ({"train.critic_warmup": 1}, "train.critic_warmup=1 has no effect with train.advantage"),
+        ({"train.critic_learning_rate": 1e-4}, "train.critic_learning_rate=0.0001 has no effect"),
+        (
+            {"train.advantage": "gae", "train.critic_warmup": 4, "num_epochs": 4},
+            "train.critic_warmup=4 must be below num_epochs=4",
+        ),
         (
             {"train.advantage": "gdpo", "train.beta": 0.01, "train.kl_in": "reward"},
             "train.kl_in='reward' does not go with train.advantage='gdpo'",
@@ -305,6 +387,22 @@ def test_wrong_settings_are_told_in_one_line(fields, message):
         check(answer_runs.config_of(**fields))
     assert str(told.value).startswith(message)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("kl_in", "kl", "used", "warned"),
+    [
+        ("loss", None, "k3", False),
+        ("reward", None, "k1", False),
+        ("loss", "k2", "k2", False),
+        ("reward", "k3", "k3", True),
+        ("reward", "k2", "k2", True),
+    ],
+)
+def test_the_estimator_of_the_kl_goes_with_its_place(kl_in, kl, used, warned, caplog):
+    given = {"train.beta": 0.1, "train.kl_in": kl_in, **({"train.kl": kl} if kl else {})}
+    assert check(answer_runs.config_of(**given)).train.kl == used
+    assert ("does not have the gradient of the KL" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("name", ["", *presets.PRESETS])
@@ -373,11 +471,62 @@ def test_numbers_that_do_not_divide_are_told(run):
 
 
 def test_the_value_head_learns_the_reward(run):
-    session = run(num_epochs=2, **{"train.advantage": "gae", "train.value_weight": 1.0})
+    fields = {"train.advantage": "gae", "train.value_weight": 1.0, "train.lr_scheduler": "linear"}
+    session = run(num_epochs=2, **fields, **{"train.critic_learning_rate": 4e-3})
     assert session.policy.network.value.bias.item() > 0
     lines = metrics_of(session.folder)
     assert math.isfinite(lines[-1]["train/value_loss"])
     assert lines[1]["train/first_update_ratio_dev"] <= 1e-5
+    for line in lines[1:]:  # the same schedule from another learning rate
+        assert line["train/critic_lr"] == pytest.approx(4 * line["train/lr"])
+    assert lines[2]["train/lr"] < lines[1]["train/lr"]
+
+
+def test_in_its_warmup_the_value_head_alone_is_trained(run):
+    """Weight decay and the KL would move the other weights too, and Adam would count the steps."""
+    fields = {"train.advantage": "gae", "train.critic_warmup": 1, "train.adam_weight_decay": 0.5}
+    fields |= {"train.beta": 0.1, "num_epochs": 2, "save_freq": 1, "use_lora": False}
+    session = run(**fields)
+    _, first, second = metrics_of(session.folder)
+    assert first["train/critic_lr"] == second["train/critic_lr"] == pytest.approx(9e-6)  # LMM-R1's
+    assert first["train/lr"] == 0
+    assert second["train/lr"] == 1e-3
+    assert first["train/kl"] == 0
+    assert first["train/grad_norm"] > 0
+    states = [session.folder / f"checkpoints/checkpoint-{step}/state" for step in (2, 4)]
+    start = {f"model.{name}": p for name, p in small_vlm.build().named_parameters()}
+    warm, trained = (load_file(state / "trained.safetensors") for state in states)
+    changed = {n for n, w in warm.items() if not torch.equal(w, start.get(n, torch.zeros_like(w)))}
+    assert changed == {"value.weight", "value.bias"}
+    assert all(not torch.equal(weight, warm[name]) for name, weight in trained.items())
+    assert len(torch.load(states[0] / "optimizer.bin")["state"]) == 2
+
+
+def test_a_checkpoint_without_a_group_for_the_value_head_is_resumed(caplog):
+    def optimizer(*groups: list[int]) -> torch.optim.AdamW:
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(2, generator=generator, requires_grad=True) for _ in range(4)]
+        own = torch.optim.AdamW([{"params": [weights[i] for i in each]} for each in groups])
+        own.register_load_state_dict_pre_hook(split_saved_groups)
+        return own
+
+    def step(optimizer: torch.optim.AdamW) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for number, weight in enumerate(weights):
+            weight.grad = torch.full((2,), number - 1.5)
+        optimizer.step()
+
+    old, new = optimizer([0, 1, 2, 3]), optimizer([0, 1], [2, 3])
+    step(old)
+    step(new)
+    assert not caplog.text
+    fresh = optimizer([0, 1], [2, 3])
+    fresh.load_state_dict(old.state_dict())
+    assert "train.critic_learning_rate" in caplog.text
+    saved = fresh.state_dict()
+    assert [group["params"] for group in saved["param_groups"]] == [[0, 1], [2, 3]]
+    for number, state in new.state_dict()["state"].items():
+        assert torch.equal(saved["state"][number]["exp_avg"], state["exp_avg"])
 
 
 def test_advice_for_less_memory_names_settings_that_are_allowed():

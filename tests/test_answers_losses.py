@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.advantages import compute_advantages
+from flow_grpo.answer.check import check
 from flow_grpo.answer.credit import generalized_advantages, token_rewards
+from flow_grpo.answer.fields import get_config
 from flow_grpo.answer.losses import AGGREGATIONS, DIVERGENCES, KINDS, build_loss
 from flow_grpo.answer.losses.base import (
     Counts,
@@ -184,6 +186,88 @@ def test_divergences_of_known_distributions():
         assert (divergence(kind, policy.log(), reference.log()) >= 0).all()
 
 
+def kl_gradients(policy: Tensor, reference: Tensor) -> dict[tuple[str, str], Tensor]:
+    """Expected gradients over all tokens of a softmax policy, with respect to its logits, of each
+    estimator in the loss and as a reward."""
+    logits, found = policy.log().requires_grad_(), {}
+    for kind in DIVERGENCES:
+        log_probs = logits.log_softmax(0)
+        estimate = divergence(kind, log_probs, reference.log(), clamp=False)
+        in_loss = (policy * estimate).sum()
+        as_reward = (policy * estimate.detach() * log_probs).sum()
+        for place, mean in (("loss", in_loss), ("reward", as_reward)):
+            (found[kind, place],) = torch.autograd.grad(mean, logits, retain_graph=True)
+    return found
+
+
+def kl(one: Tensor, other: Tensor) -> Tensor:
+    return (one * (one / other).log()).sum()
+
+
+def test_only_k1_in_the_reward_and_k2_in_the_loss_have_the_gradient_of_the_kl():
+    policy = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    reference = torch.tensor([0.3, 0.3, 0.1, 0.3], dtype=torch.float64)
+    exact = finite_differences(lambda x: kl(x.softmax(0), reference), policy.log())
+    backward = finite_differences(lambda x: kl(reference, x.softmax(0)), policy.log())
+    found = kl_gradients(policy, reference)
+    assert torch.allclose(found["k1", "reward"], exact, atol=1e-8)
+    assert torch.allclose(found["k2", "loss"], exact, atol=1e-8)
+    assert torch.allclose(found["k3", "loss"], backward, atol=1e-8)  # of the KL the other way round
+    assert found["k1", "loss"].abs().max() < 1e-12
+    assert torch.allclose(found["k3", "reward"], exact - backward, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_near_the_reference_k2_and_k3_in_the_reward_have_next_to_no_gradient(kind):
+    """The gradient of the KL falls with the distance, theirs with its square."""
+    reference = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    away = torch.tensor([1.0, -0.4, 0.8, -1.5], dtype=torch.float64)
+    sizes = []
+    for step in (0.01, 0.001):
+        policy = (reference.log() + step * away).softmax(0)
+        found = kl_gradients(policy, reference)
+        sizes.append((found[kind, "reward"].norm() / found["k1", "reward"].norm()).item())
+        assert torch.allclose(found["k3", "loss"], found["k1", "reward"], atol=step**2)
+    assert sizes[0] < 0.02
+    assert sizes[1] == pytest.approx(sizes[0] / 10, rel=0.1)
+
+
+FAR = torch.tensor([[1000.0, -1000.0, 25.0, -25.0, 3.0]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_ratios_are_clamped_before_they_overflow(kind):
+    """By 20 on either side, as those of EasyR1 and verl; the gradient is 0 beyond, not NaN."""
+    mask = torch.ones_like(FAR, dtype=torch.bool)
+    per_token = kind != "gspo"  # which clamps the mean of a response
+    far = FAR if per_token else torch.full_like(FAR, 1000.0)
+    new = far.clone().requires_grad_()
+    found = policy_loss(kind, new, torch.zeros_like(far), torch.tensor([[-1.0]]), mask)
+    assert torch.allclose(found.ratio.log(), far.clamp(-20, 20))
+    found.loss.sum().backward()
+    assert found.loss.isfinite().all()
+    assert new.grad.isfinite().all()
+    if kind == "clip":
+        assert (new.grad != 0).tolist() == [[False, False, False, False, True]]
+    free = policy_loss(kind, far, 0 * far, -torch.ones(1, 1), mask, clamp_log_ratios=False)
+    assert not free.ratio.isfinite().all()
+
+
+def test_k3_is_clamped_as_in_easyr1_and_verl():
+    """The exponent by 20, the value by 10; k1 and k2 are as they are."""
+    far = FAR.clone().requires_grad_()
+    found = divergence("k3", far, torch.zeros_like(far))
+    expected = [10.0, 10.0, 10.0, 10.0, np.exp(-3.0) + 2]
+    assert found[0].tolist() == pytest.approx(expected)
+    found.sum().backward()
+    assert far.grad[0].tolist() == pytest.approx([0, 0, 0, 0, 1 - np.exp(-3.0)])
+    assert divergence("k3", FAR, 0 * FAR, clamp=False)[0].tolist() == pytest.approx(
+        [999.0, np.inf, 24.0, np.exp(25.0) - 26, np.exp(-3.0) + 2]
+    )
+    assert torch.equal(divergence("k1", FAR, 0 * FAR), FAR)
+    assert torch.equal(divergence("k2", FAR, 0 * FAR), 0.5 * FAR**2)
+
+
 def test_importance_weights_are_ratios_up_to_the_cap():
     policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64, requires_grad=True)
     engine = torch.tensor([0.4, 0.5, 0.1], dtype=torch.float64)
@@ -214,6 +298,19 @@ def test_without_discount_and_decay_advantages_are_what_is_left_to_gain():
     values, mask = torch.tensor([[0.3, 0.6, 0.2]]), torch.ones(1, 3, dtype=torch.bool)
     advantages, _ = generalized_advantages(rewards, values, mask, discount=1.0, decay=1.0)
     assert torch.allclose(advantages, torch.tensor([[1.0, 0.9, 0.7]]) - values)
+
+
+def test_all_tokens_of_a_correct_response_get_credit_by_default():
+    """Also 512 tokens before its end, while the value head is still at zero."""
+    train = check(get_config()).train
+    length, mask = 512, torch.ones(2, 512, dtype=torch.bool)
+    rewards = token_rewards(torch.tensor([1.0, 0.0]), None, mask)
+    advantages, _ = generalized_advantages(
+        rewards, torch.zeros(2, length), mask, discount=train.discount, decay=train.gae_decay
+    )
+    right, wrong = advantages - advantages.mean()
+    assert (right > 0).all()
+    assert (wrong < 0).all()
 
 
 def test_penalties_come_with_each_token():

@@ -20,6 +20,7 @@ from flow_grpo.data.questions import Keys, read_questions
 from flow_grpo.errors import UserError
 
 CLASS = "flow_grpo.rewards.answers.reward_model:RewardModel"
+AT_ONCE = {"most_at_once": 20}
 SHARES = [(9, Fraction("0.3")), (12, Fraction("0.7"))]
 
 
@@ -38,9 +39,10 @@ def questions(folder: Path, count: int, key: str = "question", **columns: str) -
     return folder
 
 
-def drawn(epoch: int) -> Rollout:
-    plan = AnswerPlan(1, 10, group_size=2, updates_per_pass=1, inner_epochs=1, most_at_once=20)
-    return Rollout.draw(plan, SHARES, seed=3, epoch=epoch)
+def drawn(epoch: int, before: Rollout | None = None, processes: int = 1) -> Rollout:
+    plan = AnswerPlan(processes, 10, group_size=2, updates_per_pass=1, inner_epochs=1, **AT_ONCE)
+    saved = [] if before is None else [state.to_json() for state in before.passes]
+    return Rollout.draw(plan, SHARES, seed=3, epoch=epoch, saved=saved)
 
 
 def counts(rows: np.ndarray) -> list[int]:
@@ -48,24 +50,49 @@ def counts(rows: np.ndarray) -> list[int]:
 
 
 def test_an_epoch_has_exactly_its_share_of_each_data_set():
-    orders = set()
-    for epoch in range(20):
-        rollout = drawn(epoch)
+    """And uses every question of a set before any is used again, as often as its share asks."""
+    orders, rollout, often = set(), None, np.zeros(21, int)
+    for epoch in range(24):  # 8 passes of the first set and 14 of the second
+        rollout = drawn(epoch, rollout)
         assert counts(rollout.rows) == [3, 7]
-        assert sorted([*rollout.rows, *rollout.spare]) == list(range(21))
+        assert len({*rollout.rows}) == 10
         orders.add(tuple(set_of([9, 12], rollout.rows)))
+        often[rollout.rows] += 1
+        assert all(np.ptp(own) <= 1 for own in np.split(often, [9]))
     assert len(orders) > 10  # updates mix the sets
+    assert often.tolist() == [8] * 9 + [14] * 12
+
+
+def test_neither_processes_nor_epochs_before_change_what_an_epoch_draws():
+    first = drawn(0)
+    assert np.array_equal(drawn(1, first).rows, drawn(1, first, processes=2).rows)
+    assert not np.array_equal(first.rows, drawn(1, first).rows)
 
 
 def test_a_question_is_replaced_by_one_of_its_own_data_set():
-    rollout, asked = drawn(0), []
-    while rollout.spare:  # 6 questions of the first set, 5 of the second
+    before, asked = drawn(0), []
+    rollout = drawn(1, before)
+    while not rollout.has_drawn_all:  # 6 questions of the first set are left, 5 of the second
         asked += rollout.rows.tolist()
-        rollout.store({"avg": np.zeros(20)}, np.arange(20))
+        rollout.keep_groups_with(np.zeros(20))
         again = rollout.refill()
         assert counts(rollout.rows) == [3, 7]
         assert not {*rollout.rows[again // 2]} & {*asked}
     assert {*asked, *rollout.rows} == set(range(21))
+    assert [state.taken for state in before.passes] == [3, 7]  # an epoch leaves the one before
+    assert [state.taken for state in rollout.passes] == [3 + 9, 7 + 12]
+
+
+def test_questions_that_were_replaced_are_not_drawn_again_in_the_pass():
+    rollout, often = None, np.zeros(21, int)
+    for epoch in range(20):
+        rollout = drawn(epoch, rollout)
+        often[rollout.rows] += 1
+        rollout.keep_groups_with(np.repeat(np.arange(10.0) % 4, 2))  # three of ten have none
+        often[rollout.rows[rollout.refill()[::2] // 2]] += 1
+        assert rollout.refilled == 3
+        assert all(np.ptp(own) <= 1 for own in np.split(often, [9]))
+    assert often.sum() == 20 * 13
 
 
 def test_columns_may_have_other_names(tmp_path):

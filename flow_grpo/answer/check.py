@@ -1,10 +1,18 @@
 """Rules of a config that no single field can state, held before anything is loaded."""
 
+import logging
 from dataclasses import replace
 from importlib.util import find_spec
 
 from flow_grpo.answer.environment import find_environment
-from flow_grpo.answer.fields import ANSWER, ENVIRONMENT, GAE, VLLM, AnswerFields
+from flow_grpo.answer.fields import (
+    ANSWER,
+    CRITIC_LEARNING_RATE,
+    ENVIRONMENT,
+    GAE,
+    VLLM,
+    AnswerFields,
+)
 from flow_grpo.answer.losses import find_loss
 from flow_grpo.config.places import with_files
 from flow_grpo.config.trackers import parse_trackers
@@ -12,13 +20,14 @@ from flow_grpo.config.trade import Unchecked
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import ANSWER_REWARDS, REWARDS
 
+logger = logging.getLogger("flow_grpo")
 PER_REWARD = ("gdpo", "pairwise")  # estimators that compare answers by each reward alone
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 
 
 def check(config: Unchecked | AnswerFields) -> AnswerFields:
     """The settings of a run, frozen, with files that come with the library found."""
-    settings = _with_loss(ANSWER.check(config))
+    settings = _with_critic(_with_kl(_with_loss(ANSWER.check(config))))
     _check_environment(settings)
     parse_trackers(settings.log_with)
     sample, train = settings.sample, settings.train
@@ -52,10 +61,10 @@ def check(config: Unchecked | AnswerFields) -> AnswerFields:
             f"sample.group_size=1 leaves train.advantage={train.advantage!r} nothing to compare; "
             "use groups of 2 or more, or train.advantage='reinforce_pp', 'remax' or 'gae'"
         )
-    if sample.refills and (sample.group_size == 1 or train.advantage == GAE):
+    if sample.refills and train.advantage == GAE:
         raise UserError(
-            f"sample.refills={sample.refills} replaces groups whose rewards are all the same; it "
-            "does not go with sample.group_size=1 or train.advantage='gae'"
+            f"sample.refills={sample.refills} replaces groups without advantages; it is "
+            "incompatible with train.advantage='gae', which has one for every token; set it to 0"
         )
     if 0 < settings.max_pixels < settings.min_pixels:
         raise UserError(
@@ -76,6 +85,45 @@ def _with_loss(settings: AnswerFields) -> AnswerFields:
             f"ratio of train.loss={train.loss!r}; use {options}"
         )
     return replace(settings, train=train)
+
+
+def _with_kl(settings: AnswerFields) -> AnswerFields:
+    """Choose the estimator of the KL where it is unset; see `losses.base.divergence`."""
+    train = settings.train
+    kl = train.kl or {"loss": "k3", "reward": "k1"}[train.kl_in]
+    if train.beta > 0 and (kl, train.kl_in) == ("k1", "loss"):
+        raise UserError(
+            f"train.kl='k1' is incompatible with train.kl_in='loss': its mean gradient is 0, so "
+            f"train.beta={train.beta:g} would only add noise; use 'k3' or 'k2', or "
+            "train.kl_in='reward'"
+        )
+    if train.beta > 0 and kl != "k1" and train.kl_in == "reward":
+        logger.warning(
+            "train.kl=%r with train.kl_in='reward' does not have the gradient of the KL, which "
+            "nearly vanishes close to the reference; use train.kl='k1'",
+            kl,
+        )
+    return replace(settings, train=replace(train, kl=kl))
+
+
+def _with_critic(settings: AnswerFields) -> AnswerFields:
+    """Choose the learning rate of the value head where it is unset and there is one."""
+    train = settings.train
+    if train.advantage == GAE:
+        if train.critic_warmup >= settings.num_epochs:
+            raise UserError(
+                f"train.critic_warmup={train.critic_warmup} must be below num_epochs="
+                f"{settings.num_epochs}: the policy would never be trained; lower it"
+            )
+        rate = train.critic_learning_rate or CRITIC_LEARNING_RATE
+        return replace(settings, train=replace(train, critic_learning_rate=rate))
+    for name, default in (("critic_learning_rate", None), ("critic_warmup", 0)):
+        if (value := getattr(train, name)) != default:
+            raise UserError(
+                f"train.{name}={value:g} has no effect with train.advantage={train.advantage!r}, "
+                "which has no value head; leave it out, or use train.advantage='gae'"
+            )
+    return settings
 
 
 def _check_environment(settings: AnswerFields) -> None:

@@ -55,9 +55,14 @@ def reweigh(
     return {"answer/engine_dev": total / count, "answer/engine_dev_max": float(worst)}
 
 
-def penalties(fixed: Mapping[int, Fixed], kind: Divergence, beta: float) -> dict[int, Tensor]:
+def penalties(
+    fixed: Mapping[int, Fixed], kind: Divergence, beta: float, *, clamp: bool = True
+) -> dict[int, Tensor]:
     """What the reward of each token loses for being far from the reference."""
-    return {i: beta * divergence(kind, own.old, own.reference) for i, own in fixed.items()}
+    return {
+        index: beta * divergence(kind, own.old, own.reference, clamp=clamp)
+        for index, own in fixed.items()
+    }
 
 
 def answer_advantages(
@@ -70,7 +75,8 @@ def answer_advantages(
     lost: Mapping[int, Tensor],
 ) -> np.ndarray:
     """The advantage of each answer of the epoch, (N,). `lost` has the KL penalties to subtract from
-    the rewards first, of this process's answers; it may be empty."""
+    the rewards first, of this process's answers; if it is empty, nothing is exchanged between
+    processes."""
     rewards = rollout.rewards
     if lost:
         index = sorted(lost)

@@ -18,6 +18,7 @@ from flow_grpo.rewards import ANSWER_REWARDS, REWARDS, check_fields, option_name
 
 THINK = "{question}\nThink first, between <think> and </think>. Then give the final answer "
 GAE = "gae"  # the estimator that is PPO's
+CRITIC_LEARNING_RATE = 9e-6  # LMM-R1's (openrlhf/cli/train_ppo_ray.py)
 ENVIRONMENT = "environment"  # the reward that is the environment's own
 VLLM = "vllm"
 
@@ -34,7 +35,10 @@ class AnswerModelFields(shared.ModelFields):
 @dataclass(frozen=True)
 class AnswerSample:
     questions_per_epoch: int = setting(
-        64, "Distinct questions of an epoch, over all processes.", at_least=1
+        64,
+        "Distinct questions of an epoch, over all processes, drawn without replacement: every "
+        "question is used once before any is used again.",
+        at_least=1,
     )
     group_size: int = setting(
         8, "Answers to each question. An advantage compares an answer with its group.", at_least=1
@@ -83,8 +87,8 @@ class AnswerSample:
     )
     refills: int = setting(
         0,
-        "Where all answers to a question get the same reward there is nothing to learn: draw "
-        "another question instead, up to this many times an epoch (DAPO's dynamic sampling).",
+        "Where no answer to a question has an advantage there is nothing to learn: draw another "
+        "question instead, up to this many times an epoch (DAPO's dynamic sampling).",
         at_least=0,
     )
 
@@ -108,9 +112,9 @@ class AnswerTrain(shared.TrainFields):
     )
     importance_cap: float = setting(
         2.0,
-        "In half precision and with vLLM, what samples is not quite the policy: a token is "
-        "weighted by how much likelier the policy makes it, up to this bound (2 in most papers); 0 "
-        "is no weights.",
+        "In half precision and with vLLM, what samples is not quite the policy: the policy loss of "
+        "a token is weighted by how much likelier the policy makes it, up to this bound (2 in most "
+        "papers); 0 is no weights.",
         at_least=0,
     )
     loss: str = setting(
@@ -146,12 +150,22 @@ class AnswerTrain(shared.TrainFields):
     beta: float = setting(
         0.0, "Weight of the KL to the reference; 0 needs no reference.", at_least=0
     )
-    kl: str = setting("k3", 'How the KL is measured: "k1", "k2" or "k3".', choices=DIVERGENCES)
+    kl: str | None = setting(
+        None,
+        'Estimator of the KL: "k1" (log-ratio), "k2" (half its square) or "k3" (unbiased and never '
+        'negative). Unset, "k3" in the loss and "k1" in the reward, whose gradients are right; k1 '
+        "in the loss is rejected: its mean gradient is 0.",
+        choices=DIVERGENCES,
+    )
     kl_in: str = setting(
         "loss",
-        'Whether the KL is part of the "loss" or of the "reward", where it is k1 in all papers. In '
-        "the loss, k1 has no use: its gradient is 0 on average.",
+        'Whether the KL is part of the "loss" or subtracted from the "reward" of each token.',
         choices=("loss", "reward"),
+    )
+    clamp_log_ratios: bool = setting(
+        True,
+        "Clamp log-ratios to +-20 before they are exponentiated, and k3 to +-10, as EasyR1 and "
+        "verl do: a token that is far off then has no gradient instead of an infinite one.",
     )
     advantage: str = setting(
         "grpo",
@@ -167,12 +181,30 @@ class AnswerTrain(shared.TrainFields):
     discount: float = setting(
         1.0, 'For advantage="gae": discount per token.', at_least=0, at_most=1
     )
-    gae_decay: float = setting(0.95, 'For advantage="gae": decay per token.', at_least=0, at_most=1)
+    gae_decay: float = setting(
+        1.0,
+        'For advantage="gae": decay per token (lambda). Below 1 only the last 1 / (1 - lambda) '
+        "tokens see the reward while the value head, which starts at 0, predicts nothing.",
+        at_least=0,
+        at_most=1,
+    )
     value_weight: float = setting(
         0.1, 'For advantage="gae": weight of the values\' loss.', at_least=0
     )
     value_clip: float = setting(
         0.2, 'For advantage="gae": how far a value may move in an epoch.', above=0
+    )
+    critic_learning_rate: float | None = setting(
+        None,
+        'For advantage="gae": learning rate of the value head, with the schedule of learning_rate. '
+        f"Unset, {CRITIC_LEARNING_RATE:g} as in LMM-R1.",
+        above=0,
+    )
+    critic_warmup: int = setting(
+        0,
+        'For advantage="gae": epochs at the start of a run in which the value head alone is '
+        "trained.",
+        at_least=0,
     )
     ema: bool = setting(
         False,

@@ -52,14 +52,16 @@ class AnswerModel(nn.Module):
             model.get_decoder().config._attn_implementation = PACKED
         self.in_step = False  # whether other processes wait for every layer of a forward
 
-    def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """`log_probs` (R, T), 0 where there is no token, and `values` (R, T) with a value head."""
+    def forward(self, batch: PackedBatch, *, critic_only: bool = False) -> dict[str, Tensor]:
+        """`log_probs` (R, T), 0 where there is no token, and `values` (R, T) with a value head.
+        With `critic_only`, gradients of values end at the head."""
         hidden = self.hidden(batch.inputs)
         chosen = hidden[batch.row[:, None], batch.column][batch.mask]  # (tokens, width)
         log_probs = self.token_log_probs(chosen, batch.tokens[batch.mask])
         out = {"log_probs": _spread(log_probs, batch.mask)}
         if self.value is not None:
-            values = self.value(chosen.to(self.value.weight.dtype))[:, 0]
+            seen = chosen.detach() if critic_only else chosen
+            values = self.value(seen.to(self.value.weight.dtype))[:, 0]
             out["values"] = _spread(values, batch.mask)
         return out
 

@@ -22,6 +22,7 @@ class Objective:
     settings: Any  # the config's section `train`
     max_new_tokens: int
     reweighed: bool  # tokens of an engine that is not quite the policy
+    critic_only: bool = False  # during train.critic_warmup: the value loss alone
 
     @property
     def kl_in_loss(self) -> bool:
@@ -47,10 +48,18 @@ class Objective:
         train, mask, log_probs = self.settings, batch.mask, scores["log_probs"]
         old, advantages = stacked(fixed, "old", mask), stacked(fixed, "advantages", mask)
         policy = self.policy.per_token(log_probs, old, advantages, mask)
-        loss, columns = policy.loss, {"policy_loss": policy.loss}
+        columns = {"policy_loss": policy.loss}
+        if self.reweighed:
+            columns["importance"] = stacked(fixed, "importance", mask)
+            # as in verl: neither the KL nor the values are weighted
+            columns["policy_loss"] = policy.loss * columns["importance"]
+        # 0 and not left out: DDP waits for a gradient of every weight
+        loss = 0.0 * log_probs if self.critic_only else columns["policy_loss"]
         if train.beta > 0:
-            columns["kl"] = divergence(train.kl, log_probs, stacked(fixed, "reference", mask))
-            loss = loss + train.beta * columns["kl"] if self.kl_in_loss else loss
+            reference, clamp = stacked(fixed, "reference", mask), train.clamp_log_ratios
+            columns["kl"] = divergence(train.kl, log_probs, reference, clamp=clamp)
+            if self.kl_in_loss and not self.critic_only:
+                loss = loss + train.beta * columns["kl"]
         if self.with_values:
             before, returns = stacked(fixed, "values", mask), stacked(fixed, "returns", mask)
             columns["value_loss"] = value_loss(scores["values"], before, returns, train.value_clip)
@@ -63,8 +72,5 @@ class Objective:
             "clip_high": policy.clipped_high.float(),
         }
         weights = token_weights(train.aggregation, mask, counts, self.max_new_tokens)
-        if self.reweighed:
-            columns["importance"] = stacked(fixed, "importance", mask)
-            weights = weights * columns["importance"]
         weighted = (loss * weights * counts.tokens)[mask]
         return Loss(weighted, {name: column[mask].detach() for name, column in columns.items()})

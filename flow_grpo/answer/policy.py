@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flow_grpo.answer.batches import PackedBatch
+from flow_grpo.answer.critic import split_saved_groups
 from flow_grpo.answer.expert_layout import published_layout
 from flow_grpo.answer.lora import attach_lora
 from flow_grpo.answer.models import family_of
@@ -92,7 +93,23 @@ class AnswerPolicy(BasePolicy):
     def _load_lora(self, path: str) -> None:
         attach_lora(self.model, path)
 
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The policy's weights, and in a group of their own those of the value head."""
+        if self.network.value is None:
+            return super().parameter_groups()
+        critic = list(self.network.value.parameters())
+        policy = self.parameters()[: -len(critic)]  # the value head is the last module
+        return [{"params": policy}, {"params": critic}]
+
+    def drop_policy_gradients(self) -> None:
+        """Leave gradients to the value head alone: the optimizer skips weights without one. Those
+        of DeepSpeed, which keeps them itself, are zeros."""
+        for parameter in self.parameters()[: -len(list(self.network.value.parameters()))]:
+            parameter.grad = None
+
     def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
+        if self.network.value is not None:
+            optimizer.register_load_state_dict_pre_hook(split_saved_groups)
         if is_sharded(accelerator):
             self.whole = sampler(self.network)
             self.network.in_step = True
@@ -111,12 +128,13 @@ class AnswerPolicy(BasePolicy):
         """While it is entered, `whole` has the weights as they are. Call it on all processes."""
         return nullcontext() if self.whole is self.network else filled(self.whole, self.network)
 
-    def scores(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """Log-probabilities, and values where there is a head for them, with gradients."""
+    def scores(self, batch: PackedBatch, *, critic_only: bool = False) -> dict[str, Tensor]:
+        """Log-probabilities, and values where there is a head for them, with gradients; with
+        `critic_only`, those of values reach the head alone."""
         self.network.eval()
         if self._recompute:
             enable_recomputation(self.network)
-        return self.module(batch)
+        return self.module(batch, critic_only=critic_only)
 
     @torch.no_grad()
     def fixed_scores(self, batch: PackedBatch) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ GEOMETRY3K: Fields = {
         "gradient_checkpointing": True,
         "learning_rate": 1e-6,
         **{"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0, "aggregation": "token"},
-        "beta": 0.01,
+        **{"beta": 0.01, "kl": "k3"},
     },
 }
 # On 80 GB: all weights of 7 B, their gradients and moments take 112 GB.

@@ -1,7 +1,7 @@
 """The samples of an epoch: which question each answers, who samples it, and what it scored."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -17,7 +17,8 @@ from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.answer.policy import AnswerPolicy
 from flow_grpo.answer.prompts import EncodedPrompt, PromptEncoder
 from flow_grpo.answer.sampling import Sampler
-from flow_grpo.data.mixing import in_turn, set_of, share_out
+from flow_grpo.data.mixing import set_of, share_out
+from flow_grpo.data.passes import PassState, pass_states, take_rows
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.rewards import TOTAL, PendingScores, WeightedReward
@@ -74,29 +75,64 @@ class Rollout:
 
     plan: AnswerPlan
     rows: np.ndarray  # (groups,), the question of each
-    spare: list[int]  # questions to take instead
-    sizes: Sequence[int] = ()  # of the data sets, where there are several
+    seed: int = 0
+    passes: list[PassState] = field(default_factory=list)  # of each data set, after `rows`
+    # by data set, the questions of the epoch, counted from its first one; replaced ones too
+    drawn: list[set[int]] = field(default_factory=list)
     refilled: int = 0  # questions that others were taken instead of
+    # (N,) bool: samples to train; False for groups without advantages, with `sample.refills`
+    learns: np.ndarray = field(init=False)
     samples: dict[int, Sample] = field(default_factory=dict)
     prompts: dict[int, EncodedPrompt] = field(default_factory=dict)  # by row
     scores: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) each
 
+    def __post_init__(self) -> None:
+        self.learns = np.full(self.plan.samples, True)
+
     @classmethod
     def draw(
-        cls, plan: AnswerPlan, sets: Sequence[tuple[int, Fraction]], seed: int, epoch: int
+        cls,
+        plan: AnswerPlan,
+        sets: Sequence[tuple[int, Fraction]],
+        seed: int,
+        epoch: int,
+        saved: Sequence[Mapping[str, Any]] = (),
     ) -> "Rollout":
-        """Choose the questions of an epoch; no answer is sampled yet. `sets`: of each data set, one
-        after the other, how many questions it has and what share of an epoch's are its own."""
-        rng, sizes = numpy_rng(seed, Stream.PROMPTS, epoch), [size for size, _ in sets]
-        if len(sets) == 1:
-            order = rng.permutation(sizes[0])
-            return cls(plan, order[: plan.questions], order[plan.questions :].tolist())
-        first = np.cumsum([0, *sizes])
-        orders = [start + rng.permutation(size) for start, size in zip(first, sizes, strict=False)]
+        """Choose the questions of an epoch, without replacement; no answer is sampled yet.
+
+        Args:
+            sets: For each data set, one after the other, its number of questions and its share of
+                an epoch.
+            saved: Where the passes over the data sets are, as in `Progress.questions`.
+        """
+        passes, _ = pass_states([size for size, _ in sets], saved)
+        rollout = cls(plan, np.empty(0, np.int64), seed, passes, [set() for _ in sets])
         counts = share_out(plan.questions, [share for _, share in sets])
-        parts = [order[:count] for order, count in zip(orders, counts, strict=True)]
-        others = [order[count:].tolist() for order, count in zip(orders, counts, strict=True)]
-        return cls(plan, rng.permutation(np.concatenate(parts)), in_turn(others), sizes)
+        parts = [rollout._take(number, count) for number, count in enumerate(counts)]
+        rollout.rows = np.concatenate(parts)
+        if len(sets) > 1:  # updates mix the sets
+            rng = numpy_rng(seed, Stream.PROMPTS, epoch)
+            rollout.rows = rng.permutation(rollout.rows)
+        return rollout
+
+    @property
+    def sizes(self) -> list[int]:
+        return [state.size for state in self.passes]
+
+    def left(self, number: int) -> int:
+        """How many questions of a data set the epoch has not drawn."""
+        return self.passes[number].size - len(self.drawn[number])
+
+    @property
+    def has_drawn_all(self) -> bool:
+        return not any(map(self.left, range(len(self.passes))))
+
+    def _take(self, number: int, count: int) -> np.ndarray:
+        """Draw the next questions of a data set."""
+        state, drawn = self.passes[number], self.drawn[number]
+        rows, self.passes[number] = take_rows(state, count, drawn, seed=self.seed, number=number)
+        drawn.update(rows)
+        return sum(self.sizes[:number]) + np.array(rows, dtype=np.int64)
 
     @property
     def groups(self) -> np.ndarray:
@@ -118,40 +154,31 @@ class Rollout:
             "answer/refilled": float(self.refilled),
         }
 
-    def has_spread(self) -> np.ndarray:
-        """(N,) bool: whether rewards differ in the group of each sample."""
-        total = self.scores[TOTAL].reshape(-1, self.plan.group_size)
-        scored = ~np.isnan(total)
-        low = np.where(scored, total, np.inf).min(1)
-        high = np.where(scored, total, -np.inf).max(1)
-        return np.repeat(high > low, self.plan.group_size)
+    def keep_groups_with(self, advantages: np.ndarray) -> None:
+        """Train groups in which some response has an advantage, and no others."""
+        by_group = (advantages != 0).reshape(-1, self.plan.group_size)
+        self.learns = np.repeat(by_group.any(1), self.plan.group_size)
 
-    def updates(self, *, with_spread: bool) -> np.ndarray:
-        """(updates, N) bool: the samples of each, all of them or those whose groups have spread."""
-        learns = self.has_spread() if with_spread else np.full(self.plan.samples, True)
+    def updates(self) -> np.ndarray:
+        """(updates, N) bool: the samples of each update."""
         members = np.zeros((self.plan.updates_per_pass, self.plan.samples), bool)
         for number, own in enumerate(map(self.plan.update, range(len(members)))):
-            members[number, own] = learns[own]
+            members[number, own] = self.learns[own]
         return members
 
     def refill(self) -> np.ndarray:
-        """Other questions for groups without spread, of the same data set, as far as there are any;
-        the indices that are to be sampled for them."""
-        without = ~self.has_spread()[:: self.plan.group_size]
-        spare = np.array(self.spare, dtype=np.int64)
-        of, of_spare = set_of(self.sizes, self.rows), set_of(self.sizes, spare)
-        flat, taken = [], []
-        for number in np.unique(of[without]):
-            groups, others = without & (of == number), of_spare == number
-            pairs = zip(np.flatnonzero(groups), np.flatnonzero(others), strict=False)
-            for group, place in pairs:
-                flat.append(group)
-                taken.append(place)
-        self.rows[flat] = spare[taken]
-        self.spare = np.delete(spare, taken).tolist()
+        """Replace the questions of groups that are not trained by the next ones of the same data
+        set, as far as there are any; return the indices to sample for them."""
+        without = ~self.learns[:: self.plan.group_size]
+        replaced = []
+        for number in range(len(self.passes)):
+            groups = np.flatnonzero(without & (set_of(self.sizes, self.rows) == number))
+            groups = groups[: self.left(number)]
+            self.rows[groups] = self._take(number, len(groups))
+            replaced += groups.tolist()
         self.prompts = {row: self.prompts[row] for row in self.rows.tolist() if row in self.prompts}
-        self.refilled += len(flat)
-        return np.flatnonzero(np.isin(self.groups, flat))
+        self.refilled += len(replaced)
+        return np.flatnonzero(np.isin(self.groups, replaced))
 
     def own(self, process: int, wanted: np.ndarray) -> list[int]:
         """Which of the wanted indices a process samples: an equal share of each update."""

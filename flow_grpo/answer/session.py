@@ -68,6 +68,11 @@ class VlmSession(BaseSession):
     player: Player | None  # where there is an environment
 
     @property
+    def sizes(self) -> list[int]:
+        """Questions of each data set."""
+        return [size for size, _ in self.sets]
+
+    @property
     def most_tokens(self) -> int:
         """What a sample has at most."""
         sample = self.config.sample

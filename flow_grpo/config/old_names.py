@@ -38,7 +38,7 @@ GONE = {  # its field: what to do instead
     "train.sft_batch_size": "leave it out: train.batch_size is that of every algorithm",
     "train.timestep_shift": "leave it out: the shift is that of the model's own scheduler",
 }
-OF_ANSWERS = {  # TRL's and EasyR1's, without their sections: ours
+OF_ANSWERS = {  # TRL's, EasyR1's, verl's and LMM-R1's, without their sections: ours
     "lr": "train.learning_rate",
     "num_generations": "sample.group_size",
     "rollout_batch_size": "sample.questions_per_epoch",
@@ -54,10 +54,16 @@ OF_ANSWERS = {  # TRL's and EasyR1's, without their sections: ours
     "loss_avg_mode": "train.aggregation",
     "num_iterations": "train.num_inner_epochs",
     "freeze_vision_tower": "train.freeze_vision",
+    "kl_penalty": "train.kl",
+    "kl_estimator": "train.kl",
     "lam": "train.gae_decay",
+    "lambd": "train.gae_decay",
     "gamma": "train.discount",
     "prompt_key": "input_key",
     "label_key": "answer_key",
+    "critic_learning_rate": "train.critic_learning_rate",
+    "critic_warmup": "train.critic_warmup",
+    "freezing_actor_steps": "train.critic_warmup",
 }
 PROMPT_FNS = {"general_ocr": "text", "geneval": "metadata"}
 REWARDS = {  # ours, and its options

@@ -25,6 +25,7 @@ class Stream(IntEnum):
     TIMES = 8  # as NOISE: how much of it
     HOLD_OUT = 9  # no key: which prompts are for testing
     DATA = 10  # key: epoch, inner epoch, update, place: pictures that are trained beside samples
+    QUESTIONS = 11  # key: number of the data set, number of the pass over it
 
 
 def _entropy(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:

@@ -346,7 +346,7 @@ def _build(config: SharedFields, accelerator: Accelerator, policy: BasePolicy) -
     if not train.use_8bit_adam:
         # in fp16 a fused step hides from the moving average which updates were skipped
         fused = on_gpu and config.mixed_precision != "fp16"
-        return torch.optim.AdamW(policy.parameters(), fused=fused, **settings)
+        return torch.optim.AdamW(policy.parameter_groups(), fused=fused, **settings)
     if not on_gpu:
         raise UserError("train.use_8bit_adam=True needs a GPU; this run is on the CPU")
     try:
@@ -355,7 +355,7 @@ def _build(config: SharedFields, accelerator: Accelerator, policy: BasePolicy) -
         raise UserError(
             "train.use_8bit_adam=True needs bitsandbytes: pip install -e '.[adam8bit]'"
         ) from error
-    return AdamW8bit(policy.parameters(), **settings)
+    return AdamW8bit(policy.parameter_groups(), **settings)
 
 
 def offload_state(optimizer: Optimizer) -> None:

@@ -41,6 +41,8 @@ class Progress:
     passes: int = 0  # of the transformer over samples, on all processes
     best: float | None = None  # highest eval/avg so far
     algorithm: dict[str, float] = field(default_factory=dict)  # its state beside the weights
+    # position in each data set of questions: flow_grpo.data.passes.PassState
+    questions: list[dict[str, Any]] = field(default_factory=list)
     # the line of metrics.jsonl that belongs to this state, in case it was not written any more
     record: dict[str, Any] = field(default_factory=dict)
     # False: made to resume from, and removed as soon as there is a newer one

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -50,6 +51,10 @@ class BasePolicy:
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.trained().values())
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The trained weights as an optimizer takes them, in the order of `parameters`."""
+        return [{"params": self.parameters()}]
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.network.named_parameters() if p.requires_grad}

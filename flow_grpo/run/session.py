@@ -156,8 +156,6 @@ def take_update(session: BaseSession, stats: TrainingStats) -> None:
     accelerator, progress = session.accelerator, session.progress
     max_norm = session.config.train.max_grad_norm
     norm = clip_gradients(accelerator, session.policy.parameters(), max_norm)
-    for group in session.optimizer.param_groups:
-        group["lr"] = session.learning_rate(progress.applied)
     applied = step_if_finite(accelerator, session.optimizer, norm)
     progress.step += 1
     if applied:
@@ -172,6 +170,14 @@ def take_update(session: BaseSession, stats: TrainingStats) -> None:
     scale = loss_scale(accelerator)
     stats.end_update(norm, max_norm, applied=applied, loss_scale=scale)
     session.stop.check()
+
+
+def set_learning_rates(session: BaseSession) -> None:
+    """Set the learning rates of the next update. Call it before the update's backward passes:
+    DeepSpeed takes its step within the last of them."""
+    rate = session.learning_rate(session.progress.applied)
+    for group in session.optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
 def _report_skipped(session: BaseSession, norm: float, loss: float) -> None:

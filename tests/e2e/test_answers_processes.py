@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 FULL = {"use_lora": False, "train.freeze_vision": False, "train.tokens_per_batch": 40}
 # six groups of which four at most have spread: in some update, one process has nothing to learn
 REFILLED = {"reward": "flat_for_some", "sample.refills": 2, "sample.questions_per_epoch": 6}
+# an epoch of the value head alone, then one of all
+WARMUP = {"num_epochs": 2, "train.critic_warmup": 1, "train.critic_learning_rate": 1e-2}
 RUNS = {
     "float32": {"num_epochs": 2, "exact": False},
     "full": {**FULL, "num_epochs": 2},
     "refilled": {**REFILLED, "train.updates_per_epoch": 3, "train.beta": 0.1},
     "episodes": EPISODES,
-    "ppo": {"train.advantage": "gae", "train.beta": 0.1, "train.kl_in": "reward", "train.kl": "k1"},
+    "ppo": {"train.advantage": "gae", "train.beta": 0.1, "train.kl_in": "reward", **WARMUP},
 }
 # by two alone: the second fails, in batches of one, and has no part in the evaluation before
 BROKEN = {"run_name": "broken", "reward": "broken_elsewhere", "sample.batch_size": 1}

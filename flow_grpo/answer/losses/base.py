@@ -7,7 +7,7 @@ all tokens of an answer.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -18,6 +18,10 @@ from flow_grpo.answer.losses import AGGREGATIONS, DIVERGENCES, Aggregation, Dive
 from flow_grpo.config.custom import told_in_one_line
 from flow_grpo.errors import UserError
 from flow_grpo.losses import PolicyLoss
+
+# The bounds of EasyR1 and verl (core_algos.py of both); train.clamp_log_ratios=False lifts them.
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,11 @@ class AnswerLoss:
 
     @classmethod
     def read(cls, settings: Any) -> Self:
-        return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
+        """Build the loss; a field that the settings lack keeps its default."""
+        names = [each.name for each in fields(cls)]
+        optional = {each.name for each in fields(cls) if each.default is not MISSING}
+        read = [name for name in names if name not in optional or hasattr(settings, name)]
+        return cls(**{name: getattr(settings, name) for name in read})
 
     @property
     def trust(self) -> float | None:
@@ -69,10 +77,20 @@ class ClippedLoss(AnswerLoss):
 
     clip_low: float
     clip_high: float
+    clamp_log_ratios: bool = field(default=True, kw_only=True)
 
     @property
     def trust(self) -> float:
         return min(self.clip_low, self.clip_high)
+
+    def ratio(self, log_ratio: Tensor) -> Tensor:
+        """Exponential of a log-ratio, which is clamped first unless `train.clamp_log_ratios` is
+        False: exp overflows at 89 in float32, and its gradient with it."""
+        return clamped(log_ratio, self.clamp_log_ratios).exp()
+
+
+def clamped(log_ratio: Tensor, clamp: bool = True) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) if clamp else log_ratio
 
 
 def log_ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -119,17 +137,31 @@ def importance_weights(old_log_probs: Tensor, sampled: Tensor, cap: float) -> Te
     return (old_log_probs - sampled).exp().clamp(max=cap).detach()
 
 
-def divergence(kind: Divergence, log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Estimates of KL(policy, reference) from one sampled token each: k1 is unbiased, k3 too and
-    never negative; the gradient of k2 is unbiased. (That of k1 is 0 on average: it is for the
-    reward.)"""
+def divergence(
+    kind: Divergence, log_probs: Tensor, reference: Tensor, *, clamp: bool = True
+) -> Tensor:
+    """Estimate KL(policy, reference) of each sampled token (Schulman 2020, "Approximating KL
+    Divergence").
+
+    k1  log-ratio. Unbiased. As a reward, E[k1 grad log p] is the gradient of the KL; in the loss,
+        its gradient grad log p is 0 on average.
+    k2  half of its square. Biased, but its gradient in the loss is unbiased.
+    k3  unbiased and never negative. Its gradient in the loss is that of KL(reference, policy). As a
+        reward, its gradient is that of KL(policy, reference) - KL(reference, policy), which
+        vanishes near the reference.
+
+    `clamp` bounds the exponent of k3 to +-20 and its value to +-10, as EasyR1 and verl do; beyond
+    these bounds it has no gradient.
+    """
     difference = log_probs - reference
     if kind == "k1":
         return difference
     if kind == "k2":
         return 0.5 * difference**2
     if kind == "k3":
-        return torch.exp(-difference) + difference - 1
+        difference = clamped(difference, clamp)
+        value = torch.exp(-difference) + difference - 1
+        return value.clamp(-MAX_K3, MAX_K3) if clamp else value
     raise ValueError(f"unknown KL {kind!r}; choose one of {', '.join(DIVERGENCES)}")
 
 

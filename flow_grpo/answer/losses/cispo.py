@@ -14,7 +14,7 @@ class Cispo(ClippedLoss):
         self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
     ) -> PolicyLoss:
         low, high = 1 - self.clip_low, 1 + self.clip_high
-        ratio = log_ratios(log_probs, old_log_probs, mask).detach().exp()
+        ratio = self.ratio(log_ratios(log_probs, old_log_probs, mask)).detach()
         loss = -ratio.clamp(low, high) * advantages.expand_as(log_probs) * log_probs
         return PolicyLoss(loss, ratio, ratio < low, ratio > high)
 

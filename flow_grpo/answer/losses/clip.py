@@ -20,7 +20,8 @@ class Clip(ClippedLoss):
         self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
     ) -> PolicyLoss:
         advantages = advantages.expand_as(log_probs)
-        ratio = self.log_ratio(log_ratios(log_probs, old_log_probs, mask), mask).exp()
+        log_ratio = self.log_ratio(log_ratios(log_probs, old_log_probs, mask), mask)
+        ratio = self.ratio(log_ratio)
         result = clipped_policy_loss(
             ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high
         )
