@@ -143,9 +143,12 @@ def test_pictures_of_prompts_may_be_pil_images_in_any_column(tmp_path):
     Image.effect_noise((8, 4), 50).convert("RGB").save(photo, exif=exif)
     clear = Image.new("LA", (5, 4), (0, 0))
     rows = [{"prompt": "a", "photo": Image.open(photo)}, {"prompt": "b", "photo": [clear] * 2}]
+    rows[0]["mask"] = Image.new("L", (4, 8), "white")
     fields = {"prompts": rows, "image_column": "photo", "logdir": str(tmp_path)}
     dataset = flow_grpo.Trainer("model", rewards=["ocr"], **fields).config.dataset
-    [upright], [white, _] = (p.images for p in load_prompts(dataset, "train", image_column="photo"))
+    prompts = load_prompts(dataset, "train", image_column="photo")
+    [upright], [white, _] = (p.images for p in prompts)
+    assert read_picture(prompts[0].mask).size == (4, 8)
     assert np.array_equal(read_picture(upright), read_picture(photo))
     assert np.asarray(read_picture(white)).tolist() == [[[255] * 3] * 5] * 4
 
@@ -172,6 +175,11 @@ def test_our_model_and_prompts_are_found_from_any_folder(tmp_path, monkeypatch):
         ({"prompts": [1, 2]}, "train prompt 1 must be a text or a dict with one, not 1"),
         ({"prompts": ["a", None]}, "train prompt 2 must be a text or a dict with one, not None"),
         ({"prompts": 5}, "train prompts must be a list, not 5"),
+        (
+            {"prompts": [{"prompt": "a", "photo": Image.new("L", (9, 9))}]},
+            'train prompt 1: column "photo" contains an image, and nothing reads it; use it with '
+            "--config.image_column=photo",
+        ),
         ({"prompts": {"prompt": "a"}}, "train prompts must be a list, not {'prompt': 'a'}"),
         ({"prompts": ["a"], "test_prompts": "b"}, "test prompts must be a list, not 'b'"),
         ({"prompts": [{"prompt": "a", "f": len}]}, "train prompt 1 cannot be saved as JSON: Objec"),
