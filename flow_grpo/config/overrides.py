@@ -17,7 +17,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from flow_grpo.config import old_names
 from flow_grpo.config.mistakes import quoted, typed
-from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, suggestion
+from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, check_keys, suggestion
 from flow_grpo.errors import UserError, first_line, nearest, with_nearest_file
 
 # what to write on the command line, where it is not what a type is called elsewhere
@@ -162,6 +162,7 @@ def _load_file(path: str) -> ConfigDict:
         raise UserError(
             f"get_config() of --config {path} must return a ConfigDict, not {type(config).__name__}"
         )
+    check_keys(config)
     return config
 
 

@@ -77,6 +77,11 @@ class Trade:
         return known["algorithm"].metadata["choices"] if "algorithm" in known else ()
 
     @property
+    def preset_file(self) -> str:
+        """The config file that has the presets."""
+        return self.example.partition(":")[0]
+
+    @property
     def presets(self) -> ModuleType:
         return importlib.import_module(self.presets_in)
 
@@ -117,6 +122,7 @@ class Trade:
     def check(self, config: Unchecked | SharedFields) -> Any:
         """Its values, frozen, once each is known to be one that its field may have."""
         if isinstance(config, ConfigDict):
+            check_keys(config)
             self.load_custom(config)
             self._check_fields(config)
         settings = self.freeze(config)
@@ -220,6 +226,16 @@ def all_fields(
         yield prefix + key, value
         if isinstance(value, ConfigDict) and not prefix and key not in closed:
             yield from all_fields(value, f"{prefix}{key}.", closed)
+
+
+def check_keys(config: ConfigDict, prefix: str = "") -> None:
+    """Reject names that are not strings: everything that reads a config joins them with dots."""
+    for key, value in config.items():
+        if not isinstance(key, str):
+            section = prefix.rstrip(".") or "the config"
+            raise UserError(f"{section}: the name {key!r} must be a string, such as {str(key)!r}")
+        if isinstance(value, ConfigDict):
+            check_keys(value, f"{prefix}{key}.")
 
 
 def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
