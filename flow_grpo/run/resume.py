@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -352,14 +353,17 @@ def _place(value: Any) -> Any:
 
 def prepare_folder(start: Start, config: dict[str, Any]) -> None:
     """Make the folder, or bring it back to where its checkpoint was; on one process."""
+    made: list[Path] = []
     try:
-        disk.make_folders(start.folder)
+        made = disk.make_folders(start.folder)
         disk.write_text(start.folder / CONFIG, json.dumps(config, indent=2) + "\n")
         write_origin(start.folder, config["dataset"])
         _prepare_metrics(start, start.folder / "metrics.jsonl")
         if start.checkpoint is not None and not start.is_new:
             repair_links(start.checkpoint)
     except OSError as error:
+        if start.folder in made:  # half a run would be in the way of the same command
+            shutil.rmtree(start.folder, ignore_errors=True)
         raise UserError(f"cannot write to {start.folder}: {error.strerror}") from error
 
 
