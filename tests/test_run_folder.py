@@ -98,14 +98,32 @@ def test_what_the_first_process_cannot_write_ends_all(going, monkeypatch):
         session.write_samples(going, "eval", 1, [None], prompt=["a"])
 
 
-def test_a_log_folder_that_became_read_only_is_one_line(going, monkeypatch):
+@pytest.mark.parametrize("what", ["metrics.jsonl", "samples", "checkpoint-1"])
+def test_a_log_folder_that_became_read_only_is_one_line(going, monkeypatch, what):
+    writes = {
+        "metrics.jsonl": lambda: session.log(going, {"epoch": 1, "step": 1}),
+        "samples": lambda: session.write_samples(going, "eval", 1, [None], prompt=["a"]),
+        "checkpoint-1": lambda: save_checkpoint(
+            going.accelerator, going.folder / "checkpoints", 1, write, keep=0
+        ),
+    }
+    opened = Path.open
+
     def refuse(*_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: Read-only file system"):
-        session.log(going, {"epoch": 1, "step": 1})
+    def read_only(path, mode="r", **kwargs):
+        return opened(path, mode, **kwargs) if mode in ("r", "rb") else refuse()
+
+    def train(_):
+        for name, change in {"open": read_only, "mkdir": refuse, "unlink": refuse}.items():
+            monkeypatch.setattr(Path, name, change)
+        writes[what]()
+
+    with pytest.raises(UserError, match=f"{what}.*: .*Read-only file system"):
+        session.carry_out(going, train, [])
     monkeypatch.undo()
+    going.lock.path.unlink()
 
 
 def test_no_inode_for_a_checkpoint_is_one_line(accelerator, tmp_path, monkeypatch):

@@ -117,7 +117,10 @@ class RunLock:
             self._released.set()
             self._heart.join(RETRY)  # it may hang in a disk that is away
             if _read(self.path) == self.holder:
-                self.path.unlink(missing_ok=True)
+                try:
+                    self.path.unlink(missing_ok=True)
+                except OSError as error:  # a disk that became read-only; this process ends anyway
+                    log.warning("cannot remove %s: %s", self.path, error.strerror)
             self._remove_made()
 
     def _create(self) -> bool:
