@@ -21,6 +21,7 @@ from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.seeding import Stream, torch_generator
 from flow_grpo.draw import fields as base
+from flow_grpo.draw import presets
 from flow_grpo.draw.check import check, check_early, unusual
 from flow_grpo.draw.session import build_session, can_compile, can_replay
 from flow_grpo.errors import UserError
@@ -308,6 +309,35 @@ def test_text_that_no_path_and_no_file_takes_is_told(name, value, told):
         check(config)
     assert str(error.value).startswith(told)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["../x", "../../x", "a/../../x", "/tmp/x", ".", "a/..", "./"])
+def test_a_run_stays_inside_its_logdir(name):
+    with pytest.raises(UserError, match=f"^run_name={name!r} must name a folder inside logdir"):
+        check(with_fields(run_name=name))
+    with pytest.raises(UserError, match=r"^run_name="):
+        ANSWER.check(with_run_name(answer_presets.get_config("tiny_vlm"), name))
+
+
+@pytest.mark.parametrize("name", ["", "a", "a/b", "..a", "a..b", "./a"])
+def test_a_run_may_be_called_anything_inside_it(name):
+    check(with_fields(run_name=name))
+
+
+def with_run_name(config: ConfigDict, name: str) -> ConfigDict:
+    config.run_name = name
+    return config
+
+
+@pytest.mark.parametrize("get", [presets.get_config, answer_presets.get_config])
+def test_a_folder_has_no_revision(get):
+    name = "tiny_ocr" if get is presets.get_config else "tiny_vlm"
+    config, trade = get(name), base.DRAW if name == "tiny_ocr" else ANSWER
+    config.pretrained.revision = "v2"
+    with pytest.raises(UserError, match=r"^pretrained\.revision='v2' .*tiny-.* is a folder"):
+        trade.check(config)
+    config.pretrained.model = "owner/name"
+    trade.check(config)
 
 
 @pytest.mark.parametrize("name", ["dataset", "logdir", "pretrained.model", "train.lora_path"])

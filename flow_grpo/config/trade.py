@@ -3,6 +3,7 @@ help and the check of a config have to know of each."""
 
 import importlib
 import math
+import os
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,9 +14,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from flow_grpo.access import NEWEST
 from flow_grpo.config import old_names
 from flow_grpo.config.custom import CUSTOM, import_class, import_named
-from flow_grpo.config.fields import RewardFields, SharedFields
+from flow_grpo.config.fields import ModelFields, RewardFields, SharedFields
+from flow_grpo.config.places import find
 from flow_grpo.config.settings import check_settings, freeze, second_names, to_config, walk
 from flow_grpo.errors import UserError, nearest, with_nearest
 from flow_grpo.files import dotted, refuse_halves
@@ -127,6 +130,8 @@ class Trade:
             self._check_fields(config)
         settings = self.freeze(config)
         check_settings("", settings)
+        _check_run_name(settings.run_name)
+        _check_revision(settings.pretrained)
         for name, other in self.second_names().items():
             value, other_value = (_get(settings, each) for each in (name, other))
             if value != other_value:  # in a config whose references were resolved
@@ -226,6 +231,25 @@ def all_fields(
         yield prefix + key, value
         if isinstance(value, ConfigDict) and not prefix and key not in closed:
             yield from all_fields(value, f"{prefix}{key}.", closed)
+
+
+def _check_run_name(name: str) -> None:
+    """Reject a run that would lie outside `logdir`, or be that folder itself."""
+    if name and (os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in ("..", ".")):
+        raise UserError(
+            f"run_name={name!r} must name a folder inside logdir; set --config.logdir to write "
+            "elsewhere"
+        )
+
+
+def _check_revision(pretrained: ModelFields) -> None:
+    """A folder has no revisions: which one is there would not be what was asked for."""
+    model, revision = find(pretrained.model), pretrained.revision
+    if revision != NEWEST and os.path.exists(model):
+        raise UserError(
+            f"pretrained.revision={revision!r} is for models of the hub, and pretrained.model="
+            f"{pretrained.model!r} is a folder; leave it at {NEWEST!r}"
+        )
 
 
 def check_keys(config: ConfigDict, prefix: str = "") -> None:

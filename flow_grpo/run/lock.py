@@ -196,6 +196,26 @@ class RunLock:
                 folder.rmdir()
 
 
+def find_writer(folder: Path, patience: float = 2 * HEARTBEAT) -> Holder | None:
+    """The process that writes to the run in `folder` now; None where there is none, or where a
+    killed one left its lock behind.
+
+    Whether a process of another machine lives is told by its heartbeat, which is waited for.
+    """
+    path = lock_of(folder.resolve())
+    holder = _read(path)
+    if holder is None:
+        return None
+    if holder.can_be_seen() and (alive := holder.is_alive()) is not None:
+        return holder if alive else None
+    first, until = _last_sign(path), time.monotonic() + patience
+    while time.monotonic() < until and _read(path) == holder:
+        if _last_sign(path) not in (first, None):
+            return holder
+        time.sleep(min(1.0, patience / 10))
+    return None
+
+
 def _read(path: Path) -> Holder | None:
     """None: there is none, it is being written, or it is damaged."""
     try:

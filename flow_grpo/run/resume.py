@@ -37,7 +37,7 @@ from flow_grpo.run.checkpoint import (
     newest_intact,
     repair_links,
 )
-from flow_grpo.run.lock import RunLock
+from flow_grpo.run.lock import RunLock, find_writer
 from flow_grpo.run.origin import changed_prompts, write_origin
 from flow_grpo.run.plan import check_free, no_checkpoint
 
@@ -248,7 +248,18 @@ def _checkpoint_at(path: Path) -> Path:
     if damage is not None:
         reason = f" ({damage})" if damage else ""
         raise UserError(no_checkpoint(str(path), reason))
+    _check_not_written(found, path)
     return found
+
+
+def _check_not_written(checkpoint: Path, path: Path) -> None:
+    """Reject a checkpoint of a run that is still going on, which removes older ones as it saves."""
+    if checkpoint.parent.name == "checkpoints" and (writer := find_writer(checkpoint.parents[1])):
+        raise UserError(
+            f"resume={str(path)!r} is a run that {writer} still writes to, and it may remove the "
+            f"checkpoint while it is read; wait for its end, or copy {checkpoint} elsewhere and "
+            "name the copy"
+        )
 
 
 def compare_configs(start: Start, config: dict[str, Any]) -> None:
