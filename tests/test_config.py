@@ -2,6 +2,8 @@ import importlib.util
 import math
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -402,6 +404,44 @@ def test_a_data_set_joined_to_the_current_folder_is_ours_where_there_is_none(
         check_made(os.path.join(os.getcwd(), "dataset/geneval"))
     (tmp_path / "dataset/ocr").mkdir(parents=True)
     assert check(with_fields(dataset=theirs)).dataset == theirs
+
+
+def test_prompts_are_read_early_where_that_is_quick(tmp_path, monkeypatch, caplog):
+    """A missing column, or too few prompts: before the imports that take seconds."""
+    table = tmp_path / "train.csv"
+    table.write_text("text,tag\na,1\nb,2\n")
+    with pytest.raises(UserError, match=r'has no column "prompt".*--config\.dataset_column='):
+        check_early(with_fields(dataset=str(table)))
+    fields = {"dataset": str(table), "dataset_column": "text"}
+    with pytest.raises(UserError, match=r"2 prompts .*needs 4 .*num_batches_per_epoch=4"):
+        check_early(with_fields(**fields))
+    few = {"sample__num_batches_per_epoch": 4, "train__gradient_accumulation_steps": 4}
+    with caplog.at_level("INFO"):
+        check_early(with_fields(**fields, **few))
+    assert not caplog.records  # the run tells it
+    monkeypatch.setattr("flow_grpo.data.early.MOST_BYTES", 10)
+    check_early(with_fields(dataset=str(table)))
+
+
+def test_questions_are_read_early_where_that_is_quick(tmp_path):
+    config = answer_presets.get_config("tiny_vlm")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "a", "answer": "b"}\n' * 12)
+    config.dataset = str(rows)
+    with pytest.raises(UserError, match=r"questions .*sample\.questions_per_epoch=\d+$"):
+        answer_plan.check_early(ANSWER.check(config))
+    config.input_key = "prompt"
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: has no 'prompt' \(input_key\)"):
+        answer_plan.check_early(ANSWER.check(config))
+
+
+def test_what_is_told_early_takes_no_heavy_import():
+    heavy = "[m for m in ('torch', 'transformers', 'diffusers', 'pyarrow') if m in sys.modules]"
+    code = "import sys, flow_grpo.draw.check, flow_grpo.answer.plan, flow_grpo.answer.questions"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print({heavy})"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_questions_that_are_not_there_are_told_early():

@@ -1,8 +1,12 @@
+import re
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.draw import presets
 from flow_grpo.draw.plan import BatchPlan, largest_divisor, lighter_evaluation, lighter_training
 from flow_grpo.errors import OutOfMemory, UserError
@@ -196,5 +200,48 @@ def test_too_few_prompts_are_told_with_the_way_out():
         plan().check_prompts(5, "dataset/ocr")
     assert str(told.value) == (
         "dataset/ocr has 5 prompts to train on but an epoch needs 6 distinct ones (48 samples in "
-        "groups of 8); add prompts or lower sample.num_batches_per_epoch"
+        "groups of 8); add prompts, or set --config.sample.num_batches_per_epoch=2"
     )
+
+
+@given(
+    rows=st.integers(1, 40),
+    processes=st.integers(1, 4),
+    size=st.integers(1, 24),
+    group_size=st.integers(2, 16),
+    accumulated=st.integers(1, 6),
+)
+def test_the_values_that_too_few_prompts_are_told_to_set_are_good(
+    rows, processes, size, group_size, accumulated
+):
+    """Six prompts for sixteen groups, for one."""
+    large = plan(
+        num_processes=processes,
+        sample_batch_size=size,
+        train_batch_size=size,
+        batches_per_epoch=group_size * (rows + 1) * accumulated,
+        group_size=group_size,
+        accumulation_steps=accumulated,
+    )
+    with pytest.raises(UserError) as told:
+        large.check_prompts(rows, "dataset/ocr")
+    options = dict(re.findall(r"--config\.([\w.]+)=(\d+)", str(told.value)))
+    if not options:  # one batch of one sample on each process is too much
+        assert processes > rows * group_size
+        return
+    named = {f.metadata["config"]: f.name for f in fields(large) if "config" in f.metadata}
+    smaller = replace(large, **{named[name]: int(value) for name, value in options.items()})
+    smaller.check_prompts(rows, "dataset/ocr")
+
+
+def test_too_few_questions_are_told_a_number_that_divides():
+    small = AnswerPlan(
+        2, questions=16, group_size=3, updates_per_pass=4, inner_epochs=1, most_at_once=8
+    )
+    with pytest.raises(
+        UserError, match=r"has 15 questions .*--config\.sample\.questions_per_epoch=8$"
+    ):
+        small.check_questions(15, "dataset/qa")
+    replace(small, questions=8).check_questions(15, "dataset/qa")
+    with pytest.raises(UserError, match=r"train\.updates_per_epoch"):
+        small.check_questions(7, "dataset/qa")

@@ -10,10 +10,12 @@ from flow_grpo.config.fields import FULL
 from flow_grpo.config.places import with_files
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trade import Unchecked
+from flow_grpo.data.early import read_early
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.prompts import check_there
 from flow_grpo.draw.fields import DRAW, DrawFields
 from flow_grpo.draw.plan import BatchPlan, build_plan, group_size
+from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
 from flow_grpo.rewards import check_some_weight
@@ -81,10 +83,12 @@ def check_early(config: DrawFields) -> None:
     """Tell what can be told of a run before torch is imported."""
     settings = check(config)
     check_learning(settings)
-    build_plan(settings, count_processes())
+    plan = build_plan(settings, count_processes())
     check_places(settings)
-    for source in parse_sources(settings.dataset):
+    sources = parse_sources(settings.dataset)
+    for source in sources:
         check_there(source.path, settings.prompt_fn)
+    read_early(sources, lambda: build_prompts(settings, plan))
 
 
 def check_learning(settings: DrawFields) -> None:
