@@ -116,3 +116,16 @@ def test_a_preset_name_alone_is_a_config(tmp_path, monkeypatch):
     assert config_of_file("tiny_ocr", ["--config.seed=7"]).seed == 7
     (tmp_path / "tiny_ocr").touch()  # a file comes first
     assert find_config("tiny_ocr", DRAW.preset_file) == "tiny_ocr"
+
+
+def test_a_method_without_a_setting_is_not_told_to_set_it(tmp_path):
+    """train.clip_range is an alias of grpo.clip_range."""
+    config = write(tmp_path / "mine.py", "return base()")
+    for method, told in {
+        "nft": "the algorithm of this run has no clip_range$",
+        "dgpo": r"did you mean --config\.dgpo\.clip_range=1e-4\?$",
+        "grpo": r"did you mean --config\..*train\.clip_range=1e-4",
+    }.items():
+        argv = ["train.py", config, f"--config.algorithm={method}", "--clip_range=1e-4"]
+        with pytest.raises(UserError, match=told):
+            overrides.check_names(argv, DRAW)

@@ -313,3 +313,12 @@ def test_evaluation_fell_from_its_best(scores, epoch):
     if epoch:
         assert found.text.startswith(f"eval/avg was 0.7 in epoch 2 and is {scores[-1]} now, ")
         assert "checkpoints/best" in found.advice
+
+
+def test_a_method_without_a_clip_range_is_not_told_to_change_it():
+    """dppo has a ratio and masks losses by its delta."""
+    [drift] = [f for f in examine(rows(train__ratio_mean=[1, 1.5])) if f.check == "ratio drift"]
+    assert "clip" not in drift.advice
+    [masked] = [f for f in examine(rows(train__masked=[0, 0.9])) if f.check == "clip shares"]
+    assert "clip" not in masked.advice
+    assert "delta" in masked.advice
