@@ -117,6 +117,32 @@ def test_running_out_of_memory_is_told_with_a_way_out():
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
+                "allocate 4000000000000000 bytes. Error code 12"
+            ),
+            "out of CPU memory: cannot allocate 4000000000000000 bytes;",
+        ),
+        (MemoryError("Unable to allocate 728. TiB for an array"), "cannot allocate 728. TiB;"),
+        (MemoryError(), "out of CPU memory;"),
+    ],
+)
+def test_a_cpu_out_of_memory_is_one_line_with_advice(error, reason):
+    with pytest.raises(OutOfMemory) as told, advice_when_short(["--config.a=1"]):
+        raise error
+    assert reason in str(told.value)
+    assert "--config.a=1" in str(told.value)
+
+
+def test_another_runtime_error_is_left_alone():
+    with pytest.raises(RuntimeError, match="shapes"), advice_when_short([]):
+        raise RuntimeError("shapes do not match")
+
+
 def test_compiled_code_samples_with_the_memory_of_training():
     config = presets.get_config("tiny_ocr")
     config.compile = True
