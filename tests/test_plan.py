@@ -1,3 +1,4 @@
+import math
 import re
 from dataclasses import fields, replace
 
@@ -252,8 +253,9 @@ def test_the_values_that_too_few_prompts_are_told_to_set_are_good(
     with pytest.raises(UserError) as told:
         large.check_prompts(rows, "dataset/ocr")
     options = dict(re.findall(r"--config\.([\w.]+)=(\d+)", str(told.value)))
-    if not options:  # one batch of one sample on each process is too much
-        assert processes > rows * group_size
+    if not options:  # even batches of one sample are too many on so many processes
+        assert math.lcm(processes, group_size) > rows * group_size
+        assert "processes" in str(told.value)
         return
     named = {f.metadata["config"]: f.name for f in fields(large) if "config" in f.metadata}
     smaller = replace(large, **{named[name]: int(value) for name, value in options.items()})
