@@ -326,6 +326,19 @@ def test_a_run_may_be_called_anything_inside_it(name):
     check(with_fields(run_name=name))
 
 
+@pytest.mark.parametrize("name", ["run_name", "logdir"])
+@pytest.mark.parametrize("value", [" ", " a", "a ", "a\n", "a\x1b[2J"])
+def test_a_folder_has_a_name_that_can_be_read(name, value):
+    with pytest.raises(UserError, match=f"^{name}=") as error:
+        check(with_fields(**{name: value}))
+    assert "\n" not in str(error.value)
+
+
+def test_a_logdir_is_named():
+    with pytest.raises(UserError, match=r"^logdir=''"):
+        check(with_fields(logdir=""))
+
+
 def with_run_name(config: ConfigDict, name: str) -> ConfigDict:
     config.run_name = name
     return config

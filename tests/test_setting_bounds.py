@@ -166,6 +166,7 @@ def test_a_custom_method_may_give_credit_in_any_way():
         ({"reward_fn": {"math_answer": 0.0}}, "reward_fn={'math_answer': 0.0}"),
         ({"eval_reward_fn": {"choice": 0.0}}, "eval_reward_fn={'choice': 0.0}"),
         ({"train.importance_cap": 0.5}, "train.importance_cap=0.5"),
+        ({"question_format": "Think."}, "question_format='Think.'"),
     ],
 )
 def test_an_answer_run_that_cannot_learn_is_rejected(fields, named):

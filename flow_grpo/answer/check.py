@@ -13,6 +13,7 @@ from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import ANSWER_REWARDS, REWARDS, check_some_weight
 
 PER_REWARD = ("gdpo", "pairwise")  # estimators that compare answers by each reward alone
+QUESTION = "{question}"
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 
 
@@ -22,6 +23,8 @@ def check(config: Unchecked | AnswerFields) -> AnswerFields:
     _check_environment(settings)
     parse_trackers(settings.log_with)
     sample, train = settings.sample, settings.train
+    if QUESTION not in settings.question_format:
+        raise UserError(f"question_format={settings.question_format!r} must contain {QUESTION}")
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
     _check_rewards(settings)
     check_some_weight(settings, {ENVIRONMENT: 1.0} if settings.environment else {})

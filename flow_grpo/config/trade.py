@@ -131,6 +131,10 @@ class Trade:
         settings = self.freeze(config)
         check_settings("", settings)
         _check_run_name(settings.run_name)
+        for name in ("run_name", "logdir"):
+            _check_folder_name(name, getattr(settings, name))
+        if not settings.logdir:
+            raise UserError("logdir='' must name a folder; '.' is the current one")
         _check_revision(settings.pretrained)
         for name, other in self.second_names().items():
             value, other_value = (_get(settings, each) for each in (name, other))
@@ -239,6 +243,14 @@ def _check_run_name(name: str) -> None:
         raise UserError(
             f"run_name={name!r} must name a folder inside logdir; set --config.logdir to write "
             "elsewhere"
+        )
+
+
+def _check_folder_name(name: str, value: str) -> None:
+    """Reject names that a shell or a report would show as another one."""
+    if value != value.strip() or not value.isprintable():
+        raise UserError(
+            f"{name}={value!r} must not start or end with spaces or have control characters in it"
         )
 
 
