@@ -357,7 +357,7 @@ def test_batches_are_about_equal_whether_or_not_they_divide(samples, most, size)
         ({"train.advantage": "vine"}, "train.advantage='vine' must be one of"),
         ({"train.dual_clip": 1.1}, "train.dual_clip=1.1 must be above 1 + train.clip_high=1.2"),
         ({"sample.group_size": 1}, "sample.group_size=1 leaves train.advantage='grpo' nothing"),
-        ({"sample.temperature": 0.0}, "sample.temperature=0.0 must be above 0"),
+        ({"sample.temperature": 0.0}, "sample.temperature=0.0 must be at least 0.01"),
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be one of 'no', 'bf16'"),
         ({"sample.refills": 1, "train.advantage": "gae"}, "sample.refills=1 replaces groups"),
         ({"train.beta": 0.1, "train.kl": "k1"}, "train.kl='k1' is incompatible with train.kl_in"),

@@ -439,3 +439,20 @@ def test_a_chat_template_that_fails_or_never_ends_is_told_in_one_line(template, 
     assert "data.jsonl line 3" in str(error.value)
     assert "\n" not in str(error.value)
     assert sys.gettrace() is before
+
+
+def test_a_chat_template_that_writes_nothing_is_rejected():
+    encoder = small_vlm.encoder(small_vlm.build())
+    encoder.tokenizer.chat_template = "{% if false %}never{% endif %}"
+    with pytest.raises(UserError, match=r"writes nothing for a\.jsonl:1"):
+        encoder.encode(Question("What?", where="a.jsonl:1"))
+
+
+def test_a_token_without_an_embedding_is_rejected():
+    """As with the tokenizer of another model: the embedding would raise an IndexError."""
+    model = small_vlm.build()
+    question = Question("What?", where="a.jsonl:1")
+    most = max(small_vlm.encoder(model).token_ids(question))
+    model.resize_token_embeddings(most)
+    with pytest.raises(UserError, match=rf"token id {most} in a\.jsonl:1.* {most} tokens"):
+        small_vlm.encoder(model).token_ids(question)

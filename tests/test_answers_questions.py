@@ -134,8 +134,11 @@ BAD = {
     '{"problem": "x", "videos": [["a.png"]], "answer": "1"}': "there is no picture ",
     '{"problem": "x", "videos": [{"a": 1}], "answer": "1"}': "a video must have bytes or a path",
     '{"problem": "x", "videos": [[]], "answer": "1"}': "no path and no list of pictures",
+    '{"problem": "x", "videos": ["a.mp4"], "fps": 1e-308, "answer": "1"}': (
+        '"fps" must be a number from 1e-05 to 100000, got 1e-308'
+    ),
     '{"problem": "x", "videos": ["a.mp4"], "fps": 0, "answer": "1"}': (
-        '"fps" must be a number above 0, got 0'
+        '"fps" must be a number from 1e-05 to 100000, got 0'
     ),
     '{"problem": "<video>x", "answer": "1"}': "has <video> 1 times and the row has 0 videos",
     '{"question": "x", "video": "a.mp4", "answer": "1"}': "there is no video ",

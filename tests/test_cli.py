@@ -6,9 +6,12 @@ import sys
 import pytest
 from runner import ROOT
 
-from flow_grpo.config import old_names, overrides
+from flow_grpo.answer.fields import ANSWER
+from flow_grpo.config import command_line, old_names, overrides
 from flow_grpo.config.mistakes import line_to_type, quoted
+from flow_grpo.config.places import find_config
 from flow_grpo.draw.fields import DRAW
+from flow_grpo.draw.saved import config_of_file
 from flow_grpo.errors import UserError
 
 BODIES = {
@@ -99,3 +102,30 @@ def test_the_line_to_type_has_all_that_was_typed_but_what_it_should_be_without(m
     assert [quoted(word) for word in ("a", "--b={'c': 1}", "--b=$d")] == [
         *("a", "--b=\"{'c': 1}\"", "'--b=$d'")
     ]
+
+
+def test_a_preset_name_alone_is_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = str(ROOT / "config/grpo.py")
+    for argv in (["--config", "tiny_ocr"], ["--config=tiny_ocr"]):
+        found = command_line._with_our_configs(["train.py", *argv], DRAW.preset_file)
+        assert " ".join(found).replace("=", " ") == f"train.py --config {file}:tiny_ocr"
+    assert find_config("tiny_vlm", ANSWER.preset_file) == f"{ROOT / 'config/vlm.py'}:tiny_vlm"
+    with pytest.raises(UserError, match="did you mean tiny_ocr"):
+        config_of_file("tiny_orc", [])
+    assert config_of_file("tiny_ocr", ["--config.seed=7"]).seed == 7
+    (tmp_path / "tiny_ocr").touch()  # a file comes first
+    assert find_config("tiny_ocr", DRAW.preset_file) == "tiny_ocr"
+
+
+def test_a_method_without_a_setting_is_not_told_to_set_it(tmp_path):
+    """train.clip_range is an alias of grpo.clip_range."""
+    config = write(tmp_path / "mine.py", "return base()")
+    for method, told in {
+        "nft": "the algorithm of this run has no clip_range$",
+        "dgpo": r"did you mean --config\.dgpo\.clip_range=1e-4\?$",
+        "grpo": r"did you mean --config\..*train\.clip_range=1e-4",
+    }.items():
+        argv = ["train.py", config, f"--config.algorithm={method}", "--clip_range=1e-4"]
+        with pytest.raises(UserError, match=told):
+            overrides.check_names(argv, DRAW)

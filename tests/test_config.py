@@ -2,6 +2,8 @@ import importlib.util
 import math
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ from flow_grpo.config.trade import OPEN_FIELDS
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.seeding import Stream, torch_generator
 from flow_grpo.draw import fields as base
+from flow_grpo.draw import presets
 from flow_grpo.draw.check import check, check_early, unusual
 from flow_grpo.draw.session import build_session, can_compile, can_replay
 from flow_grpo.errors import UserError
@@ -310,6 +313,48 @@ def test_text_that_no_path_and_no_file_takes_is_told(name, value, told):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["../x", "../../x", "a/../../x", "/tmp/x", ".", "a/..", "./"])
+def test_a_run_stays_inside_its_logdir(name):
+    with pytest.raises(UserError, match=f"^run_name={name!r} must name a folder inside logdir"):
+        check(with_fields(run_name=name))
+    with pytest.raises(UserError, match=r"^run_name="):
+        ANSWER.check(with_run_name(answer_presets.get_config("tiny_vlm"), name))
+
+
+@pytest.mark.parametrize("name", ["", "a", "a/b", "..a", "a..b", "./a"])
+def test_a_run_may_be_called_anything_inside_it(name):
+    check(with_fields(run_name=name))
+
+
+@pytest.mark.parametrize("name", ["run_name", "logdir"])
+@pytest.mark.parametrize("value", [" ", " a", "a ", "a\n", "a\x1b[2J"])
+def test_a_folder_has_a_name_that_can_be_read(name, value):
+    with pytest.raises(UserError, match=f"^{name}=") as error:
+        check(with_fields(**{name: value}))
+    assert "\n" not in str(error.value)
+
+
+def test_a_logdir_is_named():
+    with pytest.raises(UserError, match=r"^logdir=''"):
+        check(with_fields(logdir=""))
+
+
+def with_run_name(config: ConfigDict, name: str) -> ConfigDict:
+    config.run_name = name
+    return config
+
+
+@pytest.mark.parametrize("get", [presets.get_config, answer_presets.get_config])
+def test_a_folder_has_no_revision(get):
+    name = "tiny_ocr" if get is presets.get_config else "tiny_vlm"
+    config, trade = get(name), base.DRAW if name == "tiny_ocr" else ANSWER
+    config.pretrained.revision = "v2"
+    with pytest.raises(UserError, match=r"^pretrained\.revision='v2' .*tiny-.* is a folder"):
+        trade.check(config)
+    config.pretrained.model = "owner/name"
+    trade.check(config)
+
+
 @pytest.mark.parametrize("name", ["dataset", "logdir", "pretrained.model", "train.lora_path"])
 def test_a_path_that_is_none_is_told(name):
     config = base.get_config()
@@ -372,6 +417,44 @@ def test_a_data_set_joined_to_the_current_folder_is_ours_where_there_is_none(
         check_made(os.path.join(os.getcwd(), "dataset/geneval"))
     (tmp_path / "dataset/ocr").mkdir(parents=True)
     assert check(with_fields(dataset=theirs)).dataset == theirs
+
+
+def test_prompts_are_read_early_where_that_is_quick(tmp_path, monkeypatch, caplog):
+    """A missing column, or too few prompts: before the imports that take seconds."""
+    table = tmp_path / "train.csv"
+    table.write_text("text,tag\na,1\nb,2\n")
+    with pytest.raises(UserError, match=r'has no column "prompt".*--config\.dataset_column='):
+        check_early(with_fields(dataset=str(table)))
+    fields = {"dataset": str(table), "dataset_column": "text"}
+    with pytest.raises(UserError, match=r"2 prompts .*needs 4 .*num_batches_per_epoch=4"):
+        check_early(with_fields(**fields))
+    few = {"sample__num_batches_per_epoch": 4, "train__gradient_accumulation_steps": 4}
+    with caplog.at_level("INFO"):
+        check_early(with_fields(**fields, **few))
+    assert not caplog.records  # the run tells it
+    monkeypatch.setattr("flow_grpo.data.early.MOST_BYTES", 10)
+    check_early(with_fields(dataset=str(table)))
+
+
+def test_questions_are_read_early_where_that_is_quick(tmp_path):
+    config = answer_presets.get_config("tiny_vlm")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "a", "answer": "b"}\n' * 12)
+    config.dataset = str(rows)
+    with pytest.raises(UserError, match=r"questions .*sample\.questions_per_epoch=\d+$"):
+        answer_plan.check_early(ANSWER.check(config))
+    config.input_key = "prompt"
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: has no 'prompt' \(input_key\)"):
+        answer_plan.check_early(ANSWER.check(config))
+
+
+def test_what_is_told_early_takes_no_heavy_import():
+    heavy = "[m for m in ('torch', 'transformers', 'diffusers', 'pyarrow') if m in sys.modules]"
+    code = "import sys, flow_grpo.draw.check, flow_grpo.answer.plan, flow_grpo.answer.questions"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print({heavy})"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_questions_that_are_not_there_are_told_early():

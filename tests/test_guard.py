@@ -226,6 +226,7 @@ SIGNATURE = (
         (TypeError("it takes 2 arguments"), r"TypeError: it takes 2 arguments \(test_guard.*\)$"),
         (lambda images: [0.0], rf"takes 1 positional argument but 3 were given .*{SIGNATURE}"),
         (CannotStart("3 worker processes died"), "3 worker processes died$"),
+        ([1.0, 1e308], r"returned 1e\+308, beyond .*scale the reward"),
     ],
 )
 def test_a_mistake_is_told_when_a_reward_is_tried(step, told):

@@ -367,3 +367,12 @@ def test_several_rewards_are_compared_with_each_other_only():
     both = [row | {"reward/jpeg": 1.0, "reward/jpeg/std": 0.1} for row in one]
     assert "second reward" in summarize(one)[2]
     assert "second reward" in summarize(both)[1]
+
+
+def test_a_method_without_a_clip_range_is_not_told_to_change_it():
+    """dppo has a ratio and masks losses by its delta."""
+    [drift] = [f for f in examine(rows(train__ratio_mean=[1, 1.5])) if f.check == "ratio drift"]
+    assert "clip" not in drift.advice
+    [masked] = [f for f in examine(rows(train__masked=[0, 0.9])) if f.check == "clip shares"]
+    assert "clip" not in masked.advice
+    assert "delta" in masked.advice

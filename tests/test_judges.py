@@ -107,7 +107,7 @@ def test_groups_that_are_split_over_processes_are_one_line():
             "reward 'judge' compares the pictures of a group, but sample.train_batch_size=1 does",
         ),
         (
-            {"sample.num_image_per_prompt": 1},
+            {"sample.num_image_per_prompt": 1, "train.advantage": "reinforce_pp"},
             "sample.num_image_per_prompt=1 must be at least 2 for",
         ),
         ({"train.advantage": "remax"}, "train.advantage='remax' does not go with reward 'judge'"),

@@ -17,7 +17,7 @@ import pytest
 
 from flow_grpo.errors import UserError
 from flow_grpo.run import lock as lock_module
-from flow_grpo.run.lock import Holder, RunLock
+from flow_grpo.run.lock import Holder, RunLock, find_writer
 
 HOLD = """
 import sys, time
@@ -197,6 +197,19 @@ def test_the_holder_shows_signs_of_life(folder):
         threading.Event().wait(0.01)
     assert changed.is_set()
     lock.release()
+
+
+def test_a_writer_on_another_machine_is_told_by_its_heartbeat(folder, lock_file):
+    assert find_writer(folder) is None
+    lock = RunLock(folder, heartbeat=0.02)
+    elsewhere = replace(lock.holder, host="node-b")
+    lock.holder = elsewhere  # its heart goes on
+    lock_file.write_text(elsewhere.dumps())
+    assert find_writer(folder) == elsewhere
+    lock._released.set()
+    lock._heart.join()
+    assert find_writer(folder, patience=0.1) is None
+    lock_file.unlink()
 
 
 def test_a_holder_that_was_taken_for_dead_stops_writing(folder, lock_file):

@@ -1,10 +1,14 @@
+import math
+import re
 import sys
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flow_grpo.answer.plan import AnswerPlan
 from flow_grpo.draw import presets
 from flow_grpo.draw.plan import BatchPlan, largest_divisor, lighter_evaluation, lighter_training
 from flow_grpo.errors import OutOfMemory, UserError
@@ -116,6 +120,32 @@ def test_running_out_of_memory_is_told_with_a_way_out():
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
+                "allocate 4000000000000000 bytes. Error code 12"
+            ),
+            "out of CPU memory: cannot allocate 4000000000000000 bytes;",
+        ),
+        (MemoryError("Unable to allocate 728. TiB for an array"), "cannot allocate 728. TiB;"),
+        (MemoryError(), "out of CPU memory;"),
+    ],
+)
+def test_a_cpu_out_of_memory_is_one_line_with_advice(error, reason):
+    with pytest.raises(OutOfMemory) as told, advice_when_short(["--config.a=1"]):
+        raise error
+    assert reason in str(told.value)
+    assert "--config.a=1" in str(told.value)
+
+
+def test_another_runtime_error_is_left_alone():
+    with pytest.raises(RuntimeError, match="shapes"), advice_when_short([]):
+        raise RuntimeError("shapes do not match")
+
+
 def test_compiled_code_samples_with_the_memory_of_training():
     config = presets.get_config("tiny_ocr")
     config.compile = True
@@ -199,7 +229,7 @@ def test_too_few_prompts_are_told_with_the_way_out():
         plan().check_prompts(5, "dataset/ocr")
     assert str(told.value) == (
         "dataset/ocr has 5 prompts to train on but an epoch needs 6 distinct ones (48 samples in "
-        "groups of 8); add prompts or lower sample.num_batches_per_epoch"
+        "groups of 8); add prompts, or set --config.sample.num_batches_per_epoch=2"
     )
 
 
@@ -219,3 +249,47 @@ def test_a_preset_is_planned_for_the_world_size_of_a_dry_run(
     monkeypatch.setattr(sys, "argv", ["train.py", "--dry_run", "--world_size", "128"])
     with pytest.raises(UserError, match="128 GPUs x 2 updates"):
         presets.get_config("general_ocr_sd3")
+
+
+@given(
+    rows=st.integers(1, 40),
+    processes=st.integers(1, 4),
+    size=st.integers(1, 24),
+    group_size=st.integers(2, 16),
+    accumulated=st.integers(1, 6),
+)
+def test_the_values_that_too_few_prompts_are_told_to_set_are_good(
+    rows, processes, size, group_size, accumulated
+):
+    """Six prompts for sixteen groups, for one."""
+    large = plan(
+        num_processes=processes,
+        sample_batch_size=size,
+        train_batch_size=size,
+        batches_per_epoch=group_size * (rows + 1) * accumulated,
+        group_size=group_size,
+        accumulation_steps=accumulated,
+    )
+    with pytest.raises(UserError) as told:
+        large.check_prompts(rows, "dataset/ocr")
+    options = dict(re.findall(r"--config\.([\w.]+)=(\d+)", str(told.value)))
+    if not options:  # even batches of one sample are too many on so many processes
+        assert math.lcm(processes, group_size) > rows * group_size
+        assert "processes" in str(told.value)
+        return
+    named = {f.metadata["config"]: f.name for f in fields(large) if "config" in f.metadata}
+    smaller = replace(large, **{named[name]: int(value) for name, value in options.items()})
+    smaller.check_prompts(rows, "dataset/ocr")
+
+
+def test_too_few_questions_are_told_a_number_that_divides():
+    small = AnswerPlan(
+        2, questions=16, group_size=3, updates_per_pass=4, inner_epochs=1, most_at_once=8
+    )
+    with pytest.raises(
+        UserError, match=r"has 15 questions .*--config\.sample\.questions_per_epoch=8$"
+    ):
+        small.check_questions(15, "dataset/qa")
+    replace(small, questions=8).check_questions(15, "dataset/qa")
+    with pytest.raises(UserError, match=r"train\.updates_per_epoch"):
+        small.check_questions(7, "dataset/qa")

@@ -28,6 +28,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.run.checkpoint import STATE, weights_in
 from flow_grpo.run.distributed import accumulated
 from flow_grpo.run.export import Source
+from flow_grpo.run.lock import RunLock
 from flow_grpo.run.origin import fingerprints
 from flow_grpo.run.resume import Start, find_start, prepare_folder, refuse_code
 from flow_grpo.run.session import save
@@ -471,6 +472,23 @@ def test_a_run_has_one_writer(run, resume, config, tmp_path):
     (tmp_path / "logs/.new.lock").write_text(first.lock.holder.dumps())
     with pytest.raises(UserError, match="in use by"):
         resume(run_name="new", resume="none")
+
+
+def test_a_checkpoint_of_a_run_that_still_writes_is_not_started_from(run, find, tmp_path):
+    """The run may remove it while it is read."""
+    newest = (run / "checkpoints/latest").resolve()
+    lock = RunLock(run)
+    for path in (run, newest, run / "checkpoints/best"):
+        with pytest.raises(UserError, match=f"resume='{path}' .*process {os.getpid()} on .*copy"):
+            find(run_name="new", resume=str(path))
+    copy = shutil.copytree(newest, tmp_path / newest.name)
+    assert find(run_name="new", resume=str(copy)).checkpoint == copy
+    lock.release()
+    assert find(run_name="new", resume=str(run)).checkpoint == newest
+    killed = replace(lock.holder, pid=2**22 + 1)  # beyond what Linux gives out
+    lock.path.write_text(killed.dumps())
+    assert find(run_name="new", resume=str(run)).checkpoint == newest
+    lock.path.unlink()
 
 
 def test_a_run_that_was_taken_over_writes_no_checkpoint(run, resume):

@@ -203,6 +203,17 @@ def test_a_reward_of_weight_0_needs_no_gradient_and_scores_no_prompt_alone(tmp_p
         reward.check(["a red cat", "a blue cat"])
 
 
+def test_a_score_whose_variance_would_overflow_is_a_failure_that_says_what_to_do(
+    tmp_path, monkeypatch
+):
+    """Not a loss that is not finite, with the advice to lower the learning rate."""
+    body = "def score(images, prompts, metadata):\n    return [1e308, 1.0]"
+    reward = reward_of(tmp_path, monkeypatch, body)
+    assert np.isnan(reward([BLANK] * 2, ["p"] * 2)["mine"]).tolist() == [True, False]
+    assert "1e+308" in reward.last_errors["mine"]
+    assert "scale" in reward.last_errors["mine"]
+
+
 def test_a_class_is_built_with_its_options(tmp_path, monkeypatch):
     (tmp_path / "my_class.py").write_text(
         "class Constant:\n"

@@ -18,10 +18,11 @@ from flow_grpo.config.places import with_files
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trade import Unchecked
 from flow_grpo.errors import UserError, check_model_folder
-from flow_grpo.rewards import ANSWER_REWARDS, REWARDS
+from flow_grpo.rewards import ANSWER_REWARDS, REWARDS, check_some_weight
 
 logger = logging.getLogger("flow_grpo")
 PER_REWARD = ("gdpo", "pairwise")  # estimators that compare answers by each reward alone
+QUESTION = "{question}"
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 
 
@@ -31,14 +32,22 @@ def check(config: Unchecked | AnswerFields) -> AnswerFields:
     _check_environment(settings)
     parse_trackers(settings.log_with)
     sample, train = settings.sample, settings.train
+    if QUESTION not in settings.question_format:
+        raise UserError(f"question_format={settings.question_format!r} must contain {QUESTION}")
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
     _check_rewards(settings)
+    check_some_weight(settings, {ENVIRONMENT: 1.0} if settings.environment else {})
     if sample.engine == VLLM:
         _check_vllm(sample.temperature)
     elif sample.vllm_tensor_parallel > 1:
         raise UserError(
             f"sample.vllm_tensor_parallel={sample.vllm_tensor_parallel} has no use with "
             f"sample.engine={sample.engine!r}; use sample.engine='vllm', or leave it at 1"
+        )
+    if 0 < train.importance_cap < 1:
+        raise UserError(
+            f"train.importance_cap={train.importance_cap} must be at least 1, or 0 for no weights: "
+            "below 1 it scales down every token"
         )
     if 0 < train.dual_clip <= 1 + train.clip_high:
         raise UserError(

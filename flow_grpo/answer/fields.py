@@ -21,6 +21,7 @@ GAE = "gae"  # the estimator that is PPO's
 CRITIC_LEARNING_RATE = 9e-6  # LMM-R1's (openrlhf/cli/train_ppo_ray.py)
 ENVIRONMENT = "environment"  # the reward that is the environment's own
 VLLM = "vllm"
+MOST_PIXELS = 2**26  # of an image: as float32 it takes 768 MiB
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,27 @@ class AnswerSample:
         "Distinct questions of an epoch, over all processes, drawn without replacement: every "
         "question is used once before any is used again.",
         at_least=1,
+        at_most=10**6,
     )
     group_size: int = setting(
-        8, "Answers to each question. An advantage compares an answer with its group.", at_least=1
+        8,
+        "Answers to each question. An advantage compares an answer with its group.",
+        at_least=1,
+        at_most=2**16,
     )
     batch_size: int = setting(
         128,
         "Answers that a process samples together, and questions that it evaluates together. When "
         "one has ended, the next begins in its place.",
         at_least=1,
+        at_most=2**16,
     )
-    max_new_tokens: int = setting(1024, "An answer is cut off there.", at_least=1)
+    max_new_tokens: int = setting(1024, "An answer is cut off there.", at_least=1, at_most=2**20)
     temperature: float = setting(
         1.0,
         "What scores of tokens are divided by, in sampling and in training. Evaluation is greedy.",
-        above=0,
+        at_least=0.01,  # scores divided by much less overflow
+        at_most=100,
     )
     engine: str = setting(
         "transformers",
@@ -73,35 +80,40 @@ class AnswerSample:
         'For engine="vllm": so many processes of a node share one vLLM, each with a part of every '
         "weight on its GPU and the answers of all to sample. For models beyond one GPU's memory.",
         at_least=1,
+        at_most=1024,
     )
     max_turns: int = setting(
         4,
         "With an environment: answers of an episode at most. sample.max_new_tokens is of each.",
         at_least=1,
+        at_most=1000,
     )
     max_observation_tokens: int = setting(
         512,
         "With an environment: tokens of an observation at most, its pictures included. An episode "
         "with a longer one ends without a reward.",
         at_least=1,
+        at_most=2**20,
     )
     refills: int = setting(
         0,
         "Where no answer to a question has an advantage there is nothing to learn: draw another "
         "question instead, up to this many times an epoch (DAPO's dynamic sampling).",
         at_least=0,
+        at_most=1000,
     )
 
 
 @dataclass(frozen=True)
 class AnswerTrain(shared.TrainFields):
     updates_per_epoch: int = setting(
-        2, "Updates that the samples of an epoch are divided into.", at_least=1
+        2, "Updates that the samples of an epoch are divided into.", at_least=1, at_most=10**6
     )
     tokens_per_batch: int = setting(
         16384,
         "Tokens of a micro-batch, padding included. A prompt counts once for its answers in there.",
         at_least=1,
+        at_most=10**8,
     )
     freeze_vision: bool = setting(True, "Leave the vision tower as it is.")
     recompute_old: bool = setting(
@@ -215,8 +227,11 @@ class AnswerTrain(shared.TrainFields):
         1e-5,
         "AdamW's, at its highest (see lr_scheduler); of a size that is usual for language models.",
         above=0,
+        at_most=1,
     )
-    adam_weight_decay: float = setting(0.01, "AdamW's, usual for language models.")
+    adam_weight_decay: float = setting(
+        0.01, "AdamW's, usual for language models.", at_least=0, at_most=10
+    )
 
 
 @dataclass(frozen=True)
@@ -233,18 +248,28 @@ class AnswerFields(shared.SharedFields):
         "Pixels of a picture at least, which is resized where it has fewer; 0 is what the model's "
         "own image processor says. A picture of Qwen2.5-VL has a token for each 28 x 28 pixels.",
         at_least=0,
+        at_most=MOST_PIXELS,
     )
-    max_pixels: int = setting(0, "Pixels of a picture at most, see min_pixels.", at_least=0)
+    max_pixels: int = setting(
+        0, "Pixels of a picture at most, see min_pixels.", at_least=0, at_most=MOST_PIXELS
+    )
     video_fps: float = setting(
         2.0,
         "Frames that are shown of each second of a video; 0 shows video_frames of any video.",
         at_least=0,
+        at_most=1000,
     )
     video_frames: int = setting(
-        32, "Frames of a video at most, evenly over all of it; two share their tokens.", at_least=2
+        32,
+        "Frames of a video at most, evenly over all of it; two share their tokens.",
+        at_least=2,
+        at_most=4096,
     )
     video_pixels: int = setting(
-        768 * 28 * 28, "Pixels of a video's frame at most, see max_pixels.", at_least=28 * 28
+        768 * 28 * 28,
+        "Pixels of a video's frame at most, see max_pixels.",
+        at_least=28 * 28,
+        at_most=MOST_PIXELS,
     )
     cuda_graphs: bool = setting(
         True,
@@ -306,6 +331,7 @@ class AnswerFields(shared.SharedFields):
         "Tokens of a prompt, its pictures included. A longer one is refused, never cut; 0 is what "
         "the model's positions leave for it.",
         at_least=0,
+        at_most=2**24,
     )
     filter_overlong_prompts: bool = setting(
         False,
@@ -327,9 +353,13 @@ class AnswerFields(shared.SharedFields):
         "Seconds that a step of an environment may take. An episode in which one takes longer ends "
         "without a reward.",
         above=0,
+        at_most=10**8,  # what waits counts nanoseconds in 64 bits
     )
     environment_workers: int = setting(
-        1, "Processes that environments are played in, for each process of the run.", at_least=1
+        1,
+        "Processes that environments are played in, for each process of the run.",
+        at_least=1,
+        at_most=1024,
     )
     reward_servers: dict = shared.servers(ANSWER_REWARDS)
     custom_losses: dict = setting(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flow_grpo.answer.fields import AnswerFields
 from flow_grpo.config.places import with_files
+from flow_grpo.data.early import read_early
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.questions import check_there
 from flow_grpo.errors import UserError
@@ -60,8 +61,16 @@ class AnswerPlan(Plan):
         if rows < self.questions:
             raise UserError(
                 f"{source} has {rows} questions to train on but an epoch needs {self.questions} "
-                "distinct ones; add questions or lower sample.questions_per_epoch"
+                f"distinct ones; add questions, or {self._shorter_epoch(rows)}"
             )
+
+    def _shorter_epoch(self, rows: int) -> str:
+        """What to set for an epoch of at most `rows` questions."""
+        parts = self.updates_per_pass * self.num_processes
+        fewer = next((n for n in range(rows, 0, -1) if n * self.group_size % parts == 0), None)
+        if fewer is None:
+            return "lower sample.questions_per_epoch and train.updates_per_epoch"
+        return f"set --config.sample.questions_per_epoch={fewer}"
 
     def rows(self) -> dict[str, str]:
         return {
@@ -97,8 +106,12 @@ def check_parallel(size: int, num_processes: int) -> None:
 
 def check_early(config: AnswerFields) -> None:
     """Tell what can be told of a run before torch is imported."""
+    from flow_grpo.answer.questions import build_questions  # which imports this module
+
     config = with_files(config)
-    build_plan(config, count_processes())
+    plan = build_plan(config, count_processes())
     check_places(config)
-    for source in parse_sources(config.dataset):
+    sources = parse_sources(config.dataset)
+    for source in sources:
         check_there(source.path)
+    read_early(sources, lambda: build_questions(config, plan))

@@ -66,6 +66,7 @@ class PromptEncoder:
             raise UserError(f"question_format={question_format!r} must contain {QUESTION}")
         self.tokenizer, self.images = tokenizer, images
         self.family = family_of(model)
+        self._vocabulary = model.get_input_embeddings().num_embeddings
         self._system, self._format = system_prompt, question_format
         self._video = {"rate": video_fps, "most": video_frames}
         self._video_pixels = video_pixels
@@ -137,7 +138,7 @@ class PromptEncoder:
                 f"the chat template of {self.tokenizer.name_or_path} leaves out what the model "
                 "said; name a model whose template keeps it"
             )
-        ids = self._literal.encode(after)
+        ids = self._ids(after, where)
         if ids[:1] == answer[-1:].tolist():  # it has ended by itself
             ids = ids[1:]
         counts = [self._tokens_of(source, where) for source in pictures]
@@ -247,7 +248,23 @@ class PromptEncoder:
         messages.append({"role": "user", "content": content})
         text = self._written(messages, question.where, clips)
         self._opening = THINK if text.rstrip().endswith(THINK) else ""
-        return self._literal.encode(text)
+        return self._ids(text, question.where)
+
+    def _ids(self, text: str, where: str) -> list[int]:
+        """Token ids of what the chat template has written, each with an embedding."""
+        ids = self._literal.encode(text)
+        name = self.tokenizer.name_or_path
+        if not ids:
+            raise UserError(
+                f"the chat template of {name} writes nothing for {where}; mend its chat_template, "
+                "or name another model"
+            )
+        if max(ids) >= self._vocabulary:
+            raise UserError(
+                f"the tokenizer of {name} has token id {max(ids)} in {where}, and the model has "
+                f"embeddings for {self._vocabulary} tokens only; take the model's own tokenizer"
+            )
+        return ids
 
     def _written(
         self, messages: list[dict[str, Any]], where: str, clips: Sequence[Clip] = ()

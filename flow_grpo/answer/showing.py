@@ -7,6 +7,7 @@ from PIL import Image
 from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import choose_frames, read_frames
 from flow_grpo.pictures import read_picture
+from flow_grpo.run.distributed import on_all_or_none
 from flow_grpo.run.session import BaseSession, write_samples
 
 MOST = 512  # pixels of a side: they are there to be looked at
@@ -21,17 +22,19 @@ def write_answers(
     answers: Sequence[str],
     **columns: Sequence,
 ) -> None:
-    if session.accelerator.is_main_process:
-        write_samples(
-            session,
-            kind,
-            epoch,
-            [_picture(question) for question in questions],
-            prompt=[question.text for question in questions],
-            answer=list(answers),
-            truth=[str(question.answer) for question in questions],
-            **columns,
-        )
+    """Call it on all processes; those of the main process are written."""
+    shown = questions if session.accelerator.is_main_process else []
+    pictures = on_all_or_none(session.accelerator, lambda: [_picture(each) for each in shown])
+    write_samples(
+        session,
+        kind,
+        epoch,
+        pictures,
+        prompt=[question.text for question in questions],
+        answer=list(answers),
+        truth=[str(question.answer) for question in questions],
+        **columns,
+    )
 
 
 def _picture(question: Question) -> Image.Image | None:

@@ -96,7 +96,7 @@ def look(
     argv = sys.argv
     if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
         argv = [argv[0], f"--config={default}", *argv[1:]]
-    argv = _with_our_configs(argv)
+    argv = _with_our_configs(argv, trade.preset_file)
     options = {"asks": default is None, "trains": dry_run, "common": common or trade.first}
 
     def check() -> None:
@@ -238,14 +238,15 @@ def _about(argv: list[str]) -> list[str]:
     return [as_typed(about), "", "options:", *options]
 
 
-def _with_our_configs(argv: list[str]) -> list[str]:
-    """config/grpo.py is that of the library, where the current folder has none."""
+def _with_our_configs(argv: list[str], presets: str = "") -> list[str]:
+    """config/grpo.py is that of the library, where the current folder has none; a preset name
+    alone is one of the config file `presets`."""
     found, before = [], ""
     for arg in argv:
         if before == "--config":
-            found.append(find_config(arg))
+            found.append(find_config(arg, presets))
         elif arg.startswith("--config="):
-            found.append("--config=" + find_config(arg.removeprefix("--config=")))
+            found.append("--config=" + find_config(arg.removeprefix("--config="), presets))
         else:
             found.append(arg)
         before = arg

@@ -1,8 +1,14 @@
 """Import this before all else, which takes seconds: until `command_line` takes over, Ctrl-C and
-SIGTERM end the process at once, in one line. Nothing has begun yet that needs an orderly end."""
+SIGTERM end the process at once, in one line. Nothing has begun yet that needs an orderly end.
 
+A process that torchrun or accelerate started gets SIGTERM when that launcher dies, also of
+`kill -9`: nobody would end it otherwise, and its GPU stays taken.
+"""
+
+import ctypes
 import os
 import signal
+import sys
 from types import FrameType
 
 from flow_grpo.errors import Stopped
@@ -15,5 +21,13 @@ def _leave(number: int, _: FrameType | None) -> None:
     os._exit(Stopped.exit_code)
 
 
+def _end_with_launcher() -> None:
+    """Ask Linux to send SIGTERM to this process when its parent ends (prctl(2))."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+_end_with_launcher()
 for _number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(_number, _leave)

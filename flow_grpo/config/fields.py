@@ -33,7 +33,7 @@ class RunFields:
         at_most=2**64 - 1,  # torch takes no more
     )
     num_epochs: int = setting(
-        100, "Epochs of the whole run, those before a resume included.", at_least=1
+        100, "Epochs of the whole run, those before a resume included.", at_least=1, at_most=10**6
     )
     eval_freq: int = setting(
         10,
@@ -63,6 +63,7 @@ class RunFields:
         16,
         "Pictures or answers written with each evaluation, of the test prompts and of training.",
         at_least=0,
+        at_most=10**4,
     )
     log_with: str = setting(
         "",
@@ -117,6 +118,7 @@ class RewardFields:
         8,
         "How often a batch that could not be scored is tried again; then its scores are missing.",
         at_least=0,
+        at_most=1000,
     )
     reward_timeout: float = setting(
         300.0,
@@ -128,6 +130,7 @@ class RewardFields:
         0.2,
         "The run saves and stops when more than this share of an epoch's scores are missing.",
         at_least=0,
+        at_most=1,
     )
 
 
@@ -149,7 +152,7 @@ class ModelFields:
 @dataclass(frozen=True)
 class TrainFields:
     num_inner_epochs: int = setting(
-        1, "Passes over an epoch's samples. More reuse, less on-policy.", at_least=1
+        1, "Passes over an epoch's samples. More reuse, less on-policy.", at_least=1, at_most=1000
     )
     gradient_checkpointing: bool = setting(
         False, "Recompute activations in the backward pass: more time, far less memory."
@@ -163,7 +166,9 @@ class TrainFields:
         "Adam's moments wait on the CPU between updates: less GPU memory, for two copies of them "
         "an update. DeepSpeed has an offload of its own.",
     )
-    learning_rate: float = setting(3e-4, "AdamW's, at its highest: see lr_scheduler.", above=0)
+    learning_rate: float = setting(
+        3e-4, "AdamW's, at its highest: see lr_scheduler.", above=0, at_most=1
+    )
     lr_scheduler: str = setting(
         "constant",
         'The learning rate stays as it is ("constant"), or falls over all updates of the run: in a '
@@ -178,11 +183,12 @@ class TrainFields:
     )
     adam_beta1: float = setting(0.9, "AdamW's decay of the first moment.", from_0_below=1)
     adam_beta2: float = setting(0.999, "AdamW's decay of the second moment.", from_0_below=1)
-    adam_weight_decay: float = setting(1e-4, "AdamW's weight decay.")
+    adam_weight_decay: float = setting(1e-4, "AdamW's weight decay.", at_least=0, at_most=10)
     adam_epsilon: float = setting(
         1e-8,
         "Gradients here can be as small as 1e-8: a larger epsilon would swallow them.",
-        above=0,
+        at_least=1e-30,  # less is 0 in float32, and 0 / 0 is not a number
+        at_most=1,
     )
     max_grad_norm: float = setting(
         1.0, "Gradients of a larger norm are scaled down to it.", above=0
@@ -204,9 +210,12 @@ class TrainFields:
         at_least=1,
     )
     lora_rank: int = setting(
-        32, "LoRA adds alpha / rank times the product of its two matrices.", at_least=1
+        32,
+        "LoRA adds alpha / rank times the product of its two matrices.",
+        at_least=1,
+        at_most=4096,
     )
-    lora_alpha: int = setting(64, "The alpha of LoRA, see lora_rank.", above=0)
+    lora_alpha: int = setting(64, "The alpha of LoRA, see lora_rank.", above=0, at_most=10**5)
     lora_path: str = setting(
         "", "Start from this LoRA, which is what a KL is to then; it brings its own rank and alpha."
     )

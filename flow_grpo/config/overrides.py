@@ -17,7 +17,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from flow_grpo.config import old_names
 from flow_grpo.config.mistakes import quoted, typed
-from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, suggestion
+from flow_grpo.config.trade import OPEN_FIELDS, TYPES, Trade, all_fields, check_keys, suggestion
 from flow_grpo.errors import UserError, first_line, nearest, with_nearest_file
 
 # what to write on the command line, where it is not what a type is called elsewhere
@@ -34,7 +34,10 @@ def check_names(argv: list[str], trade: Trade) -> ConfigDict | None:
     _check_processes(paths[-1].partition(":")[2])
     config = load(paths[-1], argv, trade)
     _check_fields(argv, config, trade)
-    check_flags(argv, names_in(config), idle={*trade.algorithms()} - {config.get("algorithm")})
+    chosen = (values_of(argv, "config.algorithm") or [config.get("algorithm")])[-1]
+    idle = {*trade.algorithms()} - {chosen}
+    aliases = [a for a, other in trade.second_names().items() if other.partition(".")[0] in idle]
+    check_flags(argv, [n for n in names_in(config) if n not in aliases], idle=idle)
     # the last of them would be taken without a word
     given = dict(arg.removeprefix("--config.").split("=", 1) for arg in argv if "=" in arg)
     for name, other in trade.second_names().items():
@@ -80,7 +83,9 @@ def check_flags(argv: list[str], known: Collection[str], *, idle: Collection[str
         names = [*last.values(), *own]
         near = name if name in names else nearest(name, names, cutoff=0.6)
         fields = [field for field in last if last[field] == near]
-        fields = [f for f in fields if f.partition(".")[0] not in idle] or fields
+        fields = [f for f in fields if f.partition(".")[0] not in idle]
+        if near == name and not fields and name in last.values():
+            raise UserError(f"unknown option --{name}; the algorithm of this run has no {name}")
         meant = [near] if near in own else [f"config.{field}" for field in fields[:3]]
         hint = " or ".join(f"--{each}{equals}{value}" for each in meant)
         way_out = f"did you mean {hint}?" if hint else "--help lists all"
@@ -170,6 +175,7 @@ def _load_file(path: str) -> ConfigDict:
         raise UserError(
             f"get_config() of --config {path} must return a ConfigDict, not {type(config).__name__}"
         )
+    check_keys(config)
     return config
 
 

@@ -73,8 +73,13 @@ def with_files(settings: SharedFields) -> SharedFields:
     return replace(settings, dataset=dataset, pretrained=model)
 
 
-def find_config(argument: str) -> str:
-    """Let path/to/config.py or path/to/config.py:preset be ours, where there is no such file."""
+def find_config(argument: str, presets: str = "") -> str:
+    """Let path/to/config.py or path/to/config.py:preset be ours, where there is no such file.
+
+    A bare name, such as tiny_ocr, is a preset of the config file `presets`.
+    """
+    if presets and re.fullmatch(r"[\w-]+", argument) and not os.path.exists(argument):
+        argument = f"{presets}:{argument}"
     path, colon, preset = argument.partition(":")
     return find(path) + colon + preset
 

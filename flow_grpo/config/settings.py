@@ -5,8 +5,10 @@ A section of a config is a frozen dataclass of `setting(...)`s: `--config.nft.be
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
+from numbers import Real
 from typing import Any, get_args
 
 from ml_collections import ConfigDict
@@ -21,6 +23,10 @@ _HOLDS = {
     "below": lambda value, bound: value < bound,
     "at least 0 and below": lambda value, bound: 0 <= value < bound,
 }
+
+UPPER_BOUNDS = ("at most", "below", "at least 0 and below")
+# Upper bound of every number that declares none. Larger values overflow float32 or 32-bit indices.
+LARGEST = 10**9
 
 
 def setting(
@@ -37,6 +43,8 @@ def setting(
     """A dataclass field with the reason for its default and the values it may take.
 
     A default of None is for a field that may be left unset. A dict holds names of the user's.
+    Numbers without an upper bound of their own are at most `LARGEST`; bounds of a tuple apply to
+    each of its values.
     """
     bounds = dict(zip(_HOLDS, (at_least, above, at_most, below, from_0_below), strict=True))
     rules = {words: bound for words, bound in bounds.items() if bound is not None}
@@ -123,6 +131,8 @@ def check_settings(part: str, settings: Any) -> None:
         name = f"{part}.{each.name}" if part else each.name
         if is_dataclass(value):
             check_settings(name, value)
+        elif "same_as" in each.metadata:
+            continue  # the field that it is an alias of is checked
         elif value is not None or each.default is not None:
             _check_rules(name, value, each)
 
@@ -132,6 +142,16 @@ def _check_rules(name: str, value: Any, each: Field) -> None:
     if choices and value not in choices:
         message = f"{name}={value!r} must be one of {', '.join(map(repr, choices))}"
         raise UserError(with_nearest(message, value, choices))
-    for words, bound in each.metadata.get("rules", {}).items():
-        if not _HOLDS[words](value, bound):
+    for number in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(number, Real) and not isinstance(number, bool):
+            _check_number(name, value, number, each.metadata.get("rules", {}))
+
+
+def _check_number(name: str, value: Any, number: Real, rules: dict[str, float]) -> None:
+    if not math.isfinite(number):
+        raise UserError(f"{name}={value} must be a finite number")
+    if not rules.keys() & {*UPPER_BOUNDS}:
+        rules = {**rules, "at most": LARGEST}
+    for words, bound in rules.items():
+        if not _HOLDS[words](number, bound):
             raise UserError(f"{name}={value} must be {words} {bound}")

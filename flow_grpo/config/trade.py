@@ -3,6 +3,7 @@ help and the check of a config have to know of each."""
 
 import importlib
 import math
+import os
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,9 +14,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from flow_grpo.access import NEWEST
 from flow_grpo.config import old_names
 from flow_grpo.config.custom import CUSTOM, import_class, import_named
-from flow_grpo.config.fields import RewardFields, SharedFields
+from flow_grpo.config.fields import ModelFields, RewardFields, SharedFields
+from flow_grpo.config.places import find
 from flow_grpo.config.settings import check_settings, freeze, second_names, to_config, walk
 from flow_grpo.errors import UserError, nearest, with_nearest
 from flow_grpo.files import dotted, refuse_halves
@@ -81,6 +84,11 @@ class Trade:
         return known["algorithm"].metadata["choices"] if "algorithm" in known else ()
 
     @property
+    def preset_file(self) -> str:
+        """The config file that has the presets."""
+        return self.example.partition(":")[0]
+
+    @property
     def presets(self) -> ModuleType:
         return importlib.import_module(self.presets_in)
 
@@ -121,10 +129,17 @@ class Trade:
     def check(self, config: Unchecked | SharedFields) -> Any:
         """Its values, frozen, once each is known to be one that its field may have."""
         if isinstance(config, ConfigDict):
+            check_keys(config)
             self.load_custom(config)
             self._check_fields(config)
         settings = self.freeze(config)
         check_settings("", settings)
+        _check_run_name(settings.run_name)
+        for name in ("run_name", "logdir"):
+            _check_folder_name(name, getattr(settings, name))
+        if not settings.logdir:
+            raise UserError("logdir='' must name a folder; '.' is the current one")
+        _check_revision(settings.pretrained)
         for name, other in self.second_names().items():
             value, other_value = (_get(settings, each) for each in (name, other))
             if value != other_value:  # in a config whose references were resolved
@@ -233,6 +248,43 @@ def all_fields(
         yield prefix + key, value
         if isinstance(value, ConfigDict) and not prefix and key not in closed:
             yield from all_fields(value, f"{prefix}{key}.", closed)
+
+
+def _check_run_name(name: str) -> None:
+    """Reject a run that would lie outside `logdir`, or be that folder itself."""
+    if name and (os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in ("..", ".")):
+        raise UserError(
+            f"run_name={name!r} must name a folder inside logdir; set --config.logdir to write "
+            "elsewhere"
+        )
+
+
+def _check_folder_name(name: str, value: str) -> None:
+    """Reject names that a shell or a report would show as another one."""
+    if value != value.strip() or not value.isprintable():
+        raise UserError(
+            f"{name}={value!r} must not start or end with spaces or have control characters in it"
+        )
+
+
+def _check_revision(pretrained: ModelFields) -> None:
+    """A folder has no revisions: which one is there would not be what was asked for."""
+    model, revision = find(pretrained.model), pretrained.revision
+    if revision != NEWEST and os.path.exists(model):
+        raise UserError(
+            f"pretrained.revision={revision!r} is for models of the hub, and pretrained.model="
+            f"{pretrained.model!r} is a folder; leave it at {NEWEST!r}"
+        )
+
+
+def check_keys(config: ConfigDict, prefix: str = "") -> None:
+    """Reject names that are not strings: everything that reads a config joins them with dots."""
+    for key, value in config.items():
+        if not isinstance(key, str):
+            section = prefix.rstrip(".") or "the config"
+            raise UserError(f"{section}: the name {key!r} must be a string, such as {str(key)!r}")
+        if isinstance(value, ConfigDict):
+            check_keys(value, f"{prefix}{key}.")
 
 
 def _check_value(name: str, value: Any, default: Any, kind: type) -> None:

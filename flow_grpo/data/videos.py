@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 RATE = 2.0  # frames a second, of frames that are given without a rate; Qwen's own default
+SLOWEST, FASTEST = 1e-5, 1e5  # frames a second: from one a day to high-speed cameras
 MOVING = ("GIF", "WEBP")  # which Pillow reads
 # how files of the other kinds begin, by the place of it: FFmpeg would also open lists of addresses
 STARTS = {"MP4 or MOV": (4, b"ftyp"), "WebM or MKV": (0, b"\x1a\x45\xdf\xa3"), "AVI": (8, b"AVI ")}
@@ -64,8 +65,10 @@ def find_videos(given: Any, fps: Any, folder: Path, where: str) -> tuple[Video, 
         return ()
     given = given if isinstance(given, list) else [given]
     fps = RATE if fps is None else fps
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
-        raise UserError(f'{where}: "fps" must be a number above 0, got {fps!r:.80}')
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not _is_rate(fps):
+        raise UserError(
+            f'{where}: "fps" must be a number from {SLOWEST:g} to {FASTEST:g}, got {fps!r:.80}'
+        )
     videos = []
     for each in given:
         frames = each if isinstance(each, list) else [each]
@@ -75,6 +78,10 @@ def find_videos(given: Any, fps: Any, folder: Path, where: str) -> tuple[Video, 
         found = tuple(find_picture(frame, folder, where, kind) for frame in frames)
         videos.append(Video(found if isinstance(each, list) else found[0], float(fps)))
     return tuple(videos)
+
+
+def _is_rate(fps: float) -> bool:
+    return SLOWEST <= fps <= FASTEST
 
 
 def choose_frames(video: Video, where: str, rate: float, most: int) -> Clip:
@@ -163,8 +170,13 @@ class _Film:
         self.fps = float(capture.get(cv2.CAP_PROP_FPS))
         sides = (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
         self.size = tuple(int(capture.get(side)) for side in sides)
-        if self.total < 1 or not 0 < self.fps < math.inf or min(self.size) < 1:
+        if self.total < 1 or min(self.size) < 1:
             raise UserError(f"{name} cannot be decoded (no frames); is the file whole?")
+        if not _is_rate(self.fps):
+            raise UserError(
+                f"{name} has {self.fps:g} frames a second, which must be from {SLOWEST:g} to "
+                f"{FASTEST:g}; convert it to a usual rate"
+            )
         if math.prod(self.size) > MAX_PIXELS:
             raise UserError(
                 f"{name} has frames of {self.size[0]} x {self.size[1]} pixels; at most "

@@ -10,12 +10,15 @@ from flow_grpo.config.fields import FULL
 from flow_grpo.config.places import with_files
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trade import Unchecked
+from flow_grpo.data.early import read_early
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.prompts import check_there
 from flow_grpo.draw.fields import DRAW, DrawFields
 from flow_grpo.draw.plan import BatchPlan, build_plan, group_field, group_size
+from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.errors import UserError
 from flow_grpo.files import dotted
+from flow_grpo.rewards import check_some_weight
 from flow_grpo.run.plan import check_places, count_processes
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
 WIDE_FOR_CPS = 1e-4
 STEPS = ("sample.sde_type", "sample.noise_level")
 WINDOW = ("sample.sde_window_range", "sample.sde_window_per")
+WITHOUT_REWARDS = ("opd",)  # methods that only measure the rewards
+WITHOUT_GROUPS = (*WITHOUT_REWARDS, "leap")  # methods whose credit compares no samples
+ACROSS_GROUPS = ("reinforce_pp", "remax")  # estimators that compare beyond the group
 
 
 def check(config: Unchecked | DrawFields) -> DrawFields:
@@ -40,6 +46,11 @@ def check(config: Unchecked | DrawFields) -> DrawFields:
             f"sample.noise_level={sample.noise_level} must be at most 1 for sde_type='cps'"
         )
     _check_selection(settings)
+    if not (settings.resolution or (settings.height and settings.width)):
+        raise UserError(
+            f"resolution=0 needs both height={settings.height} and width={settings.width} above 0; "
+            "set resolution, or both of them"
+        )
     if sample.merge_lora and not settings.use_lora:
         raise UserError("sample.merge_lora=True needs use_lora=True")
     precision = settings.pretrained.base_precision
@@ -71,10 +82,33 @@ def check(config: Unchecked | DrawFields) -> DrawFields:
 def check_early(config: DrawFields) -> None:
     """Tell what can be told of a run before torch is imported."""
     settings = check(config)
-    build_plan(settings, count_processes())
+    check_learning(settings)
+    plan = build_plan(settings, count_processes())
     check_places(settings)
-    for source in parse_sources(settings.dataset):
+    sources = parse_sources(settings.dataset)
+    for source in sources:
         check_there(source.path, settings.prompt_fn)
+    read_early(sources, lambda: build_prompts(settings, plan))
+
+
+def check_learning(settings: DrawFields) -> None:
+    """Reject a run whose rewards could give no sample any credit. Methods of the user's own may
+    give credit in any way."""
+    method, advantage = settings.algorithm, settings.train.advantage
+    if method in settings.custom_algorithms:
+        return
+    if method not in WITHOUT_REWARDS:
+        check_some_weight(settings)
+    if (
+        group_size(settings) == 1
+        and method not in WITHOUT_GROUPS
+        and advantage not in ACROSS_GROUPS
+    ):
+        raise UserError(
+            "sample.num_image_per_prompt=1 leaves no other sample of a prompt to compare with for "
+            f"algorithm={method!r} and train.advantage={advantage!r}; use groups of 2 or more, or "
+            "train.advantage='reinforce_pp'"
+        )
 
 
 def _check_selection(settings: DrawFields) -> None:

@@ -19,6 +19,10 @@ from flow_grpo.config.trade import Trade
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS, check_fields, option_names
 
+MOST_STEPS = 1000  # of a schedule; the noise levels of more are not apart in half precision
+MOST_GUIDANCE = 1000
+MOST_PIXELS = 2**14  # of a side
+
 
 @dataclass(frozen=True)
 class DrawModel(shared.ModelFields):
@@ -35,22 +39,32 @@ class DrawModel(shared.ModelFields):
 
 @dataclass(frozen=True)
 class DrawSample:
-    num_steps: int = setting(10, "Few steps are enough to learn from; evaluation uses more.")
-    eval_num_steps: int = setting(40, "Steps of evaluations.", at_least=1)
+    num_steps: int = setting(
+        10,
+        "Few steps are enough to learn from; evaluation uses more.",
+        at_least=1,
+        at_most=MOST_STEPS,
+    )
+    eval_num_steps: int = setting(40, "Steps of evaluations.", at_least=1, at_most=MOST_STEPS)
     guidance_scale: float = setting(
         4.5,
         "1.0 samples without guidance, at half the cost. Some models count otherwise: "
         "docs/models.md.",
         at_least=0,
+        at_most=MOST_GUIDANCE,
     )
     eval_guidance_scale: float | None = setting(
-        None, "The guidance of evaluations; not set means that of training.", at_least=0
+        None,
+        "The guidance of evaluations; not set means that of training.",
+        at_least=0,
+        at_most=MOST_GUIDANCE,
     )
     guidance_scale_2: float | None = setting(
         None,
         "The guidance of the second transformer, at little noise, of a model that has two, in "
         "training and evaluations; not set means that of the first.",
         at_least=0,
+        at_most=MOST_GUIDANCE,
     )
     eval_precision: str = setting(
         "base",
@@ -60,28 +74,39 @@ class DrawSample:
         choices=("base", "bf16"),
     )
     train_batch_size: int = setting(
-        8, "Images per process that are sampled together; see test_batch_size."
+        8,
+        "Images per process that are sampled together; see test_batch_size.",
+        at_least=1,
+        at_most=2**16,
     )
     test_batch_size: int = setting(
         8,
         "Images per process that are sampled together in evaluations; as many as in training are "
         "compiled once.",
         at_least=1,
+        at_most=2**16,
     )
     num_image_per_prompt: int = setting(
-        16, "Group size. An advantage compares a sample with its group, so small groups are noisy."
+        16,
+        "Group size. An advantage compares a sample with its group, so small groups are noisy.",
+        at_least=1,
+        at_most=2**16,
     )
     num_batches_per_epoch: int = setting(
         8,
         "With train_batch_size, num_image_per_prompt and the number of processes: how many groups "
         "an epoch has. Few groups are the usual reason why a reward does not rise.",
+        at_least=1,
+        at_most=10**6,
     )
     sde_type: str = setting(
         "flow",
         '"flow", "dance" or "cps": how noise is added, see docs/algorithm.md.',
         choices=("flow", "dance", "cps"),
     )
-    noise_level: float = setting(0.7, "Too little explores nothing, too much draws noise.", above=0)
+    noise_level: float = setting(
+        0.7, "Too little explores nothing, too much draws noise.", above=0, at_most=10
+    )
     global_std: bool = setting(
         True,
         "Divide advantages by the standard deviation of all rewards (True) or of the group's: the "
@@ -100,9 +125,14 @@ class DrawSample:
         0,
         "Noise and training on this many consecutive steps only; 0 means all steps but the last. "
         "Fewer steps train faster.",
+        at_least=0,
+        at_most=MOST_STEPS,
     )
     sde_window_range: tuple = setting(
-        (0, 5), "The start of the window is drawn so that it lies within [first, last)."
+        (0, 5),
+        "The start of the window is drawn so that it lies within [first, last).",
+        at_least=0,
+        at_most=MOST_STEPS,
     )
     sde_window_per: str = setting(
         "epoch",
@@ -118,7 +148,10 @@ class DrawSample:
         choices=("euler", "dpm2"),
     )
     explore_steps: int = setting(
-        4, "Steps, without noise, of samples from which train.keep_best_worst chooses.", at_least=1
+        4,
+        "Steps, without noise, of samples from which train.keep_best_worst chooses.",
+        at_least=1,
+        at_most=MOST_STEPS,
     )
     async_depth: int = setting(
         0,
@@ -135,9 +168,11 @@ class DrawTrain(shared.TrainFields):
         8,
         "Divides sample.train_batch_size. Equal keeps the batches of sampling, and with them an "
         "on-policy ratio of exactly 1; smaller saves memory, if compile=False.",
+        at_least=1,
+        at_most=2**16,
     )
     gradient_accumulation_steps: int = setting(
-        4, "Micro-batches per update, each over all its time steps."
+        4, "Micro-batches per update, each over all its time steps.", at_least=1, at_most=10**6
     )
     advantage: str = setting(
         "grpo",
@@ -150,6 +185,7 @@ class DrawTrain(shared.TrainFields):
         "Where above 0: draw num_image_per_prompt samples of each prompt by few steps, and only "
         "so many of the best and as many of the worst again, with all steps, to train on them.",
         at_least=0,
+        at_most=2**15,
     )
     keep_gradients: bool = setting(
         False,
@@ -168,7 +204,7 @@ class DrawTrain(shared.TrainFields):
         choices=("both", "conditional"),
     )
     timestep_fraction: float = setting(
-        1.0, "Without a window: train the first of the steps, up to this share."
+        1.0, "Without a window: train the first of the steps, up to this share.", above=0, at_most=1
     )
     beta: float = same_as("grpo.beta")
     kl_type: str = same_as("grpo.kl_type")
@@ -219,14 +255,21 @@ class DrawFields(shared.SharedFields):
     """All but the algorithms."""
 
     pretrained: DrawModel = section(DrawModel)
-    resolution: int = setting(512, "Pixels of a square, where height and width are 0.")
-    height: int = setting(0, "Pixels; where set, it comes before resolution.")
-    width: int = setting(0, "Pixels; where set, it comes before resolution.")
-    frames: int = setting(1, "Frames of a video; 1 is a picture.", at_least=1)
+    resolution: int = setting(
+        512, "Pixels of a square, where height and width are 0.", at_least=0, at_most=MOST_PIXELS
+    )
+    height: int = setting(
+        0, "Pixels; where set, it comes before resolution.", at_least=0, at_most=MOST_PIXELS
+    )
+    width: int = setting(
+        0, "Pixels; where set, it comes before resolution.", at_least=0, at_most=MOST_PIXELS
+    )
+    frames: int = setting(1, "Frames of a video; 1 is a picture.", at_least=1, at_most=10**4)
     max_sequence_length: int = setting(
         128,
         "Tokens of the T5 encoder. Long prompts need more, attention pays for each.",
         at_least=1,
+        at_most=2**15,
     )
     prompt_cache: str = setting(
         "", "Folder for text embeddings, which runs can share. Empty: they are kept in memory only."

@@ -1,5 +1,6 @@
 """The batch arithmetic of an epoch: checked before anything is loaded, printed before it starts."""
 
+import math
 from dataclasses import Field, dataclass, field, fields, replace
 
 from flow_grpo.draw.fields import DrawFields
@@ -129,8 +130,28 @@ class BatchPlan(Plan):
             raise UserError(
                 f"{source} has {rows} prompts to train on but an epoch needs {self.groups} "
                 f"distinct ones ({self.samples} samples in groups of {self.group_size}); add "
-                "prompts or lower sample.num_batches_per_epoch"
+                f"prompts, or {self._shorter_epoch(rows)}"
             )
+
+    def _shorter_epoch(self, rows: int) -> str:
+        """What to set for an epoch of at most `rows` groups, in batches as large as can be."""
+        whole = self.sample_batch_size
+        for size in (n for n in range(whole, 0, -1) if whole % n == 0):
+            together = size * self.num_processes
+            step = self.group_size // math.gcd(self.group_size, together)  # for whole groups
+            batches = rows * self.group_size // together // step * step
+            if batches:
+                micro_batch = math.gcd(size, self.train_batch_size)
+                most = size // micro_batch * batches
+                smaller = replace(
+                    self,
+                    sample_batch_size=size,
+                    batches_per_epoch=batches,
+                    train_batch_size=micro_batch,
+                    accumulation_steps=largest_divisor(most, self.accumulation_steps),
+                )
+                return f"set {self.options_for(smaller)}"
+        return "use fewer processes"
 
     def rows(self) -> dict[str, str]:
         p = self

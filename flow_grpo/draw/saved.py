@@ -19,8 +19,8 @@ def config_of_run(run: Path, options: list[str]) -> ConfigDict:
 
 
 def config_of_file(path: str, options: list[str]) -> ConfigDict:
-    """path/to/config.py or path/to/config.py:preset."""
-    argument = f"--config={find_config(path)}"
+    """path/to/config.py, path/to/config.py:preset or the name of a preset."""
+    argument = f"--config={find_config(path, DRAW.preset_file)}"
     config = overrides.check_names([sys.argv[0], argument, *options], DRAW)
     try:
         DRAW.check_kind(config)

@@ -24,6 +24,7 @@ from flow_grpo.draw.check import (
     check_gradient,
     check_judges,
     check_kept,
+    check_learning,
     check_void,
     unusual,
 )
@@ -145,6 +146,8 @@ def build_session(
     """
     check_goal(config)
     config = check(config)
+    if load is None:  # else it may be a measurement, for which groups of one will do
+        check_learning(config)
     algorithm = build_algorithm(config)
     if config.algorithm in config.custom_algorithms:
         try_method(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from flow_grpo.config.fields import RewardFields
 
+LARGEST_WEIGHT = 10**6
 PICTURE_REWARDS = {
     "aesthetic": "flow_grpo.rewards.scorers.clip:Aesthetic",
     "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
@@ -285,6 +286,22 @@ def check_weights(weights: Mapping[str, float], setting: str = "reward_fn") -> N
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not number or not math.isfinite(weight):
             raise UserError(f"{setting}.{name}={weight!r} must be a number, its weight")
+        if abs(weight) > LARGEST_WEIGHT:
+            raise UserError(f"{setting}.{name}={weight} must be within +-{LARGEST_WEIGHT}")
+
+
+def check_some_weight(settings: "RewardFields", others: Mapping[str, float] | None = None) -> None:
+    """Reject rewards that all have weight 0; `others` are those that reward_fn adds to."""
+    weights = {
+        "reward_fn": {**(others or {}), **settings.reward_fn},
+        "eval_reward_fn": settings.eval_reward_fn,
+    }
+    for field, own in weights.items():
+        if own and not any(own.values()):
+            raise UserError(
+                f"{field}={dict(own)} has no weight other than 0, so no sample is better than "
+                "another; give one of the rewards a weight"
+            )
 
 
 def check_names(

@@ -12,6 +12,7 @@ log = logging.getLogger(__name__)
 
 FIRST_DELAY = 0.5
 LONGEST_DELAY = 30.0
+LARGEST_SCORE = 1e12
 
 
 class Failed(float):
@@ -26,6 +27,14 @@ class Failed(float):
 
     def __repr__(self) -> str:
         return f"Failed({self.reason!r})"
+
+
+class TooLarge(Failed):
+    """A score beyond `LARGEST_SCORE`: its variance, or the loss it weighs, would overflow."""
+
+    def __new__(cls, score: float) -> "TooLarge":
+        limit = f"+-{LARGEST_SCORE:g}"
+        return super().__new__(cls, f"it returned {score:g}, beyond {limit}; scale the reward down")
 
 
 class NotAsked(float):

@@ -17,7 +17,7 @@ from PIL import Image
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.calling import run_coroutine
-from flow_grpo.rewards.failure import Failed, NotAsked
+from flow_grpo.rewards.failure import LARGEST_SCORE, Failed, NotAsked, TooLarge
 from flow_grpo.rewards.frames import (
     CLIP,
     DEFAULT,
@@ -210,7 +210,9 @@ def _number(what: str, value: Any) -> float:
     except (TypeError, ValueError) as error:
         raise ContractError(f"it returned {value!r} among its {what}, not a number") from error
     # no reward is infinite: count it as failed
-    return number if math.isfinite(number) else Failed(f"it returned {number}")
+    if not math.isfinite(number):
+        return Failed(f"it returned {number}")
+    return number if abs(number) <= LARGEST_SCORE else TooLarge(number)
 
 
 def joined(parts: Sequence[BatchScores]) -> BatchScores:

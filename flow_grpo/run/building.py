@@ -50,6 +50,7 @@ SCHEDULES = {
     "cosine": "cosine_with_min_lr",
 }
 DEEPSPEED = "0.19.8"  # the first to skip float32 updates with a non-finite gradient norm
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # in torch's message when the CPU's memory is used up
 Begin = Callable[..., tuple[Start, RunLock | None]]
 
 
@@ -172,8 +173,14 @@ def advice_when_short(advice: list[str]) -> Iterator[None]:
     """Running out of memory in here is told together with what may help."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).strip().split(". ")[0]
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is of the first kind
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = str(error).strip().split(". ")[0]
+        elif isinstance(error, MemoryError) or CPU_ALLOCATOR in str(error):
+            asked = re.search(r"allocate (\d+ bytes|[\d.]+ [KMGTPE]?i?B)", str(error))
+            reason = "out of CPU memory" + (f": cannot allocate {asked[1]}" if asked else "")
+        else:
+            raise
         options = f"try {', or '.join(advice)}" if advice else "use fewer or smaller pictures"
         raise OutOfMemory(f"{reason}; {options}; see docs/performance.md") from error
 

@@ -79,13 +79,12 @@ def save_checkpoint(
     main = accelerator.is_main_process
     if gather_object([main and is_intact(final)])[0]:
         return final
-    if main:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / STATE).mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    problem = _attempt(lambda: write(partial), root)
-    # another process may have found the disk full
-    problem = next(filter(None, gather_object([problem])), None)
+    # Whatever fails on one process is known to all before any goes on: none waits for another.
+    problem = _attempt(lambda: _begin(partial), root) if main else None
+    problem = gather_object([problem])[0]
+    if problem is None:
+        problem = _attempt(lambda: write(partial), root)
+        problem = next(filter(None, gather_object([problem])), None)
     if main and problem is None:
         problem = _attempt(lambda: _finish(partial, final, best), root)
     problem = gather_object([problem])[0]
@@ -230,10 +229,25 @@ def _attempt(call: Callable[[], None], root: Path) -> str | None:
         log.debug("saving failed", exc_info=True)
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         full = os.strerror(errno.ENOSPC)
-        if full not in reason and shutil.disk_usage(root).free < FULL:
+        if full not in reason and _is_full(root):
             return f"{full} ({reason})"
         return reason
     return None
+
+
+def _is_full(root: Path) -> bool:
+    try:
+        return shutil.disk_usage(root).free < FULL
+    except OSError:  # it was removed
+        return False
+
+
+def _begin(partial: Path) -> None:
+    """An empty folder to write to. The run directory itself is not made again: if it is gone, so
+    are its config and metrics."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.parent.mkdir(exist_ok=True)
+    (partial / STATE).mkdir(parents=True)
 
 
 def _finish(partial: Path, final: Path, best: bool) -> None:

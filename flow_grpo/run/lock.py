@@ -117,7 +117,10 @@ class RunLock:
             self._released.set()
             self._heart.join(RETRY)  # it may hang in a disk that is away
             if _read(self.path) == self.holder:
-                self.path.unlink(missing_ok=True)
+                try:
+                    self.path.unlink(missing_ok=True)
+                except OSError as error:  # a disk that became read-only; this process ends anyway
+                    log.warning("cannot remove %s: %s", self.path, error.strerror)
             self._remove_made()
 
     def _create(self) -> bool:
@@ -191,6 +194,26 @@ class RunLock:
         for folder in reversed(self._made):
             with contextlib.suppress(OSError):  # it is in use
                 folder.rmdir()
+
+
+def find_writer(folder: Path, patience: float = 2 * HEARTBEAT) -> Holder | None:
+    """The process that writes to the run in `folder` now; None where there is none, or where a
+    killed one left its lock behind.
+
+    Whether a process of another machine lives is told by its heartbeat, which is waited for.
+    """
+    path = lock_of(folder.resolve())
+    holder = _read(path)
+    if holder is None:
+        return None
+    if holder.can_be_seen() and (alive := holder.is_alive()) is not None:
+        return holder if alive else None
+    first, until = _last_sign(path), time.monotonic() + patience
+    while time.monotonic() < until and _read(path) == holder:
+        if _last_sign(path) not in (first, None):
+            return holder
+        time.sleep(min(1.0, patience / 10))
+    return None
 
 
 def _read(path: Path) -> Holder | None:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -36,7 +37,7 @@ from flow_grpo.run.checkpoint import (
     newest_intact,
     repair_links,
 )
-from flow_grpo.run.lock import RunLock
+from flow_grpo.run.lock import RunLock, find_writer
 from flow_grpo.run.origin import changed_prompts, write_origin
 from flow_grpo.run.plan import check_free, no_checkpoint
 
@@ -247,7 +248,18 @@ def _checkpoint_at(path: Path) -> Path:
     if damage is not None:
         reason = f" ({damage})" if damage else ""
         raise UserError(no_checkpoint(str(path), reason))
+    _check_not_written(found, path)
     return found
+
+
+def _check_not_written(checkpoint: Path, path: Path) -> None:
+    """Reject a checkpoint of a run that is still going on, which removes older ones as it saves."""
+    if checkpoint.parent.name == "checkpoints" and (writer := find_writer(checkpoint.parents[1])):
+        raise UserError(
+            f"resume={str(path)!r} is a run that {writer} still writes to, and it may remove the "
+            f"checkpoint while it is read; wait for its end, or copy {checkpoint} elsewhere and "
+            "name the copy"
+        )
 
 
 def compare_configs(start: Start, config: dict[str, Any]) -> None:
@@ -352,14 +364,17 @@ def _place(value: Any) -> Any:
 
 def prepare_folder(start: Start, config: dict[str, Any]) -> None:
     """Make the folder, or bring it back to where its checkpoint was; on one process."""
+    made: list[Path] = []
     try:
-        disk.make_folders(start.folder)
+        made = disk.make_folders(start.folder)
         disk.write_text(start.folder / CONFIG, json.dumps(config, indent=2) + "\n")
         write_origin(start.folder, config["dataset"])
         _prepare_metrics(start, start.folder / "metrics.jsonl")
         if start.checkpoint is not None and not start.is_new:
             repair_links(start.checkpoint)
     except OSError as error:
+        if start.folder in made:  # half a run would be in the way of the same command
+            shutil.rmtree(start.folder, ignore_errors=True)
         raise UserError(f"cannot write to {start.folder}: {error.strerror}") from error
 
 

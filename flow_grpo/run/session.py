@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from PIL import Image
 from torch.optim import Optimizer
 
 from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.saved import CONFIG
 from flow_grpo.errors import RewardOutage, Stopped, UserError
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.calling.guard import NO_PICTURE
@@ -31,7 +33,7 @@ from flow_grpo.run.finite import (
     loss_scale,
     step_if_finite,
 )
-from flow_grpo.run.lock import RunLock
+from flow_grpo.run.lock import RETRY, RunLock
 from flow_grpo.run.metrics import Timer, TrainingStats, score_metrics
 from flow_grpo.run.plan import Plan
 from flow_grpo.run.policy import BasePolicy
@@ -95,8 +97,22 @@ class BaseSession:
                 self.lock.release()
 
     def check_lock(self) -> None:
-        """Before anything is written, on all processes: the folder is still this run's."""
-        on_all_or_none(self.accelerator, lambda: self.lock and self.lock.check())
+        """Before anything is written, on all processes: the folder is still this run's, and still
+        there."""
+        on_all_or_none(self.accelerator, self._check_folder)
+
+    def _check_folder(self) -> None:
+        if self.lock is None:
+            return
+        self.lock.check()
+        until = time.monotonic() + RETRY
+        while not (self.folder / CONFIG).is_file():
+            if time.monotonic() > until:
+                raise UserError(
+                    f"the run directory {self.folder} was removed or replaced while the run went "
+                    f"on: it has no {CONFIG}; bring it back and resume, or start a new run"
+                )
+            time.sleep(0.1)  # the disk may be away for a moment
 
     def bar(self, items: Iterable, name: str, total: int | None = None) -> Iterable:
         shown = self.accelerator.is_main_process
@@ -124,6 +140,7 @@ def carry_out(
             try:
                 with advice_when_short(advice):
                     train(session)
+                session.check_lock()
             except StopRequested as request:
                 # else the epoch is redone
                 if session.progress.record.get("step") == session.progress.step:
@@ -335,8 +352,10 @@ def save(session: BaseSession, *, best: bool = False) -> Path:
 
 
 def log(session: BaseSession, record: dict[str, float | None]) -> None:
-    if session.accelerator.is_main_process:
-        trackers.append_metrics(session.folder / "metrics.jsonl", record)
+    main = session.accelerator.is_main_process
+    metrics = session.folder / "metrics.jsonl"
+    on_all_or_none(session.accelerator, lambda: main and trackers.append_metrics(metrics, record))
+    if main:
         say_health(session.folder, record["epoch"])
     trackers.log(session.accelerator, record)
     last, rewards = session.config.num_epochs, session.reward.weights
@@ -364,11 +383,17 @@ def write_samples(
     sources: Sequence[Sequence[Image.Image]] = (),
     **columns: Sequence,
 ) -> None:
-    """Some samples, with their scores: files in samples/, and pictures for the trackers."""
-    if not session.accelerator.is_main_process:
-        return
+    """Some samples, with their scores: files in samples/, and pictures for the trackers. Call it on
+    all processes; those of the main process are written."""
+    main = session.accelerator.is_main_process
     folder = session.folder / "samples" / f"{kind}-{epoch:05d}"
-    trackers.save_samples(folder, images, sources, **columns)
+    session.check_lock()
+    on_all_or_none(
+        session.accelerator,
+        lambda: main and trackers.save_samples(folder, images, sources, **columns),
+    )
+    if not main:
+        return
     step = session.progress.step
     columns = {name: values for name, values in columns.items() if name != "group"}
     shown = [strip([*own, still(i)]) if own else i for i, own in zip_longest(images, sources)]

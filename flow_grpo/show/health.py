@@ -110,16 +110,18 @@ def of_answers(row: Record) -> bool:
 def ratio_drift(rows: Rows) -> Told | None:
     for row in having(rows, "train/ratio_mean"):
         off = abs(row["train/ratio_mean"] - 1)
-        clip = row.get("train/clip_range") or RATIO
-        most = clip if of_answers(row) else min(clip, RATIO)
+        clip = row.get("train/clip_range")
+        most = RATIO if clip is None else clip if of_answers(row) else min(clip, RATIO)
         if off > most:
             told = "off 1 by {}, more than {}".format(*apart(off, most))
             return (
                 row["epoch"],
                 f"the mean ratio is {told}: an epoch takes the policy away from the one that "
                 "sampled",
-                "lower train.learning_rate, make fewer updates per epoch, or lower a clip range "
-                f"above {most:g}",
+                "lower train.learning_rate or make fewer updates per epoch"
+                if clip is None  # a method without one
+                else "lower train.learning_rate, make fewer updates per epoch, or lower a clip "
+                f"range above {most:g}",
             )
     return None
 
@@ -130,12 +132,12 @@ def clip_shares(rows: Rows) -> Told | None:
         clipped = (row.get("train/clip_low") or 0) + (row.get("train/clip_high") or 0)
         share = max(clipped, row.get("train/masked") or 0)
         if share > CLIPPED:
-            how = "clipped" if share == clipped else "masked"
+            how, setting = ("clipped", "clip range") if share == clipped else ("masked", "delta")
             return (
                 row["epoch"],
                 f"{share:.0%} of the losses were {how}, which leaves them without a gradient: the "
-                "steps are too large for the range",
-                "lower train.learning_rate, make fewer updates per epoch, or widen the range",
+                f"steps are too large for the {setting}",
+                f"lower train.learning_rate, make fewer updates per epoch, or raise the {setting}",
             )
     return None
 

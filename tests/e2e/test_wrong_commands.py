@@ -66,7 +66,7 @@ COMMANDS = [  # what is typed, what is wrong, the way out
     (
         f"{BENCHMARK} --model=assets/tiny-sd3 --out=OUT/b.jsonl --config.sample.num_steps=0",
         "num_steps=0",
-        "must be at least 2",
+        "must be at least 1",
     ),
     (f"{BENCHMARK} --model=assets/tiny-sd3 --out=docs", "--out=docs", "name another"),
     ("scripts/plot.py", "required: command", "--help says more"),

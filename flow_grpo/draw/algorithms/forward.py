@@ -45,12 +45,14 @@ class ForwardSettings:
         "Where set, the guidance of the velocity that is trained, in place of that of the rollout: "
         "then it is another policy than the one that sampled.",
         at_least=0,
+        at_most=1000,
     )
     kl_guidance: float | None = setting(
         None,
         "Where set, the guidance of the reference, in place of that of the velocity that is "
         "trained: then the KL, and the margins of dpo, are not 0 at the start.",
         at_least=0,
+        at_most=1000,
     )
     kl_beta: float = setting(
         0.0,

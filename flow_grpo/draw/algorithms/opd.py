@@ -31,7 +31,9 @@ class OpdSettings:
         "From a step to the teacher's, as kl_type of other methods; velocity counts all alike.",
         choices=KLS,
     )
-    teacher_guidance: float | None = setting(None, "Guidance of teachers, if another.", at_least=0)
+    teacher_guidance: float | None = setting(
+        None, "Guidance of teachers, if another.", at_least=0, at_most=1000
+    )
     anchor: str = setting("", "A LoRA folder to stay near on all prompts. Empty: the model alone.")
     anchor_beta: float = setting(0.0, "Weight of the anchor. 0 saves a pass.", at_least=0)
 

@@ -12,7 +12,7 @@ from typing import Any
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.calling import SerialThread, in_background
 from flow_grpo.rewards.calling.pool import CannotStart
-from flow_grpo.rewards.failure import Attempts, Failed, FailurePolicy, describe
+from flow_grpo.rewards.failure import Attempts, Failed, FailurePolicy, TooLarge, describe
 from flow_grpo.rewards.frames import kind_of
 from flow_grpo.rewards.protocol import (
     BatchScores,
@@ -90,6 +90,9 @@ class GuardedScorer:
                     f"with one number per {kind}"
                 )
             raise UserError(f"reward {self.name!r} fails when it is tried: {reason}") from error
+        scores = [] if error is not None else running.result().values
+        if large := [each for each in scores if isinstance(each, TooLarge)]:
+            raise UserError(f"reward {self.name!r} fails when it is tried: {large[0].reason}")
 
     def _score(self, pictures: Pictures, prompts: list[str], metadata: Rows) -> BatchScores:
         """Scores of what there is to score; None stands for one that was not a number."""

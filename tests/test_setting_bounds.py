@@ -1,0 +1,207 @@
+"""Every numeric setting of both trainers has bounds: meaningless values are rejected by name."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from ml_collections import ConfigDict
+
+from flow_grpo.answer.check import check as check_answers
+from flow_grpo.answer.fields import ANSWER
+from flow_grpo.config.settings import LARGEST, UPPER_BOUNDS, walk
+from flow_grpo.draw.check import check, check_learning
+from flow_grpo.draw.fields import DRAW
+from flow_grpo.errors import UserError
+
+TRADES = {"draw": DRAW, "answer": ANSWER}
+# Where 0 has a meaning: it switches something off, stands for "all" or "the model's own", or is an
+# ordinary value. Names without a section are of every section that has them.
+ZERO = {
+    # counts and intervals
+    *("seed", "eval_freq", "save_freq", "num_checkpoint_limit", "log_images", "reward_retries"),
+    *("eval_prompts", "eval_questions", "max_prompt_length", "min_pixels", "max_pixels"),
+    *("refills", "reset_epochs", "keep_best_worst", "async_depth", "sde_window_size"),
+    *("skip_first", "skip_last", "old_after", "old_start", "lr_warmup_steps"),
+    # sizes that another setting gives
+    *("resolution", "height", "width", "video_fps"),
+    # weights, decays and fractions
+    *("max_failed_fraction", "lr_min_ratio", "adam_beta1", "adam_beta2", "adam_weight_decay"),
+    *("ema_decay", "norm_guard", "kl_gate", "reset_kl", "kl_beta", "kl_target", "old_beta"),
+    *("old_rate", "old_most", "discount", "anchor_beta", "importance_cap", "clip_low"),
+    *("clip_high", "dual_clip", "gae_decay", "value_weight"),
+    # guidance: the unconditional velocity
+    *("guidance_scale", "eval_guidance_scale", "guidance_scale_2", "train_guidance"),
+    *("kl_guidance", "teacher_guidance"),
+}
+NO_ZERO_BETA = {"dgpo.beta", "dpo.beta", "nft.beta"}  # elsewhere `beta` is the weight of a KL
+LARGE_SEED = {"seed"}  # of 64 bits
+
+
+def numeric(trade) -> dict[str, type]:
+    """The type of each setting whose value is a number, an optional one or a tuple of them."""
+    kinds = {}
+    for name, each in walk(trade.settings()):
+        own = {"int": int, "float": float, "float | None": float, "tuple": tuple}
+        kind = each.type.__name__ if isinstance(each.type, type) else str(each.type)
+        if kind in own and not each.metadata.get("same_as"):
+            kinds[name] = own[kind]
+    return kinds
+
+
+def takes_zero(name: str) -> bool:
+    key = name.rpartition(".")[2]
+    return key in ZERO or (key == "beta" and name not in NO_ZERO_BETA)
+
+
+def rejection(trade, settings, name: str, value) -> str | None:
+    """What the check says to this value of a field, None where it accepts it."""
+    section, _, key = name.rpartition(".")
+    if section:
+        part = replace(getattr(settings, section), **{key: value})
+        changed = replace(settings, **{section: part})
+    else:
+        changed = replace(settings, **{key: value})
+    if aliases := [alias for alias, other in trade.second_names().items() if other == name]:
+        keys = [alias.rpartition(".")[2] for alias in aliases]
+        changed = replace(changed, train=replace(changed.train, **dict.fromkeys(keys, value)))
+    try:
+        trade.check(changed)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("trade", TRADES.values(), ids=TRADES)
+def test_every_number_is_accepted_on_purpose_or_rejected_by_name(trade):
+    settings, found, wrong = trade.check(trade.get_config()), numeric(trade), []
+    assert len(found) > 50
+    for name, kind in found.items():
+        for value in (-1, 0, 1e39, math.nan, math.inf, -math.inf, 10**11):
+            told = rejection(trade, settings, name, (value, value) if kind is tuple else value)
+            accepts = value == 0 and (takes_zero(name) or kind is tuple)
+            accepts |= value == 10**11 and name in LARGE_SEED
+            if accepts is (told is not None):
+                wrong.append(f"{name}={value!r}: {told or 'accepted'}")
+            if told is not None and (not told.startswith(f"{name}=") or "\n" in told):
+                wrong.append(f"{name}={value!r} is not named: {told}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("trade", TRADES.values(), ids=TRADES)
+def test_every_number_is_a_number(trade):
+    """Also in a config that was not made from the defaults, which would reject the assignment."""
+    wrong = {}
+    for name in numeric(trade):
+        config = plain = ConfigDict(trade.get_config().to_dict())
+        section, _, key = name.rpartition(".")
+        part = plain[section] if section else plain
+        del part[key]
+        part[key] = "x"
+        with pytest.raises(UserError) as error:
+            trade.check(config)
+        wrong[name] = str(error.value)
+    assert [name for name, told in wrong.items() if not told.startswith(f"{name}=")] == []
+
+
+@pytest.mark.parametrize("trade", TRADES.values(), ids=TRADES)
+def test_the_bounds_themselves_are_accepted(trade):
+    """At the declared limits a value is still good, so that messages state the rule as it is."""
+    settings, wrong = trade.check(trade.get_config()), []
+    fields = dict(walk(trade.settings()))
+    for name, kind in numeric(trade).items():
+        rules = fields[name].metadata["rules"]
+        assert rules.keys() - {"at most", "below"}, f"{name} has no lower bound"
+        inclusive = [rules[words] for words in ("at least", "at most") if words in rules]
+        if not rules.keys() & {*UPPER_BOUNDS}:
+            inclusive.append(LARGEST)
+        for bound in inclusive:
+            value = (bound, bound) if kind is tuple else kind(bound)
+            if told := rejection(trade, settings, name, value):
+                wrong.append(told)
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"resolution": 0}, "resolution=0"),
+        ({"resolution": 0, "height": 512}, "width=0"),
+        ({"reward_fn": {"ocr": 0.0}}, "reward_fn={'ocr': 0.0}"),
+        ({"reward_fn": {"ocr": 1.0}, "eval_reward_fn": {"ocr": 0}}, "eval_reward_fn={'ocr': 0}"),
+        ({"sample.num_image_per_prompt": 1}, "sample.num_image_per_prompt=1"),
+        ({"sample.num_image_per_prompt": 1, "train.advantage": "gdpo"}, "advantage='gdpo'"),
+        ({"sample.num_image_per_prompt": 1, "algorithm": "rwr"}, "algorithm='rwr'"),
+        ({"sample.num_image_per_prompt": 1, "algorithm": "mix"}, "algorithm='mix'"),
+    ],
+)
+def test_a_run_that_cannot_learn_is_rejected(fields, named):
+    with pytest.raises(UserError) as error:
+        check_learning(check(config_with(DRAW, fields)))
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"resolution": 0, "height": 512, "width": 512},
+        {"reward_fn": {"ocr": 0.0, "pickscore": -1.0}},
+        {"algorithm": "opd", "reward_fn": {"ocr": 0.0}, "sample.num_image_per_prompt": 1},
+        {"algorithm": "leap", "sample.num_image_per_prompt": 1},
+        {"train.advantage": "reinforce_pp", "sample.num_image_per_prompt": 1},
+        {"train.advantage": "remax", "sample.num_image_per_prompt": 1},
+    ],
+)
+def test_a_run_that_can_learn_is_not(fields):
+    check_learning(check(config_with(DRAW, fields)))
+
+
+def test_a_custom_method_may_give_credit_in_any_way():
+    settings = check(config_with(DRAW, {"reward_fn": {"ocr": 0.0}}))
+    check_learning(replace(settings, custom_algorithms={"grpo": "mine.py:Mine"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"reward_fn": {"math_answer": 0.0}}, "reward_fn={'math_answer': 0.0}"),
+        ({"eval_reward_fn": {"choice": 0.0}}, "eval_reward_fn={'choice': 0.0}"),
+        ({"train.importance_cap": 0.5}, "train.importance_cap=0.5"),
+        ({"question_format": "Think."}, "question_format='Think.'"),
+    ],
+)
+def test_an_answer_run_that_cannot_learn_is_rejected(fields, named):
+    with pytest.raises(UserError) as error:
+        check_answers(config_with(ANSWER, fields))
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize("weight", [1e39, -1e39, math.nan, math.inf, True, "1"])
+@pytest.mark.parametrize("trade", TRADES.values(), ids=TRADES)
+def test_a_weight_of_a_reward_is_a_number_of_a_usual_size(trade, weight):
+    settings = replace(trade.check(trade.get_config()), reward_fn={"ocr": weight})
+    with pytest.raises(UserError, match=r"^reward_fn\.ocr="):
+        trade.check_rewards(settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"reward_fn": {1: 2.0}}, "reward_fn: the name 1 "),
+        ({"custom_rewards": {3: "a.b:c"}}, "custom_rewards: the name 3 "),
+        ({"reward_options": {"ocr": {2: 3}}}, "reward_options.ocr: the name 2 "),
+        ({"opd.teachers": {1: "x"}}, "opd.teachers: the name 1 "),
+    ],
+)
+def test_names_in_a_dict_are_strings(fields, named):
+    with pytest.raises(UserError) as error:
+        DRAW.check(config_with(DRAW, fields))
+    assert str(error.value).startswith(named)
+
+
+def config_with(trade, fields) -> ConfigDict:
+    config = trade.get_config()
+    for name, value in fields.items():
+        section, _, key = name.rpartition(".")
+        part = config[section] if section else config
+        part[key] = ConfigDict(value) if isinstance(value, dict) else value
+    return config
