@@ -186,6 +186,7 @@ NOT_TRIED = {
     "the algorithm": "algorithm",
     "needs pictures or rewards of its own": "anchors.data anchors.data_weight anchors.kl_gate",
     "as reset_epochs": "anchors.reset_kl",
+    "acts on non-finite gradients alone": "train.max_skipped_updates",
 }
 # the loop as it is, but for what comes after training
 NOT_RUN = {

@@ -22,7 +22,7 @@ from flow_grpo.draw.session import Session, build_algorithm
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward
 from flow_grpo.run import building
-from flow_grpo.run.export import Source
+from flow_grpo.run.export import Source, refuse_nonfinite
 from flow_grpo.run.finite import (
     backward,
     clip_gradients,
@@ -315,6 +315,14 @@ def test_a_vision_language_model_with_nan_is_not_exported(tmp_path):
         vlm_export.export(source, fields["pretrained.model"], tmp_path / "out")
     assert "lora" in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_overflow_in_the_exported_precision_are_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.bias, 1e6)
+    refuse_nonfinite(tmp_path, model, torch.float32)
+    with pytest.raises(UserError, match="bias has NaN or infinite values in float16"):
+        refuse_nonfinite(tmp_path, model.half(), torch.float16)
 
 
 def test_versions_of_deepspeed_that_do_not_skip_are_rejected(monkeypatch):

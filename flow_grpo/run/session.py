@@ -155,7 +155,7 @@ def carry_out(
         raise Stopped(f"stopped at once; {session.how_to_go_on()}") from interrupt
     if session.stop.received:
         raise Stopped(f"stopped at the end: the last epoch and the report are in {session.folder}")
-    if session.progress.skipped:
+    if session.progress.skipped and session.accelerator.is_main_process:
         logger.warning(
             "%d of %d updates were skipped for a NaN or infinite gradient",
             *(session.progress.skipped, session.progress.step),
@@ -207,9 +207,9 @@ def _report_skipped(session: BaseSession, norm: float, loss: float) -> None:
         return
     progress.skipped_in_a_row += 1
     limit = session.config.train.max_skipped_updates
-    logger.warning(
-        "update %d was skipped (%d in a row): %s", progress.step, progress.skipped_in_a_row, cause
-    )
+    if session.accelerator.is_main_process:
+        row = progress.skipped_in_a_row
+        logger.warning("update %d was skipped (%d in a row): %s", progress.step, row, cause)
     if 0 < limit <= progress.skipped_in_a_row:
         half = session.config.mixed_precision != "no"
         raise UserError(
