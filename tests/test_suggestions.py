@@ -235,7 +235,9 @@ def test_every_reward_of_flow_grpos(load, name):
         load(PRESET, f"--config.reward_fn={{'{name}': 1.0}}")
     words = shlex.split(str(error.value).rpartition("; type ")[2])
     config = load(*(word for word in words if word.startswith("--")))
-    build_scorers(config.reward_fn, options=config.reward_options.to_dict())
+    for reward, options in config.reward_options.to_dict().items():
+        assert reward in config.reward_fn
+        assert {*options} <= {*option_names(reward, REWARDS[reward])}
 
 
 def test_models_and_prompt_sets_that_are_beside():

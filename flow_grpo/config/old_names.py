@@ -28,7 +28,7 @@ GONE = {  # its field: what to do instead
     "sample.kl_reward": "leave it out: train.beta weighs the KL, in the loss",
     "sample.sample_time_per_prompt": "leave it out and multiply sample.num_image_per_prompt by it",
     "train.ref_update_step": (
-        "leave it out: --config.anchors.reset_epochs=N sets the reference to the policy every N "
+        "leave it out: --config.anchors.reset_epochs=20 sets the reference to the policy every 20 "
         "epochs, and samples are always the policy's"
     ),
     "train.sft": (
