@@ -250,6 +250,14 @@ def test_a_lora_keeps_its_precision_and_merges_as_peft_does(trained):
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6)
 
 
+def test_an_exported_lora_is_the_merged_model(saved, trained, tmp_path):
+    export(Source(trained), str(saved), tmp_path / "out")
+    exported = load(tmp_path / "out").state_dict()
+    merged = PeftModel.from_pretrained(small_vlm.build(), trained).merge_and_unload().state_dict()
+    for name, weight in merged.items():
+        torch.testing.assert_close(exported[name], weight, rtol=0, atol=1e-6)
+
+
 def test_dropout_is_off_in_training(adapter, tmp_path, caplog):
     """Of the adapter and of the model, also while activations are recomputed."""
     change_settings(adapter, lora_dropout=0.5)

@@ -162,13 +162,21 @@ def _operations(conversion: Any) -> list[Any]:
 
 @contextmanager
 def _conversions(model: nn.Module, conversions: list[Any]) -> Iterator[None]:
+    with kept_conversions(model):
+        setattr(model, CONVERSIONS, conversions)
+        yield
+
+
+@contextmanager
+def kept_conversions(model: nn.Module) -> Iterator[None]:
+    """Context after which `save_pretrained` reverts the same conversions as before. transformers'
+    `load_adapter` replaces them by those of the adapter's names."""
     missing = object()
     before = getattr(model, CONVERSIONS, missing)
-    setattr(model, CONVERSIONS, conversions)
     try:
         yield
     finally:
-        if before is missing:
-            delattr(model, CONVERSIONS)
-        else:
+        if before is not missing:
             setattr(model, CONVERSIONS, before)
+        elif hasattr(model, CONVERSIONS):
+            delattr(model, CONVERSIONS)

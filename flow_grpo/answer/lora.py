@@ -9,6 +9,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from flow_grpo.answer.expert_layout import kept_conversions
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json, refuse_pickles
 from flow_grpo.rewards.loading import explained
@@ -28,7 +29,7 @@ def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_pat
     folder = downloaded(path, field)
     settings, tensors = _read(folder if folder.is_dir() else folder.parent)
     kind = f"a LoRA of this {type(model).__name__}"
-    with explained(field, str(path), kind), quiet_transformers():
+    with explained(field, str(path), kind), quiet_transformers(), kept_conversions(model):
         config = LoraConfig(**lora_settings(folder, settings))
         model.add_adapter(config, adapter_name=ADAPTER)
         # PEFT adds layers in the precision of the model, to which the file would be rounded
