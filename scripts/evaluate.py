@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.config import command_line
 from flow_grpo.draw.fields import DRAW
+from flow_grpo.draw.saved import check_eval_fields
 
 CHECKPOINT = flags.DEFINE_multi_string(
     "checkpoint",
@@ -47,6 +48,7 @@ OUT = flags.DEFINE_string("out", None, "New folder for what is written.", requir
 
 
 def main(config: ConfigDict) -> None:
+    check_eval_fields(sys.argv, config)
     from flow_grpo.draw.compare import evaluate_all  # here: help and mistakes should not wait
 
     evaluate_all(config, CHECKPOINT.value, Path(OUT.value), pictures=PICTURES.value)
