@@ -10,5 +10,5 @@ from flow_grpo.draw.fields import DRAW
 
 
 def get_config(run: str) -> ConfigDict:
-    trade = DRAW if "algorithm" in read_fields(Path(run)) else ANSWER
+    trade = ANSWER if "question_format" in read_fields(Path(run)) else DRAW
     return config_to_go_on(Path(run), trade)

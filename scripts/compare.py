@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from plot import panels
-from runs import OWN_FIELDS, SIGNS, TASKS, Run, resolve, train_all
+from runs import OWN_FIELDS, SIGNS, TASKS, Run, check_changes, resolve, train_all
 
 from flow_grpo.config.mistakes import Parser, told_plainly
 from flow_grpo.errors import Stopped, UserError
@@ -226,7 +226,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seeds", nargs="*", type=int, default=[])
     tasks = "signs: as the presets are; scenes: the shapes of dataset/scenes"
     parser.add_argument("--rates", nargs="+", type=float, default=[], help="of learning, to try")
-    parser.add_argument("--choose", type=int, default=0, help="the seed that chooses among them")
+    parser.add_argument("--choose", type=int, help="the seed that chooses among them; 0")
     parser.add_argument("--also", default="", help="a reward to evaluate that is not trained")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[SIGNS], help=tasks)
     parser.add_argument("--passes", type=int, help="where to cut; else where the shortest run ends")
@@ -240,11 +240,19 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     for name, values in lists.items():
         if not values or len({*values}) < len(values):
             raise UserError(f"{name} must be one or more, each once, not {values}")
-    rates, choose = args.rates, args.choose
+    rates, choose = args.rates, args.choose or 0
+    if args.choose is not None and not rates:
+        raise UserError(f"--choose={choose} has no effect without --rates; leave it out")
     if rates and (len({*rates}) < len(rates) or min(rates) <= 0 or choose in args.seeds):
         raise UserError(
             f"--rates {rates} must be above 0, each once, and --choose={choose} none of --seeds"
         )
+    args.choose = choose
+    for name, values in {"--rates": rates, "--threshold": [args.threshold]}.items():
+        if not all(map(math.isfinite, values)):
+            raise UserError(f"{name} {values} must be finite")
+    if args.out.name in ("", ".."):
+        raise UserError(f"--out={args.out} has no file name; name the files, without their ending")
     for name, value in {"--passes": args.passes, "--jobs": args.jobs}.items():
         if value is not None and value < 1:
             raise UserError(f"{name}={value} must be at least 1")
@@ -266,6 +274,8 @@ def compare() -> None:
     def trained(wanted: list[Run]) -> dict[Run, list[Epoch]]:
         if wanted and not args.no_train:
             train_missing(wanted, args, overrides)
+        for run in wanted:
+            check_changes(args.logdir / run.name, run, overrides)
         return {run: read_run(args.logdir / run.name, args.also) for run in wanted}
 
     def shortest(runs: dict[Run, list[Epoch]]) -> int:

@@ -52,9 +52,10 @@ def show(args: Namespace, options: list[str]) -> None:
     port = find_port(args.host, args.port)
     # here: help and mistakes should not wait for torch
     from flow_grpo.demo.painter import Painter
-    from flow_grpo.draw.saved import config_of_file, config_of_run
+    from flow_grpo.draw.saved import check_eval_fields, config_of_file, config_of_run
 
     config = config_of_run(args.run, options) if args.run else config_of_file(args.config, options)
+    check_eval_fields(options, config)
     painter = Painter(config, args.run, rewards=args.rewards)
     with tempfile.TemporaryDirectory(prefix="flow_grpo-demo-") as folder:
         # read when gradio is imported: no report of its use, and no files that stay

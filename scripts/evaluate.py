@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from flow_grpo.config import command_line
 from flow_grpo.config.overrides import values_of
 from flow_grpo.draw.fields import DRAW
+from flow_grpo.draw.saved import check_eval_fields
 
 CHECKPOINT = flags.DEFINE_multi_string(
     "checkpoint",
@@ -49,6 +50,7 @@ OUT = flags.DEFINE_string("out", None, "New folder for what is written.", requir
 
 
 def main(config: ConfigDict) -> None:
+    check_eval_fields(sys.argv, config)
     from flow_grpo.draw.compare import evaluate_all  # here: help and mistakes should not wait
 
     lora = next(reversed(values_of(sys.argv, "config.train.lora_path")), "")

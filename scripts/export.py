@@ -35,6 +35,8 @@ def main() -> None:
         help="how weights are stored; parts that were not trained are copied as they are",
     )
     args = parser.parse_args()
+    if args.model == "":
+        parser.error("--model is empty; name a pipeline folder or hub id, or leave it out")
     told_plainly(lambda: merge(args), debug=False)
 
 

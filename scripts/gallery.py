@@ -14,6 +14,7 @@ from flow_grpo.config import command_line
 from flow_grpo.config.mistakes import Parser
 from flow_grpo.config.places import find_files
 from flow_grpo.data.prompts import read_file
+from flow_grpo.errors import UserError
 
 COUNT = 8
 
@@ -48,9 +49,12 @@ def draw(args: Namespace, options: list[str]) -> None:
     from flow_grpo.draw.compare import evaluate_all
     from flow_grpo.draw.evaluation import BASE
     from flow_grpo.draw.prompts import build_test_prompts
-    from flow_grpo.draw.saved import config_of_run
+    from flow_grpo.draw.saved import check_eval_fields, config_of_run
 
     config = config_of_run(args.run, options)
+    check_eval_fields(options, config)
+    if any(option.startswith("--config.log_images") for option in options):
+        raise UserError("--config.log_images has no effect in a gallery; set --count")
     checkpoints = find_checkpoints(args.run, args.checkpoints)
     find_files(config)
     if args.prompts:

@@ -14,6 +14,9 @@ from flow_grpo.errors import UserError
 from flow_grpo.show.page import FILE, write_page
 from flow_grpo.show.serving import build_server
 
+PORT = 8700
+HOST = "127.0.0.1"
+
 
 def watch(folders: list[Path], host: str, port: int) -> None:
     server = build_server(folders, host, port)
@@ -31,9 +34,12 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, like logs/RUN")
     parser.add_argument("--out", type=Path, help=f"if not given, {FILE} in the first run's folder")
     parser.add_argument("--watch", action="store_true", help="serve a page that follows the runs")
-    parser.add_argument("--port", type=int, default=8700, help="of --watch; 0 takes any free one")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="of --watch; 0.0.0.0 lets everybody in your network in"
+        "--port", type=int, help=f"of --watch, if not given {PORT}; 0 takes any free one"
+    )
+    parser.add_argument(
+        "--host",
+        help=f"of --watch, if not given {HOST}; 0.0.0.0 lets everybody in your network in",
     )
     args = parser.parse_args()
     told_plainly(lambda: show(args), debug=False)
@@ -43,8 +49,12 @@ def show(args: Namespace) -> None:
     if args.watch and args.out:
         raise UserError("--watch writes no file; leave out --out")
     if args.watch:
-        watch(args.runs, args.host, args.port)
+        port = PORT if args.port is None else args.port
+        watch(args.runs, HOST if args.host is None else args.host, port)
         return
+    for name in ("port", "host"):
+        if (value := getattr(args, name)) is not None:
+            raise UserError(f"--{name} {value} has no effect without --watch; leave it out")
     out = args.out or args.runs[0] / FILE
     write_page(args.runs, out)
     print(f"wrote {out}")

@@ -95,6 +95,29 @@ def is_done(folder: Path, now: dict[str, Any]) -> bool:
     return bool(epochs) and epochs[-1]["epoch"] >= now["num_epochs"]
 
 
+def check_changes(folder: Path, run: Run, overrides: list[str]) -> None:
+    """Reject a run that is to be shown as it is, and that has other values in the fields that the
+    method or the command line sets."""
+    options = [*run.changes, *overrides]
+    names = tuple(option.removeprefix("--config.").partition("=")[0] for option in options)
+    if not names:
+        return
+    wanted = resolve(run, overrides)
+    try:
+        saved = dict(dotted(read_json(folder / "config.json")))
+    except FileNotFoundError:  # a metrics file alone, which does not say
+        return
+    except (UserError, OSError, AttributeError) as error:
+        raise UserError(f"{folder / 'config.json'} is not of a run: {error}") from error
+    for name, value in wanted.items():
+        is_set = any(name == each or name.startswith(f"{each}.") for each in names)
+        if is_set and saved.get(name) != value:
+            raise UserError(
+                f"{folder} has {name}={saved.get(name)!r}, not {value!r} as given; leave that "
+                "option out, or choose another --logdir"
+            )
+
+
 def start(run: Run, logdir: Path, overrides: list[str]) -> Popen:
     fields = run.fields() | {"seed": run.seed}
     fields |= {"run_name": run.name, "logdir": logdir, "resume": "auto"}

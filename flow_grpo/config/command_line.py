@@ -183,6 +183,11 @@ def _parse(argv: list[str], trade: Trade) -> None:
     config = check_names(argv, trade)
     if config is None:
         check_flags(argv, names_in(trade.get_config()))
+        if checkpoints := [name for name in values_of(argv, "checkpoint") if name != "base"]:
+            raise UserError(
+                f"--checkpoint {checkpoints[0]} is not a run or part of one, whose config would be "
+                f"used; name a run, or a config as well, e.g. --config {trade.example}"
+            )
         raise UserError(NO_CONFIG + trade.example)
     try:
         rest = flags.FLAGS(argv)
@@ -194,6 +199,8 @@ def _parse(argv: list[str], trade: Trade) -> None:
 
 def _check_resumed(argv: list[str]) -> None:
     """--resume says all that these say."""
+    if "resume" not in flags.FLAGS:  # reported as unknown
+        return
     for run in values_of(argv, "resume"):
         if (config := values_of(argv, "config")[-1]) != f"{OF_RUN}:{run}":
             raise UserError(f"--resume {run} has a config of its own; leave --config {config} out")

@@ -31,6 +31,7 @@ def config_of_run(run: Path, trade: Trade) -> ConfigDict:
         if name in saved and name not in config:
             ours = next(SCRIPTS[field] for field in SCRIPTS if field in config)
             raise UserError(f"{run} is a run of {script}; this works with runs of {ours}")
+    _check_sections(run, saved, config)
     _refuse_code(run, saved)
     if any(map(saved.get, CODE)):  # perhaps modules
         sys.path += [str(each) for each in folders if str(each) not in sys.path]
@@ -51,6 +52,18 @@ def config_of_run(run: Path, trade: Trade) -> ConfigDict:
     except (TypeError, ValueError) as error:
         raise UserError(f"{run / CONFIG} does not fit: {first_line(error)}") from error
     return config
+
+
+def _check_sections(run: Path, saved: dict[str, Any], config: ConfigDict) -> None:
+    """Reject a config.json without a model, or with another value in place of a section."""
+    if "pretrained" not in saved:
+        raise UserError(f"{run / CONFIG} is not the config of a run: it has no 'pretrained'")
+    for name, value in config.items():
+        if isinstance(value, ConfigDict) and not isinstance(saved.get(name, {}), dict):
+            raise UserError(
+                f"{run / CONFIG} does not fit: {name}={saved[name]!r:.40} must be an object of "
+                "fields"
+            )
 
 
 def _refuse_code(run: Path, saved: dict[str, Any]) -> None:

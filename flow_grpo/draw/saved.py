@@ -1,6 +1,7 @@
 """The config of a run that was, or of a file; both with options of the command line."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
@@ -11,6 +12,14 @@ from flow_grpo.config.places import find_config
 from flow_grpo.config.trade import OtherTrade
 from flow_grpo.draw.fields import DRAW
 from flow_grpo.errors import UserError
+from flow_grpo.files import dotted
+
+# Fields of training, and those that an evaluation uses in their place.
+EVAL_FIELDS = {
+    "reward_fn": "eval_reward_fn",
+    "sample.num_steps": "sample.eval_num_steps",
+    "sample.guidance_scale": "sample.eval_guidance_scale",
+}
 
 
 def config_of_run(run: Path, options: list[str]) -> ConfigDict:
@@ -30,6 +39,19 @@ def config_of_file(path: str, options: list[str]) -> ConfigDict:
             f"{DRAW.example}"
         ) from error
     return override(config, options)
+
+
+def check_eval_fields(options: Sequence[str], config: ConfigDict) -> None:
+    """Reject --config.FIELD of sampling in training where evaluations have a field of their own."""
+    given = {option.removeprefix("--config.").partition("=")[0] for option in options}
+    values = dict(dotted(config.to_dict()))
+    for field, own in EVAL_FIELDS.items():
+        in_use = bool(config.eval_reward_fn) if field == "reward_fn" else values[own] is not None
+        is_given = any(name == field or name.startswith(f"{field}.") for name in given)
+        if is_given and own not in given and in_use:
+            raise UserError(
+                f"--config.{field} has no effect here, where {own} is used; set --config.{own}"
+            )
 
 
 def override(config: ConfigDict, options: list[str]) -> ConfigDict:

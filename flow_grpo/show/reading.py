@@ -121,7 +121,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _find_shots(folder: Path) -> dict[str, dict[int, Path]]:
     found: dict[str, dict[int, Path]] = {"eval": {}, "train": {}}
     for path in sorted(folder.glob("samples/*/samples.jsonl")):
-        if match := SAMPLES.fullmatch(path.parent.name):
+        match = SAMPLES.fullmatch(path.parent.name)
+        if match and path.is_file():
             if lies_in(folder, path):
                 found[match[1]][int(match[2])] = path.parent
             else:

@@ -57,6 +57,17 @@ COMMANDS = [  # what is typed, what is wrong, the way out
     (f"{EVALUATE} --out=OUT/e --checkpoint=base,base", "base twice", "leave one out"),
     (f"{BENCHMARK}", "sd3.5-medium needs a GPU", "--model assets/tiny-sd3"),
     (f"{BENCHMARK} --model=sd3.5-medum", "--model=sd3.5-medum", "did you mean sd3.5-medium?"),
+    (f"{EVALUATE} --out=OUT/e --resume=logs/a", "unknown option --resume", "did you mean"),
+    (
+        f"{EVALUATE} --out=OUT/e --config.sample.num_steps=4",
+        "--config.sample.num_steps has no effect",
+        "set --config.sample.eval_num_steps",
+    ),
+    (
+        "scripts/evaluate.py --out=OUT/e --checkpoint=logs/none",
+        "--checkpoint logs/none is not a run or part of one",
+        "--config config/grpo.py:tiny_ocr",
+    ),
     (
         "scripts/benchmark.py --config=config/vlm.py:tiny_vlm",
         "benchmark.py is for diffusion models",
