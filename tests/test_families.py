@@ -253,7 +253,7 @@ class Kept(PreTrainedModel):
         (torch.bfloat16, {"gate.weight", "frequencies"}),
         (torch.float64, set()),
     ],
-    ids=str,
+    ids=["float16", "bfloat16", "float64"],
 )
 def test_layers_that_transformers_keeps_in_float32_stay_so(dtype, kept):
     module = Kept()
