@@ -155,6 +155,6 @@ def test_what_is_wrong_is_said_once_with_what_to_change(ill, caplog, name):
 
 
 def test_these_runs_provoke_every_check():
-    """All but two, which take many epochs: tests/test_health.py finds them in docs/results."""
+    """All but those that take many epochs or NaN gradients: see tests/test_health.py."""
     provoked = {check for *_, expected in RUNS.values() for check in expected}
-    assert provoked == {*CHECKS} - {"past the best", "falling reward"}
+    assert provoked == {*CHECKS} - {"past the best", "falling reward", "skipped updates"}
