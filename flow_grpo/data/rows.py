@@ -36,7 +36,7 @@ NO_IMAGES = "none"
 MASK = "mask"  # the column of masks, in files that have pictures
 NEGATIVE = "negative_prompt"
 MAX_PROMPT = 10_000  # characters; the longest text encoders read 1,024 tokens
-PREFERENCE = ("belongs to a preference data set", "")
+PREFERENCE = ("belongs to a preference data set, while training compares samples of the policy", "")
 RULES = ColumnRules(
     settings={IMAGE: "image_column", BINARY: "image_column"},
     reserved={
@@ -52,7 +52,6 @@ RULES = ColumnRules(
             ("conversations", "conversation", "messages", "system", "system_prompt"),
             ("belongs to a chat", "write all of it into the prompt"),
         ),
-        # algorithm=dpo compares samples of the policy itself
         **dict.fromkeys(("chosen", "rejected"), PREFERENCE),
     },
 )

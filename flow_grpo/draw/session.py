@@ -42,7 +42,7 @@ from flow_grpo.draw.models import (
 from flow_grpo.draw.models.experts import check_places, places_of_model
 from flow_grpo.draw.plan import BatchPlan, build_plan, group_size, lighter_settings
 from flow_grpo.draw.policy import Policy
-from flow_grpo.draw.prompts import build_prompts, reject_columns
+from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.draw.rollout import Dynamics
 from flow_grpo.draw.sources import check_sources, with_sources
 from flow_grpo.draw.teachers import add_teachers, read_teachers
@@ -170,7 +170,6 @@ def build_session(
         run.open_folder(begin, plan.updates)
         data, size = build_prompts(config, plan), image_size(config)
         every, pictures = [*data.train, *data.test], read_pictures(config)
-        reject_columns(every, algorithm.unread_columns, algorithm.name)
         named = model_and_family(config) if load is None else (config.pretrained.model, None)
         if load is None:
             check_sources(every, *named, size, accelerator)

@@ -101,8 +101,6 @@ class Algorithm:
     whole_groups: ClassVar[bool] = False
     keeps_means: ClassVar[bool] = False  # of the steps that were sampled
     own_credit: ClassVar[bool] = False  # in place of train.advantage
-    # Columns of a data set that a reader may expect this method to train on, and that it ignores.
-    unread_columns: ClassVar[tuple[str, ...]] = ()
     holds: ClassVar[bool] = False  # its losses go through `hold`, where there is a reference
     # Where the weights are those that sampled: the gradient is the credit times that of a credit of
     # 1, and so is the loss; what is logged beside them does not depend on it.
