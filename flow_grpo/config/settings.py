@@ -148,7 +148,7 @@ def _check_rules(name: str, value: Any, each: Field) -> None:
 
 
 def _check_number(name: str, value: Any, number: Real, rules: dict[str, float]) -> None:
-    if not math.isfinite(number):
+    if not isinstance(number, int) and not math.isfinite(number):  # a huge int is no float
         raise UserError(f"{name}={value} must be a finite number")
     if not rules.keys() & {*UPPER_BOUNDS}:
         rules = {**rules, "at most": LARGEST}
