@@ -109,9 +109,14 @@ def values_of(argv: list[str], option: str) -> list[str]:
 
 
 def planned_processes() -> int | None:
-    """The processes to plan for: those of `--world_size`, which a dry run takes, or those that a
-    launcher started; None where neither says."""
-    given = next(reversed(values_of(sys.argv, "world_size")), "")
+    """Return the number of processes to plan for: `--world_size` of a dry run, else what the
+    launcher set; None if neither is given.
+
+    Without `--dry_run`, a `--world_size` on the command line may belong to a script that calls the
+    Python API.
+    """
+    dry_run = any(arg.partition("=")[0] == "--dry_run" for arg in sys.argv)
+    given = next(reversed(values_of(sys.argv, "world_size")), "") if dry_run else ""
     number = given if given.isdecimal() else os.environ.get("WORLD_SIZE")  # absl rejects the others
     return None if number is None else int(number)
 
