@@ -94,7 +94,7 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     for chunk in tensor.detach().reshape(-1).split(CHUNK):
         values = chunk if chunk.dtype.itemsize > 1 else chunk.float()  # float8 has no minimum
-        if len(values) and not all(end.isfinite() for end in torch.aminmax(values)):
+        if len(values) and not torch.stack(torch.aminmax(values)).isfinite().all():
             return False
     return True
 

@@ -138,8 +138,8 @@ class Building:
         average = self._ema.named() if self._ema is not None else {}
         if found := find_nonfinite(self._policy.trained(), self._optimizer, average):
             raise UserError(
-                f"cannot resume from {checkpoint}: {found} has NaN or infinite values; remove that "
-                "folder to resume from the checkpoint before it"
+                f"cannot resume from {checkpoint}: {found} contains NaN or infinite values; "
+                "remove that folder to resume from the previous checkpoint"
             )
 
 

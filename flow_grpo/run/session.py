@@ -328,7 +328,7 @@ def save(session: BaseSession, *, best: bool = False) -> Path:
     average = session.ema.named() if session.ema is not None else {}
     if found := find_nonfinite(policy.trained(), session.optimizer, average):
         raise UserError(
-            f"no checkpoint of step {session.progress.step} was written: {found} has NaN or "
+            f"no checkpoint of step {session.progress.step} was written: {found} contains NaN or "
             f"infinite values; {last_good(session)}"
         )
 

@@ -233,7 +233,7 @@ def test_mistakes_are_told_in_one_line(lora_run, tiny_sd3, tmp_path):
     weights = load_file(file)
     name = next(iter(weights))
     save_file({**weights, name: torch.full_like(weights[name], torch.nan)}, file)
-    with pytest.raises(UserError, match=f"{name} has NaN"):
+    with pytest.raises(UserError, match=f"{name} contains NaN"):
         export(moved, str(tiny_sd3), tmp_path / "out")
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(UserError, match="cannot read"):
