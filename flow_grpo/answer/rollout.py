@@ -170,9 +170,9 @@ class Rollout:
         """Replace the questions of groups that are not trained by the next ones of the same data
         set, as far as there are any; return the indices to sample for them."""
         without = ~self.learns[:: self.plan.group_size]
-        replaced = []
+        data_set, replaced = set_of(self.sizes, self.rows), []
         for number in range(len(self.passes)):
-            groups = np.flatnonzero(without & (set_of(self.sizes, self.rows) == number))
+            groups = np.flatnonzero(without & (data_set == number))
             groups = groups[: self.left(number)]
             self.rows[groups] = self._take(number, len(groups))
             replaced += groups.tolist()
