@@ -444,7 +444,7 @@ def test_a_chat_template_that_fails_or_never_ends_is_told_in_one_line(template, 
 def test_a_chat_template_that_writes_nothing_is_rejected():
     encoder = small_vlm.encoder(small_vlm.build())
     encoder.tokenizer.chat_template = "{% if false %}never{% endif %}"
-    with pytest.raises(UserError, match=r"writes nothing for a\.jsonl:1"):
+    with pytest.raises(UserError, match=r"renders nothing for a\.jsonl:1"):
         encoder.encode(Question("What?", where="a.jsonl:1"))
 
 

@@ -94,8 +94,8 @@ class Algorithm:
     Settings: ClassVar[type]
     # A copy of the weights is kept, saved and resumed: `policy.old`.
     keeps_old: ClassVar[bool] = False
-    # The loss takes `policy.old` for the policy that sampled the batch. With `sample.async_depth=1`
-    # that is an epoch older, and the snapshot that sampled takes its place: `policy.behaviour`.
+    # The loss uses `policy.old` as the behaviour policy. With `sample.async_depth=1` the behaviour
+    # policy is one epoch older, and its snapshot is used instead: `policy.behaviour`.
     old_is_behaviour: ClassVar[bool] = False
     # An update's samples on each process are whole groups.
     whole_groups: ClassVar[bool] = False
