@@ -85,7 +85,9 @@ def check_flags(argv: list[str], known: Collection[str], *, idle: Collection[str
         fields = [field for field in last if last[field] == near]
         fields = [f for f in fields if f.partition(".")[0] not in idle]
         if near == name and not fields and name in last.values():
-            raise UserError(f"unknown option --{name}; the algorithm of this run has no {name}")
+            raise UserError(
+                f"unknown option --{name}; the algorithm of this run has no setting {name}"
+            )
         meant = [near] if near in own else [f"config.{field}" for field in fields[:3]]
         hint = " or ".join(f"--{each}{equals}{value}" for each in meant)
         way_out = f"did you mean {hint}?" if hint else "--help lists all"
