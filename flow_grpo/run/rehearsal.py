@@ -200,7 +200,8 @@ class Rehearsal(ABC):
 
     def measure(self, session: BaseSession, folder: Path) -> tuple[Measured, Work, float]:
         """Seconds of the parts, how often the run has them, and GiB of a process at its peak."""
-        small = replace(self.shrink(session, folder), dry=True)
+        # it writes to a folder of its own, which the lock of the run does not cover
+        small = replace(self.shrink(session, folder), dry=True, lock=None)
         work = self.count_work(session)
         done = self.count_work(small)
         logger.info(
