@@ -454,5 +454,5 @@ def test_a_token_without_an_embedding_is_rejected():
     question = Question("What?", where="a.jsonl:1")
     most = max(small_vlm.encoder(model).token_ids(question))
     model.resize_token_embeddings(most)
-    with pytest.raises(UserError, match=rf"token id {most} in a\.jsonl:1.* {most} tokens"):
+    with pytest.raises(UserError, match=rf"token id {most} for a\.jsonl:1.* {most} token"):
         small_vlm.encoder(model).token_ids(question)
