@@ -2,10 +2,10 @@
 
     python docs/make_tasks.py
 
-A page names a preset, numbers of GPUs and of epochs, and fields that are not as in the preset,
-which its own commands have too:
+A page names a preset, numbers of GPUs and epochs, and fields that differ from the preset, which the
+page's commands set too:
 <!-- hours PRESET gpus=1,8 epochs=500 height=480 eval_prompts=64 -->
-Two more are no fields: tests=5000, the test prompts of a data set that is not in the repository,
+Two more are not fields: tests=5000, the test prompts of a data set that is not in the repository,
 and reward_gib=4, the GPU memory of the page's rewards.
 What stands between that line and <!-- end --> is written here.
 """
@@ -125,8 +125,8 @@ def epoch_seconds(line: Line, config: ConfigDict, gpus: int) -> float:
 
 
 def count_tests(config: ConfigDict, tests: int | None = None) -> int:
-    """What an evaluation has: `tests`, or the test file of a data set in the repository, up to
-    `eval_prompts` or `eval_questions`."""
+    """Return the number of test prompts of an evaluation: `tests`, or the lines of the data set's
+    test file in the repository, up to `eval_prompts` or `eval_questions`."""
     if tests is None:
         file = HERE.parent / config.dataset / "test.txt"
         if not file.is_file():

@@ -2,8 +2,8 @@
 
 A NaN reward means "could not be scored": that sample leaves the statistics and gets 0.
 A group of one and a group whose rewards are all equal get exactly 0 from the estimators that
-compare within a group. Standard deviations are the population's (ddof 0) unless asked otherwise,
-as in Flow-GRPO.
+compare within a group. Standard deviations are the population's (ddof 0) by default, as in
+Flow-GRPO.
 """
 
 from collections.abc import Collection, Mapping
@@ -52,7 +52,7 @@ def compute_advantages(
         if baseline.shape != groups.shape:
             raise ValueError(f"baseline has shape {baseline.shape}, rewards {groups.shape}")
 
-    if weights is not None:  # before NaN is looked for: 0 * NaN is NaN
+    if weights is not None:  # before the search for NaN: 0 * NaN is NaN
         table = {name: values for name, values in table.items() if weights[name] != 0}
         if not table:
             return np.zeros(groups.shape)

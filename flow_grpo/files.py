@@ -38,7 +38,7 @@ def parse_json(text: str | bytes, where: str, **options: Any) -> Any:
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             repeated = next(name for name in names if names.count(name) > 1)
-            raise UserError(f'{where}: the key "{repeated:.80}" is there twice; remove one')
+            raise UserError(f'{where}: the key "{repeated:.80}" appears twice; remove one')
         return found
 
     try:

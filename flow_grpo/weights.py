@@ -1,8 +1,8 @@
 """Checks of weights that are loaded from files.
 
-transformers, diffusers and PEFT go on with random values where a file lacks a tensor, and only warn
-about tensors that fit nothing. None of them looks at the values. The loaders of this package turn
-each of these cases into a UserError by the functions here.
+transformers, diffusers and PEFT initialise tensors that are missing in a file at random, and only
+warn about unexpected tensors. None of them checks the values. The loaders of this package use the
+functions here to turn each of these cases into a UserError.
 """
 
 import logging
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flow_grpo.errors import UserError, first_line
 
-# Values of a config.json that are computed by transformers and torch alone. Others may name a
+# Values of a config.json that transformers and torch implement themselves. Others may name a
 # repository of compiled kernels on the hub, which transformers downloads and runs.
 IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
@@ -50,7 +50,7 @@ def check_loading_report(
         source: Its value.
         report: What `from_pretrained(..., output_loading_info=True)` returned: `missing_keys`,
             `unexpected_keys` and `mismatched_keys`. Tied weights are in none of them.
-        kind: What was loaded, with its article.
+        kind: What was loaded, with its article ("a LoRA of this model"), for the message.
         allow_unexpected: Whether tensors that the model does not have are ignored.
     """
     unexpected = sorted(report["unexpected_keys"])
@@ -74,11 +74,11 @@ def _hint(unexpected: list[str]) -> str:
     for prefix, wrapper in WRAPPERS.items():
         if unexpected and all(name.startswith(prefix) for name in unexpected):
             return f"remove the prefix {prefix!r}, which {wrapper} adds, from the tensors' names"
-    return "use the files that the model's authors published, or a copy by save_pretrained"
+    return "use the files that the model's authors published, or write them with save_pretrained"
 
 
 def check_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Reject NaN and infinity; `where` says in the message what the tensors are of."""
+    """Reject NaN and infinite values; `where` names the file or model in the message."""
     for name, tensor in tensors:
         if not is_finite(tensor):
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -89,12 +89,12 @@ def check_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite, without a copy: minimum and maximum propagate NaN."""
+    """Return whether all values are finite, without a copy: minimum and maximum propagate NaN."""
     if not tensor.is_floating_point() or tensor.is_meta:
         return True
     for chunk in tensor.detach().reshape(-1).split(CHUNK):
         values = chunk if chunk.dtype.itemsize > 1 else chunk.float()  # float8 has no minimum
-        if len(values) and not all(end.isfinite() for end in torch.aminmax(values)):
+        if len(values) and not torch.stack(torch.aminmax(values)).isfinite().all():
             return False
     return True
 
@@ -118,7 +118,7 @@ def check_regular_files(option: str, source: str | Path) -> None:
     for path in paths:
         try:
             mode = path.stat().st_mode
-        except (OSError, ValueError):  # the loader says what is missing
+        except (OSError, ValueError):  # the loader reports missing files
             continue
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise UserError(
@@ -150,7 +150,7 @@ def check_implementations(option: str, source: str, config: Any) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Context without transformers' own table of missing and unexpected tensors."""
+    """Context manager that suppresses transformers' table of missing and unexpected tensors."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)

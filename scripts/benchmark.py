@@ -327,5 +327,5 @@ def settings(session: Session) -> dict[str, Any]:
 
 if __name__ == "__main__":
     default = str(Path(__file__).parents[1] / "config/grpo.py:benchmark_sd3")
-    vlm = "benchmark.py is for diffusion models; scripts/benchmark_vlm.py times a VLM"
+    vlm = "benchmark.py is for diffusion models; use scripts/benchmark_vlm.py for a VLM"
     command_line.run(main, DRAW, other_trade=vlm, default=default)

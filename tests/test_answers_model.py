@@ -444,7 +444,7 @@ def test_a_chat_template_that_fails_or_never_ends_is_told_in_one_line(template, 
 def test_a_chat_template_that_writes_nothing_is_rejected():
     encoder = small_vlm.encoder(small_vlm.build())
     encoder.tokenizer.chat_template = "{% if false %}never{% endif %}"
-    with pytest.raises(UserError, match=r"writes nothing for a\.jsonl:1"):
+    with pytest.raises(UserError, match=r"renders nothing for a\.jsonl:1"):
         encoder.encode(Question("What?", where="a.jsonl:1"))
 
 
@@ -454,5 +454,5 @@ def test_a_token_without_an_embedding_is_rejected():
     question = Question("What?", where="a.jsonl:1")
     most = max(small_vlm.encoder(model).token_ids(question))
     model.resize_token_embeddings(most)
-    with pytest.raises(UserError, match=rf"token id {most} in a\.jsonl:1.* {most} tokens"):
+    with pytest.raises(UserError, match=rf"token id {most} for a\.jsonl:1.* {most} token"):
         small_vlm.encoder(model).token_ids(question)

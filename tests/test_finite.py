@@ -32,7 +32,7 @@ from flow_grpo.run.finite import (
     step_if_finite,
 )
 from flow_grpo.run.metrics import TrainingStats
-from flow_grpo.run.session import describe_outage, save, take_update
+from flow_grpo.run.session import describe_outage, save, set_learning_rates, take_update
 from flow_grpo.run.snapshot import Snapshot
 
 
@@ -134,6 +134,7 @@ def update(session: Session, gradient: float) -> TrainingStats:
     stats = TrainingStats()
     for parameter in session.policy.parameters():
         parameter.grad = torch.full_like(parameter, gradient)
+    set_learning_rates(session)
     take_update(session, stats)
     return stats
 
@@ -293,14 +294,14 @@ def spoil(file: Path) -> str:
 def test_files_of_an_image_model_are_checked(session, tiny_sd3, tmp_path):
     lora = save(session) / "lora/pytorch_lora_weights.safetensors"
     name = spoil(lora)
-    with pytest.raises(UserError, match=f"{lora}: {name} has NaN"):
+    with pytest.raises(UserError, match=f"{lora}: {name} contains NaN"):
         read_lora(lora)
     shutil.copytree(tiny_sd3, tmp_path / "pipeline")
     file = tmp_path / "pipeline/transformer/diffusion_pytorch_model.safetensors"
     name = spoil(file)
-    with pytest.raises(UserError, match=f"{name} has NaN"):
+    with pytest.raises(UserError, match=f"{name} contains NaN"):
         replace_weights(session.policy.transformer, file.parent)
-    with pytest.raises(UserError, match=f"{name} of its SD3Transformer2DModel has NaN"):
+    with pytest.raises(UserError, match=f"SD3Transformer2DModel: {name} contains NaN"):
         load_adapter(str(tmp_path / "pipeline"))
 
 
@@ -321,7 +322,7 @@ def test_weights_that_overflow_in_the_exported_precision_are_refused(tmp_path):
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, 1e6)
     refuse_nonfinite(tmp_path, model, torch.float32)
-    with pytest.raises(UserError, match="bias has NaN or infinite values in float16"):
+    with pytest.raises(UserError, match="bias contains NaN or infinite values in float16"):
         refuse_nonfinite(tmp_path, model.half(), torch.float16)
 
 

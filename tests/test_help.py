@@ -47,7 +47,7 @@ def test_a_description_of_several_lines_is_not_cut(monkeypatch):
 
 
 def test_the_demo_rejects_the_config_of_a_vlm():
-    with pytest.raises(UserError, match=r"config/vlm\.py:tiny_vlm is not of a diffusion model"):
+    with pytest.raises(UserError, match=r"config/vlm\.py:tiny_vlm is not a config of a dif"):
         config_of_file("config/vlm.py:tiny_vlm", [])
 
 

@@ -433,7 +433,7 @@ def test_a_key_that_is_there_twice_is_rejected(tmp_path, row):
     path = tmp_path / "train.jsonl"
     path.write_text(f'{{"question": "?", "prompt": "a", {row}}}')
     for read in (read_questions, lambda path: load_prompts(path, "train")):
-        with pytest.raises(UserError, match=r'train\.jsonl:1: .*"a(nswer)?" is there twice'):
+        with pytest.raises(UserError, match=r'train\.jsonl:1: .*"a(nswer)?" appears twice'):
             read(path)
 
 

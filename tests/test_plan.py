@@ -251,6 +251,12 @@ def test_a_preset_is_planned_for_the_world_size_of_a_dry_run(
         presets.get_config("general_ocr_sd3")
 
 
+def test_a_world_size_of_another_script_is_not_read(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["my_script.py", "--world_size=8"])
+    assert count_processes() == 1
+
+
 @given(
     rows=st.integers(1, 40),
     processes=st.integers(1, 4),

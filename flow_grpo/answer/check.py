@@ -46,8 +46,8 @@ def check(config: Unchecked | AnswerFields) -> AnswerFields:
         )
     if 0 < train.importance_cap < 1:
         raise UserError(
-            f"train.importance_cap={train.importance_cap} must be at least 1, or 0 for no weights: "
-            "below 1 it scales down every token"
+            f"train.importance_cap={train.importance_cap} must be at least 1, or 0 to disable the "
+            "weights: below 1 it scales down every token"
         )
     if 0 < train.dual_clip <= 1 + train.clip_high:
         raise UserError(
@@ -72,8 +72,8 @@ def check(config: Unchecked | AnswerFields) -> AnswerFields:
         )
     if sample.refills and train.advantage == GAE:
         raise UserError(
-            f"sample.refills={sample.refills} replaces groups without advantages; it is "
-            "incompatible with train.advantage='gae', which has one for every token; set it to 0"
+            f"sample.refills={sample.refills} is incompatible with train.advantage='gae': it "
+            "replaces groups without advantages, and gae computes one for every token; set it to 0"
         )
     if 0 < settings.max_pixels < settings.min_pixels:
         raise UserError(
@@ -97,7 +97,7 @@ def _with_loss(settings: AnswerFields) -> AnswerFields:
 
 
 def _with_kl(settings: AnswerFields) -> AnswerFields:
-    """Choose the estimator of the KL where it is unset; see `losses.base.divergence`."""
+    """Set the default KL estimator if it is unset; see `losses.base.divergence`."""
     train = settings.train
     kl = train.kl or {"loss": "k3", "reward": "k1"}[train.kl_in]
     if train.beta > 0 and (kl, train.kl_in) == ("k1", "loss"):
@@ -108,15 +108,15 @@ def _with_kl(settings: AnswerFields) -> AnswerFields:
         )
     if train.beta > 0 and kl != "k1" and train.kl_in == "reward":
         logger.warning(
-            "train.kl=%r with train.kl_in='reward' does not have the gradient of the KL, which "
-            "nearly vanishes close to the reference; use train.kl='k1'",
+            "train.kl=%r with train.kl_in='reward' does not give the gradient of the KL: it nearly "
+            "vanishes close to the reference; use train.kl='k1'",
             kl,
         )
     return replace(settings, train=replace(train, kl=kl))
 
 
 def _with_critic(settings: AnswerFields) -> AnswerFields:
-    """Choose the learning rate of the value head where it is unset and there is one."""
+    """Set the default learning rate of the value head if there is one and the rate is unset."""
     train = settings.train
     if train.advantage == GAE:
         if train.critic_warmup >= settings.num_epochs:

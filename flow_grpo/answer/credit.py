@@ -58,7 +58,7 @@ def reweigh(
 def penalties(
     fixed: Mapping[int, Fixed], kind: Divergence, beta: float, *, clamp: bool = True
 ) -> dict[int, Tensor]:
-    """What the reward of each token loses for being far from the reference."""
+    """Return the KL penalty that is subtracted from the reward of each token."""
     return {
         index: beta * divergence(kind, own.old, own.reference, clamp=clamp)
         for index, own in fixed.items()
@@ -74,9 +74,9 @@ def answer_advantages(
     scale: Scale,
     lost: Mapping[int, Tensor],
 ) -> np.ndarray:
-    """The advantage of each answer of the epoch, (N,). `lost` has the KL penalties to subtract from
-    the rewards first, of this process's answers; if it is empty, nothing is exchanged between
-    processes."""
+    """The advantage of each answer of the epoch, (N,). `lost` has the KL penalties of this
+    process's responses, which are first subtracted from the rewards; if it is empty, processes
+    exchange nothing."""
     rewards = rollout.rewards
     if lost:
         index = sorted(lost)

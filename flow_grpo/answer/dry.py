@@ -85,8 +85,8 @@ class AnswerLoop(Rehearsal):
 
 def smallest_epoch(plan: AnswerPlan, num_processes: int) -> AnswerPlan:
     """The batches of `plan`, as few as make whole groups; two at least, as one is scored while the
-    next is sampled. `num_processes` run them: fewer than the plan has need more batches each to
-    make whole groups."""
+    next is sampled. They run on `num_processes`: fewer than planned need more batches each to make
+    whole groups."""
     size, planned = plan.batch_size, num_processes == plan.num_processes
     for batches in range(2, plan.batches if planned else plan.group_size + 2):
         samples = batches * size * num_processes

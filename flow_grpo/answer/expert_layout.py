@@ -56,7 +56,8 @@ def has_fused_experts(model: nn.Module) -> bool:
 
 
 def check_convertible(model: nn.Module, source: str) -> None:
-    """Reject a model whose weights cannot be sent to vLLM one by one; `model` may be on meta."""
+    """Reject a model whose weights cannot be sent to vLLM one at a time; `model` may be on the
+    meta device."""
     if not has_fused_experts(model):
         return
     reason = "this version of transformers has no table of weight conversions"
@@ -76,8 +77,8 @@ def check_convertible(model: nn.Module, source: str) -> None:
 
 
 def check_files(model: nn.Module, source: str) -> None:
-    """Reject a local folder whose fused experts have transformers' layout where vLLM, which reads
-    the same files, needs the published one; `model` may be on meta."""
+    """Reject a local folder whose fused experts have transformers' layout: vLLM reads the same
+    files and needs the published one. `model` may be on the meta device."""
     if not _transposes(_published(model)):
         return
     own = {name: list(p.shape) for name, p in model.named_parameters() if FUSED.search(name)}
@@ -88,7 +89,7 @@ def check_files(model: nn.Module, source: str) -> None:
                 if rows != columns and file.get_slice(name).get_shape() == own[name]:
                     raise UserError(
                         f"pretrained.model={source!r} has experts in transformers' layout ({name} "
-                        f"is {own[name]}), which vLLM cannot load; write the model again with "
+                        f"is {own[name]}), which vLLM cannot load; rewrite the model with "
                         "flow-grpo export, or use sample.engine='transformers'"
                     )
 
@@ -98,7 +99,7 @@ def published_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert the weights of a model with fused experts to the published names and shapes.
 
-    Weights of other models are passed on as they are. One weight is converted at a time.
+    Weights of other models are passed through. One weight is converted at a time.
     """
     if not has_fused_experts(model):
         yield from weights
@@ -112,7 +113,7 @@ def published_weights(
 
 @contextmanager
 def published_layout(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context in which `model.save_pretrained` writes `weights` in the published layout."""
+    """Context manager in which `model.save_pretrained` writes the published layout."""
     fused = [weight for name, weight in weights.items() if FUSED.search(name)]
     if get_model_conversion_mapping is None:
         if fused:
@@ -124,7 +125,7 @@ def published_layout(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterato
     if not (fused and _transposes(conversions)):
         yield
     elif any(weight.shape[-1] == weight.shape[-2] for weight in fused):
-        # transformers could not tell the published layout from its own when it loads the files
+        # when loading the files, transformers could not tell the published layout from its own
         logger.warning(
             "experts of square matrices are saved in transformers' own layout, which vLLM cannot "
             "load"
@@ -169,8 +170,8 @@ def _conversions(model: nn.Module, conversions: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def kept_conversions(model: nn.Module) -> Iterator[None]:
-    """Context after which `save_pretrained` reverts the same conversions as before. transformers'
-    `load_adapter` replaces them by those of the adapter's names."""
+    """Context manager that restores the conversions which `save_pretrained` reverts. transformers'
+    `load_adapter` replaces them with those of the adapter's names."""
     missing = object()
     before = getattr(model, CONVERSIONS, missing)
     try:

@@ -1,4 +1,4 @@
-"""LoRA in PEFT's format on a language model: all of it is loaded, or it is an error."""
+"""Load LoRA in PEFT's format into a language model, completely or not at all."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from flow_grpo.weights import check_loading_report, quiet_transformers
 
 
 def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_path") -> None:
-    """Put the LoRA at `path`, a folder or a hub id, on the model, in float32 or better.
+    """Add the LoRA at `path`, a folder or a hub id, to the model, in float32 or wider.
 
     Raises:
         UserError: If it is not a plain LoRA, does not fit the model tensor by tensor, or has values
@@ -32,13 +32,13 @@ def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_pat
     with explained(field, str(path), kind), quiet_transformers(), kept_conversions(model):
         config = LoraConfig(**lora_settings(folder, settings))
         model.add_adapter(config, adapter_name=ADAPTER)
-        # PEFT adds layers in the precision of the model, to which the file would be rounded
+        # PEFT adds layers in the model's dtype, to which the file's values would be rounded
         widen(parameter for name, parameter in model.named_parameters() if "lora_" in name)
         report = model.load_adapter(
             adapter_name=ADAPTER,
             peft_config=config,
-            adapter_state_dict=tensors,  # names of older layouts of the model are converted
-            hotswap=True,  # into the layers that are there
+            adapter_state_dict=tensors,  # names of older model layouts are converted
+            hotswap=True,  # into the existing layers
             is_trainable=True,
             ignore_mismatched_sizes=True,  # the report has them
         )
@@ -52,7 +52,7 @@ def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_pat
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The settings and the tensors of an adapter that PEFT saved."""
+    """Return the config and the tensors of a PEFT adapter."""
     config, weights = folder / CONFIG_NAME, folder / SAFETENSORS_WEIGHTS_NAME
     for file in (config, weights):
         if not file.is_file():
@@ -69,7 +69,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Add the LoRA of `attach_lora` to the weights, and leave plain layers."""
+    """Merge the LoRA of `attach_lora` into the weights and restore the plain layers."""
     for name, layer in [*model.named_modules()]:
         if isinstance(layer, lora.LoraLayer):
             layer.merge(safe_merge=True)

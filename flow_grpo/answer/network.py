@@ -54,7 +54,7 @@ class AnswerModel(nn.Module):
 
     def forward(self, batch: PackedBatch, *, critic_only: bool = False) -> dict[str, Tensor]:
         """`log_probs` (R, T), 0 where there is no token, and `values` (R, T) with a value head.
-        With `critic_only`, gradients of values end at the head."""
+        With `critic_only`, gradients of the values stop at the head."""
         hidden = self.hidden(batch.inputs)
         chosen = hidden[batch.row[:, None], batch.column][batch.mask]  # (tokens, width)
         log_probs = self.token_log_probs(chosen, batch.tokens[batch.mask])

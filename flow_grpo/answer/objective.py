@@ -53,7 +53,7 @@ class Objective:
             columns["importance"] = stacked(fixed, "importance", mask)
             # as in verl: neither the KL nor the values are weighted
             columns["policy_loss"] = policy.loss * columns["importance"]
-        # 0 and not left out: DDP waits for a gradient of every weight
+        # 0 instead of omitted: DDP waits for a gradient of every weight
         loss = 0.0 * log_probs if self.critic_only else columns["policy_loss"]
         if train.beta > 0:
             reference, clamp = stacked(fixed, "reference", mask), train.clamp_log_ratios

@@ -95,7 +95,7 @@ def build_plan(config: AnswerFields, num_processes: int) -> AnswerPlan:
 
 
 def check_parallel(size: int, num_processes: int) -> None:
-    """Reject tensor parallelism over more processes than a node has, or over a part of them."""
+    """Reject a tensor-parallel size that does not divide the processes of a node."""
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     if on_node % size:
         raise UserError(

@@ -94,7 +94,7 @@ class AnswerPolicy(BasePolicy):
         attach_lora(self.model, path)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """The policy's weights, and in a group of their own those of the value head."""
+        """Return the policy's weights and, in a separate group, those of the value head."""
         if self.network.value is None:
             return super().parameter_groups()
         critic = list(self.network.value.parameters())
@@ -102,8 +102,8 @@ class AnswerPolicy(BasePolicy):
         return [{"params": policy}, {"params": critic}]
 
     def drop_policy_gradients(self) -> None:
-        """Leave gradients to the value head alone: the optimizer skips weights without one. Those
-        of DeepSpeed, which keeps them itself, are zeros."""
+        """Keep only the gradients of the value head: the optimizer skips weights without one.
+        DeepSpeed holds its own gradients, which are 0 here."""
         for parameter in self.parameters()[: -len(list(self.network.value.parameters()))]:
             parameter.grad = None
 
@@ -167,10 +167,10 @@ class AnswerPolicy(BasePolicy):
 
 
 def enable_recomputation(network: nn.Module) -> None:
-    """Let layers recompute their activations, which transformers does in training mode only.
+    """Enable activation checkpointing, which transformers supports in training mode only.
 
-    The layers inside them stay in evaluation mode: dropout, of LoRA or of the model, would make the
-    trained policy another one than the policy that sampled.
+    Submodules of the checkpointed layers stay in evaluation mode: with dropout, of LoRA or of the
+    model, the trained policy would differ from the behaviour policy.
     """
     for module in network.modules():
         if getattr(module, "gradient_checkpointing", False):

@@ -251,18 +251,18 @@ class PromptEncoder:
         return self._ids(text, question.where)
 
     def _ids(self, text: str, where: str) -> list[int]:
-        """Token ids of what the chat template has written, each with an embedding."""
+        """Return the token ids of the rendered chat template; each has an embedding."""
         ids = self._literal.encode(text)
         name = self.tokenizer.name_or_path
         if not ids:
             raise UserError(
-                f"the chat template of {name} writes nothing for {where}; mend its chat_template, "
-                "or name another model"
+                f"the chat template of {name} renders nothing for {where}; fix its chat_template, "
+                "or use another model"
             )
         if max(ids) >= self._vocabulary:
             raise UserError(
-                f"the tokenizer of {name} has token id {max(ids)} in {where}, and the model has "
-                f"embeddings for {self._vocabulary} tokens only; take the model's own tokenizer"
+                f"the tokenizer of {name} returns token id {max(ids)} for {where}, but the model "
+                f"has only {self._vocabulary} token embeddings; use the model's own tokenizer"
             )
         return ids
 

@@ -77,7 +77,7 @@ class Rollout:
     rows: np.ndarray  # (groups,), the question of each
     seed: int = 0
     passes: list[PassState] = field(default_factory=list)  # of each data set, after `rows`
-    # by data set, the questions of the epoch, counted from its first one; replaced ones too
+    # for each data set, row numbers of the questions drawn in this epoch, including replaced ones
     drawn: list[set[int]] = field(default_factory=list)
     refilled: int = 0  # questions that others were taken instead of
     # (N,) bool: samples to train; False for groups without advantages, with `sample.refills`
@@ -101,9 +101,8 @@ class Rollout:
         """Choose the questions of an epoch, without replacement; no answer is sampled yet.
 
         Args:
-            sets: For each data set, one after the other, its number of questions and its share of
-                an epoch.
-            saved: Where the passes over the data sets are, as in `Progress.questions`.
+            sets: For each data set, its number of questions and its share of an epoch.
+            saved: Positions in the passes over the data sets, as in `Progress.questions`.
         """
         passes, _ = pass_states([size for size, _ in sets], saved)
         rollout = cls(plan, np.empty(0, np.int64), seed, passes, [set() for _ in sets])
@@ -120,7 +119,7 @@ class Rollout:
         return [state.size for state in self.passes]
 
     def left(self, number: int) -> int:
-        """How many questions of a data set the epoch has not drawn."""
+        """Return how many questions of a data set were not drawn in this epoch."""
         return self.passes[number].size - len(self.drawn[number])
 
     @property
@@ -155,7 +154,7 @@ class Rollout:
         }
 
     def keep_groups_with(self, advantages: np.ndarray) -> None:
-        """Train groups in which some response has an advantage, and no others."""
+        """Train only groups in which some response has a nonzero advantage."""
         by_group = (advantages != 0).reshape(-1, self.plan.group_size)
         self.learns = np.repeat(by_group.any(1), self.plan.group_size)
 
@@ -167,12 +166,12 @@ class Rollout:
         return members
 
     def refill(self) -> np.ndarray:
-        """Replace the questions of groups that are not trained by the next ones of the same data
-        set, as far as there are any; return the indices to sample for them."""
+        """Replace the questions of groups that are not trained with the next ones of the same data
+        set, as far as available; return the indices to sample."""
         without = ~self.learns[:: self.plan.group_size]
-        replaced = []
+        data_set, replaced = set_of(self.sizes, self.rows), []
         for number in range(len(self.passes)):
-            groups = np.flatnonzero(without & (set_of(self.sizes, self.rows) == number))
+            groups = np.flatnonzero(without & (data_set == number))
             groups = groups[: self.left(number)]
             self.rows[groups] = self._take(number, len(groups))
             replaced += groups.tolist()

@@ -69,7 +69,7 @@ class VlmSession(BaseSession):
 
     @property
     def sizes(self) -> list[int]:
-        """Questions of each data set."""
+        """Number of questions of each data set."""
         return [size for size, _ in self.sets]
 
     @property
@@ -125,8 +125,8 @@ def build_session(
     num_processes: int | None = None,
 ) -> VlmSession:
     """Everything the run needs; whatever is cheap to check is checked before weights load. `begin`
-    finds and locks the run folder, which without a lock is left alone. `num_processes`: those to
-    plan for, in place of those that are here; such a session cannot train, only be measured."""
+    finds and locks the run folder, which without a lock is left alone. `num_processes` is the
+    number of processes to plan for, if not the current one; such a session can only be measured."""
     check_goal(config)
     config = check(config)
     if config.train.loss in config.custom_losses:

@@ -22,7 +22,7 @@ def write_answers(
     answers: Sequence[str],
     **columns: Sequence,
 ) -> None:
-    """Call it on all processes; those of the main process are written."""
+    """Write sampled responses. Call it on all processes; only the main process writes."""
     shown = questions if session.accelerator.is_main_process else []
     pictures = on_all_or_none(session.accelerator, lambda: [_picture(each) for each in shown])
     write_samples(

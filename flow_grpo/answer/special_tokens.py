@@ -2,9 +2,9 @@
 
 A chat template mixes that text with its own special tokens, such as <|im_end|>, and the tokenizer
 cannot tell them apart: text from a data set or a tool could end a turn, open another role or stand
-for an image. `LiteralText.protect` therefore replaces special tokens in the text by private-use
-characters before the template sees it, and `LiteralText.encode` encodes these as the characters
-that were written. Text without special tokens is encoded as ever.
+for an image. `LiteralText.protect` therefore replaces special tokens in the text with private-use
+characters before the template is rendered, and `LiteralText.encode` encodes these as the original
+characters. The encoding of text without special tokens does not change.
 """
 
 import re
@@ -23,9 +23,9 @@ class LiteralText:
     """Encodes text in which special tokens are plain characters.
 
     Args:
-        tokenizer: The tokenizer of the model. Its added tokens that are marked as special count;
-            others, such as <think> and <tool_call>, may be part of a text.
-        reject: Raise for a text with a special token instead.
+        tokenizer: The tokenizer of the model. Only added tokens that are marked as special are
+            escaped; others, such as <think> and <tool_call>, may be part of a text.
+        reject: Raise a UserError for a text with a special token instead.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, reject: bool = False) -> None:
@@ -40,21 +40,21 @@ class LiteralText:
         self._find_mark = re.compile(f"([{''.join(marks.values())}])" if marks else NEVER)
 
     def protect(self, text: str, where: str) -> str:
-        """The text with a private-use character in the place of each special token."""
+        """Replace each special token with a private-use character."""
         if found := self._find_mark.search(text):
             raise UserError(
-                f"{where}: its text has the private-use character {found[0]!a}, which is reserved; "
-                "remove it"
+                f"{where}: the text contains the private-use character {found[0]!a}, which is "
+                "reserved; remove it"
             )
         if self.reject and (found := self._find_text.search(text)):
             raise UserError(
-                f"{where}: its text has {found[0]}, a special token of the model; remove it, or "
-                f"set --config.special_tokens={ESCAPE}"
+                f"{where}: the text contains {found[0]}, a special token of the model; remove it, "
+                f"or set --config.special_tokens={ESCAPE}"
             )
         return self._find_text.sub(lambda match: self._marks[match[0]], text)
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text that a template wrote around protected text."""
+        """Return the token ids of a rendered template that contains protected text."""
         ids = []
         for part in self._find_mark.split(text):
             if part in self._texts:

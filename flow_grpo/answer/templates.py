@@ -1,12 +1,12 @@
-"""Chat templates with bounds on steps and sizes.
+"""Render chat templates with bounds on steps and sizes.
 
 A chat template is a Jinja program that comes with a model. transformers runs it in a sandbox, which
-keeps it from reading files but neither from looping for hours nor from building a string of many
+prevents it from reading files, but not from looping for hours or building a string of many
 gigabytes. Here, both are bounded: `render` counts the lines that a template executes, and
 `BoundedEnvironment` checks the size of a result before it is computed.
 
-The environment takes the place of the one in `transformers.utils.chat_template_utils`, which has no
-public hook for it; `install` is the only function that touches that module.
+The environment replaces the one in `transformers.utils.chat_template_utils`, which has no public
+hook for it; `install` is the only function that modifies that module.
 """
 
 import itertools
@@ -29,7 +29,7 @@ MOST_BITS = 10**6  # of a number
 
 
 class BoundedCodeGenerator(CodeGenerator):
-    """Calls the environment for `a ~ b`, which Jinja does not let a sandbox intercept."""
+    """Compile `a ~ b` to a call of the environment: a sandbox cannot intercept it otherwise."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat(map(str, (")
@@ -40,14 +40,14 @@ class BoundedCodeGenerator(CodeGenerator):
 
 
 class BoundedFilters(dict):
-    """Filters by name; also one that is added later checks its arguments."""
+    """Filters by name. Every filter checks its arguments, including those added later."""
 
     def __setitem__(self, name: str, function: Callable) -> None:
         super().__setitem__(name, _bounded(function))
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox in which no value has more than `MOST_CHARACTERS` characters or elements."""
+    """Sandbox in which no value has more than `MOST_CHARACTERS` characters or elements."""
 
     code_generator_class = BoundedCodeGenerator
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -57,7 +57,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         filters, self.filters = self.filters, BoundedFilters()
         for name, function in filters.items():
             self.filters[name] = function
-        self.globals.pop("lipsum", None)  # text of any length
+        self.globals.pop("lipsum", None)  # returns text of any length
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
@@ -84,7 +84,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _bounded(function: Callable) -> Callable:
-    """A filter that checks its arguments. Its markers (`pass_context` and so on) stay."""
+    """Wrap a filter so that it checks its arguments; keep markers such as `pass_context`."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,8 +97,8 @@ def _bounded(function: Callable) -> Callable:
 
 
 def _check_arguments(owner: Any, arguments: Iterable[Any]) -> None:
-    """Bound the result of a method or a filter from above: no published one returns more than its
-    text times its largest argument, or the sum of what it joins."""
+    """Check an upper bound on the size of a method's or filter's result: no built-in one returns
+    more than its text times its largest argument, or the sum of what it joins."""
     numbers = [1]
     for each in arguments:
         if isinstance(each, int):
@@ -130,7 +130,7 @@ def _size(value: Any) -> int:
 
 def _check(size: int, most: int = MOST_CHARACTERS, unit: str = "characters") -> None:
     if size > most:
-        raise MemoryError(f"a value of {size:,} {unit} is more than {most:,}")
+        raise MemoryError(f"a value of {size:,} {unit} exceeds the limit of {most:,}")
 
 
 def install() -> None:
@@ -146,8 +146,8 @@ def install() -> None:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
-    """The chat as the template has it; one that never ends is stopped, after a number of steps and
-    not of seconds, which other work on the machine would use up."""
+    """Render the chat template. A template that does not end is stopped after a number of steps,
+    not seconds, so that the load of the machine does not matter."""
     install()
     steps, before = itertools.count(), sys.gettrace()
 

@@ -266,7 +266,7 @@ def mend(scratch: str, model: nn.Module) -> None:
         # A head that is tied to the embedding is not loaded, and on a CPU it has a packed copy.
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
-        # Experts are packed for a CPU when they are loaded first, and not when they are reloaded
+        # Experts are packed for the CPU on the first load, but not on reload
         # (vLLM 0.32.0, fused_moe/unquantized_fused_moe_method.py, lines 187 to 205).
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and module.w13_weight.device.type == "cpu":

@@ -35,8 +35,8 @@ DRY_RUN = (
     "will take, and stop; nothing is written."
 )
 WORLD_SIZE = (
-    "With --dry_run: plan for this many processes, also where fewer are here; these measure their "
-    "share of the work."
+    "With --dry_run: plan for this many processes, even if fewer are running; these measure "
+    "batches of the planned size."
 )
 RESUME = "logs/RUN, to go on with that run and its own config; --config.FIELD=VALUE changes it."
 OF_RUN = ROOT / "config/run.py"
@@ -53,8 +53,8 @@ def run(
 ) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
 
-    `common` are the settings that --help lists, if not those of training. `other_trade` is the
-    error message for a config of the other training script, if not to run that script.
+    `common` are the settings that --help lists; the default is those of training. `other_trade` is
+    the error message for a config of the other training script; the default names that script.
     `default` is the config to take where none is named, `dry_run` what to call in place of `main`
     with --dry_run, with the config and --world_size. What is returned is never freed: gloo was seen
     to wait for ever when the last reference to a process group went.
@@ -130,8 +130,8 @@ def _look(
     world_size = flags.FLAGS.world_size if trains else None
     if world_size and not flags.FLAGS.dry_run:
         raise UserError(
-            f"--world_size={world_size} plans a run and needs --dry_run; the launcher sets the "
-            "number of processes of a run"
+            f"--world_size={world_size} needs --dry_run; without it, the launcher sets the number "
+            "of processes"
         )
     if trains and not goes_on:  # else what is not as it was is told first
         resolve_name(trade.check_early)(settings)
@@ -238,7 +238,7 @@ def _about(argv: list[str]) -> list[str]:
     """What the script does, and its options."""
     own = flags.FLAGS.flags_by_module_dict()
     ours = [*own.get(argv[0], []), *own.get(__name__, [])]
-    # absl adds a line of its own to the help of options that may be repeated
+    # absl appends a line to the help of options that may be repeated
     helps = {flag.name: flag.help.partition(";\n    repeat this option")[0] for flag in ours}
     options = [entry(f"--{name}", text) for name, text in helps.items()]
     about = (sys.modules["__main__"].__doc__ or "").strip()
@@ -246,8 +246,8 @@ def _about(argv: list[str]) -> list[str]:
 
 
 def _with_our_configs(argv: list[str], presets: str = "") -> list[str]:
-    """config/grpo.py is that of the library, where the current folder has none; a preset name
-    alone is one of the config file `presets`."""
+    """Resolve config/grpo.py to the library's if the current folder has none, and a bare preset
+    name to the config file `presets`."""
     found, before = [], ""
     for arg in argv:
         if before == "--config":

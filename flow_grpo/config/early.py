@@ -1,8 +1,8 @@
 """Import this before all else, which takes seconds: until `command_line` takes over, Ctrl-C and
 SIGTERM end the process at once, in one line. Nothing has begun yet that needs an orderly end.
 
-A process that torchrun or accelerate started gets SIGTERM when that launcher dies, also of
-`kill -9`: nobody would end it otherwise, and its GPU stays taken.
+A process that torchrun or accelerate started receives SIGTERM when the launcher dies, even of
+`kill -9`: nothing else would end it, and it would continue to occupy its GPU.
 """
 
 import ctypes

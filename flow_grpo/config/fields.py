@@ -196,7 +196,7 @@ class TrainFields:
     max_skipped_updates: int = setting(
         10,
         "An update with a NaN or infinite gradient is skipped; after this many in a row the run "
-        "stops. 0: it never does.",
+        "stops. 0: no limit.",
         at_least=0,
     )
     ema: bool = setting(
@@ -229,8 +229,8 @@ class SharedFields(RewardFields, RunFields):
     dataset: str = setting("", "A folder with train and test files, one such file, or a hub name.")
     metadata_columns: str = setting(
         "",
-        "Columns that are metadata for the rewards although they look like images, videos, audio "
-        'or conversations, which are rejected where nothing reads them: "reference,mask_path". '
+        "Columns to treat as metadata for the rewards even if they look like images, videos, audio "
+        'or conversations, which are rejected if nothing reads them: "reference,mask_path". '
         "Binary data in them is not loaded.",
     )
     custom_models: dict = setting(

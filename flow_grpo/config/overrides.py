@@ -85,7 +85,9 @@ def check_flags(argv: list[str], known: Collection[str], *, idle: Collection[str
         fields = [field for field in last if last[field] == near]
         fields = [f for f in fields if f.partition(".")[0] not in idle]
         if near == name and not fields and name in last.values():
-            raise UserError(f"unknown option --{name}; the algorithm of this run has no {name}")
+            raise UserError(
+                f"unknown option --{name}; the algorithm of this run has no setting {name}"
+            )
         meant = [near] if near in own else [f"config.{field}" for field in fields[:3]]
         hint = " or ".join(f"--{each}{equals}{value}" for each in meant)
         way_out = f"did you mean {hint}?" if hint else "--help lists all"
@@ -109,9 +111,14 @@ def values_of(argv: list[str], option: str) -> list[str]:
 
 
 def planned_processes() -> int | None:
-    """The processes to plan for: those of `--world_size`, which a dry run takes, or those that a
-    launcher started; None where neither says."""
-    given = next(reversed(values_of(sys.argv, "world_size")), "")
+    """Return the number of processes to plan for: `--world_size` of a dry run, else what the
+    launcher set; None if neither is given.
+
+    Without `--dry_run`, a `--world_size` on the command line may belong to a script that calls the
+    Python API.
+    """
+    dry_run = any(arg.partition("=")[0] == "--dry_run" for arg in sys.argv)
+    given = next(reversed(values_of(sys.argv, "world_size")), "") if dry_run else ""
     number = given if given.isdecimal() else os.environ.get("WORLD_SIZE")  # absl rejects the others
     return None if number is None else int(number)
 

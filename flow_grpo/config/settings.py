@@ -43,8 +43,8 @@ def setting(
     """A dataclass field with the reason for its default and the values it may take.
 
     A default of None is for a field that may be left unset. A dict holds names of the user's.
-    Numbers without an upper bound of their own are at most `LARGEST`; bounds of a tuple apply to
-    each of its values.
+    Numbers that declare no upper bound are at most `LARGEST`; bounds of a tuple apply to each of
+    its values.
     """
     bounds = dict(zip(_HOLDS, (at_least, above, at_most, below, from_0_below), strict=True))
     rules = {words: bound for words, bound in bounds.items() if bound is not None}
@@ -132,7 +132,7 @@ def check_settings(part: str, settings: Any) -> None:
         if is_dataclass(value):
             check_settings(name, value)
         elif "same_as" in each.metadata:
-            continue  # the field that it is an alias of is checked
+            continue  # the field that it aliases is checked
         elif value is not None or each.default is not None:
             _check_rules(name, value, each)
 
@@ -148,7 +148,7 @@ def _check_rules(name: str, value: Any, each: Field) -> None:
 
 
 def _check_number(name: str, value: Any, number: Real, rules: dict[str, float]) -> None:
-    if not math.isfinite(number):
+    if not isinstance(number, int) and not math.isfinite(number):  # a huge int is no float
         raise UserError(f"{name}={value} must be a finite number")
     if not rules.keys() & {*UPPER_BOUNDS}:
         rules = {**rules, "at most": LARGEST}

@@ -251,7 +251,7 @@ def all_fields(
 
 
 def _check_run_name(name: str) -> None:
-    """Reject a run that would lie outside `logdir`, or be that folder itself."""
+    """Reject a run directory outside `logdir`, or `logdir` itself."""
     if name and (os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in ("..", ".")):
         raise UserError(
             f"run_name={name!r} must name a folder inside logdir; set --config.logdir to write "
@@ -260,15 +260,15 @@ def _check_run_name(name: str) -> None:
 
 
 def _check_folder_name(name: str, value: str) -> None:
-    """Reject names that a shell or a report would show as another one."""
+    """Reject names that a shell or a report would display differently."""
     if value != value.strip() or not value.isprintable():
         raise UserError(
-            f"{name}={value!r} must not start or end with spaces or have control characters in it"
+            f"{name}={value!r} must not start or end with spaces, or contain control characters"
         )
 
 
 def _check_revision(pretrained: ModelFields) -> None:
-    """A folder has no revisions: which one is there would not be what was asked for."""
+    """Reject a revision of a local folder, which has none."""
     model, revision = find(pretrained.model), pretrained.revision
     if revision != NEWEST and os.path.exists(model):
         raise UserError(
@@ -278,7 +278,7 @@ def _check_revision(pretrained: ModelFields) -> None:
 
 
 def check_keys(config: ConfigDict, prefix: str = "") -> None:
-    """Reject names that are not strings: everything that reads a config joins them with dots."""
+    """Reject keys that are not strings: readers of a config join them with dots."""
     for key, value in config.items():
         if not isinstance(key, str):
             section = prefix.rstrip(".") or "the config"

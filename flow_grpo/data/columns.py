@@ -2,13 +2,13 @@
 
 A row has three kinds of columns:
 
-- columns that its reader uses (prompt, images, answer, ...): each reader declares them;
+- columns that the reader uses (prompt, images, answer, ...): each reader declares them;
 - metadata for the rewards: text, numbers, lists and objects under any other name;
-- inputs that the reader does not use: images, videos, audio, conversations or parts of a question
-  under a name that it does not read.
+- inputs that nothing uses: images, videos, audio, conversations or parts of a question under a name
+  that the reader does not read.
 
-A run that ignores the third kind trains on a different task than the one in the file, so such a
-column is an error. It is recognised by its name (`img`, `mask_path`, `conversations`) or by its
+A run that ignored the third kind would train on a different task than the one in the file, so such
+a column is an error. It is recognised by its name (`img`, `mask_path`, `conversations`) or by its
 content (a path that ends in `.png`, JPEG bytes, a list of chat turns). The setting
 `metadata_columns` names columns that are metadata although they look like an input.
 """
@@ -45,9 +45,9 @@ SIGNATURES = {  # by kind: (offset, bytes)
     AUDIO: ((8, b"WAVE"), *((0, start) for start in (b"ID3", b"fLaC", b"OggS", b"\xff\xfb"))),
 }
 BASE64_IMAGES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # PNG, JPEG, GIF, WebP
-MIN_BASE64 = 64  # characters; a shorter text that starts like that is a text
+MIN_BASE64 = 64  # characters; anything shorter is plain text
 MAX_PATH = 4096  # characters; a longer text is not a path
-MAX_ITEMS = 100  # of a list that are looked at
+MAX_ITEMS = 100  # of a list that are examined
 TURNS = ({"role", "content"}, {"from", "value"})  # keys of a chat turn: OpenAI's, ShareGPT's
 
 WORDS = {
@@ -57,7 +57,7 @@ WORDS = {
 }
 NOUNS = {word: kind for kind, words in WORDS.items() for word in words.split()}
 NOUNS |= {"maskpath": IMAGE, "maskpaths": IMAGE, "maskfile": IMAGE, "maskimage": IMAGE}
-# with one of these words, a name is of a property of an image, as image_width is
+# with one of these words, a name denotes a property of an image, such as image_width
 PROPERTIES = """id ids uid uids uuid idx index indices key keys number num count counts n total
     width height size sizes shape ratio aspect resolution caption captions description
     descriptions desc text texts type types kind format style score scores quality rating
@@ -103,7 +103,7 @@ class ColumnRules:
             used: Columns that the reader has read.
             where: The file and the row, for the message.
             allowed: Columns that the user has declared to be metadata.
-            ignored: Kinds of content that the user does not want to be used.
+            ignored: Kinds of content that the user has excluded.
         """
         for name, value in row.items():
             if name in used or name in allowed or is_empty(value):
@@ -142,7 +142,7 @@ def is_empty(value: Any) -> bool:
 
 
 def has_binary(value: Any) -> bool:
-    """Whether a value cannot be metadata, which travels as JSON."""
+    """Return whether a value contains bytes or an image, which metadata (JSON) cannot."""
     if isinstance(value, dict):
         return any(map(has_binary, value.values()))
     if isinstance(value, list | tuple):
@@ -168,7 +168,7 @@ def content_kind(value: Any) -> str:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether it is a list of chat turns, or one as a JSON string."""
+    """Return whether a value is a list of chat turns, or one as a JSON string."""
     return content_kind(value) == CONVERSATION
 
 
@@ -208,7 +208,7 @@ def _json_kind(text: str) -> str:
 
 @cache
 def name_kind(name: str) -> str:
-    """The kind of input that a column's name stands for: "img_path" is an image, "image_width" is
+    """The kind of input that a column's name denotes: "img_path" is an image, "image_width" is
     not."""
     words = [word.rstrip("0123456789") or word for word in words_of(name)]
     if not {*PROPERTIES.split()}.isdisjoint(words):

@@ -10,12 +10,12 @@ from typing import Any
 from flow_grpo.data.mixing import PromptSource
 
 ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
-MOST_BYTES = 2**24  # read and parsed in a fraction of a second
+MOST_BYTES = 2**24  # takes a fraction of a second to read and parse
 
 
 def read_early(sources: Iterable[PromptSource], read: Callable[[], Any]) -> None:
-    """Call `read`, which raises a UserError for a mistake in the data, if the sets are small and on
-    this disk. What it returns and logs is dropped: the run reads them again."""
+    """Call `read`, which raises a UserError for a mistake in the data, if all data sets are local
+    and small. Its result and log messages are discarded: the run reads the data again."""
     if not all(is_small(Path(source.path)) for source in sources):
         return
     logger = logging.getLogger("flow_grpo")
@@ -28,7 +28,7 @@ def read_early(sources: Iterable[PromptSource], read: Callable[[], Any]) -> None
 
 
 def is_small(path: Path) -> bool:
-    """Whether a file, or all tables of a folder as the readers look for them, are quick to read."""
+    """Return whether a file, or the tables of a folder that the readers look for, are small."""
     if os.path.isfile(path):
         return path.stat().st_size <= MOST_BYTES
     folders = [path, path / "data", path / "data/train", path / "train"]

@@ -167,7 +167,7 @@ def warn_of_repeats(
     known = set(map(key, train))
     if len(train) > 1 and len(known) == 1:
         logger.warning("%s: all %d training %s are identical", source, len(train), what)
-    if train is test:  # too few to hold any out, which `split_off` logs
+    if train is test:  # too few rows for a held-out set, which `split_off` logs
         return
     if seen := sum(key(row) in known for row in test):
         logger.warning(

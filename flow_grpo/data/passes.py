@@ -3,8 +3,8 @@
 A data set of `size` rows is an endless sequence of passes, each a random permutation that depends
 on the seed, the set and the number of the pass alone: neither world size nor a resumed run changes
 it. A caller takes any number of rows at a time, so a pass may end in the middle of an epoch. Rows
-of the next pass that the epoch already has are then skipped and taken first by the next epoch: the
-rows of an epoch stay distinct, and every row of a pass is used before any row of the next one.
+of the next pass that are already in the epoch are then skipped, and the next epoch takes them
+first: the rows of an epoch are distinct, and a pass uses every row before the next pass begins.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ from flow_grpo.data.seeding import Stream, numpy_rng
 
 @dataclass(frozen=True)
 class PassState:
-    """How many rows of a data set were taken, small enough to be saved with every checkpoint."""
+    """Position in the passes over a data set; small enough to save with every checkpoint."""
 
     size: int  # rows of the data set
     taken: int = 0  # since the run began; divided by `size`, the number of the pass
@@ -36,9 +36,9 @@ def take_rows(
     """Take the next rows of a data set, from 0 to `state.size` - 1.
 
     Args:
-        count: How many; at most the rows of the set that are not `used`.
-        used: Rows of this set that the epoch already has.
-        number: Of the data set, where several are mixed.
+        count: Number of rows; at most the rows of the set that are not `used`.
+        used: Rows of this set that are already in the epoch.
+        number: Index of the data set if several are mixed.
 
     Returns:
         The rows, which are distinct and not among `used`, and the state after them.
@@ -60,7 +60,7 @@ def take_rows(
         if len(rows) == count:
             skipped += carried[scanned:]
             return rows, PassState(state.size, state.taken + count, tuple(skipped))
-        # The pass is over, and nothing of it was skipped: else all rows would be in use.
+        # The pass is over, and none of its rows was skipped: otherwise all would be in use.
         used.update(rows)
         pass_number += 1
         carried, left = [], _permutation(seed, number, pass_number, state.size)
@@ -73,8 +73,8 @@ def _permutation(seed: int, number: int, pass_number: int, size: int) -> list[in
 def pass_states(
     sizes: Sequence[int], saved: Sequence[Mapping[str, Any]]
 ) -> tuple[list[PassState], bool]:
-    """Return the states to continue with, and whether they are the saved ones. New passes begin
-    where nothing was saved or the sizes of the data sets changed."""
+    """Return the states to continue with, and whether they are the saved ones. New passes begin if
+    nothing was saved or the sizes of the data sets changed."""
     states = [PassState.read(each) for each in saved]
     if [state.size for state in states] == list(sizes):
         return states, True

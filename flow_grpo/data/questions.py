@@ -53,7 +53,7 @@ ENDINGS = (".jsonl", ".json", ".parquet")
 MESSAGE = "message"
 TEXTS = (MESSAGE, "question", "problem")  # of which a row has one
 VIDEO_COLUMNS = ("videos", "video")
-MAX_QUESTION = 500_000  # characters; about as many as a context of 128k tokens has
+MAX_QUESTION = 500_000  # characters; about a context of 128k tokens
 ANOTHER = ("is named like a question", "use it with --config.input_key={name}")
 PART = ("is named like a part of the question", "write it into the question")
 ANOTHER_NAMES = """message messages question questions problem prompt prompts query instruction
@@ -103,7 +103,7 @@ class Keys:
     answer: str = "answer"  # the truth; empty: there is none
     image: str = ""  # empty: the first of COLUMNS; "none": images are not used
     video: str = ""  # empty: the first of VIDEO_COLUMNS; "none": videos are not used
-    metadata: tuple[str, ...] = ()  # metadata for the rewards, whatever they look like
+    metadata: tuple[str, ...] = ()  # metadata for the rewards, whatever their content
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class Keys:
 
     @property
     def unread(self) -> dict[str, tuple[str, ...]]:
-        """What may go unread, because the user says so: columns, and kinds of content."""
+        """Columns and kinds of content that the user allows to be ignored."""
         images = (IMAGE, BINARY) if self.image == NO_IMAGES else ()
         videos = (VIDEO,) if self.video == NO_IMAGES else ()
         return {"allowed": self.metadata, "ignored": (*images, *videos)}
@@ -150,7 +150,7 @@ def _contents(question: Question) -> tuple[str, ...]:
 
 
 def check_keys(questions: Iterable[Question], keys: Keys) -> None:
-    """Reject a column of images or videos that no row of any data set has."""
+    """Reject an image or video column that is empty in all rows of all data sets."""
     questions = list(questions)
     for setting, key, found in (
         ("image_key", keys.image, any(q.images for q in questions)),
@@ -158,8 +158,8 @@ def check_keys(questions: Iterable[Question], keys: Keys) -> None:
     ):
         if key not in ("", NO_IMAGES) and not found:
             raise UserError(
-                f"{setting}={key!r}: none of the {len(questions)} questions has anything in this "
-                f'column; name another, or leave it empty for "{setting.removesuffix("_key")}s"'
+                f"{setting}={key!r}: this column is empty in all {len(questions)} questions; name "
+                f'another, or leave the setting empty for "{setting.removesuffix("_key")}s"'
             )
 
 
@@ -253,7 +253,7 @@ def to_question(row: Any, folder: Path, where: str, keys: Keys = LAYOUTS) -> Que
     for text in (asked.text, asked.system):
         if len(text) > MAX_QUESTION:
             raise UserError(
-                f'{where}: "{name}" has {len(text):,} characters, and a question has at most '
+                f'{where}: "{name}" has {len(text):,} characters, more than the allowed '
                 f"{MAX_QUESTION:,}; shorten it or remove the row"
             )
     used = {name, keys.answer, image_column, video_column}
@@ -320,11 +320,11 @@ class Asked:
 
 
 def _chat(message: Any, columns: Asked, where: str) -> Asked:
-    """The question of a chat that ends with it.
+    """Return the question that a chat ends with.
 
-    Its images and videos are those that its parts name, as in LMM-R1's files. Where these are only
-    marked ("<image>" in a text, or a part {"type": "image"} without a source, as for verl and TRL),
-    they are those of the row's columns.
+    Its images and videos are those named in its parts, as in LMM-R1's files. If the chat only has
+    placeholders ("<image>" in a text, or a part {"type": "image"} without a source, as for verl and
+    TRL), they come from the row's columns.
     """
     chat = parse_json(message, f"{where}: message") if isinstance(message, str) else message
     if not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
@@ -345,17 +345,15 @@ def _chat(message: Any, columns: Asked, where: str) -> Asked:
             asked.system = asked.text
             if asked.images or asked.videos or MARK in asked.text or VIDEO_MARK in asked.text:
                 raise UserError(
-                    f"{where}: the system turn of message has an image or a video; move it to the "
-                    "turn of the user"
+                    f"{where}: the system turn of message contains an image or a video; move it to "
+                    "the user turn"
                 )
     for kind, own, given in (
         ("images", asked.images, columns.images),
         ("videos", asked.videos, columns.videos),
     ):
         if own and given:
-            raise UserError(
-                f"{where}: both its message and a column have {kind}; remove one of them"
-            )
+            raise UserError(f"{where}: both message and a column have {kind}; remove one of them")
     asked.images = asked.images or columns.images
     asked.videos = asked.videos or columns.videos
     return asked
@@ -369,7 +367,7 @@ def _part(part: Any, asked: Asked, where: str) -> str:
         return part["text"]
     if kind not in ("image", "image_url", "video"):
         raise UserError(
-            f"{where}: message has a part that is no text, image or video: {part!r:.80}"
+            f"{where}: message has a part that is not a text, image or video: {part!r:.80}"
         )
     _reject_keys(part, {"type", kind}, "part", where)
     source = part.get(kind)
@@ -382,9 +380,9 @@ def _part(part: Any, asked: Asked, where: str) -> str:
 
 
 def _reject_keys(given: dict[str, Any], known: set[str], what: str, where: str) -> None:
-    """Parquet files fill in None for keys that other parts have."""
+    """Reject unknown keys with a value; parquet files fill keys of other parts with None."""
     for key, value in given.items():
         if key not in known and not is_empty(value):
             raise UserError(
-                f'{where}: a {what} of its message has "{key}", which nothing reads; remove it'
+                f'{where}: a {what} of message has the key "{key}", which nothing reads; remove it'
             )

@@ -35,8 +35,8 @@ INSTALL = "pip install -e '.[data]'"
 NO_IMAGES = "none"
 MASK = "mask"  # the column of masks, in files that have pictures
 NEGATIVE = "negative_prompt"
-MAX_PROMPT = 10_000  # characters; the longest text encoders read 1,024 tokens
-PREFERENCE = ("belongs to a preference data set", "")
+MAX_PROMPT = 10_000  # characters; text encoders read at most 1,024 tokens
+PREFERENCE = ("belongs to a preference data set, while training compares samples of the policy", "")
 RULES = ColumnRules(
     settings={IMAGE: "image_column", BINARY: "image_column"},
     reserved={
@@ -52,7 +52,6 @@ RULES = ColumnRules(
             ("conversations", "conversation", "messages", "system", "system_prompt"),
             ("belongs to a chat", "write all of it into the prompt"),
         ),
-        # algorithm=dpo compares samples of the policy itself
         **dict.fromkeys(("chosen", "rejected"), PREFERENCE),
     },
 )
@@ -64,7 +63,7 @@ class Columns:
 
     prompt: str = "prompt"
     image: str = ""  # "": `images` or `image`, where there is one; "none": none
-    metadata: tuple[str, ...] = ()  # metadata for the rewards, whatever they look like
+    metadata: tuple[str, ...] = ()  # metadata for the rewards, whatever their content
 
     @property
     def pictures(self) -> tuple[str, ...]:
@@ -72,7 +71,7 @@ class Columns:
 
     @property
     def unread(self) -> dict[str, tuple[str, ...]]:
-        """What may go unread, because the user says so: columns, and kinds of content."""
+        """Columns and kinds of content that the user allows to be ignored."""
         ignored = (IMAGE, BINARY) if self.image == NO_IMAGES else ()
         return {"allowed": self.metadata, "ignored": ignored}
 
@@ -91,7 +90,7 @@ class Columns:
 
 
 def named_or(name: str, usual: Sequence[str], metadata: Sequence[str]) -> tuple[str, ...]:
-    """The column that a setting names, "none" for no column; else the `usual` ones, where they are
+    """Return the column that a setting names ("none": no column), or else the `usual` ones that are
     not declared to be metadata."""
     if name == NO_IMAGES:
         return ()
@@ -130,7 +129,7 @@ def to_prompt(row: dict[str, Any], columns: Columns, folder: Path, where: str) -
         and MASK not in columns.metadata
         and content_kind(given.get(MASK)) in (IMAGE, BINARY)
     ):
-        raise UserError(f'{where}: has a column "{MASK}" and no image that it is the mask of')
+        raise UserError(f'{where}: has a column "{MASK}" but no image to mask; add the image')
     RULES.check(given, used, where, **columns.unread)
     left_out = {NEGATIVE, *columns.pictures}
     if images or is_empty(given.get(MASK)):
@@ -142,7 +141,7 @@ def to_prompt(row: dict[str, Any], columns: Columns, folder: Path, where: str) -
 def check_prompt_length(text: str, column: str, where: str) -> None:
     if len(text) > MAX_PROMPT:
         raise UserError(
-            f'{where}: "{column}" has {len(text):,} characters, and a prompt has at most '
+            f'{where}: "{column}" has {len(text):,} characters, more than the allowed '
             f"{MAX_PROMPT:,}; shorten it or remove the row"
         )
 
@@ -155,7 +154,7 @@ def read_lines(path: Path, columns: Columns) -> list[Prompt]:
         check_prompt_length(line, columns.prompt, where)
         if line.startswith("{") and line.endswith("}") and _is_json(line):
             raise UserError(
-                f"{where}: is a JSON object, and a .txt file has one prompt per line; rename the "
+                f"{where}: is a JSON object, but a .txt file has one prompt per line; rename the "
                 "file to .jsonl"
             )
     return [Prompt(line, where=where) for where, line in lines if line]
@@ -306,9 +305,9 @@ def read_hub(
 
 
 def kept(schema: "pyarrow.Schema", columns: Columns, where: str) -> list[str]:
-    """The columns to load: all but binary ones, which metadata cannot have (rewards may get it as
-    JSON). Images and masks for the model stay; other binary columns are rejected, unless the user
-    allows that they go unread."""
+    """Return the columns to load: images and masks for the model, and all that are not binary,
+    which metadata cannot be (rewards may get it as JSON). Other binary columns are rejected unless
+    the user allows them to be ignored."""
     reject_repeated(schema.names, where)
     used = {columns.prompt, *_files(schema.names, columns)}
     types = dict(zip(schema.names, schema.types, strict=True))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 RATE = 2.0  # frames a second, of frames that are given without a rate; Qwen's own default
-SLOWEST, FASTEST = 1e-5, 1e5  # frames a second: from one a day to high-speed cameras
+SLOWEST, FASTEST = 1e-5, 1e5  # frames per second: from one a day to high-speed cameras
 MOVING = ("GIF", "WEBP")  # which Pillow reads
 # how files of the other kinds begin, by the place of it: FFmpeg would also open lists of addresses
 STARTS = {"MP4 or MOV": (4, b"ftyp"), "WebM or MKV": (0, b"\x1a\x45\xdf\xa3"), "AVI": (8, b"AVI ")}
@@ -174,8 +174,8 @@ class _Film:
             raise UserError(f"{name} cannot be decoded (no frames); is the file whole?")
         if not _is_rate(self.fps):
             raise UserError(
-                f"{name} has {self.fps:g} frames a second, which must be from {SLOWEST:g} to "
-                f"{FASTEST:g}; convert it to a usual rate"
+                f"{name} has {self.fps:g} frames per second, which must be from {SLOWEST:g} to "
+                f"{FASTEST:g}; re-encode it at a usual rate"
             )
         if math.prod(self.size) > MAX_PIXELS:
             raise UserError(

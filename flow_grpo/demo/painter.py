@@ -96,7 +96,7 @@ class Painter:
         trained = [self._candidate(self.newest)] if self.newest else []
         self.exchange = Exchange(self.adapter, [self.base, *trained])
         with self.exchange.applied(self.base):
-            pass  # a LoRA that does not fit the model is rejected now
+            pass  # rejects a LoRA that does not fit the model
         self.exchange.check(trained)
         self.module = self.accelerator.prepare_model(self.adapter.transformer, evaluation_mode=True)
         self._turn = threading.Lock()

@@ -31,8 +31,8 @@ CPS_CLIP = 1e-5  # of every published setting with sde_type="cps"
 WIDE_FOR_CPS = 1e-4
 STEPS = ("sample.sde_type", "sample.noise_level")
 WINDOW = ("sample.sde_window_range", "sample.sde_window_per")
-WITHOUT_REWARDS = ("opd",)  # methods that only measure the rewards
-WITHOUT_GROUPS = (*WITHOUT_REWARDS, "leap")  # methods whose credit compares no samples
+WITHOUT_REWARDS = ("opd",)  # methods that only log the rewards
+WITHOUT_GROUPS = (*WITHOUT_REWARDS, "leap")  # methods that do not compare samples
 ACROSS_GROUPS = ("reinforce_pp", "remax")  # estimators that compare beyond the group
 
 
@@ -92,8 +92,8 @@ def check_early(config: DrawFields) -> None:
 
 
 def check_learning(settings: DrawFields) -> None:
-    """Reject a run whose rewards could give no sample any credit. Methods of the user's own may
-    give credit in any way."""
+    """Reject a run in which every advantage would be 0. Custom methods are not checked: they may
+    assign credit in any way."""
     method, advantage = settings.algorithm, settings.train.advantage
     if method in settings.custom_algorithms:
         return
@@ -105,9 +105,9 @@ def check_learning(settings: DrawFields) -> None:
         and advantage not in ACROSS_GROUPS
     ):
         raise UserError(
-            "sample.num_image_per_prompt=1 leaves no other sample of a prompt to compare with for "
-            f"algorithm={method!r} and train.advantage={advantage!r}; use groups of 2 or more, or "
-            "train.advantage='reinforce_pp'"
+            "sample.num_image_per_prompt=1 leaves no other sample of a prompt to compare with, "
+            f"which algorithm={method!r} with train.advantage={advantage!r} needs; use groups of 2 "
+            "or more, or train.advantage='reinforce_pp'"
         )
 
 

@@ -57,8 +57,8 @@ def evaluate_all(
     `pictures` of each are saved, of the first prompts. None saves all; of clips, which are large,
     those that the grid shows. `prompts` stand in for the test prompts of the config, `write` for
     what is written beside the pictures. `lora_given` is the `train.lora_path` that the caller set
-    for this evaluation, as opposed to one in the config of a run: it is rejected where no candidate
-    has it.
+    for this evaluation, as opposed to one in the config of a run: it is rejected if no candidate
+    uses it.
     """
     config = check(config)
     if out.exists():
@@ -67,7 +67,7 @@ def evaluate_all(
     if lora_given and all(candidate.name != BASE for candidate in candidates):
         raise UserError(
             f"train.lora_path={lora_given!r} has no effect: only 'base' is evaluated with it, and "
-            f"the weights of {', '.join(checkpoints)} are complete; add 'base' to them"
+            f"{', '.join(checkpoints)} already contain their LoRA; add 'base' to --checkpoint"
         )
     accelerator = build_accelerator(config)
     prompts = prompts or build_test_prompts(config)

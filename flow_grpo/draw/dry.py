@@ -101,8 +101,8 @@ def smallest_epoch(
     plan: BatchPlan, check: Callable[[BatchPlan], None], num_processes: int
 ) -> BatchPlan:
     """The batches of `plan`, as few as make whole groups and one update; two at least, as one is
-    scored while the next is sampled, which may slow both. `num_processes` run them: fewer than the
-    plan has need more batches each to make whole groups."""
+    scored while the next is sampled, which may slow both. They run on `num_processes`: fewer than
+    planned need more batches each to make whole groups."""
     planned = num_processes == plan.num_processes
     most = plan.batches_per_epoch * (1 if planned else plan.group_size)
     for batches in range(min(2, most), most + 1):

@@ -119,17 +119,17 @@ class Candidate:
 
 
 def base_candidate(lora_path: str) -> Candidate:
-    """The policy before training: the model, with the LoRA of `train.lora_path` if there is one.
+    """Return the policy before training: the model, with the LoRA of `train.lora_path` if set.
 
     Raises:
-        UserError: If the LoRA is missing or is not one, before the model is loaded.
+        UserError: If the path is missing or is not a LoRA; before the model is loaded.
     """
     if not lora_path:
         return Candidate(BASE, None)
     check_lora_path(lora_path)
     if not any("lora" in name.lower() for name in read_lora(lora_path).tensors):
         raise UserError(
-            f"train.lora_path={lora_path!r} has no LoRA weights; name whole weights with "
+            f"train.lora_path={lora_path!r} contains no LoRA weights; pass full weights with "
             "--checkpoint, or a pipeline folder with --config.pretrained.model"
         )
     return Candidate(BASE, Path(lora_path))
@@ -138,7 +138,7 @@ def base_candidate(lora_path: str) -> Candidate:
 def find_candidates(words: list[str], lora_path: str = "") -> list[Candidate]:
     """In the order of `words`: "base" or what `weights_in` takes; several may stand in one word,
     with commas between. Nothing means the base alone. The base has the LoRA at `lora_path`, the
-    config's `train.lora_path`; checkpoints are complete without it."""
+    config's `train.lora_path`; checkpoints contain theirs already."""
     named = [name for word in words for name in _split(word) if name] or [BASE]
     base = base_candidate(lora_path) if BASE in named else None
     found = [None if name == BASE else weights_in(Path(name)) for name in named]

@@ -19,7 +19,7 @@ from flow_grpo.config.trade import Trade
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS, check_fields, option_names
 
-MOST_STEPS = 1000  # of a schedule; the noise levels of more are not apart in half precision
+MOST_STEPS = 1000  # of a schedule; with more, half precision cannot tell noise levels apart
 MOST_GUIDANCE = 1000
 MOST_PIXELS = 2**14  # of a side
 

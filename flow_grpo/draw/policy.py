@@ -63,7 +63,7 @@ class Policy(BasePolicy):
         # the weights at the start of the run, and earlier ones, for algorithms that need them
         self.reference: Snapshot | None = None
         self.old: Snapshot | None = None
-        # Stands in for `old` in the loss where `sample.async_depth` sampled with an earlier one.
+        # Replaces `old` in the loss where `sample.async_depth` sampled with an earlier snapshot.
         self.behaviour: Snapshot | None = None
         self.loras: dict[str, Snapshot] = {}  # of other runs, by path
         self.passes = 0  # of the transformer over samples so far: 1 forward, 3 with backward

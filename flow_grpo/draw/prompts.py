@@ -1,7 +1,7 @@
 """The prompts of a run, from its config; what a user may not expect is told in a line."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flow_grpo.data.images import contents
@@ -18,7 +18,6 @@ from flow_grpo.data.prompts import find_prompts, load_prompts
 from flow_grpo.data.rows import Prompt
 from flow_grpo.draw.fields import DrawFields
 from flow_grpo.draw.plan import BatchPlan
-from flow_grpo.errors import UserError
 
 logger = logging.getLogger("flow_grpo")
 
@@ -45,18 +44,6 @@ def build_prompts(config: DrawFields, plan: BatchPlan) -> PromptSets:
     _tell_ignored_negatives(train, config.sample.guidance_scale)
     test = in_turn([own for _, own in pairs])[: config.eval_prompts or None]
     return PromptSets(train, test, list(zip(sizes, counts, strict=True)))
-
-
-def reject_columns(prompts: list[Prompt], names: Sequence[str], method: str) -> None:
-    """Reject data sets of preference pairs where the method compares samples of its own."""
-    for prompt in prompts:
-        if found := [name for name in names if name in prompt.metadata]:
-            columns = " and ".join(map(repr, found))
-            raise UserError(
-                f"{prompt.where}: algorithm={method!r} does not read {columns}: it is online and "
-                "compares the best and the worst image that the policy draws of a prompt; remove "
-                "these columns"
-            )
 
 
 def build_test_prompts(config: DrawFields) -> list[Prompt]:

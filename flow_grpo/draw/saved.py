@@ -35,8 +35,8 @@ def config_of_file(path: str, options: list[str]) -> ConfigDict:
         DRAW.check_kind(config)
     except OtherTrade as error:
         raise UserError(
-            f"--config {path} is not of a diffusion model, which this needs; name one like "
-            f"{DRAW.example}"
+            f"--config {path} is not a config of a diffusion model, which this script needs; use "
+            f"one like {DRAW.example}"
         ) from error
     return override(config, options)
 

@@ -42,7 +42,7 @@ from flow_grpo.draw.models import (
 from flow_grpo.draw.models.experts import check_places, places_of_model
 from flow_grpo.draw.plan import BatchPlan, build_plan, group_size, lighter_settings
 from flow_grpo.draw.policy import Policy
-from flow_grpo.draw.prompts import build_prompts, reject_columns
+from flow_grpo.draw.prompts import build_prompts
 from flow_grpo.draw.rollout import Dynamics
 from flow_grpo.draw.sources import check_sources, with_sources
 from flow_grpo.draw.teachers import add_teachers, read_teachers
@@ -141,12 +141,12 @@ def build_session(
     """Everything the run needs; whatever is cheap to check is checked before weights load.
 
     `load` stands in for `build_adapter`, where the model is none that was saved; `begin` for what
-    finds and locks the run folder, which without a lock is left alone. `num_processes`: those to
-    plan for, in place of those that are here; such a session cannot train, only be measured.
+    finds and locks the run folder, which without a lock is left alone. `num_processes` is the
+    number of processes to plan for, if not the current one; such a session can only be measured.
     """
     check_goal(config)
     config = check(config)
-    if load is None:  # else it may be a measurement, for which groups of one will do
+    if load is None:  # a custom loader may only measure, for which groups of one are fine
         check_learning(config)
     algorithm = build_algorithm(config)
     if config.algorithm in config.custom_algorithms:
@@ -170,7 +170,6 @@ def build_session(
         run.open_folder(begin, plan.updates)
         data, size = build_prompts(config, plan), image_size(config)
         every, pictures = [*data.train, *data.test], read_pictures(config)
-        reject_columns(every, algorithm.unread_columns, algorithm.name)
         named = model_and_family(config) if load is None else (config.pretrained.model, None)
         if load is None:
             check_sources(every, *named, size, accelerator)
@@ -271,7 +270,7 @@ def model_and_family(config: DrawFields) -> tuple[str, type[ModelAdapter] | None
 
 
 def model_at_revision(config: DrawFields) -> str:
-    """The folder or hub id of the model; its name where the revision cannot be downloaded."""
+    """Return the folder or hub id of the model; its name if the revision cannot be downloaded."""
     try:
         return download_revision(config.pretrained.model, config.pretrained.revision)
     except UserError:  # reported when the model is loaded

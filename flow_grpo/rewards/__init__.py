@@ -76,7 +76,7 @@ class PendingScores:
     def result(self) -> dict[str, np.ndarray]:
         """Arrays (N,) float64: each reward's scores, NaN where it failed and -inf where it was not
         asked, the weighted sum of the others as "avg", and what scorers returned besides, as
-        "<reward>/<name>". Rewards of weight 0 have no part in "avg", also where they failed."""
+        "<reward>/<name>". Rewards of weight 0 are not part of "avg", even if they failed."""
         parts = {name: part.result() for name, part in self.parts.items()}
         scores = {name: np.array(part.values, dtype=np.float64) for name, part in parts.items()}
         extras = {
@@ -241,7 +241,7 @@ class WeightedReward:
 
 
 def nonzero(weights: Mapping[str, float]) -> dict[str, float]:
-    """The rewards that have a part in the weighted sum; the others are only reported."""
+    """Return the rewards in the weighted sum; those of weight 0 are only logged."""
     return {name: weight for name, weight in weights.items() if weight != 0}
 
 
@@ -287,11 +287,13 @@ def check_weights(weights: Mapping[str, float], setting: str = "reward_fn") -> N
         if not number or not math.isfinite(weight):
             raise UserError(f"{setting}.{name}={weight!r} must be a number, its weight")
         if abs(weight) > LARGEST_WEIGHT:
-            raise UserError(f"{setting}.{name}={weight} must be within +-{LARGEST_WEIGHT}")
+            raise UserError(
+                f"{setting}.{name}={weight} must be from -{LARGEST_WEIGHT} to {LARGEST_WEIGHT}"
+            )
 
 
 def check_some_weight(settings: "RewardFields", others: Mapping[str, float] | None = None) -> None:
-    """Reject rewards that all have weight 0; `others` are those that reward_fn adds to."""
+    """Reject rewards that all have weight 0; `others` are rewards in addition to reward_fn."""
     weights = {
         "reward_fn": {**(others or {}), **settings.reward_fn},
         "eval_reward_fn": settings.eval_reward_fn,
@@ -299,8 +301,8 @@ def check_some_weight(settings: "RewardFields", others: Mapping[str, float] | No
     for field, own in weights.items():
         if own and not any(own.values()):
             raise UserError(
-                f"{field}={dict(own)} has no weight other than 0, so no sample is better than "
-                "another; give one of the rewards a weight"
+                f"{field}={dict(own)} has only weights of 0, so no sample is better than another; "
+                "give one of the rewards a nonzero weight"
             )
 
 

@@ -1,8 +1,8 @@
-"""LoRA files as PEFT and diffusers write them: found, read and checked, for both trainers.
+"""Find, read and check LoRA files in the formats of PEFT and diffusers, for both trainers.
 
-PEFT and diffusers only warn about tensors that fit no layer and go on with the model as it was.
-They also follow whatever the adapter's config says, although some methods compute something other
-than LoRA, or replace the weights of the base model (`init_lora_weights="pissa"`).
+PEFT and diffusers only warn about tensors that match no layer, and continue with the unmodified
+model. They also apply whatever the adapter's config specifies, including methods that are not LoRA
+and initialisations that replace the base weights (`init_lora_weights="pissa"`).
 """
 
 import logging
@@ -37,7 +37,7 @@ class Misfit(UserError):
 
 
 def downloaded(path: str | Path, field: str = "train.lora_path") -> Path:
-    """The local file or folder of a path or a hub id, which `field` names."""
+    """Return the local file or folder of a path or hub id; `field` is the setting that names it."""
     local = Path(path)
     if local.exists():
         check_regular_files(field, local)
@@ -55,7 +55,7 @@ def downloaded(path: str | Path, field: str = "train.lora_path") -> Path:
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a .safetensors file, all of them finite, and the metadata in its header."""
+    """Return the tensors of a .safetensors file and its header metadata; reject NaN and inf."""
     with safe_open(file, "pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         metadata = opened.metadata() or {}
@@ -83,14 +83,14 @@ def check_settings(where: Path, settings: dict) -> None:
 
 
 def lora_settings(where: Path, settings: dict) -> dict[str, Any]:
-    """The arguments of a LoraConfig, with `lora_dropout` set to 0.
+    """Return the arguments of a LoraConfig, with `lora_dropout` set to 0.
 
-    Dropout would make the policy that is trained another one than the policy that sampled, so that
-    the ratio of their probabilities is not 1 at the first update.
+    With dropout the trained policy would differ from the behaviour policy, so that the importance
+    ratio would not be 1 at the first update.
     """
     known = {name: value for name, value in settings.items() if name in SETTINGS}
     if dropout := known.get("lora_dropout"):
-        logger.info("%s: lora_dropout=%s is set to 0, as dropout is off in RL", where, dropout)
+        logger.info("%s: lora_dropout=%s is set to 0: RL trains without dropout", where, dropout)
         known["lora_dropout"] = 0.0
     return known
 

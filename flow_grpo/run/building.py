@@ -50,7 +50,7 @@ SCHEDULES = {
     "cosine": "cosine_with_min_lr",
 }
 DEEPSPEED = "0.19.8"  # the first to skip float32 updates with a non-finite gradient norm
-CPU_ALLOCATOR = "DefaultCPUAllocator"  # in torch's message when the CPU's memory is used up
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # in torch's message when CPU memory is exhausted
 Begin = Callable[..., tuple[Start, RunLock | None]]
 
 
@@ -138,8 +138,8 @@ class Building:
         average = self._ema.named() if self._ema is not None else {}
         if found := find_nonfinite(self._policy.trained(), self._optimizer, average):
             raise UserError(
-                f"cannot resume from {checkpoint}: {found} has NaN or infinite values; remove that "
-                "folder to resume from the checkpoint before it"
+                f"cannot resume from {checkpoint}: {found} contains NaN or infinite values; "
+                "remove that folder to resume from the previous checkpoint"
             )
 
 
@@ -173,7 +173,7 @@ def advice_when_short(advice: list[str]) -> Iterator[None]:
     """Running out of memory in here is told together with what may help."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is of the first kind
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if isinstance(error, torch.OutOfMemoryError):
             reason = str(error).strip().split(". ")[0]
         elif isinstance(error, MemoryError) or CPU_ALLOCATOR in str(error):

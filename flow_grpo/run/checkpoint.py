@@ -35,9 +35,9 @@ class Progress:
     """How far a run is; a checkpoint has it as state/progress.json."""
 
     epoch: int = -1  # the last one done; 0 is the evaluation before training
-    step: int = 0  # optimizer updates done, those that were skipped included
-    skipped: int = 0  # of these, for a non-finite gradient
-    skipped_in_a_row: int = 0  # the last ones; not those that fp16 loss scaling recovers from
+    step: int = 0  # optimizer updates done, including skipped ones
+    skipped: int = 0  # of these, skipped because of a non-finite gradient
+    skipped_in_a_row: int = 0  # latest ones, except those that fp16 loss scaling recovers from
     passes: int = 0  # of the transformer over samples, on all processes
     best: float | None = None  # highest eval/avg so far
     algorithm: dict[str, float] = field(default_factory=dict)  # its state beside the weights
@@ -50,7 +50,7 @@ class Progress:
 
     @property
     def applied(self) -> int:
-        """Updates that changed the weights, which the learning rate and the average go by."""
+        """Updates that changed the weights; the learning rate and moving average count these."""
         return self.step - self.skipped
 
     def write(self, checkpoint: Path) -> None:
@@ -79,7 +79,7 @@ def save_checkpoint(
     main = accelerator.is_main_process
     if gather_object([main and is_intact(final)])[0]:
         return final
-    # Whatever fails on one process is known to all before any goes on: none waits for another.
+    # Every failure is shared before any process continues, so that none waits for another.
     problem = _attempt(lambda: _begin(partial), root) if main else None
     problem = gather_object([problem])[0]
     if problem is None:
@@ -243,8 +243,8 @@ def _is_full(root: Path) -> bool:
 
 
 def _begin(partial: Path) -> None:
-    """An empty folder to write to. The run directory itself is not made again: if it is gone, so
-    are its config and metrics."""
+    """Create an empty folder to write to. The run directory itself is not recreated: if it was
+    removed, so were its config and metrics."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(exist_ok=True)
     (partial / STATE).mkdir(parents=True)

@@ -88,7 +88,7 @@ def refuse_nonfinite(weights: Path, model: nn.Module, dtype: torch.dtype) -> Non
     """Raise a UserError if a parameter is not finite in the dtype it is stored in."""
     if name := first_nonfinite(model.named_parameters()):
         dtype_name = str(dtype).removeprefix("torch.")
-        raise UserError(f"{weights}: {name} has NaN or infinite values in {dtype_name}")
+        raise UserError(f"{weights}: {name} contains NaN or infinite values in {dtype_name}")
 
 
 def write_folder(out: Path, fill: Callable[[Path], None]) -> None:

@@ -21,9 +21,9 @@ from flow_grpo.weights import is_finite
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor with a NaN or infinite element, None if there is none.
+    """Return the name of the first tensor with a NaN or infinite element, or None.
 
-    Of a sharded tensor only the local shard is read.
+    Only the local shard of a sharded tensor is read.
     """
     for name, tensor in named:
         if not all(map(is_finite, _local_parts(tensor))):
@@ -69,9 +69,10 @@ def _trained_state(
 
 
 def backward(accelerator: Accelerator, loss: Tensor, **options: object) -> None:
-    """Run the backward pass; a non-finite loss gives non-finite gradients, whatever its derivative.
+    """Run the backward pass; a non-finite loss gives NaN gradients, whatever its derivative.
 
-    The update is then skipped on all processes: reductions of gradients propagate NaN.
+    The update is then skipped on all processes, because gradient reductions propagate NaN. There
+    is no host synchronisation.
     """
     finite = loss.detach().isfinite()
     factor = torch.where(finite, 1.0, math.nan).to(loss.dtype)
@@ -81,10 +82,11 @@ def backward(accelerator: Accelerator, loss: Tensor, **options: object) -> None:
 def clip_gradients(
     accelerator: Accelerator, parameters: Iterable[nn.Parameter], max_norm: float
 ) -> float:
-    """Clip the gradients to `max_norm` and return their global norm before.
+    """Clip the gradients to `max_norm` and return their global norm before clipping.
 
-    It is NaN or infinite on all processes if it is on any. Under DeepSpeed, which clips and steps
-    in the last backward pass, it is the norm of the step just taken or skipped.
+    The norm is NaN or infinite on all processes if it is on any. DeepSpeed clips and steps in the
+    last backward pass; there it is the norm of the step just taken or skipped. Synchronises with
+    the device, once per update.
     """
     norm = accelerator.clip_grad_norm_(parameters, max_norm)
     norm = whole(torch.as_tensor(math.nan if norm is None else norm)).to(accelerator.device)
@@ -97,15 +99,15 @@ def clip_gradients(
 def step_if_finite(accelerator: Accelerator, optimizer: Optimizer, norm: float) -> bool:
     """Take the optimizer step unless `norm` is NaN or infinite; return whether it was taken.
 
-    Gradients are cleared in both cases. A skipped step leaves weights and optimizer state as they
-    are; with fp16 it lowers the loss scale.
+    Gradients are cleared in both cases. A skipped step changes neither weights nor optimizer
+    state; with fp16 it lowers the loss scale.
     """
     finite = math.isfinite(norm)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if not finite and not accelerator.optimizer_step_was_skipped:
             raise UserError(
-                f"DeepSpeed took a step with a gradient norm of {norm}, and the weights are lost; "
-                "leave bf16, fp16 and compute_grad_norm out of its config, and resume"
+                f"DeepSpeed took a step with a gradient norm of {norm}, so the weights are lost; "
+                "remove bf16, fp16 and compute_grad_norm from its config, and resume"
             )
         finite = finite and not accelerator.optimizer_step_was_skipped
     elif finite:
@@ -117,5 +119,5 @@ def step_if_finite(accelerator: Accelerator, optimizer: Optimizer, norm: float) 
 
 
 def loss_scale(accelerator: Accelerator) -> float | None:
-    """The factor that fp16 losses are multiplied by; None where they are not scaled."""
+    """Return the current fp16 loss scale; None without loss scaling."""
     return None if accelerator.scaler is None else accelerator.scaler.get_scale()

@@ -119,7 +119,7 @@ class RunLock:
             if _read(self.path) == self.holder:
                 try:
                     self.path.unlink(missing_ok=True)
-                except OSError as error:  # a disk that became read-only; this process ends anyway
+                except OSError as error:  # the disk became read-only; this process ends anyway
                     log.warning("cannot remove %s: %s", self.path, error.strerror)
             self._remove_made()
 
@@ -197,10 +197,11 @@ class RunLock:
 
 
 def find_writer(folder: Path, patience: float = 2 * HEARTBEAT) -> Holder | None:
-    """The process that writes to the run in `folder` now; None where there is none, or where a
-    killed one left its lock behind.
+    """Return the process that currently writes to the run in `folder`; None if there is none, or
+    if it was killed and left its lock behind.
 
-    Whether a process of another machine lives is told by its heartbeat, which is waited for.
+    A process on another machine is detected by its heartbeat, for which this waits up to
+    `patience` seconds.
     """
     path = lock_of(folder.resolve())
     holder = _read(path)

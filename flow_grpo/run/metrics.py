@@ -47,7 +47,7 @@ class Scored:
 
     @property
     def total(self) -> np.ndarray:
-        """(N,), the weighted sum. Rewards of weight 0 have no part in it, failed or not."""
+        """(N,), the weighted sum. Rewards of weight 0 are excluded, whether or not they failed."""
         counted = self.counted
         parts = [weight * counted[name] for name, weight in nonzero(self.weights).items()]
         return np.sum(parts, axis=0) if parts else np.zeros(self.groups.shape)
@@ -133,7 +133,7 @@ class _Trained:
 class TrainingStats:
     """Statistics of the updates of an epoch, kept on the device until the epoch is over.
 
-    Samples of a skipped update are left out: their values are what made its gradient non-finite.
+    Samples of a skipped update are excluded: their values made its gradient non-finite.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class TrainingStats:
     def end_update(
         self, norm: float, max_norm: float, *, applied: bool, loss_scale: float | None = None
     ) -> None:
-        """`norm` of the gradient before it was clipped to `max_norm`; `loss_scale` of fp16."""
+        """Record the update; `norm` is the gradient norm before it was clipped to `max_norm`."""
         self._max_grad_norm, self._loss_scale = max_norm, loss_scale
         self._grad_norms.append(norm if applied else math.nan)
         if applied:
@@ -176,16 +176,16 @@ class TrainingStats:
         """Over all processes, which may have computed different numbers of samples; call it on
         all of them."""
         norms = np.array(self._grad_norms)
-        norms = {
+        of_updates = {
             "train/grad_norm": mean_of_scored(norms),
             "train/max_grad_norm": self._max_grad_norm,
             "train/skipped_updates": int(np.isnan(norms).sum()),
         }
         if self._loss_scale is not None:
-            norms["train/loss_scale"] = self._loss_scale
+            of_updates["train/loss_scale"] = self._loss_scale
         columns = {n: torch.cat(parts).double() for n, parts in self._applied.columns.items()}
         if not columns:  # on all processes: every update was skipped
-            return {"train/loss": math.nan, **norms}
+            return {"train/loss": math.nan, **of_updates}
         sums = torch.stack([values.sum() for values in columns.values()])
         left_out = [self._applied.left_out if name in LOSSES else 0 for name in columns]
         counts = sums.new_tensor([len(values) for values in columns.values()])
@@ -203,7 +203,7 @@ class TrainingStats:
             values = accelerator.gather(torch.stack(list(most.values()))[None]).amax(0).tolist()
             metrics |= {f"train/{n}": v for n, v in zip(most, values, strict=True)}
             metrics["train/ratio_min"] *= -1
-        return {**metrics, **norms}
+        return {**metrics, **of_updates}
 
 
 def _most(values: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Plan:
 
 
 def count_processes() -> int:
-    """How many a launcher started, or a dry run plans for."""
+    """Return the number of processes that the launcher started, or that a dry run plans for."""
     return planned_processes() or 1
 
 
@@ -57,7 +57,7 @@ def check_places(config: SharedFields) -> None:
 
 
 def check_lora_path(lora: str) -> None:
-    """Reject a `train.lora_path` that does not exist, neither on disk nor on the hub."""
+    """Reject a `train.lora_path` that exists neither on disk nor on the hub."""
     if is_lost(lora):
         message = f"no LoRA at train.lora_path={lora!r}: there is no such file or folder"
         raise UserError(with_nearest_file(message, lora))

@@ -53,7 +53,7 @@ class BasePolicy:
         return list(self.trained().values())
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """The trained weights as an optimizer takes them, in the order of `parameters`."""
+        """Return the optimizer's parameter groups, in the order of `parameters`."""
         return [{"params": self.parameters()}]
 
     def trained(self) -> dict[str, nn.Parameter]:

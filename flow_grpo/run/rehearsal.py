@@ -164,8 +164,12 @@ class Rehearsal(ABC):
         )
 
     def dry_run(self, config: Unchecked, world_size: int | None = None) -> BaseSession:
-        """`world_size`: the processes to plan for, in place of those that are here. These measure
-        batches of the planned size, and what one process has of them follows from the plan."""
+        """Measure a few batches without writing anything.
+
+        Args:
+            world_size: Number of processes to plan for, if not the current one. The current
+                processes measure batches of the planned size.
+        """
         session = self.build(config, world_size)
         try:
             logger.info("%-21s %s; nothing is written now", "dry run", describe_start(session))
@@ -173,8 +177,8 @@ class Rehearsal(ABC):
             planned, here = session.plan.num_processes, session.accelerator.num_processes
             if planned != here:
                 logger.info(
-                    "%-21s %d processes, measured on %d: without communication between them, and "
-                    "weights are not sharded over more than are here",
+                    "%-21s %d processes, measured on %d: communication is not included, and "
+                    "weights are sharded over the measured processes only",
                     *("planned for", planned, here),
                 )
             every = session.config.eval_freq
@@ -196,7 +200,8 @@ class Rehearsal(ABC):
 
     def measure(self, session: BaseSession, folder: Path) -> tuple[Measured, Work, float]:
         """Seconds of the parts, how often the run has them, and GiB of a process at its peak."""
-        small = replace(self.shrink(session, folder), dry=True)
+        # it writes to a folder of its own, which the lock of the run does not cover
+        small = replace(self.shrink(session, folder), dry=True, lock=None)
         work = self.count_work(session)
         done = self.count_work(small)
         logger.info(
@@ -233,7 +238,7 @@ class Rehearsal(ABC):
         return measured, work, session.accelerator.gather(peak).max().item()
 
     def _evaluate(self, small: BaseSession, batches: int, of: int) -> float:
-        """Seconds of so many batches on each process, `of` those of all planned processes."""
+        """Return the seconds of `batches` on each process, `of` all those of the plan."""
         every = getattr(small, self.tests)
         some = every[: math.ceil(len(every) * batches * small.plan.num_processes / of)]
         start = now(small.accelerator.device)
@@ -301,5 +306,5 @@ def tell(session: BaseSession, measured: Measured, work: Work, peak: float) -> N
 
 
 def each_process(number: int) -> str:
-    """What figures are of, where there are several processes."""
+    """Return a suffix for per-process figures; empty for one process."""
     return f", on each of {number} processes" if number > 1 else ""

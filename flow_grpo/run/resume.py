@@ -253,12 +253,12 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def _check_not_written(checkpoint: Path, path: Path) -> None:
-    """Reject a checkpoint of a run that is still going on, which removes older ones as it saves."""
+    """Reject a checkpoint of a run that is still active, as it prunes older checkpoints."""
     if checkpoint.parent.name == "checkpoints" and (writer := find_writer(checkpoint.parents[1])):
         raise UserError(
             f"resume={str(path)!r} is a run that {writer} still writes to, and it may remove the "
-            f"checkpoint while it is read; wait for its end, or copy {checkpoint} elsewhere and "
-            "name the copy"
+            f"checkpoint while it is read; wait until it ends, or copy {checkpoint} and resume "
+            "from the copy"
         )
 
 
@@ -373,7 +373,7 @@ def prepare_folder(start: Start, config: dict[str, Any]) -> None:
         if start.checkpoint is not None and not start.is_new:
             repair_links(start.checkpoint)
     except OSError as error:
-        if start.folder in made:  # half a run would be in the way of the same command
+        if start.folder in made:  # a partial run directory would block the same command
             shutil.rmtree(start.folder, ignore_errors=True)
         raise UserError(f"cannot write to {start.folder}: {error.strerror}") from error
 

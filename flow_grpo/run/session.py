@@ -97,8 +97,8 @@ class BaseSession:
                 self.lock.release()
 
     def check_lock(self) -> None:
-        """Before anything is written, on all processes: the folder is still this run's, and still
-        there."""
+        """Check before anything is written that the folder still exists and is this run's. Call it
+        on all processes."""
         on_all_or_none(self.accelerator, self._check_folder)
 
     def _check_folder(self) -> None:
@@ -109,10 +109,10 @@ class BaseSession:
         while not (self.folder / CONFIG).is_file():
             if time.monotonic() > until:
                 raise UserError(
-                    f"the run directory {self.folder} was removed or replaced while the run went "
-                    f"on: it has no {CONFIG}; bring it back and resume, or start a new run"
+                    f"the run directory {self.folder} was removed or replaced during the run: it "
+                    f"has no {CONFIG}; restore it and resume, or start a new run"
                 )
-            time.sleep(0.1)  # the disk may be away for a moment
+            time.sleep(0.1)  # a network disk may be unavailable for a moment
 
     def bar(self, items: Iterable, name: str, total: int | None = None) -> Iterable:
         shown = self.accelerator.is_main_process
@@ -157,7 +157,7 @@ def carry_out(
         raise Stopped(f"stopped at the end: the last epoch and the report are in {session.folder}")
     if session.progress.skipped and session.accelerator.is_main_process:
         logger.warning(
-            "%d of %d updates were skipped for a NaN or infinite gradient",
+            "%d of %d updates were skipped because of a NaN or infinite gradient",
             *(session.progress.skipped, session.progress.step),
         )
     logger.info("finished: %s/report.html to look at, checkpoints/latest to use", session.folder)
@@ -165,10 +165,10 @@ def carry_out(
 
 
 def take_update(session: BaseSession, stats: TrainingStats) -> None:
-    """Move the weights, once the gradients of all micro-batches of an update are there.
+    """Take the optimizer step once the gradients of all micro-batches are accumulated.
 
     An update with a non-finite gradient is skipped on all processes: weights, optimizer state,
-    moving average and learning rate stay as they are. Too many in a row end the run.
+    moving average and learning rate do not change. Too many in a row end the run.
     """
     accelerator, progress = session.accelerator, session.progress
     max_norm = session.config.train.max_grad_norm
@@ -190,19 +190,19 @@ def take_update(session: BaseSession, stats: TrainingStats) -> None:
 
 
 def set_learning_rates(session: BaseSession) -> None:
-    """Set the learning rates of the next update. Call it before the update's backward passes:
-    DeepSpeed takes its step within the last of them."""
+    """Set the learning rates of the next update. Call it before the backward passes: DeepSpeed
+    steps within the last one."""
     rate = session.learning_rate(session.progress.applied)
     for group in session.optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
 def _report_skipped(session: BaseSession, norm: float, loss: float) -> None:
-    """Log the update just skipped; raise a UserError if it is one too many in a row."""
+    """Log the skipped update; raise a UserError after too many in a row."""
     progress, scale = session.progress, loss_scale(session.accelerator)
     of_loss = "the loss is finite" if math.isfinite(loss) else f"the loss is {loss}"
     cause = f"the gradient norm is {norm} and {of_loss}"
-    if scale is not None and scale >= LEAST_SCALE:  # as fp16 training usually begins
+    if scale is not None and scale >= LEAST_SCALE:  # usual at the start of fp16 training
         logger.info("update %d was skipped: %s; loss scale %g", progress.step, cause, scale)
         return
     progress.skipped_in_a_row += 1
@@ -213,15 +213,15 @@ def _report_skipped(session: BaseSession, norm: float, loss: float) -> None:
     if 0 < limit <= progress.skipped_in_a_row:
         half = session.config.mixed_precision != "no"
         raise UserError(
-            f"update {progress.step} is the last of {progress.skipped_in_a_row} in a row that were "
-            f"skipped (train.max_skipped_updates={limit}): {cause}; {last_good(session)}; the same "
-            "settings would fail again: resume with a smaller train.learning_rate"
+            f"{progress.skipped_in_a_row} updates in a row were skipped, up to update "
+            f"{progress.step} (train.max_skipped_updates={limit}): {cause}; {last_good(session)}; "
+            "the same settings would fail again: resume with a smaller train.learning_rate"
             f"{' or mixed_precision=no' if half else ''}"
         )
 
 
 def last_good(session: BaseSession) -> str:
-    """Name the last checkpoint. Call it on all processes."""
+    """Return a phrase that names the last checkpoint. Call it on all processes."""
     found = None
     if session.accelerator.is_main_process:
         found = newest_intact(session.folder / "checkpoints")
@@ -243,7 +243,7 @@ def describe_outage(
     """Which reward failed for more than a share `limit` of the samples, and why; None if none did.
 
     Call it on all processes: the error may have happened on any. Raises a UserError if the samples
-    themselves are non-finite, which is no fault of a reward.
+    themselves are non-finite, which is not the fault of a reward.
     """
     for name in reward.weights:
         failed = np.isnan(scores[name])
@@ -253,8 +253,8 @@ def describe_outage(
                 raise UserError(
                     f"{failed.sum()} of {len(failed)} {reward.kind}s have NaN or infinite pixels "
                     f"(max_failed_fraction={limit:g}): the weights or activations of the model "
-                    "overflow; use mixed_precision=bf16 or no, or weights of an earlier checkpoint "
-                    "and a smaller train.learning_rate"
+                    "overflow; use mixed_precision=bf16 or no, or an earlier checkpoint and a "
+                    "smaller train.learning_rate"
                 )
             last = next((error for error in errors if error), "none recorded")
             return (
@@ -328,7 +328,7 @@ def save(session: BaseSession, *, best: bool = False) -> Path:
     average = session.ema.named() if session.ema is not None else {}
     if found := find_nonfinite(policy.trained(), session.optimizer, average):
         raise UserError(
-            f"no checkpoint of step {session.progress.step} was written: {found} has NaN or "
+            f"no checkpoint of step {session.progress.step} was written: {found} contains NaN or "
             f"infinite values; {last_good(session)}"
         )
 
@@ -383,8 +383,8 @@ def write_samples(
     sources: Sequence[Sequence[Image.Image]] = (),
     **columns: Sequence,
 ) -> None:
-    """Some samples, with their scores: files in samples/, and pictures for the trackers. Call it on
-    all processes; those of the main process are written."""
+    """Write some samples with their scores to samples/, and images to the trackers. Call it on all
+    processes; only the main process writes."""
     main = session.accelerator.is_main_process
     folder = session.folder / "samples" / f"{kind}-{epoch:05d}"
     session.check_lock()

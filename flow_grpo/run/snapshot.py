@@ -81,7 +81,7 @@ class Snapshot:
 
     def _check_finite(self, weights: dict[str, Tensor]) -> None:
         if name := first_nonfinite(weights.items()):
-            raise ValueError(f"{name} has NaN or infinite values in {self.name}.safetensors")
+            raise ValueError(f"{name} contains NaN or infinite values in {self.name}.safetensors")
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ FLAT, FLAT_EPOCHS = 0.95, 3  # share of groups that score alike, for that many e
 KL = 1.0  # of any kl_type: as far as the noise is wide, or the velocity long
 KL_JUMP, KL_FLOOR = 10, 1e-4  # times the largest before; no jump below the floor
 SPIKE, SPIKE_WINDOW, SPIKE_AFTER = 10, 20, 3  # times the median of up to 20 epochs, at least 3
-LEAST_SCALE = 1.0  # of the loss in fp16: overflows at a larger one are the search for a scale
+LEAST_SCALE = 1.0  # fp16 loss scale; overflows at a larger one are the search for a scale
 FAILED = 0.05  # of the samples
 RISE = 0.5  # of the reward, in spreads within a group at the start
 ALIKE = 0.5  # of the diversity at the start
@@ -30,8 +30,8 @@ INFLATED = 1.5  # times the velocity norm at the start
 LONGER = 1.15  # times the reference's velocity norm at the same states
 RESETS = 3  # of the reference, in that many epochs in a row
 LOST, LOST_EVALS = 1 / 3, 3  # of what evaluation had gained, in that many in a row
-# Training reward below its first value, in spreads within a group, in that many epochs in a row.
-# Of the runs in docs/results only those that other checks or the images call ill fall this far.
+# Training reward below its first value, in standard deviations within a group, for that many epochs
+# in a row. Of the runs in docs/results, only those that look bad or fail other checks do so.
 DECLINE, DECLINE_EPOCHS = 0.25, 3
 
 AVERAGE, SPREAD, SAME = f"reward/{TOTAL}", "reward/std_within_group", "reward/zero_std_ratio"
@@ -53,7 +53,7 @@ class Check:
     """A health check.
 
     Attributes:
-        find: Returns the first epoch in which something is wrong, with a text and an advice.
+        find: Returns the first epoch in which the check fails, with a description and advice.
         applies: Returns whether the rows have the metrics that the check reads. A method that logs
             no ratio cannot pass a check of ratios.
     """
@@ -206,16 +206,16 @@ def gradient_norm(rows: Rows) -> Told | None:
 
 
 def skipped_updates(rows: Rows) -> Told | None:
-    """Updates without effect; with fp16 only where a lower loss scale does not help any more."""
+    """Skipped updates; with fp16 only if a lower loss scale does not help any more."""
     for row in having(rows, "train/skipped_updates"):
         scale = row.get("train/loss_scale")
         if row["train/skipped_updates"] and (scale is None or scale < LEAST_SCALE):
             return (
                 row["epoch"],
-                f"{row['train/skipped_updates']} updates of the epoch were skipped, as their "
+                f"{row['train/skipped_updates']} updates of the epoch were skipped because their "
                 "gradients were NaN or infinite",
-                "lower train.learning_rate or use mixed_precision=no; the console says whether the "
-                "loss was finite",
+                "lower train.learning_rate or use mixed_precision=no; the console shows whether "
+                "the loss was finite",
             )
     return None
 

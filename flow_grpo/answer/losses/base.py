@@ -84,8 +84,8 @@ class ClippedLoss(AnswerLoss):
         return min(self.clip_low, self.clip_high)
 
     def ratio(self, log_ratio: Tensor) -> Tensor:
-        """Exponential of a log-ratio, which is clamped first unless `train.clamp_log_ratios` is
-        False: exp overflows at 89 in float32, and its gradient with it."""
+        """Return the exponential of a log-ratio, which is clamped first unless
+        `train.clamp_log_ratios` is False: exp and its gradient overflow at 89 in float32."""
         return clamped(log_ratio, self.clamp_log_ratios).exp()
 
 

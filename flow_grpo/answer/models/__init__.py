@@ -78,8 +78,8 @@ def load_model(
     """Load a model from the hub or a folder.
 
     Raises:
-        UserError: If no family supports it, if its files lack tensors or have others than the
-            model, or if a value is not finite.
+        UserError: If no family supports it, if its files have missing or unexpected tensors, or if
+            a value is not finite.
     """
     family = find_family(source, revision)
     with explained("pretrained.model", source, KIND), quiet_transformers():
@@ -95,8 +95,9 @@ def load_model(
     check_finite(f"pretrained.model={source!r}", model.state_dict().items())
     if getattr(model, "peft_config", None):  # transformers loads an adapter from the same folder
         raise UserError(
-            f"pretrained.model={source!r} has a model and an adapter (adapter_config.json); "
-            "name the adapter's own folder as train.lora_path, or merge the two"
+            f"pretrained.model={source!r} contains both a model and an adapter "
+            "(adapter_config.json); move the adapter to its own folder and set train.lora_path, or "
+            "merge the two"
         )
     if base_precision != FULL:
         to_low_bits([model.model], base_precision, device)  # all but the head
@@ -134,7 +135,7 @@ def _weight_bytes(source: str, dtype: torch.dtype, revision: str, base_precision
 def empty_model(
     source: str, revision: str = "main", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The model on the meta device, without reading its weights."""
+    """Return the model on the meta device, without reading its weights."""
     family = find_family(source, revision)
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     with torch.device("meta"):

@@ -94,15 +94,13 @@ class Algorithm:
     Settings: ClassVar[type]
     # A copy of the weights is kept, saved and resumed: `policy.old`.
     keeps_old: ClassVar[bool] = False
-    # The loss takes `policy.old` for the policy that sampled the batch. With `sample.async_depth=1`
-    # that is an epoch older, and the snapshot that sampled takes its place: `policy.behaviour`.
+    # The loss uses `policy.old` as the behaviour policy. With `sample.async_depth=1` the behaviour
+    # policy is one epoch older, and its snapshot is used instead: `policy.behaviour`.
     old_is_behaviour: ClassVar[bool] = False
     # An update's samples on each process are whole groups.
     whole_groups: ClassVar[bool] = False
     keeps_means: ClassVar[bool] = False  # of the steps that were sampled
     own_credit: ClassVar[bool] = False  # in place of train.advantage
-    # Columns of a data set that a reader may expect this method to train on, and that it ignores.
-    unread_columns: ClassVar[tuple[str, ...]] = ()
     holds: ClassVar[bool] = False  # its losses go through `hold`, where there is a reference
     # Where the weights are those that sampled: the gradient is the credit times that of a credit of
     # 1, and so is the loss; what is logged beside them does not depend on it.

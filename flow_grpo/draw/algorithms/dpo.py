@@ -21,7 +21,6 @@ class DpoSettings(ForwardSettings):
 
 class Dpo(ForwardProcess):
     name = "dpo"
-    unread_columns = ("chosen", "rejected")
     Settings = DpoSettings
     whole_groups = shares_noise = own_credit = True
     fixed = ("reference",)

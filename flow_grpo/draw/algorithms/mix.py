@@ -1,6 +1,6 @@
 """MixGRPO: noise in a window of steps that moves on as training goes on, the rest is ode
-(Li et al. 2025, arXiv 2507.21802). Advantages are z-scores of each reward, summed with weights. The
-standard deviation is the sample's (ddof 1), as in the authors' fastvideo/train_grpo_flux.py."""
+(Li et al. 2025, arXiv 2507.21802). Advantages are z-scores of each reward, summed with weights. It
+uses the sample standard deviation (ddof 1), as in the authors' fastvideo/train_grpo_flux.py."""
 
 from dataclasses import dataclass
 

@@ -56,10 +56,10 @@ TOKENS = 32
 
 
 def freeze(module: nn.Module, dtype: torch.dtype) -> None:
-    """Disable gradients and cast to `dtype`, with the exceptions of the library's own loader.
+    """Disable gradients and cast to `dtype`, with the same exceptions as the library's loader.
 
-    Layers that the library keeps in float32 stay in float32. Buffers that are not saved are never
-    narrowed: these are rotary frequencies, whose rounding error grows with the position.
+    Layers that the library keeps in float32 stay in float32. Non-persistent buffers are never cast
+    to a narrower dtype: these are rotary frequencies, whose rounding error grows with position.
     """
     module.requires_grad_(False).eval()
     saved, is_kept = module.state_dict().keys(), float32_rule(module, dtype)
@@ -111,7 +111,7 @@ class ModelAdapter(ABC):
     tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
     lora_targets: ClassVar[list[str]]
     siblings: ClassVar[Groups] = {}  # layers of a block that take the same input
-    # With guidance, for prompts without a negative prompt of their own.
+    # Used with guidance for prompts that have no negative prompt of their own.
     negative_prompt: ClassVar[str] = ""
     unguided: ClassVar[float] = 1.0  # guidance above this takes a second pass, without the prompt
     # Pattern of what no picture depends on: it gets no gradient, and DDP would wait for one.

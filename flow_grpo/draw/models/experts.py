@@ -97,7 +97,7 @@ def places_of_model(model: str) -> tuple[str, ...]:
 
 
 def check_places(folder: str | Path, places: Sequence[str]) -> None:
-    """Reject a folder of weights for another number of transformers than the model has.
+    """Reject weights for a different number of transformers than the model has.
 
     Args:
         folder: A LoRA or whole weights, as `ModelAdapter.load_weights` takes them. A folder that
@@ -107,11 +107,11 @@ def check_places(folder: str | Path, places: Sequence[str]) -> None:
     has_second = Path(folder, SECOND).is_dir()
     if has_second and SECOND not in places:
         raise UserError(
-            f"{folder} has weights for a {SECOND}, which this model does not have; name weights "
+            f"{folder} has weights for a {SECOND}, which this model does not have; use weights "
             "that were trained from this model"
         )
     if SECOND in places and not has_second and Path(folder).exists():
         raise UserError(
-            f"{folder} has no folder {SECOND}: this model has two transformers; name the folder "
+            f"{folder} has no folder {SECOND}, but this model has two transformers; use a folder "
             "with the weights of both"
         )

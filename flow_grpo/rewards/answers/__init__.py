@@ -18,7 +18,7 @@ from flow_grpo.rewards.calling.pool import LostWorker, PooledScorer, WorkerPool
 from flow_grpo.rewards.failure import Failed, NotAsked, describe
 from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 
-MAX_TEXT = 100_000  # characters of a response, and of its final answer; what is longer is wrong
+MAX_TEXT = 100_000  # characters of a response; a longer one is wrong, as is a longer final answer
 MAX_FINAL = 2_000
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -99,10 +99,10 @@ class MathAnswer(AnswerScorer, PooledScorer):
     """1 where the final answer equals the truth in the metadata, else 0.
 
     It stands in answer tags or in a box (\\boxed), or, `untagged`, is the whole answer where there
-    are neither. What is no plain number is checked by math-verify in `workers` processes. A
+    are neither. Anything but a plain number is checked by math-verify in `workers` processes. A
     response whose check takes more than `timeout` seconds of CPU time is wrong; once the checks of
-    a batch took `budget` seconds, each has a quarter of a second at most. There is no score where
-    the ground truth itself cannot be read in time, or after three budgets.
+    a batch have taken `budget` seconds, each gets at most a quarter of a second. There is no score
+    if the ground truth itself cannot be read in time, or after three budgets.
     Logs as `unread` the share of answers that are no formula.
     """
 
@@ -180,7 +180,7 @@ class MathAnswer(AnswerScorer, PooledScorer):
         return scores
 
     def _as_score(self, pair: tuple[str, str], result: Any, limit: float) -> float:
-        """A worker that was lost over a response fails it only if the ground truth is to blame."""
+        """Score a result; a response that killed its worker is wrong, unless the truth did it."""
         if isinstance(result, LostWorker):
             [alone] = self.pool.map([(None, pair[1], limit)])
             return alone if isinstance(alone, Failed) else Unread()
@@ -190,13 +190,13 @@ class MathAnswer(AnswerScorer, PooledScorer):
 
 
 def _ground_truth(metadata: dict) -> str:
-    """GSM8K writes its answers behind a mark."""
+    """Return the ground truth; GSM8K writes it after "####"."""
     truth = _text(metadata["answer"])
     return final_answer(truth) or truth.rpartition("####")[2].strip()
 
 
 def _text(value: Any) -> str:
-    """Python writes no integer of more than 4,300 digits in decimal."""
+    """Return a value as text; Python converts no integer of more than 4,300 digits to decimal."""
     huge = isinstance(value, int) and value.bit_length() > 14_000
     return hex(value) if huge else str(value).strip()
 
@@ -214,10 +214,10 @@ class AnswerFormat(AnswerScorer):
 
 
 class Choice(AnswerScorer):
-    """1 for exactly the letters of a multiple-choice question, A to J, else 0.
+    """1 for exactly the correct letters of a multiple-choice question, A to J, else 0.
 
-    Several letters (`A, C`) need all of them, in any order; a hedge (`B or C`) is wrong. Questions
-    whose ground truth is no letter do not ask for this reward.
+    If several are correct (`A, C`), all are needed, in any order; a hedge (`B or C`) is wrong. The
+    reward is not used for questions whose ground truth is not a letter.
     """
 
     name = "choice"

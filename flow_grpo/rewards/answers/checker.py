@@ -53,7 +53,7 @@ _WARM = (r"\frac{1}{2}", r"3\sqrt{2}", "x^2+2x+1", "(x+1)(x-2)", r"2\sin x", "x+
 
 
 class Check(NamedTuple):
-    """What a worker is asked. Without a response, only whether the ground truth can be read."""
+    """A request to a worker. Without a response, it asks if the ground truth can be read."""
 
     answer: str | None
     truth: str
@@ -61,7 +61,7 @@ class Check(NamedTuple):
 
 
 class TimeLimit(BaseException):
-    """The CPU time is used up. Not an `Exception`, which libraries catch and go on."""
+    """The CPU time is used up. Not an `Exception`, because libraries catch these."""
 
 
 def math_checker(memory_gib: float) -> Callable[[Check], bool | None]:
@@ -99,9 +99,10 @@ def checked(answer: str | None, truth: str, seconds: float) -> bool | None:
 
 @contextlib.contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeLimit` after so much CPU time of this process, in its main thread.
+    """Raise `TimeLimit` in the main thread after this much CPU time of the process.
 
-    CPU time, so that a busy machine changes no score. The signal comes again until it is heeded.
+    CPU time, so that the load of the machine does not change scores. The signal is repeated in case
+    the first exception is swallowed.
     """
 
     def stop(*_: object) -> None:
@@ -196,7 +197,7 @@ def _read(text: str) -> sympy.Basic:
 
 
 def _with_products(text: str) -> str:
-    """Write products out: the library adds numbers side by side, and reads 5(4) as 9."""
+    """Write products explicitly: the library adds adjacent numbers and reads 5(4) as 9."""
     text = _BINOMIAL.sub(r"(\g<0>)", text)
     return _PRODUCT.sub(lambda found: f"{found[1] or found[2] or found[3]}\\cdot ", text)
 
@@ -207,7 +208,7 @@ def _is_odd_root(formula: sympy.Basic) -> bool:
 
 
 def _real_root(power: sympy.Pow) -> sympy.Expr:
-    """The cube root of -8 is -2, as at school, and not the principal value."""
+    """Return the real root: the cube root of -8 is -2, not the complex principal value."""
     base, exponent = power.args
     return sympy.sign(base) ** exponent.p * sympy.Abs(base) ** exponent
 

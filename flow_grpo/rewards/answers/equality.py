@@ -1,4 +1,4 @@
-"""Whether a response equals the ground truth, as far as that is known without algebra."""
+"""Compare a response with the ground truth as far as possible without algebra."""
 
 import re
 from fractions import Fraction
@@ -34,7 +34,7 @@ def quick_check(answer: str, truth: str) -> float | tuple[str, str]:
     """Return 1 or 0 where that is known without algebra, else the two formulas to compare.
 
     Raises:
-        Unreadable: the answer is no formula, and the ground truth is one.
+        Unreadable: The answer is not a formula, but the ground truth is.
     """
     if _squeezed(answer) == _squeezed(truth):  # before units are looked for: 2A is 2 A
         return 1.0
@@ -98,9 +98,9 @@ def _compare_values(answer: str, truth: str, factor: Fraction | str) -> float | 
 
 
 def _without_names(given: list[Item], wanted: list[Item]) -> tuple[str, str] | None:
-    """Return the two values without the names; None where the names are of different things.
+    """Return the two values without their names; None if the names denote different things.
 
-    A ground truth without names accepts any, and a response needs none.
+    A ground truth without names accepts any name, and a response needs none.
     """
     if len(given) == len(wanted) == 1:
         return _one_without_name(given[0], wanted[0])
@@ -154,19 +154,19 @@ def _by_name(items: list[Item]) -> str:
 
 
 def _common_unit(items: list[Item]) -> str | None:
-    """Return the unit of all items, which may stand behind the last alone; None if they differ."""
+    """Return the common unit, which may follow the last item only; None if units differ."""
     units = {item.unit for item in items if item.unit}
     return next(iter(units), "") if len(units) < 2 else None
 
 
 def _percent_with_unit(texts: tuple[str, str], units: tuple[str, str]) -> bool:
-    """Whether one is a percentage and the other has a unit: 14% are not 14 cm."""
+    """Return whether one is a percentage and the other has a unit: 14% is not 14 cm."""
     return any("%" in texts[one] and units[1 - one] for one in (0, 1))
 
 
 def _factor(units: tuple[str, str], texts: tuple[str, str]) -> Fraction | str | None:
-    """Return what brings the answer into the unit of the ground truth, as a number or in LaTeX;
-    None where that is another quantity. An angle with pi and without a unit is in radians."""
+    """Return the factor that converts the answer to the unit of the ground truth, as a number or
+    in LaTeX; None for different quantities. An angle with pi and no unit is in radians."""
     radians = [
         is_angle(unit, "rad") or (not unit and "\\pi" in text)
         for unit, text in zip(units, texts, strict=True)

@@ -7,7 +7,7 @@ answer. All functions take text without LaTeX styles (`maths.unstyled`).
 
 import re
 
-# Words that take an answer back, offer another one or bound it. None is a unit or part of a name.
+# Words that retract an answer, offer another one or bound it. None is a unit or part of a name.
 _HEDGES = (
     "maybe perhaps possibly probably likely presumably supposedly apparently hopefully guess "
     "guessing guessed unsure uncertain unknown undecided think believe suppose assume might could "
@@ -16,7 +16,7 @@ _HEDGES = (
     "above below beyond nearly almost up until"
 )
 _HEDGE = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(_HEDGES.split())})(?![A-Za-z])|n't\b|\?", re.I)
-# after a number, words that are no unit: 5 plus, 5 or so, 5 six, 5 xyz
+# words after a number that are not units: 5 plus, 5 or so, 5 six, 5 xyz
 _NO_UNIT = re.compile(
     r"(?<![A-Za-z])(?:or|and|plus|minus|mod(?:ulo)?|over|divided|choose|to|from|is|are|was|be"
     r"|less|times(?=\s+\w)|one|two|three|four|five|six|seven|eight|nine|ten|\w+teen|\w+ty|half"
@@ -52,7 +52,7 @@ _TUPLE = re.compile(r"\(\s*[A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)+\s*\)")
 _PRODUCT = re.compile(r"[a-z](?:\s*[a-z]){1,2}")
 _QUOTIENT = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*|\d{1,2}")
-# words of a name that do not tell it from others
+# words that do not distinguish a name from others
 _FILLER = re.compile(
     "the|an?|of|is|are|value|length|measure|size|side|segment|line|angle|arc|triangle|m|answer|final"
     "|result|total|there|it|we|he|she|they|have|number|amount|its|in|so|thus|then|hence|therefore",
@@ -76,7 +76,7 @@ def is_hedged(text: str) -> bool:
 
 
 def is_geometric(text: str) -> bool:
-    """Return whether it is no formula, but relates figures: the lines AB and CD are parallel."""
+    """Return whether a text is not a formula, but relates figures: AB \\parallel CD."""
     return bool(_GEOMETRY.search(text))
 
 
@@ -97,10 +97,10 @@ def with_equals_sign(text: str) -> str:
 
 
 def name_of(text: str) -> str | None:
-    r"""Return the normalized name, "" if it says nothing (`the answer`), None if it is none.
+    r"""Return the normalized name, "" for a generic one (`the answer`), None if it is not a name.
 
-    Decorations do not matter: `\overline{AB}`, `BA` and `the length of AB` have one name. A formula
-    of one variable, as `2x`, is no name: `2x = 10` states another value than `x = 10`.
+    Decorations do not matter: `\overline{AB}`, `BA` and `the length of AB` are the same name. A
+    formula of one variable, such as `2x`, is not a name: `2x = 10` and `x = 10` differ.
     """
     bare = _MEASURE.sub("", text.strip())
     if _ABSOLUTE.fullmatch(bare):
@@ -157,7 +157,7 @@ def is_compound(text: str) -> bool:
 
 
 def same_name(one: str, other: str) -> bool:
-    """Return whether two normalized names can be those of one thing. A missing one is any."""
+    """Return whether two normalized names can denote the same thing. A missing name matches any."""
     if one == other or not one or not other:
         return True
     short, long = sorted((one, other), key=len)

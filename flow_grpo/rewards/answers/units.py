@@ -1,4 +1,4 @@
-"""Units of measurement: how they are spelled, and how one converts into another."""
+"""Units of measurement: their spellings and conversions."""
 
 import re
 from fractions import Fraction
@@ -49,8 +49,8 @@ _SPELLINGS = {
     "mol": "mole",
 }
 _SYMBOLS = {each: symbol for symbol, words in _SPELLINGS.items() for each in words.split()}
-# symbol: (powers of the base quantities, size in base units). One temperature scale does not
-# convert into another by a factor, and neither do months into days: those are absent.
+# symbol: (powers of the base quantities, size in base units). Temperatures, and months and days, do
+# not convert by a constant factor and are therefore absent.
 _SIZES: dict[str, tuple[dict[str, int], Fraction]] = {
     symbol: ({base: power}, Fraction(size))
     for base, power, sizes in (
@@ -80,10 +80,10 @@ Parts = frozenset[tuple[str, int]]
 
 
 def conversion(one: str, other: str) -> Fraction | None:
-    """Return what a value in the unit `one` is multiplied by to be in the unit `other`.
+    """Return the factor that converts a value in the unit `one` to the unit `other`.
 
-    None where the units are of different quantities, as cm and cm^2. A missing unit matches any,
-    and `fresh eggs` are `eggs`.
+    None for units of different quantities, such as cm and cm^2. A missing unit matches any, and
+    `fresh eggs` are `eggs`.
     """
     if not one or not other:
         return Fraction(1)

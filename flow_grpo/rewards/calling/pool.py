@@ -84,8 +84,8 @@ class _Worker:
     """A worker process and our end of its pipe.
 
     Args:
-        timeout: Seconds without progress after which a read or write that has begun fails; a
-            stopped process neither empties its pipe nor completes a message.
+        timeout: Seconds without progress after which a started read or write fails; a stopped
+            process neither empties its pipe nor completes a message.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class _Worker:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the process and all that it has started (see supervisor.py)."""
+        """End the process and all its descendants (see supervisor.py)."""
         self._process.send_signal(END)
 
     def bury(self) -> int:

@@ -1,10 +1,10 @@
-"""Runs a worker so that no process it starts outlives it.
+"""Run a worker such that no process it starts outlives it.
 
 Rewards and environments may start processes: shells, servers, daemons in a session of their own.
 Killing the worker, or its process group, would leave some of them running. So the worker is forked
 from a supervisor that is the subreaper of everything below it (Linux: a process whose parent dies
-is handed to the nearest subreaper). When the worker ends, when the pool asks for it (`END`) or when
-the trainer dies, the supervisor kills all its descendants and ends with the worker's exit code.
+is handed to the nearest subreaper). When the worker exits, when the pool requests it (`END`) or
+when the trainer dies, the supervisor kills all descendants and exits with the worker's exit code.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-START = -1  # number of the reply that says whether a worker could be started
+START = -1  # number of the reply that reports whether the worker started
 END = signal.SIGUSR1  # SIGINT and SIGTERM reach whole process groups, and are ignored here
 
 
