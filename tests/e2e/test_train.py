@@ -39,7 +39,7 @@ def test_a_run_leaves_what_it_promises(train):
         assert line["train/ratio_max"] > 1  # and later ones do not
     expected = {
         *("reward/avg", "reward/jpeg_compressibility", "reward/std_within_group"),
-        *("reward/zero_std_ratio", "reward/failed", "eval/avg", "eval/failed"),
+        *("reward/zero_std_ratio", "reward/failed", "eval/avg", "eval/failed", "data/held_out"),
         *(f"reward/jpeg_compressibility/{n}" for n in ("std", "failed")),
         *(f"eval/jpeg_compressibility{n}" for n in ("", "/std", "/failed")),
         *(f"train/{n}" for n in ("loss", "policy_loss", "kl", "grad_norm", "lr", "approx_kl")),
@@ -47,6 +47,7 @@ def test_a_run_leaves_what_it_promises(train):
         *(f"time/{n}" for n in ("sample", "reward_wait", "train", "eval", "save")),
         *("perf/images_per_s", "perf/peak_mem_gb", "perf/passes", "reward/diversity"),
         *("train/first_update_ratio_dev", "train/clip_range", "train/noisy_from"),
+        "train/skipped_updates",
         *("reward/samples", "train/velocity_norm", "train/norm_ratio", "train/max_grad_norm"),
     }
     assert expected | {"epoch", "step"} == set(lines[-1])
