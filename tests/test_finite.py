@@ -293,14 +293,14 @@ def spoil(file: Path) -> str:
 def test_files_of_an_image_model_are_checked(session, tiny_sd3, tmp_path):
     lora = save(session) / "lora/pytorch_lora_weights.safetensors"
     name = spoil(lora)
-    with pytest.raises(UserError, match=f"{lora}: {name} has NaN"):
+    with pytest.raises(UserError, match=f"{lora}: {name} contains NaN"):
         read_lora(lora)
     shutil.copytree(tiny_sd3, tmp_path / "pipeline")
     file = tmp_path / "pipeline/transformer/diffusion_pytorch_model.safetensors"
     name = spoil(file)
-    with pytest.raises(UserError, match=f"{name} has NaN"):
+    with pytest.raises(UserError, match=f"{name} contains NaN"):
         replace_weights(session.policy.transformer, file.parent)
-    with pytest.raises(UserError, match=f"{name} of its SD3Transformer2DModel has NaN"):
+    with pytest.raises(UserError, match=f"SD3Transformer2DModel: {name} contains NaN"):
         load_adapter(str(tmp_path / "pipeline"))
 
 
