@@ -6,7 +6,9 @@ functions here to turn each of these cases into a UserError.
 """
 
 import logging
+import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.files import read_json
 
 # Values of a config.json that transformers and torch implement themselves. Others may name a
 # repository of compiled kernels on the hub, which transformers downloads and runs.
@@ -32,6 +35,7 @@ WRAPPERS = {
     "_fsdp_wrapped_module.": "FSDP",
     "base_model.model.": "PEFT",
 }
+SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")  # one of several files of a model
 CHUNK = 2**26  # elements that are checked at once
 
 
@@ -99,6 +103,44 @@ def is_finite(tensor: Tensor) -> bool:
     return True
 
 
+def check_stored_types(where: str, types: Iterable[tuple[str, str]]) -> None:
+    """Reject weights that are stored as integers or complex numbers, which loaders would only cast.
+
+    Args:
+        where: What the weights are of, for the message.
+        types: Names of tensors and of their types, as safetensors has them. Buffers may be of any.
+    """
+    for name, kind in types:
+        if name.endswith("weight") and not kind.startswith(("F", "BF")):
+            raise UserError(
+                f"{where}: {name} is stored as {kind} and must be floating point; use a copy that "
+                "is not quantized"
+            )
+
+
+def check_stored_weights(folder: Path, pattern: str = "*.safetensors") -> None:
+    """Check the types of all weights of a folder, and that no tensor is in two shards.
+
+    Files are not checked where a config.json says how they are quantized. Only their headers are
+    read.
+    """
+    config = folder / "config.json"
+    if config.is_file() and "quantization_config" in read_json(config):
+        return
+    shards: dict[str, Path] = {}
+    for path in sorted(folder.glob(pattern)):
+        with safe_open(path, "pt") as file:
+            names = file.keys()
+            check_stored_types(str(path), ((n, file.get_slice(n).get_dtype()) for n in names))
+            for name in names if SHARD.search(path.name) else ():
+                if name in shards:
+                    raise UserError(
+                        f"{shards[name]} and {path.name} both have the tensor {name}; use the "
+                        "files that the model's authors published"
+                    )
+                shards[name] = path
+
+
 def check_files_finite(folder: Path) -> None:
     """Reject NaN and infinity in the .safetensors files of a folder, one tensor at a time."""
     for path in sorted(folder.glob("*.safetensors")):
@@ -146,6 +188,14 @@ def check_implementations(option: str, source: str, config: Any) -> None:
                     f"one of {', '.join(allowed)}; remove it there"
                 )
         check_implementations(option, source, value)
+
+
+def check_not_nan(option: str, source: str | Path, config: Any, name: str = "a value") -> None:
+    """Reject a config that has NaN, which JSON can hold, anywhere; infinity may be a limit."""
+    if isinstance(config, float) and math.isnan(config):
+        raise UserError(f"{option}={str(source)!r}: {name} of its config is NaN; use another copy")
+    for key, value in config.items() if isinstance(config, dict) else ():
+        check_not_nan(option, source, value, str(key))
 
 
 @contextmanager

@@ -240,6 +240,35 @@ def test_a_bad_environment_ends_its_episode_and_no_other(questions, tmp_path, tr
         assert sorted((tmp_path / "log").read_text().split()).count("1") > 2
 
 
+class Text(str):
+    def __reduce__(self):
+        return print, ("run by whoever reads the pickle",)
+
+
+class Number(float):
+    def __float__(self):
+        return float("nan")
+
+
+def test_a_step_is_made_of_plain_values():
+    step = environment.checked((Text("a"), np.float32(0.25), np.bool_(True)))
+    assert (type(step.text), type(step.reward), step.done) == (str, float, True)
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        (("a", 0.0, "False"), "done='False'"),
+        (("a", 0.0, None), "done=None"),
+        (("a", Number(1), False), "a finite number"),
+        (("\ud800", 0.0, False), "half a character"),
+    ],
+)
+def test_a_step_that_is_no_step_is_rejected(returned, named):
+    with pytest.raises((UserError, ValueError), match=named):
+        environment.checked(returned)
+
+
 def test_what_is_played_again_has_a_time_limit_for_each_answer(questions):
     """As no worker has the episode: what another process played is lost."""
     environments = Environments(f"{ENVIRONMENTS}:Slow", {"seconds": 0.8}, timeout=3, workers=1)

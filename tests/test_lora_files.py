@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from untrained.small.sd3 import build as build_tiny_sd3
 
 from flow_grpo.draw.export import export
 from flow_grpo.draw.models import load_adapter
-from flow_grpo.draw.models.lora_files import attach_lora
+from flow_grpo.draw.models.lora_files import attach_lora, read_lora
 from flow_grpo.draw.models.sd3 import SD3Adapter
 from flow_grpo.errors import UserError
 from flow_grpo.run.checkpoint import weights_in
@@ -288,6 +289,48 @@ def test_what_is_more_than_lora_is_refused(peft_folder, tiny_sd3, settings, mess
         fresh(tiny_sd3).load_lora(peft_folder)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"r": 10**12}, str(10**12)),
+        ({"lora_alpha": float("inf")}, "lora_alpha=inf"),
+        ({"use_dora": "yes"}, "use_dora='yes'"),
+        ({"target_modules": "*("}, "target_modules="),
+        ({"modules_to_save": "proj_out"}, "modules_to_save='proj_out'"),
+    ],
+    ids=str,
+)
+def test_settings_are_checked_before_layers_are_made(peft_folder, settings, named):
+    path = peft_folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with pytest.raises(UserError, match=re.escape(named)):
+        read_lora(peft_folder)
+
+
+def as_integers(weights: dict) -> dict:
+    return {name: tensor.to(torch.int8) for name, tensor in weights.items()}
+
+
+def twice(weights: dict) -> dict:
+    return {**weights, **{n.removeprefix("base_model.model."): 5 * t for n, t in weights.items()}}
+
+
+@pytest.mark.parametrize(("change", "named"), [(as_integers, "I8"), (twice, "twice")])
+def test_tensors_that_are_no_weights_or_there_twice(peft_folder, change, named):
+    file = peft_folder / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    with pytest.raises(UserError, match=named):
+        read_lora(peft_folder)
+
+
+def test_metadata_that_is_no_object(diffusers_folder):
+    """Without it, alpha would be the rank."""
+    [file] = diffusers_folder.iterdir()
+    save_file(load_file(file), file, {LORA_ADAPTER_METADATA_KEY: "[]"})
+    with pytest.raises(UserError, match=LORA_ADAPTER_METADATA_KEY):
+        read_lora(diffusers_folder)
+
+
 @pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_lora_weights.bin", "lora.pt"])
 def test_a_pickle_is_never_opened(tiny_sd3, peft_folder, tmp_path, name):
     (peft_folder / "adapter_model.safetensors").unlink()
@@ -318,7 +361,7 @@ def test_what_cannot_be_read_is_named(peft_folder, tiny_sd3, tmp_path):
     file.write_bytes(weights)
     for broken in (settings[:40], "[]", '{"r": "many"}', "{}"):
         config.write_text(broken)
-        refused("cannot read|is of another model")
+        refused("cannot read|is of another model|the rank 'many'")
     config.unlink()
     refused("needs the adapter_config.json")
     shutil.copy(file, peft_folder / "a.safetensors")

@@ -77,6 +77,70 @@ def test_weights_that_are_not_all_there(folder, capsys, part, kind):
     assert f"{kind} has no {name}" in refused(folder, capsys)
 
 
+def without_one(weights: dict) -> dict:
+    return dict([*weights.items()][1:])
+
+
+def with_prefix(weights: dict) -> dict:
+    return {f"module.{name}": tensor for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2", "text_encoder_3"])
+@pytest.mark.parametrize(("change", "named"), [(without_one, "1 missing"), (with_prefix, "module")])
+def test_a_text_encoder_that_lacks_tensors_is_rejected(folder, capsys, part, change, named):
+    """transformers would go on with random values, and diffusers does not ask it for a report."""
+    path = folder / part / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+    message = refused(folder, capsys)
+    assert str(path.parent) in message
+    assert named in message
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [
+        ("transformer/config.json", "patch_size"),
+        ("text_encoder_3/config.json", "num_heads"),
+        ("scheduler/scheduler_config.json", "num_train_timesteps"),
+    ],
+)
+def test_a_size_of_0_is_a_mistake_of_the_model(folder, capsys, file, field):
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: 0}))
+    assert str(folder) in refused(folder, capsys)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int64, torch.bool])
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_weights_stored_as_integers_are_rejected(folder, capsys, part, kind):
+    """A loader would cast them, whatever the scale that they were quantized with."""
+    [path] = (folder / part).glob("*.safetensors")
+    weights = load_file(path)
+    name = next(n for n in weights if n.endswith("weight"))
+    save_file({**weights, name: weights[name].to(kind)}, path, metadata={"format": "pt"})
+    message = refused(folder, capsys)
+    assert str(path) in message
+    assert name in message
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [("vae/config.json", "scaling_factor"), ("scheduler/scheduler_config.json", "shift")],
+)
+def test_a_config_with_nan_is_rejected(folder, capsys, file, field):
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: float("nan")}))
+    assert f"{field} of its config is NaN" in refused(folder, capsys)
+
+
+@pytest.mark.parametrize("shift", [0, -1])
+def test_noise_levels_must_decrease(folder, shift):
+    path = folder / "scheduler/scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shift": shift}))
+    with pytest.raises(UserError, match="noise level"):
+        load_adapter(str(folder)).schedule(4, 32, 32)
+
+
 def poison(path: Path, value: float) -> str:
     """The name of a tensor of the file, whose last value it is now."""
     weights = load_file(path)

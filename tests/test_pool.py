@@ -35,6 +35,10 @@ STUB = """
     import os, signal, struct, subprocess, sys, time
     from pathlib import Path
 
+    class NoText(Exception):
+        def __str__(self):
+            return None
+
     def obey():
         def engine(job):
             order, _, argument = job.partition(" ")
@@ -73,6 +77,11 @@ STUB = """
                 time.sleep(1000)
             if order == "garble":
                 os.write(int(sys.argv[1]), struct.pack("!i", 4) + b"junk")
+            if order == "signal_group":  # as tools do to end a process that they started
+                child = subprocess.Popen(["sleep", "1000"])
+                os.killpg(os.getpgid(child.pid), signal.SIGKILL)
+            if order == "raise_without_text":
+                raise NoText
             if order == "garble_from_child":
                 write = f"import os; os.write({sys.argv[1]}, b'x' * 9)"
                 subprocess.call([sys.executable, "-c", write], close_fds=False)
@@ -235,6 +244,19 @@ class TestPool:
     def test_a_child_process_cannot_write_to_the_pipe(self) -> None:
         with stub_pool() as pool:
             assert pool.map(["garble_from_child", "read x"]) == ["0 read", "1 read"]
+
+    def test_a_signal_to_the_group_of_a_worker_does_not_reach_the_trainer(self) -> None:
+        with stub_pool() as pool:
+            pool.map(["read x"])
+            [worker] = psutil.Process(pool.pids()[0]).children()
+            assert os.getpgid(worker.pid) == worker.pid != os.getpgid(0)  # else all tests end here
+            killed, other = pool.map(["signal_group", "read x"])
+        assert isinstance(killed, Failed)
+        assert other == "1 read"
+
+    def test_an_error_whose_text_cannot_be_had_is_named(self) -> None:
+        with stub_pool() as pool:
+            assert pool.map(["raise_without_text"])[0].reason == "NoText: no reason given"
 
     def test_serves_several_threads(self) -> None:
         def call(n: int) -> list[str]:

@@ -90,6 +90,58 @@ def test_a_model_file_must_have_the_tensors_of_the_model(folder, capfd, change, 
     assert "LOAD REPORT" not in capfd.readouterr().err  # the table that transformers logs
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.int64, torch.bool, torch.complex64])
+def test_weights_that_are_not_floating_point_are_rejected(folder, adapter, kind):
+    """A loader would cast them, whatever the scale that they were quantized with."""
+
+    def change(weights: dict) -> dict:
+        name = next(n for n in weights if n.endswith("weight") and weights[n].ndim == 2)
+        return {**weights, name: weights[name].to(kind)}
+
+    change_weights(folder, change)
+    change_weights(adapter, change, "adapter_model.safetensors")
+    assert "model.safetensors" in rejected(load, folder)
+    assert "must be floating point" in rejected(attach_lora, small_vlm.build(), adapter)
+
+
+def test_a_tensor_in_two_shards_is_rejected(folder):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for file, part in zip(files, (weights, {f"{QUERY}.weight": torch.zeros(32, 32)}), strict=True):
+        save_file(part, folder / file, metadata={"format": "pt"})
+    places = dict.fromkeys(weights, files[0]) | {f"{QUERY}.bias": files[1]}
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{QUERY}.weight" in rejected(load, folder)
+
+
+def change_config(folder: Path, part: str, **values) -> Path:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    (config[part] if part else config).update(values)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+ROPE = {"rope_type": "default", "rope_theta": 0.0, "mrope_section": [2, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "named"),
+    [
+        ("text_config", "num_attention_heads", 0, "division"),
+        ("", "tie_word_embeddings", None, "tie_word_embeddings"),
+        ("", "text_config", [], "text_config"),
+        ("text_config", "rms_norm_eps", "1e-6", "rms_norm_eps"),
+        ("text_config", "rms_norm_eps", float("nan"), "rms_norm_eps"),
+        ("text_config", "rope_parameters", ROPE, "inv_freq"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_named(folder, part, field, value, named):
+    assert named in rejected(load, change_config(folder, part, **{field: value}))
+
+
 def test_a_head_that_is_tied_or_saved_twice_is_complete(saved, folder):
     weights = load_file(saved / "model.safetensors")
     assert "lm_head.weight" not in weights
@@ -231,6 +283,50 @@ def test_an_adapter_that_is_more_than_lora_is_rejected_and_the_base_stays(adapte
     assert str(value).strip("[]'") in rejected(attach_lora, model, adapter)
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"r": 10**12}, str(10**12)),
+        ({"r": 4.0}, "4.0"),
+        ({"rank_pattern": {"q_proj": 10**12}}, str(10**12)),
+        ({"rank_pattern": [4]}, "rank_pattern"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
+        ({"lora_alpha": 1e39}, "lora_alpha=1e+39"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "'8'"),
+        ({"use_rslora": "false"}, "use_rslora='false'"),
+        ({"target_modules": "*("}, "target_modules='*('"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head'"),
+    ],
+    ids=str,
+)
+def test_settings_of_a_lora_are_checked_before_its_layers_are_made(adapter, settings, named):
+    model = small_vlm.build()
+    assert named in rejected(attach_lora, model, change_settings(adapter, **settings))
+    assert not hasattr(model, "peft_config")
+
+
+def test_a_lora_that_overflows_in_float32_is_rejected(adapter, saved, tmp_path):
+    def double(weights: dict) -> dict:
+        name = next(iter(weights))
+        return {**weights, name: torch.full_like(weights[name], 1e300, dtype=torch.float64)}
+
+    def large(weights: dict) -> dict:  # finite, and not so once it is merged
+        return {name: torch.full_like(tensor, 1e30) for name, tensor in weights.items()}
+
+    change_weights(adapter, double, "adapter_model.safetensors")
+    assert "infinite" in rejected(attach_lora, small_vlm.build(), adapter)
+    change_weights(adapter, large, "adapter_model.safetensors")
+    assert "merged" in rejected(export, Source(adapter), str(saved), tmp_path / "out")
+
+
+def test_a_file_that_is_not_the_lora_is_rejected(adapter):
+    """The one beside it would be loaded."""
+    save_file({"a": torch.zeros(1)}, adapter / "other.safetensors")
+    assert "other.safetensors" in rejected(
+        attach_lora, small_vlm.build(), adapter / "other.safetensors"
+    )
 
 
 def test_a_lora_keeps_its_precision_and_merges_as_peft_does(trained):

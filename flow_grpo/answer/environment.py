@@ -18,6 +18,7 @@ from PIL import Image
 
 from flow_grpo.config.custom import import_named
 from flow_grpo.errors import UserError
+from flow_grpo.files import refuse_halves
 from flow_grpo.pictures import Picture, read_picture
 from flow_grpo.rewards.calling import map_in_threads
 from flow_grpo.rewards.calling.pool import CannotStart, TimedOut, WorkerPool
@@ -101,6 +102,8 @@ def checked(returned: Any) -> Step:
         raise ValueError(f"step() returned {_shown(returned)}; {FORM}")
     observation, reward, done = returned
     text, pictures = (observation, ()) if isinstance(observation, str) else _parts(observation)
+    text = str.__str__(text)  # a plain str: pickles of subclasses run code in the trainer
+    refuse_halves(text, "the text that step() returned")
     if len(text) > MAX_TEXT:
         raise ValueError(
             f"step() returned a text of {len(text):,} characters, more than {MAX_TEXT:,}"
@@ -108,9 +111,12 @@ def checked(returned: Any) -> Step:
     pixels = sum(picture.width * picture.height for picture in pictures)
     if pixels > MAX_PIXELS:
         raise ValueError(f"step() returned {pixels:,} pixels, more than {MAX_PIXELS:,}")
-    if not isinstance(reward, Real) or not math.isfinite(reward):
+    number = float(reward) if isinstance(reward, Real) else math.nan
+    if not math.isfinite(number):
         raise ValueError(f"step() returned the reward {_shown(reward)}; it must be a finite number")
-    return Step(text, tuple(map(_png, pictures)), float(reward), bool(done))
+    if done not in (False, True):
+        raise ValueError(f"step() returned done={done!r:.80}; it must be True or False")
+    return Step(text, tuple(map(_png, pictures)), number, bool(done))
 
 
 def _parts(observation: Any) -> tuple[str, list[Image.Image]]:

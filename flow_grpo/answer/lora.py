@@ -13,10 +13,16 @@ from flow_grpo.answer.expert_layout import kept_conversions
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import read_json, refuse_pickles
 from flow_grpo.rewards.loading import explained
-from flow_grpo.run.adapters import check_settings, downloaded, lora_settings, read_tensors
+from flow_grpo.run.adapters import (
+    check_settings,
+    check_values,
+    downloaded,
+    lora_settings,
+    read_tensors,
+)
 from flow_grpo.run.policy import ADAPTER, widen
 from flow_grpo.speed.lora import lora_layers
-from flow_grpo.weights import check_loading_report, quiet_transformers
+from flow_grpo.weights import check_finite, check_loading_report, quiet_transformers
 
 
 def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_path") -> None:
@@ -27,7 +33,14 @@ def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_pat
             that are not finite.
     """
     folder = downloaded(path, field)
-    settings, tensors = _read(folder if folder.is_dir() else folder.parent)
+    if folder.is_file():
+        if folder.name != SAFETENSORS_WEIGHTS_NAME:
+            raise UserError(
+                f"{field}={str(path)!r} must be a folder that PEFT wrote, or the "
+                f"{SAFETENSORS_WEIGHTS_NAME} in it"
+            )
+        folder = folder.parent
+    settings, tensors = _read(folder)
     kind = f"a LoRA of this {type(model).__name__}"
     with explained(field, str(path), kind), quiet_transformers(), kept_conversions(model):
         config = LoraConfig(**lora_settings(folder, settings))
@@ -43,6 +56,8 @@ def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_pat
             ignore_mismatched_sizes=True,  # the report has them
         )
     check_loading_report(field, str(path), report.to_dict(), kind)
+    loaded = ((name, weight) for name, weight in model.named_parameters() if "lora_" in name)
+    check_finite(f"{field}={str(path)!r}", loaded)  # also as float32
     for layer in lora_layers(model):
         if isinstance(layer, lora.ParamWrapper):
             raise UserError(
@@ -63,16 +78,24 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise UserError(f"{config} must be a JSON object with the fields of a LoraConfig")
     check_settings(config, settings)
     try:
-        return settings, read_tensors(weights)[0]
+        tensors, _ = read_tensors(weights)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {weights}: {first_line(error)}") from error
+    check_values(config, settings, tensors)
+    return settings, tensors
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
     """Merge the LoRA of `attach_lora` into the weights and restore the plain layers."""
     for name, layer in [*model.named_modules()]:
         if isinstance(layer, lora.LoraLayer):
-            layer.merge(safe_merge=True)
+            try:
+                layer.merge(safe_merge=True)
+            except ValueError as error:
+                raise UserError(
+                    f"the LoRA of {name} cannot be merged: the sum with the model's weights is not "
+                    "finite; use an earlier checkpoint"
+                ) from error
             owner, _, place = name.rpartition(".")
             setattr(model.get_submodule(owner), place, layer.get_base_layer())
     del model.peft_config

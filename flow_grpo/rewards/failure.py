@@ -92,5 +92,8 @@ class Attempts:
 
 def describe(error: BaseException) -> str:
     """The error in one line."""
-    lines = str(error).strip().splitlines() or ["no reason given"]
+    try:
+        lines = str(error).strip().splitlines() or ["no reason given"]
+    except Exception:  # a __str__ of the user's own
+        lines = ["no reason given"]
     return lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flow_grpo.access import check_access, refusal
-from flow_grpo.errors import UserError
+from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.protocol import Returned, Rows, Scorer
 from flow_grpo.weights import (
@@ -149,7 +150,9 @@ LOAD_ERRORS = (
     AttributeError,
     ImportError,
     RuntimeError,
+    ArithmeticError,
     SafetensorError,
+    StrictDataclassError,
     pickle.UnpicklingError,
 )
 
@@ -162,7 +165,8 @@ def explained(option: str, source: str, kind: str, known: Iterable[str] = ()) ->
     try:
         yield
     except LOAD_ERRORS as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        reason = first_line(cause or error)
         if isinstance(error, KeyError):
             reason = f"it has no {reason}"
         if "trust_remote_code" in str(error):

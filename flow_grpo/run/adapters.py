@@ -6,10 +6,12 @@ and initialisations that replace the base weights (`init_lora_weights="pissa"`).
 """
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from peft import LoraConfig
 from safetensors import safe_open
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from flow_grpo.access import check_access, refusal
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.files import PICKLES
 from flow_grpo.run.plan import is_lost
-from flow_grpo.weights import check_finite, check_regular_files
+from flow_grpo.weights import check_finite, check_regular_files, check_stored_types
 
 logger = logging.getLogger("flow_grpo")
 
@@ -27,8 +29,13 @@ SETTINGS = (
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "lora_bias", "fan_in_fan_out", "init_lora_weights"),
 )
-NOTES = ("auto_mapping", "inference_mode")  # nothing that changes what is computed
+NOTES = (  # nothing that changes what is computed, or checked by itself
+    *("auto_mapping", "inference_mode", "base_model_name_or_path", "revision", "task_type"),
+    *("peft_type", "peft_version", "megatron_core", "qalora_group_size", "bias"),
+)
 STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's weights
+SWITCHES = ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out")
+LARGEST_ALPHA = 3e38  # that float32 holds
 OF_PEFT = "base_model.model."  # in front of each name that PEFT saves
 
 
@@ -57,7 +64,9 @@ def downloaded(path: str | Path, field: str = "train.lora_path") -> Path:
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a .safetensors file and its header metadata; reject NaN and inf."""
     with safe_open(file, "pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        names = opened.keys()
+        check_stored_types(str(file), ((n, opened.get_slice(n).get_dtype()) for n in names))
+        tensors = {name: opened.get_tensor(name) for name in names}
         metadata = opened.metadata() or {}
     check_finite(str(file), tensors.items())
     return tensors, metadata
@@ -66,10 +75,12 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def check_settings(where: Path, settings: dict) -> None:
     """Refuse what is more than LoRA: loaded as one, it would compute something else."""
     kind, start = settings.get("peft_type", "LORA"), settings.get("init_lora_weights")
+    usual = LoraConfig().to_dict()
     more = [
         f"{name}={value!r}"
         for name, value in settings.items()
-        if name not in (*SETTINGS, *NOTES) and (value is True or isinstance(value, dict | list))
+        if name not in (*SETTINGS, *NOTES)
+        if value is True or isinstance(value, dict | list) or value != usual.get(name, value)
         if value
     ]
     if kind != "LORA":
@@ -80,6 +91,35 @@ def check_settings(where: Path, settings: dict) -> None:
         more.append(f"init_lora_weights={start!r}")
     if more:
         raise UserError(f"{where} is no plain LoRA ({more[0]}), and only that can be loaded")
+
+
+def check_values(where: Path, settings: dict, tensors: dict[str, Tensor]) -> None:
+    """Reject values with which PEFT computes something else, or fails late or without end."""
+    ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
+    targets = settings.get("target_modules")
+    for name, found in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        if not isinstance(found, dict):
+            raise UserError(f"{where}: {name}={found!r} must be an object")
+    widest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    for rank in (settings.get("r", 1), *ranks.values()):
+        if type(rank) is not int or not 0 < rank <= widest:
+            raise UserError(
+                f"{where}: the rank {rank!r} must be a positive integer that fits its tensors, "
+                f"which have at most {widest} rows or columns"
+            )
+    for alpha in (settings.get("lora_alpha", 1), *alphas.values()):
+        if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:
+            raise UserError(f"{where}: lora_alpha={alpha!r} must be a finite number")
+    for name in SWITCHES:
+        if settings.get(name) not in (None, False, True):
+            raise UserError(f"{where}: {name}={settings[name]!r} must be true or false")
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise UserError(
+                f"{where}: target_modules={targets!r} is no regular expression ({error})"
+            ) from error
 
 
 def lora_settings(where: Path, settings: dict) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from flow_grpo.weights import (
     check_finite,
     check_implementations,
     check_loading_report,
+    check_not_nan,
+    check_stored_weights,
     quiet_transformers,
 )
 
@@ -65,6 +67,7 @@ def find_family(source: str, revision: str = "main") -> type[Family]:
             "transformers, or of a family of your own (custom_models)"
         )
     check_implementations("pretrained.model", source, raw)
+    check_not_nan("pretrained.model", source, raw)
     return family
 
 
@@ -92,7 +95,12 @@ def load_model(
             trust_remote_code=False,
         )
     check_loading_report("pretrained.model", source, report, f"a {type(model).__name__}")
+    with explained("pretrained.model", source, KIND):
+        folder = Path(cached_file(source, "config.json", revision=revision)).parent
+        check_stored_weights(folder, "model*.safetensors")
     check_finite(f"pretrained.model={source!r}", model.state_dict().items())
+    rotary = ((n, b) for n, b in model.named_buffers() if n.endswith("inv_freq"))  # of the config
+    check_finite(f"pretrained.model={source!r}", rotary)
     if getattr(model, "peft_config", None):  # transformers loads an adapter from the same folder
         raise UserError(
             f"pretrained.model={source!r} contains both a model and an adapter "

@@ -34,7 +34,13 @@ from flow_grpo.draw.models.wan_i2v import WanImageToVideoAdapter
 from flow_grpo.draw.models.z_image import ZImageAdapter
 from flow_grpo.errors import UserError, check_model_folder, first_line
 from flow_grpo.files import read_json
-from flow_grpo.weights import check_finite, check_implementations, check_regular_files
+from flow_grpo.weights import (
+    check_finite,
+    check_implementations,
+    check_not_nan,
+    check_regular_files,
+    check_stored_weights,
+)
 
 __all__ = [
     "Conditioning",
@@ -60,8 +66,8 @@ LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 COMPOSED = (DiffusionPipeline, transformers.ProcessorMixin)
 # What diffusers, transformers and safetensors raise when files of a model are missing or damaged.
 LOADING = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError),
-    *(SafetensorError, StrictDataclassError),
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError),
+    *(ArithmeticError, SafetensorError, StrictDataclassError),
 )
 
 
@@ -91,6 +97,10 @@ def load_adapter(
     _check_parts(Path(model))
     try:
         _check_implementations(model)
+        for part in sorted(Path(model).glob("*/")):
+            check_stored_weights(part)
+            for config in sorted(part.glob("*config.json")):
+                check_not_nan("pretrained.model", part, read_json(config))
         with errors_told_once():
             pipeline = load_pipeline(
                 adapter.pipeline_class,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,12 @@ class Schedule:
                 f"a Schedule needs time steps and one more sigma than these, and has "
                 f"{len(self.timesteps)} and {len(self.sigmas)}"
             )
+        for before, after in pairwise(self.sigmas):
+            if not before > after:  # nor where one is NaN
+                raise UserError(
+                    f"the model's scheduler gives the noise level {after:g} after {before:g}, and "
+                    "they must decrease; correct shift in its scheduler_config.json"
+                )
 
     def __len__(self) -> int:
         return len(self.timesteps)

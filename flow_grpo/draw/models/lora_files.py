@@ -24,6 +24,7 @@ from flow_grpo.run.adapters import (
     OF_PEFT,
     Misfit,
     check_settings,
+    check_values,
     compare_layers,
     downloaded,
     lora_settings,
@@ -31,7 +32,7 @@ from flow_grpo.run.adapters import (
 )
 from flow_grpo.speed.lora import lora_layers
 from flow_grpo.speed.low_bits import stored_as_before
-from flow_grpo.weights import check_regular_files
+from flow_grpo.weights import check_finite, check_regular_files
 
 TRANSFORMER = "transformer"
 ENCODERS = ("text_encoder", "text_encoder_2")  # that diffusers puts LoRA on
@@ -79,17 +80,26 @@ def read_lora(path: str | Path, field: str = "train.lora_path") -> LoraFile:
         tensors, header = read_tensors(file)
         if file.name == SAFETENSORS_WEIGHTS_NAME:
             settings = read_json(file.with_name(CONFIG_NAME))
+            if not isinstance(settings, dict):
+                raise ValueError(f"{CONFIG_NAME} is no JSON object")
             check_settings(file.with_name(CONFIG_NAME), settings)
+            check_values(file.with_name(CONFIG_NAME), settings, tensors)
             names = {k: f"{TRANSFORMER}.{k.removeprefix(OF_PEFT)}" for k in tensors}
+            if repeated := sorted(k for k in tensors if OF_PEFT + k in tensors):
+                raise ValueError(f"it has {repeated[0]} twice, with and without {OF_PEFT!r}")
             return LoraFile(file, {names[k]: v for k, v in tensors.items()}, settings)
         metadata = parse_json(header.get(LORA_ADAPTER_METADATA_KEY, "null"), f"cannot read {file}")
+        if not isinstance(metadata, dict | None):
+            raise ValueError(f"its {LORA_ADAPTER_METADATA_KEY} is no JSON object")
         settings = {
             model: _with_prefix(metadata or {}, model) for model in (TRANSFORMER, *ENCODERS)
         }
     except (OSError, ValueError, AttributeError, SafetensorError) as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
-    for each in settings.values():
+    for model, each in settings.items():
         check_settings(file, each)
+        if each:
+            check_values(file, each, _with_prefix(tensors, model))
     return LoraFile(file, tensors, settings[TRANSFORMER] or None, metadata)
 
 
@@ -158,6 +168,7 @@ def _attach(transformer: ModelMixin, file: LoraFile) -> int:
         for name in layer.adapter_layer_names:
             getattr(layer, name).to(torch.promote_types(transformer.dtype, torch.float32))
     set_peft_model_state_dict(transformer, tensors)
+    check_finite(str(file.path), get_peft_model_state_dict(transformer).items())  # also as float32
     transformer.eval()  # new layers may have dropout
     return len(tensors)
 

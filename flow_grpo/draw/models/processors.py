@@ -6,8 +6,10 @@ model's own, and needs torchvision. Here each is put together of parts whose cla
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import transformers
 from diffusers import DiffusionPipeline
 from transformers import (
     CLIPImageProcessorPil,
@@ -20,6 +22,8 @@ from transformers import (
     Qwen3VLProcessor,
     TokenizersBackend,
 )
+
+from flow_grpo.weights import check_loading_report, quiet_transformers
 
 # Of those that read texts alone here, the tokenizer in their folder.
 TOKENIZERS: dict[str, type[PreTrainedTokenizerBase]] = {
@@ -72,7 +76,7 @@ def load_processor(kind: str, model: str, part: str) -> Any:
 
 
 def load_pipeline(kind: type[DiffusionPipeline], model: str, **settings: Any) -> DiffusionPipeline:
-    """As `kind.from_pretrained` does, with our own processors."""
+    """As `kind.from_pretrained` does, with our own processors and with checked encoders."""
     index = DiffusionPipeline.load_config(model).items()
     own = {
         part: load_processor(value[1], model, part)
@@ -81,9 +85,42 @@ def load_pipeline(kind: type[DiffusionPipeline], model: str, **settings: Any) ->
     }
     # diffusers takes no tokenizer for a processor: it is given none first
     given = {n: p if isinstance(p, ProcessorMixin) else None for n, p in own.items()}
+    for part, value in index:
+        if part not in own and (encoder := encoder_class(value)) is not None:
+            given[part] = load_encoder(encoder, model, part, **settings)
     pipeline = kind.from_pretrained(model, **settings, **given)
     pipeline.register_modules(**own)
     return pipeline
+
+
+def encoder_class(value: Any) -> type[PreTrainedModel] | None:
+    """The model of transformers that this value of a model_index.json names, None if it is none."""
+    if not (isinstance(value, list | tuple) and len(value) == 2 and value[0] == "transformers"):
+        return None
+    kind = getattr(transformers, str(value[1]), None)
+    return kind if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
+
+
+def load_encoder(
+    kind: type[PreTrainedModel], model: str, part: str, **settings: Any
+) -> PreTrainedModel:
+    """Load a text encoder; reject files that lack tensors, for which transformers, called by
+    diffusers, would draw random values."""
+    local = Path(model) / part
+    place = {"subfolder": part} if not local.is_dir() else {}
+    with quiet_transformers():
+        encoder, report = kind.from_pretrained(
+            model if place else local,
+            **place,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report has them
+            **settings,
+        )
+    # published files have tensors of parts that an encoder does without
+    check_loading_report(
+        "pretrained.model", f"{model}/{part}", report, f"a {kind.__name__}", allow_unexpected=True
+    )
+    return encoder
 
 
 @contextmanager

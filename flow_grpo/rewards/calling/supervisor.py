@@ -36,6 +36,8 @@ def supervise(descriptor: int) -> None:
     if worker == 0:
         # kills the worker even while its engine never releases the interpreter lock
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # a signal that the engine sends to its own process group must not reach the trainer
+        os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, waited_for)
         return
     os.close(descriptor)
