@@ -112,7 +112,14 @@ def planned_processes() -> int | None:
     """The processes to plan for: those of `--world_size`, which a dry run takes, or those that a
     launcher started; None where neither says."""
     given = next(reversed(values_of(sys.argv, "world_size")), "")
-    number = given if given.isdecimal() else os.environ.get("WORLD_SIZE")  # absl rejects the others
+    if given.isdecimal():  # absl rejects other values
+        return int(given)
+    number = os.environ.get("WORLD_SIZE")
+    if number is not None and not (number.isdecimal() and int(number)):
+        raise UserError(
+            f"the environment variable WORLD_SIZE={number!r} must be the number of processes; "
+            "unset it, or start the run with torchrun or accelerate launch"
+        )
     return None if number is None else int(number)
 
 
