@@ -13,7 +13,8 @@ from flow_grpo.config.settings import LARGEST, UPPER_BOUNDS, walk
 from flow_grpo.data.questions import Question
 from flow_grpo.draw.check import check, check_learning
 from flow_grpo.draw.fields import DRAW
-from flow_grpo.draw.session import build_algorithm
+from flow_grpo.draw.presets import get_config
+from flow_grpo.draw.session import build_algorithm, build_session
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward, close_scorers
 from flow_grpo.run.plan import check_lora_path, count_processes
@@ -267,6 +268,22 @@ def test_a_model_is_not_taken_for_a_lora(tmp_path):
         check_lora_path(str(folder))
     with pytest.raises(UserError, match=r"readme\.md' is not a \.safetensors file"):
         check_lora_path(str(tmp_path / "readme.md"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"height": 16384, "width": 16384}, "height=16384"),
+        ({"train.use_8bit_adam": True}, "train.use_8bit_adam=True needs a GPU"),
+    ],
+)
+def test_a_mistake_is_reported_before_rewards_are_tried(monkeypatch, tmp_path, fields, named):
+    """These take long with images of such a size."""
+    monkeypatch.setattr("flow_grpo.draw.session.check_reward", None)
+    config = get_config("tiny_ocr")
+    config.update_from_flattened_dict({**fields, "logdir": str(tmp_path), "device": "cpu"})
+    with pytest.raises(UserError, match=f"^{named}"):
+        build_session(config)
 
 
 def test_a_language_model_is_not_given_images():

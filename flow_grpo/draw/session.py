@@ -36,6 +36,7 @@ from flow_grpo.draw.models import (
     ModelAdapter,
     Size,
     check_model,
+    check_size,
     find_adapter,
     load_adapter,
 )
@@ -172,8 +173,8 @@ def build_session(
         every, pictures = [*data.train, *data.test], read_pictures(config)
         reject_columns(every, algorithm.unread_columns, algorithm.name)
         named = model_and_family(config) if load is None else (config.pretrained.model, None)
-        if named[1] is not None:  # before rewards are tried on images of a size that is too large
-            check_adapter(config, model_at_revision(config), accelerator)
+        if named[1] is not None:  # before rewards are tried on images of this size
+            check_size(model_at_revision(config), size)
         if load is None:
             check_sources(every, *named, size, accelerator)
         check_data(pictures, *named, accelerator)
@@ -311,8 +312,8 @@ def can_replay(config: DrawFields, accelerator: Accelerator) -> bool:
     return wanted and whole and config.use_lora and not config.train.gradient_checkpointing
 
 
-def check_adapter(config: DrawFields, model: str, accelerator: Accelerator) -> None:
-    """Reject what the model cannot do, by its configs alone."""
+def build_adapter(config: DrawFields, accelerator: Accelerator) -> ModelAdapter:
+    model = download_revision(config.pretrained.model, config.pretrained.revision)
     sample = config.sample
     explored = sample.explore_steps if config.train.keep_best_worst else sample.num_steps
     fewest_steps = min(sample.num_steps, sample.eval_num_steps, explored)
@@ -327,11 +328,6 @@ def check_adapter(config: DrawFields, model: str, accelerator: Accelerator) -> N
     check_gradient(config, find_adapter(model))
     if config.train.lora_path:  # the model may take minutes to load
         check_places(config.train.lora_path, places_of_model(model))
-
-
-def build_adapter(config: DrawFields, accelerator: Accelerator) -> ModelAdapter:
-    model = download_revision(config.pretrained.model, config.pretrained.revision)
-    check_adapter(config, model, accelerator)
     adapter = load_adapter(
         model,
         device=accelerator.device,
