@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,17 @@ def read_text(path: Path) -> str:
             "another file"
         )
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
+    if "\0" in text:  # each second byte of UTF-16 without a mark at its start
+        raise UserError(f"{path} is not UTF-8 text (it has zero bytes); save it as UTF-8")
+    return text
+
+
+def split_lines(text: str) -> list[str]:
+    """Split at the ends of lines of all systems, and not at U+2028."""
+    return re.split(r"\r\n|\r|\n", text)
 
 
 def read_json(path: Path, **options: Any) -> Any:

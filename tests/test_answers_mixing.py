@@ -107,7 +107,7 @@ def test_columns_may_have_other_names(tmp_path):
     assert read_questions(path, Keys("prompt", ""))[0].answer == ""
     for keys, told in (
         (Keys("text", "solution"), "has no 'text' (input_key), it has: prompt, solution"),
-        (Keys("prompt", "truth"), '"truth", got None (answer_key); it has: prompt, solution'),
+        (Keys("prompt", "truth"), "--config.answer_key; it has: prompt, solution"),
     ):
         with pytest.raises(UserError) as caught:
             read_questions(path, keys)

@@ -142,7 +142,7 @@ BAD = {
     ),
     '{"problem": "<video>x", "answer": "1"}': "has <video> 1 times and the row has 0 videos",
     '{"question": "x", "video": "a.mp4", "answer": "1"}': "there is no video ",
-    '{"message": "[{", "answer": "1"}': "message: not JSON",
+    '{"message": "[{", "answer": "1"}': '"message": not JSON',
     '{"message": "{}", "answer": "1"}': "must be a list of turns",
 }
 
@@ -160,7 +160,7 @@ def test_a_bad_row_is_named_with_file_and_line(folder, row, rule):
 
 def test_a_chat_of_several_turns_is_refused(folder):
     path = write_lines(folder / "x.jsonl", {"message": chat("x", role="assistant"), "answer": "1"})
-    with pytest.raises(UserError, match=r"x.jsonl:1: message has the roles assistant"):
+    with pytest.raises(UserError, match=r'x.jsonl:1: "message" has the roles assistant'):
         read_questions(path)
 
 

@@ -159,7 +159,7 @@ def test_a_row_with_a_picture_may_have_a_mask(tmp_path):
         (None, {"prompt": "a"}),
     ]
     (tmp_path / "2.png").unlink()
-    assert told(tmp_path, "train").startswith(f"{file}:1: there is no picture {tmp_path}/2.png")
+    assert told(tmp_path, "train").startswith(f"{file}:1: there is no mask {tmp_path}/2.png")
 
 
 def test_a_name_on_the_hub_is_read_there(monkeypatch):

@@ -93,6 +93,7 @@ MEDIA = [
         )
     ),
     ("img", "0001"),
+    *((name, "0001") for name in ("source_img", "style_image", "question_image", "image_left")),
     ("photo", 17),
     ("image_path", "no/suffix"),
     ("pictures", ["0001", "0002"]),
@@ -137,6 +138,11 @@ METADATA = [
     *(("score", 0.5), ("tags", ["x", "y"]), ("include", [{"class": "kite", "count": 1}])),
     *(("extra_info", {"index": 3, "split": "train"}), ("note", "ends with png"), ("empty", None)),
     *(("img", None), ("img", ""), ("photos", []), ("vector", [0.1] * 300), ("ok", True)),
+    # properties of images, by the last word of the name or because the value can be no image
+    *(("image_area", 4), ("image_nsfw", 0.1), ("image_mode", "RGB"), ("photo_credit", "Bob")),
+    *(("image_bbox", [0, 0, 1, 1]), ("image_classes", ["Belt"]), ("image_dir", "train")),
+    *(("img_h", 9), ("image_amount_in_total", 5), ("requires_image", True), ("max_pixels", 9)),
+    *(("speech", 0.5), ("languages", {"from": "en", "value": "de"}), ("options", "[]")),
 ]
 
 
@@ -252,6 +258,13 @@ QUESTIONS = {  # row, keys, what arrives
         {},
         {"text": "How many?<image>", "images": ["a.png"], "system": "Think first."},
     ),
+    "sharegpt of one turn": (
+        {"question": None, "conversations": [{"from": "human", "value": "How many?"}]},
+        {"input": "conversations"},
+        {},
+    ),
+    "base64": ({"image": BASE64}, {}, {"images": ["bytes"]}),
+    "list as JSON": ({"images": '["a.png", "b.png"]'}, {}, {"images": ["a.png", "b.png"]}),
     "no images": ({"img": "a.png", "image": "b.png"}, {"image": "none"}, {"images": []}),
     "no videos": ({"clip": "a.mp4", "videos": ["b.mp4"]}, {"video": "none"}, {"videos": 0}),
     "message as metadata": ({"message": "seen"}, {"metadata": ("message",)}, {}),
@@ -284,6 +297,8 @@ BAD_QUESTIONS = {  # row, keys, what the message names
             **{"options": ["A. 1", "B. 2"], "choices": ["A. 1", "B. 2"]},
             **{"system_prompt": "x", "history": ["x"], "A": "1", "tools": [{"name": "x"}]},
             **{"prompt": TURNS, "conversation": SHAREGPT, "passage": "x"},
+            **{"choice_a": "x", "option1": "x", "Incorrect Answer 1": "x", "distractor2": "x"},
+            **{"hint": "x", "article": "x", "input": "x", "video_start": 1.5},
         }.items()
     },
     "images in both": ({"message": chat(SEEN, TEXT), "images": ["b.png"]}, {}, "images"),
@@ -313,6 +328,14 @@ BAD_QUESTIONS = {  # row, keys, what the message names
     "tool calls of a turn": ({"message": chat(TEXT, tool_calls=[{"id": 1}])}, {}, "tool_calls"),
     "sharegpt": ({"message": SHAREGPT}, {}, "human, gpt"),
     "answer of a turn": ({"message": TURNS}, {}, "user, assistant"),
+    "turn that is a number": ({"message": [{"role": "user", "content": 5}]}, {}, '"message"'),
+    "chat of another column": (
+        {"question": "", "chat": TURNS},
+        {"input": "chat"},
+        '"chat" has the roles user, assistant',
+    ),
+    "answer of another name": ({"answer": None, "solution": "2"}, {}, "answer_key; it has"),
+    "data URL without data": ({"image": "data:image/png;base64,"}, {}, "data:image/png;base64,"),
     "NaN": ({"answer": float("nan")}, {}, '"answer", got nan'),
     "infinity": ({"answer": float("inf")}, {}, '"answer", got inf'),
     "blank answer": ({"answer": " "}, {}, '"answer"'),
@@ -379,6 +402,8 @@ BAD_PROMPTS = {  # row, settings, what the message names
         'column "image"',
     ),
     "mask without an image": ({"mask": "a.png"}, {}, '"mask"'),
+    "list of masks": ({"image": "a.png", "mask": ["b.png"]}, {}, "a mask must"),
+    "mask as runs": ({"image": "a.png", "mask": {"counts": "x"}}, {}, "a mask must"),
     "mask bytes without an image": ({"mask": PNG}, {}, '"mask"'),
     "mask_path beside mask": (
         {"image": "a.png", "mask": "b.png", "mask_path": "b.png"},
@@ -412,6 +437,56 @@ def test_there_are_enough_layouts():
     shared = 2 * len(MEDIA) + len(METADATA) + len(SELECTED) * len(VALUES)
     own = len(QUESTIONS) + len(BAD_QUESTIONS) + len(PROMPTS) + len(BAD_PROMPTS)
     assert 2 * shared + own >= 112
+
+
+def test_an_answer_may_be_a_key_within_a_column(folder):
+    row = {"prompt": TURNS[:1], "reward_model": {"style": "rule", "ground_truth": "72"}}
+    question = read_question(folder, row, input="prompt", answer="reward_model.ground_truth")
+    assert question.answer == "72"
+
+
+def test_a_setting_is_suggested_only_for_what_it_can_read(folder):
+    row = ANSWERED | {"image": "a.png", "meta_info": {"image_path": "images/0.jpg"}}
+    message = rejection(read_question, folder, row)
+    assert "metadata_columns=meta_info" in message
+    assert "image_key" not in message
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_end_as_on_any_system(tmp_path, end):
+    (tmp_path / "train.txt").write_bytes(f"a cat{end}a dog{end}".encode())
+    assert [p.prompt for p in load_prompts(tmp_path, "train")] == ["a cat", "a dog"]
+    rows = [json.dumps({"question": text, "answer": "1"}) for text in ("a", "b")]
+    (tmp_path / "train.jsonl").write_bytes(end.join(rows).encode())
+    assert [q.text for q in read_questions(tmp_path / "train.jsonl")] == ["a", "b"]
+
+
+def test_text_without_the_mark_of_utf_16_is_rejected(tmp_path):
+    (tmp_path / "train.txt").write_bytes("a cat".encode("utf-16-le"))
+    with pytest.raises(UserError, match=r"train\.txt is not UTF-8"):
+        load_prompts(tmp_path, "train")
+
+
+def test_json_lines_in_a_json_file_are_told_apart(tmp_path):
+    (tmp_path / "train.json").write_text(f"{json.dumps(ANSWERED)}\n" * 2)
+    with pytest.raises(UserError, match=r"train\.json: .*\.jsonl"):
+        read_questions(tmp_path / "train.json")
+
+
+def test_other_files_of_a_split_are_reported(tmp_path, caplog):
+    (tmp_path / "train.jsonl.gz").touch()
+    for load in (lambda: load_questions(tmp_path, 0), lambda: load_prompts(tmp_path, "train")):
+        with pytest.raises(UserError, match=r"it has train\.jsonl\.gz"):
+            load()
+    (tmp_path / "train.jsonl").write_text(json.dumps(ANSWERED | DRAWN | {"prompt": None}) + "\n")
+    (tmp_path / "test.csv").touch()
+    load_questions(tmp_path, 0)
+    assert "ignores train.jsonl.gz and reads train.jsonl" in caplog.text
+    assert "ignores test.csv and reads no such file" in caplog.text
+    caplog.clear()
+    (tmp_path / "train.jsonl").write_text(json.dumps(DRAWN) + "\n")
+    load_prompts(tmp_path, "train")
+    assert "ignores train.jsonl.gz and reads train.jsonl" in caplog.text
 
 
 def test_a_text_file_with_json_lines_is_rejected(tmp_path):

@@ -8,10 +8,16 @@ from ml_collections import ConfigDict
 
 from flow_grpo.answer.check import check as check_answers
 from flow_grpo.answer.fields import ANSWER
+from flow_grpo.answer.session import reject_images
 from flow_grpo.config.settings import LARGEST, UPPER_BOUNDS, walk
+from flow_grpo.data.questions import Question
 from flow_grpo.draw.check import check, check_learning
 from flow_grpo.draw.fields import DRAW
+from flow_grpo.draw.presets import get_config
+from flow_grpo.draw.session import build_algorithm, build_session
 from flow_grpo.errors import UserError
+from flow_grpo.rewards import build_reward, close_scorers
+from flow_grpo.run.plan import check_lora_path, count_processes
 
 TRADES = {"draw": DRAW, "answer": ANSWER}
 # Where 0 has a meaning: it switches something off, stands for "all" or "the model's own", or is an
@@ -174,6 +180,118 @@ def test_an_answer_run_that_cannot_learn_is_rejected(fields, named):
     with pytest.raises(UserError) as error:
         check_answers(config_with(ANSWER, fields))
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"sample.max_turns": 2}, "sample.max_turns=2"),
+        ({"sample.max_observation_tokens": 9}, "sample.max_observation_tokens=9"),
+        ({"environment_timeout": 3.0}, "environment_timeout=3.0"),
+        ({"environment_workers": 2}, "environment_workers=2"),
+        ({"sample.vllm_memory": 0.3}, "sample.vllm_memory=0.3"),
+        ({"train.discount": 0.9}, "train.discount=0.9"),
+        ({"train.gae_decay": 0.9}, "train.gae_decay=0.9"),
+        ({"train.value_weight": 0.5}, "train.value_weight=0.5"),
+        ({"train.value_clip": 0.5}, "train.value_clip=0.5"),
+        (
+            {"train.advantage": "rloo", "train.advantage_scale": "none"},
+            "train.advantage_scale='none'",
+        ),
+        ({"image_key": "x", "video_key": "x"}, "image_key='x' and video_key='x'"),
+        ({"input_key": "answer"}, "input_key='answer' and answer_key='answer'"),
+    ],
+)
+def test_a_setting_without_an_effect_on_answers_is_rejected(fields, named):
+    with pytest.raises(UserError) as error:
+        check_answers(config_with(ANSWER, fields))
+    assert str(error.value).startswith(named)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"train.advantage": "gae", "train.discount": 0.9, "train.value_clip": 0.5},
+        {"train.advantage": "pairwise", "train.advantage_scale": "none"},
+        {"image_key": "none", "video_key": "none"},
+    ],
+)
+def test_a_setting_with_an_effect_on_answers_is_not(fields):
+    check_answers(config_with(ANSWER, fields))
+
+
+@pytest.mark.parametrize("urls", [3, None, ["http://a:1"]])
+def test_a_reward_server_is_a_string(urls):
+    settings = replace(DRAW.check(DRAW.get_config()), reward_servers={"ocr": urls})
+    with pytest.raises(UserError, match=r"^reward_servers\.ocr="):
+        DRAW.check_rewards(settings)
+
+
+class NeedsArgument:
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, images, prompts, metadata):
+        return [0.0 for _ in images]
+
+
+def test_a_reward_that_needs_an_option_names_it():
+    custom = {"mine": f"{__name__}:NeedsArgument"}
+    with pytest.raises(UserError, match=r"'mine' needs path; set --config\.reward_options"):
+        build_reward({"mine": 1.0}, custom=custom)
+    close_scorers(build_reward({"mine": 1.0}, custom=custom, options={"mine": {"path": "x"}}))
+
+
+@pytest.mark.parametrize("path", [3, None, ""])
+def test_a_teacher_is_a_folder(path):
+    fields = {"algorithm": "opd", "opd.start": "model", "opd.teachers": {"all": path}}
+    with pytest.raises(UserError, match=r"opd\.teachers\['all'\]="):
+        build_algorithm(config_with(DRAW, fields))
+
+
+@pytest.mark.parametrize("number", ["x", "", "0", "-1"])
+def test_the_number_of_processes_is_a_number(monkeypatch, number):
+    monkeypatch.setenv("WORLD_SIZE", number)
+    with pytest.raises(UserError, match=f"WORLD_SIZE='{number}'"):
+        count_processes()
+
+
+def test_a_model_is_not_taken_for_a_lora(tmp_path):
+    """Without its weights being read."""
+    (tmp_path / "readme.md").touch()
+    for name in ("config.json", "model_index.json"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).touch()
+        with pytest.raises(UserError, match=rf"lora_path='{folder}' has a {name}"):
+            check_lora_path(str(folder))
+        (folder / "adapter_config.json").touch()
+        check_lora_path(str(folder))
+    with pytest.raises(UserError, match=r"readme\.md' is not a \.safetensors file"):
+        check_lora_path(str(tmp_path / "readme.md"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"height": 16384, "width": 16384}, "height=16384"),
+        ({"train.use_8bit_adam": True}, "train.use_8bit_adam=True needs a GPU"),
+    ],
+)
+def test_a_mistake_is_reported_before_rewards_are_tried(monkeypatch, tmp_path, fields, named):
+    """These take long with images of such a size."""
+    monkeypatch.setattr("flow_grpo.draw.session.check_reward", None)
+    config = get_config("tiny_ocr")
+    config.update_from_flattened_dict({**fields, "logdir": str(tmp_path), "device": "cpu"})
+    with pytest.raises(UserError, match=f"^{named}"):
+        build_session(config)
+
+
+def test_a_language_model_is_not_given_images():
+    words, seen = (Question("?", images, where="a:1") for images in ((), (b"x",)))
+    reject_images([words], "m")
+    with pytest.raises(UserError, match=r"^a:1: .*pretrained\.model='m'.*image_key=none"):
+        reject_images([words, seen], "m")
 
 
 @pytest.mark.parametrize("weight", [1e39, -1e39, math.nan, math.inf, True, "1"])

@@ -1,7 +1,7 @@
 """Rules of a config that no single field can state, held before anything is loaded."""
 
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 
 from flow_grpo.answer.environment import find_environment
@@ -17,7 +17,9 @@ from flow_grpo.answer.losses import find_loss
 from flow_grpo.config.places import with_files
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trade import Unchecked
+from flow_grpo.data.rows import NO_IMAGES
 from flow_grpo.errors import UserError, check_model_folder
+from flow_grpo.files import dotted
 from flow_grpo.rewards import ANSWER_REWARDS, REWARDS, check_some_weight
 
 logger = logging.getLogger("flow_grpo")
@@ -28,7 +30,10 @@ COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM takes as they are
 
 def check(config: Unchecked | AnswerFields) -> AnswerFields:
     """The settings of a run, frozen, with files that come with the library found."""
-    settings = _with_critic(_with_kl(_with_loss(ANSWER.check(config))))
+    settings = ANSWER.check(config)
+    _check_columns(settings)
+    _check_unused(settings)
+    settings = _with_critic(_with_kl(_with_loss(settings)))
     _check_environment(settings)
     parse_trackers(settings.log_with)
     sample, train = settings.sample, settings.train
@@ -153,6 +158,45 @@ def _check_environment(settings: AnswerFields) -> None:
             f"environment_options={dict(settings.environment_options)} has no use without an "
             "environment; name one with --config.environment=path/to/file.py:Class"
         )
+
+
+def _check_columns(settings: AnswerFields) -> None:
+    """Reject one column for two inputs."""
+    names = [f"{kind}_key" for kind in ("input", "image", "video", "answer")]
+    named: dict[str, str] = {}
+    for setting in names:
+        column = getattr(settings, setting)
+        if column and column != NO_IMAGES and column in named:
+            raise UserError(
+                f"{named[column]}={column!r} and {setting}={column!r} name one column; give each "
+                "its own"
+            )
+        named[column] = setting
+
+
+def _check_unused(settings: AnswerFields) -> None:
+    """Reject settings that were changed from their defaults and have no effect."""
+    default, sample, train = ANSWER.freeze(ANSWER.get_config()), settings.sample, settings.train
+    unused: list[tuple[str, tuple[str, ...]]] = []
+    if not settings.environment:
+        names = ("sample.max_turns", "sample.max_observation_tokens")
+        unused.append(("environment=''", (*names, "environment_timeout", "environment_workers")))
+    if sample.engine != VLLM:
+        unused.append((f"sample.engine={sample.engine!r}", ("sample.vllm_memory",)))
+    if train.loss not in settings.custom_losses:  # which may read any setting
+        method = f"train.advantage={train.advantage!r}"
+        if train.advantage != GAE:
+            names = ("discount", "gae_decay", "value_weight", "value_clip")
+            unused.append((method, tuple(f"train.{name}" for name in names)))
+        if train.advantage not in ("grpo", "pairwise"):
+            unused.append((method, ("train.advantage_scale",)))
+    given, usual = (dict(dotted(asdict(each))) for each in (settings, default))
+    for why, names in unused:
+        for name in names:
+            if given[name] != usual[name]:
+                raise UserError(
+                    f"{name}={given[name]!r} has no effect with {why}; leave it at {usual[name]!r}"
+                )
 
 
 def _check_rewards(settings: AnswerFields) -> None:

@@ -174,6 +174,8 @@ def build_session(
             min_pixels=config.min_pixels,
             max_pixels=config.max_pixels,
         )
+        if images is None:
+            reject_images(every, config.pretrained.model)
         with advice_when_short(lighter_settings(config)):
             model = (load or _load)(config, accelerator)
         encoder = PromptEncoder(
@@ -264,6 +266,17 @@ def _check_sharding() -> None:
     for name, instead in SHARDING.items():
         if parse_flag_from_env(name.upper()):
             raise UserError(f"{name}: true in the accelerate config must be false; {instead}")
+
+
+def reject_images(questions: Iterable[Question], model: str) -> None:
+    """Reject questions with images or videos for a language model."""
+    for question in questions:
+        if question.shown:
+            raise UserError(
+                f"{question.where}: has images or videos, and pretrained.model={model!r} is a "
+                "language model, which reads text only; use a vision-language model, or set "
+                "--config.image_key=none and --config.video_key=none"
+            )
 
 
 def check_reward(reward: WeightedReward, questions: list[Question], max_new_tokens: int) -> None:

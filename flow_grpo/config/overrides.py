@@ -119,7 +119,14 @@ def planned_processes() -> int | None:
     """
     dry_run = any(arg.partition("=")[0] == "--dry_run" for arg in sys.argv)
     given = next(reversed(values_of(sys.argv, "world_size")), "") if dry_run else ""
-    number = given if given.isdecimal() else os.environ.get("WORLD_SIZE")  # absl rejects the others
+    if given.isdecimal():  # absl rejects other values
+        return int(given)
+    number = os.environ.get("WORLD_SIZE")
+    if number is not None and not (number.isdecimal() and int(number)):
+        raise UserError(
+            f"the environment variable WORLD_SIZE={number!r} must be the number of processes; "
+            "unset it, or start the run with torchrun or accelerate launch"
+        )
     return None if number is None else int(number)
 
 

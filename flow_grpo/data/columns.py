@@ -48,7 +48,8 @@ BASE64_IMAGES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # PNG, JPEG, GIF, We
 MIN_BASE64 = 64  # characters; anything shorter is plain text
 MAX_PATH = 4096  # characters; a longer text is not a path
 MAX_ITEMS = 100  # of a list that are examined
-TURNS = ({"role", "content"}, {"from", "value"})  # keys of a chat turn: OpenAI's, ShareGPT's
+# who speaks in a turn {"from": ..., "value": ...} of ShareGPT's format
+SHAREGPT_ROLES = "human gpt user assistant system chatgpt bing bard tool function_call observation"
 
 WORDS = {
     IMAGE: "image images img imgs picture pictures photo photos png jpg jpeg webp bmp pixel pixels",
@@ -57,13 +58,14 @@ WORDS = {
 }
 NOUNS = {word: kind for kind, words in WORDS.items() for word in words.split()}
 NOUNS |= {"maskpath": IMAGE, "maskpaths": IMAGE, "maskfile": IMAGE, "maskimage": IMAGE}
-# with one of these words, a name denotes a property of an image, such as image_width
-PROPERTIES = """id ids uid uids uuid idx index indices key keys number num count counts n total
-    width height size sizes shape ratio aspect resolution caption captions description
-    descriptions desc text texts type types kind format style score scores quality rating
-    label labels class category categories tag tags source sources license author date hash
-    md5 sha1 sha256 phash length duration fps seconds title alt prompt prompts question
-    questions has is with no use needs domain dataset split model"""
+# what may follow such a noun in the name of a column of images: "image_path". After any other word
+# the column is a property of an image: "image_width", "photo_credit"
+CARRIERS = """path paths file files filename filenames name names url urls uri uris link links
+    bytes base64 b64 data raw blob array arrays tensor values list input inputs src source sources
+    ref refs reference left right first second third before after front back original a b"""
+# with one of these words in front of a noun, the column is a property too: "num_images"
+QUANTIFIERS = """num number count n total min max has is with no use uses need needs require
+    requires contains include includes"""
 METADATA = "metadata_columns"  # the setting
 NOUN_PHRASES = {
     IMAGE: "an image",
@@ -106,7 +108,7 @@ class ColumnRules:
             ignored: Kinds of content that the user has excluded.
         """
         for name, value in row.items():
-            if name in used or name in allowed or is_empty(value):
+            if name in used or name in allowed or is_empty(value) or is_empty_text(value):
                 continue
             problem, remedy = self._problem(name, value, ignored)
             if problem:
@@ -119,15 +121,15 @@ class ColumnRules:
 
     def _problem(self, name: str, value: Any, ignored: Collection[str]) -> tuple[str, str]:
         """What is wrong with a column and how to use it; empty for plain metadata."""
-        for known in (name, "_".join(words_of(name))):
+        for known in (name, *_spellings(name)):
             if known in self.reserved:
                 problem, remedy = self.reserved[known]
                 return problem, remedy.format(name=name)
         found, named = content_kind(value), name_kind(name)
         kind = found or named
-        if not kind or kind in ignored:
+        if not kind or kind in ignored or (not found and isinstance(value, bool | float)):
             return "", ""
-        setting = self.settings.get(kind)
+        setting = self.settings.get(kind) if is_readable(value) else None
         remedy = f"use it with --config.{setting}={name}" if setting else ""
         return f"{'contains' if found else 'is named like'} {NOUN_PHRASES[kind]}", remedy
 
@@ -139,6 +141,17 @@ def parse_names(setting: str) -> tuple[str, ...]:
 
 def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)
+
+
+def is_empty_text(value: Any) -> bool:
+    """Whether it is an empty value that was written as a string: MMMU has "[]" for no options."""
+    return isinstance(value, str) and value.strip() in ("", "[]", "{}")
+
+
+def is_readable(value: Any) -> bool:
+    """Whether a setting that names a column can name one with this value: an object of other keys
+    than those of an image or a chat turn is not."""
+    return not isinstance(value, dict) or not value.keys().isdisjoint({"bytes", "path"})
 
 
 def has_binary(value: Any) -> bool:
@@ -159,12 +172,19 @@ def content_kind(value: Any) -> str:
     if isinstance(value, str):
         return _text_kind(value)
     if isinstance(value, dict):
-        if any(keys <= value.keys() for keys in TURNS):
+        if _is_turn(value):
             return CONVERSATION
         value = [each for each in value.values() if each is not None]
     if isinstance(value, list | tuple):
         return next(filter(None, map(content_kind, islice(value, MAX_ITEMS))), "")
     return ""
+
+
+def _is_turn(value: dict[str, Any]) -> bool:
+    """Whether it is a chat turn in OpenAI's format or ShareGPT's."""
+    if {"from", "value"} <= value.keys():
+        return isinstance(value["from"], str) and value["from"] in SHAREGPT_ROLES.split()
+    return {"role", "content"} <= value.keys()
 
 
 def is_conversation(value: Any) -> bool:
@@ -179,11 +199,22 @@ def _bytes_kind(start: bytes) -> str:
     return BINARY
 
 
+def is_base64_image(text: str) -> bool:
+    """Whether a text is an image in base64, without the start of a data URL."""
+    start = text[:MIN_BASE64]
+    return (
+        start.startswith(BASE64_IMAGES)
+        and len(text) >= MIN_BASE64
+        and start.isascii()
+        and not ({*start} & {*" .:\\"})
+    )
+
+
 def _text_kind(text: str) -> str:
     for kind in SUFFIXES:
         if text.startswith(f"data:{kind}/"):
             return kind
-    if text.startswith(BASE64_IMAGES) and len(text) >= MIN_BASE64 and " " not in text[:MIN_BASE64]:
+    if is_base64_image(text):
         return IMAGE
     text = text.strip()
     if text[:1] + text[-1:] in ("[]", "{}"):
@@ -208,13 +239,27 @@ def _json_kind(text: str) -> str:
 
 @cache
 def name_kind(name: str) -> str:
-    """The kind of input that a column's name denotes: "img_path" is an image, "image_width" is
-    not."""
+    """Return the kind of input that a column's name denotes: "img_path" and "source_image" are
+    images, "image_width" and "num_images" are not."""
     words = [word.rstrip("0123456789") or word for word in words_of(name)]
-    if not {*PROPERTIES.split()}.isdisjoint(words):
+    if kind := NOUNS.get("".join(words)):
+        return kind
+    places = [place for place, word in enumerate(words) if word in NOUNS]
+    if not places or not {*QUANTIFIERS.split()}.isdisjoint(words[: places[0]]):
         return ""
-    known = (NOUNS.get(word, "") for word in (*words, "".join(words)))
-    return next(filter(None, known), "")
+    rest = words[places[-1] + 1 :]
+    carried = all(word in CARRIERS.split() or word.isdigit() for word in rest)
+    return NOUNS[words[places[-1]]] if carried else ""
+
+
+@cache
+def _spellings(name: str) -> tuple[str, ...]:
+    """A name in lower case with underscores, whole and without a number or a letter at its end:
+    "choice_a" is one of several choices."""
+    words = words_of(name)
+    whole = "_".join(words)
+    numbered = re.fullmatch(r"(.*[a-z])_?(\d+|_[a-z])", whole)
+    return (whole, numbered[1]) if numbered else (whole,)
 
 
 @cache

@@ -3,14 +3,16 @@
 import base64
 import binascii
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
-from flow_grpo.data.columns import is_empty
+from flow_grpo.data.columns import is_base64_image, is_empty
 from flow_grpo.errors import UserError, with_nearest_file
 from flow_grpo.pictures import Picture, read_picture
 
@@ -29,6 +31,7 @@ def listed(row: dict[str, Any], where: str, columns: Sequence[str] = COLUMNS) ->
     """What the first of its `columns` that has something names."""
     name = source_column(row, columns)
     given = row[name] if name else []
+    given = _json_list(given) if isinstance(given, str) else given  # of a CSV, which has no lists
     given = given if isinstance(given, list) else [given]
     if any(not isinstance(each, str | bytes | dict) for each in given):
         raise UserError(f'{where}: "{name}" must be a list of paths or of bytes, got {given!r:.80}')
@@ -40,16 +43,26 @@ def source_column(row: dict[str, Any], columns: Sequence[str]) -> str | None:
     return next((name for name in columns if not is_empty(row.get(name))), None)
 
 
+def _json_list(text: str) -> str | list[Any]:
+    """A list that was written as JSON; any other text as it is."""
+    with suppress(ValueError, RecursionError):
+        if text.lstrip().startswith("[") and isinstance(found := json.loads(text), list):
+            return found
+    return text
+
+
 def find_picture(source: Any, folder: Path, where: str, kind: str = "picture") -> Picture:
     """A file that is there, or bytes. `folder`: where paths start."""
+    given = source
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str):
         source = _from_text(source, folder, where)
     if not isinstance(source, Path | bytes):
-        raise UserError(f"{where}: a {kind} must have bytes or a path, got {source!r:.80}")
+        raise UserError(f"{where}: a {kind} must have bytes or a path, got {given!r:.80}")
     if isinstance(source, Path) and not os.path.isfile(source):
-        message = f"{where}: there is no {kind} {source}; paths start at {folder}"
+        shown = f"{source!s:.500}"
+        message = f"{where}: there is no {kind} {shown}; paths start at {folder}"
         raise UserError(with_nearest_file(message, source))
     return source
 
@@ -61,11 +74,15 @@ def _from_text(source: str, folder: Path, where: str) -> Picture:
         raise UserError(f"{where}: {source[:80]} is not fetched; save it, and give its path")
     if scheme == "file":
         return folder / unquote(source.removeprefix("file://"))
-    if scheme == "data":
+    encoded = source if is_base64_image(source) else rest.partition(",")[2]
+    if scheme == "data" or encoded is source:
         try:
-            return base64.b64decode(rest.partition(",")[2], validate=True)
+            decoded = base64.b64decode(encoded, validate=True)
         except binascii.Error as error:
             raise UserError(f"{where}: a picture is not base64 ({error})") from error
+        if not decoded:
+            raise UserError(f"{where}: {source[:80]} has no data; give a path or the image")
+        return decoded
     return folder / source
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import zip_longest
@@ -154,6 +154,22 @@ def hold_out(
             count += often[texts[i]]
     train = [p for p in rows if key(p) not in chosen]
     return train, [p for p in rows if key(p) in chosen]
+
+
+def files_named(folder: Path, split: str, known: Collection[Path] = ()) -> list[Path]:
+    """The files of a folder that are named like those of a split, except `known` ones."""
+    if not os.path.isdir(folder):
+        return []
+    names = (f"{split}.", f"{split}_metadata.")
+    files = (each for each in sorted(folder.iterdir()) if each.name.startswith(names))
+    return [each for each in files if each.is_file() and each not in known]
+
+
+def warn_of_unread(folder: Path, split: str, read: Sequence[Path]) -> None:
+    """Warn where a folder has more files of a split than those that are read."""
+    if others := files_named(folder, split, read):
+        names = [", ".join(each.name for each in files) for files in (others, read)]
+        logger.warning("%s: ignores %s and reads %s", folder, names[0], names[1] or "no such file")
 
 
 def warn_of_repeats(

@@ -10,6 +10,7 @@ import numpy as np
 from flow_grpo.access import check_access
 from flow_grpo.config.places import check_made
 from flow_grpo.data.columns import parse_names
+from flow_grpo.data.mixing import files_named, warn_of_unread
 from flow_grpo.data.rows import (
     Columns,
     Prompt,
@@ -62,6 +63,8 @@ def find_prompts(
     if is_hub_name(str(source)):
         return read_hub(str(source), split, column, image_column, metadata_columns)
     file = _find_file(Path(source), split, prompt_fn)
+    if prompt_fn == "auto":  # else it is the user who has chosen
+        warn_of_unread(Path(source), split, [file] if file else [])
     return None if file is None else read_file(file, column, image_column, metadata_columns)
 
 
@@ -91,6 +94,8 @@ def _find_file(path: Path, split: Split, prompt_fn: str) -> Path | None:
 def _missing(source: str | Path, split: Split, prompt_fn: str) -> str:
     wanted = _either(f"{split}{ending}" for ending in ENDINGS[prompt_fn])
     message = f"no dataset at {source}: it must hold {wanted} (prompt_fn={prompt_fn!r})"
+    if others := files_named(Path(source), split):
+        return f"{message}; it has {', '.join(file.name for file in others[:4])}"
     return message if os.path.exists(source) else with_nearest_file(message, source)
 
 

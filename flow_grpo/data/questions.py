@@ -30,7 +30,7 @@ from flow_grpo.data.columns import (
 )
 from flow_grpo.data.hub import check_data, download_data
 from flow_grpo.data.images import COLUMNS, contents, find_picture, listed, source_column
-from flow_grpo.data.mixing import split_off, warn_of_repeats
+from flow_grpo.data.mixing import files_named, split_off, warn_of_repeats, warn_of_unread
 from flow_grpo.data.rows import (
     NO_IMAGES,
     PREFERENCE,
@@ -42,7 +42,7 @@ from flow_grpo.data.rows import (
 )
 from flow_grpo.data.videos import Video, find_videos
 from flow_grpo.errors import UserError, with_nearest_file
-from flow_grpo.files import parse_json, read_json, read_text
+from flow_grpo.files import parse_json, read_json, read_text, split_lines
 from flow_grpo.pictures import Picture
 
 logger = logging.getLogger("flow_grpo")
@@ -51,6 +51,7 @@ MARK = "<image>"  # in a text: a picture stands here
 VIDEO_MARK = "<video>"  # the same of a video
 ENDINGS = (".jsonl", ".json", ".parquet")
 MESSAGE = "message"
+USERS = {"human": "user"}  # ShareGPT's name of the role
 TEXTS = (MESSAGE, "question", "problem")  # of which a row has one
 VIDEO_COLUMNS = ("videos", "video")
 MAX_QUESTION = 500_000  # characters; about a context of 128k tokens
@@ -58,7 +59,9 @@ ANOTHER = ("is named like a question", "use it with --config.input_key={name}")
 PART = ("is named like a part of the question", "write it into the question")
 ANOTHER_NAMES = """message messages question questions problem prompt prompts query instruction
     instructions conversation conversations dialog dialogue chat history"""
-PART_NAMES = "options option choices context passage tools system system_prompt A B C D E F G H"
+PART_NAMES = """options option choices choice distractors distractor incorrect_answers
+    incorrect_answer wrong_answers context passage paragraph article story hint hints input
+    tools system system_prompt A B C D E F G H"""
 RULES = ColumnRules(
     settings={
         IMAGE: "image_key",
@@ -70,6 +73,7 @@ RULES = ColumnRules(
         **dict.fromkeys(ANOTHER_NAMES.split(), ANOTHER),
         **dict.fromkeys(PART_NAMES.split(), PART),
         **dict.fromkeys(("chosen", "rejected"), PREFERENCE),
+        **dict.fromkeys(("video_start", "video_end"), ("cuts a video, which is read whole", "")),
     },
 )
 # names that a split may have, the first of which is there is read
@@ -181,6 +185,7 @@ def find_questions(path: Path, split: Split, keys: Keys = LAYOUTS) -> list[Quest
     if os.path.isfile(path):
         return read_questions(path, keys) if split == "train" else None
     files = _files_of(path, split)
+    warn_of_unread(path, split, files)
     return [question for file in files for question in read_questions(file, keys)] or None
 
 
@@ -216,6 +221,7 @@ def _nothing_to_train(source: str | Path, path: Path) -> str:
     if not os.path.exists(path):
         return with_nearest_file(message, path)
     there = sorted(file for ending in ENDINGS for file in path.rglob(f"*{ending}"))
+    there += files_named(path, "train", there)
     names = ", ".join(str(file.relative_to(path)) for file in there[:4])
     return f"{message}; it has {names}" if there else message
 
@@ -247,7 +253,7 @@ def to_question(row: Any, folder: Path, where: str, keys: Keys = LAYOUTS) -> Que
     videos = videos if isinstance(videos, list) else [videos]
     asked = Asked(row[name], listed(row, where, keys.images), videos)
     if name == MESSAGE or is_conversation(row[name]):
-        asked = _chat(row[name], asked, where)
+        asked = _chat(row[name], asked, where, name)
     if not isinstance(asked.text, str) or not asked.text.strip():
         raise UserError(f'{where}: needs a text in "{name}", got {asked.text!r:.80}')
     for text in (asked.text, asked.system):
@@ -256,7 +262,7 @@ def to_question(row: Any, folder: Path, where: str, keys: Keys = LAYOUTS) -> Que
                 f'{where}: "{name}" has {len(text):,} characters, more than the allowed '
                 f"{MAX_QUESTION:,}; shorten it or remove the row"
             )
-    used = {name, keys.answer, image_column, video_column}
+    used = {name, keys.answer, keys.answer.partition(".")[0], image_column, video_column}
     if name == MESSAGE and not keys.input:
         used.add("question")  # LMM-R1's files repeat the text of the chat there
     RULES.check(row, used, where, **keys.unread)
@@ -272,16 +278,26 @@ def to_question(row: Any, folder: Path, where: str, keys: Keys = LAYOUTS) -> Que
 
 
 def _answer(row: dict[str, Any], key: str, where: str) -> str:
-    answer = row.get(key)
+    answer = _value_of(row, key)
     known = isinstance(answer, str | int | float) and not isinstance(answer, bool)
     if isinstance(answer, float) and not math.isfinite(answer):
         known = False
     if not known or not str(answer).strip():
-        hint = "" if key == LAYOUTS.answer else f" (answer_key); it has: {', '.join(row)}"
         raise UserError(
-            f'{where}: needs a text or a finite number in "{key}", got {answer!r:.80}{hint}'
+            f'{where}: needs a text or a finite number in "{key}", got {answer!r:.80}; name the '
+            f"column of the answers with --config.answer_key; it has: {', '.join(row)}"
         )
     return str(answer)
+
+
+def _value_of(row: dict[str, Any], key: str) -> Any:
+    """The value of a column, or of a key within one: verl has "reward_model.ground_truth"."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _check_marks(text: str, mark: str, there: int, kind: str, where: str) -> None:
@@ -298,15 +314,24 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".parquet":
         yield from ((f"{path} row {n}", row) for n, row in enumerate(read_table(path), 1))
     elif path.suffix == ".json":
-        rows = read_json(path)
+        rows = _read_list(path)
         if not isinstance(rows, list):
             raise UserError(f"{path}: must hold a list of rows, got {type(rows).__name__}")
         yield from ((f"{path} row {n}", row) for n, row in enumerate(rows, 1))
     else:
-        lines = enumerate(read_text(path).split("\n"), 1)
-        for number, line in lines:
+        for number, line in enumerate(split_lines(read_text(path)), 1):
             if line.strip():
                 yield f"{path}:{number}", parse_json(line, f"{path}:{number}")
+
+
+def _read_list(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except UserError as error:
+        first = split_lines(read_text(path).strip())[0]
+        if first.startswith("{") and first.endswith("}"):
+            raise UserError(f"{error}; JSON lines belong in a .jsonl file: rename it") from error
+        raise
 
 
 @dataclass
@@ -319,41 +344,45 @@ class Asked:
     system: str = ""
 
 
-def _chat(message: Any, columns: Asked, where: str) -> Asked:
-    """Return the question that a chat ends with.
+def _chat(message: Any, columns: Asked, where: str, name: str) -> Asked:
+    """Return the question that the chat in column `name` ends with.
 
     Its images and videos are those named in its parts, as in LMM-R1's files. If the chat only has
     placeholders ("<image>" in a text, or a part {"type": "image"} without a source, as for verl and
     TRL), they come from the row's columns.
     """
-    chat = parse_json(message, f"{where}: message") if isinstance(message, str) else message
+    where = f'{where}: "{name}"'
+    chat = parse_json(message, where) if isinstance(message, str) else message
     if not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
-        raise UserError(f"{where}: message must be a list of turns, as a JSON string")
+        raise UserError(f"{where} must be a list of turns, or one as a JSON string")
     roles = [turn.get("role", turn.get("from")) for turn in chat]
-    if roles not in (["user"], ["system", "user"]):
+    if [USERS.get(role, role) for role in roles] not in (["user"], ["system", "user"]):
         raise UserError(
-            f"{where}: message has the roles {', '.join(map(str, roles))}; it must be one question "
-            "of the user, after a system prompt or none"
+            f"{where} has the roles {', '.join(map(str, roles))}; it must be one question of the "
+            "user, after a system prompt or none"
         )
     asked = Asked("")
-    for turn in chat:
-        _reject_keys(turn, {"role", "content"}, "turn", where)
-        content = turn.get("content")
+    for turn, role in zip(chat, roles, strict=True):
+        keys = ("role", "content") if "role" in turn else ("from", "value")  # ShareGPT's
+        _reject_keys(turn, {*keys}, "turn", where)
+        content = turn.get(keys[1])
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        if not isinstance(parts, list):
+            raise UserError(f"{where} must have a text or a list of parts in each turn")
         asked.text = "".join(_part(part, asked, where) for part in parts)
-        if turn["role"] == "system":
+        if role == "system":
             asked.system = asked.text
             if asked.images or asked.videos or MARK in asked.text or VIDEO_MARK in asked.text:
                 raise UserError(
-                    f"{where}: the system turn of message contains an image or a video; move it to "
-                    "the user turn"
+                    f"{where} has an image or a video in its system turn; move it to the turn of "
+                    "the user"
                 )
     for kind, own, given in (
         ("images", asked.images, columns.images),
         ("videos", asked.videos, columns.videos),
     ):
         if own and given:
-            raise UserError(f"{where}: both message and a column have {kind}; remove one of them")
+            raise UserError(f"{where} has {kind}, and a column has others; remove one of them")
     asked.images = asked.images or columns.images
     asked.videos = asked.videos or columns.videos
     return asked
@@ -366,9 +395,7 @@ def _part(part: Any, asked: Asked, where: str) -> str:
         _reject_keys(part, {"type", "text"}, "part", where)
         return part["text"]
     if kind not in ("image", "image_url", "video"):
-        raise UserError(
-            f"{where}: message has a part that is not a text, image or video: {part!r:.80}"
-        )
+        raise UserError(f"{where} has a part that is no text, image or video: {part!r:.80}")
     _reject_keys(part, {"type", kind}, "part", where)
     source = part.get(kind)
     if kind == "image_url" and isinstance(source, dict):
@@ -384,5 +411,5 @@ def _reject_keys(given: dict[str, Any], known: set[str], what: str, where: str) 
     for key, value in given.items():
         if key not in known and not is_empty(value):
             raise UserError(
-                f'{where}: a {what} of message has the key "{key}", which nothing reads; remove it'
+                f'{where} has a {what} with the key "{key}", which nothing reads; remove it'
             )

@@ -26,7 +26,7 @@ from flow_grpo.data.columns import (
 )
 from flow_grpo.data.images import COLUMNS, find_picture, listed, source_column
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.files import parse_json, read_text
+from flow_grpo.files import parse_json, read_text, split_lines
 from flow_grpo.pictures import Picture
 
 DELIMITERS = ",;\t"  # spreadsheets write the second where the comma is a decimal point
@@ -120,7 +120,8 @@ def to_prompt(row: dict[str, Any], columns: Columns, folder: Path, where: str) -
     given = {k: v for k, v in row.items() if v != ""}  # CSV has no other way to name none
     sources = listed(given, where, columns.pictures)
     images = tuple(find_picture(each, folder, where) for each in sources)
-    mask = find_picture(given[MASK], folder, where) if images and given.get(MASK) else None
+    masked = images and given.get(MASK)
+    mask = find_picture(given[MASK], folder, where, MASK) if masked else None
     used = {columns.prompt, NEGATIVE, source_column(given, columns.pictures)}
     if images:
         used.add(MASK)
@@ -149,7 +150,8 @@ def check_prompt_length(text: str, column: str, where: str) -> None:
 def read_lines(path: Path, columns: Columns) -> list[Prompt]:
     """There is but one column."""
     columns.check([columns.prompt], str(path))
-    lines = [(f"{path}:{n}", line.strip()) for n, line in enumerate(read_text(path).split("\n"), 1)]
+    text = read_text(path)
+    lines = [(f"{path}:{n}", line.strip()) for n, line in enumerate(split_lines(text), 1)]
     for where, line in lines:
         check_prompt_length(line, columns.prompt, where)
         if line.startswith("{") and line.endswith("}") and _is_json(line):
@@ -169,7 +171,7 @@ def _is_json(line: str) -> bool:
 
 
 def read_jsonl(path: Path, columns: Columns) -> list[Prompt]:
-    lines = enumerate(read_text(path).split("\n"), 1)  # not at U+2028
+    lines = enumerate(split_lines(read_text(path)), 1)
     return [_read_json(line, columns, path, n) for n, line in lines if line.strip()]
 
 

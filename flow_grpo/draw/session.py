@@ -36,6 +36,7 @@ from flow_grpo.draw.models import (
     ModelAdapter,
     Size,
     check_model,
+    check_size,
     find_adapter,
     load_adapter,
 )
@@ -171,6 +172,8 @@ def build_session(
         data, size = build_prompts(config, plan), image_size(config)
         every, pictures = [*data.train, *data.test], read_pictures(config)
         named = model_and_family(config) if load is None else (config.pretrained.model, None)
+        if named[1] is not None:  # before rewards are tried on images of this size
+            check_size(model_at_revision(config), size)
         if load is None:
             check_sources(every, *named, size, accelerator)
         check_data(pictures, *named, accelerator)

@@ -330,6 +330,12 @@ def check_fields(settings: "RewardFields") -> None:
         if own or field == "reward_fn":
             check_weights(own, field)
     names = [*settings.reward_fn, *settings.eval_reward_fn]
+    for name, urls in settings.reward_servers.items():
+        if not isinstance(urls, str):
+            raise UserError(
+                f"reward_servers.{name}={urls!r} must be a string with one URL, or several with "
+                "commas between; '' for none"
+            )
     servers = [name for name, urls in settings.reward_servers.items() if urls]
     check_names(names, settings.reward_options, settings.custom_rewards, servers)
 
@@ -428,4 +434,11 @@ def _build(
         message = f"unknown reward_options.{name}.{unknown[0]}; it takes {', '.join(parameters)}"
         raise UserError(with_nearest(message, unknown[0], [*parameters, OPTION]))
     ours = {"device": device, "policy": policy}
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in fixed]
+    if missing := [n for n in required if n not in {*ours, *options}]:
+        raise UserError(
+            f"reward {name!r} needs {', '.join(missing)}; set "
+            f'--config.reward_options="{ {name: dict.fromkeys(missing, "...")} }"'
+        )
     return scorer(**{k: v for k, v in ours.items() if k in parameters} | dict(options))

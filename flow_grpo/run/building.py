@@ -67,6 +67,8 @@ class Building:
             **settings,
         )
         check_base(config, self.accelerator)
+        if config.train.use_8bit_adam and self.accelerator.device.type != "cuda":
+            raise UserError("train.use_8bit_adam=True needs a GPU; this run is on the CPU")
 
     def open_folder(self, begin: Begin, updates: int) -> None:
         """Find the run folder and where to go on from; `begin` locks it, or leaves it alone. An
@@ -354,8 +356,6 @@ def _build(config: SharedFields, accelerator: Accelerator, policy: BasePolicy) -
         # in fp16 a fused step hides from the moving average which updates were skipped
         fused = on_gpu and config.mixed_precision != "fp16"
         return torch.optim.AdamW(policy.parameter_groups(), fused=fused, **settings)
-    if not on_gpu:
-        raise UserError("train.use_8bit_adam=True needs a GPU; this run is on the CPU")
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:

@@ -61,7 +61,24 @@ def check_lora_path(lora: str) -> None:
     if is_lost(lora):
         message = f"no LoRA at train.lora_path={lora!r}: there is no such file or folder"
         raise UserError(with_nearest_file(message, lora))
+    if lora:
+        _check_lora_files(Path(lora))
     check_access("train.lora_path", lora, file="adapter_config.json")
+
+
+def _check_lora_files(path: Path) -> None:
+    """Reject what is no LoRA by its names alone: to read it, the model is loaded first."""
+    what = ""
+    if os.path.isfile(path) and path.suffix != ".safetensors":
+        what = "is not a .safetensors file"
+    elif os.path.isdir(path) and not os.path.exists(path / "adapter_config.json"):
+        for name in ("model_index.json", "config.json"):
+            if os.path.exists(path / name):
+                what = f"has a {name}, so it is a model and not a LoRA"
+    if what:
+        raise UserError(
+            f"train.lora_path={str(path)!r} {what}; name the folder of a LoRA, or its file"
+        )
 
 
 def is_lost(path: str) -> bool:

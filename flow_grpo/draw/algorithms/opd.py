@@ -54,6 +54,9 @@ class Opd(Algorithm):
     def check(self) -> None:
         super().check()
         given, tasks = self.settings.teachers, self.setup.tasks
+        for task, path in given.items():
+            if not isinstance(path, str) or not path:
+                raise ValueError(f"opd.teachers[{task!r}]={path!r} must name a LoRA folder")
         if missing := [t for t in tasks if ALL not in given and t not in given]:
             raise ValueError(
                 f"opd.teachers={given} has none for {missing[0]!r}; add its LoRA folder"

@@ -130,6 +130,20 @@ def load_adapter(
     )
 
 
+def check_size(model: str, size: Size) -> dict[str, Any]:
+    """Reject a size that this model cannot draw; returns the configs that say so, by part."""
+    adapter, parts = find_adapter(model), {}
+    try:
+        for name in ("transformer", "vae"):
+            parts[name] = AutoModel.load_config(model, subfolder=name)
+        shape = adapter.grid(parts["transformer"], parts["vae"])
+    except LOADING as error:
+        reason = _damaged_file(Path(model)) or first_line(error)
+        raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
+    latent_shape(shape, size)
+    return parts
+
+
 def check_model(
     model: str,
     size: Size,
@@ -140,16 +154,12 @@ def check_model(
 ) -> None:
     """Refuse what this model cannot do, by its configs alone; `guidance` has scales by field."""
     adapter = find_adapter(model)
-    parts = {"pipeline": DiffusionPipeline.load_config(model)}
+    parts = {"pipeline": DiffusionPipeline.load_config(model), **check_size(model, size)}
     try:
-        for name in ("transformer", "vae"):
-            parts[name] = AutoModel.load_config(model, subfolder=name)
         scheduler = FlowMatchEulerDiscreteScheduler.load_config(model, subfolder="scheduler")
-        shape = adapter.grid(parts["transformer"], parts["vae"])
     except LOADING as error:
         reason = _damaged_file(Path(model)) or first_line(error)
         raise UserError(f"cannot load pretrained.model={model!r}: {reason}") from error
-    latent_shape(shape, size)
     if fewest_steps < 2 and scheduler.get("shift_terminal"):
         raise UserError(
             f"{fewest_steps} step is too few: this model's scheduler stretches the noise levels "
