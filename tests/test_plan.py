@@ -84,7 +84,7 @@ def test_without_a_number_the_launcher_says_how_many_gpus(monkeypatch):
 
 def test_a_preset_for_another_number_of_gpus_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="is for 8 GPUs but 4 processes were started"):
+    with pytest.raises(UserError, match="is for 8 GPUs but 4 processes were planned"):
         presets.get_config("pickscore_sd3_8gpu")
 
 

@@ -505,7 +505,10 @@ def check_preset(name: str) -> None:
         raise UserError(f"unknown preset {name!r}; config/grpo.py has {', '.join(PRESETS)}")
     launched = planned_processes()
     if gpus is not None and launched is not None and int(gpus) != launched:
-        raise UserError(f"preset {name!r} is for {gpus} GPUs but {launched} processes were started")
+        raise UserError(
+            f"preset {name!r} is for {gpus} GPUs but {launched} processes were planned; leave "
+            f"out the suffix _{gpus}gpu, or start {gpus}"
+        )
 
 
 def _parts(name: str) -> tuple[str, str | None]:
