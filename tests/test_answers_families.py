@@ -287,7 +287,7 @@ def test_a_language_model_that_would_be_trained_wrongly_is_refused(tmp_path, con
 def test_pictures_are_refused_by_a_model_without_eyes(tmp_path):
     start = save_reader(tmp_path / "model", READERS["qwen3"])
     data = small_vlm.small_data(tmp_path / "data")
-    with pytest.raises(UserError, match="has 1 pictures, and its prompt as"):
+    with pytest.raises(UserError, match=r"has images or videos, .* is a language model"):
         answer_runs.run(**{"pretrained.model": str(start)}, dataset=str(data), logdir=str(tmp_path))
 
 

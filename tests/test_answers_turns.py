@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import answer_runs
 import numpy as np
@@ -94,7 +95,8 @@ def stock(network: AnswerModel, ids: torch.Tensor, pictures: list[dict]) -> torc
 def test_sampled_tokens_alone_are_trained_and_score_as_in_plain_transformers(policy, episodes):
     """Token by token, on the whole conversation with all its pictures."""
     prompts, samples = episodes
-    rollout = Rollout(None, None, [], samples=dict(enumerate(samples)), prompts=prompts)
+    plan = SimpleNamespace(samples=len(samples))
+    rollout = Rollout(plan, None, samples=dict(enumerate(samples)), prompts=prompts)
     batch = packed([rollout.answer(i) for i in range(len(samples))], small_vlm.PAD)
     with torch.no_grad():
         trained = policy.network.eval()(batch)["log_probs"]
@@ -387,7 +389,10 @@ def test_missing_rewards_are_counted_and_the_run_goes_on(places, tmp_path):
         ({"environment": f"{ENVIRONMENTS}:NoStep"}, "must name a class with reset(row) and step"),
         ({"environment": f"{ENVIRONMENTS}:Nobody"}, "cannot import"),
         ({"sample.max_turns": 50}, "do not fit into the model's 256 positions"),
-        ({"environment": ""}, "reward_fn has 'environment'"),
+        (
+            {"environment": "", "sample.max_turns": 4, "sample.max_observation_tokens": 512},
+            "reward_fn has 'environment'",
+        ),
         ({"environment": f"{ENVIRONMENTS}:Misbehaving"}, "fails when it is tried"),
     ],
 )

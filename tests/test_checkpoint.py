@@ -218,7 +218,7 @@ def test_what_tells_the_state_of_a_checkpoint_can_be_read_by_a_person(save):
     folder = save(1)
     assert (folder / STATE / "progress.json").read_text() == (
         '{\n "epoch": 1,\n "step": 1,\n "skipped": 0,\n "skipped_in_a_row": 0,\n "passes": 0,\n'
-        ' "best": null,\n "algorithm": {},\n "record": {},\n "kept": true\n}\n'
+        ' "best": null,\n "algorithm": {},\n "questions": [],\n "record": {},\n "kept": true\n}\n'
     )
 
 

@@ -122,7 +122,7 @@ def test_a_method_without_a_setting_is_not_told_to_set_it(tmp_path):
     """train.clip_range is an alias of grpo.clip_range."""
     config = write(tmp_path / "mine.py", "return base()")
     for method, told in {
-        "nft": "the algorithm of this run has no clip_range$",
+        "nft": "the algorithm of this run has no setting clip_range$",
         "dgpo": r"did you mean --config\.dgpo\.clip_range=1e-4\?$",
         "grpo": r"did you mean --config\..*train\.clip_range=1e-4",
     }.items():

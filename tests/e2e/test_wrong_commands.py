@@ -71,7 +71,7 @@ COMMANDS = [  # what is typed, what is wrong, the way out
     (
         "scripts/benchmark.py --config=config/vlm.py:tiny_vlm",
         "benchmark.py is for diffusion models",
-        "scripts/benchmark_vlm.py times a VLM",
+        "use scripts/benchmark_vlm.py",
     ),
     (f"{BENCHMARK} --epochs=0", "--epochs=0", "is not a positive integer"),
     (
