@@ -58,7 +58,9 @@ def test_the_shard_of_a_partitioned_parameter_is_read():
 def test_a_non_finite_loss_has_a_non_finite_gradient(constant):
     """Its derivative alone would be finite."""
     weight = torch.tensor([2.0, 0.0], requires_grad=True)
-    backward(Accelerator(cpu=True), (weight * 3).sum() + constant)
+    # a real one may divide by the accumulation steps, or scale by the precision, of earlier tests
+    accelerator = SimpleNamespace(backward=torch.Tensor.backward)
+    backward(accelerator, (weight * 3).sum() + constant)
     assert weight.grad.tolist() == [3.0, 3.0] or not math.isfinite(constant)
     assert weight.grad.isfinite().all() == math.isfinite(constant)
 
