@@ -143,7 +143,7 @@ def test_a_runs_config_names_no_code_in_its_own_folder(tmp_path, trace, field, t
     run = tmp_path / "run"
     run.mkdir()
     (run / "sent.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).mkdir()\nX = 1\n")
-    named = {f"custom_{field}": {"mine": f"{run}/sent.py:X"}}
+    named = {"pretrained": {}, f"custom_{field}": {"mine": f"{run}/sent.py:X"}}
     (run / "config.json").write_text(json.dumps(named))
     assert "sent.py, and code in the folder of a run is not run" in refusal(
         config_of_run, run, trade
