@@ -94,6 +94,6 @@ def describe(error: BaseException) -> str:
     """The error in one line."""
     try:
         lines = str(error).strip().splitlines() or ["no reason given"]
-    except Exception:  # a __str__ of the user's own
+    except Exception:  # a custom __str__ may raise
         lines = ["no reason given"]
     return lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}"

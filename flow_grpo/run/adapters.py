@@ -56,9 +56,9 @@ def downloaded(path: str | Path, field: str = "train.lora_path") -> Path:
     try:
         return Path(snapshot_download(str(path), ignore_patterns=["*/*", *PICKLES]))
     except (OSError, ValueError) as error:
-        told = refusal(error, field, str(path))
+        message = refusal(error, field, str(path))
         reason = f"{start}: no such folder, and not on the hub ({first_line(error)})"
-        raise UserError(told or reason) from error
+        raise UserError(message or reason) from error
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
