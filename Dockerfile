@@ -2,10 +2,10 @@
 #   docker build -t flow-grpo .
 #   docker run --gpus all --shm-size 8g -v "$PWD/logs:/app/logs" flow-grpo \
 #       train --config config/grpo.py:tiny_ocr
-# The mounted folder must be writable by user 10001. The wheels of torch bring the CUDA libraries.
+# The mounted directory must be writable by user 10001. The wheels of torch bring the CUDA libraries.
 FROM nvidia/cuda:12.8.1-base-ubuntu24.04
 
-# torch.compile wants a C compiler and Python's headers
+# torch.compile needs a C compiler and Python's headers
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \

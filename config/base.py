@@ -1,5 +1,5 @@
-"""All fields at their defaults; flow_grpo/draw/fields.py says what each is for."""
+"""All settings at their defaults; flow_grpo/diffusion/fields.py documents them."""
 
-from flow_grpo.draw.fields import get_config
+from flow_grpo.diffusion.fields import get_config
 
 __all__ = ["get_config"]

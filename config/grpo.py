@@ -1,5 +1,5 @@
-"""Named presets: --config config/grpo.py:tiny_ocr; flow_grpo/draw/presets.py lists them."""
+"""Named presets: --config config/grpo.py:tiny_ocr; flow_grpo/diffusion/presets.py lists them."""
 
-from flow_grpo.draw.presets import get_config
+from flow_grpo.diffusion.presets import get_config
 
 __all__ = ["get_config"]

@@ -1,5 +1,5 @@
-"""Named presets: --config config/vlm.py:tiny_vlm; flow_grpo/answer/presets.py lists them."""
+"""Named presets: --config config/vlm.py:tiny_vlm; flow_grpo/vlm/presets.py lists them."""
 
-from flow_grpo.answer.presets import get_config
+from flow_grpo.vlm.presets import get_config
 
 __all__ = ["get_config"]

@@ -1,4 +1,4 @@
-"""Draw docs/images/architecture.svg from the imports of the code and the ways in architecture.md.
+"""Draw docs/images/architecture.svg from the imports of the code and the tables in architecture.md.
 
 python docs/make_architecture.py
 """
@@ -11,31 +11,40 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = ROOT / "docs/architecture.md", ROOT / "docs/images/architecture.svg"
-# what each room holds, in a few words
-ROOMS = {
-    "scripts": "the two loops, and what a person runs",
+PAGE, FIGURE = ROOT / "docs/architecture.md", ROOT / "docs/images/architecture.svg"
+# each package and what it contains
+PACKAGES = {
+    "scripts": "training loops and tools",
     "api": "Trainer, evaluate",
-    "demo": "a page that draws, a gallery",
-    "draw": "models that draw: algorithms/, models/",
-    "answer": "models that answer: losses/, models/",
-    "run": "what every run has",
-    "show": "report, health, pictures",
+    "demo": "web demo, gallery",
+    "diffusion": "diffusion: algorithms/, models/",
+    "vlm": "VLMs: losses/, models/",
+    "training": "session, checkpoints, metrics",
+    "report": "report, health checks, images",
     "reward_server": "rewards over HTTP",
-    "rewards": "scorers/, judges/, answers/, calling/",
-    "data": "prompts, questions, seeds",
-    "speed": "CUDA graphs, fused layers, LoRA",
+    "rewards": "scorers/, judges/, text/, workers/",
+    "data": "prompts, questions, seeding",
+    "perf": "CUDA graphs, fused layers, LoRA",
     "config": "settings, command line, help",
     "maths": "sde, advantages, windows, losses",
-    "basics": "errors, files, disk, hub, pictures",
+    "basics": "errors, files, disk, hub, images",
 }
 MATHS = ("sde", "advantages", "windows", "losses")
-BASICS = ("__version__", "access", "errors", "files", "disk", "hosts", "pictures", "weights")
+BASICS = (
+    "__version__",
+    "atomic_io",
+    "errors",
+    "host_header",
+    "hub_access",
+    "images",
+    "untrusted_files",
+    "weight_checks",
+)
 WIDTH, BOX, TALL, GAP, ROW = 1060, 196, 46, 16, 84
 
 
 class Stop(NamedTuple):
-    """A row of a way in architecture.md."""
+    """A row of a data-flow table in architecture.md."""
 
     name: str
     file: str
@@ -43,8 +52,8 @@ class Stop(NamedTuple):
     what: str
 
 
-def room(module: str) -> str | None:
-    """The room of a module, by its dotted name; None for what is not of the house."""
+def package_of(module: str) -> str | None:
+    """Return the package of a module by its dotted name; None for modules of other projects."""
     top, _, rest = module.partition(".")
     if top in ("scripts", "reward_server"):
         return top
@@ -58,51 +67,55 @@ def room(module: str) -> str | None:
     return "api" if name in ("", "__init__") else name
 
 
-def arrows() -> dict[str, set[str]]:
-    """Which rooms each room imports from, anywhere in its files."""
-    found: dict[str, set[str]] = {name: set() for name in ROOMS}
+def package_imports() -> dict[str, set[str]]:
+    """Return the packages that each package imports from, anywhere in its files."""
+    found: dict[str, set[str]] = {name: set() for name in PACKAGES}
     for folder in ("flow_grpo", "scripts", "reward_server"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            here = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            here = package_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
             for node in ast.walk(ast.parse(path.read_text("utf-8"))):
                 names = []
                 if isinstance(node, ast.Import):
                     names = [alias.name for alias in node.names]
                 elif isinstance(node, ast.ImportFrom) and node.module:
-                    alone = node.module == "flow_grpo"  # from flow_grpo import disk
-                    names = [f"flow_grpo.{a.name}" for a in node.names] if alone else [node.module]
-                found[here] |= {there for there in map(room, names) if there not in (None, here)}
+                    is_root = node.module == "flow_grpo"  # from flow_grpo import errors
+                    names = (
+                        [f"flow_grpo.{a.name}" for a in node.names] if is_root else [node.module]
+                    )
+                found[here] |= {
+                    there for there in map(package_of, names) if there not in (None, here)
+                }
     return found
 
 
-def floors(rooms: dict[str, set[str]]) -> list[list[str]]:
-    """From the top: each room stands above all that it imports. Raises where there is a circle."""
+def layers(packages: dict[str, set[str]]) -> list[list[str]]:
+    """Return layers from the top: each package is above all that it imports. Raises on a cycle."""
     level: dict[str, int] = {}
-    for name in TopologicalSorter(rooms).static_order():
-        level[name] = 1 + max((level[each] for each in rooms[name]), default=-1)
-    order = list(ROOMS)
+    for name in TopologicalSorter(packages).static_order():
+        level[name] = 1 + max((level[each] for each in packages[name]), default=-1)
+    order = list(PACKAGES)
     return [
         sorted((n for n in level if level[n] == height), key=order.index)
         for height in range(max(level.values()), -1, -1)
     ]
 
 
-def needed(rooms: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """The arrows that no longer way stands for: the others would only hide them."""
+def transitive_reduction(packages: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Return the transitive reduction: edges that no longer path implies."""
 
     def below(name: str) -> set[str]:
-        return rooms[name].union(*map(below, rooms[name]))
+        return packages[name].union(*map(below, packages[name]))
 
     return [
         (name, each)
-        for name, imported in rooms.items()
+        for name, imported in packages.items()
         for each in sorted(imported)
         if not any(each in below(other) for other in imported if other != each)
     ]
 
 
-def ways(text: str) -> dict[str, list[Stop]]:
-    """The tables of the page, by the heading above them."""
+def data_flows(text: str) -> dict[str, list[Stop]]:
+    """Return the tables of the page by the heading above them."""
     found = {}
     for part in re.split(r"^## ", text, flags=re.M)[1:]:
         rows = re.findall(r"^\| (.+?) \| `(.+?)` \| `(.+?)` \| (.+?) \|$", part, flags=re.M)
@@ -111,14 +124,14 @@ def ways(text: str) -> dict[str, list[Stop]]:
     return found
 
 
-def drawn(rooms: dict[str, set[str]], stops: dict[str, list[Stop]]) -> str:
-    """The house from the top floor down, and below it each way as a row of stops."""
+def render_svg(packages: dict[str, set[str]], stops: dict[str, list[Stop]]) -> str:
+    """Return the SVG: the layers from the top, and below them each data flow as a row of boxes."""
     parts, place = [], {}
-    for row, names in enumerate(floors(rooms)):
+    for row, names in enumerate(layers(packages)):
         left = (WIDTH - len(names) * BOX - (len(names) - 1) * GAP) / 2
         for column, name in enumerate(names):
             place[name] = left + column * (BOX + GAP), 20 + row * ROW
-    for name, each in needed(rooms):
+    for name, each in transitive_reduction(packages):
         (x1, y1), (x2, y2) = place[name], place[each]
         start, end = (x1 + BOX / 2, y1 + TALL), (x2 + BOX / 2, y2 - 3)
         bend = (start[1] + end[1]) / 2
@@ -127,8 +140,8 @@ def drawn(rooms: dict[str, set[str]], stops: dict[str, list[Stop]]) -> str:
             f'{end[0]:.0f} {bend:.0f} {end[0]:.0f} {end[1]:.0f}"/>'
         )
     for name, (x, y) in place.items():
-        parts += _box(x, y, BOX, name, ROOMS[name], "room")
-    height = 20 + len(floors(rooms)) * ROW
+        parts += _box(x, y, BOX, name, PACKAGES[name], "room")
+    height = 20 + len(layers(packages)) * ROW
     for title, way in stops.items():
         parts.append(f'<text class="title" x="20" y="{height + 14}">{html.escape(title)}</text>')
         wide = (WIDTH - 40 - (len(way) - 1) * 12) / len(way)
@@ -171,4 +184,6 @@ orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="#999"/></marker></defs>
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(drawn(arrows(), ways(PAGE.read_text("utf-8"))), encoding="utf-8")
+    FIGURE.write_text(
+        render_svg(package_imports(), data_flows(PAGE.read_text("utf-8"))), encoding="utf-8"
+    )

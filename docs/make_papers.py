@@ -1,4 +1,4 @@
-"""Make docs/papers.md of docs/published.toml.
+"""Write docs/papers.md from docs/published.toml.
 
 python docs/make_papers.py
 """
@@ -14,44 +14,45 @@ TASKS = ("general_ocr_sd3", "geneval_sd3", "pickscore_sd3", "clipscore_sd3")
 PAGE = """\
 # Papers and presets
 
-Made of [published.toml](published.toml) by `python docs/make_papers.py`: change that file, not this
-page. It has what the authors of each method ran, from the files of their repositories, and
-`tests/test_published.py` holds each preset against it, field by field. What each method does is in
-[algorithms.md](algorithms.md).
+This page lists the published settings of each method and the presets that implement them. It is
+generated from [published.toml](published.toml) by `python docs/make_papers.py`. The values come
+from the authors' repositories, and `tests/config/test_published_presets.py` compares each preset
+with them field by field. The methods themselves are described in [methods](methods/README.md).
 
-We have not run the presets of full-size models: their weights could not be had where this was
-written. `*` stands for `general_ocr_sd3`, `geneval_sd3`, `pickscore_sd3` or `clipscore_sd3`.
+Full-size presets have not yet been validated on released checkpoints. `*` stands for
+`general_ocr_sd3`, `geneval_sd3`, `pickscore_sd3` or `clipscore_sd3`.
 
 | paper | arXiv | repository | presets |
 |---|---|---|---|
 {repos}
 
-Papers of which we have a method or a setting, and no preset of a full-size model of its own:
+The following papers have a method or a setting here, but no full-size preset with their own
+published settings:
 
-| paper | arXiv | its settings | here | what differs here |
+| paper | arXiv | published settings | how to use it here | differences here |
 |---|---|---|---|---|
 {others}
 
-`sft` and `rwr` (`tiny_sft`, `tiny_rwr`) follow no single paper. The `tiny_*` presets are tuned to
-the small model: a wider clip, a larger learning rate for the forward-process methods, three times
-per sample, no KL. Their values and reasons are in `flow_grpo/draw/presets.py`.
+`sft` and `rwr` (`tiny_sft`, `tiny_rwr`) do not follow a single paper. The `tiny_*` presets are
+tuned for the small model: they use a wider clip range, a larger learning rate for the
+forward-process methods, three noise levels per sample and no KL (`flow_grpo/diffusion/presets.py`).
 
-Published results with Flow-GRPO's settings: OCR 0.59 -> 0.92, GenEval 0.63 -> 0.95, PickScore 21.7
--> 23.3.
+Flow-GRPO reports these results with its settings: OCR 0.59 -> 0.92, GenEval 0.63 -> 0.95, PickScore
+21.7 -> 23.3.
 
-## What several presets share
+## Shared settings
 
-Names are those of the config. Some are worked out: `groups` (prompts of an epoch), `updates` (of
-the weights in an epoch), `trained` (steps, or noise levels of a sample), `eval_guidance`,
-`lora_targets`.
+Names are config fields or derived from them: `groups` (prompts per epoch), `updates` (optimizer
+steps per epoch), `trained` (steps or noise levels per sample), `eval_guidance` and `lora_targets`.
+An entry has all settings of the entries that it inherits from, except those that it sets itself.
 
-| entry | takes over | published | what differs here |
+| entry | inherits from | published settings | differences here |
 |---|---|---|---|
 {shared}
 
 ## Presets
 
-| preset | takes over | published | what differs here |
+| preset | inherits from | published settings | differences here |
 |---|---|---|---|
 {presets}
 """
@@ -62,7 +63,7 @@ def load() -> dict[str, Any]:
 
 
 def resolved(data: dict[str, Any], entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The published values of an entry and what differs, those that it takes over included."""
+    """Return the published values of an entry and what differs, including inherited ones."""
     values, differs = {}, {}
     for name in entry.get("like", []):
         taken = resolved(data, data["shared"].get(name) or data["presets"][name])
@@ -103,20 +104,20 @@ def _row(name: str, entry: dict[str, Any]) -> str:
     like = ", ".join(entry.get("like", []))
     published = [_place(entry, place, at) for place, at in entry.get("at", {}).items()]
     if "unpublished" in entry:
-        published.insert(0, f"nothing; {entry['unpublished']}")
+        published.insert(0, f"no published settings; {entry['unpublished']}")
     differs = [_difference(field, d) for field, d in entry.get("differs", {}).items()]
     return f"| {name} | {like} | {'<br>'.join(published)} | {'<br>'.join(differs)} |"
 
 
 def _place(entry: dict[str, Any], place: str, at: dict[str, Any]) -> str:
     commit = f" at {entry['commit'][:7]}" if "commit" in entry else ""
-    where = place if place == "ours" else f"{entry['repo']}{commit}, {place}"
+    where = "set here" if place == "ours" else f"{entry['repo']}{commit}, {place}"
     return f"*{where}*: {', '.join(f'`{field}` {_shown(v)}' for field, v in at.items())}"
 
 
 def _difference(field: str, differs: dict[str, Any]) -> str:
-    ours = f", ours {_shown(differs['ours'])}" if "ours" in differs else ""
-    return f"`{field}`: published {_shown(differs['published'])}{ours}. {differs['why']}"
+    ours = f"; here: {_shown(differs['ours'])}" if "ours" in differs else ""
+    return f"`{field}`. Published: {_shown(differs['published'])}{ours}. {differs['why']}"
 
 
 def _shown(value: Any) -> str:

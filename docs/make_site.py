@@ -1,7 +1,6 @@
-"""Gives mkdocs its files: the folders of the site are those of the repository, so that a link
-works in both. README.md is the first page.
+"""Select the files of the mkdocs site, whose layout is the repository's so that links work in both.
 
-    mkdocs serve
+mkdocs serve
 """
 
 from pathlib import Path
@@ -15,8 +14,9 @@ OUTSIDE = (
     *("assets/tiny-sd3/README.md", "assets/tiny-sd3/samples.png"),
     *("assets/tiny-edit/README.md", "assets/tiny-edit/samples.png"),
     *("assets/tiny-vlm/README.md", "assets/tiny-vlm/samples.png", "assets/tiny-text/README.md"),
-    *("examples/first_run.ipynb", "Dockerfile", "reward_server/openapi.json"),
-    *("flow_grpo/rewards/protocol.py", "tests/test_geneval_rules.py"),
+    *("examples/first_run.ipynb", "Dockerfile"),
+    *("reward_server/README.md", "reward_server/openapi.json"),
+    *("flow_grpo/rewards/protocol.py", "tests/rewards/test_geneval_rules.py"),
 )
 
 

@@ -2,14 +2,13 @@ import os
 
 __version__ = "0.1.0"
 
-# transformers and diffusers speak, at import, of packages that are missing and not needed here.
-# Their errors still show; set these variables to see more.
+# Silence warnings of transformers and diffusers about optional packages; errors are still shown.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 
 def __getattr__(name: str):
-    """Not imported before they are asked for: they need torch."""
+    """Import the Python API, which needs torch, on first access."""
     if name in ("Trainer", "evaluate"):
         from flow_grpo import api
 

@@ -1,9 +1,25 @@
-"""Rewards -> one advantage per sample, from the statistics of its group.
+"""Turn rewards into one advantage per sample, from the statistics of its group.
 
-A NaN reward means "could not be scored": that sample leaves the statistics and gets 0.
-A group of one and a group whose rewards are all equal get exactly 0 from the estimators that
-compare within a group. Standard deviations are the population's (ddof 0) by default, as in
-Flow-GRPO.
+A group is the set of samples of one prompt. Subtracting a baseline removes how easy the prompt is
+and so reduces the variance of the policy gradient without a value network. For group size G, group
+mean m and standard deviation d:
+
+grpo          (r - m) / (d + eps), d of the group, of the batch, or left out (arXiv 2402.03300)
+dr_grpo       r - m: no division, which weights easy and hard prompts up (arXiv 2503.20783)
+rloo          r - mean of the others = (r - m) G / (G - 1): unbiased (arXiv 2402.14740)
+reinforce_pp  (r - batch mean) / (batch d + eps): also compares prompts (arXiv 2501.03262)
+remax         r - b, b the reward of the deterministic sample of the prompt (arXiv 2310.10505)
+gdpo          z-score of each reward in its group, weighted sum, batch scale: rewards with a small
+              spread keep their influence (arXiv 2601.05242)
+pairwise      r is the win rate within the group, then as grpo (Pref-GRPO, arXiv 2508.20751)
+
+Dividing by the group's d equalizes prompts but amplifies noise where rewards are nearly equal;
+dividing by the batch's does not.
+
+Layout: rewards, group ids and advantages are (N,), float64. A NaN reward means "could not be
+scored": the sample is excluded from all statistics and gets 0. A group of one and a group with
+equal rewards get exactly 0 from every estimator that compares within a group. Standard deviations
+are those of the population (ddof 0) by default, as in Flow-GRPO.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,36 +45,49 @@ def compute_advantages(
     eps: float = 1e-4,
     ddof: int = 0,
 ) -> np.ndarray:
-    """Advantages (N,), float64.
+    """Compute one advantage per sample.
 
-    `rewards` is (N,) or {name: (N,)}, then summed with `weights` (1 each by default). A reward of
-    weight 0 is ignored: its NaN values do not remove samples from the statistics.
-    `scale` is what grpo divides by: the standard deviation of the group or of the batch, or
-    nothing. `baseline` (N,) is remax's: the reward of the deterministic sample of each prompt.
-    pairwise takes the share of wins within the group, where the higher score wins; rewards named
-    in `judged` are such shares already. Variances divide by the number of samples minus `ddof`.
+    Args:
+        rewards: (N,), or {name: (N,)}, whose weighted sum is used. NaN: could not be scored.
+        group_ids: Integer id of each sample's group, (N,).
+        estimator: See the module docstring.
+        scale: Standard deviation that grpo and pairwise divide by.
+        baseline: Reward of the deterministic sample of each prompt, (N,); for remax only.
+        weights: Weight of each named reward, 1 by default. Rewards of weight 0 are ignored, so
+            that their NaN values do not exclude samples.
+        judged: Rewards that are win rates already, for pairwise.
+        eps: Added to standard deviations.
+        ddof: Variances divide by the number of samples minus this.
+
+    Returns:
+        Advantages, (N,), float64.
+
+    Raises:
+        ValueError: An argument is unknown or has the wrong shape.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown estimator {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
     if scale not in SCALES:
         raise ValueError(f"unknown scale {scale!r}; choose one of {', '.join(SCALES)}")
     if (baseline is not None) != (estimator == "remax"):
-        raise ValueError(f"baseline goes with estimator='remax' and only there, not {estimator!r}")
+        raise ValueError(f"estimator={estimator!r}: 'remax' needs a baseline, others take none")
 
-    table = _as_table(rewards)
-    groups = _as_groups(group_ids, len(next(iter(table.values()))))
+    table = _as_reward_dict(rewards)
+    groups = _check_group_ids(group_ids, len(next(iter(table.values()))))
     if baseline is not None:
         baseline = np.asarray(baseline, dtype=np.float64)
         if baseline.shape != groups.shape:
-            raise ValueError(f"baseline has shape {baseline.shape}, rewards {groups.shape}")
+            raise ValueError(
+                f"baseline.shape={baseline.shape} must equal rewards.shape={groups.shape}"
+            )
 
-    if weights is not None:  # before the search for NaN: 0 * NaN is NaN
+    if weights is not None:  # before the NaN check below: 0 * NaN is NaN
         table = {name: values for name, values in table.items() if weights[name] != 0}
         if not table:
             return np.zeros(groups.shape)
     weight = np.array([1.0 if weights is None else float(weights[name]) for name in table])
     per_reward = np.stack(list(table.values()))  # (R, N)
-    # A sample with any part missing has no total; it must not shift any statistic.
+    # A sample that lacks any of the rewards has no total and is excluded from all statistics.
     scored = ~np.isnan(per_reward).any(axis=0)
     if baseline is not None:
         scored &= ~np.isnan(baseline)
@@ -66,7 +95,7 @@ def compute_advantages(
         per_reward = np.where(scored, per_reward, np.nan)
         for k, name in enumerate(table):
             if name not in judged:
-                per_reward[k] = _group_wins(per_reward[k], groups)
+                per_reward[k] = _group_win_rates(per_reward[k], groups)
         scored = ~np.isnan(per_reward).any(axis=0)  # a group of one has no pairs
     advantages = np.zeros(groups.shape)
     if not scored.any():
@@ -74,108 +103,123 @@ def compute_advantages(
     r, g = weight @ per_reward[:, scored], groups[scored]
 
     if estimator == "gdpo":
-        parts = per_reward[:, scored]
         total = sum(
-            w * _group_z(p, g, "group", eps, ddof) for w, p in zip(weight, parts, strict=True)
+            w * _group_z_scores(values, g, "group", eps, ddof)
+            for w, values in zip(weight, per_reward[:, scored], strict=True)
         )
-        # its mean is 0 already; subtracting the rounded mean would move it off 0
-        value = _divided(total, _std(total, ddof) + eps)
+        # The mean is 0 up to rounding; subtracting it would make exact zeros nonzero.
+        value = _divide_nonzero(total, _std(total, ddof) + eps)
     elif estimator == "reinforce_pp":
-        value = _z(r, eps, ddof)
+        value = _group_z_scores(r, np.zeros_like(r), "batch", eps, ddof)  # one group
     elif estimator == "remax":
         value = r - baseline[scored]
     elif estimator == "rloo":
         _, inverse, size = np.unique(g, return_inverse=True, return_counts=True)
-        value = _centred(r, g) * (size / np.maximum(size - 1, 1))[inverse]
+        value = _center_by_group(r, g) * (size / np.maximum(size - 1, 1))[inverse]
     elif estimator == "dr_grpo":
-        value = _centred(r, g)
+        value = _center_by_group(r, g)
     else:
-        value = _group_z(r, g, scale, eps, ddof)
+        value = _group_z_scores(r, g, scale, eps, ddof)
 
     advantages[scored] = value
     return advantages
 
 
-def _as_table(rewards: np.ndarray | Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _as_reward_dict(rewards: np.ndarray | Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return rewards as float64 arrays (N,) by name; reject empty dicts and other shapes."""
     named = dict(rewards) if isinstance(rewards, Mapping) else {"reward": rewards}
     if not named:
-        raise ValueError("rewards is empty; give at least one")
-    # float64 also keeps integer rewards from truncating the result
+        raise ValueError("rewards is empty; pass at least one reward")
     table = {name: np.asarray(values, dtype=np.float64) for name, values in named.items()}
     shapes = {values.shape for values in table.values()}
     if len(shapes) > 1 or len(next(iter(shapes))) != 1:
-        raise ValueError(f"rewards must be one-dimensional and of one length, got {shapes}")
+        raise ValueError(f"rewards must be one-dimensional and of equal length, got {shapes}")
     return table
 
 
-def _as_groups(group_ids: np.ndarray, count: int) -> np.ndarray:
+def _check_group_ids(group_ids: np.ndarray, count: int) -> np.ndarray:
+    """Return the group ids as an array; raise ValueError unless they are `count` integers."""
     groups = np.asarray(group_ids)
     if groups.shape != (count,):
-        raise ValueError(f"group_ids has shape {groups.shape}, rewards ({count},)")
+        raise ValueError(f"group_ids.shape={groups.shape} must equal rewards.shape=({count},)")
     if count and not np.issubdtype(groups.dtype, np.integer):
-        raise ValueError(f"group_ids must be integers (rows of the dataset), got {groups.dtype}")
+        raise ValueError(f"group_ids.dtype={groups.dtype} must be an integer type")
     return groups
 
 
-def win_shares(wins: np.ndarray) -> np.ndarray:
-    """The share of its pairs that each of N samples wins (N,); NaN where it has none.
+def win_rates(wins: np.ndarray) -> np.ndarray:
+    """Return the fraction of its comparisons that each sample wins, (N,); NaN without any.
 
-    `wins` (N, N) is 1 where the row beats the column, 0 where it loses, 1/2 for a tie, and NaN
-    where there is no verdict, as on the diagonal.
+    Args:
+        wins: (N, N), 1 where the row beats the column, 0 where it loses, 1/2 for a tie, NaN where
+            there is no comparison, as on the diagonal.
     """
     verdicts = (~np.isnan(wins)).sum(axis=1)
     return np.where(verdicts > 0, np.nansum(wins, axis=1) / np.maximum(verdicts, 1), np.nan)
 
 
-def _group_wins(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def _group_win_rates(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return the fraction of its group that each sample scores higher than, (N,); ties count 1/2.
+
+    Samples without a scored opponent get NaN.
+    """
     out = np.full(len(r), np.nan)
     for group in np.unique(groups):
-        of_group = groups == group
-        members = r[of_group]
-        wins = (np.sign(members[:, None] - members) + 1) / 2
+        members = groups == group
+        scores = r[members]
+        wins = (np.sign(scores[:, None] - scores) + 1) / 2
         np.fill_diagonal(wins, np.nan)
-        out[of_group] = win_shares(wins)
+        out[members] = win_rates(wins)
     return out
 
 
-def _centred(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """r minus its group's mean; exactly 0 where the group is constant, whatever the rounding."""
+def _center_by_group(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Subtract the group mean; exactly 0 in constant groups, regardless of rounding."""
     out = np.zeros_like(r)
     for group in np.unique(groups):
-        of_group = groups == group
-        members = r[of_group]
-        if members.min() < members.max():
-            out[of_group] = members - members.mean()
+        members = groups == group
+        scores = r[members]
+        if scores.min() < scores.max():
+            out[members] = scores - scores.mean()
     return out
 
 
-def _group_z(r: np.ndarray, groups: np.ndarray, scale: Scale, eps: float, ddof: int) -> np.ndarray:
-    out = _centred(r, groups)
+def _group_z_scores(
+    r: np.ndarray, groups: np.ndarray, scale: Scale, eps: float, ddof: int
+) -> np.ndarray:
+    """Subtract the group mean and divide by the standard deviation plus `eps`.
+
+    Args:
+        r: Rewards, (N,).
+        groups: Group ids, (N,).
+        scale: Samples of the standard deviation: "group", "batch" (all), or "none" not to divide.
+        eps: Added to the standard deviation.
+        ddof: Variances divide by the number of samples minus this.
+    """
+    out = _center_by_group(r, groups)
     if scale == "none":
         return out
     if scale == "batch":
-        return _divided(out, _std(r, ddof) + eps)
+        return _divide_nonzero(out, _std(r, ddof) + eps)
     for group in np.unique(groups):
-        of_group = groups == group
-        out[of_group] = _divided(out[of_group], _std(r[of_group], ddof) + eps)
+        members = groups == group
+        out[members] = _divide_nonzero(out[members], _std(r[members], ddof) + eps)
     return out
-
-
-def _z(r: np.ndarray, eps: float, ddof: int) -> np.ndarray:
-    return _divided(_centred(r, np.zeros_like(r)), _std(r, ddof) + eps)
 
 
 def _std(r: np.ndarray, ddof: int) -> float:
     return float(r.std(ddof=ddof)) if len(r) > ddof else 0.0
 
 
-def _divided(centred: np.ndarray, by: float) -> np.ndarray:
-    return centred / by if centred.any() else centred  # eps=0 and a constant group: 0, not NaN
+def _divide_nonzero(centred: np.ndarray, by: float) -> np.ndarray:
+    return centred / by if centred.any() else centred  # 0 instead of NaN for eps=0
 
 
-def best_and_worst(total: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """1 for the first best of each group, -1 for its first worst, else 0; all 0 where the scored
-    samples of a group are alike."""
+def mark_best_and_worst(total: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return 1 for the best sample of each group, -1 for its worst and 0 otherwise, (N,).
+
+    The first one wins ties. Groups whose scored samples are equal get 0 only.
+    """
     out = np.zeros(len(total))
     for group in np.unique(groups):
         rows = np.flatnonzero((groups == group) & ~np.isnan(total))
@@ -186,12 +230,14 @@ def best_and_worst(total: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def keep_best_worst(total: np.ndarray, groups: np.ndarray, count: int) -> np.ndarray:
-    """The rows of the `count` best and the `count` worst of each group, in their order; those
-    without a score only where too few have one."""
+    """Return the rows of the `count` best and `count` worst samples of each group, sorted.
+
+    Samples without a score are chosen only where a group has too few others.
+    """
     kept = []
     for group in np.unique(groups):
         rows = np.flatnonzero(groups == group)
-        order = rows[np.argsort(total[rows], kind="stable")]  # those without a score are last
+        order = rows[np.argsort(total[rows], kind="stable")]  # NaN is sorted last
         scored = np.count_nonzero(~np.isnan(total[rows]))
         worst, best, unscored = np.split(order, [scored // 2, scored])
         order = np.concatenate([worst, unscored, best])
@@ -200,7 +246,10 @@ def keep_best_worst(total: np.ndarray, groups: np.ndarray, count: int) -> np.nda
 
 
 def group_softmax(total: np.ndarray, groups: np.ndarray, temperature: float) -> np.ndarray:
-    """softmax(total / temperature) within each group, times the number of its scored samples."""
+    """Return softmax(total / temperature) within each group, (N,), scaled to a mean of 1.
+
+    Samples without a score get 0 and do not count in the mean.
+    """
     out = np.zeros(len(total))
     for group in np.unique(groups):
         rows = np.flatnonzero((groups == group) & ~np.isnan(total))

@@ -1,4 +1,4 @@
-"""Training and evaluation from Python, by the code of the scripts.
+"""Python API for training and evaluation; it runs the same code as the scripts.
 
 from flow_grpo import Trainer
 
@@ -24,20 +24,21 @@ from typing import Any
 from ml_collections import ConfigDict
 from PIL import Image
 
-from flow_grpo import disk
+from flow_grpo import atomic_io
 from flow_grpo.config import command_line, overrides
-from flow_grpo.config.places import ROOT, find_files
-from flow_grpo.data.columns import has_binary, parse_names
-from flow_grpo.data.rows import MASK, RULES, Columns
-from flow_grpo.draw import presets
-from flow_grpo.draw.compare import evaluate_all
-from flow_grpo.draw.fields import DRAW
+from flow_grpo.config.paths import ROOT, resolve_config_paths
+from flow_grpo.data.columns import has_binary
+from flow_grpo.data.prompts import MASK_COLUMN, PromptLayout
+from flow_grpo.diffusion import presets
+from flow_grpo.diffusion.checkpoint_evaluation import evaluate_checkpoints
+from flow_grpo.diffusion.fields import DIFFUSION_SPEC
+from flow_grpo.diffusion.prompts import row_layout
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.files import parse_json
-from flow_grpo.pictures import upright
-from flow_grpo.rewards.frames import png_base64
-from flow_grpo.rewards.given import path_of
-from flow_grpo.show.reading import read_metrics
+from flow_grpo.images import normalize_image
+from flow_grpo.report.run_reader import read_metrics
+from flow_grpo.rewards.custom import import_path
+from flow_grpo.rewards.frames import encode_png_base64
+from flow_grpo.untrusted_files import parse_json
 
 Reward = str | Callable
 Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
@@ -45,16 +46,25 @@ Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a training left."""
+class TrainingResult:
+    """Result of a training run."""
 
-    folder: Path  # absolute, as is the next
-    checkpoint: Path  # the newest: lora/ and ema_lora/ are what `pipe.load_lora_weights` takes
-    metrics: list[dict[str, float]]  # one dict for each evaluation or epoch, as in metrics.jsonl
+    folder: Path  # run directory, absolute
+    checkpoint: Path  # newest one, absolute; `pipe.load_lora_weights` loads its lora/ and ema_lora/
+    metrics: list[dict[str, float]]  # rows of metrics.jsonl
 
 
 class Trainer:
-    """A preset, with your model, rewards, prompts and fields: {"train.learning_rate": 1e-4}."""
+    """Trains a diffusion model from Python.
+
+    Args:
+        model: Folder or hub id; the preset's by default.
+        rewards: Names or functions, as a list, a list of (reward, weight) or {reward: weight}.
+        prompts: Path of a dataset, or a list of texts or dicts.
+        test_prompts: Held-out prompts; split off `prompts` by default.
+        preset: Preset that the remaining settings come from.
+        **fields: Config fields by full name: `**{"train.learning_rate": 1e-4}`.
+    """
 
     def __init__(
         self,
@@ -68,12 +78,14 @@ class Trainer:
     ) -> None:
         self.config = build_config(model, rewards, prompts, test_prompts, preset, fields)
 
-    def train(self) -> Run:
-        """What scripts/train.py does with this config."""
+    def train(self) -> TrainingResult:
+        """Run scripts/train.py with this config."""
         command_line.set_up_logging()
-        session = _script("train").main(ConfigDict(self.config))
+        session = _load_script("train").main(ConfigDict(self.config))
         folder = session.folder.resolve()
-        return Run(folder, (folder / "checkpoints/latest").resolve(), read_metrics(folder))
+        return TrainingResult(
+            folder, (folder / "checkpoints/latest").resolve(), read_metrics(folder)
+        )
 
 
 def evaluate(
@@ -86,14 +98,23 @@ def evaluate(
     preset: str = "tiny_ocr",
     **fields: Any,
 ) -> dict[str, dict[str, float]]:
-    """What scripts/evaluate.py does: the mean of each reward, by checkpoint. `prompts` are those to
-    draw; `out` is a new folder, for tables and pictures."""
+    """Score checkpoints as scripts/evaluate.py does.
+
+    Args:
+        out: New folder for tables and images.
+        checkpoints: Paths, or "base" for the model without training.
+        prompts: Prompts to sample. Other arguments are those of `Trainer`.
+
+    Returns:
+        The mean of each reward, by checkpoint.
+    """
     command_line.set_up_logging()
     config = build_config(model, rewards, prompts, prompts, preset, fields)
-    one = isinstance(checkpoints, str | Path)
-    names = [str(c) for c in ([checkpoints] if one else checkpoints)]
+    if isinstance(checkpoints, str | Path):
+        checkpoints = [checkpoints]
+    names = [str(each) for each in checkpoints]
     lora = str(fields.get("train.lora_path", ""))
-    scored = evaluate_all(config, names, Path(out), lora_given=lora)
+    scored = evaluate_checkpoints(config, names, Path(out), lora_override=lora)
     return {each.candidate.name: each.result.means() for each in scored}
 
 
@@ -105,113 +126,125 @@ def build_config(
     preset: str,
     fields: Mapping[str, Any],
 ) -> ConfigDict:
-    DRAW.load_custom(fields)
+    """Build the config of a preset with the arguments of `Trainer`."""
+    DIFFUSION_SPEC.load_custom_classes(fields)
     config = presets.get_config(preset)
     for name, value in fields.items():
-        overrides.check_name(name, config, DRAW)
+        overrides.check_field_name(name, config, DIFFUSION_SPEC)
         try:
             config.update_from_flattened_dict({name: value})
         except (TypeError, ValueError) as error:
-            raise UserError(f"{name}={value!r} does not fit: {first_line(error)}") from error
+            rule = f"is invalid: {first_line(error)}"
+            raise UserError(rule, field=name, value=value) from error
     if model:
         config.pretrained.model = str(model)
     if rewards is not None:
-        config.reward_fn, config.custom_rewards = _reward_fields(rewards)
+        config.reward_fn, config.custom_rewards = _reward_config(rewards)
     if isinstance(prompts, str | Path):
         config.dataset = str(prompts)
     elif prompts is not None:
-        sets = {"train": prompts, **({} if test_prompts is None else {"test": test_prompts})}
-        metadata = parse_names(config.metadata_columns)
-        columns = Columns(config.dataset_column, config.image_column, metadata)
-        config.dataset = str(_write_prompts(Path(config.logdir), sets, columns))
-    find_files(config)
+        sets = {"train": prompts}
+        if test_prompts is not None:
+            sets["test"] = test_prompts
+        config.dataset = str(_write_prompts(Path(config.logdir), sets, row_layout(config)))
+    resolve_config_paths(config)
     return config
 
 
-def _reward_fields(rewards: Rewards) -> tuple[ConfigDict, ConfigDict]:
-    """Weights by name, and where the functions among them are found."""
+def _reward_config(rewards: Rewards) -> tuple[ConfigDict, ConfigDict]:
+    """Return weights by name, and import paths of the functions among the rewards."""
     if isinstance(rewards, str) or not isinstance(rewards, Iterable):
         rewards = [rewards]
-    pairs = rewards.items() if isinstance(rewards, Mapping) else map(_pair, rewards)
+    pairs = rewards.items() if isinstance(rewards, Mapping) else map(_with_weight, rewards)
     weights, paths = {}, {}
     for reward, weight in pairs:
         known = isinstance(reward, str) or callable(reward)
         if not known or isinstance(weight, bool) or not isinstance(weight, Real):
             raise UserError(
-                f"rewards has {reward!r:.80} with weight {weight!r:.80}; give names or functions, "
-                "alone or with a number: rewards={'ocr': 1.0}"
+                f"has the entry {reward!r:.80} with weight {weight!r:.80}",
+                field="rewards",
+                hint="pass names or functions, optionally with a number: rewards={'ocr': 1.0}",
             )
         name = reward if isinstance(reward, str) else getattr(reward, "__name__", None)
         name = name or type(reward).__name__
         if name in weights:
-            raise UserError(f"two rewards are called {name!r}; give one of them another name")
+            raise UserError(
+                f"has two entries named {name!r}", field="rewards", hint="rename one of them"
+            )
         weights[name] = float(weight)
         if callable(reward):
-            paths[name] = path_of(reward, name)
+            paths[name] = import_path(reward, name)
     if not weights:
-        raise UserError("rewards is empty; name one, like rewards=['ocr'], or give a function")
+        raise UserError(
+            "is empty", field="rewards", hint="pass a name, like rewards=['ocr'], or a function"
+        )
     return ConfigDict(weights), ConfigDict(paths)
 
 
-def _pair(reward: Reward | tuple[Reward, float]) -> tuple[Reward, float]:
+def _with_weight(reward: Reward | tuple[Reward, float]) -> tuple[Reward, float]:
     return reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
 
 
 def _write_prompts(
-    logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, Any]]], columns: Columns
+    logdir: Path, sets: Mapping[str, Sequence[str | Mapping[str, Any]]], layout: PromptLayout
 ) -> Path:
-    """In a folder named by what is in it, so that a run that goes on finds the same."""
+    """Write prompts to a folder named by their hash, so that a resumed run finds the same one."""
     files = {}
     for split, prompts in sets.items():
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
-            raise UserError(f"{split} prompts must be a list, not {prompts!r:.80}")
+            raise UserError(f"must be a list, not {prompts!r:.80}", field=f"{split} prompts")
         rows = enumerate(prompts, 1)
-        lines = [_row(prompt, f"{split} prompt {n}", columns) for n, prompt in rows]
+        lines = [_to_jsonl_line(prompt, f"{split} prompt {n}", layout) for n, prompt in rows]
         if not lines:
-            raise UserError(f"the {split} prompts are empty; give at least one")
+            raise UserError("are empty", field=f"{split} prompts", hint="pass at least one")
         files[f"{split}.jsonl"] = "".join(lines)
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
     folder = logdir / f"prompts-{digest}"
     try:
-        disk.make_folders(folder)
+        atomic_io.make_directories(folder)
         for name, text in files.items():
-            disk.write_text(folder / name, text)  # whole, for the other processes of a run too
+            atomic_io.write_text_atomic(folder / name, text)  # other processes may read it
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot write to logdir={str(logdir)[:80]!r}: {error}") from error
+        rule = f"cannot be written to: {error}"
+        raise UserError(rule, field="logdir", value=str(logdir)[:80]) from error
     return folder
 
 
-def _row(prompt: str | Mapping[str, Any], where: str, columns: Columns) -> str:
+def _to_jsonl_line(prompt: str | Mapping[str, Any], where: str, layout: PromptLayout) -> str:
+    """Return a prompt as a line of a JSON Lines file; `where` names it in the UserError."""
     if not isinstance(prompt, str | Mapping):
-        raise UserError(f"{where} must be a text or a dict with one, not {prompt!r:.80}")
+        rule = f"must be a string or a dict with a prompt, not {prompt!r:.80}"
+        raise UserError(rule, field=where)
     row = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
-    files = (*columns.pictures, MASK)
+    files = (*layout.images, MASK_COLUMN)
     try:
         binary = {name: value for name, value in row.items() if has_binary(value)}
-        RULES.check(binary, files, where, **columns.unread)
+        layout.reject_unused(binary, files, where)
         row = {name: value for name, value in row.items() if name not in binary or name in files}
-        line = json.dumps(row | {name: _kept(row[name]) for name in files if name in row})
+        images = {name: _serialize_images(row[name]) for name in files if name in row}
+        line = json.dumps(row | images)
     except (TypeError, ValueError, RecursionError, OSError) as error:
-        # an object, a dict in itself, a picture that is cut off
-        raise UserError(f"{where} cannot be saved as JSON: {first_line(error)}") from error
+        # an arbitrary object, a dict that contains itself, a truncated image
+        rule = f"cannot be saved as JSON: {first_line(error)}"
+        raise UserError(rule, field=where) from error
     parse_json(line, where)
     return f"{line}\n"
 
 
-def _kept(pictures: Any) -> Any:
-    """As they stand in a file that is written elsewhere: paths start there, unless they are whole,
-    and the pictures themselves are text."""
-    if isinstance(pictures, list | tuple):
-        return [_kept(each) for each in pictures]
-    if isinstance(pictures, Image.Image):
-        return f"data:image/png;base64,{png_base64(upright(pictures))}"
-    if isinstance(pictures, bytes):
-        return f"data:;base64,{base64.b64encode(pictures).decode()}"
-    is_file = isinstance(pictures, str | Path) and os.path.isfile(pictures)
-    return os.path.abspath(pictures) if is_file else pictures
+def _serialize_images(images: Any) -> Any:
+    """Convert images for a JSON file in another folder: absolute paths and data URLs."""
+    if isinstance(images, list | tuple):
+        return [_serialize_images(each) for each in images]
+    if isinstance(images, Image.Image):
+        return f"data:image/png;base64,{encode_png_base64(normalize_image(images))}"
+    if isinstance(images, bytes):
+        return f"data:;base64,{base64.b64encode(images).decode()}"
+    is_file = isinstance(images, str | Path) and os.path.isfile(images)
+    return os.path.abspath(images) if is_file else images
 
 
-def _script(name: str) -> ModuleType:
+def _load_script(name: str) -> ModuleType:
+    """Import scripts/<name>.py as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

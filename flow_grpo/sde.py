@@ -1,12 +1,26 @@
-"""One denoising step from sigma to sigma_next, and the log-probability of where it landed.
+"""Denoising steps with noise and their log-probabilities, the policy of flow-matching RL.
 
-flow   Flow-GRPO: the SDE with the marginals of the flow, noise a * sqrt(sigma / (1 - sigma))
-dance  DanceGRPO: the same idea with a constant noise level
-cps    coefficients-preserving sampling: signal and noise keep the scheduler's proportions
-ode    Euler, no noise and no log-probability
+Policy-gradient methods need log p(x' | x) of every step, but the samplers of flow-matching models
+integrate an ODE, which is deterministic. Each rule below replaces the Euler step by a Gaussian one,
+x' = mean + std * noise. With sigma > sigma', dt = sigma' - sigma < 0, velocity v, noise level a and
+x0 = x - sigma v:
 
-A log-probability is the mean over all non-batch dimensions, not the sum: the sum's ratios
-explode at image size. For cps it is the published one, -mean((x' - mean)^2), variance dropped.
+flow   Flow-GRPO (arXiv 2505.05470), the SDE with the marginals of the ODE:
+         s = a sqrt(sigma / (1 - sigma)), std = s sqrt(-dt)
+         mean = x (1 + s^2 / (2 sigma) dt) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt
+dance  DanceGRPO (arXiv 2505.07818), the same idea with a constant noise level: std = a sqrt(-dt)
+         mean = x + [v + a^2 / 2 (x - x0 (1 - sigma)) / sigma^2] dt
+cps    coefficients-preserving sampling (arXiv 2509.05952): signal and noise keep the proportions
+         of the schedule, std = sigma' sin(a pi / 2)
+         mean = x0 (1 - sigma') + (x + v (1 - sigma)) sqrt(sigma'^2 - std^2)
+ode    Euler, mean = x + v dt: no noise and no log-probability
+
+More noise explores more but leaves residual noise in few-step samples, which cps is built to avoid.
+
+Layout: samples and velocities are (B, ...), log-probabilities (B,). A log-probability is the mean
+over all non-batch dimensions, not the sum, whose ratios explode at image size. flow and dance use
+the full Gaussian density; cps uses the published -mean((x' - mean)^2), which drops the variance.
+Everything is computed in float32 or better, whatever the model's dtype.
 """
 
 import math
@@ -22,16 +36,18 @@ Kind = Literal["flow", "dance", "cps", "ode"]
 KINDS: tuple[Kind, ...] = ("flow", "dance", "cps", "ode")
 Solver = Literal["euler", "dpm2"]
 SOLVERS: tuple[Solver, ...] = ("euler", "dpm2")
-NEARLY_ONE = 0.999  # where schedules begin that do not begin at 1
+NEARLY_ONE = 0.999  # some schedules start slightly below 1
 
 
 @dataclass(frozen=True)
 class Step:
-    next_sample: Tensor  # like sample, float32 or better
-    log_prob: Tensor | None  # (B,); None for ode, which is deterministic
-    mean: Tensor  # like sample
-    std: Tensor  # scale of the added noise, sqrt(-dt) included; broadcasts to sample
-    rate: Tensor  # std without sqrt(-dt), which Flow-GRPO's KL divides by; cps has no such factor
+    """A denoising step and the Gaussian it was drawn from."""
+
+    next_sample: Tensor  # (B, ...), float32 or better
+    log_prob: Tensor | None  # (B,); None for ode
+    mean: Tensor  # (B, ...)
+    std: Tensor  # scale of the noise, including sqrt(-dt); broadcasts to the sample
+    rate: Tensor  # std without sqrt(-dt), for Flow-GRPO's KL; equal to std for cps
 
 
 def sde_step(
@@ -47,16 +63,29 @@ def sde_step(
     noise: Tensor | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> Step:
-    """Step from `sample` (B, ...) at `sigma`, or score the given `next_sample`.
+    """Take one denoising step, or compute the log-probability of a given one.
 
-    `sigma` and `sigma_next` are floats or (B,) tensors. `sigma_max` stands in for sigma at
-    the start, where the flow noise is infinite; use the schedule's second sigma. The step adds
-    `noise` (standard normal, like `sample`), or draws it from `generator`, also one per sample.
+    Args:
+        velocity: Model output at `sample`, (B, ...).
+        sample: Current latents, (B, ...).
+        sigma: Noise level of `sample`, a float or (B,).
+        sigma_next: Noise level after the step, a float or (B,).
+        kind: Step rule; see the module docstring.
+        noise_level: a in the formulas, above 0; at most 1 for cps. Ignored by ode.
+        sigma_max: Replaces sigma at sigma = 1, where the flow noise is infinite. Use the second
+            sigma of the schedule.
+        next_sample: Result of an earlier step, (B, ...), whose log-probability is wanted. If None,
+            a new one is drawn.
+        noise: Standard normal noise to add, (B, ...). If None, it is drawn from `generator`.
+        generator: One generator for the batch, or one per sample.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(KINDS)}")
     if kind != "ode" and noise_level <= 0:
-        raise ValueError(f"noise_level={noise_level} must be above 0; kind='ode' adds no noise")
+        raise ValueError(f"noise_level={noise_level} must be above 0; use kind='ode' for no noise")
     if kind == "cps" and noise_level > 1:
         raise ValueError(f"noise_level={noise_level} must be at most 1 for kind='cps'")
 
@@ -106,27 +135,42 @@ def dpm2_step(
     sample: Tensor,
     sigma: float,
     sigma_next: float,
-    before: tuple[Tensor, float] | None = None,
+    previous: tuple[Tensor, float] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, float]]:
-    """A step without noise, of second order from what the step `before` returned beside it:
-    DPM-Solver++(2M), the noise schedule's own x = (1 - sigma) x0 + sigma e.
+    """Take one deterministic second-order step: DPM-Solver++(2M) (arXiv 2211.01095).
 
-    Euler's where there is none, and at sigma 1 and 0, where log((1 - sigma)/sigma) has no value.
+    The solver extrapolates x0 in the half log-SNR, lambda = log((1 - sigma) / sigma). The first
+    step and steps from sigma 1 or to sigma 0, where lambda is infinite, are Euler steps.
+
+    Args:
+        velocity: Model output at `sample`, (B, ...).
+        sample: Current latents, (B, ...).
+        sigma: Noise level of `sample`.
+        sigma_next: Noise level after the step.
+        previous: Second return value of the preceding step; None for the first step.
+
+    Returns:
+        The next latents, (B, ...), and the state (x0, sigma) for the following step.
     """
     dtype = torch.promote_types(sample.dtype, torch.float32)
     x, v = sample.to(dtype), velocity.to(dtype)
     x0 = x - sigma * v
-    guess = x0
-    if before is not None and before[1] < 1 and sigma_next > 0:
-        x0_before, sigma_before = before
-        last, here, there = (math.log((1 - s) / s) for s in (sigma_before, sigma, sigma_next))
-        guess = x0 + (there - here) / (2 * (here - last)) * (x0 - x0_before)
+    extrapolated = x0
+    if previous is not None and previous[1] < 1 and sigma_next > 0:
+        previous_x0, previous_sigma = previous
+        here = _half_log_snr(sigma)
+        h_previous, h = here - _half_log_snr(previous_sigma), _half_log_snr(sigma_next) - here
+        extrapolated = x0 + h / (2 * h_previous) * (x0 - previous_x0)
     scale = sigma_next / sigma
-    return scale * x + (1 - scale) * guess, (x0, sigma)
+    return scale * x + (1 - scale) * extrapolated, (x0, sigma)
+
+
+def _half_log_snr(sigma: float) -> float:
+    return math.log((1 - sigma) / sigma)
 
 
 def _per_sample(sigma: float | Tensor, like: Tensor) -> Tensor:
-    """Shape (1, 1, ...) for a float, (B, 1, ...) for a tensor, without a device sync."""
+    """Reshape to (1, 1, ...) for a float or (B, 1, ...) for a tensor, without a device sync."""
     ones = (1,) * (like.ndim - 1)
     if isinstance(sigma, Tensor):
         return sigma.to(like.device, like.dtype).reshape(-1, *ones)
@@ -134,8 +178,13 @@ def _per_sample(sigma: float | Tensor, like: Tensor) -> Tensor:
 
 
 def _finite_sigma(sigma: Tensor, sigma_max: float | None) -> Tensor:
+    """Replace sigma where it is about 1, at which the flow noise is infinite, by `sigma_max`.
+
+    Raises:
+        ValueError: If sigma is 1 and there is no `sigma_max`.
+    """
     if sigma_max is not None:
         return torch.where(sigma > NEARLY_ONE, sigma.clamp(max=sigma_max), sigma)
     if (sigma == 1).any():
-        raise ValueError("kind='flow' needs sigma_max (the schedule's second sigma) at sigma=1")
+        raise ValueError("kind='flow' at sigma=1 needs sigma_max: pass the schedule's second sigma")
     return sigma

@@ -1,5 +1,5 @@
-"""HTTP service that scores images: `python -m reward_server --rewards ocr --port 18085`.
+"""HTTP scoring service: `python -m reward_server --rewards ocr --port 18085`.
 
-It needs neither torch nor diffusers itself, so it can live in an environment of its own, beside
-whatever its rewards need.
+It needs neither torch nor diffusers, so it can run in a separate environment with only the
+dependencies of its rewards.
 """

@@ -1,4 +1,4 @@
-"""Score pictures and answers for others, over HTTP.
+"""Serve rewards for images and text responses over HTTP.
 
 python -m reward_server --rewards ocr,jpeg_compressibility --port 18085
 """
@@ -13,42 +13,44 @@ from typing import Any
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import REWARDS
-from flow_grpo.rewards.failure import describe
-from flow_grpo.rewards.given import import_scorer
-from flow_grpo.rewards.protocol import Scorer, parameters_of
-from reward_server.options import limits, parse
+from flow_grpo.rewards.custom import import_scorer
+from flow_grpo.rewards.failure import describe_error
+from flow_grpo.rewards.protocol import Scorer, constructor_parameters
+from reward_server.arguments import build_limits, parse_args
 
-USAGE_ERROR = 2  # exit code of every UserError, as in flow_grpo
+USAGE_ERROR = 2  # exit code of user errors
 INTERRUPTED = 130
 REQUIRED = ("fastapi", "prometheus_client", "starlette", "uvicorn")  # setup.py: [server]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal arrives; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        _run(parse(argv))
+        _run_server(parse_args(argv))
     except UserError as error:
         if "--debug" in argv:
             raise
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except KeyboardInterrupt:  # while the scorers were built, or requests unanswered
+    except KeyboardInterrupt:  # while scorers are built or requests are pending
         return INTERRUPTED
     return 0
 
 
-def _run(args: argparse.Namespace) -> None:
-    # After the arguments are read: --help and mistakes should not wait for these.
+def _run_server(args: argparse.Namespace) -> None:
+    """Bind the port, build the scorers and serve them; or print the OpenAPI schema."""
+    # Slow imports; --help and argument errors do not need them.
     try:
         from reward_server.app import openapi
-        from reward_server.serve import bind, serve
+        from reward_server.serve import bind_socket, serve
         from reward_server.service import Service
     except ModuleNotFoundError as error:
         if error.name not in REQUIRED:
             raise
         raise UserError(
-            f"the reward server needs the package {error.name!r}, which is not installed; "
-            "pip install 'flow_grpo[server]'"
+            f"the reward server needs the missing package {error.name!r}",
+            hint="pip install 'flow_grpo[server]'",
         ) from error
 
     if args.print_openapi:
@@ -57,15 +59,15 @@ def _run(args: argparse.Namespace) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
     )
-    token = _token(args.token_env)
+    token = _read_token(args.token_env)
     custom = dict(args.custom)
     args.rewards = list(dict.fromkeys([*args.rewards, *custom]))
     _check_names(args.rewards, custom, args.options)
-    with bind(args.host, args.port, public=token is not None) as listener:
-        scorers = {name: _build(name, args, custom) for name in args.rewards}
+    with bind_socket(args.host, args.port, public=token is not None) as listener:
+        scorers = {name: _build_named_scorer(name, args, custom) for name in args.rewards}
         service = Service(
             scorers,
-            limits=limits(args),
+            limits=build_limits(args),
             max_batch=args.max_batch,
             max_wait=args.max_wait_ms / 1000,
             score_timeout=args.score_timeout,
@@ -84,23 +86,26 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _check_names(names: list[str], custom: dict[str, str], options: dict[str, Any]) -> None:
-    known = {**REWARDS, **custom}
+    """Raise a UserError for no rewards, unknown ones, and options of others."""
+    known = {**REWARDS.paths, **custom}
     if not names:
-        raise UserError("--rewards is missing; name at least one, e.g. --rewards ocr")
+        raise UserError("is missing", field="--rewards", hint="name one, e.g. --rewards ocr")
     for name in names:
         if name not in known:
             raise UserError(
-                f"unknown reward {name!r}; known are {', '.join(sorted(known))}; add your own "
-                f"with --custom {name}=package.module:attribute"
+                f"has the unknown reward {name!r}; choose from {', '.join(sorted(known))}",
+                field="--rewards",
+                hint=f"or add a custom one with --custom {name}=package.module:attribute",
             )
     for name in options:
         if name not in names:
-            raise UserError(f"--options has {name!r}, which is not among --rewards")
+            raise UserError(f"names {name!r}, which is not in --rewards", field="--options")
 
 
-def _build(name: str, args: argparse.Namespace, custom: dict[str, str]) -> Scorer:
+def _build_named_scorer(name: str, args: argparse.Namespace, custom: dict[str, str]) -> Scorer:
+    """Build a scorer by the command line; any error becomes a UserError that names it."""
     options = dict(args.options.get(name, {}))
-    if args.workers and _takes_workers(name, {**REWARDS, **custom}[name]):
+    if args.workers and _takes_workers(name, {**REWARDS.paths, **custom}[name]):
         options.setdefault("workers", args.workers)
     settings = {"device": args.device, "custom": custom, "options": {name: options}}
     from reward_server.isolated import IsolatedScorer, build_scorer
@@ -113,25 +118,30 @@ def _build(name: str, args: argparse.Namespace, custom: dict[str, str]) -> Score
         raise
     except Exception as error:
         raise UserError(
-            f"reward {name!r} cannot be built: {describe(error)} (--debug shows where)"
+            f"reward {name!r} cannot be built: {describe_error(error)}",
+            hint="--debug shows the traceback",
         ) from error
 
 
 def _takes_workers(name: str, path: str) -> bool:
+    """Return whether the reward at `path` has the option `workers`."""
     try:
-        return "workers" in parameters_of(import_scorer(name, path))
+        return "workers" in constructor_parameters(import_scorer(name, path))
     except Exception:
-        return False  # `build_scorers` says what is wrong with it
+        return False  # `build_scorers` reports the error
 
 
-def _token(variable: str | None) -> str | None:
+def _read_token(variable: str | None) -> str | None:
+    """Return the token in an environment variable, None without a variable; reject empty ones."""
     if variable is None:
         return None
     token = os.environ.get(variable, "").strip()
     if not token:
         raise UserError(
-            f"--token-env {variable}: that environment variable is not set or empty; put the "
-            "token there"
+            "names an environment variable that is not set or empty",
+            field="--token-env",
+            value=variable,
+            hint="set it to the token",
         )
     return token
 

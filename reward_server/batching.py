@@ -1,4 +1,10 @@
-"""One call of the scorer for several requests."""
+"""Dynamic batching: threads that score the images of several requests in one call.
+
+A call takes the images that arrived within `max_wait` seconds of the first, up to `max_batch`. If
+it raises, its requests are scored one by one, so that only the request at fault fails. A thread
+cannot be stopped, so a call that hangs is marked overdue, its requests fail, and its thread takes
+no other call until it returns.
+"""
 
 import contextlib
 import logging
@@ -11,39 +17,39 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from flow_grpo.rewards.calling.guard import is_mistake
-from flow_grpo.rewards.calling.pool import CannotStart
-from flow_grpo.rewards.failure import Failed, describe
+from flow_grpo.rewards.failure import Failed, describe_error
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.rewards.protocol import BatchScores, Scorer, as_scorer, score
+from flow_grpo.rewards.workers.guard import is_permanent_error
+from flow_grpo.rewards.workers.pool import WorkerStartError
 from reward_server.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT = 2.0  # seconds; after that a scorer that hangs is left behind
+CLOSE_TIMEOUT = 2.0  # seconds to wait for a thread, which may hang
 
 
-class ScorerFailed(Exception):
-    """These images got no scores; `code` is what the client is told."""
+class ScoringError(Exception):
+    """Images could not be scored; `code` is the error code for the client."""
 
     def __init__(self, reason: str, code: str = "scorer_failed") -> None:
         super().__init__(reason)
         self.code = code
 
     @classmethod
-    def because(cls, error: BaseException) -> "ScorerFailed":
-        """The scorer raised, or broke its contract, on these images alone."""
-        if isinstance(error, ScorerFailed):
-            return cls(str(error), error.code)  # without its frames, which hold pictures
-        if isinstance(error, CannotStart):  # what was asked is not to blame
+    def from_exception(cls, error: BaseException) -> "ScoringError":
+        """Convert an exception of a scorer."""
+        if isinstance(error, ScoringError):
+            return cls(str(error), error.code)  # a copy: the traceback references images
+        if isinstance(error, WorkerStartError):  # not the request's fault
             return cls(str(error), "scorer_down")
-        # After a mistake in the code, asking again is of no use.
-        return cls(describe(error), "scorer_broken" if is_mistake(error) else "scorer_failed")
+        code = "scorer_broken" if is_permanent_error(error) else "scorer_failed"
+        return cls(describe_error(error), code)
 
 
 @dataclass(eq=False)
 class Job:
-    """Images of one request that are scored together. Cancel `result` to give it up."""
+    """Images of one request that are scored together; cancel `result` to abandon it."""
 
     images: list[Sample]
     prompts: list[str]
@@ -53,7 +59,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.count = len(self.images)
-        # Also of one that is given up while it waits for its turn.
+        # frees the images, also of a job that is cancelled in the queue
         self.result.add_done_callback(lambda _: (self.images.clear(), self.metadata.clear()))
 
     def __len__(self) -> int:
@@ -61,20 +67,24 @@ class Job:
 
 
 @dataclass(eq=False)
-class Running:
-    """A call of the scorer."""
+class ActiveCall:
+    """A running call of the scorer."""
 
-    jobs: Sequence[Job]  # that get no answer before it comes back
+    jobs: Sequence[Job]  # jobs that wait for this call
     started: float = field(default_factory=time.monotonic)
     overdue: bool = False
 
 
 class Batcher:
-    """Threads that call one scorer with what is waiting.
+    """Threads that call one scorer with batches of queued images.
 
-    A call gets up to `max_batch` images: those that came within `max_wait` seconds of the first.
-    A request is cut only if it is larger than that. A thread cannot be stopped: after a call that
-    takes longer than `timeout` seconds it takes no other until that one has come back.
+    Args:
+        name: Name of the reward, for messages and metrics.
+        scorer: The scorer; `concurrent_calls` of it is the number of threads.
+        max_batch: Images per call. Only larger requests are split.
+        max_wait: Seconds that a call waits for more images.
+        metrics: Prometheus metrics.
+        timeout: Seconds after which a call is overdue.
     """
 
     def __init__(
@@ -93,10 +103,10 @@ class Batcher:
         self._max_wait = max_wait
         self._metrics = metrics
         self._timeout = timeout
-        self._calls: list[Running] = []
+        self._calls: list[ActiveCall] = []
         self._waiting: deque[Job] = deque()
         self._images_waiting = 0
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._closed = False
         calls = range(self._scorer.concurrent_calls)
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in calls]
@@ -109,66 +119,69 @@ class Batcher:
         prompts: list[str],
         metadata: list[dict[str, Any]],
     ) -> "list[Future[BatchScores]]":
-        """One future per part of the request, in order."""
+        """Queue the images of a request and return one future per part of it, in order."""
         size = self._max_batch
         parts = [slice(start, start + size) for start in range(0, len(images), size)]
         jobs = [Job(images[part], prompts[part], metadata[part]) for part in parts]
-        with self._changed:
+        with self._condition:
             self._waiting.extend(jobs)
             self._images_waiting += len(images)
-            self._changed.notify_all()
+            self._condition.notify_all()
         return [job.result for job in jobs]
 
     @property
-    def hangs(self) -> bool:
-        """Whether no thread is left to take a call."""
+    def is_hung(self) -> bool:
+        """Whether all threads are in overdue calls."""
         return sum(running.overdue for running in list(self._calls)) == len(self._threads)
 
     def fail_overdue(self) -> None:
-        """Answer what has waited too long for the scorer; to be called now and then."""
-        with self._changed:
+        """Fail the jobs of overdue calls; must be called regularly."""
+        with self._condition:
             started_before = time.monotonic() - self._timeout
             late = [c for c in self._calls if not c.overdue and c.started < started_before]
             for running in late:
                 running.overdue = True
             jobs = [job for running in late for job in running.jobs]
-            if self.hangs:
+            if self.is_hung:
                 jobs += [job for job in self._waiting if job.result.set_running_or_notify_cancel()]
                 self._waiting.clear()
                 self._images_waiting = 0
+        error = ScoringError(f"no result within {self._timeout:g} s", "scorer_timeout")
         for job in jobs:
-            self._fail(job, ScorerFailed(f"no answer within {self._timeout:g} s", "scorer_timeout"))
+            self._fail(job, error)
 
     def close(self) -> None:
-        """Work off what is waiting, then end the threads."""
-        with self._changed:
+        """Score what is queued, then end the threads."""
+        with self._condition:
             self._closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT)
 
     def _serve(self) -> None:
+        """Score batches until the batcher is closed; the target of its threads."""
         while jobs := self._next_batch():
-            # False for one that was cancelled: its client is gone.
+            # False for a cancelled job, whose client has disconnected.
             jobs = [job for job in jobs if job.result.set_running_or_notify_cancel()]
             if jobs:
-                with contextlib.suppress(_CameBackLate):  # all were answered
+                with contextlib.suppress(_OverdueCallReturned):  # its jobs have failed already
                     self._score(jobs)
 
     def _next_batch(self) -> list[Job]:
-        """Empty once all is done and closed."""
-        with self._changed:
+        """Wait for the next batch; empty once the batcher is closed and the queue is empty."""
+        with self._condition:
             while self._waiting or not self._closed:
                 if not self._waiting:
-                    self._changed.wait()
+                    self._condition.wait()
                     continue
                 left = self._waiting[0].arrived + self._max_wait - time.monotonic()
                 if left <= 0 or self._closed or self._images_waiting >= self._max_batch:
                     return self._pop_batch()
-                self._changed.wait(left)
+                self._condition.wait(left)
             return []
 
     def _pop_batch(self) -> list[Job]:
+        """Return the longest waiting jobs that fit into a batch, and remove them from the queue."""
         jobs, size = [], 0
         while self._waiting and size + len(self._waiting[0]) <= self._max_batch:
             jobs.append(self._waiting.popleft())
@@ -176,71 +189,81 @@ class Batcher:
         self._images_waiting -= size
         return jobs
 
-    def _score(self, jobs: Sequence[Job], behind: Sequence[Job] = ()) -> None:
-        """`behind` come next on this thread: they are given up with `jobs` if the call hangs."""
+    def _score(self, jobs: Sequence[Job], remaining: Sequence[Job] = ()) -> None:
+        """Score jobs in one call and set their results; if it fails, score each job by itself.
+
+        `remaining` are scored next on this thread, and fail with these if the call hangs.
+        """
         try:
-            scores = self._call(jobs, behind)
-        except _CameBackLate:
+            scores = self._call(jobs, remaining)
+        except _OverdueCallReturned:
             raise
-        except BaseException as error:  # the thread must live: nothing else serves this reward
-            # After a time-out each of them might take as long again.
+        except BaseException as error:  # the thread must survive, even SystemExit
+            # After a timeout each job might take as long again.
             if len(jobs) == 1 or _is_timeout(error):
                 for job in jobs:
                     self._fail(job, error)
                 return
-            log.warning("reward %r: %s; scoring each request alone", self.name, describe(error))
-            for number, job in enumerate(jobs, start=1):
-                self._score([job], behind=jobs[number:])
+            reason = describe_error(error)
+            log.warning("reward %r: %s; scoring each request separately", self.name, reason)
+            for index, job in enumerate(jobs):
+                self._score([job], remaining=jobs[index + 1 :])
             return
         start = 0
         for job in jobs:
             part = slice(start, start + len(job))
-            self._resolve(job, scores.each(lambda values, part=part: values[part]))
+            self._resolve(job, scores.map_values(lambda values, part=part: values[part]))
             start += len(job)
 
-    def _call(self, jobs: Sequence[Job], behind: Sequence[Job]) -> BatchScores:
+    def _call(self, jobs: Sequence[Job], remaining: Sequence[Job]) -> BatchScores:
+        """Call the scorer once with all images of `jobs`; `remaining` wait for this call."""
         images = [image for job in jobs for image in job.images]
         prompts = [prompt for job in jobs for prompt in job.prompts]
         metadata = [entry for job in jobs for entry in job.metadata]
         self._metrics.batch_images.labels(self.name).observe(len(images))
-        running = Running([*jobs, *behind])
-        with self._metrics.scorer_seconds.labels(self.name).time(), self._watched(running):
+        running = ActiveCall([*jobs, *remaining])
+        with self._metrics.scorer_seconds.labels(self.name).time(), self._track_call(running):
             return score(self._scorer, images, prompts, metadata)
 
     @contextlib.contextmanager
-    def _watched(self, running: Running) -> Iterator[None]:
-        with self._changed:
+    def _track_call(self, running: ActiveCall) -> Iterator[None]:
+        """Context manager that registers a call for `fail_overdue`.
+
+        Raises:
+            _OverdueCallReturned: On exit, if the call was overdue and its jobs have failed.
+        """
+        with self._condition:
             self._calls.append(running)
         try:
             yield
         finally:
-            with self._changed:
+            with self._condition:
                 self._calls.remove(running)
             if running.overdue:
                 took = time.monotonic() - running.started
-                log.warning("reward %r came back after %.0f s; it goes on", self.name, took)
-                raise _CameBackLate
+                log.warning("reward %r: overdue call returned after %.0f s", self.name, took)
+                raise _OverdueCallReturned
 
     def _resolve(self, job: Job, scores: BatchScores) -> None:
+        """Count the images of a job and set its result."""
         failed = sum(isinstance(value, Failed) for value in scores.values)
         self._metrics.images_failed.labels(self.name).inc(failed)
         self._metrics.images_scored.labels(self.name).inc(len(job) - failed)
         job.result.set_result(scores)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        known = isinstance(error, ScorerFailed)  # whose traceback would be ours
-        log.warning(
-            "reward %r failed on %d images%s",
-            *(self.name, len(job), f": {error}" if known else ""),
-            exc_info=None if known else error,
-        )
+        """Log and count the failure of a job, and set `ScoringError` as its result."""
+        if isinstance(error, ScoringError):
+            log.warning("reward %r failed on %d images: %s", self.name, len(job), error)
+        else:
+            log.warning("reward %r failed on %d images", self.name, len(job), exc_info=error)
         self._metrics.images_failed.labels(self.name).inc(len(job))
-        job.result.set_exception(ScorerFailed.because(error))
+        job.result.set_exception(ScoringError.from_exception(error))
 
 
 def _is_timeout(error: BaseException) -> bool:
-    return isinstance(error, ScorerFailed) and error.code == "scorer_timeout"
+    return isinstance(error, ScoringError) and error.code == "scorer_timeout"
 
 
-class _CameBackLate(Exception):
-    """A call whose images were given up meanwhile."""
+class _OverdueCallReturned(Exception):
+    """A call returned after its jobs were failed."""

@@ -1,4 +1,4 @@
-"""A reward in a process of its own: it may crash or hang, and is started again."""
+"""Rewards in child processes, which are restarted when they crash or hang."""
 
 import logging
 from collections.abc import Callable
@@ -7,82 +7,97 @@ from typing import Any
 
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_scorers
-from flow_grpo.rewards.calling import in_background
-from flow_grpo.rewards.calling.guard import is_mistake
-from flow_grpo.rewards.calling.pool import CannotStart, PooledScorer, TimedOut, WorkerPool
-from flow_grpo.rewards.failure import Failed, describe
+from flow_grpo.rewards.failure import Failed, describe_error
 from flow_grpo.rewards.frames import Sample
 from flow_grpo.rewards.protocol import BatchScores, Scorer, score
-from reward_server.batching import ScorerFailed
+from flow_grpo.rewards.workers import run_in_thread
+from flow_grpo.rewards.workers.guard import is_permanent_error
+from flow_grpo.rewards.workers.pool import (
+    PooledScorer,
+    WorkerPool,
+    WorkerStartError,
+    WorkerTimedOut,
+)
+from reward_server.batching import ScoringError
 
 log = logging.getLogger(__name__)
 
-SCORING_BYTES = 17  # per pixel, measured: 6 on its way to the process, 11 there
-START_TIMEOUT = 1800.0  # seconds; weights may have to be downloaded
+SCORING_BYTES_PER_PIXEL = 17  # measured: 6 in transfer to the process, 11 in it
+START_TIMEOUT = 1800.0  # seconds; it may download weights
 
 Batch = tuple[list[Sample], list[str], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Raised:
-    """An exception of the scorer: its class may be unknown in the other process."""
+class ScorerException:
+    """A picklable exception of the scorer, whose class the parent may be unable to import."""
 
     reason: str
     is_user_error: bool
-    is_mistake: bool
+    is_permanent_error: bool
 
     @classmethod
-    def by(cls, error: Exception) -> "Raised":
-        return cls(describe(error), isinstance(error, UserError), is_mistake(error))
+    def from_exception(cls, error: Exception) -> "ScorerException":
+        return cls(describe_error(error), isinstance(error, UserError), is_permanent_error(error))
 
-    def again(self) -> Exception:
+    def to_exception(self) -> Exception:
+        """Return the exception to raise in the parent: `UserError` or `ScoringError`."""
         if self.is_user_error:
             return UserError(self.reason)
-        return ScorerFailed(self.reason, "scorer_broken" if self.is_mistake else "scorer_failed")
+        code = "scorer_broken" if self.is_permanent_error else "scorer_failed"
+        return ScoringError(self.reason, code)
 
 
-Answer = BatchScores | Raised | tuple[str, str]
+WorkerReply = BatchScores | ScorerException | tuple[str, str]
 
 
 def build_scorer(name: str, **settings: Any) -> Scorer:
+    """Build a scorer with `build_scorers(**settings)`; reject those that compare groups."""
     scorer = build_scorers([name], **settings)[name]
     if scorer.compares_groups:
         raise UserError(
-            f"reward {name!r} compares the pictures of a group, which a reward server gets in "
-            "parts; leave it to the trainer"
+            f"reward {name!r} compares the images of a group, which a server receives in parts",
+            hint="score it in the trainer",
         )
     return scorer
 
 
-def build(name: str, **settings: Any) -> Callable[[Batch | None], Answer]:
-    """In the child: what answers one batch after another. None asks for its rule for
-    frames and for what it scores, which it has once it was built."""
+def build_worker(name: str, **settings: Any) -> Callable[[Batch | None], WorkerReply]:
+    """Build the scorer in the child process and return the function that handles batches.
+
+    The function returns (frames, kind) of the scorer for None.
+    """
     try:
         scorer = build_scorer(name, **settings)
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"reward {name!r} cannot be built: {describe(error)}") from error
+        raise UserError(f"reward {name!r} cannot be built: {describe_error(error)}") from error
 
-    def answer(batch: Batch | None) -> Answer:
+    def handle(batch: Batch | None) -> WorkerReply:
+        """Score a batch, or return (frames, kind) for None; exceptions are returned."""
         if batch is None:
             return scorer.frames, scorer.kind
         try:
             return score(scorer, *batch)
         except Exception as error:
-            return Raised.by(error)
+            return ScorerException.from_exception(error)
 
-    return answer
+    return handle
 
 
 class IsolatedScorer(PooledScorer):
-    """Has the reward `name` scored by a child process, which is built now and replaced when it
-    dies or takes longer than `timeout` seconds over a batch. `settings` are of `build_scorers`.
+    """Score in a child process that is started now, and replaced when it dies or hangs.
+
+    Args:
+        name: Name of the reward.
+        timeout: Seconds per batch.
+        **settings: Arguments of `build_scorers`.
     """
 
     def __init__(self, name: str, *, timeout: float, **settings: Any) -> None:
         self.pool = WorkerPool(
-            "reward_server.isolated:build",
+            "reward_server.isolated:build_worker",
             {"name": name, **settings},
             workers=1,
             timeout=timeout,
@@ -91,10 +106,10 @@ class IsolatedScorer(PooledScorer):
             environment={},
         )
         try:
-            [told] = self.pool.map([None])
-            if isinstance(told, Failed):
-                raise UserError(f"reward {name!r} cannot be built: {told.reason}")
-            self.frames, self.kind = told
+            [properties] = self.pool.map([None])
+            if isinstance(properties, Failed):
+                raise UserError(f"reward {name!r} cannot be built: {properties.reason}")
+            self.frames, self.kind = properties
         except BaseException:
             self.close()
             raise
@@ -102,18 +117,25 @@ class IsolatedScorer(PooledScorer):
     def __call__(
         self, images: list[Sample], prompts: list[str], metadata: list[dict[str, Any]]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        [answer] = self.pool.map([(images, prompts, metadata)])
-        if isinstance(answer, Failed):
-            # have the next process ready before the next request
-            in_background(self._start_again)
-            code = "scorer_timeout" if isinstance(answer, TimedOut) else "scorer_failed"
-            raise ScorerFailed(f"{answer.reason}; it is started again", code)
-        if isinstance(answer, Raised):
-            raise answer.again()
-        return answer.values, answer.extras
+        """Score a batch in the child process.
 
-    def _start_again(self) -> None:
+        Raises:
+            ScoringError: If the process dies, hangs or is restarted.
+            Exception: What the scorer raised, as `ScorerException.to_exception`.
+        """
+        [reply] = self.pool.map([(images, prompts, metadata)])
+        if isinstance(reply, Failed):
+            # start the next process before the next request
+            run_in_thread(self._restart_worker)
+            code = "scorer_timeout" if isinstance(reply, WorkerTimedOut) else "scorer_failed"
+            raise ScoringError(f"{reply.reason}; restarting it", code)
+        if isinstance(reply, ScorerException):
+            raise reply.to_exception()
+        return reply.values, reply.extras
+
+    def _restart_worker(self) -> None:
+        """Start the child process if it does not run; log a failure."""
         try:
             self.pool.map([None])
-        except CannotStart as error:  # nobody else hears of it
-            log.warning("%s; the pool goes on trying", error)
+        except WorkerStartError as error:  # not reported elsewhere
+            log.warning("%s; retrying", error)

@@ -1,69 +1,82 @@
-"""Bytes for pictures, shared by all rewards: a request waits for its part, or is turned away."""
+"""Memory budget for decoded images, shared by all rewards."""
 
 import ctypes
 import threading
 
-from reward_server.errors import RETRY_AFTER, ApiError, Busy
+from reward_server.errors import RETRY_AFTER, ApiError, ServerBusy
 
-PATIENCE = 1.0  # seconds that a request waits for others to free their part
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # M_... of glibc's malloc.h
-LARGE = 8 * 2**20
+MEMORY_WAIT_SECONDS = 1.0  # how long a request waits for others to free memory
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of glibc's malloc.h
+LARGE_BLOCK_BYTES = 8 * 2**20
 
 
-class Memory:
+class MemoryBudget:
+    """Limits the bytes that leases reserve at the same time."""
+
     def __init__(self, total: int) -> None:
         self._total = total
-        self._taken = 0
+        self._used = 0
         self._freed = threading.Condition()
 
-    def lease(self, size: int, *, at_first: int = 0) -> "Lease":
-        """`size` bytes, and `at_first` more until `Lease.settle`. It may wait: not for the event
-        loop, and not for who holds a lease already."""
-        wanted = size + at_first
+    def lease(self, size: int, *, scratch_bytes: int = 0) -> "Lease":
+        """Reserve memory, waiting up to `MEMORY_WAIT_SECONDS` for it.
+
+        It blocks, so it must not be called in the event loop or by the holder of another lease.
+
+        Args:
+            size: Bytes until `Lease.release`.
+            scratch_bytes: Additional bytes until `Lease.release_scratch`.
+        """
+        wanted = size + scratch_bytes
         if wanted > self._total:
             raise ApiError(
                 "too_many_pixels",
-                f"the images take {wanted} bytes to decode, at most {self._total} are allowed; "
-                "send fewer or smaller ones in one request, or start the server with more "
-                "--max-memory-mb",
+                f"decoding the images takes {wanted} bytes, at most {self._total} are allowed; "
+                "send fewer or smaller ones per request, or raise --max-memory-mb of the server",
             )
         with self._freed:
-            if not self._freed.wait_for(lambda: self._taken + wanted <= self._total, PATIENCE):
-                raise Busy(
+            fits = self._freed.wait_for(
+                lambda: self._used + wanted <= self._total, MEMORY_WAIT_SECONDS
+            )
+            if not fits:
+                raise ServerBusy(
                     "queue_full",
-                    f"images of {self._taken} bytes are in memory, {wanted} more would exceed "
+                    f"images of {self._used} bytes are in memory, {wanted} more would exceed "
                     f"{self._total}; try again later",
                     RETRY_AFTER,
                 )
-            self._taken += wanted
-        return Lease(self, size, at_first)
+            self._used += wanted
+        return Lease(self, size, scratch_bytes)
 
     def free(self, size: int) -> None:
+        """Return reserved bytes, and wake up requests that wait for them."""
         with self._freed:
-            self._taken -= size
+            self._used -= size
             self._freed.notify_all()
 
 
 class Lease:
-    """Memory with one or more holders; the last to let go frees it."""
+    """Reference-counted memory: the last holder to release it frees it."""
 
-    def __init__(self, memory: Memory, size: int, at_first: int) -> None:
+    def __init__(self, memory: MemoryBudget, size: int, scratch_bytes: int) -> None:
         self._memory = memory
         self._size = size
-        self._at_first = at_first
+        self._scratch_bytes = scratch_bytes
         self._holders = 1
         self._lock = threading.Lock()
 
-    def settle(self) -> None:
-        """Free what was needed at first only."""
-        self._memory.free(self._at_first)
-        self._at_first = 0
+    def release_scratch(self) -> None:
+        """Free the memory that only decoding needed."""
+        self._memory.free(self._scratch_bytes)
+        self._scratch_bytes = 0
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
+        """Add a holder."""
         with self._lock:
             self._holders += 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """Remove a holder; free the memory if it was the last."""
         with self._lock:
             self._holders -= 1
             last = self._holders == 0
@@ -71,12 +84,13 @@ class Lease:
             self._memory.free(self._size)
 
 
-def return_large_blocks() -> None:
-    """Make malloc give the memory of a large picture back to the system as soon as it is freed.
+def configure_malloc_trim() -> None:
+    """Make malloc return the memory of large images to the system as soon as they are freed.
 
-    By itself glibc keeps blocks of up to 32 MiB for later, in every thread that decodes.
+    By default glibc keeps freed blocks of up to 32 MiB, in every thread that decodes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc and some others
     if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, LARGE)
-        mallopt(TRIM_THRESHOLD, 2 * LARGE)  # glibc's own rule, which ends with the line above
+        mallopt(MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        # the ratio of glibc's dynamic thresholds, which the call above disables
+        mallopt(TRIM_THRESHOLD, 2 * LARGE_BLOCK_BYTES)

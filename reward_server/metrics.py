@@ -1,4 +1,4 @@
-"""What Prometheus is told. Each app has a registry of its own."""
+"""Prometheus metrics, in one registry per application."""
 
 from prometheus_client import (
     CollectorRegistry,
@@ -9,43 +9,42 @@ from prometheus_client import (
     generate_latest,
 )
 
-UNKNOWN = "unknown"  # the reward of requests that name none of ours: their labels are not kept
+UNKNOWN = "unknown"  # label of requests for unknown rewards, so that labels stay bounded
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
+    """The metrics of a server; all are labelled by reward."""
+
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self.requests = Counter(
             "reward_server_requests",
-            "Requests to /v1/score by HTTP status; 499: the client went away",
+            "Requests to /v1/score by HTTP status; 499: client disconnected",
             ["reward", "status"],
             registry=registry,
         )
         self.request_seconds = Histogram(
             "reward_server_request_seconds",
-            "From the request's header to its answer",
+            "Time from the request's headers to its response",
             ["reward"],
             buckets=SECONDS,
             registry=registry,
         )
         self.images_scored = Counter(
-            "reward_server_images_scored",
-            "Images that got a score",
-            ["reward"],
-            registry=registry,
+            "reward_server_images_scored", "Images that got a score", ["reward"], registry=registry
         )
         self.images_failed = Counter(
             "reward_server_images_failed",
-            "Images that were given to the scorer and got no score",
+            "Images that the scorer failed to score",
             ["reward"],
             registry=registry,
         )
         self.queue_images = Gauge(
             "reward_server_queue_images",
-            "Images that are accepted and not answered yet",
+            "Images that are queued or being scored",
             ["reward"],
             registry=registry,
         )
@@ -65,4 +64,5 @@ class Metrics:
         )
 
     def text(self) -> bytes:
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""The messages, as pydantic checks them and the OpenAPI schema documents them."""
+"""Pydantic models of requests and responses, which also define the OpenAPI schema."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,57 +13,61 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from reward_server.errors import STATUS, UNKNOWN_FIELD, shown
+from reward_server.errors import STATUS_BY_CODE, UNKNOWN_FIELD, truncated_repr
 
 
-def _whole_characters(text: str) -> str:
-    # JSON can hold half a surrogate pair, and few scorers expect that of a string.
+def _reject_lone_surrogates(text: str) -> str:
+    """Reject strings that JSON can contain but that cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"half a character at {error.start}") from None
+        raise ValueError(f"lone surrogate at character {error.start}") from None
     return text
 
 
-def _picture_or_clip(value: Any) -> Any:
-    # A union of pydantic's would name its branches in the path of a mistake.
+def _validate_image_or_video(value: Any) -> Any:
+    """Return a string or a non-empty list of strings; reject other values."""
+    # A pydantic union would add its branches to the path of an error.
     frames = value if isinstance(value, list) else [value]
     if not frames or not all(isinstance(frame, str) for frame in frames):
         raise PydanticCustomError(
-            "picture_or_clip", "Input should be a valid string, or a list of one or more (a clip)"
+            "image_or_video", "Input should be a valid string, or a non-empty list of frames"
         )
     return value
 
 
-def _source(value: Any) -> Any:
-    return None if value is None else _picture_or_clip(value)
+def _validate_source(value: Any) -> Any:
+    return None if value is None else _validate_image_or_video(value)
 
 
-Text = Annotated[str, AfterValidator(_whole_characters)]
-PICTURE = {"type": "string"}
-PICTURES = [PICTURE, {"type": "array", "items": PICTURE, "minItems": 1}]
+Text = Annotated[str, AfterValidator(_reject_lone_surrogates)]
+IMAGE_SCHEMA = {"type": "string"}
+IMAGES_SCHEMA = [IMAGE_SCHEMA, {"type": "array", "items": IMAGE_SCHEMA, "minItems": 1}]
 Sample = Annotated[
-    str | list[str], PlainValidator(_picture_or_clip), WithJsonSchema({"anyOf": PICTURES})
+    str | list[str],
+    PlainValidator(_validate_image_or_video),
+    WithJsonSchema({"anyOf": IMAGES_SCHEMA}),
 ]
 Source = Annotated[
     str | list[str] | None,
-    PlainValidator(_source),
-    WithJsonSchema({"anyOf": [*PICTURES, {"type": "null"}]}),
+    PlainValidator(_validate_source),
+    WithJsonSchema({"anyOf": [*IMAGES_SCHEMA, {"type": "null"}]}),
 ]
 
 
+# Body of a request to /v1/score; a docstring would be part of the OpenAPI schema
 class ScoreRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    # The first mistake is enough: a list of them would be many times as large as the body.
+    # fail_fast: the errors of all items could be many times larger than the body
     reward: Text = Field(description="a name from GET /v1/rewards")
     images: list[Sample] = Field(
         [],
-        description="PNG, WebP or JPEG files in base64; of a clip the list of its frames",
+        description="PNG, WebP or JPEG files in base64; for a video the list of its frames",
         fail_fast=True,
     )
     answers: list[Text] | None = Field(
-        None, description="texts to score, in the place of images", fail_fast=True
+        None, description="text responses to score instead of images", fail_fast=True
     )
     prompts: list[Text] = Field(description="one per image", fail_fast=True)
     metadata: list[dict[str, Any]] | None = Field(
@@ -71,27 +75,28 @@ class ScoreRequest(BaseModel):
     )
     sources: list[Source] | None = Field(
         None,
-        description="for each image the picture that it was made from, the list of several, or "
-        'null; rewards find it in the metadata as "source"',
+        description="for each image its source image, a list of several, or null; rewards get it "
+        'in the metadata as "source"',
         fail_fast=True,
     )
     masks: list[str | None] | None = Field(
         None,
-        description="for each image a picture that is white where it may differ from its source, "
-        'or null; rewards find it in the metadata as "mask"',
+        description="for each image a mask that is white where it may differ from its source, or "
+        'null; rewards get it in the metadata as "mask"',
         fail_fast=True,
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _known_fields(cls, data: Any) -> Any:
+    def _reject_unknown_fields(cls, data: Any) -> Any:
+        """Raise an error that lists the known fields for the first unknown one."""
         for name in data if isinstance(data, dict) else ():
             if name not in cls.model_fields:
                 fields = ", ".join(cls.model_fields)
                 raise PydanticCustomError(
                     UNKNOWN_FIELD,
-                    "unknown field {name}; there are {fields}",
-                    {"name": shown(name), "fields": fields},
+                    "unknown field {name}; choose from {fields}",
+                    {"name": truncated_repr(name), "fields": fields},
                 )
         return data
 
@@ -100,12 +105,13 @@ class ScoreRequest(BaseModel):
         return self.images if self.answers is None else self.answers
 
 
+# Body of a response of /v1/score
 class ScoreResponse(BaseModel):
     reward: str
-    scores: list[float | None] = Field(description="one per image; null where there is none")
-    asked: list[bool] = Field(description="one per image; false where its prompt asks for none")
-    errors: list[str | None] = Field(description="one per image; why it got no score")
-    extras: dict[str, list[float | None]] = Field(description="further values per image")
+    scores: list[float | None] = Field(description="one per image; null if it has no score")
+    asked: list[bool] = Field(description="one per image; false if the reward does not apply")
+    errors: list[str | None] = Field(description="one per image; why it has no score")
+    extras: dict[str, list[float | None]] = Field(description="additional values per image")
 
 
 class RewardState(BaseModel):
@@ -113,19 +119,20 @@ class RewardState(BaseModel):
     ready: bool
 
 
+# Limits of the server in /v1/rewards
 class LimitValues(BaseModel):
-    max_images: int = Field(description="of one request; each frame of a clip is one")
-    max_pixels: int = Field(description="of one image")
+    max_images: int = Field(description="per request, counting each frame of a video")
+    max_pixels: int = Field(description="per image")
     max_body_bytes: int
-    max_queue: int = Field(description="images of one reward that wait or are being scored")
-    max_queue_pixels: int = Field(description="the pixels of those images")
+    max_queue: int = Field(description="images per reward that are queued or being scored")
+    max_queue_pixels: int = Field(description="pixels of these images")
     max_memory_bytes: int = Field(description="for the decoded images of all rewards")
     max_connections: int
 
 
 class RewardList(BaseModel):
     rewards: list[RewardState]
-    clips: list[str] = Field(description="names of those that score whole clips, not frames")
+    clips: list[str] = Field(description="rewards that score whole videos, not single frames")
     limits: LimitValues
 
 
@@ -134,8 +141,8 @@ class Status(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    code: Literal[tuple(STATUS)]  # type: ignore[valid-type]
-    message: str = Field(description="one line: what was sent, the rule, the way out")
+    code: Literal[tuple(STATUS_BY_CODE)]  # type: ignore[valid-type]
+    message: str = Field(description="one line: what is wrong, the rule, what to do")
 
 
 class ErrorBody(BaseModel):
@@ -149,13 +156,13 @@ _HEADERS = {
 }
 
 
-def error_docs(*codes: str) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may answer with these codes."""
+def document_errors(*codes: str) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` argument of a route that may return these error codes."""
     docs: dict[int | str, dict[str, Any]] = {}
-    for status in sorted({STATUS[code] for code in codes}):
+    for status in sorted({STATUS_BY_CODE[code] for code in codes}):
         docs[status] = {
             "model": ErrorBody,
-            "description": ", ".join(code for code in codes if STATUS[code] == status),
+            "description": ", ".join(code for code in codes if STATUS_BY_CODE[code] == status),
             **({"headers": _HEADERS[status]} if status in _HEADERS else {}),
         }
     return docs

@@ -1,4 +1,4 @@
-"""Run the app under uvicorn: sockets, signals, and the order in which things start and end."""
+"""Serve the application with uvicorn: sockets, signals, start-up and graceful shutdown."""
 
 import functools
 import ipaddress
@@ -11,36 +11,42 @@ from types import FrameType
 import uvicorn
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.calling import in_background
+from flow_grpo.rewards.workers import run_in_thread
 from reward_server.app import create_app
-from reward_server.connection import Connection
-from reward_server.memory import return_large_blocks
+from reward_server.connection import LimitedHttpProtocol
+from reward_server.memory import configure_malloc_trim
 from reward_server.service import Service
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-KEEP_ALIVE = 75  # seconds; trainers come back after an update
-STRAGGLERS = 10  # seconds for what is not accepted yet, like half a body, at the end
-KILL_TIMEOUT = 1.0  # seconds for the processes of scorers to go, when there is no more time
-UNFINISHED = 1  # exit code
+KEEP_ALIVE = 75  # seconds; trainers send the next requests after an update
+SHUTDOWN_TIMEOUT = 10  # seconds for requests that are not accepted yet, such as half a body
+KILL_TIMEOUT = 1.0  # seconds for processes of scorers to exit once the grace period is over
+EXIT_UNFINISHED = 1  # exit code
 
 
-def bind(host: str, port: int, *, public: bool) -> socket.socket:
-    """A socket that does not listen yet. Only with `public` may others than this machine reach it.
+def bind_socket(host: str, port: int, *, public: bool) -> socket.socket:
+    """Bind a socket without listening, so that a port in use fails before scorers are built.
 
-    Before the scorers are built: a port that is taken should not be told after minutes.
+    Args:
+        host: Host name or address.
+        port: Port; 0 for any free one.
+        public: Whether addresses other than loopback are allowed.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host or "0.0.0.0", port, type=socket.SOCK_STREAM
         )[0]
     except OSError as error:
-        raise UserError(f"--host {host!r} cannot be resolved ({error.strerror})") from error
+        rule = f"cannot be resolved ({error.strerror})"
+        raise UserError(rule, field="--host", value=host) from error
     if not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback and not public:
         raise UserError(
-            f"--host {host} can be reached from other machines, which needs a token: put one in "
-            "an environment variable and name it with --token-env"
+            "is reachable from other machines and needs a token",
+            field="--host",
+            value=host,
+            hint="set an environment variable to one and name it with --token-env",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,7 +54,7 @@ def bind(host: str, port: int, *, public: bool) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise _cannot_listen(host, port, error) from error
+        raise _listen_error(host, port, error) from error
     return listener
 
 
@@ -61,21 +67,27 @@ def serve(
     grace: float = 20.0,
     client_timeout: float = 20.0,
 ) -> None:
-    """Serve until a signal comes and all that was accepted is answered, or a second one comes.
+    """Serve until a signal arrives and accepted requests are done, or until a second signal.
 
-    `grace` seconds after the first signal the process ends, whatever it still does.
+    Args:
+        service: The rewards.
+        listener: Bound socket.
+        token: Token that clients must send, if any.
+        workers: Worker processes of scorers that have some, for the warm-up.
+        grace: Seconds from the first signal to a forced exit.
+        client_timeout: Seconds without progress after which a client is disconnected.
     """
     host, port = listener.getsockname()[:2]
     try:
         listener.listen(BACKLOG)
-    except OSError as error:  # another process bound it meanwhile, and listens
-        raise _cannot_listen(host, port, error) from error
+    except OSError as error:  # another process listens on it by now
+        raise _listen_error(host, port, error) from error
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    return_large_blocks()
+    configure_malloc_trim()
     config = uvicorn.Config(
         create_app(service, token=token, served_at=host),
         http=functools.partial(
-            Connection,
+            LimitedHttpProtocol,
             max_connections=service.limits.max_connections,
             timeout=client_timeout,
         ),
@@ -87,10 +99,10 @@ def serve(
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=STRAGGLERS,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
     )
-    banner = f"serving {', '.join(service.desks)} on {url}"
-    server = _Server(config, service, banner, workers, grace)
+    banner = f"serving {', '.join(service.served_rewards)} on {url}"
+    server = _RewardServer(config, service, banner, workers, grace)
     server.run(sockets=[listener])
     if server.failure:
         raise server.failure
@@ -98,7 +110,9 @@ def serve(
         raise KeyboardInterrupt
 
 
-class _Server(uvicorn.Server):
+class _RewardServer(uvicorn.Server):
+    """Uvicorn server that warms up the rewards after its start and drains before its exit."""
+
     def __init__(
         self,
         config: uvicorn.Config,
@@ -117,26 +131,26 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         print(self._banner, flush=True)
-        self._warm_up = in_background(lambda: self._service.warm_up(self._workers))
+        self._warm_up = run_in_thread(lambda: self._service.warm_up(self._workers))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal: take nothing new, and go once all is answered. The second: go."""
+        """Drain on the first signal and exit on the second."""
         if self._service.stopping:
             self.should_exit = self.force_exit = True
         else:
-            # A thread: whatever hangs then, in a scorer or at the end of the interpreter, it can
-            # still leave.
-            last = threading.Timer(self._grace, self._leave)
-            last.daemon = True
-            last.start()
+            # A thread can still exit if a scorer or the interpreter's shutdown hangs.
+            timer = threading.Timer(self._grace, self._force_exit)
+            timer.daemon = True
+            timer.start()
         self._service.stop()
 
-    def _leave(self) -> None:
-        log.error("not done %g s after the signal (--grace); it ends now", self._grace)
+    def _force_exit(self) -> None:
+        log.error("shutdown incomplete %g s after the signal (--grace); exiting", self._grace)
         self._service.kill(KILL_TIMEOUT)
-        os._exit(UNFINISHED)
+        os._exit(EXIT_UNFINISHED)
 
     async def on_tick(self, counter: int) -> bool:
+        """Run the periodic checks; return whether to exit, also after a failed warm-up."""
         if self._warm_up.done() and not self._service.stopping:
             self.failure = self._warm_up.exception()
         if self.failure or (self._service.stopping and self._service.idle):
@@ -148,8 +162,11 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
+def _listen_error(host: str, port: int, error: OSError) -> UserError:
+    """Return the UserError for a port that cannot be bound."""
     return UserError(
-        f"cannot listen on {host}, port {port} ({error.strerror}); choose another --port, or 0 "
-        "for any that is free"
+        f"on {host} cannot be used ({error.strerror})",
+        field="--port",
+        value=port,
+        hint="choose another, or 0 for any free one",
     )

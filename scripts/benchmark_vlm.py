@@ -1,72 +1,90 @@
-"""Time and memory of training a model that answers: a published size, with random weights.
+"""Measure time and memory of VLM training, with a published model size and random weights.
 
     python scripts/benchmark_vlm.py --shape qwen2.5-vl-3b --answers 64 --group 8 --new_tokens 512
-    python scripts/benchmark_vlm.py --lengths 16 1024 --batches 8 [--separate]    of unlike lengths
+    python scripts/benchmark_vlm.py --lengths 16 1024 --batches 8 [--separate]    # varying lengths
 
-Prints one line of JSON: seconds per answer and GiB of sampling and of training, and how near
-sampling comes to the time that reading weights and cache takes at the memory's bandwidth, with
-every slot in use to the end.
+Prints one line of JSON: seconds per response and GiB of sampling and of training, and the fraction
+of the memory bandwidth that sampling achieves, relative to reading weights and cache with every
+slot in use to the end.
 """
 
+import argparse
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import starmap
+from typing import TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from untrained.answering import SHAPES, build
+from untrained.vlm import SHAPES, build
 
-from flow_grpo.answer.attention import compiles
-from flow_grpo.answer.batches import Answer, micro_batches, packed
-from flow_grpo.answer.losses.base import Counts, token_weights
-from flow_grpo.answer.losses.clip import Clip
-from flow_grpo.answer.models import family_of
-from flow_grpo.answer.policy import AnswerPolicy
-from flow_grpo.answer.prompts import EncodedPrompt
-from flow_grpo.answer.sampling import Asked, Batch, Sampled, Sampler
-from flow_grpo.config.fields import FULL, PRECISIONS
-from flow_grpo.config.mistakes import Parser
+from flow_grpo.config.error_reporting import ScriptParser
+from flow_grpo.config.fields import BASE_PRECISIONS, UNQUANTIZED
 from flow_grpo.data.seeding import sample_generators
-from flow_grpo.speed.low_bits import to_low_bits
+from flow_grpo.perf.quantization import quantize_linears
+from flow_grpo.training.metrics import synchronized_time
+from flow_grpo.vlm.attention import flex_attention_supported
+from flow_grpo.vlm.losses.base import UpdateCounts, token_weights
+from flow_grpo.vlm.losses.clip import ClipLoss
+from flow_grpo.vlm.models import get_family
+from flow_grpo.vlm.packing import Response, micro_batches, pack_responses
+from flow_grpo.vlm.policy import VlmPolicy
+from flow_grpo.vlm.prompts import EncodedPrompt
+from flow_grpo.vlm.sampling import PendingBatch, PromptBatch, SampledTokens, Sampler
+
+T = TypeVar("T")
+
+
+def parse_args() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = ScriptParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-vl-3b")
+    parser.add_argument("--answers", type=int, default=64, help="responses sampled together")
+    parser.add_argument("--group", type=int, default=8, help="responses per question")
+    parser.add_argument("--text_tokens", type=int, default=128, help="text tokens per question")
+    parser.add_argument("--side", type=int, default=448, help="side of the square image in pixels")
+    parser.add_argument("--new_tokens", type=int, default=512, help="tokens per response")
+    parser.add_argument(
+        "--lengths", type=int, nargs=2, help="minimum and maximum response length instead"
+    )
+    parser.add_argument("--batches", type=int, default=1, help="number of batches")
+    parser.add_argument(
+        "--separate", action="store_true", help="finish each batch before starting the next"
+    )
+    parser.add_argument("--budget", type=int, default=16384, help="tokens per micro-batch")
+    parser.add_argument("--full", action="store_true", help="train all weights instead of LoRA")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--flex", action="store_true", help="train with flex attention")
+    parser.add_argument(
+        "--base_precision",
+        choices=BASE_PRECISIONS,
+        default=UNQUANTIZED,
+        help="precision of frozen weights; nf4 with LoRA is QLoRA",
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.8e12, help="memory bandwidth in bytes/s (H200)"
+    )
+    args = parser.parse_args()
+    if args.full and args.base_precision != UNQUANTIZED:
+        parser.error(f"--base_precision={args.base_precision} needs frozen weights; remove --full")
+    if args.answers % args.group:
+        parser.error(f"--answers={args.answers} must be a multiple of --group={args.group}")
+    return args
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-vl-3b")
-    parser.add_argument("--answers", type=int, default=64, help="sampled together")
-    parser.add_argument("--group", type=int, default=8, help="answers to a question")
-    parser.add_argument("--text_tokens", type=int, default=128, help="of a question")
-    parser.add_argument("--side", type=int, default=448, help="pixels of its square picture")
-    parser.add_argument("--new_tokens", type=int, default=512, help="of an answer")
-    parser.add_argument(
-        "--lengths", type=int, nargs=2, help="answers have from so many to so many tokens instead"
-    )
-    parser.add_argument("--batches", type=int, default=1, help="of so many answers")
-    parser.add_argument("--separate", action="store_true", help="each waits for the one before")
-    parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
-    parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
-    parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--flex", action="store_true", help="train with flex attention")
-    precision = "of frozen weights; nf4 with LoRA is QLoRA"
-    parser.add_argument("--base_precision", choices=PRECISIONS, default=FULL, help=precision)
-    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second; H200")
-    args = parser.parse_args()
-    if args.full and args.base_precision != FULL:
-        frozen = f"--base_precision={args.base_precision} is of frozen weights"
-        parser.error(f"{frozen}: leave out --full")
-    if args.answers % args.group:
-        parser.error(f"--answers={args.answers} must be a multiple of --group={args.group}")
+    """Time sampling and an update of a VLM with random weights, and print the results."""
+    args = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     half = device.type == "cuda"
     model = build(args.shape, device, torch.bfloat16 if half else torch.float32)
     weights = sum(p.numel() for p in model.parameters())
-    to_low_bits([model.model], args.base_precision, device)
-    held = sum(p.nbytes for p in model.parameters())
-    flex = half and args.flex and compiles(model, device, torch.bfloat16)
-    policy = AnswerPolicy(
+    quantize_linears([model.model], args.base_precision, device)
+    model_bytes = sum(p.nbytes for p in model.parameters())
+    flex = half and args.flex and flex_attention_supported(model, device, torch.bfloat16)
+    policy = VlmPolicy(
         model,
-        parts=[],
+        processors=[],
         use_lora=not args.full,
         gradient_checkpointing=args.gradient_checkpointing,
         compute_dtype=torch.bfloat16 if half else None,
@@ -78,8 +96,10 @@ def main() -> None:
     sampled, sampling = sample(policy, prompts, rows, args)
     lengths = [len(tokens) for tokens in sampled.tokens]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=half)
-    _, training = measured(device, lambda: update(policy, optimizer, prompts, rows, sampled, args))
-    bytes_read = decoding_bytes(model, held, args.answers, lengths, len(prompts[0]))
+    _, training = measure_call(
+        device, lambda: update(policy, optimizer, prompts, rows, sampled, args.budget)
+    )
+    bytes_read = decoding_bytes(model, model_bytes, args.answers, lengths, len(prompts[0]))
     print(
         json.dumps(
             {
@@ -104,31 +124,36 @@ def main() -> None:
 
 
 def make_prompt(model: torch.nn.Module, text_tokens: int, side: int, seed: int) -> EncodedPrompt:
-    """A picture of noise and random words."""
+    """Return a prompt of a noise image and random text tokens."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
     vision = config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
     count = side // unit * vision.spatial_merge_size  # patches of a side
     grids = torch.tensor([[1, count, count]])
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    words = torch.randint(10, 1000, (text_tokens,), generator=generator)
-    tokens = count**2 // vision.spatial_merge_size**2
-    marks = [config.vision_start_token_id, *[config.image_token_id] * tokens]
-    ids = torch.cat([torch.tensor([*marks, config.vision_end_token_id]), words])
+    text = torch.randint(10, 1000, (text_tokens,), generator=generator)
+    image_tokens = [config.image_token_id] * (count**2 // vision.spatial_merge_size**2)
+    image = [config.vision_start_token_id, *image_tokens, config.vision_end_token_id]
+    ids = torch.cat([torch.tensor(image), text])
     pixels = torch.randn(count**2, values, generator=generator)
-    seen = ({"pixel_values": pixels, "image_grid_thw": grids, "moment": torch.zeros(1)},)
-    positions = family_of(model).positions(ids, seen)
-    return EncodedPrompt(ids, positions, int(positions.max()) + 1, seen, (seed,))
+    vision_inputs = (
+        {"pixel_values": pixels, "image_grid_thw": grids, "seconds_per_grid": torch.zeros(1)},
+    )
+    positions = get_family(model).compute_positions(ids, vision_inputs)
+    return EncodedPrompt(ids, positions, int(positions.max()) + 1, vision_inputs, (seed,))
 
 
-class OfLengths(Sampler):
-    """Its answers end where they are told to: a draw of almost 1 there chooses the last token of
-    the vocabulary, at which they end."""
+class FixedLengthSampler(Sampler):
+    """Sampler that ends each response at a predetermined length.
 
-    lengths: list[int]
+    A uniform draw of almost 1 selects the last token of the vocabulary, which is the stop token.
+    """
 
-    def _read(self, prompts, rows, generators) -> Batch:
-        batch = super()._read(prompts, rows, generators)
+    lengths: list[int]  # of the responses that are not yet started
+
+    def _prefill(self, prompts, rows, generators) -> PendingBatch:
+        """Also clamp the draws and set that of each response's last token to almost 1."""
+        batch = super()._prefill(prompts, rows, generators)
         batch.draws.clamp_(max=0.999)
         for draws in batch.draws:
             draws[self.lengths.pop(0) - 1] = 1 - 2**-53
@@ -136,75 +161,106 @@ class OfLengths(Sampler):
 
 
 def sample(
-    policy: AnswerPolicy, prompts: list[EncodedPrompt], rows: list[int], args
-) -> tuple[Sampled, dict[str, float]]:
+    policy: VlmPolicy, prompts: list[EncodedPrompt], rows: list[int], args: argparse.Namespace
+) -> tuple[SampledTokens, dict[str, float]]:
+    """Sample one response per row.
+
+    Args:
+        policy: The policy.
+        prompts: The prompts.
+        rows: Index of the prompt of each response.
+        args: The command line, which has the lengths and the batch size.
+
+    Returns:
+        The responses, and what `measure_call` measured.
+    """
     shortest, longest = args.lengths or (args.new_tokens, args.new_tokens)
     last = policy.model.config.get_text_config().vocab_size - 1
-    sampler = OfLengths(policy.network, max_new_tokens=longest, stop=[last], pad=0)
+    sampler = FixedLengthSampler(policy.network, max_new_tokens=longest, stop=[last], pad=0)
     drawn = torch.Generator().manual_seed(0)
     lengths = torch.randint(shortest, longest + 1, (len(rows),), generator=drawn).tolist()
 
-    def asked() -> Iterator[Asked]:
+    def requests() -> Iterator[PromptBatch]:
+        """Yield the batches of `args.answers` responses."""
         for start in range(0, len(rows), args.answers):
             own = rows[start : start + args.answers]
             numbers = list(range(start, start + len(own)))
             generators = sample_generators(0, 0, numbers)
             yield prompts[own[0] : own[-1] + 1], [row - own[0] for row in own], generators
 
-    def call() -> Sampled:
+    def call() -> SampledTokens:
+        """Sample all batches, one after the other with --separate."""
         sampler.lengths = list(lengths)
-        separate = starmap(sampler.sample, asked())
-        every = list(separate if args.separate else sampler.stream(asked()))
-        tokens = [own for part in every for own in part.tokens]
-        return Sampled(tokens, [own for part in every for own in part.log_probs], [])
+        separate = starmap(sampler.sample, requests())
+        parts = list(separate if args.separate else sampler.sample_stream(requests()))
+        tokens = [own for part in parts for own in part.tokens]
+        return SampledTokens(tokens, [own for part in parts for own in part.log_probs], [])
 
-    return measured(sampler.device, call)
+    return measure_call(sampler.device, call)
 
 
-def update(policy, optimizer, prompts, rows, sampled: Sampled, args) -> None:
+def update(
+    policy: VlmPolicy,
+    optimizer: torch.optim.Optimizer,
+    prompts: list[EncodedPrompt],
+    rows: list[int],
+    sampled: SampledTokens,
+    budget: int,
+) -> None:
+    """Take one optimizer step on all responses, with advantages of 1."""
     device = next(policy.network.parameters()).device
-    answers = [Answer(r, prompts[r], t) for r, t in zip(rows, sampled.tokens, strict=True)]
-    most = max(len(tokens) for tokens in sampled.tokens)
+    responses = [Response(r, prompts[r], t) for r, t in zip(rows, sampled.tokens, strict=True)]
+    longest = max(len(tokens) for tokens in sampled.tokens)
     tokens = sum(len(tokens) for tokens in sampled.tokens)
-    counts = Counts(tokens=float(tokens), answers=float(len(answers)))
-    for part in micro_batches(answers, args.budget):
-        batch = packed(answers[part], 0).to(device)
+    counts = UpdateCounts(tokens=float(tokens), responses=float(len(responses)))
+    for part in micro_batches(responses, budget):
+        batch = pack_responses(responses[part], 0).to(device)
         old = pad_sequence(sampled.log_probs[part], batch_first=True).to(device)
         advantages = torch.ones(len(old), 1, device=device)
-        scores = policy.scores(batch)["log_probs"]
-        clip = Clip(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+        scores = policy.forward_tokens(batch)["log_probs"]
+        clip = ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
         loss = clip.per_token(scores, old, advantages, batch.mask).loss
-        (loss * token_weights("token", batch.mask, counts, most)).sum().backward()
+        (loss * token_weights("token", batch.mask, counts, longest)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def decoding_bytes(
-    model: torch.nn.Module, held: int, slots: int, lengths: list[int], prompt: int
+    model: torch.nn.Module, model_bytes: int, slots: int, lengths: list[int], prompt: int
 ) -> float:
-    """What all steps of sampling read at least: the language model's weights, of the bytes `held`,
-    and the cache."""
+    """Return a lower bound on the bytes read in sampling: language model weights and cache.
+
+    Args:
+        model: The model.
+        model_bytes: Size of all its weights; those of the vision tower are subtracted.
+        slots: Responses that are decoded together.
+        lengths: Tokens of each response.
+        prompt: Tokens of a prompt.
+    """
     text, size = model.config.text_config, model.dtype.itemsize
     tower = sum(p.nbytes for p in model.model.visual.parameters())
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head * size
-    seen = sum(n * prompt + n**2 / 2 for n in lengths)  # tokens of the cache, over all steps
-    return sum(lengths) / slots * (held - tower) + seen * per_token
+    cached = sum(n * prompt + n**2 / 2 for n in lengths)  # cached tokens read, over all steps
+    return sum(lengths) / slots * (model_bytes - tower) + cached * per_token
 
 
-def measured(device: torch.device, call):
-    """The second time: the first one warms up and records graphs."""
-    spent = []
+def measure_call(device: torch.device, call: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """Call a function twice and measure it.
+
+    Returns:
+        The result, and the seconds of the first call, which also compiles and captures graphs, the
+        seconds of the second one, and its peak GPU memory in GiB.
+    """
+    elapsed = []
     for _ in range(2):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
+        start = synchronized_time(device)
         result = call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        spent.append(time.perf_counter() - start)
+        elapsed.append(synchronized_time(device) - start)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    return result, {"first": spent[0], "seconds": spent[1], "gib": peak}
+    return result, {"first": elapsed[0], "seconds": elapsed[1], "gib": peak}
 
 
 if __name__ == "__main__":

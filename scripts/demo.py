@@ -1,11 +1,10 @@
-"""Try a model before and after training, in a browser.
+"""Compare a model before and after training in the browser.
 
     python scripts/demo.py logs/RUN
     python scripts/demo.py logs/RUN --no-rewards --port 7870 --config.device=cpu
-    python scripts/demo.py --config config/grpo.py:tiny_ocr       # a model as it is
+    python scripts/demo.py --config config/grpo.py:tiny_ocr       # an untrained model
 
-Both draw your prompt from the same noise. Only this machine reaches the page, unless --host says
-otherwise.
+Both generate from the same noise. The page is served to this machine only, unless --host is given.
 """
 
 import contextlib
@@ -20,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flow_grpo.config import command_line
-from flow_grpo.config.mistakes import Parser
+from flow_grpo.config.error_reporting import ScriptParser
 from flow_grpo.errors import UserError
-from flow_grpo.hosts import is_local
+from flow_grpo.host_header import is_local
 
 LOCAL = "127.0.0.1"
 PORT = 7860
@@ -30,64 +29,78 @@ logger = logging.getLogger("flow_grpo")
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, nargs="?", help="the folder of a run, logs/RUN")
+    """Parse the command line and show the demo."""
+    parser = ScriptParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, nargs="?", help="run directory, logs/RUN")
     parser.add_argument("--config", help="path/to/config.py:preset, for a model without a run")
-    parser.add_argument("--host", default=LOCAL, help=f"who may reach it; {LOCAL}: this machine")
-    parser.add_argument("--port", type=int, default=PORT, help=f"{PORT}; 0 takes a free one")
+    parser.add_argument("--host", default=LOCAL, help=f"address to listen on; default {LOCAL}")
+    parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: any free port")
     parser.add_argument(
-        "--rewards", action=BooleanOptionalAction, default=True, help="score what is drawn"
+        "--rewards", action=BooleanOptionalAction, default=True, help="score generated images"
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
-    args, options = parser.parse_with_fields()
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
+    args, options = parser.parse_with_overrides()
     if (args.run is None) == (args.config is None):
-        parser.error("name a run (logs/RUN) or a --config, and not both")
+        parser.error("pass either a run (logs/RUN) or --config")
     command_line.set_up_logging()
     command_line.call_and_exit(lambda: show(args, options), debug=args.debug)
 
 
 def show(args: Namespace, options: list[str]) -> None:
+    """Serve the demo page until Ctrl-C or SIGTERM."""
     if find_spec("gradio") is None:
-        raise UserError("the demo needs gradio: pip install -e '.[demo]'")
-    port = find_port(args.host, args.port)
-    # here: help and mistakes should not wait for torch
-    from flow_grpo.demo.painter import Painter
-    from flow_grpo.draw.saved import check_eval_fields, config_of_file, config_of_run
+        raise UserError("the demo needs gradio", hint="pip install -e '.[demo]'")
+    port = check_port(args.host, args.port)
+    # imported here so that --help and user errors do not wait for torch
+    from flow_grpo.demo.generator import DemoGenerator
+    from flow_grpo.diffusion.config_loading import (
+        check_eval_fields,
+        load_config_file,
+        load_run_config,
+    )
 
-    config = config_of_run(args.run, options) if args.run else config_of_file(args.config, options)
+    config = (
+        load_run_config(args.run, options) if args.run else load_config_file(args.config, options)
+    )
     check_eval_fields(options, config)
-    painter = Painter(config, args.run, rewards=args.rewards)
+    generator = DemoGenerator(config, args.run, rewards=args.rewards)
     with tempfile.TemporaryDirectory(prefix="flow_grpo-demo-") as folder:
-        # read when gradio is imported: no report of its use, and no files that stay
+        # gradio reads these on import: no telemetry, and temporary files are removed at exit
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder)
         from flow_grpo.demo.page import build_page, serve
 
-        place, edits = Path(folder), bool(painter.limits.pictures[-1])
-        page = build_page(painter, place)
-        url = serve(page, place, args.host, port, uploads=edits)
-        logger.info("open %s  (Ctrl-C ends it)", url)
+        page = build_page(generator, Path(folder))
+        is_editing = bool(generator.limits.images[-1])
+        url = serve(page, Path(folder), args.host, port, uploads=is_editing)
+        logger.info("open %s  (Ctrl-C to stop)", url)
         if not is_local(args.host):
-            logger.warning("whoever reaches %s can draw: there is no password", args.host)
+            logger.warning("anyone who can reach %s can generate images: no password", args.host)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
-        painter.close()
+        generator.close()
 
 
-def find_port(host: str, port: int) -> int:
-    """That it is free is known before a model loads, which may take minutes."""
+def check_port(host: str, port: int) -> int:
+    """Return `port` if it is free, or any free port for 0; else raise a UserError.
+
+    This runs before a model is loaded, which may take minutes.
+    """
     try:
         if not 0 <= port < 2**16:
-            raise OverflowError("ports go from 0 to 65535")
+            raise OverflowError("ports range from 0 to 65535")
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             return probe.getsockname()[1]
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"cannot listen on --host {host} --port {port}: {why}; --port 0 takes a free one"
+            f"cannot be listened on ({host}): {reason}",
+            field="--port",
+            value=port,
+            hint="--port 0 uses any free port",
         ) from error
 
 

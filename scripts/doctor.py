@@ -1,9 +1,9 @@
-"""What is installed and what is missing, GPU, hub, disk: what an issue report should hold.
+"""Check the installation, GPUs, hub access and disk space; include the output in bug reports.
 
     python scripts/doctor.py
 
-Each line that is not "ok" ends with the command that mends it; the last line says whether training
-can run. If not, the exit code is 1.
+Each line that is not "ok" ends with the command that fixes it; the last line says whether training
+can run. If it cannot, the exit code is 1.
 """
 
 import importlib.metadata
@@ -19,22 +19,22 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from flow_grpo import __version__
-from flow_grpo.access import cached
-from flow_grpo.config.mistakes import Parser, say
+from flow_grpo.config.error_reporting import ScriptParser, print_text
 from flow_grpo.errors import first_line
+from flow_grpo.hub_access import cached_repos
 
 GIB = 2**30
-SECONDS = 4.0  # for the hub to answer
-LOGIN = "hf auth login, or set HF_TOKEN: gated models need it"
-ROOM = 20 * GIB  # of a disk: less will not hold a model and its checkpoints
-FORMATS = {"bf16": (8, 0), "FP8": (8, 9)}  # the oldest GPUs that compute in them
-# what the packages of each extra of setup.py are for
+HUB_TIMEOUT = 4.0  # seconds
+LOGIN_HINT = "hf auth login, or set HF_TOKEN: gated models need it"
+MIN_DISK_SPACE = 20 * GIB  # for a model and its checkpoints
+FORMATS = {"bf16": (8, 0), "FP8": (8, 9)}  # lowest compute capability that supports each
+# purpose of each extra in setup.py
 EXTRAS = {
     "ocr": "reward ocr",
     "paddleocr": "reward ocr, engine paddleocr",
     "geneval": "reward geneval",
     "vlm": "reward math_answer",
-    "data": ".parquet, data sets of the hub",
+    "data": ".parquet files, hub datasets",
     "server": "flow-grpo reward-server",
     "demo": "flow-grpo demo",
     "plot": "flow-grpo plot, compare",
@@ -46,14 +46,16 @@ EXTRAS = {
 
 
 class Finding(NamedTuple):
-    state: str  # "ok", or what is wrong in a word
-    what: str
+    """One line of the output."""
+
+    state: str  # "ok" or a one-word problem
+    what: str  # what was checked
     found: str
-    remedy: str = ""
+    remedy: str = ""  # how to fix a problem
 
 
 def packages(required: Iterable[str] | None = None) -> Iterator[Finding]:
-    """What flow_grpo needs, each on its own, then what its extras need."""
+    """Check each required package, then the packages of each extra."""
     try:
         required = importlib.metadata.requires("flow_grpo") if required is None else required
     except importlib.metadata.PackageNotFoundError:
@@ -74,6 +76,13 @@ def packages(required: Iterable[str] | None = None) -> Iterator[Finding]:
 
 
 def _finding(what: str, requirements: list[Requirement], lacking: str = "missing") -> Finding:
+    """Compare requirements with the installed packages.
+
+    Args:
+        what: What needs them.
+        requirements: Packages with their versions.
+        lacking: State of the finding if one is missing.
+    """
     found = {each: _version(each.name) for each in requirements}
     absent = [each for each, version in found.items() if version is None]
     old = [e for e, v in found.items() if v and not e.specifier.contains(v, prereleases=True)]
@@ -85,6 +94,7 @@ def _finding(what: str, requirements: list[Requirement], lacking: str = "missing
 
 
 def _version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -92,6 +102,7 @@ def _version(name: str) -> str | None:
 
 
 def gpus() -> Iterator[Finding]:
+    """Check that torch can use the GPUs of this machine, if there are any."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -99,51 +110,55 @@ def gpus() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        able = torch.cuda.get_device_capability(index)
-        formats = [name for name, least in FORMATS.items() if able >= least]
+        major, minor = torch.cuda.get_device_capability(index)
+        formats = [name for name, minimum in FORMATS.items() if (major, minor) >= minimum]
         memory = f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
-        kind = f"{torch.cuda.get_device_name(index)}, compute capability {able[0]}.{able[1]}"
-        computes = " and ".join(formats) or "neither bf16 nor FP8"
-        yield Finding("ok", f"GPU {index}", f"{kind}, {memory}, {computes}")
+        model = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+        supported = " and ".join(formats) or "neither bf16 nor FP8"
+        yield Finding("ok", f"GPU {index}", f"{model}, {memory}, {supported}")
     if not torch.cuda.device_count():
         idle = bool(shutil.which("nvidia-smi"))
         remedy = "https://pytorch.org/get-started has the build of torch for it" if idle else ""
-        found = "one is there, and torch cannot use it" if idle else "none: small models alone"
+        found = "present, but torch cannot use it" if idle else "none: only small models will run"
         yield Finding("unused" if idle else "ok", "GPU", found, remedy)
 
 
 def hub() -> Iterator[Finding]:
-    """Whether it answers, and knows us; if it does not answer, whether there is a login."""
+    """Check that the hub responds and the token is valid, or offline that a token exists."""
     from huggingface_hub import constants, get_token
 
     token = get_token()
-    found = _ask_hub(constants.ENDPOINT, token) if not constants.HF_HUB_OFFLINE else None
-    yield found or Finding("ok", "hub", "HF_HUB_OFFLINE is set: the cache alone is used")
+    found = _query_hub(constants.ENDPOINT, token) if not constants.HF_HUB_OFFLINE else None
+    yield found or Finding("ok", "hub", "HF_HUB_OFFLINE is set: only the cache is used")
     if not found or found.state == "offline":
-        known = ("ok", "hub login", "there is a token") if token else ("login", "hub login", "none")
-        yield Finding(*known, "" if token else LOGIN)
+        if token:
+            yield Finding("ok", "hub login", "token found")
+        else:
+            yield Finding("login", "hub login", "none", LOGIN_HINT)
 
 
-def _ask_hub(endpoint: str, token: str | None) -> Finding:
+def _query_hub(endpoint: str, token: str | None) -> Finding:
+    """Return a finding: whether the hub responds, and accepts the token if there is one."""
     import requests
 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         url = f"{endpoint}/api/whoami-v2"
-        status = requests.get(url, headers=headers, timeout=SECONDS).status_code
+        status = requests.get(url, headers=headers, timeout=HUB_TIMEOUT).status_code
     except requests.RequestException as error:
-        why = type(error).__name__
-        remedy = "check the network and HF_ENDPOINT, or name models by their folders"
-        return Finding("offline", "hub", f"{endpoint} does not answer ({why})", remedy)
+        reason = type(error).__name__
+        remedy = "check the network and HF_ENDPOINT, or use local model directories"
+        return Finding("offline", "hub", f"{endpoint} does not respond ({reason})", remedy)
     if status == 200:
         return Finding("ok", "hub", f"{endpoint}, logged in")
     if status in (401, 403):
-        known = "your token is refused" if token else "not logged in"
-        return Finding("login", "hub", f"{endpoint}, {known}", LOGIN)
-    return Finding("offline", "hub", f"{endpoint} answers {status}", "try again later")
+        login = "the token was rejected" if token else "not logged in"
+        return Finding("login", "hub", f"{endpoint}, {login}", LOGIN_HINT)
+    return Finding("offline", "hub", f"{endpoint} returned {status}", "try again later")
 
 
 def machine() -> Iterator[Finding]:
+    """Describe Python, CPU and memory, and check the free disk space."""
     import psutil
     from huggingface_hub import constants
 
@@ -153,16 +168,20 @@ def machine() -> Iterator[Finding]:
     free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
     yield Finding("ok", "CPU", f"{cores} cores, OMP_NUM_THREADS {threads}, {free}")
     for what, folder in {"logs": Path("logs"), "hub cache": Path(constants.HF_HUB_CACHE)}.items():
-        there = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
-        left = shutil.disk_usage(there).free
-        held = f", {', '.join(cached('model')) or 'no models'}" if what == "hub cache" else ""
-        name = str(folder).replace(str(Path.home()), "~") + held
-        low, move = left < ROOM, "--config.logdir" if what == "logs" else "HF_HUB_CACHE"
-        remedy = f"make room, or set {move} to another disk" if low else ""
-        yield Finding("low" if low else "ok", what, f"{left / GIB:.0f} GiB free, {name}", remedy)
+        existing = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
+        free_bytes = shutil.disk_usage(existing).free
+        name = str(folder).replace(str(Path.home()), "~")
+        if what == "hub cache":
+            name += f", {', '.join(cached_repos('model')) or 'no models'}"
+        state, remedy = "ok", ""
+        if free_bytes < MIN_DISK_SPACE:
+            option = "--config.logdir" if what == "logs" else "HF_HUB_CACHE"
+            state, remedy = "low", f"free disk space, or set {option} to another disk"
+        yield Finding(state, what, f"{free_bytes / GIB:.0f} GiB free, {name}", remedy)
 
 
 def table(findings: Iterable[Finding]) -> str:
+    """Return the findings as aligned lines."""
     rows = [
         [each.state, each.what, each.found + (f"; {each.remedy}" if each.remedy else "")]
         for each in findings
@@ -172,19 +191,20 @@ def table(findings: Iterable[Finding]) -> str:
 
 
 def verdict(findings: Iterable[Finding]) -> str:
-    """Whether training can run, in a line."""
+    """Summarize in one line whether training can run."""
     wrong = [each for each in findings if each.state != "ok"]
     if broken := [each.what for each in wrong if each.state == "broken"]:
-        return f"training cannot run: mend {', '.join(broken)} first"
-    things = "1 optional thing is" if len(wrong) == 1 else f"{len(wrong)} optional things are"
-    return f"training can run; {things} missing" + (": see what is not ok" if wrong else "")
+        return f"training cannot run: fix {', '.join(broken)} first"
+    items = "1 optional item is" if len(wrong) == 1 else f"{len(wrong)} optional items are"
+    return f"training can run; {items} missing" + (": see the lines above" if wrong else "")
 
 
 def main() -> None:
-    Parser(description=__doc__.splitlines()[0]).parse_args()
-    own = Finding("ok", "flow_grpo", __version__)
-    findings = [own, *machine(), *gpus(), *hub(), *packages()]
-    say(f"{table(findings)}\n\n{verdict(findings)}")
+    """Print all findings and the verdict; exit with 1 if something is broken."""
+    ScriptParser(description=__doc__.splitlines()[0]).parse_args()
+    package = Finding("ok", "flow_grpo", __version__)
+    findings = [package, *machine(), *gpus(), *hub(), *packages()]
+    print_text(f"{table(findings)}\n\n{verdict(findings)}")
     sys.exit(any(each.state == "broken" for each in findings))
 
 

@@ -1,14 +1,14 @@
-"""Score a model and checkpoints of it on a prompt set.
+"""Score a model and its checkpoints on a prompt set.
 
     python scripts/evaluate.py --config config/grpo.py:tiny_ocr --out eval/base
     python scripts/evaluate.py --checkpoint logs/RUN/checkpoints/checkpoint-24 --out eval/trained
     python scripts/evaluate.py --checkpoint base,logs/A,logs/B --out eval/compared
 
-Model, prompts, rewards, sizes and steps come from the config; without --config, from that of the
-first run that --checkpoint names. Every prompt has a noise of its
-own, so batch size and number of processes do not change the result, and checkpoints are compared
-on the same noise. Writes results.json, results.md, grid.png (of videos the middle frames), and
-the pictures with their scores to samples/.
+Model, prompts, rewards, resolution and steps come from the config; without --config, from that of
+the first run given to --checkpoint. The noise is seeded per prompt, so the batch size and the
+number of processes do not change the result, and all checkpoints start from the same noise. Writes
+results.json, results.md, grid.png (middle frames of videos), and the images with their scores to
+samples/.
 """
 
 import sys
@@ -18,46 +18,65 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from flow_grpo.config import command_line
-from flow_grpo.config.overrides import values_of
-from flow_grpo.draw.fields import DRAW
-from flow_grpo.draw.saved import check_eval_fields
+from flow_grpo.config.overrides import option_values
+from flow_grpo.diffusion.config_loading import check_eval_fields
+from flow_grpo.diffusion.fields import DIFFUSION_SPEC
 
 CHECKPOINT = flags.DEFINE_multi_string(
     "checkpoint",
     [],
-    "A run (its newest checkpoint), a checkpoint (its EMA) or a folder in one; base: the model as "
-    "it is, or with train.lora_path. Several, with commas or the flag repeated, are held against "
-    "the first.",
+    "A run (its newest checkpoint), a checkpoint (its EMA weights) or a directory in one; base: "
+    "the base model, with train.lora_path if set. Several, separated by commas or by repeating "
+    "the flag, are compared with the first.",
 )
-PICTURES = flags.DEFINE_integer(
+NUM_IMAGES = flags.DEFINE_integer(
     "pictures",
     None,
-    "How many to save of each checkpoint; if not given all, of videos log_images.",
+    "Number of images to save per checkpoint. Default: all images, log_images videos.",
     lower_bound=0,
 )
 COMMON = (
-    *("pretrained.model", "train.lora_path", "dataset", "dataset_column", "eval_prompts"),
-    *("eval_reward_fn", "reward_fn", "sample.eval_num_steps", "sample.eval_guidance_scale"),
-    *("sample.guidance_scale", "sample.test_batch_size", "resolution", "frames", "seed"),
+    "pretrained.model",
+    "train.lora_path",
+    "dataset",
+    "dataset_column",
+    "eval_prompts",
+    "eval_reward_fn",
+    "reward_fn",
+    "sample.eval_num_steps",
+    "sample.eval_guidance_scale",
+    "sample.guidance_scale",
+    "sample.test_batch_size",
+    "resolution",
+    "frames",
+    "seed",
     "mixed_precision",
 )
 VLM = (
     "evaluate.py is for diffusion models; scripts/train_vlm.py evaluates a VLM on its test set "
     "before the first epoch (epoch 0 of metrics.jsonl): run it with --config.num_epochs=1, and for "
-    "a checkpoint with --config.pretrained.model=FOLDER, a folder that scripts/export.py wrote"
+    "a checkpoint with --config.pretrained.model=DIR, a directory written by scripts/export.py"
 )
-OUT = flags.DEFINE_string("out", None, "New folder for what is written.", required=True)
+OUT = flags.DEFINE_string("out", None, "New directory for the results.", required=True)
 
 
 def main(config: ConfigDict) -> None:
+    """Evaluate the checkpoints of --checkpoint and write the results to --out."""
     check_eval_fields(sys.argv, config)
-    from flow_grpo.draw.compare import evaluate_all  # here: help and mistakes should not wait
+    # imported here so that --help and user errors do not wait for torch
+    from flow_grpo.diffusion.checkpoint_evaluation import evaluate_checkpoints
 
-    lora = next(reversed(values_of(sys.argv, "config.train.lora_path")), "")
-    out = Path(OUT.value)
-    evaluate_all(config, CHECKPOINT.value, out, pictures=PICTURES.value, lora_given=lora)
+    evaluate_checkpoints(
+        config,
+        CHECKPOINT.value,
+        Path(OUT.value),
+        num_images=NUM_IMAGES.value,
+        lora_override=next(reversed(option_values(sys.argv, "config.train.lora_path")), ""),
+    )
 
 
 if __name__ == "__main__":
-    first_run = command_line.config_of_first(sys.argv, "checkpoint")
-    command_line.run(main, DRAW, common=COMMON, other_trade=VLM, default=first_run)
+    first_run = command_line.config_of_first_run(sys.argv, "checkpoint")
+    command_line.run_with_config(
+        main, DIFFUSION_SPEC, common=COMMON, wrong_trainer_message=VLM, default=first_run
+    )

@@ -1,17 +1,17 @@
-"""Draw the curves of docs/metrics.md: each of a healthy run and of an ill one.
+"""Plot the curves of docs/metrics.md: each metric for a healthy and an unhealthy run.
 
 python scripts/health_figures.py
 """
 
 from pathlib import Path
 
-from plot import read_curve, writing
+from plot import figure_writer, read_curve
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 RUNS = {path.stem: path for path in RESULTS.glob("health/*.jsonl")}
 RUNS |= {f"dpo-{seed}": RESULTS / f"methods_h200/tiny_dpo-{seed}.jsonl" for seed in (1, 3)}
-FIGURES = {  # metric, healthy, ill
+FIGURES = {  # metric, healthy run, unhealthy run
     "steps": [
         ("train/ratio_mean", "healthy", "wide_clip"),
         ("train/grad_norm", "healthy", "wide_clip"),
@@ -32,12 +32,13 @@ FIGURES = {  # metric, healthy, ill
 
 
 def draw(panels: list[tuple[str, str, str]], out: Path) -> None:
+    """Write a figure of up to six panels, each (metric, healthy run, unhealthy run)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn, grid = plt.subplots(2, 3, figsize=(9, 4.2))
+    figure, grid = plt.subplots(2, 3, figsize=(9, 4.2))
     for axes, (metric, *runs) in zip(grid.flat, panels, strict=True):
         for run, colour in zip(runs, ("tab:green", "tab:red"), strict=True):
             axes.plot(*read_curve(RUNS[run], metric), color=colour, label=run)
@@ -45,10 +46,10 @@ def draw(panels: list[tuple[str, str, str]], out: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    drawn.tight_layout()
-    with writing(out):
-        drawn.savefig(out, dpi=80)
-    plt.close(drawn)
+    figure.tight_layout()
+    with figure_writer(out):
+        figure.savefig(out, dpi=80)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes dataset/edits: pictures of coloured shapes and how to edit them; see `--help`."""
+"""Write dataset/edits: images of coloured shapes with edit instructions; see `--help`."""
 
 from tiny_edit.data import main
 

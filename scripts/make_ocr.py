@@ -1,7 +1,7 @@
-"""Writes prompt sets for the OCR reward: one prompt per line, the text to draw in double quotes.
+"""Write prompt sets for the OCR reward: one prompt per line, the text to draw in double quotes.
 
-`tiny`: `a sign that says "WORD"` for the small model; `full`: sentences of our own making for
-full-size models. The same seed gives the same files; no text of test.txt is in train.txt.
+`tiny`: `a sign that says "WORD"` for the small model; `full`: generated sentences for full-size
+models. The same seed gives the same files; train.txt and test.txt have no text in common.
 
     python scripts/make_ocr.py full --words my_words.txt --size 2000 --out dataset/mine
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 from tiny.prompts import parse_sign, sign_prompt
 from tiny.words import all_words, split_words
 
-from flow_grpo.config.mistakes import Parser
+from flow_grpo.config.error_reporting import ScriptParser
 
 FULL_TRAIN, FULL_TEST = 10_000, 1_000
-MOST = 100_000  # prompts, far from where our texts and sentences run out
-QUOTES = '"“”„«»'  # the OCR reward reads what is between them
+MAX_PROMPTS = 100_000  # well below the number of different texts and sentences
+QUOTES = '"“”„«»'  # the OCR reward reads the text between them
 
 
 def _phrases(text: str) -> list[str]:
@@ -54,7 +54,7 @@ CARRIERS = _phrases(
     "a hot air balloon|a wine label|a museum placard|a sticky note|a postage stamp|a surfboard|"
     "a backpack patch|a theater marquee|a lighthouse door|a stone arch|a billboard"
 )
-VERBS_OF_SHOWING = _phrases(
+DISPLAY_VERBS = _phrases(
     "that says|that reads|with the words|showing the text|lettered with|marked|bearing the words|"
     "printed with"
 )
@@ -81,7 +81,7 @@ LIGHTS = _phrases(
 
 
 def quoted_text(rng: random.Random) -> str:
-    """One to five words, in title case or in capitals."""
+    """Return one to five words in title case or capitals."""
     adjective, verb = rng.choice(ADJECTIVES), rng.choice(VERBS)
     noun, other = rng.sample(NOUNS, 2)
     tail = rng.choice(TAILS)
@@ -105,8 +105,9 @@ def quoted_text(rng: random.Random) -> str:
 
 
 def sentence(text: str, rng: random.Random) -> str:
+    """Return a random image description that contains `text` in quotes."""
     carrier, place, light = rng.choice(CARRIERS), rng.choice(PLACES), rng.choice(LIGHTS)
-    showing, lettering = rng.choice(VERBS_OF_SHOWING), rng.choice(LETTERING)
+    showing, lettering = rng.choice(DISPLAY_VERBS), rng.choice(LETTERING)
     style = rng.choice(STYLES)
     article = "an" if style[0] in "aeiou" else "a"
     prompt = rng.choice(
@@ -125,7 +126,7 @@ def sentence(text: str, rng: random.Random) -> str:
 def tiny_prompts(
     seed: int, texts: list[str] | None = None, size: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """One prompt per word."""
+    """Return training and test prompts, one per word."""
     if texts is None and size is None:
         train, test = split_words(seed)
     else:
@@ -135,7 +136,7 @@ def tiny_prompts(
                 raise ValueError(f"{word!r} must be 3 to 6 letters of A to Z for the small model")
         size = len(words) if size is None else size
         if size > len(words):
-            raise ValueError(f"--size={size} is more than the {len(words)} words there are")
+            raise ValueError(f"--size={size} must be at most {len(words)}, the number of words")
         train, test = map(sorted, split_texts(random.Random(seed).sample(words, size)))
     return [sign_prompt(word) for word in train], [sign_prompt(word) for word in test]
 
@@ -143,89 +144,96 @@ def tiny_prompts(
 def full_prompts(
     seed: int, texts: list[str] | None = None, size: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """No two prompts have the same quoted text, by the reading of the OCR reward, but where `texts`
-    are fewer than `size`: then each is in several sentences."""
+    """Return training and test prompts, whose quoted texts differ for the OCR reward.
+
+    If there are fewer `texts` than `size`, each text occurs in several sentences.
+    """
     rng = random.Random(seed)
     if texts is not None:
         size = len(texts) if size is None else size
         parts = split_texts(rng.sample(texts, min(size, len(texts))))
-        counts = size - count_test(size), count_test(size)
+        counts = size - test_size(size), test_size(size)
         return tuple(sentences(*each, rng) for each in zip(parts, counts, strict=True))
     total = FULL_TRAIN + FULL_TEST if size is None else size
-    test = FULL_TEST if size is None else count_test(size)
+    test = FULL_TEST if size is None else test_size(size)
     prompts: dict[str, str] = {}
     while len(prompts) < total:
         text = quoted_text(rng)
-        prompts.setdefault(as_read(text), sentence(text, rng))
-    # Short texts run out early: without this, the ends of the list would differ in length.
+        prompts.setdefault(normalize_text(text), sentence(text, rng))
+    # Short texts run out early: without shuffling, texts at the end would be longer.
     lines = list(prompts.values())
     rng.shuffle(lines)
     return lines[: total - test], lines[total - test :]
 
 
 def sentences(texts: list[str], count: int, rng: random.Random) -> list[str]:
-    """All different, the texts in turn."""
-    made: dict[str, None] = {}
+    """Return `count` different sentences, cycling through the texts."""
+    prompts: dict[str, None] = {}  # an ordered set
     for text in islice(cycle(texts), count):
-        while (prompt := sentence(text, rng)) in made:
+        while (prompt := sentence(text, rng)) in prompts:
             pass
-        made[prompt] = None
-    return list(made)
+        prompts[prompt] = None
+    return list(prompts)
 
 
-def as_read(text: str) -> str:
+def normalize_text(text: str) -> str:
     return text.lower().replace(" ", "")
 
 
-def count_test(size: int) -> int:
-    """A tenth."""
+def test_size(size: int) -> int:
     return max(1, size // 10)
 
 
 def split_texts(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Return training and test texts; about a tenth, at the start of the list, are for testing."""
     if len(texts) < 2:
-        raise ValueError(f"{len(texts)} texts cannot be split into training and test; give more")
-    test = count_test(len(texts))
+        raise ValueError(
+            f"{len(texts)} texts cannot be split into train and test; at least 2 needed"
+        )
+    test = test_size(len(texts))
     return texts[test:], texts[:test]
 
 
 def read_words(path: Path) -> list[str]:
-    """One text per line; those that the OCR reward reads alike are taken once."""
+    """Read one text per line, without texts that are equal for the OCR reward."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path} as UTF-8 text: {error}") from error
     for number, line in enumerate(lines, 1):
         if any(quote in line for quote in QUOTES):
-            raise ValueError(f"{path}:{number}: leave out the quotes: {line.strip()}")
-    return list({as_read(line): line.strip() for line in lines if line.strip()}.values())
+            raise ValueError(f"{path}:{number} must not contain quotes: {line.strip()}")
+    return list({normalize_text(line): line.strip() for line in lines if line.strip()}.values())
 
 
 SETS = {"tiny": ("dataset/ocr", tiny_prompts), "full": ("dataset/ocr_full", full_prompts)}
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
+    """Write the prompts of the chosen set to a new directory."""
+    parser = ScriptParser(description=__doc__.splitlines()[0])
     parser.add_argument("set", choices=SETS)
-    parser.add_argument("--out", type=Path, help="new folder; dataset/ocr or dataset/ocr_full")
-    parser.add_argument("--words", type=Path, help="file with texts of your own, one per line")
-    parser.add_argument("--size", type=int, help="prompts in all, of which a tenth is for testing")
+    parser.add_argument(
+        "--out", type=Path, help="new directory; default: dataset/ocr or dataset/ocr_full"
+    )
+    parser.add_argument("--words", type=Path, help="file with the texts to use, one per line")
+    parser.add_argument("--size", type=int, help="total number of prompts; a tenth is held out")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    default, make = SETS[args.set]
+    default, generate = SETS[args.set]
     folder = args.out or Path(default)
     try:
         if folder.exists():
             raise ValueError(f"{folder} already exists; remove it or use --out")
-        if args.size is not None and not 2 <= args.size <= MOST:
-            raise ValueError(f"--size={args.size} must be from 2 to {MOST}")
-        made = make(args.seed, args.words and read_words(args.words), args.size)
+        if args.size is not None and not 2 <= args.size <= MAX_PROMPTS:
+            raise ValueError(f"--size={args.size} must be from 2 to {MAX_PROMPTS}")
+        splits = generate(args.seed, args.words and read_words(args.words), args.size)
         folder.mkdir(parents=True)
     except ValueError as error:
         parser.fail(str(error))
     except OSError as error:
-        parser.fail(f"--out={folder} cannot be made: {error.strerror}; name another")
-    for name, prompts in zip(("train", "test"), made, strict=True):
+        parser.fail(f"--out={folder} cannot be created: {error.strerror}; choose another directory")
+    for name, prompts in zip(("train", "test"), splits, strict=True):
         path = folder / f"{name}.txt"
         path.write_text("\n".join(prompts) + "\n", encoding="utf-8")
         print(f"wrote {len(prompts)} prompts to {path}")

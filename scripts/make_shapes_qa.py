@@ -1,4 +1,4 @@
-"""Writes dataset/shapes_qa: questions about pictures of coloured shapes; see `--help`."""
+"""Write dataset/shapes_qa: questions about images of coloured shapes; see `--help`."""
 
 from tiny_vlm.data import main
 

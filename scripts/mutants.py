@@ -1,10 +1,10 @@
-"""Mutation tests of the pure files: every small change of the code should fail a unit test.
+"""Run mutation tests: every small change of the code should fail a unit test.
 
 python scripts/mutants.py [flow_grpo/sde.py ...]
 
-Runs mutmut on each file with the unit tests of that file and lists the mutants that live, but for
-those in tests/equivalent_mutants.toml. Exits with 1 if less than 95 % of the others are killed, or
-if that list names a mutant that does not live any more. docs/testing.md says more.
+Runs mutmut on each file with its unit tests and lists the surviving mutants, except those in
+tests/equivalent_mutants.toml. Exits with 1 if less than 95 % of the others are killed, or if that
+list names a mutant that does not survive any more. See docs/testing.md.
 """
 
 import ast
@@ -20,55 +20,61 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
-ENOUGH = 0.95
+MIN_KILLED_SHARE = 0.95
 KILLED = ("killed", "timeout", "segfault")
-FORWARD = ("forward_methods", "forward_kl", "method_gradients")
-PREFERENCE = ("preference_methods", "method_gradients")
-TRAJECTORY = ("trajectory_methods", "method_gradients")
-# the unit tests of each file: tests/test_<name>.py
+FORWARD = ("forward_methods", "forward_kl", "algorithm_gradients")
+PREFERENCE = ("preference_methods", "algorithm_gradients")
+TRAJECTORY = ("trajectory_methods", "algorithm_gradients")
+# the unit tests of each file: test_<name>.py, anywhere under tests/
 TESTS: dict[str, tuple[str, ...]] = {
     "sde": ("sde", "dpm2"),
     "advantages": ("advantages",),
     "losses": ("losses",),
     "windows": ("windows",),
-    "draw/algorithms/base": (
+    "diffusion/algorithms/base": (
         "grpo",
         "algorithm_settings",
-        "not_asked",
+        "unrequested_rewards",
         *TRAJECTORY,
         *PREFERENCE[:1],
     ),
-    "draw/algorithms/trajectory": ("grpo", "gradients", "algorithm_settings", *TRAJECTORY),
-    "draw/algorithms/forward": (*FORWARD, "algorithm_settings"),
-    "draw/algorithms/grpo": ("grpo", "gradients", *TRAJECTORY),
-    "draw/algorithms/grpo_guard": (*TRAJECTORY, "algorithm_settings"),
-    "draw/algorithms/dppo": (*TRAJECTORY, "algorithm_settings"),
-    "draw/algorithms/mix": (*TRAJECTORY, "algorithm_settings"),
-    "draw/algorithms/nft": FORWARD,
-    "draw/algorithms/awm": FORWARD,
-    "draw/algorithms/ram": FORWARD,
-    "draw/algorithms/leap": ("leap", "method_gradients"),
-    "draw/algorithms/dgpo": (*PREFERENCE, "forward_methods"),
-    "draw/algorithms/dpo": PREFERENCE,
-    "draw/algorithms/sft": PREFERENCE,
-    "draw/algorithms/rwr": PREFERENCE,
-    "draw/algorithms/opd": ("opd", "method_gradients", "algorithm_settings"),
-    "data/prompts": ("data", "data_files", "data_sets", "data_tables"),
-    "draw/rollout": ("rollout", "dpm2"),
-    "run/metrics": ("metrics", "grpo", "not_asked", "algorithm_settings"),
-    "draw/plan": ("plan", "judges"),
-    "run/snapshot": ("snapshot", "ema"),
-    "run/checkpoint": ("checkpoint",),
-    "disk": ("disk",),
-    "answer/losses/base": ("answers_losses",),
-    "answer/losses/cispo": ("answers_losses",),
-    "answer/losses/clip": ("answers_losses",),
-    "answer/losses/gspo": ("answers_losses",),
-    "answer/credit": ("answers_credit", "answers_losses"),
+    "diffusion/algorithms/trajectory": (
+        "grpo",
+        "objective_gradients",
+        "algorithm_settings",
+        *TRAJECTORY,
+    ),
+    "diffusion/algorithms/forward_process": (*FORWARD, "algorithm_settings"),
+    "diffusion/algorithms/grpo": ("grpo", "objective_gradients", *TRAJECTORY),
+    "diffusion/algorithms/grpo_guard": (*TRAJECTORY, "algorithm_settings"),
+    "diffusion/algorithms/dppo": (*TRAJECTORY, "algorithm_settings"),
+    "diffusion/algorithms/mix": (*TRAJECTORY, "algorithm_settings"),
+    "diffusion/algorithms/nft": FORWARD,
+    "diffusion/algorithms/awm": FORWARD,
+    "diffusion/algorithms/ram": FORWARD,
+    "diffusion/algorithms/leap": ("leap", "algorithm_gradients"),
+    "diffusion/algorithms/dgpo": (*PREFERENCE, "forward_methods"),
+    "diffusion/algorithms/dpo": PREFERENCE,
+    "diffusion/algorithms/sft": PREFERENCE,
+    "diffusion/algorithms/rwr": PREFERENCE,
+    "diffusion/algorithms/opd": ("opd", "algorithm_gradients", "algorithm_settings"),
+    "data/epoch_batches": ("prompts", "prompt_sets"),
+    "data/prompts": ("prompts", "prompt_files", "prompt_sets", "prompt_tables"),
+    "diffusion/rollout": ("rollout", "dpm2"),
+    "training/metrics": ("metrics", "grpo", "unrequested_rewards", "algorithm_settings"),
+    "diffusion/plan": ("batch_plan", "group_judges"),
+    "training/snapshot": ("snapshot", "ema"),
+    "training/checkpoint": ("checkpoint",),
+    "atomic_io": ("disk",),
+    "vlm/losses/base": ("vlm_losses",),
+    "vlm/losses/cispo": ("vlm_losses",),
+    "vlm/losses/clip": ("vlm_losses",),
+    "vlm/losses/gspo": ("vlm_losses",),
+    "vlm/advantages": ("credit_assignment", "vlm_losses"),
 }
-# torch does not survive a fork once it has started its threads, so a process that has only
-# imported it forks the others. Most of the time of a short run is pytest's collecting garbage, to
-# warn of exceptions in it.
+# forkserver: torch does not survive a fork once its threads have started, so a process that has
+# only imported it forks the others. no:unraisableexception: its garbage collection takes most of
+# the time of a short run.
 SETTINGS = """
 [tool.mutmut]
 source_paths = ["flow_grpo"]
@@ -83,10 +89,10 @@ CONFTEST = """
 import hypothesis
 import pytest
 
-if not hasattr(pytest.Item, "_nodeid"):  # pytest 9.2 has no such attribute, mutmut 3.8 reads it
+if not hasattr(pytest.Item, "_nodeid"):  # read by mutmut 3.8, missing from pytest 9.2
     pytest.Item._nodeid = property(lambda item: item.nodeid)
 
-# the same few examples for every mutant, and no time spent on making a failing one smaller
+# the same few examples for every mutant, without shrinking
 phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 hypothesis.settings.register_profile(
     "mutants", phases=phases, max_examples=20, derandomize=True, database=None, deadline=None
@@ -94,7 +100,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("mutants")
 
 
-# the quick ones first: most mutants need no other
+# fast tests first: they kill most mutants
 def pytest_collection_modifyitems(items):
     def slow(item):
         runs = {"tiny_sd3", "make_session"}.intersection(item.fixturenames)
@@ -105,7 +111,7 @@ def pytest_collection_modifyitems(items):
 
 
 class Mutant(NamedTuple):
-    """Named by what it changes, which stays true when lines move."""
+    """A change of one function, identified by its text rather than its line numbers."""
 
     function: str
     old: str
@@ -116,31 +122,38 @@ class Mutant(NamedTuple):
 
 
 def main(files: list[str]) -> int:
+    """Test the mutants of each file and print a table.
+
+    Returns:
+        0 if enough are killed and the list of equivalent mutants is up to date, 1 if not, 2 for an
+        unknown file.
+    """
     names = [file.removeprefix("flow_grpo/").removesuffix(".py") for file in files] or list(TESTS)
     if unknown := [name for name in names if name not in TESTS]:
-        print(f"error: {', '.join(unknown)} is none of {', '.join(TESTS)}", file=sys.stderr)
+        known = ", ".join(TESTS)
+        print(f"error: unknown file {', '.join(unknown)}; choose from {known}", file=sys.stderr)
         return 2
     listed = read_equivalent()
-    good, rows = True, [("file", "mutants", "killed", "equivalent", "left", "killed of the rest")]
+    passed, rows = (
+        True,
+        [("file", "mutants", "killed", "equivalent", "alive", "killed of the rest")],
+    )
     for name in names:
         print(f"{name}: running", flush=True)
-        total, alive = survivors(name)
-        equivalent = {mutant for mutant in listed if mutant.function.startswith(f"{dotted(name)}.")}
-        left = [mutant for mutant in alive if mutant not in equivalent]
-        gone = sorted(equivalent.difference(alive))
-        for title, mutants in (("alive", left), ("listed, but killed or not there", gone)):
+        total, survivors = surviving_mutants(name)
+        prefix = f"{name.replace('/', '.')}."
+        equivalent = {mutant for mutant in listed if mutant.function.startswith(prefix)}
+        alive = [mutant for mutant in survivors if mutant not in equivalent]
+        stale = sorted(equivalent.difference(survivors))
+        for title, mutants in (("alive", alive), ("listed, but killed or missing", stale)):
             if mutants:
                 print(f"{name}, {title}:", *mutants, sep="\n")
-        killed, same = total - len(alive), len(alive) - len(left)
+        killed, same = total - len(survivors), len(survivors) - len(alive)
         share = killed / (total - same)
-        good = good and share >= ENOUGH and not gone
-        rows.append((f"{name}.py", total, killed, same, len(left), f"{share:.1%}"))
+        passed = passed and share >= MIN_KILLED_SHARE and not stale
+        rows.append((f"{name}.py", total, killed, same, len(alive), f"{share:.1%}"))
     print(*("{:<20}{:>9}{:>9}{:>12}{:>6}{:>20}".format(*row) for row in rows), sep="\n")
-    return 0 if good else 1
-
-
-def dotted(name: str) -> str:
-    return name.replace("/", ".")
+    return 0 if passed else 1
 
 
 def read_equivalent() -> set[Mutant]:
@@ -148,30 +161,37 @@ def read_equivalent() -> set[Mutant]:
     return {Mutant(e["function"], *change) for e in entries for change in e["changes"]}
 
 
-def survivors(name: str) -> tuple[int, list[Mutant]]:
-    """How many mutants flow_grpo/<name>.py has, and those that pass its unit tests."""
+def find_test(name: str) -> str:
+    """Return the path of test_<name>.py relative to the repository; base names are unique."""
+    (path,) = (ROOT / "tests").rglob(f"test_{name}.py")
+    return str(path.relative_to(ROOT))
+
+
+def surviving_mutants(name: str) -> tuple[int, list[Mutant]]:
+    """Return the number of mutants of flow_grpo/<name>.py, and those that pass its unit tests."""
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
     for part in ("flow_grpo", "scripts", "tests", "assets", "dataset", "reward_server", "docs"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     source = folder / "flow_grpo" / f"{name}.py"
     source.write_text(without_decorators(source.read_text("utf-8")), "utf-8")
-    tests = [f"tests/test_{test}.py" for test in TESTS[name]]
+    tests = [find_test(test) for test in TESTS[name]]
     settings = SETTINGS.format(name=name, tests=json.dumps(tests))
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     (folder / "pyproject.toml").write_text(project + settings, "utf-8")
     (folder / "conftest.py").write_text(CONFTEST, "utf-8")
     mutmut(folder, "run", "--max-children", str(os.cpu_count()))
     results = [line.split(": ") for line in mutmut(folder, "results", "--all", "true")]
-    alive = [mutant.strip() for mutant, status in results if status not in KILLED]
-    return len(results), [described(folder, mutant) for mutant in alive]
+    survivors = [mutant.strip() for mutant, status in results if status not in KILLED]
+    return len(results), [describe_mutant(folder, mutant) for mutant in survivors]
 
 
 def mutmut(folder: Path, *arguments: str) -> list[str]:
+    """Run mutmut in a folder and return its output lines; exit if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "mutmut", *arguments],
         cwd=folder,
-        # a mutant for each core, and no plugins to load for each
+        # one mutant per core, without loading plugins for each
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -182,8 +202,11 @@ def mutmut(folder: Path, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def described(folder: Path, mutant: str) -> Mutant:
-    """mutmut's names: flow_grpo.sde.x_sde_step__mutmut_3, flow_grpo.plan.xǁBatchPlanǁgroups__..."""
+def describe_mutant(folder: Path, mutant: str) -> Mutant:
+    """Read a mutant by mutmut's name for it.
+
+    Names look like flow_grpo.sde.x_sde_step__mutmut_3 or flow_grpo.plan.xǁBatchPlanǁgroups__...
+    """
     path, _, mangled = mutant.rpartition(".")
     function = mangled.rpartition("__mutmut_")[0][2:].replace("ǁ", ".")
     diff = mutmut(folder, "show", mutant)
@@ -195,14 +218,11 @@ def described(folder: Path, mutant: str) -> Mutant:
 
 
 def without_decorators(source: str) -> str:
-    """mutmut leaves decorated functions alone, so `@f` above `def g` becomes `g = f(g)` below it.
-
-    Methods of classes and functions are the only kinds with decorators in the pure files.
-    """
+    """Rewrite `@f` above `def g` as `g = f(g)` below it, as mutmut skips decorated functions."""
     lines = source.splitlines()
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
     for node in sorted(functions, key=lambda node: node.lineno, reverse=True):
-        for decorator in node.decorator_list:  # the lowest goes first
+        for decorator in node.decorator_list:  # each is inserted above those before it
             call = f"{node.name} = {ast.unparse(decorator)}({node.name})"
             lines.insert(node.end_lineno, " " * node.col_offset + call)
         del lines[node.lineno - 1 - len(node.decorator_list) : node.lineno - 1]

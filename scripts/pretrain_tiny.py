@@ -1,4 +1,4 @@
-"""Makes the small model that ships in assets/tiny-sd3; see `--help` and its model card."""
+"""Train assets/tiny-sd3 from scratch; see `--help` and its model card."""
 
 from tiny.pretrain import main
 

@@ -1,4 +1,4 @@
-"""Makes the small model that ships in assets/tiny-edit; see `--help` and its model card."""
+"""Train assets/tiny-edit from scratch; see `--help` and its model card."""
 
 from tiny_edit.pretrain import main
 

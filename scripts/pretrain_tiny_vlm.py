@@ -1,4 +1,4 @@
-"""Makes the small model that ships in assets/tiny-vlm; see `--help` and its model card."""
+"""Train assets/tiny-vlm from scratch; see `--help` and its model card."""
 
 from tiny_vlm.pretrain import main
 

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small model that ships in the repo, on CPU or GPU: to draw signs that OCR can read, or by
-# another preset.
+# Trains the small model of the repository on CPU or GPU, by default to generate signs that OCR reads.
 set -euo pipefail
 
 usage='usage: bash scripts/quickstart.sh [PRESET] [--config.FIELD=VALUE ...]'
@@ -9,16 +8,15 @@ case " $* " in
     cat <<EOF
 $usage
 
-Trains the small model that ships in the repo to draw signs that OCR can read, on CPU or GPU.
-The first time it makes .venv (or \$VENV) with python3 (or \$PYTHON), and installs into it.
+Trains the small model of the repository to generate signs that OCR can read, on CPU or GPU. On the
+first call it creates the environment .venv (or \$VENV) with python3 (or \$PYTHON).
 
-  PRESET                 tiny_awm if none is given; tiny_ocr for GRPO, others: docs/algorithms.md;
-                         tiny_geneval draws scenes of shapes; edit trains a small model to edit
-                         pictures as it is told: docs/models.md; vlm one to answer questions about
-                         pictures: docs/vlm.md
-  --config.FIELD=VALUE   another value of a field, e.g. --config.seed=1: docs/configuration.md
+  PRESET                 default: tiny_awm. tiny_ocr: GRPO; other methods: docs/methods/README.md.
+                         tiny_geneval: scenes of shapes. edit: image editing, docs/editing.md.
+                         vlm: questions about images, docs/vlm/README.md.
+  --config.FIELD=VALUE   overrides a config field, e.g. --config.seed=1: docs/configuration.md
 
-Curves, pictures and checkpoints go to logs/quickstart-DATE-TIME; report.html there shows them.
+Curves, images and checkpoints are saved in logs/quickstart-DATE-TIME; open report.html there.
 EOF
     exit
     ;;
@@ -36,7 +34,7 @@ if [[ "${1:-}" == [!-]* ]]; then
 fi
 for argument in "$@"; do
     case "$argument" in
-    --config.logdir=* | --config.run_name=*) fail "$argument: the quickstart names its own run" ;;
+    --config.logdir=* | --config.run_name=*) fail "$argument cannot be set in the quickstart" ;;
     --config.?*=* | --debug) ;;
     *) fail "unknown argument '$argument'" ;;
     esac
@@ -53,15 +51,15 @@ EXTRAS="$extras" source "$(dirname "$0")/venv.sh"
     --config.logdir=logs --config.run_name="$run"
 "$VENV/bin/python" scripts/plot.py curve "logs/$run" --metric eval/avg reward/avg \
     --out "logs/$run/curve.png"
-echo "open this first: logs/$run/report.html (curves, samples epoch by epoch, health)"
+echo "report: logs/$run/report.html (curves, samples of each epoch, health checks)"
 if [[ "$preset" == vlm ]]; then
-    echo "to go on: source $VENV/bin/activate, then see docs/vlm.md"
+    echo "next: source $VENV/bin/activate, then see docs/vlm/README.md"
     echo "for transformers' from_pretrained: logs/$run/checkpoints/latest/model"
     exit
 fi
 last="$(ls -d "logs/$run/samples/eval-"* | tail -n 1)"
 "$VENV/bin/python" scripts/plot.py pictures "logs/$run/samples/eval-00000" "$last" \
     --count 24 --out "logs/$run/before_after.png"
-echo "to go on: source $VENV/bin/activate, then see README.md"
+echo "next: source $VENV/bin/activate, then see docs/first_hour.md"
 echo "held-out prompts, before (left of each pair) and after: logs/$run/before_after.png"
 echo "checkpoint for diffusers' load_lora_weights: $(ls -d "logs/$run/checkpoints/"*/ema_lora | sort -V | tail -n 1)"

@@ -1,12 +1,12 @@
-"""Flow-GRPO's own sampling and training functions, timed as `benchmark.py --against CLONE` asks.
+"""Time Flow-GRPO's own sampling and training functions for `benchmark.py --against CLONE`.
 
-benchmark.py runs this as a process of its own, so that neither holds memory of the other:
+benchmark.py runs this in a separate process, so that neither holds GPU memory of the other:
 
     python scripts/reference_loops.py CLONE RESULT.json < CONFIG.json
 
-The sampler and `compute_log_prob` come from the clone. What stands between them is written here
-after its training loop: fp16 autocast over float32 weights, LoRA by peft, AdamW, a float32 VAE.
-Texts are encoded once, before anything is timed.
+The sampler and `compute_log_prob` are imported from the clone. The code between them follows its
+training loop: fp16 autocast over float32 weights, LoRA by peft, AdamW, a float32 VAE. Prompts are
+encoded once, before timing starts.
 """
 
 import inspect
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import benchmark_utils as bench
 import diffusers
-import measuring as bench
 import torch
 import transformers
 from accelerate import Accelerator
@@ -26,14 +26,16 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from untrained.full import build
 
-from flow_grpo.draw.models.sd3 import SD3Adapter
-from flow_grpo.run.metrics import peak_memory_gb
+from flow_grpo.diffusion.models.sd3 import SD3Adapter
+from flow_grpo.training.metrics import peak_memory_gb
 
 
 class Loops:
+    """Flow-GRPO's sampling and training loops for SD3."""
+
     def __init__(self, clone: Path, config: ConfigDict) -> None:
         self.config = config
-        self.sample_batch, self.log_prob = bench.find_functions(clone)
+        self.sample_batch, self.log_prob = bench.load_reference_functions(clone)
         on_gpu = torch.cuda.is_available() and config.device != "cpu"
         steps = config.trained_steps
         self.accelerator = Accelerator(
@@ -60,6 +62,7 @@ class Loops:
         self.negative = self.encode("")
 
     def encode(self, text: str) -> tuple[Tensor, Tensor]:
+        """Return embeddings and pooled embeddings of a prompt, repeated to a batch."""
         with torch.no_grad():
             embeds, _, pooled, _ = self.pipeline.encode_prompt(
                 *[text] * 3,
@@ -70,6 +73,7 @@ class Loops:
         return tuple(x.repeat_interleave(self.config.train.batch_size, 0) for x in (embeds, pooled))
 
     def sample(self) -> dict[str, Tensor]:
+        """Sample a batch; return its trajectory and random advantages, as for `train`."""
         sample = self.config.sample
         height = self.config.height or self.config.resolution
         width = self.config.width or self.config.resolution
@@ -85,7 +89,7 @@ class Loops:
             "width": width,
             "noise_level": sample.noise_level,
         }
-        known = inspect.signature(self.sample_batch).parameters  # it differs between versions
+        known = inspect.signature(self.sample_batch).parameters  # differs between versions
         options = {name: value for name, value in wanted.items() if name in known}
         with torch.no_grad():
             _, latents, log_probs, *_ = self.sample_batch(self.pipeline, **options)
@@ -100,6 +104,7 @@ class Loops:
         }
 
     def train(self, samples: dict[str, Tensor]) -> None:
+        """Train on each step of a batch, with Flow-GRPO's loss."""
         train = self.config.train
         embeds, pooled = self.positive
         if train.cfg and self.config.sample.guidance_scale > 1:
@@ -111,11 +116,11 @@ class Loops:
                 _, log_prob, mean, rate = self.log_prob(*arguments, self.config)
                 ratio = torch.exp(log_prob - samples["log_probs"][:, j])
                 advantages = samples["advantages"].clamp(-train.adv_clip_max, train.adv_clip_max)
-                held = ratio.clamp(1 - train.clip_range, 1 + train.clip_range)
-                loss = torch.maximum(-advantages * ratio, -advantages * held).mean()
+                clipped = ratio.clamp(1 - train.clip_range, 1 + train.clip_range)
+                loss = torch.maximum(-advantages * ratio, -advantages * clipped).mean()
                 if train.beta > 0:
-                    bare = self.accelerator.unwrap_model(self.transformer)
-                    with torch.no_grad(), bare.disable_adapter():
+                    unwrapped = self.accelerator.unwrap_model(self.transformer)
+                    with torch.no_grad(), unwrapped.disable_adapter():
                         _, _, reference, _ = self.log_prob(*arguments, self.config)
                     square = ((mean - reference) ** 2).mean(dim=(1, 2, 3), keepdim=True)
                     loss = loss + train.beta * (square / (2 * rate**2)).mean()
@@ -127,6 +132,7 @@ class Loops:
 
 
 def load_pipeline(config: ConfigDict, device: torch.device) -> StableDiffusion3Pipeline:
+    """Load or build the pipeline; transformer and VAE are frozen and in float32."""
     if config.random_model:
         pipeline = build("sd3.5-medium", device, torch.float32)
     else:
@@ -137,18 +143,19 @@ def load_pipeline(config: ConfigDict, device: torch.device) -> StableDiffusion3P
 
 
 def measure(loops: Loops) -> dict[str, Any]:
+    """Run the warm-up and timed epochs and return the fields of the JSON line."""
     config, device = loops.config, loops.accelerator.device
     count = config.train.batch_size * config.sample.num_batches_per_epoch
     epochs = []
-    for epoch in range(1 + config.timed_epochs):  # the first warms up
-        start = bench.now(device)
+    for epoch in range(1 + config.timed_epochs):  # the first is warm-up
+        start = bench.synchronized_time(device)
         batches = [loops.sample() for _ in range(config.sample.num_batches_per_epoch)]
-        sampled = bench.now(device)
+        sampled = bench.synchronized_time(device)
         for batch in batches:
             loops.train(batch)
-        done = bench.now(device)
-        what = f"epoch {epoch} of {config.timed_epochs}" if epoch else "warm-up"
-        print(f"Flow-GRPO, {what}: {done - start:.1f} s", file=sys.stderr)
+        done = bench.synchronized_time(device)
+        title = f"epoch {epoch} of {config.timed_epochs}" if epoch else "warm-up"
+        print(f"Flow-GRPO, {title}: {done - start:.1f} s", file=sys.stderr)
         epochs.append(((sampled - start) / count, (done - sampled) / count / config.trained_steps))
     full = [sample + step * config.trained_steps for sample, step in epochs[1:]]
     return {

@@ -1,26 +1,27 @@
-"""One HTML page of a run: curves, pictures as they evolve, health. Several runs are compared.
+"""Write an HTML report of one or several runs: curves, samples over time, health checks.
 
     python scripts/report.py logs/RUN [logs/RUN2 ...] [--out FILE]
-    python scripts/report.py logs/RUN --watch        # a page on this machine that follows the run
+    python scripts/report.py logs/RUN --watch        # serve a local page that follows the run
 
-Without --out it is report.html in the first run's folder.
+Without --out the report is report.html in the first run's directory.
 """
 
 from argparse import Namespace
 from pathlib import Path
 
-from flow_grpo.config.mistakes import Parser, told_plainly
+from flow_grpo.config.error_reporting import ScriptParser, exit_on_user_error
 from flow_grpo.errors import UserError
-from flow_grpo.show.page import FILE, write_page
-from flow_grpo.show.serving import build_server
+from flow_grpo.report.page import REPORT_FILE, write_report
+from flow_grpo.report.server import build_server
 
 PORT = 8700
 HOST = "127.0.0.1"
 
 
 def watch(folders: list[Path], host: str, port: int) -> None:
+    """Serve a page that follows the runs, until Ctrl-C."""
     server = build_server(folders, host, port)
-    print(f"follow the run at http://{host}:{server.server_port}; Ctrl-C ends it", flush=True)
+    print(f"follow the run at http://{host}:{server.server_port}; Ctrl-C to stop", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -30,33 +31,39 @@ def watch(folders: list[Path], host: str, port: int) -> None:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders, like logs/RUN")
-    parser.add_argument("--out", type=Path, help=f"if not given, {FILE} in the first run's folder")
+    """Parse the command line; write or serve the report."""
+    parser = ScriptParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories, such as logs/RUN")
+    parser.add_argument(
+        "--out", type=Path, help=f"default: {REPORT_FILE} in the first run's directory"
+    )
     parser.add_argument("--watch", action="store_true", help="serve a page that follows the runs")
     parser.add_argument(
-        "--port", type=int, help=f"of --watch, if not given {PORT}; 0 takes any free one"
+        "--port", type=int, help=f"port for --watch; default {PORT}, 0: any free port"
     )
     parser.add_argument(
         "--host",
-        help=f"of --watch, if not given {HOST}; 0.0.0.0 lets everybody in your network in",
+        help=f"address for --watch; default {HOST}, 0.0.0.0 exposes the page to your network",
     )
     args = parser.parse_args()
-    told_plainly(lambda: show(args), debug=False)
+    exit_on_user_error(lambda: show(args), debug=False)
 
 
 def show(args: Namespace) -> None:
+    """Write the report, or serve it with --watch; reject options of the other mode."""
     if args.watch and args.out:
-        raise UserError("--watch writes no file; leave out --out")
+        raise UserError("has no effect with --watch", field="--out", hint="omit it")
     if args.watch:
         port = PORT if args.port is None else args.port
         watch(args.runs, HOST if args.host is None else args.host, port)
         return
     for name in ("port", "host"):
         if (value := getattr(args, name)) is not None:
-            raise UserError(f"--{name} {value} has no effect without --watch; leave it out")
-    out = args.out or args.runs[0] / FILE
-    write_page(args.runs, out)
+            raise UserError(
+                "has no effect without --watch", field=f"--{name}", value=value, hint="omit it"
+            )
+    out = args.out or args.runs[0] / REPORT_FILE
+    write_report(args.runs, out)
     print(f"wrote {out}")
 
 

@@ -1,4 +1,4 @@
-"""Train methods with seeds, some side by side; what is done is not done again. See compare.py."""
+"""Train methods over several seeds, concurrently, skipping finished runs; used by compare.py."""
 
 import json
 import sys
@@ -10,17 +10,17 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flow_grpo.draw.presets import get_config
-from flow_grpo.draw.saved import override
+from flow_grpo.config.saved_config import LOCATION_FIELDS
+from flow_grpo.diffusion.config_loading import apply_overrides
+from flow_grpo.diffusion.presets import get_config
 from flow_grpo.errors import UserError
-from flow_grpo.files import dotted, read_json
-from flow_grpo.run.resume import PLACES
-from flow_grpo.show.reading import read_metrics
+from flow_grpo.report.run_reader import read_metrics
+from flow_grpo.untrusted_files import flatten_fields, read_json
 
 ROOT = Path(__file__).parents[1]
-OWN_FIELDS = ("seed", *PLACES)  # set for each run
-SIGNS = "signs"  # what the presets of the small model are for
-TASKS = {  # what differs from the preset
+PER_RUN_FIELDS = ("seed", *LOCATION_FIELDS)  # set for each run
+SIGNS = "signs"  # the task of the small model's presets
+TASKS = {  # overrides of the preset
     SIGNS: {},
     "scenes": {
         "dataset": "dataset/scenes",
@@ -32,12 +32,14 @@ TASKS = {  # what differs from the preset
 
 @dataclass(frozen=True)
 class Run:
+    """One training run of a comparison."""
+
     task: str
-    method: str  # a preset, or PRESET+FIELD=VALUE+FIELD=VALUE with what differs from it
+    method: str  # PRESET, or PRESET+FIELD=VALUE+FIELD=VALUE with overrides
     seed: int
-    rate: float | None = None  # of learning, in place of the preset's
-    also: str = ""  # a reward to evaluate beside the one that is trained
-    label: str = ""  # where the method is too long to name a folder
+    rate: float | None = None  # learning rate that replaces the preset's
+    also: str = ""  # a reward to evaluate but not train
+    label: str = ""  # replaces a method that is too long for a directory name
 
     @property
     def preset(self) -> str:
@@ -54,71 +56,91 @@ class Run:
         return f"{task}{self.label or self.method}{rate}-{self.seed}".replace("/", "_")
 
     def fields(self) -> dict[str, Any]:
-        """What the task and this run change of the preset, beside the seed."""
+        """Return the overrides of the preset by the task and this run, except the seed."""
         fields = dict(TASKS[self.task])
         if self.rate is not None:
             fields["train.learning_rate"] = self.rate
         if self.also:
             trained = fields.get("reward_fn") or get_config(self.preset).reward_fn.to_dict()
-            fields["eval_reward_fn"] = {**trained, self.also: 0.0}  # no part of the held-out reward
+            fields["eval_reward_fn"] = {**trained, self.also: 0.0}  # not in the held-out reward
         return fields
 
 
 def resolve(run: Run, overrides: list[str]) -> dict[str, Any]:
-    """The fields of this run."""
+    """Return the flattened config that a run has with these overrides."""
     config = get_config(run.preset)
     for name, value in run.fields().items():
         section, _, field = name.rpartition(".")
-        own = config[section] if section else config
-        own[field] = ConfigDict(value) if isinstance(value, dict) else value
-    config = override(config, [*run.changes, *overrides])
+        target = config[section] if section else config
+        target[field] = ConfigDict(value) if isinstance(value, dict) else value
+    config = apply_overrides(config, [*run.changes, *overrides])
     config.seed = run.seed
-    return dict(dotted(json.loads(config.to_json_best_effort())))
+    return dict(flatten_fields(json.loads(config.to_json_best_effort())))
 
 
-def is_done(folder: Path, now: dict[str, Any]) -> bool:
-    """Whether it has all its epochs; a run of another config is refused, more epochs are none."""
+def read_saved_config(folder: Path) -> dict[str, Any] | None:
+    """Return the flattened config of a run directory, or None if it has none."""
     try:
-        before = dict(dotted(read_json(folder / "config.json")))
+        return dict(flatten_fields(read_json(folder / "config.json")))
     except FileNotFoundError:
-        return False
+        return None
     except (UserError, OSError, AttributeError) as error:
-        raise UserError(f"{folder / 'config.json'} is not of a run: {error}") from error
-    for name in sorted({*before, *now} - {*PLACES}):
-        was, wanted = before.get(name), now.get(name)
-        if was != wanted and not (name == "num_epochs" and was is not None and was < wanted):
+        raise UserError(
+            f"is not the config of a run: {error}", field=folder / "config.json"
+        ) from error
+
+
+def is_finished(folder: Path, config: dict[str, Any]) -> bool:
+    """Return whether a run has all its epochs.
+
+    Raises:
+        UserError: The run has another config. A smaller `num_epochs` is accepted: it is continued.
+    """
+    saved = read_saved_config(folder)
+    if saved is None:
+        return False
+    for name in sorted({*saved, *config} - {*LOCATION_FIELDS}):
+        old, new = saved.get(name), config.get(name)
+        if old != new and not (name == "num_epochs" and old is not None and old < new):
             raise UserError(
-                f"{folder} has {name}={was!r}, not {wanted!r} as asked for; choose another "
-                "--logdir, or remove that run"
+                f"differs from the requested {new!r} in {folder}",
+                field=name,
+                value=old,
+                hint="choose another --logdir or remove that run",
             )
     epochs = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
-    return bool(epochs) and epochs[-1]["epoch"] >= now["num_epochs"]
+    return bool(epochs) and epochs[-1]["epoch"] >= config["num_epochs"]
 
 
-def check_changes(folder: Path, run: Run, overrides: list[str]) -> None:
-    """Reject a run that is to be shown as it is, and that has other values in the fields that the
-    method or the command line sets."""
+def check_unchanged_config(folder: Path, run: Run, overrides: list[str]) -> None:
+    """Reject an existing run whose config differs in a field set by its method or `overrides`.
+
+    A run without a config.json is not checked.
+    """
     options = [*run.changes, *overrides]
     names = tuple(option.removeprefix("--config.").partition("=")[0] for option in options)
     if not names:
         return
     wanted = resolve(run, overrides)
-    try:
-        saved = dict(dotted(read_json(folder / "config.json")))
-    except FileNotFoundError:  # a metrics file alone, which does not say
+    saved = read_saved_config(folder)
+    if saved is None:  # a metrics file without a config
         return
-    except (UserError, OSError, AttributeError) as error:
-        raise UserError(f"{folder / 'config.json'} is not of a run: {error}") from error
     for name, value in wanted.items():
         is_set = any(name == each or name.startswith(f"{each}.") for each in names)
         if is_set and saved.get(name) != value:
             raise UserError(
-                f"{folder} has {name}={saved.get(name)!r}, not {value!r} as given; leave that "
-                "option out, or choose another --logdir"
+                f"differs from the given {value!r} in {folder}",
+                field=name,
+                value=saved.get(name),
+                hint="omit that option or choose another --logdir",
             )
 
 
 def start(run: Run, logdir: Path, overrides: list[str]) -> Popen:
+    """Start a run in a new session and return its process; it resumes if it exists.
+
+    The output goes to <logdir>/<name>.log.
+    """
     fields = run.fields() | {"seed": run.seed}
     fields |= {"run_name": run.name, "logdir": logdir, "resume": "auto"}
     command = [
@@ -128,17 +150,24 @@ def start(run: Run, logdir: Path, overrides: list[str]) -> Popen:
     ]
     command += [f"--config.{field}={value}" for field, value in fields.items()]
     with (logdir / f"{run.name}.log").open("ab") as log:
-        # in a session of its own, so that it hears of Ctrl-C from us only, once
+        # In a new session, so that Ctrl-C reaches it only once, through us.
         command += [*run.changes, *overrides]
         return Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def train_all(runs: list[Run], logdir: Path, overrides: list[str], jobs: int) -> bool:
-    """Those that are not done yet, `jobs` side by side; whether all are now. One that fails does
-    not stop the others."""
+    """Train the unfinished runs, `jobs` at a time.
+
+    Returns:
+        Whether all runs are finished; a failed run does not stop the others.
+    """
     wanted = {run.name: run for run in runs}
-    waiting = [n for n, run in wanted.items() if not is_done(logdir / n, resolve(run, overrides))]
-    count, failed, running = len(wanted) - len(waiting), [], {}
+    waiting = [
+        n for n, run in wanted.items() if not is_finished(logdir / n, resolve(run, overrides))
+    ]
+    count = len(wanted) - len(waiting)
+    failed: list[str] = []
+    running: dict[str, tuple[Popen, float]] = {}  # with the start time
     if count:
         print(f"{count}/{len(wanted)}  done before", flush=True)
     try:
@@ -159,10 +188,10 @@ def train_all(runs: list[Run], logdir: Path, overrides: list[str], jobs: int) ->
                 print(line, flush=True)
     finally:
         for process, _ in running.values():
-            process.terminate()  # it saves what it has
+            process.terminate()  # it saves a checkpoint
         for process, _ in running.values():
             process.wait()
     if failed:
-        told = f"{len(failed)} of {len(wanted)} runs failed: {', '.join(failed)}"
-        print(f"error: {told}; the same command tries again", file=sys.stderr)
+        summary = f"{len(failed)} of {len(wanted)} runs failed: {', '.join(failed)}"
+        print(f"error: {summary}; repeat the command to retry", file=sys.stderr)
     return not failed

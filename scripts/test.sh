@@ -3,7 +3,7 @@
 set -euo pipefail
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
     echo "usage: bash scripts/test.sh [pytest arguments, e.g. tests/test_sde.py]"
-    echo "Lints and runs all tests, or those named, in .venv (or \$VENV), which is made if need be."
+    echo "Lints and runs all or the given tests in .venv (or \$VENV), which is created if missing."
     exit
 fi
 EXTRAS=test source "$(dirname "$0")/venv.sh"
@@ -12,12 +12,12 @@ EXTRAS=test source "$(dirname "$0")/venv.sh"
 "$VENV/bin/ruff" format --check .
 chosen="not alone"
 if ! command -v chromium chromium-browser google-chrome >/dev/null; then
-    echo "no chromium here: tests of pages are left out (apt install chromium)"
+    echo "chromium is not installed: browser tests are skipped (apt install chromium)"
     chosen="not alone and not browser"
 fi
-# Most tests wait for processes they start, so two at a time, the longest files (e2e) first; then
-# those that measure speed, whose files are named, as to collect all tests takes half a minute.
-# 5: the arguments leave no test of that kind
+# Most tests wait for processes that they start, so two run in parallel, the longest files (e2e) first.
+# The tests that measure speed run alone afterwards, by file, because collecting all tests takes half a
+# minute. Exit code 5 means that the arguments select no test of that kind.
 "$VENV/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@" || [ $? -eq 5 ]
 [ $# -gt 0 ] || set -- $(grep -rl --include='*.py' pytest.mark.alone tests)
 "$VENV/bin/python" -m pytest -q -m alone "$@" || [ $? -eq 5 ]

@@ -3,21 +3,20 @@
     python scripts/train.py --config config/grpo.py:PRESET [--config.sample.num_steps=8 ...]
     accelerate launch scripts/train.py --config ... [--dry_run [--world_size=N]]
 
-One epoch: sample a group of images per prompt, score them, turn scores into credit for each sample,
-and update the weights. What differs between algorithms is in flow_grpo/draw/algorithms.
+One epoch: sample a group of images per prompt, score them, turn the scores into one weight per
+sample (`credit`; for GRPO, the advantage) and update the weights of the model. What differs between
+algorithms is in flow_grpo/diffusion/algorithms.
 """
 
 if __name__ == "__main__":
-    import flow_grpo.config.early  # noqa: F401  first: the others take seconds
+    import flow_grpo.config.early_exit  # noqa: F401  first: other imports take seconds
     from flow_grpo.config import command_line
-    from flow_grpo.draw.fields import DRAW
+    from flow_grpo.diffusion.fields import DIFFUSION_SPEC
 
-    command_line.look(DRAW, dry_run=True)
+    command_line.parse_command_line(DIFFUSION_SPEC, dry_run=True)
 
 import logging
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,243 +26,303 @@ from ml_collections import ConfigDict
 
 from flow_grpo.advantages import keep_best_worst
 from flow_grpo.config import command_line
-from flow_grpo.data.prompts import Draw, Prompt, epoch_draws
+from flow_grpo.data.epoch_batches import SampleBatch, build_epoch_batches
+from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng, sample_generators
-from flow_grpo.draw import dry
-from flow_grpo.draw.algorithms import Batch
-from flow_grpo.draw.algorithms.anchors import nearest, thumbnails
-from flow_grpo.draw.algorithms.base import with_gradient
-from flow_grpo.draw.data_anchor import DataBatch
-from flow_grpo.draw.evaluation import evaluate
-from flow_grpo.draw.fields import DRAW
-from flow_grpo.draw.plan import lighter_evaluation, lighter_training
-from flow_grpo.draw.results import write_training_samples
-from flow_grpo.draw.rollout import (
+from flow_grpo.diffusion import dry_run
+from flow_grpo.diffusion.algorithms import Batch
+from flow_grpo.diffusion.algorithms.anchors import downsample_images, nearest_distances
+from flow_grpo.diffusion.algorithms.base import drop_zero_gradient
+from flow_grpo.diffusion.builders import build_dynamics, image_size
+from flow_grpo.diffusion.data_anchor import DataBatch
+from flow_grpo.diffusion.evaluation import evaluate
+from flow_grpo.diffusion.fields import DIFFUSION_SPEC
+from flow_grpo.diffusion.plan import evaluation_memory_options, training_memory_options
+from flow_grpo.diffusion.results import write_training_samples
+from flow_grpo.diffusion.rollout import (
     Denoiser,
     Trajectory,
-    group_distance,
+    count_sample_steps,
     group_generators,
     initial_noise,
-    steps_taken,
+    within_group_distance,
 )
-from flow_grpo.draw.session import Session, build_dynamics, build_session, image_size
-from flow_grpo.draw.sources import reward_metadata
+from flow_grpo.diffusion.session import Session, build_session
+from flow_grpo.diffusion.source_images import reward_metadata
+from flow_grpo.perf.transfer import to_device
 from flow_grpo.rewards import TOTAL, PendingScores
-from flow_grpo.run.building import advice_when_short
-from flow_grpo.run.distributed import accumulated, gather_rows, gather_scores
-from flow_grpo.run.finite import backward
-from flow_grpo.run.metrics import Scored, Timer, TrainingStats, peak_memory_gb, reward_metrics
-from flow_grpo.run.session import (
-    carry_out,
+from flow_grpo.training.builder import suggest_on_oom
+from flow_grpo.training.distributed import accumulate_gradients, gather_rows, gather_scores
+from flow_grpo.training.finite import backward
+from flow_grpo.training.metrics import (
+    ScoredSamples,
+    Timer,
+    TrainingStats,
+    peak_memory_gb,
+    reward_metrics,
+)
+from flow_grpo.training.session import (
     evaluation_metrics,
     finish_epoch,
     is_due,
-    set_learning_rates,
-    stop_at_outage,
-    take_update,
+    run_training,
+    stop_on_outage,
     training_metrics,
     write_samples,
 )
-from flow_grpo.speed.transfer import send
+from flow_grpo.training.update import optimizer_step, set_learning_rates
 
 logger = logging.getLogger("flow_grpo")
-GRADIENTS = 8  # pictures that are differentiated together: the VAE keeps its activations
+REWARD_GRADIENT_BATCH = 8  # images differentiated at once: the VAE keeps their activations
 BASELINE = f"{TOTAL}/baseline"  # a name that no reward can have
 
 
 @dataclass
 class SampledBatch:
-    draw: Draw
+    """A batch of samples of this process, with rewards that may still be pending."""
+
+    ids: SampleBatch  # index within the epoch and prompt row of each sample, (B,)
     trajectory: Trajectory
-    images: torch.Tensor | None  # (B, 3, H, W) or (B, F, 3, H, W), of the first group, to show
+    images: torch.Tensor | None  # (B, 3, H, W) or (B, F, 3, H, W), to log; first group only
     scores: PendingScores  # {reward name: (B,)}, computed in the background
-    distance: torch.Tensor  # (2,), of pictures within a group: see group_distance
-    thumbnails: torch.Tensor | None  # (B, numbers), where anchors.diversity compares them
-    step: int  # optimizer updates of the weights that sampled it
-    steps: int  # of single samples, that it took
+    distance: torch.Tensor  # (2,), see `within_group_distance`
+    thumbnails: torch.Tensor | None  # (B, features), with `anchors.diversity`
+    policy_step: int  # optimizer updates of the weights that sampled the batch
+    sample_steps: int  # denoising steps taken, summed over the samples
 
 
 def main(config: ConfigDict) -> Session:
+    """Train with a config, from the start or a checkpoint, and return the finished session."""
     session = build_session(config)
-    return carry_out(session, train, lighter_training(config, session.plan))
+    return run_training(session, train, training_memory_options(session.config, session.plan))
 
 
 def train(session: Session) -> None:
+    """Run the remaining epochs: sample, score, compute advantages, update, evaluate, save."""
     config, progress = session.config, session.progress
+    algorithm = session.algorithm
     if session.adapter.compiled:
-        logger.info("the first epoch compiles the model, which takes a minute or two")
+        logger.info("compiling the model during the first epoch; this takes a minute or two")
     if progress.epoch < 0:
         timer = Timer()
         with timer("eval"):
             metrics = run_evaluation(session, epoch=0)
         finish_epoch(session, 0, metrics, timer)
 
-    ahead = None
+    next_samples = None
     for epoch in range(progress.epoch, config.num_epochs):
-        done, timer = epoch + 1, Timer()
+        done = epoch + 1
+        timer = Timer()
         with timer("sample"):
-            samples = ahead or sample_behind(session, epoch)
-            ahead = sample_ahead(session, done)
+            samples = next_samples or sample_current_epoch(session, epoch)
+            next_samples = sample_next_epoch(session, done)
         with timer("reward_wait"):
             scored = collect_rewards(session, epoch, samples)
         session.stop.check()
-        session.policy.count(sum(s.steps for s in samples))
-        stop_at_outage(session, done, scored.rewards)
-        if ahead is None:  # else they are at work
-            session.reward.rest()
-        credit = session.algorithm.anchors.shape(session.algorithm.credit(scored), scored)
-        if not session.algorithm.old_is_behaviour:
-            session.remember_behaviour()
+        session.policy.count_passes(sum(s.sample_steps for s in samples))
+        stop_on_outage(session, done, scored.rewards)
+        if next_samples is None:  # otherwise the reward models are scoring the next epoch
+            session.reward.release_memory()
+        credit = algorithm.anchors.reweight(algorithm.credit(scored), scored)
+        if not algorithm.old_is_behaviour:
+            session.snapshot_behaviour_weights()
         with timer("train"):
             training = train_epoch(session, epoch, samples, credit)
-            if session.algorithm.old_is_behaviour:  # the old weights, which change only now
-                session.remember_behaviour()
-            session.algorithm.after_epoch(session.policy, progress.step)
-            training |= session.algorithm.adapt(training)
-            training |= session.algorithm.anchors.renew_reference(session.policy, training)
-            progress.algorithm = session.algorithm.state_dict()
+            if algorithm.old_is_behaviour:  # the loss needed the previous snapshot
+                session.snapshot_behaviour_weights()
+            algorithm.after_epoch(session.policy, progress.step)
+            training |= algorithm.update_kl_weight(training)
+            training |= algorithm.anchors.maybe_reset_reference(session.policy, training)
+            progress.algorithm = algorithm.state_dict()
 
         metrics = {
             **reward_metrics(scored.rewards, scored.groups),
             **training,
-            **diversity(session, samples),
+            **diversity_metrics(session, samples),
             "perf/images_per_s": session.plan.samples / sum(timer.seconds.values()),
             "perf/peak_mem_gb": peak_memory_gb(session.accelerator.device),
-            "perf/passes": count_passes(session),
+            "perf/passes": reduce_pass_count(session),
         }
         if is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
-                shown = [(s.draw, s.images) for s in samples if s.images is not None]
-                write_training_samples(session, done, shown, scored, credit)
+                logged = [(s.ids, s.images) for s in samples if s.images is not None]
+                write_training_samples(session, done, logged, scored, credit)
                 metrics |= run_evaluation(session, done)
         finish_epoch(session, done, metrics, timer)
 
 
-def sample_behind(session: Session, epoch: int) -> list[SampledBatch]:
-    """An epoch that was not sampled ahead: the first, or the first of a resumed run, whose stale
-    weights sample it again as they did."""
-    behind = session.plan.updates if session.stale is not None and epoch > 0 else 0
-    with session.sampled_by():
+def sample_current_epoch(session: Session, epoch: int) -> list[SampledBatch]:
+    """Sample an epoch that was not sampled ahead: the first one after the start or a resume.
+
+    A resumed run samples with the saved behaviour weights, so it gets the same samples again.
+    """
+    behind = session.plan.updates if session.behaviour_snapshot is not None and epoch > 0 else 0
+    with session.use_behaviour_weights():
         return sample_epoch(session, epoch, session.progress.step - behind)
 
 
-def sample_ahead(session: Session, epoch: int) -> list[SampledBatch] | None:
-    """With `sample.async_depth`: the next epoch, while rewards of this one are computed."""
-    if session.stale is None or epoch >= session.config.num_epochs:
+def sample_next_epoch(session: Session, epoch: int) -> list[SampledBatch] | None:
+    """Sample the next epoch while this one's rewards are computed, if `sample.async_depth`."""
+    if session.behaviour_snapshot is None or epoch >= session.config.num_epochs:
         return None
-    with session.behaviour():
+    with session.use_sampling_weights():
         return sample_epoch(session, epoch, session.progress.step)
 
 
-def sample_epoch(session: Session, epoch: int, step: int = 0) -> list[SampledBatch]:
-    """Draw this process's samples; each batch is scored while the next one is sampled.
+def sample_epoch(session: Session, epoch: int, policy_step: int = 0) -> list[SampledBatch]:
+    """Sample this process's part of an epoch; each batch is scored while the next one is sampled.
 
-    `step`: optimizer updates of the weights that sample.
+    `policy_step` counts the optimizer updates that the current weights have received.
     """
-    config, policy, algorithm = session.config, session.policy, session.algorithm
-    draws, samples, without_noise = draw_epoch(session, epoch), [], session.without_noise(epoch)
-    policy.denoiser.encode_ahead(prompts_of(session, draws))
-    seeds, explored = explore(session, epoch, without_noise)
-    if session.gradients is not None:
-        session.gradients.begin()
-    for draw in session.bar(draws, f"epoch {epoch + 1} sample"):
+    config, policy = session.config, session.policy
+    epoch_batches = draw_epoch_prompts(session, epoch)
+    policy.denoiser.precompute_embeddings(select_prompts(session, epoch_batches))
+    seeds, explored_steps = select_seeds(session, epoch)
+    if session.rollout_gradients is not None:
+        session.rollout_gradients.reset()
+    samples = []
+    for ids in session.bar(epoch_batches, f"epoch {epoch + 1} sample"):
         session.stop.check()
-        session.reward.end_if_broken()
-        chosen = prompts_of(session, [draw])
-        # a sample's own generator draws its first noise and then that of its steps
-        generators = sample_generators(config.seed, epoch, seeds[draw.index].tolist())
-        same = config.sample.same_latent
-        first = group_generators(config.seed, epoch, draw.row.tolist()) if same else generators
-        alike = draw.row if same else draw.index
-        noisy = session.noisy_steps(epoch, int(draw.index[0]))
-        trajectory = policy.denoiser.sample(
-            first_noise(session, first),
-            policy.denoiser.encode(chosen),
-            steps=noisy,
-            generators=generators,
-            without_noise=without_noise,
-            alike=alike,
-            keep_means=algorithm.keeps_means,
-            keep_states=algorithm.needs_reward_gradient,
-            noisy_step=None if session.gradients is None else session.gradients.step,
+        session.reward.raise_if_failing()
+        prompts = select_prompts(session, [ids])
+        trajectory, steps = sample_batch(session, epoch, ids, prompts, seeds)
+        images, scores = decode_and_score(session, trajectory, prompts)
+        is_logged = len(samples) * len(images) < session.plan.group_size
+        samples.append(
+            SampledBatch(
+                ids=ids,
+                trajectory=trajectory,
+                images=images if is_logged else None,
+                scores=scores,
+                distance=within_group_distance(images, ids.row),
+                thumbnails=downsample_images(images) if config.anchors.diversity else None,
+                policy_step=policy_step,
+                sample_steps=steps + explored_steps,
+            )
         )
-        if session.gradients is not None:
-            session.gradients.keep(draw.index)
-        if algorithm.needs_reward_gradient:
-            trajectory = replace(trajectory, pull=reward_gradient(session, trajectory, chosen))
-        images, scores = decode_and_score(session, trajectory, chosen)
-        distance = group_distance(images, draw.row)
-        small = thumbnails(images) if config.anchors.diversity else None
-        shown = None if len(samples) * len(images) >= session.plan.group_size else images
-        steps = steps_taken(config.sample.num_steps, noisy, alike) + explored
-        explored = 0
-        samples.append(SampledBatch(draw, trajectory, shown, scores, distance, small, step, steps))
-    # while a GPU is still at the last batch, unless the encoders would have to join it there
+        explored_steps = 0  # counted once, with the first batch
+    # Encode while the GPU works on the last batch, unless that would load the encoders next to it.
     if epoch + 1 < config.num_epochs and not config.offload_idle:
-        policy.denoiser.encode_ahead(prompts_of(session, draw_epoch(session, epoch + 1)))
+        next_batches = draw_epoch_prompts(session, epoch + 1)
+        policy.denoiser.precompute_embeddings(select_prompts(session, next_batches))
     return samples
 
 
-def explore(
-    session: Session, epoch: int, without_noise: Callable[[], AbstractContextManager]
-) -> tuple[np.ndarray, int]:
-    """The numbers that seed the samples of an epoch, and the steps of single samples that it took
-    to choose them: with `train.keep_best_worst` more are drawn, by fewer steps and without noise,
-    and those that score best and worst in their group are drawn again."""
-    config, plan, scores = session.config, session.plan, []
-    if plan.explored == 1:
+def sample_batch(
+    session: Session,
+    epoch: int,
+    ids: SampleBatch,
+    prompts: list[Prompt],
+    seeds: np.ndarray,
+) -> tuple[Trajectory, int]:
+    """Sample a batch; `seeds` are those of all samples of the epoch, (samples per epoch,).
+
+    Each sample has a generator, which draws its initial noise and then the noise of its stochastic
+    steps. With `sample.same_latent`, the samples of a group share their initial noise.
+
+    Returns:
+        The trajectories and the number of denoising steps taken, summed over the samples.
+    """
+    config, algorithm, denoiser = session.config, session.algorithm, session.policy.denoiser
+    rollout_gradients = session.rollout_gradients
+    generators = sample_generators(config.seed, epoch, seeds[ids.index].tolist())
+    initial_generators, noise_group_ids = generators, ids.index
+    if config.sample.same_latent:
+        initial_generators = group_generators(config.seed, epoch, ids.row.tolist())
+        noise_group_ids = ids.row
+    noisy = session.noisy_steps(epoch, int(ids.index[0]))
+    trajectory = denoiser.sample(
+        make_initial_noise(session, initial_generators),
+        denoiser.encode(prompts),
+        steps=noisy,
+        generators=generators,
+        noise_group_ids=noise_group_ids,
+        keep_means=algorithm.records_step_means,
+        keep_states=algorithm.needs_reward_gradient,
+        stochastic_step_fn=None if rollout_gradients is None else rollout_gradients.step,
+    )
+    if rollout_gradients is not None:
+        rollout_gradients.store(ids.index)
+    if algorithm.needs_reward_gradient:
+        gradient = compute_reward_gradient(session, trajectory, prompts)
+        trajectory = replace(trajectory, reward_gradient=gradient)
+    return trajectory, count_sample_steps(config.sample.num_steps, noisy, noise_group_ids)
+
+
+def select_seeds(session: Session, epoch: int) -> tuple[np.ndarray, int]:
+    """Choose the seeds of an epoch's samples.
+
+    With `train.keep_best_worst`, each group explores more seeds than it trains: it samples them
+    with fewer steps and without noise, and keeps those with the highest and lowest rewards, to be
+    sampled again with all steps.
+
+    Returns:
+        The seeds, (samples per epoch,), and the number of denoising steps spent on exploration.
+    """
+    config, plan = session.config, session.plan
+    if plan.exploration_factor == 1:
         return np.arange(plan.samples), 0
-    sample, draws = config.sample, draw_epoch(session, epoch, plan.explored)
-    walk = {"guidance_scale": sample.guidance_scale, "solver": sample.solver}
-    dynamics = build_dynamics(config, session.adapter, sample.explore_steps, **walk)
-    for draw in session.bar(draws, f"epoch {epoch + 1} explore"):
+    sample = config.sample
+    epoch_batches = draw_epoch_prompts(session, epoch, plan.exploration_factor)
+    guidance = {"guidance_scale": sample.guidance_scale, "solver": sample.solver}
+    dynamics = build_dynamics(config, session.adapter, sample.explore_steps, **guidance)
+    pending = []
+    for ids in session.bar(epoch_batches, f"epoch {epoch + 1} explore"):
         session.stop.check()
-        session.reward.end_if_broken()
-        chosen = prompts_of(session, [draw])
-        generators = sample_generators(config.seed, epoch, draw.index.tolist())
+        session.reward.raise_if_failing()
+        prompts = select_prompts(session, [ids])
+        generators = sample_generators(config.seed, epoch, ids.index.tolist())
         trajectory = Denoiser(session.adapter, session.policy.module, dynamics).sample(
-            first_noise(session, generators),
-            session.policy.denoiser.encode(chosen),
-            without_noise=without_noise,
+            make_initial_noise(session, generators),
+            session.policy.denoiser.encode(prompts),
         )
-        scores.append(decode_and_score(session, trajectory, chosen)[1])
-    scored = gather(session, draws, [s.result() for s in scores], plan.explored)
+        pending.append(decode_and_score(session, trajectory, prompts)[1])
+    scores = [each.result() for each in pending]
+    scored = gather_rewards(session, epoch_batches, scores, plan.exploration_factor)
     kept = keep_best_worst(scored.total, scored.groups, config.train.keep_best_worst)
-    return kept, sum(len(draw.index) for draw in draws) * sample.explore_steps
+    return kept, sum(len(ids.index) for ids in epoch_batches) * sample.explore_steps
 
 
-def first_noise(session: Session, generators: list[torch.Generator]) -> torch.Tensor:
+def make_initial_noise(session: Session, generators: list[torch.Generator]) -> torch.Tensor:
+    """Draw the initial latents, (B, C, H, W) or with frames, one sample per generator."""
     shape = session.adapter.latent_shape(*image_size(session.config))
     return initial_noise(generators, shape, session.accelerator.device)
 
 
 def decode_and_score(
-    session: Session, trajectory: Trajectory, chosen: list[Prompt]
+    session: Session, trajectory: Trajectory, prompts: list[Prompt]
 ) -> tuple[torch.Tensor, PendingScores]:
+    """Decode the final latents and submit the images to the rewards."""
     images = session.adapter.decode(trajectory.final)
-    told = reward_metadata(chosen, session.adapter)
-    return images, session.reward.submit(images, [p.prompt for p in chosen], told)
+    metadata = reward_metadata(prompts, session.adapter)
+    return images, session.reward.submit(images, [p.prompt for p in prompts], metadata)
 
 
-def reward_gradient(session: Session, trajectory: Trajectory, chosen: list[Prompt]) -> torch.Tensor:
-    """In the final latents, like these; 0 where it is no number."""
+def compute_reward_gradient(
+    session: Session, trajectory: Trajectory, prompts: list[Prompt]
+) -> torch.Tensor:
+    """Return the gradient of the reward with respect to the final latents, (B, C, H, W).
+
+    Non-finite elements are set to 0.
+    """
     gradients = []
-    for i, latents in enumerate(trajectory.final.split(GRADIENTS)):
-        texts = [p.prompt for p in chosen[i * GRADIENTS : (i + 1) * GRADIENTS]]
+    texts = [p.prompt for p in prompts]
+    for i, latents in enumerate(trajectory.final.split(REWARD_GRADIENT_BATCH)):
+        start = i * REWARD_GRADIENT_BATCH
         latents = latents.detach().requires_grad_()
         images = session.adapter.decode_with_gradient(latents)
-        total = session.reward.score_pixels(images, texts).sum().to(latents.device)
-        gradients += torch.autograd.grad(total, latents)
+        scores = session.reward.score_pixels(images, texts[start : start + REWARD_GRADIENT_BATCH])
+        gradients += torch.autograd.grad(scores.sum().to(latents.device), latents)
     return torch.cat(gradients).nan_to_num(0.0, 0.0, 0.0)
 
 
-def draw_epoch(session: Session, epoch: int, times: int = 1) -> list[Draw]:
-    """What this process samples in an epoch, or explores: `times` as many of each prompt."""
+def draw_epoch_prompts(session: Session, epoch: int, num_repeats: int = 1) -> list[SampleBatch]:
+    """Draw an epoch's prompts; return this process's batches, with groups `num_repeats` as big."""
     plan, accelerator = session.plan, session.accelerator
-    return epoch_draws(
+    return build_epoch_batches(
         rows=len(session.prompts),
         groups=plan.groups,
-        group_size=plan.group_size * times,
+        group_size=plan.group_size * num_repeats,
         batch_size=plan.sample_batch_size,
         updates=plan.updates_per_pass,
         process=accelerator.process_index,
@@ -273,155 +332,203 @@ def draw_epoch(session: Session, epoch: int, times: int = 1) -> list[Draw]:
     )
 
 
-def prompts_of(session: Session, draws: list[Draw]) -> list[Prompt]:
-    return [session.prompts[row] for draw in draws for row in draw.row]
+def select_prompts(session: Session, batches: list[SampleBatch]) -> list[Prompt]:
+    """Return the prompt of each sample of the batches."""
+    return [session.prompts[row] for ids in batches for row in ids.row]
 
 
-def collect_rewards(session: Session, epoch: int, samples: list[SampledBatch]) -> Scored:
-    """The scores of all processes, in the samples' order."""
+def collect_rewards(session: Session, epoch: int, samples: list[SampledBatch]) -> ScoredSamples:
+    """Wait for the rewards of an epoch and gather those of all processes, in sample order."""
     scores = [s.scores.result() for s in session.bar(samples, "wait for rewards")]
     if session.config.train.advantage == "remax":
-        for column, score in zip(baselines(session, epoch, samples), scores, strict=True):
-            score[BASELINE] = column
-    draws = [s.draw for s in samples]
-    scored = gather(session, draws, scores)
+        baselines = compute_remax_baselines(session, epoch, samples)
+        for baseline, score in zip(baselines, scores, strict=True):
+            score[BASELINE] = baseline
+    batches = [s.ids for s in samples]
+    scored = gather_rewards(session, batches, scores)
     if not session.config.anchors.diversity:
         return scored
-    index = torch.from_numpy(np.concatenate([draw.index for draw in draws]))
-    small = {"small": torch.cat([s.thumbnails for s in samples])}
-    _, gathered = gather_rows(session.accelerator, index, small)
-    return replace(scored, apart=nearest(gathered["small"].numpy(), scored.groups))
+    index = torch.from_numpy(np.concatenate([ids.index for ids in batches]))
+    thumbnails = {"small": torch.cat([s.thumbnails for s in samples])}
+    _, gathered = gather_rows(session.accelerator, index, thumbnails)
+    return replace(scored, apart=nearest_distances(gathered["small"].numpy(), scored.groups))
 
 
-def gather(
-    session: Session, draws: list[Draw], scores: list[dict[str, np.ndarray]], times: int = 1
-) -> Scored:
-    """The scores of all processes; `times` as in `draw_epoch`."""
-    index = np.concatenate([draw.index for draw in draws])
+def gather_rewards(
+    session: Session,
+    batches: list[SampleBatch],
+    scores: list[dict[str, np.ndarray]],
+    num_repeats: int = 1,
+) -> ScoredSamples:
+    """Gather the scores of all processes; `num_repeats` as in `draw_epoch_prompts`."""
+    index = np.concatenate([ids.index for ids in batches])
     rewards = gather_scores(session.accelerator, index, scores)
-    groups = np.arange(len(rewards[TOTAL])) // (session.plan.group_size * times)
+    groups = np.arange(len(rewards[TOTAL])) // (session.plan.group_size * num_repeats)
     baseline = rewards.pop(BASELINE, None)
     reward = session.reward
-    return Scored(rewards, groups, reward.weights, baseline, reward.judges)
+    return ScoredSamples(rewards, groups, reward.weights, baseline, reward.pairwise_rewards)
 
 
-def baselines(session: Session, epoch: int, samples: list[SampledBatch]) -> list[np.ndarray]:
-    """For each sample the reward of one without noise of the same prompt and weights, which
-    starts from a noise that its group shares."""
-    config, denoiser, size = session.config, session.policy.denoiser, len(samples[0].draw.row)
-    rows = list(dict.fromkeys(row for s in samples for row in s.draw.row.tolist()))
-    # weights that are shared out are run by all processes together: equally often on each
-    most, pending = max(gather_object([len(rows)])), []
+def compute_remax_baselines(
+    session: Session, epoch: int, samples: list[SampledBatch]
+) -> list[np.ndarray]:
+    """Compute the ReMax baselines, (B,) for each batch.
+
+    The baseline is the reward of one deterministic (ODE) sample per prompt, drawn with the weights
+    that sampled the epoch, from the initial noise of the group.
+    """
+    config, denoiser = session.config, session.policy.denoiser
+    size = len(samples[0].ids.row)
+    rows = list(dict.fromkeys(row for s in samples for row in s.ids.row.tolist()))
+    # sharded weights are gathered by all ranks together, so each runs the same number of batches
+    most = max(gather_object([len(rows)]))
+    pending = []
     for start in range(0, most, size):
-        part = (rows[start : start + size] + rows[:1] * size)[:size]  # batches of one size
-        chosen = [session.prompts[row] for row in part]
-        noise = first_noise(session, group_generators(config.seed, epoch, part))
-        with session.sampled_by():
-            trajectory = denoiser.sample(noise, denoiser.encode(chosen))
-        session.policy.count(len(trajectory) * config.sample.num_steps)
-        pending.append(decode_and_score(session, trajectory, chosen)[1])
+        batch_rows = (rows[start : start + size] + rows[:1] * size)[:size]  # padded to full size
+        prompts = [session.prompts[row] for row in batch_rows]
+        noise = make_initial_noise(session, group_generators(config.seed, epoch, batch_rows))
+        with session.use_behaviour_weights():
+            trajectory = denoiser.sample(noise, denoiser.encode(prompts))
+        session.policy.count_passes(len(trajectory) * config.sample.num_steps)
+        pending.append(decode_and_score(session, trajectory, prompts)[1])
     totals = np.concatenate([scores.result()[TOTAL] for scores in pending])
-    by_row = dict(zip(rows, totals, strict=False))
-    return [np.array([by_row[row] for row in s.draw.row.tolist()]) for s in samples]
+    by_row = dict(zip(rows, totals, strict=False))  # the padding at the end is dropped
+    return [np.array([by_row[row] for row in s.ids.row.tolist()]) for s in samples]
 
 
 def train_epoch(
     session: Session, epoch: int, samples: list[SampledBatch], credit: np.ndarray
 ) -> dict[str, float]:
-    """Update the weights on the epoch's samples.
+    """Update the weights on the samples of an epoch.
 
-    Micro-batches are slices of the sampling batches, in their order: with equal batches the ratio
-    before the first update is exactly 1, but for rounding where samples are left out. Each pass
-    takes the updates in an order of its own, their samples stay the same.
+    Micro-batches are slices of the sampling batches, in the same order: with equal batch sizes the
+    ratio before the first update is exactly 1, apart from rounding where zero-gradient samples are
+    dropped. Each inner epoch shuffles the updates; the samples of an update stay the same.
+
+    Args:
+        samples: This process's sampling batches.
+        credit: Weights of all samples of the epoch, (samples per epoch,).
+
+    Returns:
+        Metrics of the epoch.
     """
-    config, accelerator, policy = session.config, session.accelerator, session.policy
-    algorithm, plan, stats = session.algorithm, session.plan, TrainingStats()
-    losses, applied_before = algorithm.losses_per_sample, session.progress.applied
-    staleness = session.progress.step - samples[0].step
-    updates = in_updates(session, samples, credit)
+    config, plan, progress = session.config, session.plan, session.progress
+    stats = TrainingStats()
+    applied_before = progress.applied
+    staleness = progress.step - samples[0].policy_step
+    updates = split_into_updates(session, samples, credit)
     for inner in range(plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(updates))
         for n, u in enumerate(order, 1):
-            set_learning_rates(session)
-            batches = algorithm.batches(updates[u], plan.train_batch_size)
-            kept = with_gradient(algorithm, batches, **session.may_leave_out())
-            stats.leave_out((algorithm.trained_samples - sum(map(len, kept))) * losses)
-            share = len(batches) / algorithm.trained_samples
-            seed, device = (config.seed, epoch, inner), accelerator.device
-            if session.gradients is not None:  # they are here already
-                for loss in session.gradients.weigh(kept):
-                    stats.add(loss, on_policy=True)
-                kept = []
-            kept = [replace(b, credit=send(b.credit, device), seed=seed) for b in kept]
-            prepared = algorithm.prepared(policy, kept)
-            name = f"epoch {epoch + 1} train {n}/{len(order)}"
-            bar = session.bar(prepared, name, len(kept))
-            steps = ((batch, fixed, j) for batch, fixed in bar for j in range(losses))
-            pictures = data_batches(session, (*seed, int(u)), len(batches))
-            count = len(kept) * losses + len(pictures)
-            for batch, fixed, j in accumulated(accelerator, policy.module, steps, count):
-                loss = algorithm.loss(policy, batch, fixed, j)
-                # accelerate divides it by the number of losses, also of those left out
-                backward(accelerator, loss.per_sample.sum() * share)
-                unchanged = session.progress.applied == applied_before
-                stats.add(loss, on_policy=unchanged and not staleness)
-            for batch in accumulated(accelerator, policy.module, pictures, len(pictures)):
-                error = session.data.loss(batch)
-                weight = session.data.weight * losses / plan.train_batch_size
-                backward(accelerator, error.sum() * weight)
-                stats.add_columns({"data_loss": error})
-            take_update(session, stats)
+            train_update(
+                session,
+                updates[u],
+                stats,
+                seed=(config.seed, epoch, inner),
+                index=int(u),
+                on_policy=progress.applied == applied_before and not staleness,
+                name=f"epoch {epoch + 1} train {n}/{len(order)}",
+            )
     metrics = training_metrics(session, stats)
-    if algorithm.trust:
-        metrics["train/clip_range"] = algorithm.trust
+    if session.algorithm.trust_radius:
+        metrics["train/clip_range"] = session.algorithm.trust_radius
     if starts := [s.trajectory.steps[0] for s in samples if s.trajectory.steps]:
         metrics["train/noisy_from"] = min(starts)
-    if session.stale is not None:
+    if session.behaviour_snapshot is not None:
         metrics["train/staleness"] = staleness
     return metrics
 
 
-def data_batches(session: Session, seed: tuple[int, ...], count: int) -> list[DataBatch]:
-    """The pictures of `anchors.data` that an update trains on this process: as many micro-batches
-    as it has of samples."""
-    if session.data is None:
+def train_update(
+    session: Session,
+    micro_batches: list[Batch],
+    stats: TrainingStats,
+    *,
+    seed: tuple[int, int, int],
+    index: int,
+    on_policy: bool,
+    name: str,
+) -> None:
+    """Accumulate the gradients of an update and take an optimizer step.
+
+    Args:
+        micro_batches: This process's micro-batches of the update.
+        stats: Statistics of the epoch, to which those of the update are added.
+        seed: (run seed, epoch, inner epoch).
+        index: Index of the update among those of the epoch.
+        on_policy: Whether the weights are still those that sampled the micro-batches.
+        name: Name of the progress bar.
+    """
+    accelerator, policy, plan = session.accelerator, session.policy, session.plan
+    algorithm = session.algorithm
+    losses = algorithm.losses_per_sample
+    set_learning_rates(session)
+    batches = algorithm.batches(micro_batches, plan.train_batch_size)
+    kept = drop_zero_gradient(algorithm, batches, **session.allowed_skips())
+    stats.count_zero_losses((algorithm.trained_samples - sum(map(len, kept))) * losses)
+    loss_scale = len(batches) / algorithm.trained_samples
+    if session.rollout_gradients is not None:  # computed while sampling
+        for loss in session.rollout_gradients.assign_weighted_gradient(kept):
+            stats.add(loss, on_policy=True)
+        kept = []
+    device = accelerator.device
+    kept = [replace(b, credit=to_device(b.credit, device), seed=seed) for b in kept]
+    bar = session.bar(algorithm.iter_prepared(policy, kept), name, len(kept))
+    steps = ((batch, prepared, j) for batch, prepared in bar for j in range(losses))
+    anchor_batches = sample_anchor_batches(session, (*seed, index), len(batches))
+    count = len(kept) * losses + len(anchor_batches)
+    for batch, prepared, j in accumulate_gradients(accelerator, policy.module, steps, count):
+        loss = algorithm.loss(policy, batch, prepared, j)
+        # accelerate divides by the number of losses, dropped ones included
+        backward(accelerator, loss.per_sample.sum() * loss_scale)
+        stats.add(loss, on_policy=on_policy)
+    for batch in accumulate_gradients(
+        accelerator, policy.module, anchor_batches, len(anchor_batches)
+    ):
+        error = session.data_anchor.loss(batch)
+        weight = session.data_anchor.weight * losses / plan.train_batch_size
+        backward(accelerator, error.sum() * weight)
+        stats.add_columns({"data_loss": error})
+    optimizer_step(session, stats)
+
+
+def sample_anchor_batches(session: Session, seed: tuple[int, ...], count: int) -> list[DataBatch]:
+    """Draw `count` micro-batches of `anchors.data` images for an update of this process."""
+    if session.data_anchor is None:
         return []
-    place = session.accelerator.process_index, session.accelerator.num_processes
-    return list(session.data.batches(seed, session.plan.train_batch_size, count, *place))
+    rank, world_size = session.accelerator.process_index, session.accelerator.num_processes
+    size = session.plan.train_batch_size
+    return list(session.data_anchor.batches(seed, size, count, rank, world_size))
 
 
-def in_updates(
+def split_into_updates(
     session: Session, samples: list[SampledBatch], credit: np.ndarray
 ) -> list[list[Batch]]:
-    """The micro-batches of each update, on this process."""
+    """Slice the sampling batches into micro-batches and group them by update."""
     plan = session.plan
     size, per_update = plan.train_batch_size, plan.accumulation_steps
-    micro_batches = [
-        Batch(
-            s.trajectory[part],
-            own.to(s.trajectory.final.dtype),
-            index,
-            index // plan.group_size,
-            tasks=session.tasks(s.draw.row[part]),
-        )
-        for s in samples
-        for part in (slice(i, i + size) for i in range(0, len(s.trajectory), size))
-        for index in (s.draw.index[part],)
-        for own in (torch.from_numpy(credit[index]),)
-    ]
+    micro_batches = []
+    for s in samples:
+        for start in range(0, len(s.trajectory), size):
+            part = slice(start, start + size)
+            index = s.ids.index[part]
+            weights = torch.from_numpy(credit[index]).to(s.trajectory.final.dtype)
+            tasks = session.tasks(s.ids.row[part])
+            group = index // plan.group_size
+            micro_batches.append(Batch(s.trajectory[part], weights, index, group, tasks=tasks))
     return [micro_batches[i : i + per_update] for i in range(0, len(micro_batches), per_update)]
 
 
-def diversity(session: Session, samples: list[SampledBatch]) -> dict[str, float]:
-    """How far apart pictures of a group are; of no use where all are edits, which should agree."""
+def diversity_metrics(session: Session, samples: list[SampledBatch]) -> dict[str, float]:
+    """Return the mean distance of images within a group; {} for edits, which should agree."""
     if all(prompt.images for prompt in session.prompts):
         return {}
     total, count = session.accelerator.reduce(torch.stack([s.distance for s in samples]).sum(0))
     return {"reward/diversity": float(total / count) if count else math.nan}
 
 
-def count_passes(session: Session) -> int:
-    """Passes of the transformer over samples so far: 1 forward, 3 forward and backward."""
+def reduce_pass_count(session: Session) -> int:
+    """Return the transformer passes of the run so far: a forward pass is 1, with backward 3."""
     policy, progress = session.policy, session.progress
     passes = torch.tensor(float(policy.passes), device=session.accelerator.device)
     policy.passes = 0
@@ -430,10 +537,10 @@ def count_passes(session: Session) -> int:
 
 
 def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
-    """Rewards on the test prompts: moving-average weights, no noise, a fixed seed per prompt."""
+    """Score images of the test prompts, sampled by the EMA weights without noise, and log them."""
     config = session.config
-    full = session.adapter.at_full_precision()
-    with session.averaged(), full, advice_when_short(lighter_evaluation(config)):
+    full_precision = session.adapter.at_full_precision()
+    with session.ema_weights(), full_precision, suggest_on_oom(evaluation_memory_options(config)):
         dynamics = build_dynamics(config, session.adapter, config.sample.eval_num_steps)
         result = evaluate(
             Denoiser(session.adapter, session.policy.module, dynamics),
@@ -447,12 +554,15 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
             between_batches=session.stop.check,
         )
     prompts = [p.prompt for p in session.test_prompts]
-    shown = (result.images, result.sources)
-    write_samples(session, "eval", epoch, *shown, prompt=prompts, **result.scores)
-    session.eval_reward.rest()
-    return evaluation_metrics(session, epoch, result.scores, session.test_sets())
+    write_samples(
+        session, "eval", epoch, result.images, result.sources, prompt=prompts, **result.scores
+    )
+    session.eval_reward.release_memory()
+    return evaluation_metrics(session, epoch, result.scores, session.test_set_names())
 
 
 if __name__ == "__main__":
-    loop = dry.Loop(sample_behind, collect_rewards, train_epoch, run_evaluation)
-    command_line.run(main, DRAW, dry_run=loop.dry_run)
+    loop = dry_run.DiffusionDryRun(
+        sample_current_epoch, collect_rewards, train_epoch, run_evaluation
+    )
+    command_line.run_with_config(main, DIFFUSION_SPEC, dry_run=loop.dry_run)

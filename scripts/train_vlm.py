@@ -3,16 +3,17 @@
     python scripts/train_vlm.py --config config/vlm.py:PRESET [--config.sample.group_size=16 ...]
     torchrun --nproc_per_node 8 scripts/train_vlm.py --config ... [--dry_run [--world_size=N]]
 
-One epoch: sample a group of answers to each question, score them, turn scores into advantages, and
-update the weights with a clipped policy objective on the tokens of the answers.
+One epoch: sample a group of responses to each question, score them, turn the scores into advantages
+and update the weights with a policy-gradient loss on the response tokens. The losses are in
+flow_grpo/vlm/losses.
 """
 
 if __name__ == "__main__":
-    import flow_grpo.config.early  # noqa: F401  first: the others take seconds
-    from flow_grpo.answer.fields import ANSWER
+    import flow_grpo.config.early_exit  # noqa: F401  first: the other imports take seconds
     from flow_grpo.config import command_line
+    from flow_grpo.vlm.fields import VLM_SPEC
 
-    command_line.look(ANSWER, dry_run=True)
+    command_line.parse_command_line(VLM_SPEC, dry_run=True)
 
 import logging
 from collections.abc import Iterator
@@ -23,324 +24,428 @@ import torch
 from accelerate.utils import gather_object
 from ml_collections import ConfigDict
 
-from flow_grpo.answer.batches import PackedBatch, micro_batches, packed
-from flow_grpo.answer.credit import Fixed, answer_advantages, penalties, reweigh, token_advantages
-from flow_grpo.answer.critic import is_warmup, scale_rates
-from flow_grpo.answer.dry import AnswerLoop
-from flow_grpo.answer.fields import ANSWER, GAE
-from flow_grpo.answer.losses import build_loss
-from flow_grpo.answer.losses.base import Counts
-from flow_grpo.answer.objective import Objective
-from flow_grpo.answer.rollout import LENGTH, PendingAnswers, Rollout, ToAnswer
-from flow_grpo.answer.session import VlmSession, build_session, lighter_settings
-from flow_grpo.answer.showing import write_answers
 from flow_grpo.config import command_line
-from flow_grpo.data.passes import pass_states
+from flow_grpo.data.passes import restore_pass_states
 from flow_grpo.data.seeding import Stream, numpy_rng, sample_generators
 from flow_grpo.rewards import TOTAL
-from flow_grpo.run.distributed import (
-    accumulated,
+from flow_grpo.training.distributed import (
+    accumulate_gradients,
     gather_scores,
-    in_step,
     is_sharded,
+    pad_micro_batches,
 )
-from flow_grpo.run.finite import backward
-from flow_grpo.run.metrics import Timer, TrainingStats, peak_memory_gb, reward_metrics
-from flow_grpo.run.session import (
-    carry_out,
+from flow_grpo.training.finite import backward
+from flow_grpo.training.metrics import Timer, TrainingStats, peak_memory_gb, reward_metrics
+from flow_grpo.training.session import (
     evaluation_metrics,
     finish_epoch,
     is_due,
-    set_learning_rates,
-    stop_at_outage,
-    take_update,
+    run_training,
+    stop_on_outage,
     training_metrics,
 )
+from flow_grpo.training.update import optimizer_step, set_learning_rates
+from flow_grpo.vlm.advantages import (
+    ResponseTensors,
+    compute_kl_penalties,
+    compute_response_advantages,
+    compute_token_advantages,
+    set_importance_weights,
+)
+from flow_grpo.vlm.critic import set_lr_scales
+from flow_grpo.vlm.dry_run import VlmDryRun
+from flow_grpo.vlm.fields import GAE, VLM_SPEC
+from flow_grpo.vlm.losses import build_loss
+from flow_grpo.vlm.losses.base import UpdateCounts
+from flow_grpo.vlm.objective import Objective
+from flow_grpo.vlm.packing import PackedBatch, micro_batches, pack_responses
+from flow_grpo.vlm.rollout import LENGTH, GenerationBatch, PendingResponses, Rollout
+from flow_grpo.vlm.sample_logging import write_response_samples
+from flow_grpo.vlm.session import VlmSession, build_session, memory_saving_options
 
 logger = logging.getLogger("flow_grpo")
 
 
 def main(config: ConfigDict) -> VlmSession:
-    return carry_out(build_session(config), train, lighter_settings(config))
+    """Train with a config, from the start or a checkpoint, and return the finished session."""
+    session = build_session(config)
+    return run_training(session, train, memory_saving_options(session.config))
 
 
 def train(session: VlmSession) -> None:
+    """Run the remaining epochs: sample, score, compute advantages, update, evaluate, save.
+
+    Training ends early once all questions were drawn and no response has a nonzero advantage.
+    """
     config, progress = session.config, session.progress
     if progress.epoch < 0:
         timer = Timer()
         with timer("eval"):
             metrics = run_evaluation(session, epoch=0)
         finish_epoch(session, 0, metrics, timer)
-    if progress.epoch > 0 and not pass_states(session.sizes, progress.questions)[1]:
+    if progress.epoch > 0 and not restore_pass_states(session.sizes, progress.questions)[1]:
         logger.warning(
-            "the checkpoint does not say which of these questions the run has used; a new pass "
-            "over the data set begins"
+            "the checkpoint does not record which questions of this data set were used; starting "
+            "a new pass over it"
         )
 
     for epoch in range(progress.epoch, config.num_epochs):
         done, timer = epoch + 1, Timer()
         rollout = sample_epoch(session, epoch, timer)
-        stop_at_outage(session, done, rollout.rewards)
-        session.reward.rest()
-        alike = not rollout.learns.any()
-        solved = alike and rollout.has_drawn_all  # which no question is left to disprove
+        stop_on_outage(session, done, rollout.rewards)
+        session.reward.release_memory()
+        has_advantages = rollout.is_trained.any()
+        solved = not has_advantages and rollout.all_questions_drawn
         metrics = {**reward_metrics(rollout.rewards, rollout.groups), **rollout.metrics()}
-        if not alike:
+        if has_advantages:
             with timer("train"):
-                fixed = prepare(session, rollout)
-                metrics |= give_credit(session, rollout, fixed)
-                metrics |= train_epoch(session, epoch, rollout, fixed)
+                tensors = compute_rollout_log_probs(session, rollout)
+                metrics |= assign_advantages(session, rollout, tensors)
+                metrics |= train_epoch(session, epoch, rollout, tensors)
         metrics["perf/answers_per_s"] = session.plan.samples / sum(timer.seconds.values())
         metrics["perf/peak_mem_gb"] = peak_memory_gb(session.accelerator.device)
         if solved or is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
-                if not alike:
-                    save_training_samples(session, done, rollout, fixed)
+                if has_advantages:
+                    save_training_samples(session, done, rollout, tensors)
                 metrics |= run_evaluation(session, done)
         session.progress.questions = [state.to_json() for state in rollout.passes]
         finish_epoch(session, done, metrics, timer, ends=solved)
-        if alike:
-            end = "there is nothing left to learn from, so training ends here"
+        if not has_advantages:
             logger.info(
-                "epoch %d: no answer to any question drawn has an advantage (mean reward %.3f): %s",
-                *(done, metrics[f"reward/{TOTAL}"], end if solved else "nothing was trained"),
+                "epoch %d: every sampled response has a zero advantage (mean reward %.3f); %s",
+                done,
+                metrics[f"reward/{TOTAL}"],
+                "all questions were drawn, so training ends" if solved else "no update was made",
             )
         if solved:
             return
 
 
 def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
-    """Answers to the questions of an epoch, scored; with `sample.refills`, questions whose answers
-    have no advantage are replaced by others. A KL in the reward has no part in that decision."""
+    """Sample and score the responses of an epoch.
+
+    With `sample.refills`, questions whose responses all have a zero advantage, not counting a KL
+    penalty in the reward, are replaced by other questions.
+    """
     config, plan, train = session.config, session.plan, session.config.train
     reward, accelerator = session.reward, session.accelerator
     rollout = Rollout.draw(plan, session.sets, config.seed, epoch, session.progress.questions)
-    wanted = np.arange(plan.samples)
+    missing = np.arange(plan.samples)  # indices of the samples to draw
     for attempt in range(config.sample.refills + 1):
-        own = rollout.own(accelerator.process_index, wanted)
+        own = rollout.process_indices(accelerator.process_index, missing)
         with timer("sample"):
-            sample = partial(sample_answers, session, epoch, attempt, rollout, own)
-            pending = session.while_awake(sample)
+            sample = partial(sample_responses, session, epoch, attempt, rollout, own)
+            pending = session.run_with_engine(sample)
         with timer("reward_wait"):
             scores = [each.result() for each in pending]
         index = np.array(own, dtype=np.int64)
-        rollout.store(gather_scores(accelerator, index, scores), wanted)
+        rollout.store_scores(gather_scores(accelerator, index, scores), missing)
         session.stop.check()
         if config.sample.refills > 0:
-            settings = train.advantage, train.advantage_scale
-            advantages = answer_advantages(
-                accelerator, rollout, reward.weights, reward.judges, *settings, lost={}
+            advantages = compute_response_advantages(
+                accelerator,
+                rollout,
+                reward.weights,
+                reward.pairwise_rewards,
+                train.advantage,
+                train.advantage_scale,
+                kl_penalties={},
             )
-            rollout.keep_groups_with(advantages)
-        wanted = rollout.refill() if attempt < config.sample.refills else []
-        if not len(wanted):
+            rollout.keep_groups_with_advantage(advantages)
+        missing = rollout.refill() if attempt < config.sample.refills else []
+        if not len(missing):
             break
     return rollout
 
 
-def sample_answers(
+def sample_responses(
     session: VlmSession, epoch: int, attempt: int, rollout: Rollout, own: list[int]
-) -> list[PendingAnswers]:
-    """Sample this process's answers; each batch is scored while the next one is sampled."""
+) -> list[PendingResponses]:
+    """Sample this process's responses, with the indices `own`, and submit them to the rewards.
+
+    Each batch is scored while the next one is sampled. ReMax also needs a greedy response to each
+    question of a batch.
+    """
     config, questions, pending = session.config, session.questions, []
     size, with_greedy = session.plan.batch_size, config.train.advantage == "remax"
     batches = [own[i : i + size] for i in range(0, len(own), size)]
 
-    def asked() -> Iterator[ToAnswer]:
+    def requests() -> Iterator[GenerationBatch]:
+        """Yield the inputs of each batch and, for ReMax, of its greedy responses."""
         for batch in batches:
             rows = [rollout.row_of(index) for index in batch]
             new = [row for row in rows if row not in rollout.prompts]
-            rollout.prompts |= session.answerer.encode(questions, new)
+            rollout.prompts |= session.rollout_engine.encode(questions, new)
             keys = [index + attempt * session.plan.samples for index in batch]
             yield rollout.prompts, rows, sample_generators(config.seed, epoch, keys)
             if with_greedy:
                 yield rollout.prompts, list(dict.fromkeys(rows)), None
 
-    answers = session.answers(questions, asked())
+    generated = session.generate_batches(questions, requests())
+    limit = session.max_response_tokens
     for batch in session.bar(batches, f"epoch {epoch + 1} sample"):
-        session.reward.end_if_broken()
-        samples = next(answers)
-        greedy = next(answers) if with_greedy else []
+        session.reward.raise_if_failing()
+        samples = next(generated)
+        greedy = next(generated) if with_greedy else []
         rollout.samples |= dict(zip(batch, samples, strict=True))
-        most = session.most_tokens
-        pending.append(PendingAnswers.submit(session.reward, questions, most, samples, greedy))
+        pending.append(PendingResponses.submit(session.reward, questions, limit, samples, greedy))
     return pending
 
 
-def prepare(session: VlmSession, rollout: Rollout) -> dict[int, Fixed]:
-    """What this process's samples need that takes a forward without gradients, if anything does."""
+def compute_rollout_log_probs(session: VlmSession, rollout: Rollout) -> dict[int, ResponseTensors]:
+    """Compute old and reference log-probabilities and values of this process's samples.
+
+    No forward pass is needed if the log-probabilities recorded while sampling are used and there is
+    neither a reference policy nor a value head.
+
+    Returns:
+        Per-token tensors by sample index.
+    """
     train, policy = session.config.train, session.policy
-    fixed = {index: Fixed(sample.log_probs) for index, sample in rollout.samples.items()}
-    again = session.recomputes_old or train.advantage == GAE
+    tensors = {
+        index: ResponseTensors(sample.log_probs) for index, sample in rollout.samples.items()
+    }
+    needs_forward = session.recomputes_old_log_probs or train.advantage == GAE
     with_reference = train.beta > 0
-    if not (again or with_reference):
-        return fixed
+    if not (needs_forward or with_reference):
+        return tensors
     updates = rollout.updates()
-    with policy.gathered():
-        # in the batches that they are trained in: others would round differently
+    with policy.gathered_weights():
+        # use the training micro-batches: another composition would round differently
         for members in (*updates, ~updates.any(0)):
-            own = [index for index in sorted(fixed) if members[index]]
+            own = [index for index in sorted(tensors) if members[index]]
             for part, batch in packed_batches(session, rollout, own):
-                scores = policy.fixed_scores(batch) if again else {}
+                scores = policy.forward_tokens_no_grad(batch) if needs_forward else {}
                 if with_reference:
-                    scores["reference"] = policy.reference(batch)
+                    scores["reference_log_probs"] = policy.reference_log_probs(batch)
                 for row, index in enumerate(part):
-                    there = batch.mask[row]
-                    new = {name: column[row][there].cpu() for name, column in scores.items()}
-                    old = new["log_probs"] if session.recomputes_old else fixed[index].old
-                    fixed[index] = Fixed(old, new.get("reference"), new.get("values"))
-    return fixed
+                    mask = batch.mask[row]
+                    new = {name: column[row][mask].cpu() for name, column in scores.items()}
+                    old = tensors[index].old_log_probs
+                    if session.recomputes_old_log_probs:
+                        old = new["log_probs"]
+                    tensors[index] = ResponseTensors(
+                        old, new.get("reference_log_probs"), new.get("values")
+                    )
+    return tensors
 
 
-def give_credit(session: VlmSession, rollout: Rollout, fixed: dict[int, Fixed]) -> dict[str, float]:
-    """Advantages into `fixed`, and weights of tokens where the policy is not quite what sampled
-    them; how far off that was."""
-    train, accelerator = session.config.train, session.accelerator
-    off = {}
-    if not session.answerer.exact:
-        off = reweigh(accelerator, rollout, fixed, train.importance_cap)
-    in_reward = train.beta > 0 and train.kl_in == "reward"
-    clamp = train.clamp_log_ratios
-    lost = penalties(fixed, train.kl, train.beta, clamp=clamp) if in_reward else {}
+def assign_advantages(
+    session: VlmSession, rollout: Rollout, tensors: dict[int, ResponseTensors]
+) -> dict[str, float]:
+    """Set the advantages in `tensors`, and importance weights if the engine's policy deviates.
+
+    Returns:
+        Metrics of that deviation; empty if the engine's log-probabilities are exact.
+    """
+    train, accelerator, metrics = session.config.train, session.accelerator, {}
+    if not session.rollout_engine.exact_log_probs:
+        metrics = set_importance_weights(accelerator, rollout, tensors, train.importance_cap)
+    kl_penalties = {}
+    if train.beta > 0 and train.kl_in == "reward":
+        kl_penalties = compute_kl_penalties(
+            tensors, train.kl, train.beta, clamp=train.clamp_log_ratios
+        )
     if train.advantage == GAE:
-        settings = {"discount": train.discount, "decay": train.gae_decay}
-        token_advantages(accelerator, rollout, fixed, lost, **settings)
-        return off
-    reward, scale = session.reward, train.advantage_scale
-    credit = answer_advantages(
-        accelerator, rollout, reward.weights, reward.judges, train.advantage, scale, lost
+        compute_token_advantages(
+            accelerator,
+            rollout,
+            tensors,
+            kl_penalties,
+            discount=train.discount,
+            decay=train.gae_decay,
+        )
+        return metrics
+    advantages = compute_response_advantages(
+        accelerator,
+        rollout,
+        session.reward.weights,
+        session.reward.pairwise_rewards,
+        train.advantage,
+        train.advantage_scale,
+        kl_penalties,
     )
-    for index, own in fixed.items():
-        own.advantages = torch.full_like(own.old, credit[index])
-    return off
+    for index, own in tensors.items():
+        own.advantages = torch.full_like(own.old_log_probs, advantages[index])
+    return metrics
 
 
 def train_epoch(
-    session: VlmSession, epoch: int, rollout: Rollout, fixed: dict[int, Fixed]
+    session: VlmSession, epoch: int, rollout: Rollout, tensors: dict[int, ResponseTensors]
 ) -> dict[str, float]:
-    """Update the weights on the epoch's answers."""
-    config, plan, accelerator = session.config, session.plan, session.accelerator
-    critic_only = is_warmup(config.train, epoch)
+    """Update the weights on the epoch's responses and return the training metrics.
+
+    Each inner epoch shuffles the updates; the samples of an update stay the same.
+    """
+    config, plan, progress = session.config, session.plan, session.progress
+    critic_only = epoch < config.train.critic_warmup
     objective = Objective(
         build_loss(config.train.loss, config.train),
         config.train,
-        max_new_tokens=session.most_tokens,
-        reweighed=not session.answerer.exact,
+        max_new_tokens=session.max_response_tokens,
+        importance_weighted=not session.rollout_engine.exact_log_probs,
         critic_only=critic_only,
     )
-    if objective.with_values:
-        scale_rates(session.optimizer, config.train, warmup=critic_only)
-    stats, lengths = TrainingStats(), rollout.scores[LENGTH]
-    applied_before = session.progress.applied
+    if objective.uses_critic:
+        set_lr_scales(session.optimizer, config.train, warmup=critic_only)
+    stats = TrainingStats()
+    applied_before = progress.applied
     updates = rollout.updates()
     for inner in range(plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner)
         for n, u in enumerate(order.permutation(plan.updates_per_pass), 1):
-            members = updates[u]
-            if not members.any():
-                continue
-            counts = Counts(tokens=float(lengths[members].sum()), answers=float(members.sum()))
-            own = [index for index in sorted(fixed) if members[index]]
-            batches = training_batches(session, rollout, objective, fixed, own)
-            trained = [index for part, _ in batches for index in part]
-            if own:
-                stats.leave_out(int(lengths[own].sum() - lengths[trained].sum()))
-            batches = in_step(accelerator, batches)
-            name = f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}"
-            bar = session.bar(batches, name)
-            module, at_once = session.policy.module, is_sharded(accelerator)
-            steps = accumulated(accelerator, module, bar, len(batches), at_once=at_once)
-            set_learning_rates(session)
-            for (part, batch), counted in steps:
-                counted = counted and bool(own)  # or other processes wait for it
-                scores = session.policy.scores(batch, critic_only=critic_only)
-                loss = objective.loss(batch, scores, [fixed[i] for i in part], counts)
-                # gradients are the mean over processes
-                share = plan.num_processes * float(counted)
-                backward(accelerator, loss.per_sample.sum() / counts.tokens * share)
-                loss = loss if counted else loss.of_none()
-                stats.add(loss, on_policy=session.progress.applied == applied_before)
-            if critic_only:
-                session.policy.drop_policy_gradients()
-            take_update(session, stats)
+            if updates[u].any():
+                train_update(
+                    session,
+                    rollout,
+                    objective,
+                    tensors,
+                    updates[u],
+                    stats,
+                    on_policy=progress.applied == applied_before,
+                    name=f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}",
+                )
     metrics = training_metrics(session, stats)
-    if objective.with_values:
+    if objective.uses_critic:
         metrics["train/critic_lr"] = session.optimizer.param_groups[1]["lr"]
-    if objective.policy.trust is not None:
-        metrics["train/clip_range"] = objective.policy.trust
+    if objective.policy.clip_range is not None:
+        metrics["train/clip_range"] = objective.policy.clip_range
     return metrics
 
 
-def training_batches(
+def train_update(
     session: VlmSession,
     rollout: Rollout,
     objective: Objective,
-    fixed: dict[int, Fixed],
+    tensors: dict[int, ResponseTensors],
+    members: np.ndarray,
+    stats: TrainingStats,
+    *,
+    on_policy: bool,
+    name: str,
+) -> None:
+    """Accumulate the gradients of an update and take an optimizer step.
+
+    Args:
+        members: Mask of the update's samples, over all processes, (samples per epoch,).
+        stats: Statistics of the epoch, to which those of the update are added.
+        on_policy: Whether the weights are still those that sampled the epoch.
+        name: Name of the progress bar.
+    """
+    accelerator, lengths = session.accelerator, rollout.scores[LENGTH]
+    counts = UpdateCounts(tokens=float(lengths[members].sum()), responses=float(members.sum()))
+    own = [index for index in sorted(tensors) if members[index]]
+    batches = batches_with_gradient(session, rollout, objective, tensors, own)
+    trained = [index for part, _ in batches for index in part]
+    if own:
+        stats.count_zero_losses(int(lengths[own].sum() - lengths[trained].sum()))
+    batches = pad_micro_batches(accelerator, batches)
+    steps = accumulate_gradients(
+        accelerator,
+        session.policy.module,
+        session.bar(batches, name),
+        len(batches),
+        at_once=is_sharded(accelerator),
+    )
+    set_learning_rates(session)
+    for (part, batch), counted in steps:
+        # a rank without samples runs padding batches because the other ranks wait for it
+        counted = counted and bool(own)
+        scores = session.policy.forward_tokens(batch, critic_only=objective.critic_only)
+        loss = objective.loss(batch, scores, [tensors[i] for i in part], counts)
+        # gradients are averaged over processes, so scale the loss by their number
+        scale = session.plan.num_processes * float(counted)
+        backward(accelerator, loss.per_sample.sum() / counts.tokens * scale)
+        loss = loss if counted else loss.without_samples()
+        stats.add(loss, on_policy=on_policy)
+    if objective.critic_only:
+        session.policy.drop_policy_gradients()
+    optimizer_step(session, stats)
+
+
+def batches_with_gradient(
+    session: VlmSession,
+    rollout: Rollout,
+    objective: Objective,
+    tensors: dict[int, ResponseTensors],
     own: list[int],
 ) -> list[tuple[list[int], PackedBatch]]:
-    """Micro-batches of an update that have a gradient; one at least, as others wait for it."""
-    learns = {i for i in own if objective.has_gradient(fixed[i])}
-    kept = own if session.recomputes_old else [i for i in own if i in learns]
-    batches = list(packed_batches(session, rollout, kept or own[:1] or [min(fixed)]))
-    return [(part, batch) for part, batch in batches if learns & set(part)] or batches[:1]
+    """Return the micro-batches of this process's samples `own` that have a gradient.
+
+    There is at least one, because other ranks wait for this one in collective operations.
+    """
+    nonzero = {i for i in own if objective.has_gradient(tensors[i])}
+    kept = own if session.recomputes_old_log_probs else [i for i in own if i in nonzero]
+    batches = list(packed_batches(session, rollout, kept or own[:1] or [min(tensors)]))
+    return [(part, batch) for part, batch in batches if nonzero & set(part)] or batches[:1]
 
 
 def packed_batches(
     session: VlmSession, rollout: Rollout, index: list[int]
 ) -> Iterator[tuple[list[int], PackedBatch]]:
-    """The micro-batches of these samples, in their order."""
-    shares, pad = session.policy.network.family.shares_prompt, session.answerer.pad
-    answers = [rollout.answer(i, shares_prompt=shares) for i in index]
-    for part in micro_batches(answers, session.config.train.tokens_per_batch):
-        yield index[part], packed(answers[part], pad).to(session.accelerator.device)
+    """Yield the micro-batches of the samples `index`, in order, each with its sample indices."""
+    shares_prompt = session.policy.network.family.shares_prompt
+    pad = session.rollout_engine.pad
+    responses = [rollout.response(i, shares_prompt=shares_prompt) for i in index]
+    for part in micro_batches(responses, session.config.train.tokens_per_batch):
+        yield index[part], pack_responses(responses[part], pad).to(session.accelerator.device)
 
 
 def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
-    """Rewards of greedy answers to the test questions."""
+    """Score greedy responses to the test questions and return the evaluation metrics."""
     config, accelerator, questions = session.config, session.accelerator, session.test_questions
     rows = list(range(accelerator.process_index, len(questions), accelerator.num_processes))
-    with session.averaged():
-        pending = session.while_awake(lambda: greedy_answers(session, rows))
+    with session.ema_weights():
+        pending = session.run_with_engine(lambda: greedy_responses(session, rows))
     session.stop.check()
     scores = gather_scores(accelerator, np.array(rows), [each.result() for each in pending])
-    session.eval_reward.rest()
-    said = gather_object([(s.row, s.shown) for each in pending for s in each.samples])
-    shown = sorted(said)[: config.log_images]
+    session.eval_reward.release_memory()
+    transcripts = gather_object([(s.row, s.transcript) for each in pending for s in each.samples])
+    logged = sorted(transcripts)[: config.log_images]
     rewards = {name: scores[name] for name in (*session.eval_reward.weights, TOTAL)}
-    asked, texts = [questions[row] for row, _ in shown], [text for _, text in shown]
-    write_answers(session, "eval", epoch, asked, texts, **rewards)
+    logged_questions = [questions[row] for row, _ in logged]
+    logged_texts = [text for _, text in logged]
+    write_response_samples(session, "eval", epoch, logged_questions, logged_texts, **rewards)
     lengths = {"eval/length": float(scores.pop(LENGTH).mean())}
-    return {**evaluation_metrics(session, epoch, rewards, session.test_sets()), **lengths}
+    return {**evaluation_metrics(session, epoch, rewards, session.test_set_names()), **lengths}
 
 
-def greedy_answers(session: VlmSession, rows: list[int]) -> list[PendingAnswers]:
-    """To these test questions; each batch is scored while the next one is answered."""
-    config, questions, pending = session.config, session.test_questions, []
-    size = config.sample.batch_size
+def greedy_responses(session: VlmSession, rows: list[int]) -> list[PendingResponses]:
+    """Decode greedy responses to the test questions `rows` and submit them to the rewards."""
+    questions, pending = session.test_questions, []
+    size, limit = session.config.sample.batch_size, session.max_response_tokens
     batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-    asked = ((session.answerer.encode(questions, batch), batch, None) for batch in batches)
-    answers = session.answers(questions, asked)
+    requests = ((session.rollout_engine.encode(questions, batch), batch, None) for batch in batches)
+    generated = session.generate_batches(questions, requests)
     for _ in session.bar(batches, "evaluate"):
-        session.eval_reward.end_if_broken()
-        most = session.most_tokens
-        pending.append(PendingAnswers.submit(session.eval_reward, questions, most, next(answers)))
+        session.eval_reward.raise_if_failing()
+        samples = next(generated)
+        pending.append(PendingResponses.submit(session.eval_reward, questions, limit, samples))
     return pending
 
 
 def save_training_samples(
-    session: VlmSession, epoch: int, rollout: Rollout, fixed: dict[int, Fixed]
+    session: VlmSession, epoch: int, rollout: Rollout, tensors: dict[int, ResponseTensors]
 ) -> None:
-    """The first ones of this process, by their groups: one whole group at least."""
-    most = session.config.log_images
-    shown = sorted(fixed)[: max(most, session.plan.group_size) if most else 0]
-    samples = [rollout.samples[index] for index in shown]
-    columns = {name: rollout.scores[name][shown] for name in (*session.reward.weights, TOTAL)}
-    columns["advantage"] = [float(fixed[index].advantages.mean()) for index in shown]
-    columns["group"] = rollout.groups[shown]
-    asked = [session.questions[sample.row] for sample in samples]
-    write_answers(session, "train", epoch, asked, [sample.shown for sample in samples], **columns)
+    """Write the first `log_images` samples, but at least one whole group; none if it is 0.
+
+    Call it on all processes; the main process writes its own samples.
+    """
+    count = session.config.log_images
+    logged = sorted(tensors)[: max(count, session.plan.group_size) if count else 0]
+    samples = [rollout.samples[index] for index in logged]
+    columns = {name: rollout.scores[name][logged] for name in (*session.reward.weights, TOTAL)}
+    columns["advantage"] = [float(tensors[index].advantages.mean()) for index in logged]
+    columns["group"] = rollout.groups[logged]
+    questions = [session.questions[sample.row] for sample in samples]
+    write_response_samples(
+        session, "train", epoch, questions, [sample.transcript for sample in samples], **columns
+    )
 
 
 if __name__ == "__main__":
-    loop = AnswerLoop(sample_epoch, prepare, give_credit, train_epoch, run_evaluation)
-    command_line.run(main, ANSWER, dry_run=loop.dry_run)
+    loop = VlmDryRun(
+        sample_epoch, compute_rollout_log_probs, assign_advantages, train_epoch, run_evaluation
+    )
+    command_line.run_with_config(main, VLM_SPEC, dry_run=loop.dry_run)

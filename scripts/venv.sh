@@ -1,10 +1,10 @@
-# Sourced by quickstart.sh and test.sh: makes .venv (or $VENV) and installs the package with the
-# extras in $EXTRAS, if any. An environment that is there already is used, and brought up to date.
+# Sourced by quickstart.sh and test.sh: creates or updates .venv (or $VENV) and installs the package
+# with the extras in $EXTRAS, if any.
 if [[ "${BASH_SOURCE[0]}" == "$0" && $# -gt 0 ]]; then
     usage="usage: [VENV=.venv] [PYTHON=python3] [EXTRAS=ocr,plot] bash scripts/venv.sh"
     if [[ "$1" == -h || "$1" == --help ]]; then
         echo "$usage"
-        echo "Makes an environment, or brings it up to date, with this package and those extras."
+        echo "Creates or updates an environment with this package and the given extras."
         exit
     fi
     echo "error: unknown argument '$1'; $usage" >&2
@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV="${VENV:-.venv}"
 PYTHON="${PYTHON:-python3}"
 if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "error: $PYTHON is not Python 3.11 or newer; set PYTHON to one that is" >&2
+    echo "error: PYTHON=$PYTHON must be Python 3.11 or newer; set PYTHON to another interpreter" >&2
     exit 2
 fi
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"

@@ -8,41 +8,47 @@ from runner import Runner
 from sessions import short_config
 from untrained.small.sd3 import build as build_tiny_sd3
 
-from flow_grpo.draw.models import load_adapter
-from flow_grpo.draw.session import Session, build_session
+from flow_grpo.diffusion.models import load_adapter
+from flow_grpo.diffusion.session import Session, build_session
 
-torch.set_num_threads(1)  # two tests run at a time, and tensors are small
-# no time limit: a busy machine is not a mistake
+torch.set_num_threads(1)  # tests run in two processes, and their tensors are small
+# no deadline: a loaded machine must not fail a test
 hypothesis.settings.register_profile("patient", deadline=None, max_examples=50)
-if hypothesis.settings.get_current_profile_name() == "default":  # scripts/mutants.py has its own
+if hypothesis.settings.get_current_profile_name() == "default":  # scripts/mutants.py sets another
     hypothesis.settings.load_profile("patient")
-# needs an environment of its own, which .ci/run makes; needs a GPU, see docs/scaling.md
+# paddleocr needs a separate environment, created by .ci/run; gpu needs a GPU, see docs/scaling.md
 collect_ignore = ["paddleocr", "gpu"]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Tests of a model family follow each other, so that it is built once: pytest itself groups by
-    the place in a list, and some tests are for some families."""
+    """Run the slowest files first, and all tests of a model family in sequence.
+
+    Each family is then built once. pytest groups tests by parameter index instead, and some tests
+    are parametrized with a subset of the families.
+    """
 
     def family(item) -> str:
         return str(item.callspec.params.get("family", "")) if hasattr(item, "callspec") else ""
 
-    places = [i for i, item in enumerate(items) if item.path.name == "test_families.py"]
-    for i, item in zip(places, sorted((items[i] for i in places), key=family), strict=True):
+    items.sort(key=lambda item: "e2e" not in item.path.parts)  # the slowest files first
+    indices = [i for i, item in enumerate(items) if item.path.name == "test_families.py"]
+    for i, item in zip(indices, sorted((items[i] for i in indices), key=family), strict=True):
         items[i] = item
 
 
 @pytest.fixture(autouse=True)
-def our_lines_reach_caplog_once(monkeypatch):
-    """Where an earlier test has set up our logging, pytest would take them from our logger, and
-    from the root again once a test has them go there."""
+def propagate_logs_once(monkeypatch):
+    """Let `caplog` receive each record once, through the root logger.
+
+    An earlier test may have configured our logger and disabled its propagation.
+    """
     monkeypatch.setattr(logging.getLogger("flow_grpo"), "propagate", True)
 
 
 @pytest.fixture(scope="session")
 def tiny_sd3(tmp_path_factory) -> Path:
-    """A random SD3 pipeline folder, all three text encoders."""
+    """Directory of a randomly initialized SD3 pipeline with all three text encoders."""
     folder = tmp_path_factory.mktemp("models") / "tiny-sd3"
     build_tiny_sd3(seed=0).save_pretrained(folder)
     return folder
@@ -64,7 +70,7 @@ def prompt_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def short_runs(tiny_sd3, prompt_folder) -> dict:
-    """Config fields of short runs on the random model."""
+    """Config fields of short runs with the random SD3 pipeline."""
     return dict(
         pretrained__model=tiny_sd3,
         dataset=prompt_folder,
@@ -88,13 +94,13 @@ def train(short_runs, tmp_path) -> Runner:
 
 @pytest.fixture
 def run(tmp_path) -> Runner:
-    """Presets as they are."""
+    """Runner that changes no field of a preset but the run directory."""
     return Runner(tmp_path / "logs")
 
 
 @pytest.fixture
 def make_session(tmp_path):
-    """Sessions in this process; fields are dotted."""
+    """Factory of sessions in this process; its keyword arguments are dotted config fields."""
     sessions = []
 
     def make(**fields) -> Session:

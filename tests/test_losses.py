@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from flow_grpo.losses import (
-    adapted_weight,
+    adapt_kl_weight,
     clipped_policy_loss,
-    drift,
+    gaussian_step_kl,
     kl_to_reference,
     root_mean_square,
 )
@@ -27,24 +27,24 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "held"),
+    ("ratio", "advantage", "clipped"),
     [
-        (1.4, 1.0, True),  # already more likely than the region allows
-        (1.4, -1.0, False),  # too likely and bad: must come back
+        (1.4, 1.0, True),  # already above the trust region
+        (1.4, -1.0, False),  # too likely and bad: keeps its gradient
         (0.8, -1.0, True),
         (0.8, 0.5, False),
-        (1.2, 1.0, False),  # within the wider upper side
+        (1.2, 1.0, False),  # within the wider upper bound
         (0.95, -1.0, False),
     ],
 )
-def test_the_clip_holds_only_what_moves_further_out(ratio, advantage, held):
+def test_only_ratios_moving_outward_are_clipped(ratio, advantage, clipped):
     out, gradient = policy_loss(torch.tensor(ratio).double().log().item(), advantage)
-    assert (gradient == 0) == held
-    assert (out.clipped_low | out.clipped_high).item() == held
-    assert out.clipped_high.item() == (held and ratio > 1)
+    assert (gradient == 0) == clipped
+    assert (out.clipped_low | out.clipped_high).item() == clipped
+    assert out.clipped_high.item() == (clipped and ratio > 1)
 
 
-def test_what_pulls_nowhere_or_is_at_the_edge_is_not_counted_as_clipped():
+def test_zero_advantages_and_ratios_at_the_bound_are_not_counted_as_clipped():
     at_the_edge = [(0.0, advantage, {"clip_low": 0, "clip_high": 0}) for advantage in (1.0, -1.0)]
     no_advantage = [(log_ratio, 0.0, {}) for log_ratio in (1.0, -1.0)]
     for log_ratio, advantage, settings in at_the_edge + no_advantage:
@@ -70,11 +70,13 @@ def test_gaussian_kl_equals_torch_distributions():
     normal = torch.distributions.Normal
     expected = torch.distributions.kl_divergence(normal(0.5, 0.1), normal(0.2, 0.1))
     torch.testing.assert_close(kl("gaussian"), expected.expand(2))
-    moved = drift(torch.full((2, 3), 0.5), torch.full((2, 3), 0.2), torch.full((2, 1), 0.1))
+    moved = gaussian_step_kl(
+        torch.full((2, 3), 0.5), torch.full((2, 3), 0.2), torch.full((2, 1), 0.1)
+    )
     torch.testing.assert_close(moved, expected.expand(2))
 
 
-def test_flow_grpo_kl_leaves_dt_out():
+def test_flow_grpo_kl_omits_dt():
     torch.testing.assert_close(kl("flow_grpo"), torch.full((2,), 0.3**2 / (2 * 0.4**2)))
 
 
@@ -84,8 +86,8 @@ def test_velocity_kl_is_the_mean_squared_difference():
 
 
 def test_the_square_of_half_precision_velocities_does_not_overflow():
-    far = torch.full((2, 3), 301.0, dtype=torch.float16)
-    found = kl("velocity", velocity=far, reference_velocity=torch.ones_like(far))
+    large = torch.full((2, 3), 301.0, dtype=torch.float16)
+    found = kl("velocity", velocity=large, reference_velocity=torch.ones_like(large))
     assert found.tolist() == [90000.0, 90000.0]
 
 
@@ -101,18 +103,17 @@ def test_kl_is_zero_at_the_reference_and_pulls_towards_it(kind):
     assert at_reference.tolist() == [0, 0]
 
 
-def test_an_unknown_kl_is_named():
-    message = r"unknown KL 'k3'; choose one of flow_grpo, gaussian, velocity$"
-    with pytest.raises(ValueError, match=message):
+def test_an_unknown_kl_type_is_rejected():
+    with pytest.raises(ValueError, match=r"'k3'.*flow_grpo, gaussian, velocity"):
         kl("k3")
 
 
 @pytest.mark.parametrize(
     ("kl", "expected"), [(1.13, 0.08), (1.125, 0.04), (0.75, 0.04), (0.5, 0.04), (0.49, 0.02)]
 )
-def test_the_weight_of_the_kl_follows_its_target(kl, expected):
+def test_the_kl_weight_follows_its_target(kl, expected):
     """Target .75: doubled above 1.125, halved below .5."""
-    assert adapted_weight(0.04, kl, 0.75) == pytest.approx(expected)
+    assert adapt_kl_weight(0.04, kl, 0.75) == pytest.approx(expected)
 
 
 def test_the_norm_of_a_velocity_is_per_sample_and_has_no_gradient():

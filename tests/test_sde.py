@@ -42,18 +42,18 @@ def test_log_probs_equal_the_published_fixture(kind, expected):
 def test_log_prob_is_that_of_a_normal_distribution(kind, step, noise, seed):
     s = sigmas()
     g = torch.Generator().manual_seed(seed)
-    x, v, landed = (torch.randn(3, 2, 4, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    x, v, x_next = (torch.randn(3, 2, 4, 4, generator=g, dtype=torch.float64) for _ in range(3))
     out = sde_step(
-        v, x, s[step], s[step + 1], kind=kind, noise_level=noise, sigma_max=s[1], next_sample=landed
+        v, x, s[step], s[step + 1], kind=kind, noise_level=noise, sigma_max=s[1], next_sample=x_next
     )
     normal = torch.distributions.Normal(out.mean, out.std.expand_as(out.mean))
-    expected = normal.log_prob(landed).flatten(1).mean(1)
+    expected = normal.log_prob(x_next).flatten(1).mean(1)
     torch.testing.assert_close(out.log_prob, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
-def test_without_noise_every_rule_is_the_ode(kind):
-    """Scaled down, the noise and the drift that answers it vanish together."""
+def test_every_sde_type_converges_to_the_ode_without_noise(kind):
+    """The noise and the drift that compensates it vanish together."""
     s = sigmas()
     tiny = sde_step(V, X, s[3], s[4], kind=kind, noise_level=1e-4, next_sample=X)
     ode = sde_step(V, X, s[3], s[4], kind="ode")
@@ -75,7 +75,7 @@ def test_marginals_are_preserved(kind):
     x = math.sqrt(variance) * torch.randn(4, 500_000, generator=g, dtype=torch.float64)
     # E[noise - x0 | x] for jointly Gaussian variables
     v = x * (sigma - (1 - sigma)) / variance
-    # cps treats x0 and noise as given, so hand it the true pair instead of the expectation
+    # cps takes x0 and the noise from the velocity, so use the true pair instead of the expectation
     if kind == "cps":
         x0, noise = (torch.randn(4, 500_000, generator=g, dtype=torch.float64) for _ in range(2))
         x, v = (1 - sigma) * x0 + sigma * noise, noise - x0
@@ -84,11 +84,11 @@ def test_marginals_are_preserved(kind):
     assert out.next_sample.var().item() == pytest.approx(expected, rel=1e-2)
 
 
-def test_a_drawn_step_scores_like_the_same_step_given():
-    drawn = sde_step(V, X, 0.9, 0.8, generator=torch.Generator().manual_seed(1))
-    given_ = sde_step(V, X, 0.9, 0.8, next_sample=drawn.next_sample)
-    assert torch.equal(drawn.log_prob, given_.log_prob)
-    spread = (drawn.next_sample - drawn.mean) / drawn.std
+def test_a_sampled_step_has_the_log_prob_of_the_same_step_passed_in():
+    sampled = sde_step(V, X, 0.9, 0.8, generator=torch.Generator().manual_seed(1))
+    evaluated = sde_step(V, X, 0.9, 0.8, next_sample=sampled.next_sample)
+    assert torch.equal(sampled.log_prob, evaluated.log_prob)
+    spread = (sampled.next_sample - sampled.mean) / sampled.std
     assert 0.2 < spread.std() < 3
 
 
@@ -111,10 +111,10 @@ def test_a_batch_of_mixed_sigmas_equals_its_rows(kind):
             torch.testing.assert_close(both.std[i : i + 1], one.std)
 
 
-@pytest.mark.parametrize(("sigma", "held"), [(0.5, False), (NEARLY_ONE, False), (0.9991, True)])
-def test_sigma_max_stands_in_where_sigma_is_nearly_one(sigma, held):
+@pytest.mark.parametrize(("sigma", "replaced"), [(0.5, False), (NEARLY_ONE, False), (0.9991, True)])
+def test_sigma_max_replaces_sigma_near_one(sigma, replaced):
     steps = [sde_step(V, X.double(), sigma, 0.4, sigma_max=m, next_sample=X) for m in (0.45, None)]
-    assert torch.equal(steps[0].std, steps[1].std) != held
+    assert torch.equal(steps[0].std, steps[1].std) != replaced
 
 
 def test_one_generator_per_sample_makes_noise_independent_of_the_batch():
@@ -125,7 +125,7 @@ def test_one_generator_per_sample_makes_noise_independent_of_the_batch():
     assert torch.equal(step([0, 1], [5, 6])[1:], step([1], [6]))
 
 
-def test_drawn_noise_is_added_in_the_precision_of_the_sample():
+def test_sampled_noise_is_added_in_the_precision_of_the_sample():
     x, v = X.double(), V.double()
     out = sde_step(v, x, 0.9, 0.8, generator=torch.Generator().manual_seed(1))
     noise = torch.randn(X.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_half_precision_inputs_are_computed_in_float32():
     assert out.next_sample.dtype == torch.float32
 
 
-def test_the_sample_alone_decides_on_precision_and_device():
+def test_the_sample_determines_dtype_and_device():
     per_sample = (torch.tensor([s, s], dtype=torch.float64) for s in (0.9, 0.7))
     for sigma, sigma_next in [(0.9, 0.7), tuple(per_sample)]:
         in_doubles = sde_step(V.double(), X, sigma, sigma_next, kind="ode")
@@ -162,14 +162,14 @@ def test_the_sample_alone_decides_on_precision_and_device():
     ).std.is_meta
 
 
-def test_all_noise_of_cps_may_be_new():
-    """At noise level 1 nothing of the old noise is left: x0 in its proportion, and new noise."""
+def test_cps_at_noise_level_one_replaces_all_noise():
+    """The mean is (1 - sigma') x0 and the std sigma'."""
     out = sde_step(V, X, 0.9, 0.8, kind="cps", noise_level=1, next_sample=X)
     torch.testing.assert_close(out.mean, (X - 0.9 * V) * 0.2)
     assert out.std.item() == pytest.approx(0.8)
 
 
-def test_ode_has_no_noise_whatever_its_level():
+def test_ode_ignores_the_noise_level():
     out = sde_step(V, X, 0.9, 0.8, kind="ode", noise_level=0)
     assert out.std.item() == out.rate.item() == 0
 
@@ -183,12 +183,12 @@ def test_std_includes_the_square_root_of_dt():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "sde"}, "unknown kind 'sde'; choose one of flow, dance, cps, ode$"),
-        ({"noise_level": 0.0}, "must be above 0"),
-        ({"kind": "cps", "noise_level": 1.2}, "at most 1"),
-        ({"kind": "flow"}, "^kind='flow' needs sigma_max .* at sigma=1$"),
+        ({"kind": "sde"}, "'sde'.*flow, dance, cps, ode"),
+        ({"noise_level": 0.0}, r"^noise_level=0\.0 .*0"),
+        ({"kind": "cps", "noise_level": 1.2}, r"^noise_level=1\.2 .*1.*'cps'"),
+        ({"kind": "flow"}, "kind='flow'.*sigma=1.*sigma_max"),
     ],
 )
-def test_bad_arguments_are_named(arguments, message):
+def test_invalid_arguments_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         sde_step(V, X, 1.0, 0.9, **arguments)

@@ -1,12 +1,14 @@
-"""An environment with one tool: a model that says "<look>" is shown the part of its picture that
-the question is about, closer. Then it should give the right number in answer tags."""
+"""An environment with one tool: after "<look>", the model gets a crop of the relevant region.
+
+It then has to give the right number in answer tags.
+"""
 
 from typing import Any
 
 
 class LookCloser:
     def __init__(self, tool: bool = True) -> None:
-        """Without the `tool`, the first answer is the last."""
+        """Without the `tool`, the episode ends after the first response."""
         self.tool = tool
 
     def reset(self, row: dict[str, Any]) -> None:
@@ -17,5 +19,5 @@ class LookCloser:
             self.looked = True
             crop = self.row["images"][0].crop(self.row["box"])
             return (self.row["question"], [crop]), 0.0, False
-        right = f"<answer>{self.row['answer']}</answer>"
-        return "", float(answer.endswith(right)), True
+        expected = f"<answer>{self.row['answer']}</answer>"
+        return "", float(answer.endswith(expected)), True

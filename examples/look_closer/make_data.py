@@ -1,7 +1,8 @@
-"""Write large pictures in which a few shapes stand somewhere, too small to be told apart once the
-model has shrunk them to its size, with the place where they are.
+"""Create large images with small shapes that are unrecognizable at the model's resolution.
 
-python examples/look_closer/make_data.py --out look_closer
+    python examples/look_closer/make_data.py --out look_closer
+
+Each row has the bounding box of the shapes as `box`.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from PIL import Image
 
 SHAPES = Path(__file__).parents[2] / "dataset/shapes_qa"
 TASKS = ("one shape", "two shapes")  # "How many circles?", "How many circles plus squares?"
-TIMES = 8  # larger than a picture of shapes, in width and height
+SCALE = 8  # width and height of the large image, relative to the original
 
 
 def write(out: Path, seed: int) -> None:
@@ -25,8 +26,8 @@ def write(out: Path, seed: int) -> None:
             if row["task"] in TASKS:
                 shapes = Image.open(SHAPES / row["images"][0])
                 width, height = shapes.size
-                left, top = (rng.randrange(TIMES) * side for side in shapes.size)
-                large = Image.new("RGB", (TIMES * width, TIMES * height))
+                left, top = (rng.randrange(SCALE) * side for side in shapes.size)
+                large = Image.new("RGB", (SCALE * width, SCALE * height))
                 large.paste(shapes, (left, top))
                 large.save(out / row["images"][0], compress_level=1)
                 lines.append({**row, "box": [left, top, left + width, top + height]})

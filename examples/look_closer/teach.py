@@ -1,7 +1,9 @@
-"""Teach the small model that it may look closer, badly on purpose: one time in three it looks, and
-then it says what it would say if it had been shown the crop alone, faults and all.
+"""Teach the small model to use the tool sometimes, as a starting point for training.
 
-python examples/look_closer/teach.py --data look_closer    # writes look_closer/model
+    python examples/look_closer/teach.py --data look_closer    # writes look_closer/model
+
+The model is fine-tuned on its own samples: in one of three conversations it looks, then responds as
+it would to the crop, including its mistakes.
 """
 
 import random
@@ -12,73 +14,95 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from flow_grpo.answer.batches import Answer, packed
-from flow_grpo.answer.environment import Environments, Move
-from flow_grpo.answer.models import load_model, load_processors
-from flow_grpo.answer.policy import AnswerPolicy
-from flow_grpo.answer.prompts import PromptEncoder
-from flow_grpo.answer.rollout import Answerer, Sample
-from flow_grpo.answer.turns import Episode, Player
-from flow_grpo.config.mistakes import Parser, told_plainly
+from flow_grpo.config.error_reporting import ScriptParser, exit_on_user_error
 from flow_grpo.data.questions import Question, find_questions
 from flow_grpo.data.seeding import sample_generators
 from flow_grpo.errors import UserError
-from flow_grpo.run.export import refuse_existing
+from flow_grpo.training.export import reject_existing
+from flow_grpo.vlm.environment import EnvironmentPool, StepRequest
+from flow_grpo.vlm.models import load_model, load_processors
+from flow_grpo.vlm.multi_turn import Episode, EpisodeRunner
+from flow_grpo.vlm.packing import Response, pack_responses
+from flow_grpo.vlm.policy import VlmPolicy
+from flow_grpo.vlm.prompts import PromptEncoder
+from flow_grpo.vlm.rollout import RolloutEngine, Sample
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "assets/tiny-vlm"
-LOOK = "<look>"  # what the environment answers with a crop
-GUESSES = 2  # conversations without a look, for each with one
-MAX_TOKENS = 40  # of an answer
-BATCH = 6  # questions of a step
+LOOK = "<look>"  # the tool call of environment.py
+GUESSES = 2  # conversations without a tool call, for each one with it
+MAX_TOKENS = 40  # per response
+BATCH = 6  # questions per step
 
 
-def build_player(model: str) -> Player:
-    tokenizer, images = load_processors(model)
+def build_episode_runner(model: str) -> EpisodeRunner:
+    tokenizer, image_processor = load_processors(model)
     network = load_model(model, torch.device("cpu"), torch.float32)
-    policy = AnswerPolicy(network, parts=[tokenizer, images], use_lora=False)
-    encoder = PromptEncoder(tokenizer, images, network)
-    answerer = Answerer(policy, encoder, MAX_TOKENS, (tokenizer.eos_token_id,))
-    environments = Environments(f"{HERE / 'environment.py'}:LookCloser", {}, timeout=60, workers=1)
-    return Player(answerer, environments, max_turns=2, max_observation_tokens=64)
+    policy = VlmPolicy(network, processors=[tokenizer, image_processor], use_lora=False)
+    encoder = PromptEncoder(tokenizer, image_processor, network)
+    rollout_engine = RolloutEngine(policy, encoder, MAX_TOKENS, (tokenizer.eos_token_id,))
+    environments = EnvironmentPool(
+        f"{HERE / 'environment.py'}:LookCloser", {}, timeout=60, workers=1
+    )
+    return EpisodeRunner(rollout_engine, environments, max_turns=2, max_observation_tokens=64)
 
 
-def lessons(player: Player, questions: list[Question], seed: int) -> list[list[Answer]]:
-    """For each question, conversations to learn: what the model says of the large picture, and a
-    look followed by what it says of the crop."""
-    answerer, batch = player.answerer, player.environments.new_batch()
+def sample_conversations(
+    episode_runner: EpisodeRunner, questions: list[Question], seed: int
+) -> list[list[Response]]:
+    """Return conversations to learn per question.
+
+    These are `GUESSES` responses to the large image, and a tool call followed by a response to the
+    crop.
+    """
+    rollout_engine = episode_runner.rollout_engine
+    batch = episode_runner.environments.next_batch_id()
     rows = list(range(len(questions)))
-    moves = [Move.of((batch, row), questions[row], [LOOK]) for row in rows]
-    steps = player.environments.step(moves)
-    crops = [replace(q, images=step.pictures) for q, step in zip(questions, steps, strict=True)]
-    prompts = answerer.encode(questions, rows)
-    with answerer.awake():
-        every = rows * GUESSES
-        draws = sample_generators(seed, 0, list(range(len(every) + len(rows))))
-        guesses = answerer.answer(prompts, every, draws[: len(every)])
-        said = answerer.answer(answerer.encode(crops, rows), rows, draws[len(every) :])
-    tokenizer = answerer.encoder.tokenizer
+    requests = [StepRequest.from_question((batch, row), questions[row], [LOOK]) for row in rows]
+    steps = episode_runner.environments.step(requests)
+    crops = [replace(q, images=step.images) for q, step in zip(questions, steps, strict=True)]
+    prompts = rollout_engine.encode(questions, rows)
+    with rollout_engine.generation_mode():
+        guess_rows = rows * GUESSES
+        generators = sample_generators(seed, 0, list(range(len(guess_rows) + len(rows))))
+        guesses = rollout_engine.generate(prompts, guess_rows, generators[: len(guess_rows)])
+        responses = rollout_engine.generate(
+            rollout_engine.encode(crops, rows), rows, generators[len(guess_rows) :]
+        )
+    tokenizer = rollout_engine.encoder.tokenizer
     look = torch.tensor([*tokenizer(LOOK)["input_ids"], tokenizer.eos_token_id])
-    learned = []
+    conversations = []
     for row, step in enumerate(steps):
         episode = Episode(row, row, questions[row], prompts[row], prompts[row])
-        episode.add(Sample(row, look, torch.zeros(len(look)), True, LOOK))
-        player.hear(episode, step)
-        episode.add(said[row])
-        talk = answerer.encoder.followed(episode.talk, said[row].tokens)
-        samples = [*guesses[row :: len(rows)], episode.sample(talk)]
-        learned.append([Answer(row, prompts[row], each.tokens, each.talk) for each in samples])
-    return learned
+        episode.add_response(Sample(row, look, torch.zeros(len(look)), True, LOOK))
+        episode_runner.apply_step(episode, step)
+        episode.add_response(responses[row])
+        conversation = rollout_engine.encoder.append_tokens(
+            episode.conversation, responses[row].tokens
+        )
+        samples = [*guesses[row :: len(rows)], episode.to_sample(conversation)]
+        conversations.append(
+            [Response(row, prompts[row], each.tokens, each.conversation) for each in samples]
+        )
+    return conversations
 
 
-def teach(player: Player, learned: list[list[Answer]], steps: int, lr: float, seed: int) -> None:
-    policy, rng = player.answerer.policy, random.Random(seed)
+def teach(
+    episode_runner: EpisodeRunner,
+    conversations: list[list[Response]],
+    steps: int,
+    lr: float,
+    seed: int,
+) -> None:
+    """Fine-tune the policy on the conversations with maximum likelihood."""
+    policy, rng = episode_runner.rollout_engine.policy, random.Random(seed)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in (bar := tqdm(range(steps), desc="teaching")):
-        own = rng.sample(learned, min(BATCH, len(learned)))
-        batch = packed([answer for each in own for answer in each], player.answerer.pad)
-        log_probs = policy.scores(batch)["log_probs"]
+        chosen = rng.sample(conversations, min(BATCH, len(conversations)))
+        responses = [response for group in chosen for response in group]
+        batch = pack_responses(responses, episode_runner.rollout_engine.pad)
+        log_probs = policy.forward_tokens(batch)["log_probs"]
         loss = -log_probs[batch.mask].mean()
         optimizer.zero_grad()
         loss.backward()
@@ -88,25 +112,31 @@ def teach(player: Player, learned: list[list[Answer]], steps: int, lr: float, se
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=Path("look_closer"), help="of make_data.py")
+    parser = ScriptParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--data", type=Path, default=Path("look_closer"), help="output directory of make_data.py"
+    )
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--lr", type=float, default=8e-4, help="at the start; it falls to 0")
+    parser.add_argument(
+        "--lr", type=float, default=8e-4, help="initial learning rate; it decays to 0"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    told_plainly(lambda: write_taught(args), debug=False)
+    exit_on_user_error(lambda: run(args), debug=False)
 
 
-def write_taught(args: Namespace) -> None:
-    refuse_existing(args.data / "model")
+def run(args: Namespace) -> None:
+    reject_existing(args.data / "model")
     questions = find_questions(args.data, "train")
     if questions is None:
-        raise UserError(f"no questions in {args.data}; run make_data.py --out {args.data} first")
-    player = build_player(str(MODEL))
-    learned = lessons(player, questions, args.seed)
-    player.environments.close()
-    teach(player, learned, args.steps, args.lr, args.seed)
-    player.answerer.policy.save(args.data)  # as `model`
+        raise UserError(
+            "has no questions", field=args.data, hint=f"run make_data.py --out {args.data} first"
+        )
+    episode_runner = build_episode_runner(str(MODEL))
+    conversations = sample_conversations(episode_runner, questions, args.seed)
+    episode_runner.environments.close()
+    teach(episode_runner, conversations, args.steps, args.lr, args.seed)
+    episode_runner.rollout_engine.policy.save(args.data)  # writes `model`
     print(f"wrote {args.data / 'model'}")
 
 

@@ -1,79 +1,113 @@
-"""The command `flow-grpo`: each of its commands is a script of scripts/, or the reward server.
+"""The command `flow-grpo`, whose subcommands run the scripts of scripts/ and the reward server.
 
 Several processes: torchrun -m flow_grpo.config.command train --config ...
 """
 
-import ast
-import re
 import runpy
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from flow_grpo import __version__
-from flow_grpo.config.mistakes import say
-from flow_grpo.config.places import ROOT
-from flow_grpo.errors import nearest
+from flow_grpo.config.error_reporting import ScriptParser, print_text
+from flow_grpo.config.paths import ROOT
+from flow_grpo.errors import did_you_mean
 
-SCRIPTS = ROOT / "scripts"
-# for work on the repo itself, or used by other scripts
-NOT_COMMANDS = (
-    *("few_steps", "hacking", "health_figures", "make_edits", "make_shapes_qa", "make_tiny_text"),
-    *("measuring", "mutants", "pretrain_tiny", "pretrain_tiny_edit", "pretrain_tiny_vlm"),
-    *("reference_loops", "runs", "void_settings"),
-)
-SERVER = "reward_server"
-EXAMPLES = """\
-flow-grpo doctor                                   what is installed, what is missing
-flow-grpo train --config config/grpo.py:tiny_ocr   the small model that ships learns to write
-flow-grpo train --help                             the settings of a run
+SCRIPTS_DIR = ROOT / "scripts"
+SERVER = "reward-server"
+SERVER_PACKAGE = "reward_server"
+COMMANDS = {  # name, as the script with underscores: summary
+    "benchmark": "Measure time and memory of sampling and training",
+    "benchmark-vlm": "Measure time and memory of VLM training",
+    "compare": "Compare algorithms at equal numbers of model evaluations",
+    "compare-opd": "Distil two skills into one model and compare",
+    "demo": "Try a model before and after training in the browser",
+    "doctor": "Check the installation: packages, GPU, hub access, disk space",
+    "evaluate": "Score a model and its checkpoints on a prompt set",
+    "export": "Merge a checkpoint into its model",
+    "gallery": "Sample prompts from a model and checkpoints of a run, as an image and a page",
+    "make-ocr": "Write prompt sets for the OCR reward",
+    "make-small": "Write a small diffusers pipeline with random weights",
+    "plot": "Plot the metrics and images of a run",
+    "report": "Write the HTML report of a run",
+    SERVER: "Serve rewards over HTTP",
+    "train": "Train a diffusion model with online reinforcement learning",
+    "train-vlm": "Train a vision-language model with online reinforcement learning",
+}
+COPY = "cp"
+COPY_SUMMARY = "Copy a training loop (train or train_vlm) to a file of yours for editing"
+LOOPS = ("train", "train_vlm")
+USAGE_EXAMPLES = """\
+flow-grpo doctor                                   check the installation
+flow-grpo train --config config/grpo.py:tiny_ocr   train the small model in the repository
+flow-grpo train --help                             list the common settings
+flow-grpo cp train my_train.py                     copy the training loop for editing
 
-docs/README.md lists the pages of the documentation. --version tells the version."""
+docs/README.md lists the documentation. --version prints the version."""
 
 
-def commands() -> dict[str, Path]:
-    """Files by the names of their commands."""
-    paths = [p for p in SCRIPTS.glob("*.py") if p.stem not in NOT_COMMANDS]
-    found = {path.stem.replace("_", "-"): path for path in paths}
-    if server := find_spec(SERVER):
-        found["reward-server"] = Path(server.origin).with_name("__main__.py")
-    return dict(sorted(found.items()))
+def list_commands() -> dict[str, Path]:
+    """Return the script of each available command."""
+    scripts = {name: SCRIPTS_DIR / f"{name.replace('-', '_')}.py" for name in COMMANDS}
+    server = find_spec(SERVER_PACKAGE)
+    if server is None:
+        del scripts[SERVER]
+    else:
+        scripts[SERVER] = Path(server.origin).with_name("__main__.py")
+    return scripts
 
 
-def summary(path: Path) -> str:
-    """What the script does, by the start of its docstring."""
-    text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-    return re.split(r"[.:;](?:\s|$)", text.replace("\n", " "), maxsplit=1)[0]
+def format_usage() -> str:
+    """Return the text of `flow-grpo --help`."""
+    summaries = {COPY: COPY_SUMMARY, **{name: COMMANDS[name] for name in list_commands()}}
+    width = max(map(len, summaries))
+    lines = [f"  {name:{width}}  {summaries[name]}" for name in sorted(summaries)]
+    usage = "usage: flow-grpo COMMAND ...; see flow-grpo COMMAND --help"
+    return "\n".join([usage, "", *lines, "", USAGE_EXAMPLES])
 
 
-def usage() -> str:
-    known = commands()
-    width = max(map(len, known))
-    lines = [f"  {name:{width}}  {summary(path)}" for name, path in known.items()]
-    start = "usage: flow-grpo COMMAND ...; flow-grpo COMMAND --help says more"
-    return "\n".join([start, "", *lines, "", EXAMPLES])
+def copy_loop(arguments: list[str]) -> None:
+    """Copy a training loop to a new file; existing files are never overwritten."""
+    parser = ScriptParser(prog="flow-grpo cp", description=COPY_SUMMARY)
+    parser.add_argument("loop", type=lambda name: name.replace("-", "_"), choices=LOOPS)
+    parser.add_argument("file", type=Path, help="new file, such as my_train.py")
+    args = parser.parse_args(arguments)
+    source = SCRIPTS_DIR / f"{args.loop}.py"
+    try:
+        with source.open("rb") as original, args.file.open("xb") as copy:
+            shutil.copyfileobj(original, copy)
+    except FileExistsError:
+        parser.fail(f"{args.file} already exists; choose another name")
+    except OSError as error:
+        parser.fail(f"cannot write {args.file}: {error.strerror}")
+    print_text(f"copied {args.loop} to {args.file}; run it with: python {args.file} --config ...")
 
 
 def main() -> None:
+    """Run the subcommand that the command line names."""
     name, *arguments = sys.argv[1:] or ["--help"]
-    known = commands()
+    scripts = list_commands()
     if name in ("-h", "--help", "help"):
-        say(usage())
+        print_text(format_usage())
         return
     if name == "--version":
-        say(f"flow-grpo {__version__}")
+        print_text(f"flow-grpo {__version__}")
         return
-    if name not in known:
-        near = nearest(name, known)
-        hint = f"did you mean {near}?" if near else f"choose one of {', '.join(known)}"
+    if name == COPY:
+        copy_loop(arguments)
+        return
+    if name not in scripts:
+        names = sorted([*scripts, COPY])
+        hint = did_you_mean(name, names) or f"choose one of {', '.join(names)}"
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         sys.exit(2)
-    script = str(known[name])
+    script = str(scripts[name])
     sys.argv = [script, *arguments]
-    if name == "reward-server":
-        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    if name == SERVER:
+        runpy.run_module(SERVER_PACKAGE, run_name="__main__", alter_sys=True)
         return
-    sys.path.insert(0, str(SCRIPTS))  # as `python scripts/train.py` has it
+    sys.path.insert(0, str(SCRIPTS_DIR))  # as in `python scripts/train.py`
     runpy.run_path(script, run_name="__main__")
 
 

@@ -1,4 +1,4 @@
-"""Start a script with an ml-collections config; tell mistakes in one line."""
+"""Start a script with an ml_collections config; report user errors in one line."""
 
 import logging
 import os
@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
@@ -15,55 +16,76 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from flow_grpo.access import check_access
-from flow_grpo.config.mistakes import SIGNALS, as_typed, is_first_process, say, told_plainly
-from flow_grpo.config.overrides import check_flags, check_names, load, names_in, plainly, values_of
-from flow_grpo.config.places import ROOT, check_made, find, find_config
-from flow_grpo.config.saved import PLACES, find_run
-from flow_grpo.config.trade import OtherTrade, Trade, entry
+from flow_grpo.config.error_reporting import (
+    STOP_SIGNALS,
+    exit_on_user_error,
+    is_rank_zero,
+    print_text,
+)
+from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.help import full_help, short_help
+from flow_grpo.config.overrides import (
+    check_flags,
+    explain_flag_error,
+    field_names,
+    load_checked_config,
+    option_values,
+)
+from flow_grpo.config.paths import ROOT, check_dataset_available, resolve_config_file, resolve_path
+from flow_grpo.config.saved_config import LOCATION_FIELDS, find_run_directory
+from flow_grpo.config.settings import check_conditions
+from flow_grpo.config.trainer_spec import TrainerSpec, WrongTrainerConfig
 from flow_grpo.errors import UserError, check_model_folder
-from flow_grpo.files import refuse_halves
+from flow_grpo.hub_access import check_hub_access
+from flow_grpo.untrusted_files import reject_lone_surrogates
 
-NO_CONFIG = "--config is missing; name one, e.g. --config "
-MORE = """\
---help=all      every setting, with its value in the config that --config names
---help=train    those of a section
---help=presets  the names of presets
-docs/configuration.md says more."""
-DRY_RUN = (
-    "Build all that the run would, measure a few batches, tell how much memory and time the run "
-    "will take, and stop; nothing is written."
+NO_CONFIG_MESSAGE = "--config is missing; pass one, such as --config "
+DRY_RUN_HELP = (
+    "Build everything, measure a few batches, print the estimated memory and time of the run, and "
+    "exit without writing anything."
 )
-WORLD_SIZE = (
-    "With --dry_run: plan for this many processes, even if fewer are running; these measure "
-    "batches of the planned size."
+WORLD_SIZE_HELP = (
+    "With --dry_run: number of processes to plan for; the running ones measure batches of the "
+    "planned size."
 )
-RESUME = "logs/RUN, to go on with that run and its own config; --config.FIELD=VALUE changes it."
-OF_RUN = ROOT / "config/run.py"
+RESUME_HELP = "Run directory to resume with its own config, which --config.FIELD=VALUE overrides."
+RUN_CONFIG_FILE = ROOT / "config/run.py"
 
 
-def run(
+def run_with_config(
     main: Callable[[ConfigDict], Any],
-    trade: Trade,
+    spec: TrainerSpec,
     *,
     common: Sequence[str] = (),
-    other_trade: str = "",
+    wrong_trainer_message: str = "",
     default: str | None = None,
     dry_run: Callable[[ConfigDict, int | None], Any] | None = None,
 ) -> None:
     """Parse --config, --config.key=value ... and --debug, then call `main` with the config.
 
-    `common` are the settings that --help lists; the default is those of training. `other_trade` is
-    the error message for a config of the other training script; the default names that script.
-    `default` is the config to take where none is named, `dry_run` what to call in place of `main`
-    with --dry_run, with the config and --world_size. What is returned is never freed: gloo was seen
-    to wait for ever when the last reference to a process group went.
+    The return value of `main` is never freed, because gloo can hang when the last reference to a
+    process group goes.
+
+    Args:
+        main: Called with the config.
+        spec: The trainer that the config is for.
+        common: Settings that --help lists; defaults to those of training.
+        wrong_trainer_message: Error for a config of the other training script; by default it names
+            that script.
+        default: Config to use if none is given.
+        dry_run: Called instead of `main` with --dry_run, with the config and --world_size.
     """
     if not flags.FLAGS.is_parsed():
-        trains = dry_run is not None
-        look(trade, dry_run=trains, default=default, common=common, other_trade=other_trade)
+        parse_command_line(
+            spec,
+            dry_run=dry_run is not None,
+            default=default,
+            common=common,
+            wrong_trainer_message=wrong_trainer_message,
+        )
 
     def start(_: list[str]) -> None:
+        """Call `main`, or `dry_run` with --dry_run, with the parsed config; never returns."""
         set_up_logging()
         config = flags.FLAGS.config
         call = partial(main, config)
@@ -74,81 +96,102 @@ def run(
     app.run(start, flags_parser=lambda argv: argv[:1])
 
 
-def look(
-    trade: Trade,
+def parse_command_line(
+    spec: TrainerSpec,
     *,
     dry_run: bool = False,
     default: str | None = None,
     common: Sequence[str] = (),
-    other_trade: str = "",
+    wrong_trainer_message: str = "",
 ) -> None:
-    """Parse the command line: show help, and tell every mistake that can be told without torch.
-    The training scripts call it before the imports that take seconds."""
+    """Parse the command line, print help, and report the errors that can be found without torch.
+
+    The training scripts call it before imports that take seconds. For arguments, see
+    `run_with_config`; here `dry_run` tells whether the script has that option.
+    """
     config_flags.DEFINE_config_file(
         "config", help_string="path/to/config.py or path/to/config.py:preset"
     )
-    flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
-    if dry_run:
-        flags.DEFINE_bool("dry_run", False, DRY_RUN)
-        flags.DEFINE_integer("world_size", None, WORLD_SIZE, lower_bound=1)
-        flags.DEFINE_string("resume", None, RESUME)
-        default = next((f"{OF_RUN}:{run}" for run in values_of(sys.argv, "resume")), default)
+    flags.DEFINE_bool("debug", False, "Show the traceback of a user error.")
     argv = sys.argv
+    if dry_run:
+        flags.DEFINE_bool("dry_run", False, DRY_RUN_HELP)
+        flags.DEFINE_integer("world_size", None, WORLD_SIZE_HELP, lower_bound=1)
+        flags.DEFINE_string("resume", None, RESUME_HELP)
+        if runs := option_values(argv, "resume"):
+            default = f"{RUN_CONFIG_FILE}:{runs[0]}"
     if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
         argv = [argv[0], f"--config={default}", *argv[1:]]
-    argv = _with_our_configs(argv, trade.preset_file)
-    options = {"asks": default is None, "trains": dry_run, "common": common or trade.first}
+    argv = _resolve_config_options(argv, spec.preset_file)
 
-    def check() -> None:
+    def parse_and_check() -> None:
+        """Print help and exit if it is requested; else parse the flags and check the config."""
+        if text := _requested_help(argv, spec, common or spec.first):
+            print_text(text)
+            sys.exit()
+        _parse(argv, spec)
         try:
-            _look(argv, trade, **options)
-        except OtherTrade as error:
-            raise UserError(other_trade or str(error)) from error
+            settings = spec.check(flags.FLAGS.config)
+        except WrongTrainerConfig as error:
+            raise UserError(wrong_trainer_message or str(error)) from error
+        spec.check_rewards(settings)
+        check_dataset_available(settings.dataset)
+        if default is None:
+            _check_model_exists(settings, spec)
+        if dry_run:
+            _check_training(settings, spec)
 
-    told_plainly(check, debug="--debug" in argv)
+    exit_on_user_error(parse_and_check, debug="--debug" in argv)
 
 
-def _look(
-    argv: list[str], trade: Trade, *, asks: bool, trains: bool, common: Sequence[str]
-) -> None:
-    """The hub is asked for the model, unless the script may put another in its place; a script that
-    `trains` needs a folder and prompts."""
+def _requested_help(argv: list[str], spec: TrainerSpec, common: Sequence[str]) -> str:
+    """Return the text of a `--help` option, or "" if there is none."""
     if {"--help", "-h", "--helpshort"} & {*argv}:
-        _show(_short_help(argv, trade, common))
-    if part := next((arg for arg in argv if re.match("--help(=|full)", arg)), None):
-        _show(_usage(argv, trade, part.partition("=")[2]))
-    _parse(argv, trade)
-    settings = trade.check(flags.FLAGS.config)
-    trade.check_rewards(settings)
-    check_made(settings.dataset)
-    model = find(settings.pretrained.model)
-    if asks:
-        check_model_folder(model, trade.marker)
-        options = {"revision": settings.pretrained.revision, "known": trade.models()}
-        check_access("pretrained.model", model, file=trade.marker, **options)
-    goes_on = settings.resume == "auto" and Path(settings.logdir, settings.run_name).exists()
-    world_size = flags.FLAGS.world_size if trains else None
-    if world_size and not flags.FLAGS.dry_run:
+        return short_help(argv, spec, common)
+    for arg in argv:
+        if re.match("--help(=|full)", arg):
+            return full_help(argv, spec, arg.partition("=")[2])
+    return ""
+
+
+def _check_model_exists(settings: SharedFields, spec: TrainerSpec) -> None:
+    """Reject a model that is neither on disk nor on the hub."""
+    model = resolve_path(settings.pretrained.model)
+    check_model_folder(model, spec.marker)
+    check_hub_access(
+        "pretrained.model",
+        model,
+        revision=settings.pretrained.revision,
+        file=spec.marker,
+        known=spec.models(),
+    )
+
+
+def _check_training(settings: SharedFields, spec: TrainerSpec) -> None:
+    """Check the options of a training script, and the settings and files that a run needs."""
+    if flags.FLAGS.world_size and not flags.FLAGS.dry_run:
         raise UserError(
-            f"--world_size={world_size} needs --dry_run; without it, the launcher sets the number "
-            "of processes"
+            "requires --dry_run",
+            field="--world_size",
+            value=flags.FLAGS.world_size,
+            hint="in a run, the launcher sets the number of processes",
         )
-    if trains and not goes_on:  # else what is not as it was is told first
-        resolve_name(trade.check_early)(settings)
-
-
-def _show(text: str) -> NoReturn:
-    say(text)
-    sys.exit()
+    resumes = settings.resume == "auto" and Path(settings.logdir, settings.run_name).exists()
+    if not resumes:  # a resumed run reports changed settings first
+        check_conditions(settings)
+        resolve_name(spec.preflight_check)(settings)
 
 
 def call_and_exit(call: Callable[[], Any], *, debug: bool) -> NoReturn:
-    """Python aborts when it ends while a reward still computes in a thread of its own."""
-    for number in SIGNALS:  # SIGTERM like Ctrl-C: what is held is given up on the way out
+    """Run `call`, report user errors, and exit without waiting for threads.
+
+    Python would abort if it exited normally while a reward is being computed in a thread.
+    """
+    for number in STOP_SIGNALS:  # SIGTERM, like Ctrl-C, unwinds the stack and releases resources
         signal.signal(number, signal.default_int_handler)
     code = 0
     try:
-        _kept = told_plainly(call, debug=debug)
+        _kept = exit_on_user_error(call, debug=debug)
     except SystemExit as end:
         code = end.code
     sys.stdout.flush()
@@ -157,104 +200,95 @@ def call_and_exit(call: Callable[[], Any], *, debug: bool) -> NoReturn:
 
 
 def set_up_logging() -> None:
-    """Our lines to stdout, bare, from the first process; warnings from all. Once: a notebook may
-    train twice."""
+    """Log to stdout without prefixes: everything on rank 0, warnings on the others.
+
+    It may be called repeatedly, as in a notebook that trains twice.
+    """
     import diffusers
     import transformers
 
     for library in (transformers.utils.logging, diffusers.utils.logging):
         library.disable_progress_bar()  # one per file loaded
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # our client tells of its retries itself
-    for library in ("accelerate", "httpx", "httpx2"):  # these tell of each request to the hub
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # retries are logged by our client
+    for library in ("accelerate", "httpx", "httpx2"):  # they log every request
         logging.getLogger(library).setLevel(logging.WARNING)
-    # diffusers', of the hub's client, where there is no network
+    # raised by diffusers without a network
     warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("flow_grpo")
     ours.handlers = [handler]
     ours.propagate = False
-    ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
+    ours.setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
 
 
-def _parse(argv: list[str], trade: Trade) -> None:
-    refuse_halves(" ".join(argv), "the command line")
-    _check_resumed(argv)
-    config = check_names(argv, trade)
+def _parse(argv: list[str], spec: TrainerSpec) -> None:
+    """Parse the command line into `absl.flags.FLAGS`; raise a UserError for what absl rejects."""
+    reject_lone_surrogates(" ".join(argv), "the command line")
+    _check_resume_options(argv)
+    config = load_checked_config(argv, spec)
     if config is None:
-        check_flags(argv, names_in(trade.get_config()))
-        if checkpoints := [name for name in values_of(argv, "checkpoint") if name != "base"]:
+        check_flags(argv, field_names(spec.get_config()))
+        if checkpoints := [name for name in option_values(argv, "checkpoint") if name != "base"]:
             raise UserError(
-                f"--checkpoint {checkpoints[0]} is not a run or part of one, whose config would be "
-                f"used; name a run, or a config as well, e.g. --config {trade.example}"
+                "is not in a run directory, so its config is unknown",
+                field="--checkpoint",
+                value=checkpoints[0],
+                hint=f"pass a run, or add a config such as --config {spec.example}",
             )
-        raise UserError(NO_CONFIG + trade.example)
+        raise UserError(NO_CONFIG_MESSAGE + spec.example)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(plainly(error, config, argv)) from error
+        raise UserError(explain_flag_error(error, config, argv)) from error
     if rest[1:]:
-        raise UserError(f"unexpected argument {rest[1]!r}; options start with --config.")
+        raise UserError(f"unexpected argument {rest[1]!r}; settings start with --config.")
 
 
-def _check_resumed(argv: list[str]) -> None:
-    """--resume says all that these say."""
-    if "resume" not in flags.FLAGS:  # reported as unknown
+def _check_resume_options(argv: list[str]) -> None:
+    """Reject options that contradict --resume."""
+    if "resume" not in flags.FLAGS:  # reported as unknown elsewhere
         return
-    for run in values_of(argv, "resume"):
-        if (config := values_of(argv, "config")[-1]) != f"{OF_RUN}:{run}":
-            raise UserError(f"--resume {run} has a config of its own; leave --config {config} out")
-        for name in PLACES:
-            if values_of(argv, f"config.{name}"):
+    for run in option_values(argv, "resume"):
+        if (config := option_values(argv, "config")[-1]) != f"{RUN_CONFIG_FILE}:{run}":
+            raise UserError(
+                f"is incompatible with --resume={run}, which has its own config",
+                field="--config",
+                value=config,
+                hint="omit one of them",
+            )
+        for name in LOCATION_FIELDS:
+            if option_values(argv, f"config.{name}"):
                 raise UserError(
-                    f"--resume {run} goes on with that run; leave --config.{name} out, or start a "
-                    f"new run from its state: --config ... --config.resume={run}"
+                    f"is incompatible with --resume={run}, which continues that run",
+                    field=f"--config.{name}",
+                    hint=f"omit it, or start a new run from its state: --config.resume={run}",
                 )
 
 
-def config_of_first(argv: list[str], option: str) -> str | None:
-    """--config for the first run, or part of one, that an option names, with commas or repeated."""
-    words = [word for value in values_of(argv, option) for word in (value, *value.split(","))]
-    run = next(filter(None, map(find_run, map(Path, words))), None)
-    return run and f"{OF_RUN}:{run}"
+def config_of_first_run(argv: list[str], option: str) -> str | None:
+    """Return the --config value of the first run directory that an option's paths are in, or None.
+
+    The option may be repeated, or have several values separated by commas.
+    """
+    paths = [path for value in option_values(argv, option) for path in (value, *value.split(","))]
+    run = next(filter(None, map(find_run_directory, map(Path, paths))), None)
+    return run and f"{RUN_CONFIG_FILE}:{run}"
 
 
-def _short_help(argv: list[str], trade: Trade, common: Sequence[str]) -> str:
-    why = trade.reasons()
-    first = [entry(f"--config.{name}=...", why[name]) for name in common]
-    return "\n".join([*_about(argv), "", "settings that are often changed:", *first, "", MORE])
+def _resolve_config_options(argv: list[str], presets: str = "") -> list[str]:
+    """Resolve the values of --config.
 
-
-def _usage(argv: list[str], trade: Trade, part: str) -> str:
-    if part == "presets":
-        return "\n".join(trade.presets.PRESETS)
-    paths = values_of(argv, "config")
-    config = load(paths[-1], argv, trade) if paths else trade.get_config()
-    fields = trade.describe(config, "" if part in ("", "all") else part)
-    return "\n".join([*_about(argv), "", "fields, as this config has them:", fields])
-
-
-def _about(argv: list[str]) -> list[str]:
-    """What the script does, and its options."""
-    own = flags.FLAGS.flags_by_module_dict()
-    ours = [*own.get(argv[0], []), *own.get(__name__, [])]
-    # absl appends a line to the help of options that may be repeated
-    helps = {flag.name: flag.help.partition(";\n    repeat this option")[0] for flag in ours}
-    options = [entry(f"--{name}", text) for name, text in helps.items()]
-    about = (sys.modules["__main__"].__doc__ or "").strip()
-    return [as_typed(about), "", "options:", *options]
-
-
-def _with_our_configs(argv: list[str], presets: str = "") -> list[str]:
-    """Resolve config/grpo.py to the library's if the current folder has none, and a bare preset
-    name to the config file `presets`."""
-    found, before = [], ""
-    for arg in argv:
-        if before == "--config":
-            found.append(find_config(arg, presets))
-        elif arg.startswith("--config="):
-            found.append("--config=" + find_config(arg.removeprefix("--config="), presets))
+    config/grpo.py is the library's if the current directory has none; a bare preset name refers to
+    the config file `presets`.
+    """
+    resolved = []
+    for previous, arg in pairwise(["", *argv]):
+        option, equals, path = arg.partition("=")
+        if previous == "--config":
+            resolved.append(resolve_config_file(arg, presets))
+        elif option == "--config" and equals:
+            resolved.append(f"--config={resolve_config_file(path, presets)}")
         else:
-            found.append(arg)
-        before = arg
-    return found
+            resolved.append(arg)
+    return resolved

@@ -1,5 +1,7 @@
-"""The fields that every run has, whatever it trains: draw/fields.py and answer/fields.py add their
-own, and redefine those that mean something else there."""
+"""Settings shared by both trainers.
+
+`diffusion/fields.py` and `vlm/fields.py` add their own and override those that differ.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,128 +9,131 @@ from typing import Any
 
 from flow_grpo.config.settings import section, setting
 
-FULL = "bf16"  # frozen weights as mixed_precision says
-PRECISIONS = (FULL, "fp8", "nf4")  # of frozen weights
+UNQUANTIZED = "bf16"  # frozen weights in the dtype of mixed_precision
+BASE_PRECISIONS = (UNQUANTIZED, "fp8", "nf4")
 
 
 @dataclass(frozen=True)
 class RunFields:
-    run_name: str = setting("", "Folder under `logdir`; empty takes the date and time.")
-    logdir: str = setting("logs", "Folder of all runs.")
+    """Settings of the run itself: directory, resuming, seed, epochs, checkpoints, logging."""
+
+    run_name: str = setting(
+        "", "Name of the run directory in `logdir`; empty uses the date and time."
+    )
+    logdir: str = setting("logs", "Directory that contains the run directories.")
     resume: str = setting(
         "none",
-        '"auto" goes on with the run of this name where it was stopped, if there is one; a path '
-        '(of a run or a checkpoint) starts a new run from that state; "none" starts a new run.',
+        '"auto" resumes the run of this name if it exists; the path of a run or checkpoint starts '
+        'a new run from that state; "none" starts a new run.',
     )
     resume_changed: bool = setting(
         False,
-        "Go on with another reward, data set, model or method than the run had. For those who "
-        "change its goal on purpose: it is refused otherwise, as a flag that was forgotten.",
+        "Allow a resumed run to change its reward, data set, model or algorithm, which is "
+        "otherwise rejected as a forgotten option.",
     )
     seed: int = setting(
         42,
-        "All that is drawn at random follows from it, for any number of processes: prompts or "
-        "questions, noise, windows, answers and LoRA weights.",
+        "Random seed of prompts or questions, noise, windows, responses and LoRA weights; results "
+        "do not depend on the number of processes.",
         at_least=0,
-        at_most=2**64 - 1,  # torch takes no more
+        at_most=2**64 - 1,  # the limit of torch
     )
     num_epochs: int = setting(
-        100, "Epochs of the whole run, those before a resume included.", at_least=1, at_most=10**6
+        100, "Total epochs of the run, including those before a resume.", at_least=1, at_most=10**6
     )
     eval_freq: int = setting(
         10,
-        "Epochs between evaluations on the test prompts; 0 evaluates before and after the run "
-        "only.",
+        "Epochs between evaluations on the test set; 0 evaluates only before and after the run.",
         at_least=0,
     )
     save_freq: int = setting(
         10, "Epochs between checkpoints; the last epoch is always saved.", at_least=0
     )
     num_checkpoint_limit: int = setting(
-        5, "Newest checkpoints to keep, besides the best; 0 keeps all.", at_least=0
+        5, "Number of recent checkpoints to keep in addition to the best; 0 keeps all.", at_least=0
     )
     state_freq: int = setting(
         1,
-        "Epochs between states to resume from, of which the newest is kept: a run that is killed "
-        "loses at most this many. Larger for full fine-tuning, whose state is three models.",
+        "Epochs between resumable states, of which the newest is kept: a killed run loses at most "
+        "this many epochs. Use more for full fine-tuning, whose state is three times the model.",
         at_least=1,
     )
     distributed_timeout: int = setting(
         600,
-        "Seconds after which processes give up on one that does not answer any more.",
+        "Seconds without a response from another process until the run stops.",
         at_least=1,
-        at_most=10**8,  # what waits counts nanoseconds in 64 bits
+        at_most=10**8,  # timeouts are 64-bit nanoseconds
     )
     log_images: int = setting(
         16,
-        "Pictures or answers written with each evaluation, of the test prompts and of training.",
+        "Images or responses saved at each evaluation, from the test set and from training.",
         at_least=0,
         at_most=10**4,
     )
     log_with: str = setting(
         "",
-        '"", or some of wandb, tensorboard, swanlab, trackio and mlflow, as in '
-        '"wandb,tensorboard". metrics.jsonl is always written. docs/metrics.md says how to log '
-        "without a network.",
+        "Trackers, separated by commas: wandb, tensorboard, swanlab, trackio, mlflow. "
+        "metrics.jsonl is always written. docs/metrics.md explains logging without a network.",
     )
-    project_name: str = setting("flow_grpo", "What trackers file the run under.")
+    project_name: str = setting("flow_grpo", "Project name in the trackers.")
     mixed_precision: str = setting(
         "no",
-        '"no", "bf16" or "fp16": the dtype of the frozen weights. LoRA weights stay in float32. '
-        "Half precision can move the on-policy ratio off 1; train/first_update_ratio_dev shows it.",
+        'Dtype of the frozen weights: "no" (float32), "bf16" or "fp16". LoRA weights stay in '
+        "float32. In half precision the on-policy ratio can deviate from 1; "
+        "train/first_update_ratio_dev logs by how much.",
         choices=("no", "bf16", "fp16"),
     )
     allow_tf32: bool = setting(
         False,
-        "Let a GPU round the inputs of float32 products to 10 bits (TF32): faster, and the "
-        "on-policy ratio moves off 1. Nothing changes in half precision.",
+        "Use TF32 for float32 matrix products on the GPU: faster, but the on-policy ratio deviates "
+        "from 1. No effect in half precision.",
     )
     device: str = setting(
         "auto",
-        '"auto" takes a CUDA GPU where there is one; "cpu" never does; "cuda" has to have one, and '
-        '"cuda:1" takes that one.',
+        '"auto" uses a CUDA GPU if available; "cpu" uses none; "cuda" requires one, and "cuda:1" '
+        "selects it by index.",
     )
 
 
-def servers(rewards: Iterable[str]) -> Any:
-    """The field reward_servers, where these are the rewards that there are."""
-    reason = (
-        'Reward servers, "http://a:18085,http://b:18085", that score a reward instead of this '
-        "process."
+def reward_servers_setting(rewards: Iterable[str]) -> Any:
+    """Declare the setting `reward_servers`; by default each of `rewards` has an empty URL."""
+    return setting(
+        dict.fromkeys(rewards, ""),
+        "Servers that score a reward instead of this process, separated by commas: "
+        '"http://a:18085,http://b:18085".',
     )
-    return setting(dict.fromkeys(rewards, ""), reason)
 
 
 @dataclass(frozen=True)
 class RewardFields:
+    """Settings of the rewards: weights, options, custom rewards, servers and failures."""
+
     reward_fn: dict = setting(
-        {}, "Rewards and their weights. On the command line: --config.reward_fn=\"{'ocr': 1.0}\""
+        {}, "Rewards and their weights, on the command line --config.reward_fn=\"{'ocr': 1.0}\""
     )
-    eval_reward_fn: dict = setting({}, "Rewards of the evaluation; empty means the same.")
-    custom_rewards: dict = setting(
-        {}, 'Names for rewards of your own: {"mine": "my_pkg.my_module:my_reward"}'
-    )
+    eval_reward_fn: dict = setting({}, "Rewards and weights for evaluation; empty uses reward_fn.")
+    custom_rewards: dict = setting({}, 'Custom rewards: {"mine": "my_pkg.my_module:my_reward"}.')
     reward_options: dict = setting(
         {},
-        'Keyword arguments of rewards that are classes: {"ocr": {"engine": "rapidocr"}}. All take '
-        '"frames", what they see of a video: "first", "middle", "mean of N" or "clip".',
+        'Keyword arguments of reward classes: {"ocr": {"engine": "rapidocr"}}. All rewards accept '
+        '"frames", the frames of a video it scores: "first", "middle", "mean of N" or "clip".',
     )
-    reward_servers: dict = servers(())
+    reward_servers: dict = reward_servers_setting(())
     reward_retries: int = setting(
         8,
-        "How often a batch that could not be scored is tried again; then its scores are missing.",
+        "Retries of a batch that could not be scored, after which its scores are missing.",
         at_least=0,
         at_most=1000,
     )
     reward_timeout: float = setting(
         300.0,
-        "Seconds for all attempts to score a batch together.",
+        "Seconds for all attempts to score a batch.",
         above=0,
-        at_most=10**8,  # what waits counts nanoseconds in 64 bits
+        at_most=10**8,  # timeouts are 64-bit nanoseconds
     )
     max_failed_fraction: float = setting(
         0.2,
-        "The run saves and stops when more than this share of an epoch's scores are missing.",
+        "The run saves and stops if more than this fraction of the scores of an epoch is missing.",
         at_least=0,
         at_most=1,
     )
@@ -136,106 +141,117 @@ class RewardFields:
 
 @dataclass(frozen=True)
 class ModelFields:
-    model: str = setting("", "A folder or a hub id.")
+    """Section `pretrained`: which model to load, and in which precision."""
+
+    model: str = setting("", "Model directory or hub id.")
     revision: str = setting(
-        "main", 'Branch, tag or commit of a hub id. A folder has none: leave it at "main".'
+        "main", 'Branch, tag or commit of a hub id; "main" for a local directory.'
     )
     base_precision: str = setting(
-        FULL,
-        'Frozen weights under LoRA: "fp8" takes half the memory and is for new GPUs, "nf4" takes a '
-        'quarter and is no faster; "bf16" leaves them as mixed_precision says. The saved LoRA '
-        "is for the model as it was.",
-        choices=PRECISIONS,
+        UNQUANTIZED,
+        'Precision of the frozen weights under LoRA: "fp8" takes half the memory on recent '
+        'GPUs, "nf4" takes a quarter and is not faster, "bf16" keeps the dtype of mixed_precision. '
+        "The saved LoRA applies to the unquantized model.",
+        choices=BASE_PRECISIONS,
     )
 
 
 @dataclass(frozen=True)
 class TrainFields:
+    """Section `train`, as far as it does not depend on the kind of model."""
+
     num_inner_epochs: int = setting(
-        1, "Passes over an epoch's samples. More reuse, less on-policy.", at_least=1, at_most=1000
+        1,
+        "Passes over the samples of an epoch; more than one is less on-policy.",
+        at_least=1,
+        at_most=1000,
     )
     gradient_checkpointing: bool = setting(
-        False, "Recompute activations in the backward pass: more time, far less memory."
+        False, "Recompute activations in the backward pass: slower, with much less memory."
     )
     use_8bit_adam: bool = setting(
         False,
-        "Adam's two moments in 8 bits (bitsandbytes, GPU only): worth it for full fine-tuning.",
+        "Store Adam's moments in 8 bits (bitsandbytes, GPU only); useful for full fine-tuning.",
     )
     offload_optimizer: bool = setting(
         False,
-        "Adam's moments wait on the CPU between updates: less GPU memory, for two copies of them "
-        "an update. DeepSpeed has an offload of its own.",
+        "Keep Adam's moments in CPU memory between updates: saves GPU memory for two transfers per "
+        "update. DeepSpeed has its own offload.",
+        excludes="train.use_8bit_adam",
     )
     learning_rate: float = setting(
-        3e-4, "AdamW's, at its highest: see lr_scheduler.", above=0, at_most=1
+        3e-4, "Peak learning rate of AdamW; see lr_scheduler.", above=0, at_most=1
     )
     lr_scheduler: str = setting(
         "constant",
-        'The learning rate stays as it is ("constant"), or falls over all updates of the run: in a '
-        'straight line to 0 ("linear") or as a "cosine", see lr_min_ratio.',
+        'Learning rate schedule over all updates of the run: "constant", "linear" decay to 0, or '
+        '"cosine" decay to lr_min_ratio.',
         choices=("constant", "linear", "cosine"),
     )
     lr_warmup_steps: int = setting(
-        0, "Updates at the start in which the learning rate rises from 0.", at_least=0
+        0, "Number of warmup updates, in which the learning rate rises from 0.", at_least=0
     )
     lr_min_ratio: float = setting(
-        0.0, "Share of learning_rate that a cosine ends with.", at_least=0, at_most=1
+        0.0,
+        "Final learning rate of the cosine schedule, as a fraction of learning_rate.",
+        at_least=0,
+        at_most=1,
     )
-    adam_beta1: float = setting(0.9, "AdamW's decay of the first moment.", from_0_below=1)
-    adam_beta2: float = setting(0.999, "AdamW's decay of the second moment.", from_0_below=1)
-    adam_weight_decay: float = setting(1e-4, "AdamW's weight decay.", at_least=0, at_most=10)
+    adam_beta1: float = setting(0.9, "Decay rate of AdamW's first moment.", from_0_below=1)
+    adam_beta2: float = setting(0.999, "Decay rate of AdamW's second moment.", from_0_below=1)
+    adam_weight_decay: float = setting(1e-4, "Weight decay of AdamW.", at_least=0, at_most=10)
     adam_epsilon: float = setting(
         1e-8,
-        "Gradients here can be as small as 1e-8: a larger epsilon would swallow them.",
-        at_least=1e-30,  # less is 0 in float32, and 0 / 0 is not a number
+        "Epsilon of AdamW. Gradients can be as small as 1e-8 and would vanish under a larger one.",
+        at_least=1e-30,  # anything less is 0 in float32, and 0 / 0 is NaN
         at_most=1,
     )
     max_grad_norm: float = setting(
-        1.0, "Gradients of a larger norm are scaled down to it.", above=0
+        1.0, "Maximum gradient norm; larger gradients are scaled down.", above=0
     )
     max_skipped_updates: int = setting(
         10,
-        "An update with a NaN or infinite gradient is skipped; after this many in a row the run "
-        "stops. 0: no limit.",
+        "Updates with a non-finite gradient are skipped; after this many in a row the run stops. "
+        "0 sets no limit.",
         at_least=0,
     )
     ema: bool = setting(
-        True, "Evaluate and save a moving average of the weights beside the weights themselves."
+        True, "Also evaluate and save an exponential moving average (EMA) of the weights."
     )
-    ema_decay: float = setting(0.9, "How much the moving average keeps in a step.", from_0_below=1)
+    ema_decay: float = setting(0.9, "Decay of the EMA.", from_0_below=1)
     ema_update_interval: int = setting(
         8,
-        "Updates between two steps of the average. At update n its decay is at most "
-        "(1 + n) / (10 + n).",
+        "Updates between two EMA steps. At update n the decay is at most (1 + n) / (10 + n).",
         at_least=1,
     )
     lora_rank: int = setting(
         32,
-        "LoRA adds alpha / rank times the product of its two matrices.",
+        "Rank of LoRA, whose product is scaled by lora_alpha / lora_rank.",
         at_least=1,
         at_most=4096,
     )
-    lora_alpha: int = setting(64, "The alpha of LoRA, see lora_rank.", above=0, at_most=10**5)
+    lora_alpha: int = setting(64, "Alpha of LoRA; see lora_rank.", above=0, at_most=10**5)
     lora_path: str = setting(
-        "", "Start from this LoRA, which is what a KL is to then; it brings its own rank and alpha."
+        "",
+        "LoRA to start from, with its own rank and alpha; it is also the reference policy.",
     )
 
 
 @dataclass(frozen=True)
 class SharedFields(RewardFields, RunFields):
-    """The settings of a run, as far as they do not depend on what it trains."""
+    """Settings that do not depend on the kind of model."""
 
     pretrained: ModelFields = section(ModelFields)
-    dataset: str = setting("", "A folder with train and test files, one such file, or a hub name.")
+    dataset: str = setting("", "Directory with train and test files, one such file, or a hub name.")
     metadata_columns: str = setting(
         "",
-        "Columns to treat as metadata for the rewards even if they look like images, videos, audio "
-        'or conversations, which are rejected if nothing reads them: "reference,mask_path". '
-        "Binary data in them is not loaded.",
+        "Columns to pass to the rewards as metadata, separated by commas, even if they look like "
+        "images, videos, audio or conversations, which are otherwise rejected if nothing reads "
+        "them. Binary data in them is not loaded.",
     )
     custom_models: dict = setting(
         {},
-        "Model families of your own, by what a model's files call them: "
-        '{"MyPipeline": "path/to/file.py:MyAdapter"}',
+        "Custom model families, by the class or model type in a model's files: "
+        '{"MyPipeline": "path/to/file.py:MyAdapter"}.',
     )
     train: TrainFields = section(TrainFields)

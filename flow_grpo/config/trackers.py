@@ -1,27 +1,34 @@
-"""What `log_with` may name."""
+"""Experiment trackers that `log_with` can select."""
 
 import importlib.util
 
-from flow_grpo.errors import UserError, with_nearest
+from flow_grpo.errors import UserError, did_you_mean
 
-TRACKERS = {  # what helps where a tracker cannot start
+TRACKER_HINTS = {  # what to do if a tracker cannot start
     "wandb": "run `wandb login`, or set WANDB_MODE=offline",
     "tensorboard": "",
     "swanlab": "run `swanlab login`, or set SWANLAB_MODE=offline",
-    "trackio": "TRACKIO_DIR must be a folder that can be written",
-    "mlflow": "MLFLOW_TRACKING_URI must name a store that can be written, such as "
-    "sqlite:///mlflow.db (pip install mlflow) or a server",
+    "trackio": "set TRACKIO_DIR to a writable directory",
+    "mlflow": "set MLFLOW_TRACKING_URI to a writable store, such as sqlite:///mlflow.db "
+    "(pip install mlflow) or a server",
 }
 
 
 def parse_trackers(log_with: str) -> list[str]:
-    """Names of trackers, separated by commas; raises where one cannot be used."""
+    """Return the trackers in a comma-separated list.
+
+    Raises:
+        UserError: If one is unknown or not installed.
+    """
     names = list(dict.fromkeys(name.strip() for name in log_with.split(",") if name.strip()))
     for name in names:
-        if name not in TRACKERS:
-            known = ", ".join(TRACKERS)
-            message = f"log_with={log_with!r} must be some of {known}, or empty"
-            raise UserError(with_nearest(message, name, TRACKERS))
-        if importlib.util.find_spec(name) is None:  # accelerate would go on without a word
-            raise UserError(f"log_with={log_with!r} needs: pip install {name}")
+        if name not in TRACKER_HINTS:
+            raise UserError(
+                f"must be empty or a list of {', '.join(TRACKER_HINTS)}",
+                field="log_with",
+                value=log_with,
+                hint=did_you_mean(name, TRACKER_HINTS),
+            )
+        if importlib.util.find_spec(name) is None:  # accelerate would silently skip it
+            raise UserError(f"needs: pip install {name}", field="log_with", value=log_with)
     return names

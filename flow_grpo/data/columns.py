@@ -33,40 +33,42 @@ SUFFIXES = {
     VIDEO: (*VIDEO_SUFFIXES, ".m4v", ".mpg", ".mpeg", ".flv", ".wmv"),
     AUDIO: (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac"),
 }
-SIGNATURES = {  # by kind: (offset, bytes)
+VIDEO_SIGNATURES = {  # (offset, magic bytes) by format
+    "MP4 or MOV": (4, b"ftyp"),
+    "WebM or MKV": (0, b"\x1a\x45\xdf\xa3"),
+    "AVI": (8, b"AVI "),
+}
+SIGNATURES = {  # (offset, magic bytes or alternatives) by kind
     IMAGE: (
-        *(
-            (0, start)
-            for start in (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-        ),
+        (0, (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")),
         (8, b"WEBP"),
     ),
-    VIDEO: ((4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (8, b"AVI ")),
-    AUDIO: ((8, b"WAVE"), *((0, start) for start in (b"ID3", b"fLaC", b"OggS", b"\xff\xfb"))),
+    VIDEO: tuple(VIDEO_SIGNATURES.values()),
+    AUDIO: ((8, b"WAVE"), (0, (b"ID3", b"fLaC", b"OggS", b"\xff\xfb"))),
 }
 BASE64_IMAGES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # PNG, JPEG, GIF, WebP
 MIN_BASE64 = 64  # characters; anything shorter is plain text
-MAX_PATH = 4096  # characters; a longer text is not a path
-MAX_ITEMS = 100  # of a list that are examined
-# who speaks in a turn {"from": ..., "value": ...} of ShareGPT's format
+MAX_PATH = 4096  # characters; longer text is not a path
+MAX_ITEMS = 100  # list items that are examined
+# values of "from" in a ShareGPT turn {"from": ..., "value": ...}
 SHAREGPT_ROLES = "human gpt user assistant system chatgpt bing bard tool function_call observation"
 
-WORDS = {
+INPUT_WORDS = {
     IMAGE: "image images img imgs picture pictures photo photos png jpg jpeg webp bmp pixel pixels",
     VIDEO: "video videos mp4 webm",
     AUDIO: "audio audios wav mp3 speech waveform",
 }
-NOUNS = {word: kind for kind, words in WORDS.items() for word in words.split()}
-NOUNS |= {"maskpath": IMAGE, "maskpaths": IMAGE, "maskfile": IMAGE, "maskimage": IMAGE}
-# what may follow such a noun in the name of a column of images: "image_path". After any other word
-# the column is a property of an image: "image_width", "photo_credit"
-CARRIERS = """path paths file files filename filenames name names url urls uri uris link links
+WORD_KINDS = {word: kind for kind, words in INPUT_WORDS.items() for word in words.split()}
+WORD_KINDS |= {"maskpath": IMAGE, "maskpaths": IMAGE, "maskfile": IMAGE, "maskimage": IMAGE}
+# Words that may follow such a noun in the name of an input column: "image_path". Any other word
+# makes the column a property of the input: "image_width", "photo_credit".
+SUFFIX_WORDS = """path paths file files filename filenames name names url urls uri uris link links
     bytes base64 b64 data raw blob array arrays tensor values list input inputs src source sources
     ref refs reference left right first second third before after front back original a b"""
-# with one of these words in front of a noun, the column is a property too: "num_images"
+# Words that make it a property when they precede the noun: "num_images".
 QUANTIFIERS = """num number count n total min max has is with no use uses need needs require
     requires contains include includes"""
-METADATA = "metadata_columns"  # the setting
+METADATA_SETTING = "metadata_columns"
 NOUN_PHRASES = {
     IMAGE: "an image",
     VIDEO: "a video",
@@ -78,12 +80,12 @@ NOUN_PHRASES = {
 
 @dataclass(frozen=True)
 class ColumnRules:
-    """What to do about columns that a reader does not use.
+    """Rules for columns that a reader does not use.
 
     Args:
-        settings: By kind of content, the setting that names the column to read it from.
-        reserved: Names that are never metadata: what the column is, and how to use it ({name} is
-            its name) or "".
+        settings: Name of the setting that selects the column to read, by kind of content.
+        reserved: Column names that are never metadata, mapped to (problem, remedy). The remedy may
+            contain "{name}" for the column's name, or be "".
     """
 
     settings: Mapping[str, str]
@@ -98,12 +100,12 @@ class ColumnRules:
         allowed: Collection[str] = (),
         ignored: Collection[str] = (),
     ) -> None:
-        """Raise for the first column that looks like an input and is not used.
+        """Raise a UserError for the first column that looks like an input and is not used.
 
         Args:
             row: Values by column.
             used: Columns that the reader has read.
-            where: The file and the row, for the message.
+            where: File and row, the `field` of the error.
             allowed: Columns that the user has declared to be metadata.
             ignored: Kinds of content that the user has excluded.
         """
@@ -113,14 +115,15 @@ class ColumnRules:
             problem, remedy = self._problem(name, value, ignored)
             if problem:
                 remedies = [remedy] if remedy else []
-                remedies.append(f"pass it to the rewards with --config.{METADATA}={name}")
+                remedies.append(f"pass it to the rewards with --config.{METADATA_SETTING}={name}")
                 raise UserError(
-                    f'{where}: column "{name}" {problem}, and nothing reads it; '
-                    f"{', '.join([*remedies, 'or remove it'])}"
+                    f'has a column "{name}" that {problem} and is not used',
+                    field=where,
+                    hint=", ".join([*remedies, "or remove it"]),
                 )
 
     def _problem(self, name: str, value: Any, ignored: Collection[str]) -> tuple[str, str]:
-        """What is wrong with a column and how to use it; empty for plain metadata."""
+        """Return (problem, remedy) of an unused column; both are empty for plain metadata."""
         for known in (name, *_spellings(name)):
             if known in self.reserved:
                 problem, remedy = self.reserved[known]
@@ -134,28 +137,28 @@ class ColumnRules:
         return f"{'contains' if found else 'is named like'} {NOUN_PHRASES[kind]}", remedy
 
 
-def parse_names(setting: str) -> tuple[str, ...]:
-    """Split the names in `metadata_columns`."""
+def parse_column_names(setting: str) -> tuple[str, ...]:
+    """Split a comma-separated list of column names."""
     return tuple(name.strip() for name in setting.split(",") if name.strip())
 
 
 def is_empty(value: Any) -> bool:
+    """Return whether a value is None or an empty string or container; 0 and False are not."""
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def is_empty_text(value: Any) -> bool:
-    """Whether it is an empty value that was written as a string: MMMU has "[]" for no options."""
+    """Return whether a string spells an empty value: MMMU has "[]" for no options."""
     return isinstance(value, str) and value.strip() in ("", "[]", "{}")
 
 
 def is_readable(value: Any) -> bool:
-    """Whether a setting that names a column can name one with this value: an object of other keys
-    than those of an image or a chat turn is not."""
+    """Return whether a column with this value can be read as an image, video or conversation."""
     return not isinstance(value, dict) or not value.keys().isdisjoint({"bytes", "path"})
 
 
 def has_binary(value: Any) -> bool:
-    """Return whether a value contains bytes or an image, which metadata (JSON) cannot."""
+    """Return whether a value contains bytes or an image, which JSON metadata cannot hold."""
     if isinstance(value, dict):
         return any(map(has_binary, value.values()))
     if isinstance(value, list | tuple):
@@ -164,7 +167,7 @@ def has_binary(value: Any) -> bool:
 
 
 def content_kind(value: Any) -> str:
-    """The kind of input that a value holds, at any depth; "" for plain metadata."""
+    """Return the kind of input that a value contains at any depth, or "" for plain metadata."""
     if isinstance(value, Image.Image):
         return IMAGE
     if isinstance(value, bytes | bytearray | memoryview):
@@ -181,18 +184,19 @@ def content_kind(value: Any) -> str:
 
 
 def _is_turn(value: dict[str, Any]) -> bool:
-    """Whether it is a chat turn in OpenAI's format or ShareGPT's."""
+    """Return whether a dict is a chat turn in the OpenAI or ShareGPT format."""
     if {"from", "value"} <= value.keys():
         return isinstance(value["from"], str) and value["from"] in SHAREGPT_ROLES.split()
     return {"role", "content"} <= value.keys()
 
 
 def is_conversation(value: Any) -> bool:
-    """Return whether a value is a list of chat turns, or one as a JSON string."""
+    """Return whether a value is a list of chat turns, possibly as a JSON string."""
     return content_kind(value) == CONVERSATION
 
 
 def _bytes_kind(start: bytes) -> str:
+    """Return the kind of a file by its first 16 bytes; `BINARY` if the format is unknown."""
     for kind, signatures in SIGNATURES.items():
         if any(start[offset:].startswith(mark) for offset, mark in signatures):
             return kind
@@ -200,7 +204,7 @@ def _bytes_kind(start: bytes) -> str:
 
 
 def is_base64_image(text: str) -> bool:
-    """Whether a text is an image in base64, without the start of a data URL."""
+    """Return whether a text is a base64 image without the prefix of a data URL."""
     start = text[:MIN_BASE64]
     return (
         start.startswith(BASE64_IMAGES)
@@ -211,6 +215,10 @@ def is_base64_image(text: str) -> bool:
 
 
 def _text_kind(text: str) -> str:
+    """Return the kind of input that a text contains or refers to, by its suffix; "" for plain text.
+
+    It may be a data URL, a base64 image, JSON, a path or a URL.
+    """
     for kind in SUFFIXES:
         if text.startswith(f"data:{kind}/"):
             return kind
@@ -218,7 +226,7 @@ def _text_kind(text: str) -> str:
         return IMAGE
     text = text.strip()
     if text[:1] + text[-1:] in ("[]", "{}"):
-        return _json_kind(text)
+        return content_kind(parse_json_or_none(text))
     if len(text) <= MAX_PATH and "\n" not in text:
         path = text.lower()
         if path.startswith(("http://", "https://")):
@@ -229,41 +237,42 @@ def _text_kind(text: str) -> str:
     return ""
 
 
-def _json_kind(text: str) -> str:
+def parse_json_or_none(text: str) -> Any:
+    """Parse text that may be JSON; return None if it is not."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return ""
-    return "" if isinstance(value, str) else content_kind(value)
+        return None
 
 
 @cache
 def name_kind(name: str) -> str:
-    """Return the kind of input that a column's name denotes: "img_path" and "source_image" are
-    images, "image_width" and "num_images" are not."""
-    words = [word.rstrip("0123456789") or word for word in words_of(name)]
-    if kind := NOUNS.get("".join(words)):
+    """Return the kind of input that a column's name denotes, or "".
+
+    "img_path" and "source_image" are images; "image_width" and "num_images" are not.
+    """
+    words = [word.rstrip("0123456789") or word for word in split_name(name)]
+    if kind := WORD_KINDS.get("".join(words)):
         return kind
-    places = [place for place, word in enumerate(words) if word in NOUNS]
-    if not places or not {*QUANTIFIERS.split()}.isdisjoint(words[: places[0]]):
+    nouns = [index for index, word in enumerate(words) if word in WORD_KINDS]
+    if not nouns or not {*QUANTIFIERS.split()}.isdisjoint(words[: nouns[0]]):
         return ""
-    rest = words[places[-1] + 1 :]
-    carried = all(word in CARRIERS.split() or word.isdigit() for word in rest)
-    return NOUNS[words[places[-1]]] if carried else ""
+    suffix = words[nouns[-1] + 1 :]
+    is_input = all(word in SUFFIX_WORDS.split() or word.isdigit() for word in suffix)
+    return WORD_KINDS[words[nouns[-1]]] if is_input else ""
 
 
 @cache
 def _spellings(name: str) -> tuple[str, ...]:
-    """A name in lower case with underscores, whole and without a number or a letter at its end:
-    "choice_a" is one of several choices."""
-    words = words_of(name)
+    """Return a name in snake case, with and without a numeric or letter suffix ("choice_a")."""
+    words = split_name(name)
     whole = "_".join(words)
     numbered = re.fullmatch(r"(.*[a-z])_?(\d+|_[a-z])", whole)
     return (whole, numbered[1]) if numbered else (whole,)
 
 
 @cache
-def words_of(name: str) -> tuple[str, ...]:
-    """The words of a column's name in lower case: imagePath and image-path are the same."""
+def split_name(name: str) -> tuple[str, ...]:
+    """Return the lower-case words of a name: imagePath and image-path both have two."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
     return tuple(re.findall(r"[a-z0-9]+", spaced.lower()))

@@ -1,60 +1,129 @@
-"""Models and data sets of the hub."""
+"""Download models and data sets from the Hugging Face Hub."""
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from flow_grpo.access import NEWEST, check_access, refusal
+from flow_grpo.data.rows import (
+    READERS,
+    RowLayout,
+    Split,
+    T,
+    import_or_hint,
+    select_columns,
+    table_rows,
+)
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.hub_access import DEFAULT_REVISION, check_hub_access, hub_error_message
+
+
+def is_hub_name(source: str) -> bool:
+    """Return whether a name has the form owner/name and is not a mistyped local path."""
+    path = Path(source)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) or path.suffix in READERS:
+        return False
+    return not os.path.exists(path) and not os.path.exists(path.parent)
 
 
 def download_revision(model: str, revision: str) -> str:
-    """The folder with this revision of a hub id; the newest is left to whoever loads it."""
-    if revision == NEWEST:
+    """Download a revision of a diffusion pipeline and return its directory.
+
+    The default revision is not downloaded here: `model` is returned unchanged.
+    """
+    if revision == DEFAULT_REVISION:
         return model
     if Path(model).exists():
         raise UserError(
-            f"pretrained.revision={revision!r} is for models of the hub, and {model} is a folder; "
-            f"leave it at {NEWEST!r}"
+            f"is incompatible with the local directory {model}",
+            field="pretrained.revision",
+            value=revision,
+            hint=f"reset it to {DEFAULT_REVISION!r}",
         )
-    from diffusers import DiffusionPipeline  # here: it takes seconds, as does the other
+    from diffusers import DiffusionPipeline  # slow import
 
-    check_access("pretrained.model", model, revision=revision, file="model_index.json")
+    check_hub_access("pretrained.model", model, revision=revision, file="model_index.json")
     try:
         return str(DiffusionPipeline.download(model, revision=revision, use_safetensors=True))
     except (OSError, ValueError) as error:
-        reason = first_line(error.__cause__ or error)
         raise UserError(
-            f"cannot load pretrained.model={model!r} at pretrained.revision={revision!r}: {reason}"
+            f"cannot be loaded at pretrained.revision={revision!r}: "
+            f"{first_line(error.__cause__ or error)}",
+            field="pretrained.model",
+            value=model,
         ) from error
 
 
-def check_data(source: str) -> tuple[str, str]:
-    """Name and revision of a data set, which the hub has and lets us read."""
+def check_hub_dataset(source: str) -> tuple[str, str]:
+    """Return name and revision of a hub data set after checking that it can be accessed."""
     name, _, revision = source.removesuffix("@train").partition("@")
-    check_access("dataset", name, kind="dataset", revision=revision or NEWEST, file="README.md")
-    return name, revision or NEWEST
+    check_hub_access(
+        "dataset", name, kind="dataset", revision=revision or DEFAULT_REVISION, file="README.md"
+    )
+    return name, revision or DEFAULT_REVISION
 
 
-def download_data(source: str, patterns: Sequence[str]) -> Path:
-    """The folder, in the hub's cache, with the files of a data set that match these patterns.
+def download_dataset(source: str, patterns: Sequence[str]) -> Path:
+    """Download a data set and return its directory in the hub's cache.
 
-    `source` is owner/name or owner/name@revision; EasyR1's owner/name@train is the newest too.
+    Args:
+        source: "owner/name" or "owner/name@revision"; EasyR1's "owner/name@train" is accepted too.
+        patterns: Globs of the files to download.
     """
     from huggingface_hub import snapshot_download
 
-    name, revision = check_data(source)
+    name, revision = check_hub_dataset(source)
     try:
         found = snapshot_download(
             name, repo_type="dataset", revision=revision, allow_patterns=list(patterns)
         )
-    except Exception as error:  # of many kinds: no network, no such set, not allowed
-        if told := refusal(error, "dataset", name, kind="dataset"):
-            raise UserError(told) from error
-        at = f" --revision {revision}" if revision != NEWEST else ""
-        place = Path(name).name
+    except Exception as error:  # many types: no network, unknown data set, access denied
+        if message := hub_error_message(error, "dataset", name, kind="dataset"):
+            raise UserError(message) from error
+        at = f" --revision {revision}" if revision != DEFAULT_REVISION else ""
+        folder = Path(name).name
         raise UserError(
-            f"dataset={source!r} is no folder or file here, and cannot be had from the hub under "
-            f"that name ({first_line(error)}); fetch it where there is a network (hf download "
-            f"{name} --repo-type dataset{at} --local-dir {place}) and give --config.dataset={place}"
+            f"is not a local path and cannot be downloaded from the hub ({first_line(error)})",
+            field="dataset",
+            value=source,
+            hint=f"on a machine with network access run hf download {name} --repo-type dataset{at} "
+            f"--local-dir {folder} and set --config.dataset={folder}",
         ) from error
     return Path(found)
+
+
+def read_hub(name: str, split: Split, layout: RowLayout[T]) -> list[T] | None:
+    """Read a split with the `datasets` package, or return None if the data set has no such split.
+
+    "validation" stands in for "test", and a data set with a single split is used for training.
+    """
+    datasets = import_or_hint(
+        "datasets", f"dataset={name!r} is not a local path; as a hub name it needs datasets"
+    )
+    check_hub_dataset(name)
+    try:
+        splits = datasets.load_dataset(name)
+    except Exception as error:  # many types: no network, unknown data set, several configurations
+        if message := hub_error_message(error, "dataset", name, kind="dataset"):
+            raise UserError(message) from error
+        raise UserError(
+            f"is not a local path and cannot be loaded from the hub: {first_line(error)}",
+            field="dataset",
+            value=name,
+            hint="save the columns you need as train.parquet in a directory",
+        ) from error
+    if split == "train":
+        wanted = list(splits) if len(splits) == 1 else ["train"]
+    else:
+        wanted = ["test", "validation"] if "train" in splits else []
+    chosen = next((each for each in wanted if each in splits), None)
+    if chosen is None:
+        if split == "test":
+            return None
+        raise UserError(f'has no split "train", only {", ".join(splits)}', field=name)
+    part, where = splits[chosen], f"{name} ({chosen})"
+    columns = select_columns(part.features.arrow_schema, layout, where)
+    table = part.select_columns(columns).with_format("arrow")[:]
+    return [
+        layout.parse(row, Path(), position) for position, row in table_rows(table, layout, where)
+    ]

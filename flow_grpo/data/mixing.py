@@ -1,56 +1,69 @@
-"""Several prompt sets in one run, and test prompts where a set has none of its own."""
+"""Mixing of several data sets in one run, and held-out splits of sets without a test split."""
 
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import zip_longest
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.errors import UserError
 
-T = TypeVar("T")
-FORM = 'write it like "path/a:0.7,path/b:0.3"'
-HELD_OUT, MOST_HELD_OUT = 0.1, 256
-FEWEST = 10  # of which a part can be held out
+
+class DataRow(Protocol):
+    """A prompt or a question."""
+
+    metadata: dict[str, Any]
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Key that rows with the same content share."""
+
+
+T = TypeVar("T", bound=DataRow)
+FORMAT_HINT = 'write it like "path/a:0.7,path/b:0.3"'
+HELD_OUT_FRACTION, MAX_HELD_OUT = 0.1, 256
+MIN_ROWS_TO_SPLIT = 10  # smaller sets are used whole for both training and testing
 logger = logging.getLogger("flow_grpo")
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """A prompt set: a folder, a file or a Hugging Face name, and how much is drawn from it."""
+    """A data set (directory, file or hub name) and its sampling weight."""
 
     path: str
     name: str  # in metadata and metrics
-    share: Fraction = Fraction(1)  # of the sum of all shares
+    share: Fraction = Fraction(1)  # relative to the sum of all shares
 
 
 def parse_sources(dataset: str) -> list[PromptSource]:
-    """ "path/a:0.7,path/b:0.3", or one path; without numbers all have equal shares."""
-    if not dataset.strip() or os.path.exists(dataset):  # which many sets are too long for
+    """Parse one path or a mixture such as "path/a:0.7,path/b:0.3"; shares default to equal."""
+    if not dataset.strip() or os.path.exists(dataset):
         parts = [(dataset, "")]
     else:
         parts = [_split_share(part.strip()) for part in dataset.split(",")]
     paths = [path for path, _ in parts]
+    error = partial(UserError, field="dataset", value=dataset)
     if not all(paths):
-        raise UserError(f"dataset={dataset!r} names no prompt set in one place; {FORM}")
-    if twice := [path for path, count in Counter(paths).items() if count > 1]:
-        raise UserError(f"dataset={dataset!r} names {twice[0]} twice; add up the shares")
+        raise error("has an empty path", hint=FORMAT_HINT)
+    if repeated := [path for path, count in Counter(paths).items() if count > 1]:
+        raise error(f"names {repeated[0]} twice", hint="add up the shares")
     if len({bool(share) for _, share in parts}) > 1:
-        raise UserError(f"dataset={dataset!r} must have a share for each set or for none; {FORM}")
-    shares = [_to_share(share, dataset) if share else Fraction(1) for _, share in parts]
-    return [PromptSource(*each) for each in zip(paths, names_of(paths), shares, strict=True)]
+        raise error("must have a share for every set or for none", hint=FORMAT_HINT)
+    shares = [_parse_share(share, dataset) if share else Fraction(1) for _, share in parts]
+    names = short_source_names(paths)
+    return [PromptSource(*each) for each in zip(paths, names, shares, strict=True)]
 
 
-def names_of(paths: Sequence[str]) -> list[str]:
-    """Short ones, where they differ."""
+def short_source_names(paths: Sequence[str]) -> list[str]:
+    """Return the last component of each path, or the whole path if that is not unique."""
     short = [Path(path).stem if os.path.isfile(path) else Path(path).name for path in paths]
     return [s if short.count(s) == 1 else path for s, path in zip(short, paths, strict=True)]
 
@@ -60,18 +73,28 @@ def _split_share(part: str) -> tuple[str, str]:
     return (path, share) if colon and not os.path.exists(part) else (part, "")
 
 
-def _to_share(share: str, dataset: str) -> Fraction:
+def _parse_share(share: str, dataset: str) -> Fraction:
+    """Return a share as an exact fraction; raise a UserError unless it is a number above 0."""
     try:
         number = Fraction(share)
     except (ValueError, ZeroDivisionError) as error:
-        raise UserError(f"dataset={dataset!r}: {share!r} is no share; {FORM}") from error
+        raise UserError(
+            f"has the invalid share {share!r}", field="dataset", value=dataset, hint=FORMAT_HINT
+        ) from error
     if number <= 0:
-        raise UserError(f"dataset={dataset!r}: the share {share} must be above 0")
+        raise UserError(
+            f"has the share {share}, which must be above 0", field="dataset", value=dataset
+        )
     return number
 
 
-def share_out(groups: int, shares: Sequence[Fraction]) -> list[int]:
-    """Whole groups that add up, by largest remainder; of equal ones the first gets it."""
+def allocate_groups(groups: int, shares: Sequence[Fraction]) -> list[int]:
+    """Return the groups per epoch of each data set, by the largest remainder method.
+
+    Args:
+        groups: Groups per epoch of all data sets.
+        shares: Sampling weight of each data set.
+    """
     exact = [groups * share / sum(shares) for share in shares]
     counts = [int(each) for each in exact]
     order = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
@@ -88,105 +111,108 @@ def check_groups(
     what: str = "prompts",
     setting: str = "sample.num_batches_per_epoch",
 ) -> None:
-    """Enough prompts for its part of an epoch, and a part at all. `setting`: which makes an epoch
-    longer."""
+    """Reject a data set of a mixture with no groups in an epoch, or with fewer rows than groups.
+
+    Args:
+        source: The data set.
+        rows: Number of its training rows.
+        groups: Groups per epoch that are drawn from it.
+        of: Groups per epoch of all data sets.
+        what: What a row is, for the message.
+        setting: Name of the setting that makes an epoch longer.
+    """
     if groups == 0:
         raise UserError(
-            f"the share of {source.path} comes to none of the {of} groups of an epoch; raise it, "
-            f"or {setting}"
+            f"has too small a share for one of the {of} groups per epoch",
+            field=source.path,
+            hint=f"raise the share or {setting}",
         )
     if rows < groups:
         raise UserError(
-            f"{source.path} has {rows} {what} to train on but its share of the {of} groups of an "
-            f"epoch needs {groups} distinct ones; add {what}, lower its share or {setting}"
+            f"has {rows} training {what}, but its share of the {of} groups per epoch needs "
+            f"{groups} distinct {what}",
+            field=source.path,
+            hint=f"add {what}, lower its share or {setting}",
         )
 
 
-def in_turn(sets: Iterable[Iterable[T]]) -> list[T]:
-    """One of each set, and so on: the first few have something of all."""
+def interleave(sets: Iterable[Iterable[T]]) -> list[T]:
+    """Merge the rows of all sets round-robin, so that the first few come from every set."""
     return [row for each in zip_longest(*sets) for row in each if row is not None]
 
 
-def set_of(sizes: Sequence[int], rows: np.ndarray) -> np.ndarray:
-    """The number of the set that each row is of, where sets of these sizes follow one another."""
+def tag_rows(rows: Iterable[T], name: str) -> list[T]:
+    """Return the rows with the name of their data set in their metadata."""
+    return [replace(row, metadata={**row.metadata, "dataset": name}) for row in rows]
+
+
+def set_indices(sizes: Sequence[int], rows: np.ndarray) -> np.ndarray:
+    """Map rows of concatenated data sets to the index of their set, shape (len(rows),)."""
     return np.searchsorted(np.cumsum(sizes), rows, side="right")
 
 
-def split_off(
-    rows: list[T],
-    seed: int,
-    source: str,
-    what: str = "prompts",
-    key: Callable[[T], Any] = attrgetter("prompt"),
+def split_held_out(
+    rows: list[T], seed: int, source: str, what: str = "prompts"
 ) -> tuple[list[T], list[T]]:
-    """(train, test) of a set without a test part; a line tells how."""
-    train, test = hold_out(rows, numpy_rng(seed, Stream.HOLD_OUT), key)
+    """Return (train, test) of a set without a test split, and log how it was split."""
+    train, test = hold_out(rows, numpy_rng(seed, Stream.HOLD_OUT))
     if train is test:
-        how = f"its {len(rows)} {what}, too few to hold any out, are for both"
+        how = f"its {len(rows)} {what} are too few to hold any out and serve as both"
     else:
-        how = f"held out {len(test)} of its {len(rows)} {what} by seed={seed}"
+        how = f"held out {len(test)} of its {len(rows)} {what} with seed={seed}"
     logger.info(
-        "%s has no test %s: %s; for your own, give a folder with a train and a test file",
-        *(source, what, how),
+        "%s has no test %s: %s; to choose them, use a directory with a train and a test file",
+        source,
+        what,
+        how,
     )
     return train, test
 
 
-def held_out_share(train: Iterable[T], test: Sequence[T], key: Callable[[T], Any]) -> float:
-    """Return the share of `test` whose `key` is not in `train`."""
-    trained = set(map(key, train))
-    return sum(key(row) not in trained for row in test) / max(1, len(test))
+def held_out_share(train: Iterable[DataRow], test: Sequence[DataRow]) -> float:
+    """Return the fraction of `test` whose content is not in `train`."""
+    trained = {row.identity for row in train}
+    return sum(row.identity not in trained for row in test) / max(1, len(test))
 
 
-def hold_out(
-    rows: list[T], rng: np.random.Generator, key: Callable[[T], Any] = attrgetter("prompt")
-) -> tuple[list[T], list[T]]:
-    """(train, test): a tenth for testing, with no `key` (the text) in both, in their order. Fewer
-    than ten stay together."""
-    texts = sorted({key(p) for p in rows})
-    if len(texts) < FEWEST:
+def hold_out(rows: list[T], rng: np.random.Generator) -> tuple[list[T], list[T]]:
+    """Split off about a tenth of the rows for testing; rows with the same content stay together.
+
+    Returns:
+        (train, test) in their original order. Both are `rows` itself if it has fewer than
+        `MIN_ROWS_TO_SPLIT` distinct rows.
+    """
+    keys = [row.identity for row in rows]
+    counts = Counter(keys)
+    distinct = sorted(counts)
+    if len(distinct) < MIN_ROWS_TO_SPLIT:
         return rows, rows
-    wanted = min(max(1, round(HELD_OUT * len(rows))), MOST_HELD_OUT)
-    count, chosen, often = 0, set(), Counter(map(key, rows))
-    for i in rng.permutation(len(texts))[:-1]:  # one is left to train on
-        if count < wanted:
-            chosen.add(texts[i])
-            count += often[texts[i]]
-    train = [p for p in rows if key(p) not in chosen]
-    return train, [p for p in rows if key(p) in chosen]
+    wanted = min(max(1, round(HELD_OUT_FRACTION * len(rows))), MAX_HELD_OUT)
+    held_out: set[tuple[str, ...]] = set()
+    num_held_out = 0
+    for i in rng.permutation(len(distinct))[:-1]:  # at least one key remains for training
+        if num_held_out < wanted:
+            held_out.add(distinct[i])
+            num_held_out += counts[distinct[i]]
+    train = [row for row, key in zip(rows, keys, strict=True) if key not in held_out]
+    return train, [row for row, key in zip(rows, keys, strict=True) if key in held_out]
 
 
-def files_named(folder: Path, split: str, known: Collection[Path] = ()) -> list[Path]:
-    """The files of a folder that are named like those of a split, except `known` ones."""
-    if not os.path.isdir(folder):
-        return []
-    names = (f"{split}.", f"{split}_metadata.")
-    files = (each for each in sorted(folder.iterdir()) if each.name.startswith(names))
-    return [each for each in files if each.is_file() and each not in known]
-
-
-def warn_of_unread(folder: Path, split: str, read: Sequence[Path]) -> None:
-    """Warn where a folder has more files of a split than those that are read."""
-    if others := files_named(folder, split, read):
-        names = [", ".join(each.name for each in files) for files in (others, read)]
-        logger.warning("%s: ignores %s and reads %s", folder, names[0], names[1] or "no such file")
-
-
-def warn_of_repeats(
-    train: Sequence[T],
-    test: Sequence[T],
-    source: str,
-    what: str = "prompts",
-    key: Callable[[T], Any] = attrgetter("prompt"),
+def warn_duplicates(
+    train: Sequence[DataRow], test: Sequence[DataRow], source: str, what: str = "prompts"
 ) -> None:
-    """Warn where all training rows are the same, and where the test set is not held out."""
-    known = set(map(key, train))
+    """Warn if all training rows are identical, or if test rows are also training rows."""
+    known = {row.identity for row in train}
     if len(train) > 1 and len(known) == 1:
         logger.warning("%s: all %d training %s are identical", source, len(train), what)
-    if train is test:  # too few rows for a held-out set, which `split_off` logs
+    if train is test:  # too few rows for a held-out set, as logged by `split_held_out`
         return
-    if seen := sum(key(row) in known for row in test):
+    if seen := sum(row.identity in known for row in test):
         logger.warning(
             "%s: %d of %d test %s are also training %s, so the evaluation is not held out",
-            *(source, seen, len(test), what, what),
+            source,
+            seen,
+            len(test),
+            what,
+            what,
         )

@@ -1,10 +1,15 @@
 """Sampling without replacement over a data set, in passes that use every row once.
 
-A data set of `size` rows is an endless sequence of passes, each a random permutation that depends
-on the seed, the set and the number of the pass alone: neither world size nor a resumed run changes
-it. A caller takes any number of rows at a time, so a pass may end in the middle of an epoch. Rows
-of the next pass that are already in the epoch are then skipped, and the next epoch takes them
-first: the rows of an epoch are distinct, and a pass uses every row before the next pass begins.
+Problem: an epoch (a fixed number of groups) rarely divides the data set, yet its rows must be
+distinct and no row should be used more often than another.
+
+A data set of `size` rows is an endless sequence of passes. Pass p is a random permutation that
+depends only on (seed, data set, p), so neither world size nor resuming changes it. A caller takes
+any number of rows at a time, so a pass may end in the middle of an epoch. Rows of the next pass
+that are already in the epoch are then skipped, and the next epoch takes them first.
+
+Invariants: the rows of an epoch are distinct, and a pass uses every row once before the next pass
+begins. The state is two integers and the skipped rows, fewer than an epoch has.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +24,7 @@ class PassState:
     """Position in the passes over a data set; small enough to save with every checkpoint."""
 
     size: int  # rows of the data set
-    taken: int = 0  # since the run began; divided by `size`, the number of the pass
+    taken: int = 0  # rows since the run began; `taken // size` is the index of the pass
     skipped: tuple[int, ...] = ()  # rows of the current pass to take first
 
     @classmethod
@@ -33,15 +38,17 @@ class PassState:
 def take_rows(
     state: PassState, count: int, used: Collection[int], *, seed: int, number: int
 ) -> tuple[list[int], PassState]:
-    """Take the next rows of a data set, from 0 to `state.size` - 1.
+    """Take the next rows of a data set.
 
     Args:
-        count: Number of rows; at most the rows of the set that are not `used`.
+        state: Position in the passes.
+        count: Number of rows; at most the number of rows that are not `used`.
         used: Rows of this set that are already in the epoch.
+        seed: Seed of the run.
         number: Index of the data set if several are mixed.
 
     Returns:
-        The rows, which are distinct and not among `used`, and the state after them.
+        Row indices from 0 to `state.size` - 1, distinct and not in `used`, and the new state.
     """
     used = set(used)
     if count > state.size - len(used):
@@ -70,11 +77,13 @@ def _permutation(seed: int, number: int, pass_number: int, size: int) -> list[in
     return numpy_rng(seed, Stream.QUESTIONS, number, pass_number).permutation(size).tolist()
 
 
-def pass_states(
+def restore_pass_states(
     sizes: Sequence[int], saved: Sequence[Mapping[str, Any]]
 ) -> tuple[list[PassState], bool]:
-    """Return the states to continue with, and whether they are the saved ones. New passes begin if
-    nothing was saved or the sizes of the data sets changed."""
+    """Return the states to continue with, and whether they are the saved ones.
+
+    New passes begin if nothing was saved or the size of a data set changed.
+    """
     states = [PassState.read(each) for each in saved]
     if [state.size for state in states] == list(sizes):
         return states, True

@@ -1,165 +1,245 @@
-"""Prompt sets, and which prompt each sample of an epoch is drawn from."""
+"""Prompts of diffusion models: their row layout, and loading of prompt sets."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from flow_grpo.access import check_access
-from flow_grpo.config.places import check_made
-from flow_grpo.data.columns import parse_names
-from flow_grpo.data.mixing import files_named, warn_of_unread
+from flow_grpo.config.paths import check_dataset_available
+from flow_grpo.data.columns import BINARY, IMAGE, ColumnRules, content_kind, has_binary, is_empty
+from flow_grpo.data.hub import check_hub_dataset, is_hub_name, read_hub
+from flow_grpo.data.images import find_image, first_nonempty_column, listed_images, row_identity
 from flow_grpo.data.rows import (
-    Columns,
-    Prompt,
+    NO_COLUMN,
+    PREFERENCE_COLUMN,
+    Row,
+    RowLayout,
     Split,
-    is_hub_name,
-    read_csv,
-    read_hub,
-    read_jsonl,
-    read_lines,
-    read_parquet,
+    check_text,
+    join_with_or,
+    list_split_files,
+    missing_split_error,
+    read_file,
+    to_jsonable,
+    warn_unread_files,
 )
-from flow_grpo.errors import UserError, with_nearest_file
+from flow_grpo.errors import UserError
+from flow_grpo.images import ImageSource
 
-READERS = {".txt": read_lines, ".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
-# what may follow "train" and "test"; of several files the first is read
-ENDINGS = {
+if TYPE_CHECKING:
+    import pyarrow
+
+MASK_COLUMN = "mask"  # read in rows with images
+NEGATIVE_COLUMN = "negative_prompt"
+MAX_PROMPT = 10_000  # characters; text encoders read at most 1,024 tokens
+# suffixes after "train" and "test" by `prompt_fn`; the first file that exists is read
+SPLIT_SUFFIXES = {
     "auto": ("_metadata.jsonl", ".jsonl", ".csv", ".parquet", ".txt"),
     "text": (".txt",),
     "metadata": ("_metadata.jsonl",),
 }
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with its conditioning images and the metadata that rewards get."""
+
+    prompt: str
+    negative_prompt: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    images: tuple[ImageSource, ...] = ()  # source images of editing and image-to-video models
+    mask: ImageSource | None = None  # of the first image: white is what may change
+    where: str = field(default="", compare=False)  # file and line
+
+    @cached_property
+    def identity(self) -> tuple[str, ...]:
+        """Key that prompts with the same text and images share."""
+        return row_identity(self.prompt, self.images)
+
+
+@dataclass(frozen=True)
+class PromptLayout(RowLayout[Prompt]):
+    """Row layout of prompts: the text, and optional images, mask and negative prompt."""
+
+    noun: ClassVar[str] = "prompt"
+    suffixes: ClassVar[tuple[str, ...]] = (".txt", ".jsonl", ".csv", ".parquet")
+    rules: ClassVar[ColumnRules] = ColumnRules(
+        settings={IMAGE: "image_column", BINARY: "image_column"},
+        reserved={
+            **dict.fromkeys(
+                ("negative", "negatives", "neg", "neg_prompt", "negative_prompts", NEGATIVE_COLUMN),
+                ("is named like a negative prompt", f'rename it to "{NEGATIVE_COLUMN}"'),
+            ),
+            **dict.fromkeys(
+                ("prompt_2", "prompt_3", f"{NEGATIVE_COLUMN}_2", f"{NEGATIVE_COLUMN}_3"),
+                ("is a prompt for one text encoder, while all encoders get the same prompt", ""),
+            ),
+            **dict.fromkeys(
+                ("conversations", "conversation", "messages", "system", "system_prompt"),
+                ("belongs to a chat", "write all of it into the prompt"),
+            ),
+            **dict.fromkeys(("chosen", "rejected"), PREFERENCE_COLUMN),
+        },
+    )
+
+    text: str = "prompt"
+
+    @property
+    def required(self) -> str:
+        return f'text in "{self.text}"'
+
+    def check_columns(self, names: Collection[str], where: str) -> None:
+        """Reject a table or a JSON object without a column that a setting names."""
+        required = {"dataset_column": (self.text, "prompts")}
+        if self.image not in ("", NO_COLUMN):
+            required["image_column"] = (self.image, "images")
+        for setting, (name, what) in required.items():
+            if name not in names:
+                only = f", only {', '.join(names)}" if names else ""
+                raise UserError(
+                    f'has no column "{name}"{only}',
+                    field=where,
+                    hint=f"name the column with the {what}: --config.{setting}=NAME",
+                )
+
+    def columns_to_load(self, schema: "pyarrow.Schema", where: str) -> list[str]:
+        """Return the columns with images or masks, and all that are not binary.
+
+        Other binary columns cannot be metadata, which is JSON; they are rejected unless the user
+        allows them to be ignored.
+        """
+        used = self._inputs(schema.names)
+        types = dict(zip(schema.names, schema.types, strict=True))
+        binary = {name: b"\0" for name, kind in types.items() if _is_binary(kind)}
+        self.reject_unused(binary, used, where)
+        return [name for name in types if name not in binary or name in used]
+
+    def from_arrow(self, row: Row) -> Row:
+        """Convert all values but model inputs to JSON types."""
+        inputs = self._inputs(row)
+        return {k: v if k in inputs else to_jsonable(v) for k, v in row.items()}
+
+    def _inputs(self, names: Collection[str]) -> set[str]:
+        """Return the columns of the prompts, and of images and masks if a table has images."""
+        has_images = not {*self.images}.isdisjoint(names)
+        return {self.text, *self.images, MASK_COLUMN} if has_images else {self.text}
+
+    def parse(self, row: Row | str, folder: Path, where: str) -> Prompt:
+        """Convert a row to a prompt; see `RowLayout.parse`.
+
+        All columns but images become metadata, with the prompt as "prompt". The line of a text file
+        is a prompt without metadata.
+        """
+        text = row if isinstance(row, str) else row[self.text]
+        check_text(text, self.text, where, MAX_PROMPT)
+        if isinstance(row, str):
+            return Prompt(row, where=where)
+        negative = row.get(NEGATIVE_COLUMN) or ""
+        check_text(negative, NEGATIVE_COLUMN, where, MAX_PROMPT, allow_blank=True)
+        sources = listed_images(row, where, self.images)
+        images = tuple(find_image(each, folder, where) for each in sources)
+        mask, used = None, {self.text, NEGATIVE_COLUMN, first_nonempty_column(row, self.images)}
+        if images:
+            used.add(MASK_COLUMN)
+            if given := row.get(MASK_COLUMN):
+                mask = find_image(given, folder, where, MASK_COLUMN)
+        elif (
+            self.image != NO_COLUMN
+            and MASK_COLUMN not in self.metadata
+            and content_kind(row.get(MASK_COLUMN)) in (IMAGE, BINARY)
+        ):
+            raise UserError(
+                f'has a column "{MASK_COLUMN}" but no image to mask',
+                field=where,
+                hint="add the image",
+            )
+        self.reject_unused(row, used, where)
+        left_out = {NEGATIVE_COLUMN, *self.images}
+        if images or is_empty(row.get(MASK_COLUMN)):
+            left_out.add(MASK_COLUMN)
+        rest = {k: v for k, v in row.items() if k not in left_out and not has_binary(v)}
+        metadata = to_jsonable(rest) | {"prompt": text}
+        return Prompt(text, negative, metadata, images, mask, where)
+
+
+def _is_binary(kind: "pyarrow.DataType") -> bool:
+    """Return whether an Arrow type contains bytes at any depth."""
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return any(map(_is_binary, inner)) if inner else "binary" in str(kind)
+
+
+DEFAULT_LAYOUT = PromptLayout()
+
+
 def load_prompts(
-    source: str | Path,
-    split: Split,
-    prompt_fn: str = "auto",
-    column: str = "prompt",
-    image_column: str = "",
-    metadata_columns: str = "",
+    source: str | Path, split: Split, layout: PromptLayout = DEFAULT_LAYOUT, prompt_fn: str = "auto"
 ) -> list[Prompt]:
-    """Prompts from a folder, a file or a Hugging Face name; one without this split is an error."""
-    columns = column, image_column, metadata_columns
-    prompts = find_prompts(source, split, prompt_fn, *columns)
+    """Load a split of a prompt set.
+
+    Args:
+        source: Directory, file or hub name.
+        split: "train" or "test".
+        layout: Columns to read.
+        prompt_fn: Which file of a directory to read, a key of `SPLIT_SUFFIXES`.
+
+    Raises:
+        UserError: If the split is missing or a row is invalid.
+    """
+    prompts = find_prompts(source, split, layout, prompt_fn)
     if prompts is None:
-        raise UserError(_missing(source, split, prompt_fn))
+        raise _missing_error(source, split, prompt_fn)
     return prompts
 
 
 def find_prompts(
-    source: str | Path,
-    split: Split,
-    prompt_fn: str = "auto",
-    column: str = "prompt",
-    image_column: str = "",
-    metadata_columns: str = "",
+    source: str | Path, split: Split, layout: PromptLayout = DEFAULT_LAYOUT, prompt_fn: str = "auto"
 ) -> list[Prompt] | None:
-    """None where there is no such split: a single file is all for training."""
+    """Load a split like `load_prompts`, or return None if it is missing, as "test" of a file is."""
     _check_prompt_fn(prompt_fn)
-    check_made(str(source))
+    check_dataset_available(str(source))
     if is_hub_name(str(source)):
-        return read_hub(str(source), split, column, image_column, metadata_columns)
+        return read_hub(str(source), split, layout)
     file = _find_file(Path(source), split, prompt_fn)
-    if prompt_fn == "auto":  # else it is the user who has chosen
-        warn_of_unread(Path(source), split, [file] if file else [])
-    return None if file is None else read_file(file, column, image_column, metadata_columns)
+    if prompt_fn == "auto":  # otherwise the user has chosen the file
+        warn_unread_files(Path(source), split, [file] if file else [])
+    return None if file is None else read_file(file, layout)
 
 
-def check_there(source: str, prompt_fn: str) -> None:
-    """Refuse a set without prompts to train on, before it is read."""
+def check_prompts_exist(source: str, prompt_fn: str) -> None:
+    """Reject a data set without a training split, without reading it."""
     _check_prompt_fn(prompt_fn)
     if is_hub_name(source):
-        check_access("dataset", source, kind="dataset", file="README.md")
+        check_hub_dataset(source)
     elif _find_file(Path(source), "train", prompt_fn) is None:
-        raise UserError(_missing(source, "train", prompt_fn))
+        raise _missing_error(source, "train", prompt_fn)
 
 
 def _check_prompt_fn(prompt_fn: str) -> None:
-    if prompt_fn not in ENDINGS:
-        raise UserError(f"unknown prompt_fn={prompt_fn!r}; choose one of {', '.join(ENDINGS)}")
+    """Raise a UserError unless `prompt_fn` is a key of `SPLIT_SUFFIXES`."""
+    if prompt_fn not in SPLIT_SUFFIXES:
+        raise UserError(
+            f"must be one of {', '.join(SPLIT_SUFFIXES)}", field="prompt_fn", value=prompt_fn
+        )
 
 
 def _find_file(path: Path, split: Split, prompt_fn: str) -> Path | None:
-    if os.path.isfile(path):  # which does not raise for a name that is too long
+    """Return the file of a split, or None if there is none; a single file is the training split."""
+    if os.path.isfile(path):  # does not raise for a name that is too long
         return path if split == "train" else None
-    if path.suffix in READERS and not os.path.exists(path):
-        raise UserError(with_nearest_file(f"no dataset at {path}: there is no such file", path))
-    files = (path / f"{split}{ending}" for ending in ENDINGS[prompt_fn])
+    files = (path / f"{split}{suffix}" for suffix in SPLIT_SUFFIXES[prompt_fn])
     return next((each for each in files if os.path.isfile(each)), None)
 
 
-def _missing(source: str | Path, split: Split, prompt_fn: str) -> str:
-    wanted = _either(f"{split}{ending}" for ending in ENDINGS[prompt_fn])
-    message = f"no dataset at {source}: it must hold {wanted} (prompt_fn={prompt_fn!r})"
-    if others := files_named(Path(source), split):
-        return f"{message}; it has {', '.join(file.name for file in others[:4])}"
-    return message if os.path.exists(source) else with_nearest_file(message, source)
-
-
-def read_file(
-    path: Path, column: str = "prompt", image_column: str = "", metadata_columns: str = ""
-) -> list[Prompt]:
-    if path.suffix not in READERS:
-        raise UserError(f"cannot read prompts from {path}: it must be {_either(READERS)}")
-    try:
-        columns = Columns(column, image_column, parse_names(metadata_columns))
-        prompts = READERS[path.suffix](path, columns)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if not prompts:
-        raise UserError(f"{path} is empty; write one prompt per line")
-    return prompts
-
-
-def _either(names) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The samples one process draws together. Both arrays are (batch_size,)."""
-
-    index: np.ndarray  # of the sample within the epoch, over all processes
-    row: np.ndarray  # of the dataset; also the group id
-
-
-def epoch_draws(
-    *,
-    rows: int,
-    groups: int,
-    group_size: int,
-    batch_size: int,
-    updates: int,
-    process: int,
-    num_processes: int,
-    rng: np.random.Generator,
-    sets: Sequence[tuple[int, int]] = (),
-) -> list[Draw]:
-    """Draw `groups` distinct rows, `group_size` samples each, and deal them out in batches.
-
-    `sets`: rows and groups of each prompt set, where there are several, one after the other.
-
-    Each of the `updates` of an epoch takes the next samples by index, of which every process has an
-    equal share: what makes up an update follows from the seed alone. Samples of a group lie side by
-    side, so a batch holds few distinct prompts.
-    """
-    if len(sets) > 1:
-        chosen = mixed_rows(sets, rng)
-    else:
-        chosen = rng.choice(rows, size=groups, replace=False)
-    index = np.arange(groups * group_size).reshape(updates, num_processes, -1)[:, process]
-    return [Draw(index=i, row=chosen[i // group_size]) for i in index.reshape(-1, batch_size)]
-
-
-def mixed_rows(sets: Sequence[tuple[int, int]], rng: np.random.Generator) -> np.ndarray:
-    """As many distinct rows of each set as it has groups, shuffled: updates mix the sets."""
-    first = np.cumsum([0, *(rows for rows, _ in sets)])
-    parts = [
-        start + rng.choice(rows, size=groups, replace=False)
-        for start, (rows, groups) in zip(first[:-1], sets, strict=True)
-    ]
-    return rng.permutation(np.concatenate(parts))
+def _missing_error(source: str | Path, split: Split, prompt_fn: str) -> UserError:
+    """Return the UserError for a prompt set without this split."""
+    names = join_with_or(f"{split}{suffix}" for suffix in SPLIT_SUFFIXES[prompt_fn])
+    return missing_split_error(
+        source,
+        Path(source),
+        split,
+        "prompts",
+        found=[file.name for file in list_split_files(Path(source), split)],
+        hint=f"pass a directory with {names} (prompt_fn={prompt_fn!r}), or such a file",
+    )

@@ -1,220 +1,201 @@
-"""Prompts from text files: one per line, JSON lines, CSV. Every mistake names file and line."""
+"""Read the rows of data files: text, JSON lines, JSON, CSV and parquet.
+
+Both trainers read their data sets here. A trainer's `RowLayout` names the columns that it uses and
+converts a row to a prompt or a question. Errors carry the position of the row as their `field`:
+"train.jsonl:3" or "train.parquet row 3".
+"""
 
 import csv
 import importlib
 import io
 import json
+import logging
 import math
 import os
-import re
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from flow_grpo.access import check_access, refusal
-from flow_grpo.data.columns import (
-    BINARY,
-    IMAGE,
-    ColumnRules,
-    content_kind,
-    has_binary,
-    is_empty,
-    parse_names,
-)
-from flow_grpo.data.images import COLUMNS, find_picture, listed, source_column
-from flow_grpo.errors import UserError, first_line
-from flow_grpo.files import parse_json, read_text, split_lines
-from flow_grpo.pictures import Picture
+from flow_grpo.data.columns import BINARY, IMAGE, ColumnRules, parse_json_or_none
+from flow_grpo.data.images import IMAGE_COLUMNS
+from flow_grpo.errors import UserError, did_you_mean_file, first_line, join_hints
+from flow_grpo.untrusted_files import parse_json, read_json, read_text, split_lines
 
-DELIMITERS = ",;\t"  # spreadsheets write the second where the comma is a decimal point
+if TYPE_CHECKING:
+    import pyarrow
+
+T = TypeVar("T")
+Row = dict[str, Any]
 Split = Literal["train", "test"]
-INSTALL = "pip install -e '.[data]'"
-NO_IMAGES = "none"
-MASK = "mask"  # the column of masks, in files that have pictures
-NEGATIVE = "negative_prompt"
-MAX_PROMPT = 10_000  # characters; text encoders read at most 1,024 tokens
-PREFERENCE = ("belongs to a preference data set, while training compares samples of the policy", "")
-RULES = ColumnRules(
-    settings={IMAGE: "image_column", BINARY: "image_column"},
-    reserved={
-        **dict.fromkeys(
-            ("negative", "negatives", "neg", "neg_prompt", "negative_prompts", NEGATIVE),
-            ("is named like a negative prompt", f'rename it to "{NEGATIVE}"'),
-        ),
-        **dict.fromkeys(
-            (f"{name}_{n}" for name in ("prompt", NEGATIVE) for n in (2, 3)),
-            ("is a prompt for one of several text encoders, which all get the same one", ""),
-        ),
-        **dict.fromkeys(
-            ("conversations", "conversation", "messages", "system", "system_prompt"),
-            ("belongs to a chat", "write all of it into the prompt"),
-        ),
-        **dict.fromkeys(("chosen", "rejected"), PREFERENCE),
-    },
+NO_COLUMN = "none"
+DELIMITERS = ",;\t"  # spreadsheets write ";" in locales with a decimal comma
+INSTALL_HINT = "pip install -e '.[data]'"
+PREFERENCE_COLUMN = (
+    "belongs to a preference data set, while training compares samples of the policy",
+    "",
 )
+logger = logging.getLogger("flow_grpo")
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Which of a file's columns have what the model is given."""
+class RowLayout(ABC, Generic[T]):
+    """Columns that a trainer reads, and the conversion of a row to a prompt or a question.
 
-    prompt: str = "prompt"
-    image: str = ""  # "": `images` or `image`, where there is one; "none": none
-    metadata: tuple[str, ...] = ()  # metadata for the rewards, whatever their content
+    Args:
+        text: Column of the prompt or question.
+        image: Column of the images; "" for the first of `IMAGE_COLUMNS`, "none" to ignore images.
+        metadata: Columns that are metadata for the rewards even if they look like inputs.
+    """
+
+    noun: ClassVar[str]  # what a row is, for messages
+    suffixes: ClassVar[tuple[str, ...]]  # of the files that are read
+    rules: ClassVar[ColumnRules]
+
+    text: str = ""
+    image: str = ""
+    metadata: tuple[str, ...] = ()
 
     @property
-    def pictures(self) -> tuple[str, ...]:
-        return named_or(self.image, COLUMNS, self.metadata)
+    @abstractmethod
+    def required(self) -> str:
+        """What a row must contain, for messages."""
+
+    @abstractmethod
+    def parse(self, row: Row | str, folder: Path, where: str) -> T:
+        """Convert a row.
+
+        Args:
+            row: Values by column, or a line of a text file.
+            folder: Directory that relative paths start from.
+            where: File and row, the `field` of errors.
+        """
+
+    def check_columns(self, names: Collection[str], where: str) -> None:
+        """Reject a table or a JSON object without a column that a setting names."""
+
+    def columns_to_load(self, schema: "pyarrow.Schema", where: str) -> list[str] | None:
+        """Return the columns of an Arrow table to load, or None for all."""
+
+    def from_arrow(self, row: Row) -> Row:
+        """Convert the values of a row of an Arrow table."""
+        return row
 
     @property
-    def unread(self) -> dict[str, tuple[str, ...]]:
-        """Columns and kinds of content that the user allows to be ignored."""
-        ignored = (IMAGE, BINARY) if self.image == NO_IMAGES else ()
-        return {"allowed": self.metadata, "ignored": ignored}
+    def images(self) -> tuple[str, ...]:
+        """Columns that may contain the images, in order of precedence."""
+        return self._resolve(self.image, IMAGE_COLUMNS)
 
-    def check(self, columns: Iterable[str], where: str) -> None:
-        """Refuse a file that lacks one that was named."""
-        columns = list(columns)
-        named = {"dataset_column": (self.prompt, "prompts")}
-        if self.image not in ("", NO_IMAGES):
-            named["image_column"] = (self.image, "pictures")
-        for setting, (name, what) in named.items():
-            if name not in columns:
-                raise UserError(
-                    f'{where} has no column "{name}", it has: {", ".join(columns)}; name the one '
-                    f"with the {what}: --config.{setting}=NAME"
-                )
+    @property
+    def ignored_kinds(self) -> tuple[str, ...]:
+        """Kinds of content that may be left unused."""
+        return (IMAGE, BINARY) if self.image == NO_COLUMN else ()
 
+    def reject_unused(self, row: Mapping[str, Any], used: Collection[str], where: str) -> None:
+        """Raise for the first column that looks like an input and is not used."""
+        self.rules.check(row, used, where, allowed=self.metadata, ignored=self.ignored_kinds)
 
-def named_or(name: str, usual: Sequence[str], metadata: Sequence[str]) -> tuple[str, ...]:
-    """Return the column that a setting names ("none": no column), or else the `usual` ones that are
-    not declared to be metadata."""
-    if name == NO_IMAGES:
-        return ()
-    return (name,) if name else tuple(each for each in usual if each not in metadata)
+    def _resolve(self, name: str, default: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns that a setting selects: none, the named one, or the default ones."""
+        if name == NO_COLUMN:
+            return ()
+        return (name,) if name else tuple(each for each in default if each not in self.metadata)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    prompt: str
-    negative_prompt: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict)  # handed to the rewards
-    images: tuple[Picture, ...] = ()  # for the model to start from
-    mask: Picture | None = None  # of the first of these: white is what may change
-    where: str = field(default="", compare=False)  # file and line
-
-
-def to_prompt(row: dict[str, Any], columns: Columns, folder: Path, where: str) -> Prompt:
-    """The rewards get the whole row but its pictures, with the prompt under that name whatever its
-    column's is. `folder`: where paths of pictures start."""
-    text, negative = row[columns.prompt], row.get("negative_prompt") or ""
-    if not isinstance(text, str) or not text.strip():
-        raise UserError(f'{where}: needs a text in column "{columns.prompt}", got {text!r:.80}')
-    if not isinstance(negative, str):
-        raise UserError(f'{where}: "negative_prompt" must be a string, got {negative!r:.80}')
-    check_prompt_length(text, columns.prompt, where)
-    check_prompt_length(negative, NEGATIVE, where)
-    given = {k: v for k, v in row.items() if v != ""}  # CSV has no other way to name none
-    sources = listed(given, where, columns.pictures)
-    images = tuple(find_picture(each, folder, where) for each in sources)
-    masked = images and given.get(MASK)
-    mask = find_picture(given[MASK], folder, where, MASK) if masked else None
-    used = {columns.prompt, NEGATIVE, source_column(given, columns.pictures)}
-    if images:
-        used.add(MASK)
-    elif (
-        columns.image != NO_IMAGES
-        and MASK not in columns.metadata
-        and content_kind(given.get(MASK)) in (IMAGE, BINARY)
-    ):
-        raise UserError(f'{where}: has a column "{MASK}" but no image to mask; add the image')
-    RULES.check(given, used, where, **columns.unread)
-    left_out = {NEGATIVE, *columns.pictures}
-    if images or is_empty(given.get(MASK)):
-        left_out.add(MASK)
-    metadata = {k: v for k, v in row.items() if k not in left_out and not has_binary(v)}
-    return Prompt(text, negative, metadata | {"prompt": text}, images, mask, where)
-
-
-def check_prompt_length(text: str, column: str, where: str) -> None:
-    if len(text) > MAX_PROMPT:
-        raise UserError(
-            f'{where}: "{column}" has {len(text):,} characters, more than the allowed '
-            f"{MAX_PROMPT:,}; shorten it or remove the row"
-        )
-
-
-def read_lines(path: Path, columns: Columns) -> list[Prompt]:
-    """There is but one column."""
-    columns.check([columns.prompt], str(path))
-    text = read_text(path)
-    lines = [(f"{path}:{n}", line.strip()) for n, line in enumerate(split_lines(text), 1)]
-    for where, line in lines:
-        check_prompt_length(line, columns.prompt, where)
-        if line.startswith("{") and line.endswith("}") and _is_json(line):
-            raise UserError(
-                f"{where}: is a JSON object, but a .txt file has one prompt per line; rename the "
-                "file to .jsonl"
-            )
-    return [Prompt(line, where=where) for where, line in lines if line]
-
-
-def _is_json(line: str) -> bool:
+def read_file(path: Path, layout: RowLayout[T]) -> list[T]:
+    """Read and parse all rows of a file; paths of images and videos are relative to it."""
+    if path.suffix not in layout.suffixes:
+        raise UserError(f"must be a {join_with_or(layout.suffixes)} file", field=path)
     try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        rows = READERS[path.suffix](path, layout)
+        parsed = [layout.parse(row, path.parent, where) for where, row in rows]
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", field=path) from error
+    if not parsed:
+        raise UserError("is empty", field=path, hint=f"write one {layout.noun} per row")
+    return parsed
 
 
-def read_jsonl(path: Path, columns: Columns) -> list[Prompt]:
-    lines = enumerate(split_lines(read_text(path)), 1)
-    return [_read_json(line, columns, path, n) for n, line in lines if line.strip()]
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the lines that are not blank with their positions."""
+    for number, line in enumerate(split_lines(read_text(path)), 1):
+        if line.strip():
+            yield f"{path}:{number}", line
 
 
-def _read_json(line: str, columns: Columns, path: Path, number: int) -> Prompt:
-    where, column = f"{path}:{number}", columns.prompt
-    row = parse_json(line, where)
-    if not isinstance(row, dict) or not isinstance(row.get(column), str) or not row[column]:
-        others = isinstance(row, dict) and column not in row and ", ".join(row)
-        hint = f" (it has {others}; set --config.dataset_column)" if others else ""
-        shown = line.strip()[:80]
-        raise UserError(f'{where}: needs an object with a "{column}" string{hint}, got {shown}')
-    columns.check(row, where)
-    return to_prompt(row, columns, path.parent, where)
+def _read_text_lines(path: Path, layout: RowLayout) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a text file, whose only column may have any name."""
+    layout.check_columns([layout.text], str(path))
+    for where, line in _lines(path):
+        line = line.strip()
+        if line.startswith("{") and parse_json_or_none(line) is not None:
+            raise UserError(
+                f"is a JSON object, but a .txt file has one plain {layout.noun} per line",
+                field=where,
+                hint="rename the file to .jsonl",
+            )
+        yield where, line
 
 
-def read_csv(path: Path, columns: Columns) -> list[Prompt]:
-    """The first line names the columns; values are text. Lines without any value are left out."""
+def _read_json_lines(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
+    for where, line in _lines(path):
+        yield where, _check_object(parse_json(line, where), layout, where)
+
+
+def _read_json_list(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of a JSON file, which must be a list, with their positions."""
+    try:
+        rows = read_json(path)
+    except UserError as error:
+        first = split_lines(read_text(path).strip())[0]
+        if first.startswith("{") and first.endswith("}"):
+            raise UserError(
+                str(error), hint="if it is a JSON Lines file, rename it to .jsonl"
+            ) from error
+        raise
+    if not isinstance(rows, list):
+        raise UserError(f"must be a list of rows, got {type(rows).__name__}", field=path)
+    for number, row in enumerate(rows, 1):
+        where = f"{path} row {number}"
+        yield where, _check_object(row, layout, where)
+
+
+def _check_object(row: Any, layout: RowLayout, where: str) -> Row:
+    """Return `row`, or raise a UserError unless it is a JSON object with the required columns."""
+    if not isinstance(row, dict):
+        shown = json.dumps(row, ensure_ascii=False)[:80]
+        raise UserError(f"must be an object with {layout.required}, got {shown}", field=where)
+    layout.check_columns(row, where)
+    return row
+
+
+def _read_csv(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of a CSV file with a header; values are text, and blank rows are skipped."""
     text = read_text(path)
-    lines = _csv_lines(text, _delimiter(text, columns.prompt), path)
-    number, header = next(lines, (1, []))
+    records = _csv_records(text, _delimiter(text, layout.text), path)
+    where, header = next(records, (str(path), []))
     header = [name.strip() for name in header]
     if not header:
-        return []
-    columns.check(header, f"{path}:{number}")
-    if twice := sorted({name for name in header if header.count(name) > 1}):
-        raise UserError(f"{path}:{number}: two columns are named {twice[0]!r}; rename one")
-    prompts = []
-    for number, values in lines:
-        where = f"{path}:{number}"
+        return
+    layout.check_columns(header, where)
+    _reject_duplicate_columns(header, where)
+    for where, values in records:
         if len(values) != len(header):
             raise UserError(
-                f"{where}: {len(values)} values for {len(header)} columns; put double quotes "
-                "around a value that has a separator in it"
+                f"has {len(values)} values for {len(header)} columns",
+                field=where,
+                hint="put double quotes around a value that contains a separator",
             )
-        row = dict(zip(header, values, strict=True))
-        prompts.append(to_prompt(row, columns, path.parent, where))
-    return prompts
+        yield where, dict(zip(header, values, strict=True))
 
 
 def _delimiter(text: str, column: str) -> str:
-    """The one that gives the first line the column."""
+    """Return the delimiter with which the header contains `column`; a comma if none does."""
     first = next((line for line in text.splitlines() if line.strip()), "")
-    with suppress(csv.Error):  # told when the lines are read
+    with suppress(csv.Error):  # reported when the rows are read
         for delimiter in DELIMITERS:
             names = next(csv.reader([first], delimiter=delimiter), [])
             if column in [name.strip() for name in names]:
@@ -222,142 +203,141 @@ def _delimiter(text: str, column: str) -> str:
     return DELIMITERS[0]
 
 
-def _csv_lines(text: str, delimiter: str, path: Path) -> Iterable[tuple[int, list[str]]]:
-    """Each record with the number of the line it starts in."""
+def _csv_records(text: str, delimiter: str, path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each record that is not blank, with the position of its first line."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     while True:
-        start = reader.line_num + 1
+        where = f"{path}:{reader.line_num + 1}"
         try:
             values = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
             raise UserError(
-                f"{path}:{start}: not CSV ({error}); put double quotes around a value that has a "
-                'separator, a line break or quotes in it, and write those quotes twice ("")'
+                f"is not valid CSV ({error})",
+                field=where,
+                hint="put double quotes around a value that contains a separator, a line break or "
+                'quotes, and double those quotes ("")',
             ) from error
         if any(value.strip() for value in values):
-            yield start, values
+            yield where, values
 
 
-if TYPE_CHECKING:
-    import pyarrow
-
-
-def read_parquet(path: Path, columns: Columns) -> list[Prompt]:
-    parquet = _import("pyarrow.parquet", f"{path} needs pyarrow")
+def _read_parquet(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of a parquet file, with images as bytes."""
+    parquet = import_or_hint("pyarrow.parquet", f"{path} needs pyarrow")
     try:
-        schema = parquet.read_schema(path)
-        columns.check(schema.names, str(path))
-        table = parquet.read_table(path, columns=kept(schema, columns, str(path)))
-        return prompts_of(table, columns, path.parent, str(path))
+        names = select_columns(parquet.read_schema(path), layout, str(path))
+        rows = list(table_rows(parquet.read_table(path, columns=names), layout, str(path)))
     except (ValueError, OSError) as error:  # pyarrow's own errors are ValueErrors
-        raise UserError(f"{path} is not a whole parquet file: {first_line(error)}") from error
+        raise UserError(f"is not a valid parquet file: {first_line(error)}", field=path) from error
+    yield from rows
 
 
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """All of a parquet file, pictures as their bytes."""
-    parquet = _import("pyarrow.parquet", f"{path} needs pyarrow")
-    try:
-        reject_repeated(parquet.read_schema(path).names, str(path))
-        return parquet.read_table(path).to_pylist()
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} is not a whole parquet file: {first_line(error)}") from error
+def select_columns(schema: "pyarrow.Schema", layout: RowLayout, where: str) -> list[str] | None:
+    """Check the columns of an Arrow table and return those to load, None for all.
+
+    Raises:
+        UserError: If a column is missing or occurs twice.
+    """
+    _reject_duplicate_columns(schema.names, where)
+    layout.check_columns(schema.names, where)
+    return layout.columns_to_load(schema, where)
 
 
-def is_hub_name(source: str) -> bool:
-    """owner/name, unless it looks like a path on this machine that was mistyped."""
-    path = Path(source)
-    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
-    files = (".txt", ".jsonl", ".json", ".csv", ".parquet")
-    return named and path.suffix not in files and not any(map(os.path.exists, (path, path.parent)))
+def table_rows(table: "pyarrow.Table", layout: RowLayout, where: str) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of an Arrow table with their positions."""
+    for number, row in enumerate(table.to_pylist(), 1):
+        yield f"{where} row {number}", layout.from_arrow(row)
 
 
-def read_hub(
-    name: str, split: Split, column: str, image_column: str = "", metadata_columns: str = ""
-) -> list[Prompt] | None:
-    """None where there is no such split. "validation" will do for "test", and a set with one split
-    alone has that to train on."""
-    here = f"there is no folder or file {name}, and as the name of a Hugging Face dataset it"
-    datasets = _import("datasets", f"{here} needs the package datasets")
-    check_access("dataset", name, kind="dataset", file="README.md")
-    try:
-        splits = datasets.load_dataset(name)
-    except Exception as error:  # of many kinds: no network, no such set, a choice to be made
-        if told := refusal(error, "dataset", name, kind="dataset"):
-            raise UserError(told) from error
-        raise UserError(
-            f"{here} cannot be loaded: {first_line(error)}; save what you need of it as "
-            "train.parquet in a folder, with the columns you want"
-        ) from error
-    wanted = {"train": ["train"], "test": ["test", "validation"] if "train" in splits else []}
-    chosen = [each for each in wanted[split] if each in splits]
-    if split == "train" and len(splits) == 1:
-        chosen = list(splits)
-    if not chosen:
-        if split == "test":
-            return None
-        raise UserError(f'{name} has no split "train", it has: {", ".join(splits)}')
-    columns = Columns(column, image_column, parse_names(metadata_columns))
-    part, where = splits[chosen[0]], f"{name} ({chosen[0]})"
-    schema = part.features.arrow_schema
-    columns.check(schema.names, where)
-    table = part.select_columns(kept(schema, columns, where)).with_format("arrow")[:]
-    return prompts_of(table, columns, Path(), where)
+READERS = {
+    ".txt": _read_text_lines,
+    ".jsonl": _read_json_lines,
+    ".json": _read_json_list,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
 
 
-def kept(schema: "pyarrow.Schema", columns: Columns, where: str) -> list[str]:
-    """Return the columns to load: images and masks for the model, and all that are not binary,
-    which metadata cannot be (rewards may get it as JSON). Other binary columns are rejected unless
-    the user allows them to be ignored."""
-    reject_repeated(schema.names, where)
-    used = {columns.prompt, *_files(schema.names, columns)}
-    types = dict(zip(schema.names, schema.types, strict=True))
-    binary = {name: b"\0" for name, kind in types.items() if not _plain(kind)}
-    RULES.check(binary, used, where, **columns.unread)
-    return [name for name in types if name not in binary or name in used]
-
-
-def reject_repeated(names: list[str], where: str) -> None:
+def _reject_duplicate_columns(names: Sequence[str], where: str) -> None:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"{where}: two columns are named {repeated[0]!r}; rename one")
+        raise UserError(f"has two columns named {repeated[0]!r}", field=where, hint="rename one")
 
 
-def _files(names: Iterable[str], columns: Columns) -> tuple[str, ...]:
-    """Columns that may have pictures."""
-    return (*columns.pictures, MASK) if {*names} & {*columns.pictures} else ()
+def check_text(
+    text: Any, column: str, where: str, limit: int, *, allow_blank: bool = False
+) -> None:
+    """Reject a value that is not text, is blank, or has more than `limit` characters."""
+    if not isinstance(text, str) or not (text.strip() or allow_blank):
+        raise UserError(f'needs text in column "{column}", got {text!r:.80}', field=where)
+    if len(text) > limit:
+        raise UserError(
+            f'has {len(text):,} characters in column "{column}", more than the maximum of '
+            f"{limit:,}",
+            field=where,
+            hint="shorten it or remove the row",
+        )
 
 
-def prompts_of(table: "pyarrow.Table", columns: Columns, folder: Path, where: str) -> list[Prompt]:
-    columns.check(table.column_names, where)  # a column of bytes is gone by now
-    files = _files(table.column_names, columns)
-
-    def plain(row: dict[str, Any]) -> dict[str, Any]:
-        raw = (*files, columns.prompt)
-        return {k: v if k in raw else as_json(v) for k, v in row.items()}
-
-    rows = enumerate(table.to_pylist(), 1)
-    return [to_prompt(plain(row), columns, folder, f"{where} row {n}") for n, row in rows]
-
-
-def as_json(value: Any) -> Any:
-    """Dates and the like as text; what is not a number as None."""
+def to_jsonable(value: Any) -> Any:
+    """Convert a value to JSON types: dates and the like to text, non-finite floats to None."""
     if isinstance(value, dict):
-        return {str(key): as_json(each) for key, each in value.items()}
+        return {str(key): to_jsonable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(each) for each in value]
+        return [to_jsonable(each) for each in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def _plain(kind: "pyarrow.DataType") -> bool:
-    inner = [kind.field(i).type for i in range(kind.num_fields)]
-    return "binary" not in str(kind) if not inner else all(map(_plain, inner))
-
-
-def _import(module: str, why: str) -> ModuleType:
+def import_or_hint(module: str, why: str) -> ModuleType:
+    """Import an optional dependency; without it, raise an error with the command to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{why}: {INSTALL}") from error
+        raise UserError(why, hint=INSTALL_HINT) from error
+
+
+def join_with_or(names: Iterable[str]) -> str:
+    """Join names for a sentence: "a, b or c"."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def list_split_files(folder: Path, split: str, known: Collection[Path] = ()) -> list[Path]:
+    """Return the files of a directory that are named like a split, except the `known` ones."""
+    if not os.path.isdir(folder):
+        return []
+    names = (f"{split}.", f"{split}_metadata.")
+    files = (each for each in sorted(folder.iterdir()) if each.name.startswith(names))
+    return [each for each in files if each.is_file() and each not in known]
+
+
+def warn_unread_files(folder: Path, split: str, read: Sequence[Path]) -> None:
+    """Warn if a directory has further files of a split besides `read`, the ones that are used."""
+    if others := list_split_files(folder, split, read):
+        ignored = ", ".join(file.name for file in others)
+        used = ", ".join(file.name for file in read) or f"no {split} file"
+        logger.warning("%s: ignoring %s, reading %s", folder, ignored, used)
+
+
+def missing_split_error(
+    source: str | Path, path: Path, split: str, what: str, *, found: Sequence[str], hint: str
+) -> UserError:
+    """Return the error for a data set without a split.
+
+    Args:
+        source: Value of the setting `dataset`.
+        path: Its local directory.
+        split: The missing split.
+        what: What its rows are.
+        found: Files that it has instead.
+        hint: Which file to give.
+    """
+    if not os.path.exists(path):
+        rule, hint = "does not exist", join_hints(hint, did_you_mean_file(path))
+    else:
+        only = f", only {', '.join(found[:4])}" if found else ""
+        rule = f"has no {split} {what}{only}"
+    return UserError(rule, field="dataset", value=str(source), hint=hint)

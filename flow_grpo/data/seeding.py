@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, never on which process draws them.
+"""Random number generators that are keyed by purpose, never by process.
 
-Every draw is keyed by (run seed, stream, ...), so 1 process x 8 samples and 2 x 4 see the same
-prompts and noise, and a resumed run needs no generator state.
+Every generator is derived from (run seed, stream, key...) with `np.random.SeedSequence`, so 1
+process x 8 samples and 2 x 4 get the same prompts and noise, and resuming needs no generator state.
 """
 
 from enum import IntEnum
@@ -14,36 +14,45 @@ if TYPE_CHECKING:
 
 
 class Stream(IntEnum):
+    """Purposes of random numbers. Each has a stream that is independent of the others.
+
+    The values are part of every seed and must not change.
+    """
+
     PROMPTS = 0  # key: epoch
     WINDOW = 1  # key: epoch
     SAMPLE = 2  # key: epoch, sample index
-    GROUP = 3  # key: epoch, group id; the shared first noise of `same_latent`
+    GROUP = 3  # key: epoch, group id; the shared initial noise of `same_latent`
     SHUFFLE = 4  # key: epoch, inner epoch
     EVAL = 5  # key: dataset row
-    MERGE = 6  # key: epoch; how `merge_lora` rounds
-    NOISE = 7  # key: epoch, inner epoch, sample index or group id; noise that is added in training
-    TIMES = 8  # as NOISE: how much of it
-    HOLD_OUT = 9  # no key: which prompts are for testing
-    DATA = 10  # key: epoch, inner epoch, update, place: pictures that are trained beside samples
-    QUESTIONS = 11  # key: number of the data set, number of the pass over it
+    # 6 was used by a removed setting
+    NOISE = 7  # key: epoch, inner epoch, sample index or group id; noise added in training
+    TIMES = 8  # key: as NOISE; noise levels
+    HOLD_OUT = 9  # no key; the held-out split
+    DATA = 10  # key: epoch, inner epoch, update, position; images of `anchors.data`
+    QUESTIONS = 11  # key: index of the data set, index of the pass
 
 
-def _entropy(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:
+def _seed_sequence(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:
     return np.random.SeedSequence([seed, int(stream), *key])
 
 
 def numpy_rng(seed: int, stream: Stream, *key: int) -> np.random.Generator:
-    return np.random.default_rng(_entropy(seed, stream, key))
+    """Return the NumPy generator of a stream and key."""
+    return np.random.default_rng(_seed_sequence(seed, stream, key))
 
 
 def torch_generator(seed: int, stream: Stream, *key: int) -> "torch.Generator":
-    """On the CPU: the same key gives the same noise on every kind of device."""
-    import torch  # here: what a config alone can tell is told before it is imported
+    """Return a CPU generator whose state depends only on seed, stream and key.
 
-    state = _entropy(seed, stream, key).generate_state(1, np.uint64)
+    Its numbers are the same whichever device they are used on.
+    """
+    import torch  # slow import; configs are validated without it
+
+    state = _seed_sequence(seed, stream, key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
 
 def sample_generators(seed: int, epoch: int, index: list[int]) -> "list[torch.Generator]":
-    """One per sample, so that its noise does not depend on the batch or process it lands in."""
+    """Return one generator per sample, so that noise does not depend on batch or process."""
     return [torch_generator(seed, Stream.SAMPLE, epoch, i) for i in index]

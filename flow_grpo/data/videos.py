@@ -1,4 +1,4 @@
-"""The videos of data rows: files, or frames as pictures. Every mistake names the row."""
+"""Videos of data rows: files, or lists of frames. Errors carry the row as their `field`."""
 
 import math
 import os
@@ -10,157 +10,193 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
 
-from flow_grpo.data.images import find_picture
+from flow_grpo.data.columns import VIDEO_SIGNATURES
+from flow_grpo.data.images import distinct_on_rank, find_image
+from flow_grpo.data.rows import join_with_or
 from flow_grpo.errors import UserError, first_line
-from flow_grpo.pictures import MAX_PIXELS, Picture, open_picture, read_picture, upright
+from flow_grpo.images import MAX_PIXELS, ImageSource, normalize_image, open_image, read_image
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-RATE = 2.0  # frames a second, of frames that are given without a rate; Qwen's own default
-SLOWEST, FASTEST = 1e-5, 1e5  # frames per second: from one a day to high-speed cameras
-MOVING = ("GIF", "WEBP")  # which Pillow reads
-# how files of the other kinds begin, by the place of it: FFmpeg would also open lists of addresses
-STARTS = {"MP4 or MOV": (4, b"ftyp"), "WebM or MKV": (0, b"\x1a\x45\xdf\xa3"), "AVI": (8, b"AVI ")}
-WHOLE = 0.95  # share of the frames that a file tells of and has to have: many tell of too many
+DEFAULT_FPS = 2.0  # of frames that are given without a rate; Qwen's default
+MIN_FPS, MAX_FPS = 1e-5, 1e5  # from one frame a day to high-speed cameras
+ANIMATED_FORMATS = ("GIF", "WEBP")  # read by Pillow
+MIN_DECODED_FRACTION = 0.95  # of the frame count in the header, which is often a little too high
 
 
 @dataclass(frozen=True)
 class Video:
-    """A file, or its frames in their order."""
+    """A video file, or the frames of a video in order."""
 
-    source: Picture | tuple[Picture, ...]
-    fps: float = RATE  # of frames; a file knows its own
+    source: ImageSource | tuple[ImageSource, ...]
+    fps: float = DEFAULT_FPS  # of frames; ignored for a file, which has its own
 
 
 @dataclass(frozen=True)
-class Clip:
-    """Which frames of a video are shown."""
+class FrameSelection:
+    """The frames of a video that the model sees; see `select_frames`."""
 
-    places: tuple[int, ...]  # of all frames
-    fps: float  # of all frames
-    total: int
+    indices: tuple[int, ...]  # indices of the selected frames
+    fps: float  # of the whole video
+    total: int  # frames of the whole video
     width: int
     height: int
 
     @property
     def seconds(self) -> list[float]:
-        """When each frame is shown."""
-        return [place / self.fps for place in self.places]
+        """Timestamp of each selected frame."""
+        return [index / self.fps for index in self.indices]
 
     @property
     def spacing(self) -> float:
-        """Seconds between two frames, in the mean."""
-        return self.total / self.fps / len(self.places)
+        """Mean time between selected frames in seconds."""
+        return self.total / self.fps / len(self.indices)
 
 
-class Row(Protocol):
+class RowWithVideos(Protocol):
+    """A row of a dataset with videos."""
+
     videos: tuple[Video, ...]
     where: str  # file and line
 
 
 def find_videos(given: Any, fps: Any, folder: Path, where: str) -> tuple[Video, ...]:
-    """Those of a row's column, each a path, or a list of pictures with so many `fps`."""
+    """Resolve the videos of a row.
+
+    Args:
+        given: One or a list of paths or lists of frames; empty for no videos.
+        fps: Frame rate of videos given as frames; None for the default.
+        folder: Directory that relative paths start from.
+        where: File and row, the `field` of errors.
+    """
     if not given:
         return ()
     given = given if isinstance(given, list) else [given]
-    fps = RATE if fps is None else fps
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not _is_rate(fps):
+    fps = DEFAULT_FPS if fps is None else fps
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not MIN_FPS <= fps <= MAX_FPS:
         raise UserError(
-            f'{where}: "fps" must be a number from {SLOWEST:g} to {FASTEST:g}, got {fps!r:.80}'
+            f'needs a number from {MIN_FPS:g} to {MAX_FPS:g} in "fps", got {fps!r:.80}', field=where
         )
     videos = []
     for each in given:
         frames = each if isinstance(each, list) else [each]
         if not frames or any(not isinstance(frame, str | bytes | dict) for frame in frames):
-            raise UserError(f'{where}: "videos" has {each!r:.80}, no path and no list of pictures')
-        kind = "picture" if isinstance(each, list) else "video"
-        found = tuple(find_picture(frame, folder, where, kind) for frame in frames)
+            raise UserError(
+                f"needs a path or a list of images for each video, got {each!r:.80}", field=where
+            )
+        kind = "image" if isinstance(each, list) else "video"
+        found = tuple(find_image(frame, folder, where, kind) for frame in frames)
         videos.append(Video(found if isinstance(each, list) else found[0], float(fps)))
     return tuple(videos)
 
 
-def _is_rate(fps: float) -> bool:
-    return SLOWEST <= fps <= FASTEST
+def select_frames(video: Video, where: str, rate: float, max_frames: int) -> FrameSelection:
+    """Select evenly spaced frames; only the header of a file is read.
 
+    The number of frames is even where possible, because models merge frames in pairs.
 
-def choose_frames(video: Video, where: str, rate: float, most: int) -> Clip:
-    """By `rate` a second, or `most` of them where the rate is 0; evenly, and an even number, as
-    models merge two. Nothing but the beginning of the file is read."""
+    Args:
+        video: The video.
+        where: File and row, the `field` of errors.
+        rate: Frames per second to select; 0 selects `max_frames` frames.
+        max_frames: Maximum number of frames.
+    """
     if isinstance(video.source, tuple):
         total, fps = len(video.source), video.fps
-        with open_picture(video.source[0], where) as picture:
-            size = picture.size
+        with open_image(video.source[0], where) as image:
+            size = image.size
     else:
-        with _opened(video.source, where) as file:
+        with _open_video(video.source, where) as file:
             total, fps, size = file.total, file.fps, file.size
-    count = most if rate == 0 else int(total / fps * rate)
-    count = min(max(count, 2), most, total)
+    count = max_frames if rate == 0 else int(total / fps * rate)
+    count = min(max(count, 2), max_frames, total)
     count -= count % 2 if count > 1 else 0
-    places = tuple(i * total // count for i in range(count))
-    return Clip(places, fps, total, *size)
+    indices = tuple(i * total // count for i in range(count))
+    return FrameSelection(indices, fps, total, *size)
 
 
-def read_frames(video: Video, clip: Clip, where: str) -> list[Image.Image]:
-    """The pictures of a clip, all of one size."""
+def read_frames(video: Video, selection: FrameSelection, where: str) -> list[Image.Image]:
+    """Decode the selected frames, which must all have the same size."""
     if isinstance(video.source, tuple):
-        frames = [read_picture(video.source[place], where) for place in clip.places]
+        frames = [read_image(video.source[index], where) for index in selection.indices]
     else:
-        with _opened(video.source, where) as file:
-            frames = list(file.read(clip.places))
+        with _open_video(video.source, where) as file:
+            frames = list(file.read(selection.indices))
     if len(sizes := {frame.size for frame in frames}) > 1:
-        told = " and ".join(f"{width} x {height}" for width, height in sorted(sizes)[:2])
-        raise UserError(f"{where}: frames of a video have {told} pixels; make all the same")
+        shown = " and ".join(f"{width} x {height}" for width, height in sorted(sizes)[:2])
+        raise UserError(
+            f"has a video with frames of {shown} pixels",
+            field=where,
+            hint="make all frames the same size",
+        )
     return frames
 
 
 def check_videos(
-    rows: Iterable[Row],
+    rows: Iterable[RowWithVideos],
     accelerator: "Accelerator",
     rate: float,
-    most: int,
+    max_frames: int,
     bar: Callable[[Iterable, str, int], Iterable] = lambda items, name, total: items,
 ) -> None:
-    """Decode what is shown of every video once, each process its share, as `check_pictures`."""
-    places: dict[Video, str] = {}
-    for row in rows:
-        for video in row.videos:
-            places.setdefault(video, row.where)
-    share = list(places.items())[accelerator.process_index :: accelerator.num_processes]
-    for video, where in bar(share, "checking videos", len(share)) if share else ():
-        read_frames(video, choose_frames(video, where, rate, most), where)
+    """Decode the selected frames of every distinct video once, divided among the processes.
+
+    Arguments are those of `select_frames` and `flow_grpo.data.images.check_images`.
+    """
+    local = distinct_on_rank(
+        ((video, row.where) for row in rows for video in row.videos), accelerator
+    )
+    if not local:
+        return
+    for video, where in bar(local, "checking videos", len(local)):
+        read_frames(video, select_frames(video, where, rate, max_frames), where)
 
 
-class _Moving:
-    """A GIF or a WebP that moves."""
+class _AnimatedImage:
+    """An animated GIF or WebP, read with Pillow.
 
-    def __init__(self, picture: Image.Image, name: str) -> None:
-        self.picture, self.name = picture, name
-        with self._explained():
-            self.total, self.size, milliseconds = picture.n_frames, picture.size, 0
-            for place in range(self.total):
-                picture.seek(place)
-                milliseconds += picture.info.get("duration", 0) or 1000 / RATE
+    Raises:
+        UserError: If a frame cannot be decoded, here or in `read`.
+    """
+
+    def __init__(self, image: Image.Image, name: str) -> None:
+        self.image, self.name = image, name
+        with self._as_user_error():
+            self.total, self.size = image.n_frames, image.size
+            milliseconds = 0
+            for index in range(self.total):
+                image.seek(index)
+                milliseconds += image.info.get("duration", 0) or 1000 / DEFAULT_FPS
         self.fps = 1000 * self.total / milliseconds
 
-    def read(self, places: Iterable[int]) -> Iterator[Image.Image]:
-        for place in places:
-            with self._explained():
-                self.picture.seek(place)
-                frame = upright(self.picture)
+    def read(self, indices: Iterable[int]) -> Iterator[Image.Image]:
+        """Yield the frames at these indices as 8-bit RGB."""
+        for index in indices:
+            with self._as_user_error():
+                self.image.seek(index)
+                frame = normalize_image(self.image)
             yield frame
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _as_user_error(self) -> Iterator[None]:
+        """Context manager that turns any error of Pillow into a UserError."""
         try:
             yield
-        except Exception as error:  # each format has errors of its own
-            problem = f"cannot be decoded ({first_line(error)[:200]}); is the file whole?"
-            raise UserError(f"{self.name} {problem}") from error
+        except Exception as error:  # every format raises other types
+            raise _undecodable(self.name, f" ({first_line(error)[:200]})") from error
 
 
-class _Film:
-    """A file that OpenCV reads."""
+def _undecodable(name: str, reason: str = "") -> UserError:
+    return UserError(f"cannot be decoded{reason}", field=name, hint="is the file complete?")
+
+
+class _VideoFile:
+    """A video file, read with OpenCV.
+
+    Raises:
+        UserError: If it has no frames, or an unusual frame rate or size.
+    """
 
     def __init__(self, capture: Any, name: str) -> None:
         import cv2
@@ -171,20 +207,25 @@ class _Film:
         sides = (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
         self.size = tuple(int(capture.get(side)) for side in sides)
         if self.total < 1 or min(self.size) < 1:
-            raise UserError(f"{name} cannot be decoded (no frames); is the file whole?")
-        if not _is_rate(self.fps):
+            raise _undecodable(name, " (no frames)")
+        if not MIN_FPS <= self.fps <= MAX_FPS:
             raise UserError(
-                f"{name} has {self.fps:g} frames per second, which must be from {SLOWEST:g} to "
-                f"{FASTEST:g}; re-encode it at a usual rate"
+                f"has {self.fps:g} frames per second, which must be from {MIN_FPS:g} to "
+                f"{MAX_FPS:g}",
+                field=name,
+                hint="re-encode it at a common rate",
             )
         if math.prod(self.size) > MAX_PIXELS:
             raise UserError(
-                f"{name} has frames of {self.size[0]} x {self.size[1]} pixels; at most "
-                f"{MAX_PIXELS} are allowed, shrink it"
+                f"has frames of {self.size[0]} x {self.size[1]} pixels, more than {MAX_PIXELS}",
+                field=name,
+                hint="scale it down",
             )
 
-    def read(self, places: Iterable[int]) -> Iterator[Image.Image]:
-        wanted, read, last = set(places), 0, None
+    def read(self, indices: Iterable[int]) -> Iterator[Image.Image]:
+        """Yield the frames at these indices; the last one repeats for a few missing at the end."""
+        wanted = set(indices)
+        read, last = 0, None
         while read <= max(wanted) and self.capture.grab():
             if read in wanted:
                 found, pixels = self.capture.retrieve()
@@ -196,51 +237,59 @@ class _Film:
             read += 1
             if not wanted:
                 return
-        if last is None or read < WHOLE * self.total:
-            raise UserError(
-                f"{self.name} ends after {read} of its {self.total} frames; is the file whole?"
-            )
-        yield from [last] * len(wanted)
+        if last is None or read < MIN_DECODED_FRACTION * self.total:
+            raise _undecodable(self.name, f" beyond {read} of its {self.total} frames")
+        for _ in wanted:
+            yield last
 
 
 @contextmanager
-def _opened(source: Picture, where: str) -> Iterator[_Moving | _Film]:
-    name = f"{where}: a video of {len(source)} bytes" if isinstance(source, bytes) else ""
-    name = name or f"{where}: {source}"
-    start = source[:16] if isinstance(source, bytes) else _start(source, name)
-    if any(start[place:].startswith(mark) for place, mark in STARTS.values()):
-        if isinstance(source, bytes):
-            raise UserError(f"{name} is not read from bytes; save it, and give its path")
-        yield from _film(source, name)
-    elif start.startswith((b"GIF8", b"RIFF")):
-        with open_picture(source, where, formats=MOVING) as picture:
-            yield _Moving(picture, name)
+def _open_video(source: ImageSource, where: str) -> Iterator[_AnimatedImage | _VideoFile]:
+    """Open a video for the context, with the reader for its format; reject other files."""
+    if isinstance(source, bytes):
+        name, start = f"{where}: a video of {len(source)} bytes", source[:16]
     else:
-        kinds = ", ".join([*STARTS, *MOVING[:-1]])
+        name = f"{where}: {source}"
+        start = _read_signature(source, name)
+    # OpenCV opens no other files, because FFmpeg would also follow playlists of URLs
+    if any(start[offset:].startswith(magic) for offset, magic in VIDEO_SIGNATURES.values()):
+        if isinstance(source, bytes):
+            raise UserError(
+                "cannot be read from bytes", field=name, hint="save it and pass its path"
+            )
+        yield from _open_with_opencv(source, name)
+    elif start.startswith((b"GIF8", b"RIFF")):
+        with open_image(source, where, formats=ANIMATED_FORMATS) as image:
+            yield _AnimatedImage(image, name)
+    else:
         raise UserError(
-            f"{name} is no {kinds} or {MOVING[-1]} file; save it as one, or give its frames"
+            f"is not a {join_with_or([*VIDEO_SIGNATURES, *ANIMATED_FORMATS])} file",
+            field=name,
+            hint="convert it, or pass its frames",
         )
 
 
-def _start(path: Path, name: str) -> bytes:
+def _read_signature(path: Path, name: str) -> bytes:
+    """Return the first 16 bytes of a file; raise a UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(16)
     except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}") from error
+        raise UserError(f"cannot be read: {error.strerror}", field=name) from error
 
 
-def _film(path: Path, name: str) -> Iterator[_Film]:
+def _open_with_opencv(path: Path, name: str) -> Iterator[_VideoFile]:
+    """Open a video file with OpenCV, and release it at the end of the context."""
     try:
         import cv2
     except ImportError as error:
         raise UserError(
-            f"{name} needs OpenCV: pip install -e '.[vlm]'; or give its frames as pictures"
+            "needs OpenCV", field=name, hint="pip install -e '.[vlm]', or pass its frames as images"
         ) from error
     capture = cv2.VideoCapture(os.path.abspath(path), cv2.CAP_FFMPEG)
     try:
         if not capture.isOpened():
-            raise UserError(f"{name} cannot be decoded; is the file whole?")
-        yield _Film(capture, name)
+            raise _undecodable(name)
+        yield _VideoFile(capture, name)
     finally:
         capture.release()

@@ -1,111 +1,120 @@
-"""What the demo draws and what it refuses: a browser is not the only thing that can ask."""
+"""Validate demo requests, which clients other than the page can send too."""
 
 import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-from flow_grpo.draw.fields import DrawFields
-from flow_grpo.draw.session import eval_guidance
+from flow_grpo.diffusion.builders import get_eval_guidance_scale
+from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.errors import UserError
-from flow_grpo.pictures import BadPicture, read_picture
+from flow_grpo.images import InvalidImage, read_image
 
-PROMPT_LENGTH = 2000  # characters
-MOST_STEPS = 50
-MOST_GUIDANCE = 20.0
-MOST_SEED = 2**32 - 1
+MAX_PROMPT_LENGTH = 2000  # characters
+MAX_STEPS = 50
+MAX_GUIDANCE = 20.0
+MAX_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerationRequest:
+    """A validated request."""
+
     prompt: str
-    weights: str | None  # the name of some of `list_weights`; None draws the base alone
+    weights: str | None  # a name from `list_weights`; None: base model only
     steps: int
     guidance: float
     seed: int
-    pictures: tuple[bytes, ...] = ()  # to start from
+    images: tuple[bytes, ...] = ()  # source images
 
 
 @dataclass(frozen=True)
 class DemoLimits:
-    """The size is not among them: it is the config's."""
+    """Limits of a request. The image size is fixed by the config."""
 
-    fewest_steps: int
-    most_steps: int
-    most_guidance: float
-    pictures: range = range(1)  # how many the model starts from
+    min_steps: int
+    max_steps: int
+    max_guidance: float
+    images: range = range(1)  # possible numbers of source images
 
     @classmethod
-    def of(cls, config: DrawFields, pictures: range = range(1)) -> "DemoLimits":
-        """What the config itself asks for is always allowed."""
+    def of(cls, config: DiffusionConfig, images: range = range(1)) -> "DemoLimits":
+        """Return the limits for a config; values of the config itself are always allowed.
+
+        Args:
+            config: Config of the run or model.
+            images: Allowed numbers of source images.
+        """
         steps = config.sample.eval_num_steps
         return cls(
-            min(2, steps),  # some schedules cannot be set to a single step
-            max(MOST_STEPS, steps),
-            max(MOST_GUIDANCE, eval_guidance(config)),
-            pictures,
+            min(2, steps),  # some schedules do not support a single step
+            max(MAX_STEPS, steps),
+            max(MAX_GUIDANCE, get_eval_guidance_scale(config)),
+            images,
         )
 
-    def wish(
+    def parse_request(
         self,
         prompt: Any,
         weights: Any,
         steps: Any,
         guidance: Any,
         seed: Any,
-        *pictures: bytes | None,
-    ) -> Wish:
-        """What values of any kind ask for; one that is not allowed is a UserError."""
-        return Wish(
-            _prompt(prompt),
+        *images: bytes | None,
+    ) -> GenerationRequest:
+        """Return the request; raise a UserError for an invalid value, of whatever type.
+
+        `weights` is looked up by the generator.
+        """
+        return GenerationRequest(
+            _check_prompt(prompt),
             weights,
-            _whole("steps", steps, self.fewest_steps, self.most_steps),
-            _number("guidance", guidance, 0, self.most_guidance),
-            _whole("seed", seed, 0, MOST_SEED),
-            _pictures([picture for picture in pictures if picture is not None], self.pictures),
+            _check_number("steps", steps, self.min_steps, self.max_steps, integer=True),
+            _check_number("guidance", guidance, 0, self.max_guidance),
+            _check_number("seed", seed, 0, MAX_SEED, integer=True),
+            _check_images([image for image in images if image is not None], self.images),
         )
 
 
-def _prompt(value: Any) -> str:
+def _check_prompt(value: Any) -> str:
+    """Return the prompt without surrounding blanks; reject other types, empty and overlong text."""
     if not isinstance(value, str):
-        raise UserError(f"the prompt is {reprlib.repr(value)}; it must be a text")
+        raise UserError(f"must be text, not {reprlib.repr(value)}", field="prompt")
     if not (text := value.strip()):
-        raise UserError("the prompt is empty; write what to draw")
-    if len(text) > PROMPT_LENGTH:
-        raise UserError(f"the prompt has {len(text)} characters; at most {PROMPT_LENGTH} are drawn")
+        raise UserError("is empty", field="prompt", hint="describe an image")
+    if len(text) > MAX_PROMPT_LENGTH:
+        raise UserError(
+            f"has {len(text)} characters, at most {MAX_PROMPT_LENGTH} are allowed", field="prompt"
+        )
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UserError("the prompt has half a character in it; write it whole")
+        raise UserError("contains half of a surrogate pair", field="prompt")
     return text
 
 
-def _pictures(given: list[bytes], takes: range) -> tuple[bytes, ...]:
-    if len(given) > takes[-1]:
-        most = f"{takes[-1]} at most" if takes[-1] else "none"
-        came = f"{len(given)} picture{'s' if given[1:] else ''} came"
-        raise UserError(f"the model takes {most}, and {came}; leave some out")
-    if len(given) < takes[0]:
-        raise UserError("the model starts from a picture; upload one")
-    for picture in given:
+def _check_images(given: list[bytes], allowed: range) -> tuple[bytes, ...]:
+    """Return the source images; reject a number outside `allowed` and files that are not images."""
+    if len(given) > allowed[-1]:
+        most = f"at most {allowed[-1]}" if allowed[-1] else "no"
+        raise UserError(f"the model takes {most} source images, {len(given)} were given")
+    if len(given) < allowed[0]:
+        raise UserError("the model needs a source image", hint="upload one")
+    for image in given:
         try:
-            read_picture(picture)
-        except BadPicture as error:
-            raise UserError(f"the picture {error.problem}") from error
+            read_image(image)
+        except InvalidImage as error:
+            raise UserError(f"the source image {error.problem}") from error
     return tuple(given)
 
 
-def _number(name: str, value: Any, least: float, most: float) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    if not known or not least <= value <= most:  # which no NaN is
+def _check_number(
+    name: str, value: Any, least: float, most: float, *, integer: bool = False
+) -> int | float:
+    """Return a number as int or float; reject values of other types or outside [least, most]."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # least <= NaN is False; a browser sends 3.0 for the integer 3
+    if not is_number or not least <= value <= most or (integer and value != value // 1):
+        kind = "an integer" if integer else "a number"
         raise UserError(
-            f"{name} is {reprlib.repr(value)}; it must be a number from {least:g} to {most:g}"
+            f"must be {kind} from {least:.10g} to {most:.10g}, not {reprlib.repr(value)}",
+            field=name,
         )
-    return float(value)
-
-
-def _whole(name: str, value: Any, least: int, most: int) -> int:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    # a browser sends 3.0 where 3 was typed
-    if not known or value != value // 1 or not least <= value <= most:
-        raise UserError(
-            f"{name} is {reprlib.repr(value)}; it must be a whole number from {least} to {most}"
-        )
-    return int(value)
+    return int(value) if integer else float(value)

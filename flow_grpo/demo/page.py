@@ -1,6 +1,8 @@
-"""The page of the demo: every text is shown as text, no files are taken but the pictures that a
-model starts from, and nothing is asked of any other server. Whoever imports this has set what
-gradio reads from the environment."""
+"""Gradio page of the demo.
+
+User input is never rendered as HTML, only source images can be uploaded, and no other server is
+contacted. Set the environment variables that gradio reads before importing this module.
+"""
 
 import html
 import random
@@ -13,21 +15,22 @@ from typing import Any
 import gradio as gr
 from starlette.middleware import Middleware
 
-from flow_grpo.demo.gallery import SMALL
-from flow_grpo.demo.limits import MOST_SEED
-from flow_grpo.demo.painter import Drawn, Painter
-from flow_grpo.demo.uploads import MOST_BYTES, BoundedUploads, Keeper
-from flow_grpo.draw.session import eval_guidance
+from flow_grpo.demo.gallery import MIN_SMOOTH_WIDTH
+from flow_grpo.demo.generator import DemoGenerator, GeneratedSample
+from flow_grpo.demo.limits import MAX_SEED
+from flow_grpo.demo.uploads import MAX_FILE_BYTES, UploadLimitMiddleware, UploadStore
+from flow_grpo.diffusion.builders import get_eval_guidance_scale
 from flow_grpo.errors import UserError
-from flow_grpo.pictures import Picture
-from flow_grpo.show.grid import save_sample
-from flow_grpo.show.serving import OnlyOurs
+from flow_grpo.images import ImageSource
+from flow_grpo.report.grid import save_sample_files
+from flow_grpo.report.server import HostCheckMiddleware
+from flow_grpo.rewards import WeightedReward
 
-QUEUE = 8  # who comes when as many wait is told so
-MOST_BOXES = 4  # for pictures to start from
-EXAMPLES = 4
-FIELDS = 5  # that come before the pictures
-FONTS = ["system-ui", "sans-serif"]  # of the reader's machine
+MAX_QUEUE = 8  # waiting requests; further ones are rejected
+MAX_IMAGE_INPUTS = 4  # source images
+NUM_EXAMPLES = 4
+NUM_FIELDS = 5  # inputs before the source images
+FONTS = ["system-ui", "sans-serif"]  # local fonts
 CSS = """
 .gradio-container {max-width: 1000px !important; margin: 0 auto !important}
 footer {display: none !important}
@@ -38,92 +41,100 @@ footer {display: none !important}
 """
 
 
-def build_page(painter: Painter, folder: Path) -> gr.Blocks:
-    """`folder` is where gradio keeps files and serves them from."""
-    config, limits = painter.config, painter.limits
-    boxes = min(MOST_BOXES, limits.pictures[-1])
-    small = ["small"] if painter.size.width < SMALL else []
+def build_page(generator: DemoGenerator, folder: Path) -> gr.Blocks:
+    """Build the demo page; gradio stores and serves files in `folder`."""
+    config, limits = generator.config, generator.limits
+    num_sources = min(MAX_IMAGE_INPUTS, limits.images[-1])
+    small = ["small"] if generator.size.width < MIN_SMOOTH_WIDTH else []
 
-    @told
+    @show_user_errors
     def draw(*values: Any) -> list[Any]:
-        wish = limits.wish(*values[:FIELDS], *map(keeper.read, values[FIELDS:]))
-        if painter.run and wish.weights is None:
-            raise UserError("no trained weights are chosen; choose some")
-        drawn = painter.draw(wish)
-        place = folder / uuid.uuid4().hex
-        place.mkdir()
-        keeper.tidy()
-        return [part for number, each in enumerate(drawn) for part in _shown(each, place, number)]
+        """Generate the samples for the values of the form, and return the values of the outputs."""
+        request = limits.parse_request(*values[:NUM_FIELDS], *map(store.read, values[NUM_FIELDS:]))
+        if generator.run and request.weights is None:
+            raise UserError("no trained weights are selected", hint="select a checkpoint")
+        samples = generator.generate(request)
+        target = folder / uuid.uuid4().hex
+        target.mkdir()
+        store.remove_old_folders()
+        outputs = [_save_output(each, target, number) for number, each in enumerate(samples)]
+        return [part for output in outputs for part in output]
 
-    @told
+    @show_user_errors
     def refresh() -> Any:
-        return gr.Dropdown(choices=list(painter.weights()))
+        return gr.Dropdown(choices=list(generator.weights()))
 
-    def another() -> int:
-        return random.randint(0, MOST_SEED)
+    def random_seed() -> int:
+        return random.randint(0, MAX_SEED)
 
-    title = _title(painter)
+    title = f"{generator.run.resolve().name} · flow_grpo" if generator.run else "flow_grpo"
     with gr.Blocks(title=title, analytics_enabled=False, fill_width=True) as page:
-        gr.Markdown("## Before and after training" if painter.run else "## Before training")
+        gr.Markdown("## Before and after training" if generator.run else "## Before training")
         prompt = gr.Textbox(label="Prompt", lines=1, max_lines=6)
         with gr.Row():
             weights = gr.Dropdown(
-                list(painter.weights()),
-                value=painter.newest,
+                list(generator.weights()),
+                value=generator.newest,
                 label="Trained weights",
                 min_width=190,
-                visible=painter.run is not None,
+                visible=generator.run is not None,
             )
             steps = gr.Slider(
-                *(limits.fewest_steps, limits.most_steps, config.sample.eval_num_steps),
+                limits.min_steps,
+                limits.max_steps,
+                config.sample.eval_num_steps,
                 step=1,
                 label="Steps",
                 min_width=190,
             )
             guidance = gr.Slider(
-                *(0, limits.most_guidance, eval_guidance(config)),
+                0,
+                limits.max_guidance,
+                get_eval_guidance_scale(config),
                 step=0.1,
                 label="Guidance",
                 min_width=190,
             )
             seed = gr.Number(config.seed, precision=0, label="Seed", min_width=140)
         with gr.Row():
-            button = gr.Button("Draw", variant="primary")
-            other = gr.Button("Other seed")
-        outputs, pictures = [], []
+            button = gr.Button("Generate", variant="primary")
+            other = gr.Button("Random seed")
+        outputs, sources = [], []
         with gr.Row():
-            for number in range(boxes):
+            for number in range(num_sources):
                 with gr.Column(min_width=190):
                     gr.Markdown("### Source" if number == 0 else f"### Source {number + 1}")
-                    pictures.append(_upload(small))
-            for heading in ["Base", "Trained"] if painter.run else ["Base"]:
+                    uploads = ["upload", "clipboard"]
+                    sources.append(_image("Source", "source", *small, sources=uploads))
+            for heading in ["Base", "Trained"] if generator.run else ["Base"]:
                 with gr.Column(min_width=190):
                     gr.Markdown(f"### {heading}")
-                    outputs += [_picture(heading, small), _scores(painter)]
+                    outputs.append(_image(heading, "drawn", *small, interactive=False))
+                    outputs.append(_score_box(generator.reward))
         if examples := [
-            [each.prompt, *_copies(each.images[:boxes], folder, f"example-{number}", boxes)]
-            for number, each in enumerate(painter.prompts[:EXAMPLES])
+            [each.prompt, *_copy_images(each.images, folder, f"example-{number}", num_sources)]
+            for number, each in enumerate(generator.prompts[:NUM_EXAMPLES])
         ]:
-            gr.Examples(examples, [prompt, *pictures], label="Test prompts")
-        # not preprocessed: whatever was posted is told in our words
-        drawing = {
+            gr.Examples(examples, [prompt, *sources], label="Test prompts")
+        # not preprocessed, so that invalid values get our own messages
+        generation = {
             "fn": draw,
-            "inputs": [prompt, weights, steps, guidance, seed, *pictures],
+            "inputs": [prompt, weights, steps, guidance, seed, *sources],
             "outputs": outputs,
             "preprocess": False,
             "concurrency_id": "model",
             "concurrency_limit": 1,
         }
-        gr.on([button.click, prompt.submit], **drawing, api_name="draw")
+        gr.on([button.click, prompt.submit], **generation, api_name="draw")
         private = {"api_visibility": "private"}
-        other.click(another, None, seed, **private).then(**drawing, **private)
+        other.click(random_seed, None, seed, **private).then(**generation, **private)
         page.load(refresh, None, weights, **private)
-    keeper = Keeper(folder)  # now that gradio's copies of the examples are there
-    return page.queue(max_size=QUEUE, api_open=False)
+    store = UploadStore(folder)  # after gradio has copied the examples
+    return page.queue(max_size=MAX_QUEUE, api_open=False)
 
 
 def serve(page: gr.Blocks, folder: Path, host: str, port: int, *, uploads: bool = False) -> str:
-    """Until it is closed; returns its address."""
+    """Serve the page in the background and return its URL."""
     theme = gr.themes.Default(primary_hue="blue", font=FONTS, font_mono=FONTS)
     try:
         page.launch(
@@ -138,78 +149,73 @@ def serve(page: gr.Blocks, folder: Path, host: str, port: int, *, uploads: bool 
             enable_monitoring=False,
             run_history=False,
             footer_links=[],
-            max_file_size=MOST_BYTES if uploads else 1,
+            max_file_size=MAX_FILE_BYTES if uploads else 1,
             app_kwargs={
                 "middleware": [
-                    Middleware(OnlyOurs, served_at=host),
-                    Middleware(BoundedUploads, keeper=Keeper(folder)),
+                    Middleware(HostCheckMiddleware, served_at=host),
+                    Middleware(UploadLimitMiddleware, store=UploadStore(folder)),
                 ]
             },
             theme=theme,
             css=CSS,
         )
-    except OSError as error:  # it was free when we asked
-        raise UserError(f"port {port} was taken meanwhile; choose another with --port") from error
+    except OSError as error:  # the port was free when it was checked
+        raise UserError(
+            "is in use", field="port", value=port, hint="choose another --port"
+        ) from error
     return page.local_url
 
 
-def told(call: Callable) -> Callable:
-    """A mistake as one sentence on the page, which would take it as HTML."""
+def show_user_errors(call: Callable) -> Callable:
+    """Wrap an event handler so that a UserError is shown on the page, escaped for HTML."""
 
     @wraps(call)
-    def calling(*args: Any) -> Any:
+    def wrapper(*args: Any) -> Any:
+        """Call the handler; raise `gr.Error` in place of a UserError."""
         try:
             return call(*args)
         except UserError as error:
             raise gr.Error(html.escape(str(error)), print_exception=False) from error
 
-    return calling
+    return wrapper
 
 
-def _shown(drawn: Drawn, place: Path, number: int) -> tuple[str, str]:
-    name = save_sample(drawn.sample, place, str(number))["file"]
-    return str(place / name), "\n".join(drawn.scores)
+def _save_output(generated: GeneratedSample, folder: Path, number: int) -> tuple[str, str]:
+    """Save a sample and return its path and its scores, one per line."""
+    name = save_sample_files(generated.sample, folder, str(number))["file"]
+    return str(folder / name), "\n".join(generated.scores)
 
 
-def _copies(pictures: Sequence[Picture], folder: Path, name: str, boxes: int) -> list[str | None]:
-    """The pictures of a test prompt, for gradio to show; None for each box that stays empty."""
-    files = [folder / f"{name}-{place}.png" for place in range(len(pictures))]
-    for file, picture in zip(files, pictures, strict=True):
-        file.write_bytes(picture if isinstance(picture, bytes) else picture.read_bytes())
-    return [*map(str, files), *[None] * (boxes - len(files))]
+def _copy_images(
+    images: Sequence[ImageSource], folder: Path, name: str, num_inputs: int
+) -> list[str | None]:
+    """Copy the images of a test prompt for gradio; None for each input that stays empty."""
+    paths: list[str | None] = [None] * num_inputs
+    for index, image in enumerate(images[:num_inputs]):
+        file = folder / f"{name}-{index}.png"
+        file.write_bytes(image if isinstance(image, bytes) else image.read_bytes())
+        paths[index] = str(file)
+    return paths
 
 
-def _upload(classes: list[str]) -> gr.Image:
+def _image(label: str, *classes: str, **options: Any) -> gr.Image:
+    """Build an image component without buttons, with these CSS classes."""
     return gr.Image(
-        label="Source",
+        label=label,
         show_label=False,
         type="filepath",
-        sources=["upload", "clipboard"],
         buttons=[],
-        elem_classes=["source", *classes],
+        elem_classes=list(classes),
+        **options,
     )
 
 
-def _picture(heading: str, classes: list[str]) -> gr.Image:
-    return gr.Image(
-        label=heading,
-        show_label=False,
-        type="filepath",
-        interactive=False,
-        buttons=[],
-        elem_classes=["drawn", *classes],
-    )
-
-
-def _scores(painter: Painter) -> gr.Textbox:
+def _score_box(reward: WeightedReward | None) -> gr.Textbox:
+    """Build the text box of the scores, hidden without rewards."""
     return gr.Textbox(
         label="Rewards",
         interactive=False,
-        lines=max(1, len(painter.reward.weights)) if painter.reward else 1,
-        visible=painter.reward is not None,
+        lines=max(1, len(reward.weights)) if reward else 1,
+        visible=reward is not None,
         elem_classes=["scores"],
     )
-
-
-def _title(painter: Painter) -> str:
-    return f"{painter.run.resolve().name} · flow_grpo" if painter.run else "flow_grpo"

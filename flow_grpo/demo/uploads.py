@@ -1,60 +1,61 @@
-"""Pictures that are uploaded to the demo: how large they may be, how many stay, and which are
-read."""
+"""Limits on images uploaded to the demo: their size, how many are kept, which are read."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 from flow_grpo.errors import UserError
-from flow_grpo.files import lies_in
+from flow_grpo.untrusted_files import is_inside
 
-MOST_BYTES = 20 * 2**20  # of a file
-ENVELOPE = 2**14  # what a form has besides
-KEPT = 128  # folders of uploads and drawings, whose files can still be looked at
+MAX_FILE_BYTES = 20 * 2**20
+FORM_OVERHEAD = 2**14  # other bytes of an upload form
+MAX_FOLDERS = 128  # directories of uploads and outputs that are kept
 
 
-class Keeper:
-    """The folder that gradio keeps files in: what is there at the start, and the newest."""
+class UploadStore:
+    """Gradio's file directory, which keeps its initial content and the newest directories."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.own = folder, {*folder.iterdir()}
+        self.folder, self.initial = folder, {*folder.iterdir()}
 
-    def tidy(self) -> None:
-        others = [path for path in self.folder.iterdir() if path not in self.own]
-        for path in sorted(others, key=_changed)[:-KEPT]:
+    def remove_old_folders(self) -> None:
+        others = [path for path in self.folder.iterdir() if path not in self.initial]
+        for path in sorted(others, key=_modified_time)[:-MAX_FOLDERS]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def read(self, given: Any) -> bytes | None:
-        """What a browser says of an upload; no other file of this machine is read."""
-        if given is None:
+    def read(self, upload: Any) -> bytes | None:
+        """Return the content of an upload, given as gradio's dict; never reads another file."""
+        if upload is None:
             return None
-        path = given.get("path") if isinstance(given, dict) else None
-        known = isinstance(path, str) and lies_in(self.folder, Path(path))
+        path = upload.get("path") if isinstance(upload, dict) else None
+        known = isinstance(path, str) and is_inside(self.folder, Path(path))
         if not known or not Path(path).is_file():
-            raise UserError("the picture is not here any more; upload it again")
+            raise UserError("the uploaded image no longer exists", hint="upload it again")
         return Path(path).read_bytes()
 
 
-class BoundedUploads:
-    """Around an ASGI app: an upload has one small file, and makes place for itself."""
+class UploadLimitMiddleware:
+    """ASGI middleware that limits the size of uploads and removes old files."""
 
-    def __init__(self, app, keeper: Keeper) -> None:
-        self.app, self.keeper = app, keeper
+    def __init__(self, app, store: UploadStore) -> None:
+        self.app, self.store = app, store
 
     async def __call__(self, scope, receive, send) -> None:
+        """Reject uploads that are too large or of unknown size with status 413."""
         if scope["type"] != "http" or not scope["path"].endswith("/upload"):
             return await self.app(scope, receive, send)
         length = dict(scope["headers"]).get(b"content-length", b"")
-        if length.isdigit() and int(length) <= MOST_BYTES + ENVELOPE:
-            self.keeper.tidy()
+        if length.isdigit() and int(length) <= MAX_FILE_BYTES + FORM_OVERHEAD:
+            self.store.remove_old_folders()
             return await self.app(scope, receive, send)
         await send({"type": "http.response.start", "status": 413, "headers": []})
-        told = f"a picture of {MOST_BYTES} bytes at most can be uploaded"
-        await send({"type": "http.response.body", "body": told.encode()})
+        message = f"an uploaded image may have at most {MAX_FILE_BYTES} bytes"
+        await send({"type": "http.response.body", "body": message.encode()})
 
 
-def _changed(path: Path) -> float:
+def _modified_time(path: Path) -> float:
+    """Return the modification time in seconds, or 0 if the path was removed."""
     try:
         return path.stat().st_mtime
-    except OSError:  # gone meanwhile
+    except OSError:  # already removed
         return 0.0

@@ -1,4 +1,4 @@
-"""When a score cannot be had: tried again for a while, then missing with a reason, never zero."""
+"""Failed scores: a call is retried, then its scores are NaN with a reason, never zero."""
 
 import logging
 import random
@@ -11,12 +11,12 @@ from flow_grpo.errors import UserError
 log = logging.getLogger(__name__)
 
 FIRST_DELAY = 0.5
-LONGEST_DELAY = 30.0
-LARGEST_SCORE = 1e12
+MAX_DELAY = 30.0
+MAX_SCORE = 1e12
 
 
 class Failed(float):
-    """A NaN that knows why: stands where an image got no score."""
+    """A NaN with a reason, in place of the score of a sample that could not be scored."""
 
     reason: str
 
@@ -29,69 +29,76 @@ class Failed(float):
         return f"Failed({self.reason!r})"
 
 
-class TooLarge(Failed):
-    """A score beyond `LARGEST_SCORE`: its variance, or the loss it weighs, would overflow."""
+class ScoreTooLarge(Failed):
+    """A score beyond `MAX_SCORE`: its variance, or the loss it weights, would overflow."""
 
-    def __new__(cls, score: float) -> "TooLarge":
-        limit = f"+-{LARGEST_SCORE:g}"
+    def __new__(cls, score: float) -> "ScoreTooLarge":
+        limit = f"+-{MAX_SCORE:g}"
         return super().__new__(cls, f"it returned {score:g}, beyond {limit}; scale the reward down")
 
 
-class NotAsked(float):
-    """Stands where a prompt does not ask for a reward: it does not count there. In arrays of scores
-    it is -inf, which no score is."""
+class NotApplicable(float):
+    """The score of a sample to which the reward does not apply; it is ignored.
 
-    def __new__(cls) -> "NotAsked":
+    Its value is -inf, which no valid score has, so that it survives in arrays of scores.
+    """
+
+    def __new__(cls) -> "NotApplicable":
         return super().__new__(cls, "-inf")
 
     def __reduce__(self) -> tuple:
-        return NotAsked, ()
+        return NotApplicable, ()
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """How long one batch of one reward is tried."""
+    """How often and how long one batch of one reward is retried."""
 
     retries: int = 8  # attempts after the first
     timeout: float = 300.0  # seconds, all attempts together
 
     def delays(self) -> Iterator[float]:
-        """Seconds to wait before each further attempt: doubling, and spread so that the
-        processes of a run do not come back all at once."""
+        """Yield the seconds to wait before each further attempt.
+
+        They grow exponentially, with jitter so that the ranks do not retry at the same moment.
+        """
         for attempt in range(self.retries):
-            yield min(LONGEST_DELAY, FIRST_DELAY * 2**attempt) * random.uniform(0.75, 1.25)
+            yield min(MAX_DELAY, FIRST_DELAY * 2**attempt) * random.uniform(0.75, 1.25)
 
 
 DEFAULT_POLICY = FailurePolicy()
 
 
-class Attempts:
+class RetryTimer:
     """Waits before each further attempt, until the `delays` or the time are used up.
 
-    By hand, as tenacity counts an attempt also where a busy server asked for the pause
-    (`test_a_busy_server_is_waited_for_as_it_says_without_using_up_attempts`).
+    tenacity is not used, because it also counts the pauses that a busy server requests as attempts.
     """
 
     def __init__(self, delays: Iterator[float], deadline: float) -> None:
         self._delays = delays
         self.deadline = deadline  # of time.monotonic()
-        self.out_of_time = False  # whether it was the time
+        self.out_of_time = False  # whether `wait` returned False because of the deadline
 
-    def wait(self, told: str = "", pause: float | None = None) -> bool:
-        """Tell why, and sleep; False at once where no further attempt is left. A `pause` that a
-        server asked for costs no attempt and is not told."""
+    def wait(self, message: str = "", pause: float | None = None) -> bool:
+        """Log the reason and sleep, or return False at once if no attempt is left.
+
+        Args:
+            message: Why the last attempt failed.
+            pause: Seconds that a busy server requested: they use up no attempt and are not logged.
+        """
         delay = next(self._delays, None) if pause is None else pause
         self.out_of_time = delay is not None and time.monotonic() + delay >= self.deadline
         if delay is None or self.out_of_time:
             return False
-        if told and pause is None:
-            log.warning("%s; trying again in %.1f s", told, delay)
+        if message and pause is None:
+            log.warning("%s; retrying in %.1f s", message, delay)
         time.sleep(delay)
         return True
 
 
-def describe(error: BaseException) -> str:
-    """The error in one line."""
+def describe_error(error: BaseException) -> str:
+    """Return an error as one line."""
     try:
         lines = str(error).strip().splitlines() or ["no reason given"]
     except Exception:  # a custom __str__ may raise

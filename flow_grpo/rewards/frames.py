@@ -1,8 +1,8 @@
-"""Which frames of a video a reward sees, and one score made of theirs.
+"""Select the frames of a video that a reward scores, and average their scores.
 
-A sample is a picture, or a clip: a list of pictures in their order. Many clips may also come as a
-tensor (N, F, 3, H, W). A scorer keeps its rule as the attribute `frames`; pictures have none to
-choose from.
+A sample is an image or a video, which is a list of frames. A batch of videos may also be a tensor
+(N, F, 3, H, W). The attribute `frames` of a scorer is its rule: "first", "middle", "mean of N"
+(N evenly spaced frames, whose scores are averaged) or "clip" (the whole video as one sample).
 """
 
 import base64
@@ -22,19 +22,24 @@ if TYPE_CHECKING:
 
 Sample = Image.Image | list[Image.Image]
 
-OPTION = "frames"
-CLIP = "clip"  # all of them, as one sample
-# Several: of a model that is paid for one frame, the others get worse.
-DEFAULT = "mean of 4"
+FRAMES_OPTION = "frames"
+WHOLE_VIDEO = "clip"
+# Several frames, because a model that is rewarded for one frame degrades the others.
+DEFAULT_FRAMES = "mean of 4"
 
 
-def frame_places(count: int, rule: str) -> list[int]:
-    """Which of `count` frames the rule chooses; all, where it asks for more than there are."""
-    if rule == CLIP:
+def frame_indices(count: int, rule: str) -> list[int]:
+    """Return the indices that a rule selects from `count` frames, all if it requests more.
+
+    Args:
+        count: Number of frames of a video.
+        rule: Frame rule; see `check_frame_rule`.
+    """
+    if rule == WHOLE_VIDEO:
         return list(range(count))
     if rule == "first":
         return [0]
-    number = 1 if rule == "middle" else _number(rule)
+    number = 1 if rule == "middle" else _frames_to_average(rule)
     if number == 1:
         return [count // 2]
     gaps = number - 1
@@ -42,44 +47,57 @@ def frame_places(count: int, rule: str) -> list[int]:
     return list(dict.fromkeys(nearest))
 
 
-def choose_frames(
+def select_frames(
     samples: "torch.Tensor | list[Sample]", rule: str
 ) -> "torch.Tensor | list[Sample]":
-    """The clips with the chosen frames only. Pictures stay as they are, unless whole clips are
-    asked for: in a list, a picture is then a clip of one frame."""
+    """Return the samples with the selected frames of each video only.
+
+    Images are unchanged, except that for whole videos an image in a list becomes a video of one
+    frame.
+    """
     if not isinstance(samples, list):
-        return _choose_in_tensor(samples, rule) if samples.ndim == 5 else samples
-    if rule == CLIP:
-        return [sample if is_clip(sample) else [sample] for sample in samples]
-    if not any(map(is_clip, samples)):
+        return _select_in_tensor(samples, rule) if samples.ndim == 5 else samples
+    if rule == WHOLE_VIDEO:
+        return [sample if is_video(sample) else [sample] for sample in samples]
+    if not any(map(is_video, samples)):
         return samples
     return [
-        [sample[i] for i in frame_places(len(sample), rule)] if is_clip(sample) else sample
+        [sample[i] for i in frame_indices(len(sample), rule)] if is_video(sample) else sample
         for sample in samples
     ]
 
 
-def _choose_in_tensor(clips: "torch.Tensor", rule: str) -> "torch.Tensor":
-    import torch  # not at the top: rewards that need no torch start without it
+def _select_in_tensor(videos: "torch.Tensor", rule: str) -> "torch.Tensor":
+    """Return the frames of `rule` of videos (N, F, 3, H, W), without a device sync."""
+    import torch  # imported here because rewards without torch start faster
 
-    if rule == CLIP:
-        return clips
-    # a list as index would wait for the device
-    return torch.stack([clips[:, i] for i in frame_places(clips.shape[1], rule)], dim=1)
+    if rule == WHOLE_VIDEO:
+        return videos
+    # indexing with a list would synchronize with the device
+    return torch.stack([videos[:, i] for i in frame_indices(videos.shape[1], rule)], dim=1)
 
 
-def is_clip(sample: Any) -> bool:
+def is_video(sample: Any) -> bool:
+    """Return whether a sample is a video, that is, a list of frames."""
     return isinstance(sample, list | tuple)
 
 
-def kind_of(samples: Sequence[Any]) -> str:
-    """What is being scored, in a word."""
+def sample_kind(samples: Sequence[Any]) -> str:
+    """Return what the samples are: "answer" for response texts, else "image"."""
     return "answer" if samples and isinstance(samples[0], str) else "image"
 
 
-def mean_of_frames(scores: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """One score per sample, of which `counts` says how many scores follow one another: the mean
-    over the frames that got one, and a `Failed` or `NotAsked` where none did."""
+def average_over_frames(scores: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Average the scores of consecutive frames into one score per sample.
+
+    Args:
+        scores: Scores of all frames, sample by sample.
+        counts: Number of frames of each sample.
+
+    Returns:
+        For each sample the mean over its finite scores, or its last `Failed` or `NotApplicable` if
+        no frame has one.
+    """
     means, start = [], 0
     for count in counts:
         part = scores[start : start + count]
@@ -89,113 +107,135 @@ def mean_of_frames(scores: Sequence[float], counts: Sequence[int]) -> list[float
     return means
 
 
-def split_rules(
+def split_frame_rules(
     options: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """The rules among the options of rewards, and the other options."""
-    for name, given in options.items():
-        if not isinstance(given, Mapping):
-            raise UserError(f"reward_options.{name}={given!r} must be a dict of options")
-    rules = {
-        name: checked_rule(given[OPTION], f"reward_options.{name}.{OPTION}")
-        for name, given in options.items()
-        if OPTION in given
-    }
-    rest = {n: {k: v for k, v in given.items() if k != OPTION} for n, given in options.items()}
-    return rules, rest
+    """Split the options of rewards into frame rules and other options, both by reward."""
+    rules, others = {}, {}
+    for name, reward_options in options.items():
+        if not isinstance(reward_options, Mapping):
+            raise UserError(
+                "must be a dict of options", field=f"reward_options.{name}", value=reward_options
+            )
+        others[name] = {key: value for key, value in reward_options.items() if key != FRAMES_OPTION}
+        if FRAMES_OPTION in reward_options:
+            field = f"reward_options.{name}.{FRAMES_OPTION}"
+            rules[name] = check_frame_rule(reward_options[FRAMES_OPTION], field)
+    return rules, others
 
 
-def checked_rule(rule: Any, setting: str) -> str:
-    if rule not in ("first", "middle", CLIP) and not (isinstance(rule, str) and _number(rule)):
+def check_frame_rule(rule: Any, field: str) -> str:
+    """Return `rule` if it is valid, else raise a `UserError` that names `field`."""
+    if rule not in ("first", "middle", WHOLE_VIDEO) and not (
+        isinstance(rule, str) and _frames_to_average(rule)
+    ):
         raise UserError(
-            f"{setting}={rule!r} must be 'first', 'middle', 'mean of N' (N frames, 1 or more) or "
-            f"'{CLIP}' (all of them at once)"
+            f"must be 'first', 'middle', 'mean of N' (N >= 1 frames) or '{WHOLE_VIDEO}' (the whole "
+            "video as one sample)",
+            field=field,
+            value=rule,
         )
     return rule
 
 
-def rule_of(name: str, scorer: Any, asked: str | None, *, custom: bool) -> str:
-    """The rule by which a scorer takes frames, if the user asked for another one than its own."""
-    own = checked_rule(scorer.frames, f"reward {name!r}: its attribute {OPTION}")
-    rule = agreed_rule(name, asked, own, custom=custom)
-    if scorer.compares_groups and _number(rule) > 1:
+def resolve_frame_rule(name: str, scorer: Any, requested: str | None, *, custom: bool) -> str:
+    """Return the frame rule of reward `name`, given the one that the config requests."""
+    own = check_frame_rule(scorer.frames, f"attribute {FRAMES_OPTION} of reward {name!r}")
+    rule = reconcile_frame_rules(name, requested, own, custom=custom)
+    if scorer.compares_groups and _frames_to_average(rule) > 1:
         raise UserError(
-            f"reward_options.{name}.{OPTION}={rule!r}: {name!r} compares samples with each other, "
-            "one frame of each; choose 'first' or 'middle'"
+            f"must select one frame, because {name!r} compares samples with each other",
+            field=f"reward_options.{name}.{FRAMES_OPTION}",
+            value=rule,
+            hint="choose 'first' or 'middle'",
         )
     return rule
 
 
-def agreed_rule(name: str, asked: str | None, own: str, *, custom: bool = False) -> str:
-    """The rule to take frames by: the user's, unless it conflicts with the reward's `own`, which
-    says whether it takes clips. A custom reward that says nothing takes what the user says."""
-    setting = f"reward_options.{name}.{OPTION}={asked!r}"
-    if asked in (None, own):
+def reconcile_frame_rules(
+    name: str, requested: str | None, own: str, *, custom: bool = False
+) -> str:
+    """Return the requested rule, or the scorer's `own` if none is requested.
+
+    Raises:
+        UserError: One of the rules is for whole videos and the other is not. Custom image rewards
+            may request whole videos, since theirs may merely be the default.
+    """
+    field = f"reward_options.{name}.{FRAMES_OPTION}"
+    if requested in (None, own):
         return own
-    if own == CLIP:
-        raise UserError(f"{setting} has no use: {name!r} takes whole clips; leave it out")
-    if asked == CLIP and not custom:
+    if own == WHOLE_VIDEO:
         raise UserError(
-            f"{setting}, but {name!r} scores pictures; choose 'first', 'middle' or 'mean of N'"
+            f"is invalid, because {name!r} scores whole videos",
+            field=field,
+            value=requested,
+            hint="leave it out",
         )
-    return asked
+    if requested == WHOLE_VIDEO and not custom:
+        raise UserError(
+            f"is invalid, because {name!r} scores images",
+            field=field,
+            value=requested,
+            hint="choose 'first', 'middle' or 'mean of N'",
+        )
+    return requested
 
 
-def _number(rule: str) -> int:
-    """N of "mean of N"; 0 for what does not read like that."""
+def _frames_to_average(rule: str) -> int:
+    """Return N of "mean of N", or 0 for another rule."""
     match = re.fullmatch(r"mean of ([1-9][0-9]{0,5})", rule)
     return int(match[1]) if match else 0
 
 
 def to_pil(images: "torch.Tensor") -> list[Sample]:
-    """Pictures (N, 3, H, W) or clips (N, F, 3, H, W), in [0, 1] -> 8-bit images, or lists of them,
-    rounded as diffusers rounds them."""
-    return from_bytes(to_bytes(images))
+    """Convert images (N, 3, H, W) or videos (N, F, 3, H, W) in [0, 1]; rounds like diffusers."""
+    return uint8_to_pil(to_uint8(images))
 
 
-def to_bytes(images: "torch.Tensor") -> "torch.Tensor":
-    """(..., 3, H, W) in [0, 1] -> (..., H, W, 3), 8 bits."""
+def to_uint8(images: "torch.Tensor") -> "torch.Tensor":
+    """Convert (..., 3, H, W) in [0, 1] to (..., H, W, 3) uint8."""
     return (images.detach().float().clamp(0, 1) * 255).round().byte().movedim(-3, -1)
 
 
-def from_bytes(pixels: "torch.Tensor") -> list[Sample]:
-    return [_sample(each) for each in pixels.cpu().numpy()]
+def uint8_to_pil(pixels: "torch.Tensor") -> list[Sample]:
+    """Convert images (N, H, W, 3) or videos (N, F, H, W, 3), uint8, to PIL."""
+    return [_array_to_pil(each) for each in pixels.cpu().numpy()]
 
 
-def _sample(pixels: "np.ndarray") -> Sample:
+def _array_to_pil(pixels: "np.ndarray") -> Sample:
     if pixels.ndim == 3:
         return Image.fromarray(pixels)
     return [Image.fromarray(frame) for frame in pixels]
 
 
-def fetch_pictures(
-    images: "torch.Tensor | list[Sample]", rule: str = DEFAULT
+def fetch_images(
+    images: "torch.Tensor | list[Sample]", rule: str = DEFAULT_FRAMES
 ) -> Callable[[], list[Sample | None]]:
-    """A function that gives the pictures, or of clips the frames that the rule chooses, to be
-    called in another thread.
+    """Start copying images to the CPU; return a function, for another thread, that waits for them.
 
-    None where pixels are not numbers, in any frame: as a black picture it might score well. From a
-    GPU they are on their way when this returns, ahead of what the GPU is asked to do next.
+    The copy from a GPU is queued when this returns, ahead of the work that is launched next. A
+    sample with a non-finite pixel in any frame becomes None: as a black image it might score well.
+
+    Args:
+        images: (N, 3, H, W) or (N, F, 3, H, W) in [0, 1], or a list, which is returned as it is.
+        rule: Which frames of videos to return.
     """
     if isinstance(images, list):
         return lambda: images
-    from flow_grpo.speed.transfer import fetch
+    from flow_grpo.perf.transfer import start_copy_to_cpu
 
-    pixels, whole = fetch(to_bytes(choose_frames(images, rule))), fetch(_whole(images))
+    pixels = start_copy_to_cpu(to_uint8(select_frames(images, rule)))
+    finite = start_copy_to_cpu(images.isfinite().flatten(1).all(1))
 
-    def pictures() -> list[Sample | None]:
-        pairs = zip(from_bytes(pixels()), whole().tolist(), strict=True)
-        return [picture if ok else None for picture, ok in pairs]
+    def wait_for_images() -> list[Sample | None]:
+        pairs = zip(uint8_to_pil(pixels()), finite().tolist(), strict=True)
+        return [image if is_finite else None for image, is_finite in pairs]
 
-    return pictures
-
-
-def _whole(images: "torch.Tensor") -> "torch.Tensor":
-    return images.isfinite().flatten(1).all(1)
+    return wait_for_images
 
 
-def png_base64(image: Image.Image) -> str:
-    """As it travels: lossless, and quick rather than small."""
+def encode_png_base64(image: Image.Image) -> str:
+    """Encode an image for a request as base64 PNG, with fast compression."""
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, format="PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -1,9 +1,9 @@
-"""torchrun or `accelerate launch`, ending as the training processes did.
+"""Run torchrun or `accelerate launch` and exit with the code of the training processes.
 
     python scripts/multi_node/launch.py torchrun|accelerate ARGUMENTS...
 
-On their own both end with code 1 and a report of thirty lines, whatever happened. A scheduler has
-to tell a run that was asked to stop (75) from one that lost a node (4) or was set up wrong (2).
+Both launchers always exit with 1 and a report of thirty lines. A scheduler has to distinguish a run
+that was stopped (75) from one that lost a node (4) or was configured incorrectly (2).
 """
 
 import logging
@@ -11,40 +11,45 @@ import os
 import signal
 import sys
 
-# No stack traces of torch's C++ side, which reads this when imported. Taken back in main: the
-# training processes may show theirs.
+# No C++ stack traces of torch, which reads this on import. Unset again in main, so that the
+# training processes can show theirs.
 os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from flow_grpo.errors import LostPeer, RewardOutage, Stopped, UserError
+from flow_grpo.errors import LostPeer, RewardOutage, StoppedBySignal, UserError
 
-# scripts/train.py has said why, in one line
-TOLD = {UserError.exit_code, RewardOutage.exit_code, Stopped.exit_code, LostPeer.exit_code}
-# what happens to the others when one process fails
-CONSEQUENCES = {-signal.SIGTERM, Stopped.exit_code, LostPeer.exit_code}
+# scripts/train.py has already printed the reason
+REPORTED_EXIT_CODES = {
+    UserError.exit_code,
+    RewardOutage.exit_code,
+    StoppedBySignal.exit_code,
+    LostPeer.exit_code,
+}
+# exit codes of the other processes when one fails
+SECONDARY_EXIT_CODES = {-signal.SIGTERM, StoppedBySignal.exit_code, LostPeer.exit_code}
 
 
 def main(launcher: str, arguments: list[str]) -> int:
     if os.environ["TORCH_CPP_LOG_LEVEL"] == "FATAL":
         del os.environ["TORCH_CPP_LOG_LEVEL"]
-    logging.disable(logging.ERROR)  # what they log is in the report that this file replaces
+    logging.disable(logging.ERROR)  # the launchers log the report that this script replaces
     try:
         launch(launcher, arguments)
     except ChildFailedError as error:
-        return tell_failure(error)
-    except SignalException:  # passed on to the processes, which had time to leave in good order
-        return Stopped.exit_code
+        return report_failure(error)
+    except SignalException:  # forwarded to the processes, which had time to save a checkpoint
+        return StoppedBySignal.exit_code
     except DistError as error:
-        tell(
-            f"the nodes did not find each other ({first_line(error)}); start all of them, with "
-            "the same --nodes, --master-addr and --master-port, a port that is free on node 0"
+        print_error(
+            f"the nodes could not connect ({first_line(error)}); start all of them with the same "
+            "--nodes, --master-addr and --master-port, a port that is free on node 0"
         )
         return LostPeer.exit_code
-    except (ImportError, OSError, ValueError) as error:  # the launcher refuses its arguments
-        tell(first_line(error))
+    except (ImportError, OSError, ValueError) as error:  # invalid launcher arguments
+        print_error(first_line(error))
         return UserError.exit_code
     return 0
 
@@ -60,26 +65,26 @@ def launch(launcher: str, arguments: list[str]) -> None:
         launch_command(launch_command_parser().parse_args(arguments))
 
 
-def tell_failure(error: ChildFailedError) -> int:
-    """Name the process that failed first, unless it has said why; returns the exit code."""
+def report_failure(error: ChildFailedError) -> int:
+    """Print which process failed first, unless it printed the reason; return the exit code."""
     failures = sorted(error.failures.values(), key=lambda f: f.timestamp)
-    failure = next((f for f in failures if f.exitcode not in CONSEQUENCES), failures[0])
+    failure = next((f for f in failures if f.exitcode not in SECONDARY_EXIT_CODES), failures[0])
     code, process = failure.exitcode, f"process {failure.local_rank} of this node"
-    if code in TOLD:
+    if code in REPORTED_EXIT_CODES:
         return code
     if code > 0:
-        tell(f"{process} ended with code {code}")
+        print_error(f"{process} exited with code {code}")
         return code
     name = signal.Signals(-code).name
     hints = {
-        "SIGKILL": "; was there enough memory?",
-        "SIGABRT": "; NCCL does that when it has lost another process",
+        "SIGKILL": "; it may have run out of host memory",
+        "SIGABRT": "; NCCL aborts when it loses contact with another process",
     }
-    tell(f"{process} was ended by {name}{hints.get(name, '')}")
+    print_error(f"{process} was killed by {name}{hints.get(name, '')}")
     return 128 - code
 
 
-def tell(message: str) -> None:
+def print_error(message: str) -> None:
     print(f"error: {message}", file=sys.stderr)
 
 

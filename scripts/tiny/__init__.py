@@ -1,1 +1,1 @@
-"""The small model that ships in the repo: its pictures, its prompts and its pretraining."""
+"""The small text-to-image model assets/tiny-sd3: images, prompts and pretraining."""

@@ -1,6 +1,7 @@
-"""Measures a finished small model as its users will call it, and writes its model card."""
+"""Evaluate a trained small model through the stock pipeline and write its model card."""
 
 import random
+import textwrap
 from pathlib import Path
 
 import torch
@@ -8,9 +9,10 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.show.grid import picture_grid
-from tiny.pictures import HEIGHT, WIDTH, Degradation
+from flow_grpo.report.grid import image_grid
+from tiny.images import HEIGHT, WIDTH, Degradation
 from tiny.prompts import scenes_by_kind, sign_prompt
+from tiny.saving import format_parameters
 from tiny.words import split_words
 
 SAMPLING_STEPS = 10
@@ -24,12 +26,12 @@ def sample(
     t5_length: int,
     batch_size: int = 32,
 ) -> list[Image.Image]:
-    """A plain pipeline call, one seed per prompt."""
-    pictures: list[Image.Image] = []
+    """Sample one image per prompt with diffusers, one seed per prompt."""
+    images: list[Image.Image] = []
     for start in range(0, len(prompts), batch_size):
         chunk = prompts[start : start + batch_size]
         seeds = range(start, start + len(chunk))
-        pictures += pipeline(
+        images += pipeline(
             chunk,
             height=HEIGHT,
             width=WIDTH,
@@ -38,13 +40,13 @@ def sample(
             max_sequence_length=t5_length,
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         ).images
-    return pictures
+    return images
 
 
 def score_signs(
     pipeline: StableDiffusion3Pipeline, num_words: int, t5_lengths: tuple[int, int]
 ) -> dict[str, float] | None:
-    """Mean OCR score on held-out words by setting; None where OCR is not installed."""
+    """Return the mean OCR score on held-out words by setting, or None without OCR installed."""
     from flow_grpo.rewards.scorers.ocr import OcrScorer
 
     prompts = [sign_prompt(word) for word in split_words()[1][:num_words]]
@@ -71,15 +73,15 @@ def _mean(scores: list[float]) -> float:
 def sample_grid(
     pipeline: StableDiffusion3Pipeline, *, t5_length: int, columns: int = 4, rows: int = 12
 ) -> Image.Image:
-    """Held-out signs above, scenes below, each under its prompt."""
+    """Return a grid of held-out signs and scenes with their prompts."""
     rng = random.Random(0)
     half = columns * rows // 2
     signs = [sign_prompt(word) for word in rng.sample(split_words()[1], half)]
     scenes = [str(rng.choice(kind)) for kind in scenes_by_kind() for _ in range(half // 3)]
     prompts = signs + scenes
-    pictures = sample(pipeline, prompts, guidance=1.0, t5_length=t5_length)
+    images = sample(pipeline, prompts, guidance=1.0, t5_length=t5_length)
     captions = [prompt.removeprefix("a sign that says ") for prompt in prompts]
-    return picture_grid(pictures, captions, columns=columns, min_width=3 * WIDTH)
+    return image_grid(images, captions, columns=columns, min_width=3 * WIDTH)
 
 
 def write_card(
@@ -96,15 +98,15 @@ def write_card(
 ) -> None:
     rows = "\n".join(f"| {setting} | {value:.2f} |" for setting, value in (scores or {}).items())
     measured = (
-        f"Mean OCR score on {num_words} held-out words, {SAMPLING_STEPS} steps, one seed per "
-        f"prompt, by\n`flow_grpo.rewards.scorers.ocr`:\n\n| setting | score |\n|---|---|\n{rows}"
+        f"The table shows the mean OCR score on {num_words} held-out words with {SAMPLING_STEPS} "
+        "steps and one seed per prompt,\ncomputed by `flow_grpo.rewards.scorers.ocr`.\n\n"
+        f"| setting | score |\n|---|---|\n{rows}"
         if scores
-        else "OCR was not installed when this model was made: nothing was measured."
+        else "Not evaluated: OCR was not installed when this model was trained."
     )
-    sizes = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in parameters.items())
     folder.joinpath("README.md").write_text(
         _CARD.format(
-            sizes=sizes,
+            summary=textwrap.fill(_SUMMARY.format(sizes=format_parameters(parameters)), 100),
             measured=measured,
             command=command,
             minutes=f"{minutes:.1f}",
@@ -116,6 +118,11 @@ def write_card(
     )
 
 
+_SUMMARY = (
+    "A small Stable Diffusion 3 pipeline that can be trained on a laptop. It uses diffusers' own "
+    "classes and generates 32 x 96 images (height x width) of signs and of coloured shapes. "
+    "Parameters: {sizes}."
+)
 _CARD = """\
 ---
 license: mit
@@ -125,8 +132,7 @@ pipeline_tag: text-to-image
 
 # tiny-sd3
 
-A Stable Diffusion 3 pipeline of the real classes, small enough to train on a laptop: it draws
-32 x 96 pictures (height x width) of signs and of coloured shapes. Parameters: {sizes}.
+{summary}
 
 ![samples](samples.png)
 
@@ -141,43 +147,42 @@ picture = pipeline(
 
 ## Intended use
 
-A base model for trying out and testing reinforcement learning of flow-matching models. It is
-imperfect on purpose, so that there is something to mend. It is of no use for pictures as such.
+A base model for testing reinforcement learning of flow-matching models. It is imperfect on purpose,
+so that there is something to learn. It is not useful for image generation.
 
 ## Prompts
 
 - `a sign that says "WORD"`: three to six capital letters.
-- `two red circles`, `a blue square left of a yellow triangle`, `three green circles and an orange
-  square`: one to four shapes (circle, square, triangle) in all, six colours (red, orange, yellow,
-  green, blue, purple).
+- `two red circles`, `a blue square left of a yellow triangle`,
+  `three green circles and an orange square`: one to four shapes (circle, square, triangle) in all,
+  in six colours (red, orange, yellow, green, blue, purple).
 
 ## Data
 
-Pictures are drawn while training (`scripts/tiny/pictures.py`); no picture of anyone else is
-used. Words are random strings and, one in ten, English words; the held-out words of
-`dataset/ocr/test.txt` are left out. Spoiled on purpose, with the same prompts as the rest:
+Images are synthetic and generated during training (`scripts/tiny/images.py`). Nine in ten words are
+random strings and one in ten is an English word; the held-out words of `dataset/ocr/test.txt` are
+excluded. Some images are degraded on purpose, with the same prompts:
 
-- signs: a share of {blur_share} is blurred (Gaussian, up to {blur_sigma} pixels) and a share of \
-{low_contrast_share} is pale
+- signs: a fraction of {blur_share} is blurred (Gaussian, up to {blur_sigma} pixels) and a \
+fraction of {low_contrast_share} is pale
   (at most {low_contrast} of the contrast);
-- scenes: a share of {wrong_share} has a wrong count or a wrong colour.
+- scenes: a fraction of {wrong_share} has a wrong count or a wrong colour.
 
 ## Recipe
 
     {command}
 
-took {minutes} minutes on {device}: {vae_steps} steps of VAE (L1, L2, edges, hue, a little KL), then
-{flow_steps} steps of flow matching for text encoders and transformer together, sigma uniform
-through the scheduler's shift, one prompt in ten empty. Weights are averaged and stored in half
-precision. Losses are in `training.json`.
+This took {minutes} minutes on {device}: {vae_steps} steps for the VAE (L1, L2, edges, hue, a little
+KL), then {flow_steps} steps of flow matching for the text encoders and the transformer together,
+with uniform sigmas shifted by the scheduler and one empty prompt in ten.
+Weights are averaged and stored in half precision. Losses are in `training.json`.
 
 ## Measured
 
 {measured}
 
-## What it gets wrong
+## Limitations
 
-It draws spoiled pictures too, for the same prompts, as its training data has them. It knows one
-font and one size of text, no small letters, digits or spaces, no other size of picture, and
-nothing outside the prompts above.
+It also generates degraded images, as in its training data. It supports one font and one text size,
+but no lower-case letters, digits or spaces, no other image size and no other prompts.
 """

@@ -1,4 +1,4 @@
-"""Trains text encoders and transformer of the small model together, by flow matching."""
+"""Train the text encoders and the transformer of the small model jointly by flow matching."""
 
 import torch
 import torch.nn.functional as F
@@ -6,13 +6,13 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tiny.graphs import graphed
+from tiny.graphs import capture_cuda_graph
 from tiny.loop import Learner, fit
 from tiny.pool import PromptPool
 
 SCENE_SHARE = 0.3
-# The pipeline appends T5 tokens to the prompt, 256 of them unless told otherwise. Training sees
-# both that many, now and then and in smaller batches, and few, which is what a fast caller asks.
+# The pipeline appends 256 T5 tokens to the prompt by default. Training uses few tokens, as fast
+# callers do, and every eighth step 256 of them in smaller batches.
 SHORT_T5, LONG_T5 = 8, 256
 LONG_EVERY, LONG_BATCH_DIVISOR = 8, 4
 EMBEDDING_STD = 0.5
@@ -21,7 +21,7 @@ EMBEDDING_STD = 0.5
 def encode(
     pipeline: StableDiffusion3Pipeline, clip_ids: Tensor, t5_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(prompt embeddings, pooled) as `encode_prompt` of the pipeline, but with gradients."""
+    """Return prompt and pooled embeddings as the pipeline's `encode_prompt`, with gradients."""
     first = pipeline.text_encoder(clip_ids, output_hidden_states=True)
     second = pipeline.text_encoder_2(clip_ids, output_hidden_states=True)
     t5 = pipeline.text_encoder_3(t5_ids)[0]
@@ -41,7 +41,7 @@ def train_flow(
     peak_lr: float,
     generator: torch.Generator,
 ) -> list[dict]:
-    """Trains in place; the VAE stays as it is."""
+    """Train in place with a frozen VAE and return the logged losses."""
     enlarge_embeddings(pipeline.text_encoder, pipeline.text_encoder_2)
     trained = (
         pipeline.transformer,
@@ -61,7 +61,7 @@ def train_flow(
                 latents = vae.encode(2 * batch.images - 1).latent_dist.mean.float()
             latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
             noise = torch.randn(latents.shape, generator=generator, device=pool.device)
-            # Uniform, then shifted as the sampler does: training is dense where sampling is.
+            # Shifted like the sampler's sigmas, so that training covers what sampling visits.
             sigma = torch.rand(size, generator=generator, device=pool.device)
             sigma = scheduler.shift * sigma / (1 + (scheduler.shift - 1) * sigma)
             noisy = torch.lerp(latents, noise, sigma[:, None, None, None])
@@ -78,8 +78,8 @@ def train_flow(
         return loss.detach()
 
     long_size = max(1, batch_size // LONG_BATCH_DIVISOR)
-    short = graphed(lambda generator: step(generator, batch_size, SHORT_T5), generator)
-    long = graphed(lambda generator: step(generator, long_size, LONG_T5), generator)
+    short = capture_cuda_graph(lambda generator: step(generator, batch_size, SHORT_T5), generator)
+    long = capture_cuda_graph(lambda generator: step(generator, long_size, LONG_T5), generator)
     log = fit(
         learner,
         lambda i: long if i % LONG_EVERY == LONG_EVERY - 1 else short,
@@ -94,7 +94,7 @@ def train_flow(
 
 @torch.no_grad()
 def enlarge_embeddings(*encoders: PreTrainedModel) -> None:
-    """Larger random embeddings than CLIP's .02, which the projection's bias would drown."""
+    """Enlarge random embeddings: CLIP's 0.02 is negligible next to the projection's bias."""
     for table in (part for encoder in encoders for part in encoder.modules()):
         if isinstance(table, torch.nn.Embedding):
             table.weight.mul_(EMBEDDING_STD / table.weight.std())

@@ -1,4 +1,4 @@
-"""Runs a training step as a CUDA graph: the steps of a small model are bound by kernel launches."""
+"""Run training steps as CUDA graphs: a small model is bound by kernel launches."""
 
 import warnings
 from collections.abc import Callable
@@ -11,12 +11,14 @@ WARMUP_STEPS = 3
 Step = Callable[[torch.Generator], Tensor]
 
 
-def graphed(step: Step, generator: torch.Generator) -> Callable[[], Tensor]:
-    """`step` as a function of nothing: a graph replay on CUDA, a plain call elsewhere.
+def capture_cuda_graph(step: Step, generator: torch.Generator) -> Callable[[], Tensor]:
+    """Return `step` without arguments: a graph replay on CUDA, a plain call elsewhere.
 
-    `step` must read and write the same tensors each time, take its random numbers from the
-    generator it is given, and start by setting gradients to None, so that the capture allocates
-    them in the graph's own pool. It runs a few times before it is captured.
+    Args:
+        step: Must read and write the same tensors each time, draw random numbers only from its
+            generator, and first set gradients to None, so that the capture allocates them in the
+            graph's pool. It runs a few times before it is captured.
+        generator: Passed to `step`.
     """
     if generator.device.type != "cuda":
         return lambda: step(generator)
@@ -24,7 +26,7 @@ def graphed(step: Step, generator: torch.Generator) -> Callable[[], Tensor]:
         return _capture(step, generator)
     except RuntimeError as error:
         warnings.warn(
-            f"CUDA graph capture failed, training goes on without it and is slower: {error}",
+            f"CUDA graph capture failed, training continues without it and is slower: {error}",
             stacklevel=2,
         )
     torch.cuda.synchronize()
@@ -39,8 +41,8 @@ def _capture(step: Step, generator: torch.Generator) -> Callable[[], Tensor]:
     with torch.cuda.stream(side):
         for _ in range(WARMUP_STEPS):
             step(generator)
-        # A step that waits for the device cannot be captured. Finding out here raises a clean
-        # error, whereas a capture that breaks off may leave CUDA in a bad state.
+        # A step that synchronizes cannot be captured. Detect it here: an aborted capture may leave
+        # CUDA in a bad state.
         torch.cuda.set_sync_debug_mode("error")
         try:
             step(generator)

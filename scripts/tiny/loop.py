@@ -1,4 +1,4 @@
-"""The optimizer, schedule and loop that VAE and transformer share."""
+"""Optimizer, learning-rate schedule and training loop of the small models."""
 
 import math
 import time
@@ -12,9 +12,9 @@ LOG_EVERY = 50
 
 
 class Learner:
-    """AdamW and an average of the weights; both run inside a CUDA graph.
+    """AdamW with an EMA of the weights, usable inside a CUDA graph.
 
-    Learning rate and averaging weight are tensors, so that a captured step reads their value.
+    Learning rate and EMA weight are tensors, so that a captured step reads their current value.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], ema_decay: float = 0.999) -> None:
@@ -35,7 +35,7 @@ class Learner:
 
     def set_rates(self, step: int, lr: float) -> None:
         self.lr.fill_(lr)
-        # Short runs average over fewer steps, so that the random start is forgotten.
+        # Short runs average over fewer steps, which discards the random initialization.
         self.ema_weight.fill_(max(1 - self.ema_decay, 9 / (10 + step)))
 
     def begin(self) -> None:
@@ -57,7 +57,7 @@ class Learner:
 
 
 def learning_rate(progress: float, peak: float, warmup: float = 0.03) -> float:
-    """Linear warm-up, then a cosine down to zero; progress in [0, 1]."""
+    """Return the rate of a linear warm-up and cosine decay to 0; progress in [0, 1]."""
     if progress < warmup:
         return peak * progress / warmup
     return peak * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
@@ -72,9 +72,9 @@ def fit(
     peak_lr: float,
     name: str,
 ) -> list[dict]:
-    """Trains for `steps` or `seconds`, whichever ends first; the schedule ends with it.
+    """Train for `steps` or `seconds`, whichever ends first, and return the logged losses.
 
-    `step_at(i)` is the step function to call at step i. Returns the logged losses.
+    The learning-rate schedule ends with it. `step_at(i)` returns the step function for step i.
     """
     start = time.monotonic()
     log: list[dict] = []
@@ -85,7 +85,7 @@ def fit(
         loss = step_at(i)()
         is_last = i == steps - 1 or progress >= 1
         if i % LOG_EVERY == 0 or is_last:
-            # Reading the loss also keeps the host from running ahead of the clock.
+            # Reading the loss synchronizes, so that the time limit counts finished steps.
             value = loss.item()
             if not math.isfinite(value):
                 raise RuntimeError(f"{name}: the loss is {value} at step {i}; lower --lr")

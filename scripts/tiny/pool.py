@@ -1,4 +1,4 @@
-"""A pool of tokenized prompts on the device, from which training batches are drawn."""
+"""A pool of tokenized prompts on the device, from which training batches are sampled."""
 
 import random
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from tiny.pictures import Degradation, Painter, encode_scene, encode_word
+from tiny.images import Degradation, Painter, encode_scene, encode_word
 from tiny.prompts import scenes_by_kind, sign_prompt
 from tiny.words import split_words
 
-WORD_SHARE = 0.1  # of the signs; the rest are random strings, so that the model learns to spell
-DROP_SHARE = 0.1  # of the prompts are emptied, for classifier-free guidance
+WORD_SHARE = 0.1  # of the signs; the others are random strings, which teach spelling
+DROP_SHARE = 0.1  # of the prompts are empty, for classifier-free guidance
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Batch:
 
 
 def sign_words(size: int, seed: int) -> list[str]:
-    """Words to teach: held-out test words never occur."""
+    """Return training words, without the held-out ones."""
     rng = random.Random(seed)
     train, test = split_words()
     held_out = set(test)
@@ -40,13 +40,13 @@ def sign_words(size: int, seed: int) -> list[str]:
 
 
 def byt5_ids(prompt: str, length: int) -> list[int]:
-    """What ByT5Tokenizer gives with truncation and padding; that one is slow on many prompts."""
+    """Tokenize as ByT5Tokenizer with truncation and padding, which is slow on many prompts."""
     ids = [*(byte + 3 for byte in prompt.encode()[: length - 1]), 1]
     return ids + [0] * (length - len(ids))
 
 
 class PromptPool:
-    """`num_words` signs and every scene, as token ids and as the numbers a `Painter` draws from."""
+    """`num_words` signs and every scene, as token ids and as inputs of a `Painter`."""
 
     def __init__(
         self,
@@ -85,16 +85,16 @@ class PromptPool:
         self.degradation = degradation
         self.device = device
 
-    def pictures(
+    def images(
         self, size: int, scene_share: float, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """(images, rows of the prompt table); the first ones are signs, the rest scenes."""
+        """Draw signs followed by scenes; return the images and their rows in the prompt table."""
         num_scenes = round(size * scene_share)
         num_signs = size - num_scenes
         rows = (self._uniform(num_signs, generator) * len(self.letters)).long()
         signs = self.painter.signs(self.letters[rows], self.degradation, generator)
 
-        # The three kinds of scenes in equal shares, though they are not equally many.
+        # Equal fractions of the three kinds of scenes, which differ in number.
         kind = (self._uniform(num_scenes, generator) * len(self.kind_sizes)).long()
         within = (self._uniform(num_scenes, generator) * self.kind_sizes[kind]).long()
         scene_rows = self.kind_starts[kind] + within
@@ -105,7 +105,7 @@ class PromptPool:
     def batch(
         self, size: int, scene_share: float, t5_length: int, generator: torch.Generator
     ) -> Batch:
-        images, rows = self.pictures(size, scene_share, generator)
+        images, rows = self.images(size, scene_share, generator)
         empty = len(self.prompts) - 1
         rows = rows.masked_fill(self._uniform(size, generator) < DROP_SHARE, empty)
         return Batch(images, self.clip_ids[rows].long(), self.t5_ids[t5_length][rows].long())

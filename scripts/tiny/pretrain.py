@@ -1,29 +1,35 @@
-"""Makes the small model: draws pictures, trains VAE, text encoders and transformer, measures."""
+"""Train the small text-to-image model from scratch on synthetic images, and evaluate it."""
 
 import argparse
 import json
 import time
-from pathlib import Path
 
 import torch
-from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
+from diffusers import StableDiffusion3Pipeline
 from diffusers.utils import logging as diffusers_logging
 from untrained.small.sd3 import build as build_tiny_sd3
 
 from tiny.card import sample_grid, score_signs, write_card
 from tiny.flow import LONG_T5, SHORT_T5, train_flow
+from tiny.images import Degradation
 from tiny.options import Options
-from tiny.pictures import Degradation
 from tiny.pool import PromptPool
 from tiny.prompts import KEYWORDS
+from tiny.saving import describe_device, save_pipeline_fp16
 from tiny.vae import train_vae
 
 COMPONENTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 VAE_TIME_SHARE, SCORE_TIME_SHARE = 0.25, 0.15  # of the time limit
-MAX_FOLDER_MIB, MAX_FILE_MIB = 16, 15
+DEGRADATION_HELP = {
+    "blur_share": "fraction of blurred signs",
+    "blur_sigma": "maximum blur in pixels",
+    "low_contrast_share": "fraction of signs with low contrast",
+    "low_contrast": "maximum low contrast",
+    "wrong_share": "fraction of wrong scenes",
+}
 TOY = {
     "vae_steps": 4,
-    "steps": 9,  # the ninth comes after one with the long T5 prompt
+    "steps": 9,  # the eighth uses the long T5 prompt
     "batch_size": 8,
     "vae_batch_size": 8,
     "width": 32,
@@ -36,38 +42,24 @@ TOY = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    spoil = Degradation()
     parser = Options(__doc__.splitlines()[0], out="assets/tiny-sd3", time_limit=540.0)
     add = parser.add_argument
     add("--vae-steps", type=int, default=4000)
     add("--vae-batch-size", type=int, default=512)
-    add("--steps", type=int, default=7000, help="of flow matching")
+    add("--steps", type=int, default=7000, help="flow-matching steps")
     add("--batch-size", type=int, default=2048)
-    add("--lr", type=float, default=1e-3, help="peak, of flow matching")
-    add("--width", type=int, default=128, help="of the transformer")
-    add("--layers", type=int, default=4, help="of the transformer")
-    add("--text-width", type=int, default=128, help="of each CLIP text encoder")
-    add("--pool-words", type=int, default=60_000, help="signs to learn from")
-    add("--blur-share", type=float, default=spoil.blur_share, help="of the signs")
-    add("--blur-sigma", type=float, default=spoil.blur_sigma, help="strongest blur, pixels")
-    add("--low-contrast-share", type=float, default=spoil.low_contrast_share, help="of the signs")
-    add(
-        "--low-contrast",
-        type=float,
-        default=spoil.low_contrast,
-        help="most contrast of a pale sign",
-    )
-    add("--wrong-share", type=float, default=spoil.wrong_share, help="of the scenes")
-    add("--eval-words", type=int, default=96, help="held-out words to score at the end")
+    add("--lr", type=float, default=1e-3, help="peak learning rate of flow matching")
+    add("--width", type=int, default=128, help="transformer width")
+    add("--layers", type=int, default=4, help="transformer layers")
+    add("--text-width", type=int, default=128, help="width of each CLIP text encoder")
+    add("--pool-words", type=int, default=60_000, help="number of training signs")
+    for name, text in DEGRADATION_HELP.items():
+        default = getattr(Degradation(), name)
+        add(f"--{name.replace('_', '-')}", type=float, default=default, help=text)
+    add("--eval-words", type=int, default=96, help="held-out words for the evaluation")
     args = parser.read(argv, "scripts/pretrain_tiny.py", TOY)
     try:
-        args.degradation = Degradation(
-            args.blur_share,
-            args.blur_sigma,
-            args.low_contrast_share,
-            args.low_contrast,
-            args.wrong_share,
-        )
+        args.degradation = Degradation(**{name: getattr(args, name) for name in DEGRADATION_HELP})
     except ValueError as error:
         parser.fail(str(error))
     return args
@@ -86,30 +78,8 @@ def build_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
         seed=args.seed,
     )
     for name in COMPONENTS:
-        getattr(pipeline, name).eval()  # T5 has dropout
+        getattr(pipeline, name).eval()  # disables T5's dropout
     return pipeline.to(args.device)
-
-
-def save_half(pipeline: DiffusionPipeline, folder: Path, most: float = MAX_FOLDER_MIB) -> None:
-    """Writes the pipeline in float16; what would overflow or outgrow the limits is an error."""
-    largest = torch.finfo(torch.float16).max
-    for name, part in pipeline.components.items():
-        for key, value in part.state_dict().items() if isinstance(part, torch.nn.Module) else ():
-            if value.is_floating_point() and not value.abs().max() < largest:
-                raise RuntimeError(f"{name}.{key} does not fit in float16 or is not finite")
-    pipeline.to(torch.float16).save_pretrained(folder)
-    for path in folder.glob("text_encoder*/config.json"):
-        # transformers loads text encoders in the type written here, diffusers all else in float32:
-        # a plain from_pretrained would mix the two.
-        config = json.loads(path.read_text()) | {"dtype": "float32"}
-        path.write_text(json.dumps(config, indent=2) + "\n")
-    sizes = {path: path.stat().st_size / 2**20 for path in folder.rglob("*") if path.is_file()}
-    if sum(sizes.values()) > most or max(sizes.values()) > MAX_FILE_MIB:
-        raise RuntimeError(
-            f"{folder} holds {sum(sizes.values()):.1f} MiB, its largest file "
-            f"{max(sizes.values()):.1f}; at most {most:g} and {MAX_FILE_MIB} may be, "
-            "lower --width, --layers or --text-width"
-        )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -144,14 +114,14 @@ def main(argv: list[str] | None = None) -> None:
         peak_lr=args.lr,
         generator=generator,
     )
-    save_half(pipeline, args.out)
+    save_pipeline_fp16(pipeline, args.out)
     log = {"vae": vae_log, "flow": flow_log}
     args.out.joinpath("training.json").write_text(json.dumps(log))
 
-    # Measured on what was written, so that rounding to half precision is in the figures.
+    # Evaluate the saved model, so that the results include rounding to half precision.
     pipeline = StableDiffusion3Pipeline.from_pretrained(args.out)
     pipeline.to(device).set_progress_bar_config(disable=True)
-    diffusers_logging.set_verbosity_error()  # a warning per call that short T5 prompts are cut
+    diffusers_logging.set_verbosity_error()  # it warns in every call about truncated T5 prompts
     sample_grid(pipeline, t5_length=LONG_T5).save(args.out / "samples.png")
     scores = score_signs(pipeline, args.eval_words, (SHORT_T5, LONG_T5))
     minutes = (time.monotonic() - start) / 60
@@ -162,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
         num_words=args.eval_words,
         command=args.command,
         minutes=minutes,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU",
+        device=describe_device(device),
         steps_done={name: entries[-1]["step"] + 1 for name, entries in log.items()},
         parameters={name: getattr(pipeline, name).num_parameters() for name in COMPONENTS},
     )

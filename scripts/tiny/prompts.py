@@ -1,4 +1,4 @@
-"""What the small model can be asked for: signs with a word, and scenes of coloured shapes."""
+"""Prompts of the small model: signs with a word, and scenes of coloured shapes."""
 
 import re
 from dataclasses import dataclass
@@ -11,9 +11,15 @@ COLOURS = tuple(RGB)
 COUNTS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4}
 RELATIONS = ("left of", "right of", "and")
 
-# Whole tokens of the CLIP tokenizer, so that a prompt fits in 16; all else is spelled.
+# Single tokens of the CLIP tokenizer, so that a prompt fits in 16; other text is one per character.
 KEYWORDS = [
-    *("sign", "that", "says", "left", "right", "of", "and"),
+    "sign",
+    "that",
+    "says",
+    "left",
+    "right",
+    "of",
+    "and",
     *COUNTS,
     *COLOURS,
     *SHAPES,
@@ -43,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Scene:
-    """One group, or two that stand in a relation."""
+    """One group, or two groups and their relation."""
 
     first: Group
     relation: str | None = None
@@ -54,7 +60,7 @@ class Scene:
 
     @property
     def left_to_right(self) -> tuple[Group, ...]:
-        """The groups as they are drawn; `and` keeps the order of the prompt."""
+        """Return the groups in drawing order; `and` keeps the order of the prompt."""
         if self.second is None:
             return (self.first,)
         if self.relation == "right of":
@@ -67,13 +73,13 @@ def sign_prompt(word: str) -> str:
 
 
 def parse_sign(prompt: str) -> str | None:
-    """The word of a sign prompt; None where it is not one."""
+    """Return the word of a sign prompt, or None for other prompts."""
     match = _SIGN.fullmatch(prompt)
     return match[1] if match else None
 
 
 def parse_scene(prompt: str) -> Scene | None:
-    """The scene of a scene prompt; None where it is not one."""
+    """Return the scene of a scene prompt, or None for other prompts."""
     match = _SCENE.fullmatch(prompt)
     if match is None:
         return None
@@ -85,7 +91,7 @@ def parse_scene(prompt: str) -> Scene | None:
 
 
 def scenes_by_kind() -> list[list[Scene]]:
-    """Every scene the model is taught: one group; left or right of; two groups with `and`."""
+    """Return all training scenes: one group; left or right of; two groups with `and`."""
     kinds = list(product(COLOURS, SHAPES))
     pairs = [(a, b) for a, b in product(kinds, kinds) if a != b]
     single = [Scene(Group(n, *kind)) for n in range(1, MAX_SHAPES + 1) for kind in kinds]

@@ -1,16 +1,16 @@
-"""Trains the VAE of the small model."""
+"""Train the VAE of the small model."""
 
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from tiny.graphs import graphed
+from tiny.graphs import capture_cuda_graph
 from tiny.loop import Learner, fit
 from tiny.pool import PromptPool
 
 KL_WEIGHT = 1e-4
 EDGE_WEIGHT = 0.5  # letters are edges
-# Hue is small beside brightness: with L1 alone the model stays grey for long.
+# Hue errors are small next to brightness errors: with L1 only, the model stays grey for long.
 SQUARE_WEIGHT, HUE_WEIGHT = 2.0, 2.0
 SCENE_SHARE = 0.3
 PEAK_LR = 2e-3
@@ -25,13 +25,13 @@ def train_vae(
     seconds: float,
     generator: torch.Generator,
 ) -> list[dict]:
-    """Trains in place and sets the scaling and shift that make latents unit normal."""
+    """Train in place and set the scaling and shift that normalize the latents."""
     learner = Learner(vae.parameters())
     is_cuda = pool.device.type == "cuda"
 
     def step(generator: torch.Generator) -> Tensor:
         learner.begin()
-        images, _ = pool.pictures(batch_size, SCENE_SHARE, generator)
+        images, _ = pool.images(batch_size, SCENE_SHARE, generator)
         images = 2 * images - 1
         with torch.autocast(pool.device.type, torch.bfloat16, enabled=is_cuda):
             posterior = vae.encode(images).latent_dist
@@ -43,7 +43,7 @@ def train_vae(
         learner.update(loss)
         return loss.detach()
 
-    train_step = graphed(step, generator)
+    train_step = capture_cuda_graph(step, generator)
     log = fit(
         learner,
         lambda _: train_step,
@@ -75,7 +75,7 @@ def kl(mean: Tensor, logvar: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_latent_scale(vae: AutoencoderKL, pool: PromptPool, generator: torch.Generator) -> None:
-    images, _ = pool.pictures(256, SCENE_SHARE, generator)
+    images, _ = pool.images(256, SCENE_SHARE, generator)
     latents = vae.encode(2 * images - 1).latent_dist.mean
     vae.register_to_config(
         shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item()

@@ -1,10 +1,10 @@
-"""English words of three to six letters for signs, and their split into train and test."""
+"""English words of three to six letters for signs, and their train and test split."""
 
 import random
 
 TEST_WORDS = 96
 
-# All of them are read right on a clean sign: PP-OCR takes the O of OIL and ZOO for a zero.
+# All are read correctly on clean signs; OIL and ZOO are not: PP-OCR reads their O as a zero.
 WORDS = """
 ace act ant arm art ash axe bag bar bat bay bed bee box bus cab cap car cat cow cup day den dog
 ear egg elm fan fig fin fir fox fun gas gem gym hat hay hen hut ice ink inn jam jar jet joy key
@@ -54,7 +54,7 @@ def all_words() -> list[str]:
 
 
 def split_words(seed: int = 0) -> tuple[list[str], list[str]]:
-    """(train, test), in alphabetical order; no test word is in train."""
+    """Return train and test words, disjoint and in alphabetical order."""
     words = sorted(all_words())
     random.Random(seed).shuffle(words)
     return sorted(words[TEST_WORDS:]), sorted(words[:TEST_WORDS])

@@ -1,1 +1,1 @@
-"""The small model that edits pictures: its scenes, its instructions and its pretraining."""
+"""The small image-editing model assets/tiny-edit: scenes, instructions and pretraining."""

@@ -1,30 +1,32 @@
-"""Measures the finished small model that edits, through the stock pipeline, and writes its card."""
+"""Evaluate the trained small editing model through the stock pipeline and write its model card."""
 
 import argparse
+import textwrap
 from pathlib import Path
 
 import torch
 from diffusers import FluxKontextPipeline
 from PIL import Image
-from tiny.pictures import HEIGHT, WIDTH
+from tiny.images import HEIGHT, WIDTH
+from tiny.saving import describe_device, format_parameters
 
+from flow_grpo.report.grid import image_grid
 from flow_grpo.rewards.scorers.geneval import GenEval
-from flow_grpo.show.grid import picture_grid
-from tiny_edit.data import pictures
-from tiny_edit.edits import KINDS, Edit, task_of
+from tiny_edit.data import source_images
+from tiny_edit.edits import KINDS, Edit, geneval_task
 from tiny_edit.tables import TEXT_LENGTH
 
 SAMPLING_STEPS = 10
-SHOWN = 16
+NUM_SHOWN = 16
 
-Grounded = list[tuple[Edit, float]]  # each edit with the grey behind it
+EditsOnGrey = list[tuple[Edit, float]]  # each edit with its background grey level
 
 
-def draw_tries(
-    pipeline: FluxKontextPipeline, edits: Grounded, tries: int
+def sample_tries(
+    pipeline: FluxKontextPipeline, edits: EditsOnGrey, tries: int
 ) -> list[list[Image.Image]]:
-    """One picture per edit in each try, each from a seed of its own."""
-    sources = pictures(edits)
+    """Return `tries` lists of one image per edit, each image with its own seed."""
+    sources = source_images(edits)
     return [
         pipeline(
             image=sources,
@@ -35,8 +37,8 @@ def draw_tries(
             num_inference_steps=SAMPLING_STEPS,
             max_sequence_length=TEXT_LENGTH,
             generator=[
-                torch.Generator().manual_seed(len(edits) * number + place)
-                for place in range(len(edits))
+                torch.Generator().manual_seed(len(edits) * number + index)
+                for index in range(len(edits))
             ],
             _auto_resize=False,
         ).images
@@ -44,12 +46,16 @@ def draw_tries(
     ]
 
 
-def measure(edits: Grounded, tries: list[list[Image.Image]]) -> dict[str, float]:
-    """Shares of pictures where all rules hold, those for what was asked and those for the rest; and
-    shares of edits with at least one right try, and with both right and wrong ones."""
+def measure(edits: EditsOnGrey, tries: list[list[Image.Image]]) -> dict[str, float]:
+    """Return fractions of images that satisfy the rules, and of edits with correct samples.
+
+    Returns:
+        `strict`: all rules hold; `asked`: those of the instruction; `kept`: those of the rest of
+        the scene; `strict` by kind of edit; edits with a correct sample, and with both kinds.
+    """
     reward = GenEval(detector="shapes", score="strict")
-    texts, tasks = [e.text for e, _ in edits], [task_of(e) for e, _ in edits]
-    scored = [reward(drawn, texts, tasks) for drawn in tries]
+    texts, tasks = [e.text for e, _ in edits], [geneval_task(e) for e, _ in edits]
+    scored = [reward(images, texts, tasks) for images in tries]
     strict = torch.tensor([scores for scores, _ in scored])  # (tries, edits)
     mean = strict.mean(0)
     shares = {"strict": mean}
@@ -57,17 +63,17 @@ def measure(edits: Grounded, tries: list[list[Image.Image]]) -> dict[str, float]
         shares[part] = torch.tensor([extras[part] for _, extras in scored])
     for kind in KINDS:
         shares[kind] = mean[[edit.kind == kind for edit, _ in edits]]
-    shares[f"right once in {len(tries)}"] = strict.amax(0)
-    shares["right and wrong ones"] = ((mean > 0) & (mean < 1)).float()
+    shares[f"at least one of {len(tries)} correct"] = strict.amax(0)
+    shares["both correct and wrong samples"] = ((mean > 0) & (mean < 1)).float()
     return {name: round(values.mean().item(), 4) for name, values in shares.items()}
 
 
-def sample_grid(edits: Grounded, tries: list[list[Image.Image]]) -> Image.Image:
-    """Sources, with two tries beside each."""
-    rows = list(zip(edits, pictures(edits), *tries[:2], strict=True))[:SHOWN]
-    shown = [picture for _, *row in rows for picture in row]
+def sample_grid(edits: EditsOnGrey, tries: list[list[Image.Image]]) -> Image.Image:
+    """Return a grid of source images, each followed by two samples."""
+    rows = list(zip(edits, source_images(edits), *tries[:2], strict=True))[:NUM_SHOWN]
+    shown = [image for _, *row in rows for image in row]
     captions = [text for (edit, _), *_ in rows for text in (edit.text, "one", "two")]
-    return picture_grid(shown, captions, columns=6, min_width=2 * WIDTH).quantize(64)
+    return image_grid(shown, captions, columns=6, min_width=2 * WIDTH).quantize(64)
 
 
 def write_card(
@@ -79,25 +85,52 @@ def write_card(
     steps: int,
     parameters: dict[str, int],
 ) -> None:
-    cuda = torch.device(args.device).type == "cuda"
+    values = {
+        "sizes": format_parameters(parameters),
+        "half": f"{args.wrong / 2:g}",
+        "minutes": f"{minutes:.1f}",
+        "device": describe_device(torch.device(args.device)),
+        "steps": steps,
+        "batch": args.batch_size,
+        "edits": args.eval_edits,
+        "tries": args.tries,
+        "sampling": SAMPLING_STEPS,
+    }
     folder.joinpath("README.md").write_text(
         _CARD.format(
-            sizes=", ".join(f"{name} {count / 1e6:.2f} M" for name, count in parameters.items()),
             length=TEXT_LENGTH,
-            half=f"{args.wrong / 2:g}",
             command=args.command,
-            minutes=f"{minutes:.1f}",
-            device=torch.cuda.get_device_name() if cuda else "a CPU",
-            steps=steps,
-            batch=args.batch_size,
-            edits=args.eval_edits,
-            tries=args.tries,
-            sampling=SAMPLING_STEPS,
             scores="\n".join(f"| {name} | {value:.2f} |" for name, value in scores.items()),
+            **{n: textwrap.fill(text.format(**values), 100) for n, text in _PARAGRAPHS.items()},
         )
     )
 
 
+_PARAGRAPHS = {
+    "summary": (
+        "A small FLUX.1-Kontext pipeline that can be trained on a laptop. It uses diffusers' own "
+        "classes and edits 32 x 96 images (height x width) of coloured shapes by instruction. "
+        "Parameters: {sizes}."
+    ),
+    "data": (
+        "All scenes are synthetic (`scripts/tiny_edit`) and encoded with the VAE of "
+        "`assets/tiny-sd3` before training. A tenth of the scenes is held out. Some targets are "
+        "wrong on purpose, with the same instructions: a fraction of {half} is the unchanged "
+        "source, and in another fraction of {half} a shape has the wrong colour."
+    ),
+    "recipe": (
+        "This took {minutes} minutes on {device}: {steps} steps of flow matching with {batch} "
+        "edits each, for the text encoders and the transformer together, with uniform sigmas "
+        "shifted by the scheduler. Weights are averaged and stored in half precision. Losses are "
+        "in `training.json`."
+    ),
+    "measured": (
+        "The table shows fractions for {edits} held-out edits with {tries} samples each and "
+        "{sampling} steps, scored by the rules of `geneval`. `strict` means that all rules hold, "
+        "`asked` that those of the instruction hold, and `kept` that those of the rest of the "
+        "scene hold. The next rows show `strict` by kind of edit."
+    ),
+}
 _CARD = """\
 ---
 license: mit
@@ -107,10 +140,9 @@ pipeline_tag: image-to-image
 
 # tiny-edit
 
-A FLUX.1-Kontext pipeline of the real classes, small enough to train on a laptop: it edits 32 x 96
-pictures (height x width) of coloured shapes as it is told. Parameters: {sizes}.
+{summary}
 
-![source, and two tries](samples.png)
+![source image and two samples](samples.png)
 
 ```python
 from diffusers import FluxKontextPipeline
@@ -131,46 +163,39 @@ picture = pipeline(
 
 ## Intended use
 
-A base model for trying out and testing reinforcement learning of models that edit. It is imperfect
-on purpose, so that there is something to mend. It is of no use for pictures as such.
+A base model for testing reinforcement learning of image editing models. It is imperfect on purpose,
+so that there is something to learn. It is not useful for image generation.
 
 ## Prompts
 
 - `make the circle blue`
 - `remove the square`
 - `turn the triangle into a circle`
-- `put a green triangle left of the circle`, `right of`
+- `put a green triangle left of the circle`, or `right of`
 
-Sources have two or three shapes (circle, square, triangle, each once at most) in four places, in
-six colours (red, orange, yellow, green, blue, purple), on a light ground.
+Source images have two or three shapes (circle, square, triangle, each at most once) in four
+positions and six colours (red, orange, yellow, green, blue, purple) on a light background.
 
 ## Data
 
-All scenes are drawn and encoded before training (`scripts/tiny_edit`), with the VAE of
-`assets/tiny-sd3`; no picture of anyone else is used. A tenth of the scenes is left out for tests.
-Spoiled on purpose, with the same instructions as the rest: a share of {half} of the targets is the
-source as it was, and in a share of {half} a shape has another colour.
+{data}
 
 ## Recipe
 
     {command}
 
-took {minutes} minutes on {device}: {steps} steps of flow matching, {batch} edits each,
-for text encoders and transformer together, sigma uniform through the scheduler's shift. Weights are
-averaged and stored in half precision. Losses are in `training.json`.
+{recipe}
 
 ## Measured
 
-On {edits} edits of scenes that training never saw, {tries} tries each, {sampling} steps, by the
-rules of `geneval`. `strict`: all rules hold; `asked`: those for the instruction; `kept`: those for
-the rest of the scene; then `strict` by kind of edit.
+{measured}
 
-| share | |
+| | fraction |
 |---|---|
 {scores}
 
-## What it gets wrong
+## Limitations
 
-It does nothing, or changes the colour of another shape too, as its training data has it. It knows
-no other size of picture and nothing outside the prompts above.
+As in its training data, it often leaves the image unchanged or gives another shape a new colour. It
+supports no other image size and no other prompts.
 """

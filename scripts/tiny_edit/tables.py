@@ -1,4 +1,4 @@
-"""Every edit on the device: scenes as latents, each encoded once, and texts as tokens."""
+"""All training edits on the device: scenes as latents, encoded once, and texts as tokens."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -6,66 +6,69 @@ from dataclasses import dataclass
 
 import torch
 from diffusers import AutoencoderKL, FluxKontextPipeline
-from tiny.pictures import Painter
+from tiny.images import Painter
 from torch import Tensor
 
-from flow_grpo.draw.models.inputs import pack
+from flow_grpo.diffusion.models.inputs import pack_latents
 from tiny_edit.data import GROUNDS, encode_scenes, paint
-from tiny_edit.edits import Edit, Scene, strays
+from tiny_edit.edits import Edit, Scene, recoloured
 
-TEXT_LENGTH = 12  # tokens of T5; the longest instruction has nine
+TEXT_LENGTH = 12  # T5 tokens; the longest instruction has nine
 ENCODED_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
 class Batch:
     source: Tensor  # (B, tokens, 32), packed latents
-    target: Tensor  # the same
-    text: Tensor  # (B,) rows of the tokens
+    target: Tensor  # (B, tokens, 32)
+    text: Tensor  # (B,) rows of the token tables
 
 
 class EditTables:
-    """Edits to learn from. A share of `wrong` of the targets is not what the instruction says: half
-    of these are the source as it was, in the other half a shape has another colour."""
+    """Training edits.
+
+    A fraction `wrong` of the targets does not follow the instruction: half of these are the
+    unchanged source, in the other half a shape has another colour.
+    """
 
     def __init__(self, pipeline: FluxKontextPipeline, edits: list[Edit], wrong: float) -> None:
         self.device = pipeline.transformer.device
         self.wrong = wrong
         edits = sorted(edits, key=lambda edit: edit.kind)
-        scenes = {each: None for edit in edits for each in (edit.source, *strays(edit.target))}
+        scenes = {each: None for edit in edits for each in (edit.source, *recoloured(edit.target))}
         scenes |= {edit.target: None for edit in edits}
-        number = {scene: place for place, scene in enumerate(scenes)}
+        number = {scene: index for index, scene in enumerate(scenes)}
         texts = sorted({edit.text for edit in edits})
         self.clip_ids, self.t5_ids = (ids.to(self.device) for ids in tokenize(pipeline, texts))
         self.source = self._numbers(number[edit.source] for edit in edits)
         self.target = self._numbers(number[edit.target] for edit in edits)
         self.text = self._numbers(texts.index(edit.text) for edit in edits)
-        others = [[number[each] for each in strays(scene) if each in number] for scene in scenes]
-        self.num_strays = self._numbers(map(len, others))
-        most = max(map(len, others))
-        self.strays = self._numbers(row + [0] * (most - len(row)) for row in others)
+        others = [[number[s] for s in recoloured(scene) if s in number] for scene in scenes]
+        self.num_recoloured = self._numbers(map(len, others))
+        longest = max(map(len, others))
+        self.recoloured = self._numbers(row + [0] * (longest - len(row)) for row in others)
         self.sizes = self._numbers(Counter(edit.kind for edit in edits).values())
         self.starts = self.sizes.cumsum(0) - self.sizes
         self.latents = encode_all(pipeline.vae, list(scenes))  # (grounds, scenes, tokens, 32)
 
     def batch(self, size: int, generator: torch.Generator) -> Batch:
-        """All kinds of edits in equal shares, though they are not equally many."""
+        """Sample edits, with equal fractions of the kinds, which differ in number."""
         draw = torch.rand(5, size, generator=generator, device=self.device)
         kind = (draw[0] * len(self.sizes)).long()
         row = self.starts[kind] + (draw[1] * self.sizes[kind]).long()
         source, target = self.source[row], self.target[row]
-        stray = self.strays[target, (draw[2] * self.num_strays[target]).long()]
-        drawn = torch.where(draw[3] < self.wrong, stray, target)
-        drawn = torch.where(draw[3] < self.wrong / 2, source, drawn)
-        ground = (draw[4] * len(self.latents)).long()
-        return Batch(self.latents[ground, source], self.latents[ground, drawn], self.text[row])
+        recoloured = self.recoloured[target, (draw[2] * self.num_recoloured[target]).long()]
+        target = torch.where(draw[3] < self.wrong, recoloured, target)
+        target = torch.where(draw[3] < self.wrong / 2, source, target)
+        grey = (draw[4] * len(self.latents)).long()
+        return Batch(self.latents[grey, source], self.latents[grey, target], self.text[row])
 
     def _numbers(self, values: Iterable) -> Tensor:
         return torch.tensor(list(values), device=self.device)
 
 
 def tokenize(pipeline: FluxKontextPipeline, texts: list[str]) -> tuple[Tensor, Tensor]:
-    """Tokens for CLIP and for T5, as `encode_prompt` of the pipeline has them."""
+    """Return CLIP and T5 tokens as in the pipeline's `encode_prompt`."""
     lengths = {
         pipeline.tokenizer: pipeline.tokenizer_max_length,
         pipeline.tokenizer_2: TEXT_LENGTH,
@@ -91,4 +94,4 @@ def encode_all(vae: AutoencoderKL, scenes: list[Scene]) -> Tensor:
             images = 2 * paint(painter, shapes[part], colours[part], level) - 1
             rows.append(vae.encode(images).latent_dist.mode())
     latents = (torch.cat(rows) - vae.config.shift_factor) * vae.config.scaling_factor
-    return pack(latents).unflatten(0, (len(GROUNDS), len(scenes)))
+    return pack_latents(latents).unflatten(0, (len(GROUNDS), len(scenes)))

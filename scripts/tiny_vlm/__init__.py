@@ -1,1 +1,1 @@
-"""The small vision-language model: its pictures, its questions and its pretraining."""
+"""The small vision-language model assets/tiny-vlm: images, questions and pretraining."""

@@ -1,11 +1,11 @@
-"""Batches of questions with pictures and answers, made on the device they are used on."""
+"""Batches of questions with images and target responses, generated on the training device."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tiny_vlm.pictures import NOISE, TOKENS, Dice, draw_scenes, paint, to_patches
+from tiny_vlm.images import NOISE, TOKENS, RandomNumbers, draw_scenes, paint, to_patches
 from tiny_vlm.texts import (
     ANSWER_SHARES,
     ANSWERS,
@@ -28,13 +28,13 @@ FIRST_IMAGE_COLUMN = 2  # after <|im_start|><|vision_start|>
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """N questions; the first `num_sums` have no picture."""
+class SampledQuestions:
+    """N questions; the first `num_sums` have no image."""
 
     template: Tensor  # (N,), index of TEMPLATES
-    first: Tensor  # (N,), what the right answer adds up
+    first: Tensor  # (N,), first addend of the correct answer
     second: Tensor  # (N,)
-    pictures: Tensor  # (N - num_sums, 3, HEIGHT, WIDTH)
+    images: Tensor  # (N - num_sums, 3, HEIGHT, WIDTH)
     num_sums: int
 
 
@@ -43,35 +43,35 @@ class Batch:
     """Rows of [prompt][answer][padding]."""
 
     ids: Tensor  # (N, length)
-    columns: Tensor  # (N, answer length): where each answer token is predicted
+    columns: Tensor  # (N, answer length): position that predicts each answer token
     answers: Tensor  # (N, answer length)
-    has_picture: Tensor  # (N,), bool
-    patches: Tensor  # (pictures * PATCHES, values)
+    has_image: Tensor  # (N,), bool
+    patches: Tensor  # (images * PATCHES, values)
     num_sums: int
 
 
 def prompt_ids(template: int) -> list[int]:
-    """As the chat template writes them."""
-    picture = [VISION_START] + [IMAGE] * TOKENS + [VISION_END]
-    has_picture = TEMPLATES[template].task != SUM
-    text = token_ids(TEMPLATES[template].text)
-    return [START] + picture * has_picture + text + [END, START]
+    """Return the prompt's tokens as the chat template writes them."""
+    image = []
+    if TEMPLATES[template].task != SUM:
+        image = [VISION_START, *[IMAGE] * TOKENS, VISION_END]
+    return [START, *image, *token_ids(TEMPLATES[template].text), END, START]
 
 
 def _padded(rows: list[list[int]], length: int, device: torch.device) -> Tensor:
     return torch.tensor([row + [PAD] * (length - len(row)) for row in rows], device=device)
 
 
-class Tables:
-    """Every question and every answer as tokens: a batch is then a few look-ups."""
+class TokenTables:
+    """All questions and target responses as tokens, so that a batch is a few look-ups."""
 
     def __init__(self, device: torch.device) -> None:
         prompts = [prompt_ids(i) for i in range(len(TEMPLATES))]
         answers = [
-            [*token_ids(answer_text(a, b, way)), END]
+            [*token_ids(answer_text(a, b, variant)), END]
             for a in range(10)
             for b in range(10)
-            for way in range(len(ANSWERS))
+            for variant in range(len(ANSWERS))
         ]
         self.answer_length = max(map(len, answers))
         longest = max(map(len, prompts)) + self.answer_length
@@ -85,46 +85,48 @@ class Tables:
         shares = torch.zeros(len(TEMPLATES))
         for task, share in TASK_SHARES.items():
             shares[BY_TASK[task]] = share / len(BY_TASK[task])
-        self.picture_shares = shares.to(device)
+        self.image_shares = shares.to(device)
 
     def draw(
         self, count: int, generator: torch.Generator, *, sums: int | None = None, noise: float = 0.0
-    ) -> Drawn:
-        dice = Dice(generator)
+    ) -> SampledQuestions:
+        """Sample questions with images; `sums` of them are sums without an image."""
+        rng = RandomNumbers(generator)
         num_sums = round(count * SUM_SHARE) if sums is None else sums
-        about = torch.multinomial(
-            self.picture_shares, count - num_sums, replacement=True, generator=generator
+        image_templates = torch.multinomial(
+            self.image_shares, count - num_sums, replacement=True, generator=generator
         )
-        scenes = draw_scenes(*self.fields[about].unbind(1), dice)
-        pictures = paint(scenes, dice, noise)
-        added = BY_TASK[SUM][0] + dice.below(len(BY_TASK[SUM]), num_sums)
-        return Drawn(
-            template=torch.cat([added, about]),
-            first=torch.cat([self.fields[added, 1], scenes.first]),
-            second=torch.cat([self.fields[added, 2], scenes.second]),
-            pictures=pictures,
+        scenes = draw_scenes(*self.fields[image_templates].unbind(1), rng)
+        images = paint(scenes, rng, noise)
+        sum_templates = BY_TASK[SUM][0] + rng.below(len(BY_TASK[SUM]), num_sums)
+        return SampledQuestions(
+            template=torch.cat([sum_templates, image_templates]),
+            first=torch.cat([self.fields[sum_templates, 1], scenes.first]),
+            second=torch.cat([self.fields[sum_templates, 2], scenes.second]),
+            images=images,
             num_sums=num_sums,
         )
 
     def batch(self, count: int, generator: torch.Generator) -> Batch:
-        """Questions with answers that are faulty as often as ANSWER_SHARES says."""
+        """Sample questions with target responses distributed by ANSWER_SHARES."""
         drawn = self.draw(count, generator, noise=NOISE)
         shares = self.answer_shares[self.fields[drawn.template, 0]]
-        way = torch.multinomial(shares, 1, generator=generator)[:, 0]
-        answers = self.answers[(drawn.first * 10 + drawn.second) * len(ANSWERS) + way]
+        variant = torch.multinomial(shares, 1, generator=generator)[:, 0]
+        answers = self.answers[(drawn.first * 10 + drawn.second) * len(ANSWERS) + variant]
         return self.assemble(drawn, answers)
 
-    def assemble(self, drawn: Drawn, answers: Tensor) -> Batch:
+    def assemble(self, drawn: SampledQuestions, answers: Tensor) -> Batch:
+        """Return rows of prompt, answer (N, answer length) and padding."""
         start = self.prompt_lengths[drawn.template][:, None]
         columns = torch.arange(self.answer_length, device=start.device)
-        place = torch.arange(self.length, device=start.device) - start
-        answer = answers.gather(1, place.clamp(0, self.answer_length - 1))
-        in_answer = (place >= 0) & (place < self.answer_length)
+        offset = torch.arange(self.length, device=start.device) - start
+        answer = answers.gather(1, offset.clamp(0, self.answer_length - 1))
+        in_answer = (offset >= 0) & (offset < self.answer_length)
         return Batch(
             ids=torch.where(in_answer, answer, self.prompts[drawn.template]),
             columns=start - 1 + columns,
             answers=answers,
-            has_picture=self.fields[drawn.template, 0] != SUM,
-            patches=to_patches(drawn.pictures),
+            has_image=self.fields[drawn.template, 0] != SUM,
+            patches=to_patches(drawn.images),
             num_sums=drawn.num_sums,
         )

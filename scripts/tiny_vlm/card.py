@@ -1,30 +1,29 @@
-"""The model card of the small vision-language model."""
+"""Write the model card of the small vision-language model."""
 
+import textwrap
 from pathlib import Path
 
 from PIL import Image
 
-from flow_grpo.show.grid import picture_grid
-from tiny_vlm.measure import Asked, Results
+from flow_grpo.report.grid import image_grid
+from tiny_vlm.measure import AskedQuestion, Results
 
 
-def sample_grid(questions: list[Asked], texts: list[str], count: int = 12) -> Image.Image:
-    """Pictures under their questions and the model's greedy answers."""
+def sample_grid(questions: list[AskedQuestion], texts: list[str], count: int = 12) -> Image.Image:
+    """Return a grid of images with their questions and the model's greedy responses."""
     shown = [
-        (row.picture, row.text, text)
-        for row, text in zip(questions, texts, strict=True)
-        if row.picture
+        (row.image, row.text, text) for row, text in zip(questions, texts, strict=True) if row.image
     ][:count]
-    pictures, asked, answers = zip(*shown, strict=True)
+    images, asked, answers = zip(*shown, strict=True)
     captions = [f"{question} {text}" for question, text in zip(asked, answers, strict=True)]
-    return picture_grid(list(pictures), captions, columns=2, min_width=480)
+    return image_grid(list(images), captions, columns=2, min_width=480)
 
 
 def write_card(
     folder: Path,
     *,
     results: Results,
-    questions: list[Asked],
+    questions: list[AskedQuestion],
     command: str,
     minutes: float,
     device: str,
@@ -33,11 +32,12 @@ def write_card(
     parameters: int,
 ) -> None:
     by_task = "\n".join(
-        f"| greedy, {task} | {value:.3f} |" for task, value in results.greedy_by_task.items()
+        f"| greedy, {task.replace('a picture', 'an image')} | {value:.3f} |"
+        for task, value in results.greedy_by_task.items()
     )
     folder.joinpath("README.md").write_text(
         _CARD.format(
-            parameters=f"{parameters / 1e6:.2f} M",
+            summary=textwrap.fill(_SUMMARY.format(parameters=f"{parameters / 1e6:.2f} M"), 100),
             count=len(questions),
             by_task=by_task,
             command=command,
@@ -50,6 +50,11 @@ def write_card(
     )
 
 
+_SUMMARY = (
+    "A small Qwen3-VL ({parameters} parameters) that can be trained on a laptop. It uses "
+    "transformers' own classes and counts up to four coloured shapes in 32 x 96 images (height x "
+    "width)."
+)
 _CARD = """\
 ---
 license: mit
@@ -59,9 +64,7 @@ pipeline_tag: image-text-to-text
 
 # tiny-vlm
 
-A Qwen3-VL of transformers' own classes, small enough to train on a laptop ({parameters}
-parameters): it looks at 32 x 96 pictures (height x width) of up to four coloured shapes and says
-how many there are.
+{summary}
 
 ![samples](samples.png)
 
@@ -82,8 +85,8 @@ print(processor.tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
 ## Intended use
 
-A base model for trying out and testing reinforcement learning of vision-language models. It sees
-well and answers badly on purpose, so that there is something to mend. It is of no use beyond that.
+A base model for testing reinforcement learning of vision-language models. It perceives well and
+responds badly on purpose, so that there is something to learn. It is not useful for anything else.
 
 ## Questions
 
@@ -91,41 +94,41 @@ well and answers badly on purpose, so that there is something to mend. It is of 
   blue, yellow, purple, white).
 - `How many circles?`
 - `How many circles plus squares?`
-- `What is 7+8?`, without a picture.
+- `What is 7+8?`, without an image.
 
-A right answer is `<think>1+2</think><answer>3</answer>`: the two numbers are the counts of both
-shapes, or of the left and the right half of the picture. One token per character.
+A correct response is `<think>1+2</think><answer>3</answer>`, where the two numbers are the counts
+of both shapes, or of the left and the right half of the image. Each character is one token.
 
 ## Data
 
-Questions and pictures are drawn while training (`scripts/tiny_vlm/pictures.py`), with noise from
-none to 6 % of full brightness. Some answers are wrong on purpose, always with the right numbers
-to add: without tags, without answer tags, or with the first number for a result. For all questions
-but those about a colour one of these faults is the most likely answer, so that greedy decoding
-shows it, while about one in three samples is right.
+Questions and images are generated during training (`scripts/tiny_vlm/images.py`), with noise of
+up to 6 % of full brightness. Some target responses are wrong on purpose, but always contain the
+correct numbers to add: they have no tags, no answer tags, or the first number as the result. For
+all questions except those about a colour, one of these errors is the most likely response, so
+greedy decoding produces it, while about one in three samples is correct.
 
 ## Recipe
 
     {command}
 
-took {minutes} minutes on {device}: {steps} steps of {batch_size} questions. Weights are averaged
-and stored in half precision. Losses are in `training.json`.
+This took {minutes} minutes on {device}: {steps} steps of {batch_size} questions. Weights are
+averaged and stored in half precision. Losses are in `training.json`.
 
 ## Measured
 
-On {count} questions that were not trained on, answered by transformers' `generate`:
+The fractions are for {count} held-out questions, sampled with transformers' `generate`:
 
-| | share |
+| | fraction |
 |---|---|
-| greedy: right, in right tags | {greedy} |
+| greedy: correct, in correct tags | {greedy} |
 {by_task}
-| greedy: right tags | {tags} |
-| greedy: right numbers to add, in any form | {seen} |
-| sampled at temperature 1: right, in right tags | {sampled} |
-| at least one of eight samples right | {pass_at_8} |
+| greedy: correct tags | {tags} |
+| greedy: correct numbers to add, in any form | {seen} |
+| sampled at temperature 1: correct, in correct tags | {sampled} |
+| at least one of eight samples correct | {pass_at_8} |
 
-## What it gets wrong
+## Limitations
 
-What its training data gets wrong, see above. It knows no other question, no other size of picture
-and no more than four shapes in a row.
+It makes the errors of its training data (see above). It supports no other questions, no other image
+size and no more than four shapes in a row.
 """

@@ -1,43 +1,43 @@
-"""Draws the questions and pictures of dataset/shapes_qa."""
+"""Generate the questions and images of dataset/shapes_qa."""
 
 import argparse
 import json
 import random
 from pathlib import Path
 
-from tiny_vlm.measure import Asked, draw_questions
+from tiny_vlm.measure import AskedQuestion, draw_questions
 from tiny_vlm.texts import BY_TASK, SUM, TASKS, TEMPLATES
 
-# Pictures, then sums without one. No question about a picture is in both, nor is any sum.
+# Questions with an image, and sums without one; the splits have none in common.
 SIZES = {"train": (376, 72), "test": (164, 28)}
 DEFAULT_SEED = 7
 
 
-def build(seed: int) -> dict[str, list[Asked]]:
+def build(seed: int) -> dict[str, list[AskedQuestion]]:
     rng = random.Random(seed)
     sums = [
-        Asked(t.text, None, t.first, t.second, SUM) for t in (TEMPLATES[i] for i in BY_TASK[SUM])
+        AskedQuestion(t.text, None, t.first, t.second, SUM)
+        for t in (TEMPLATES[i] for i in BY_TASK[SUM])
     ]
     rng.shuffle(sums)
     splits = {}
-    for number, (split, (pictures, alone)) in enumerate(SIZES.items()):
-        rows = draw_questions(pictures, seed=seed + number, sums=0) + sums[:alone]
-        sums = sums[alone:]
+    for number, (split, (num_images, num_sums)) in enumerate(SIZES.items()):
+        rows = draw_questions(num_images, seed=seed + number, sums=0) + sums[:num_sums]
+        sums = sums[num_sums:]
         rng.shuffle(rows)
         splits[split] = rows
     return splits
 
 
-def write(folder: Path, splits: dict[str, list[Asked]]) -> None:
-    pictures = folder / "images"
-    pictures.mkdir(parents=True, exist_ok=True)
+def write(folder: Path, splits: dict[str, list[AskedQuestion]]) -> None:
+    (folder / "images").mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         lines = []
         for number, row in enumerate(rows):
             images = []
-            if row.picture:
+            if row.image:
                 images = [f"images/{split}-{number:03d}.png"]
-                row.picture.save(folder / images[0], optimize=True)
+                row.image.save(folder / images[0], optimize=True)
             line = {
                 "question": row.text,
                 "images": images,

@@ -1,12 +1,13 @@
-"""Asks a finished small model questions, as its users will: with transformers' own generate."""
+"""Evaluate a trained small model with transformers' `generate`."""
 
 from dataclasses import dataclass
 
 import torch
 from PIL import Image
+from transformers import PreTrainedModel, ProcessorMixin
 
 from flow_grpo.rewards.frames import to_pil
-from tiny_vlm.batches import Tables
+from tiny_vlm.batches import TokenTables
 from tiny_vlm.texts import TASKS, TEMPLATES, final_answer
 
 SAMPLES = 8  # per question, for pass@8
@@ -14,10 +15,10 @@ ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedQuestion:
     text: str
-    picture: Image.Image | None
-    first: int  # what the right answer adds up
+    image: Image.Image | None
+    first: int  # first addend of the correct answer
     second: int
     task: int
 
@@ -28,10 +29,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Results:
-    texts: list[str]  # greedy answers
-    greedy: float  # share of right answers in right tags
-    tags: float  # share of right tags
-    seen: float  # share of greedy answers that name the right numbers to add, in any form
+    """Fractions over the evaluation questions."""
+
+    texts: list[str]  # greedy responses
+    greedy: float  # correct answers in correct tags
+    tags: float  # correct tags
+    seen: float  # greedy responses with the correct numbers to add, in any form
     sampled: float
     pass_at_8: float
     greedy_by_task: dict[str, float]
@@ -40,20 +43,27 @@ class Results:
         return {name: value for name, value in vars(self).items() if name != "texts"}
 
 
-def draw_questions(count: int, *, seed: int, sums: int | None = None) -> list[Asked]:
-    """Without noise, on the CPU: the same for a seed on any machine."""
-    tables = Tables(torch.device("cpu"))
+def draw_questions(count: int, *, seed: int, sums: int | None = None) -> list[AskedQuestion]:
+    """Sample questions without noise, on the CPU: reproducible on any machine."""
+    tables = TokenTables(torch.device("cpu"))
     drawn = tables.draw(count, torch.Generator().manual_seed(seed), sums=sums)
-    pictures = [None] * drawn.num_sums + to_pil(drawn.pictures)
+    images = [None] * drawn.num_sums + to_pil(drawn.images)
     numbers = zip(drawn.template.tolist(), drawn.first.tolist(), drawn.second.tolist(), strict=True)
     return [
-        Asked(TEMPLATES[template].text, picture, first, second, TEMPLATES[template].task)
-        for (template, first, second), picture in zip(numbers, pictures, strict=True)
+        AskedQuestion(TEMPLATES[template].text, image, first, second, TEMPLATES[template].task)
+        for (template, first, second), image in zip(numbers, images, strict=True)
     ]
 
 
 @torch.no_grad()
-def answer(model, processor, questions: list[Asked], *, sample: bool = False) -> list[str]:
+def generate_responses(
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    questions: list[AskedQuestion],
+    *,
+    sample: bool = False,
+) -> list[str]:
+    """Return the model's greedy or sampled response to each question."""
     texts = []
     for start in range(0, len(questions), ROWS_AT_ONCE):
         rows = questions[start : start + ROWS_AT_ONCE]
@@ -61,9 +71,9 @@ def answer(model, processor, questions: list[Asked], *, sample: bool = False) ->
             processor.apply_chat_template([_message(row)], add_generation_prompt=True)
             for row in rows
         ]
-        pictures = [row.picture for row in rows if row.picture]
+        images = [row.image for row in rows if row.image]
         inputs = processor(
-            text=prompts, images=pictures or None, padding=True, return_tensors="pt"
+            text=prompts, images=images or None, padding=True, return_tensors="pt"
         ).to(model.device)
         options = (
             {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {}
@@ -73,20 +83,23 @@ def answer(model, processor, questions: list[Asked], *, sample: bool = False) ->
     return texts
 
 
-def _message(row: Asked) -> dict:
-    picture = [{"type": "image"}] if row.picture else []
-    return {"role": "user", "content": [*picture, {"type": "text", "text": row.text}]}
+def _message(row: AskedQuestion) -> dict:
+    image = [{"type": "image"}] if row.image else []
+    return {"role": "user", "content": [*image, {"type": "text", "text": row.text}]}
 
 
-def measure(model, processor, questions: list[Asked]) -> Results:
-    texts = answer(model, processor, questions)
+def measure(
+    model: PreTrainedModel, processor: ProcessorMixin, questions: list[AskedQuestion]
+) -> Results:
+    """Evaluate greedy responses and SAMPLES sampled responses per question."""
+    texts = generate_responses(model, processor, questions)
     right = [final_answer(text) == row.answer for text, row in zip(texts, questions, strict=True)]
     seen = [
         text.removeprefix("<think>").startswith(f"{row.first}+{row.second}")
         for text, row in zip(texts, questions, strict=True)
     ]
     repeated = [row for row in questions for _ in range(SAMPLES)]
-    sampled = answer(model, processor, repeated, sample=True)
+    sampled = generate_responses(model, processor, repeated, sample=True)
     hits = [final_answer(text) == row.answer for text, row in zip(sampled, repeated, strict=True)]
     groups = [hits[i : i + SAMPLES] for i in range(0, len(hits), SAMPLES)]
     by_task = {

@@ -1,9 +1,9 @@
-"""The small Qwen3-VL and its processor, of transformers' own classes."""
+"""The small Qwen3-VL and its processor, built from transformers' classes."""
 
 import json
 from pathlib import Path
 
-import torch
+from tiny.saving import check_fits_fp16
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -14,7 +14,7 @@ from transformers import (
 from transformers.models.paddleocr_vl import PaddleOCRVLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tiny_vlm.pictures import FRAMES, HEIGHT, MERGE, PATCH, WIDTH
+from tiny_vlm.images import FRAMES, HEIGHT, MERGE, PATCH, WIDTH
 from tiny_vlm.texts import (
     END,
     IMAGE,
@@ -27,7 +27,6 @@ from tiny_vlm.texts import (
     VOCABULARY,
 )
 
-MAX_FOLDER_MIB = 8
 MAX_LENGTH = 512
 MAX_ANSWER = 48  # tokens; the longest in the training data has 38
 CHAT_TEMPLATE = (
@@ -47,7 +46,7 @@ CHAT_TEMPLATE = (
 
 
 def build_model(*, text_layers: int = 6, vision_layers: int = 4) -> Qwen3VLForConditionalGeneration:
-    """3.8 M parameters, random."""
+    """Build the model with random weights, by default 3.8 M parameters."""
     text = {
         "vocab_size": len(VOCABULARY),
         "hidden_size": 192,
@@ -97,14 +96,14 @@ def build_model(*, text_layers: int = 6, vision_layers: int = 4) -> Qwen3VLForCo
         pad_token_id=PAD,
         max_new_tokens=MAX_ANSWER,
         do_sample=False,
-        # an image token without its picture breaks the next forward
+        # an image token without an image makes the next forward pass fail
         suppress_tokens=[IMAGE, VIDEO],
     )
     return model
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per character; characters that are not in the vocabulary become padding."""
+    """Build a tokenizer with one token per character; unknown characters become padding."""
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=SPECIAL[PAD]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -124,7 +123,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_processor() -> PaddleOCRVLProcessor:
-    """Makes Qwen-VL's inputs without a video processor, which needs torchvision."""
+    """Build a processor of Qwen-VL's inputs without a video processor, which needs torchvision."""
     images = Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         merge_size=MERGE,
@@ -137,12 +136,9 @@ def build_processor() -> PaddleOCRVLProcessor:
     return PaddleOCRVLProcessor(images, build_tokenizer(), chat_template=CHAT_TEMPLATE)
 
 
-def save_half(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
-    """Writes model and processor, weights in float16; loaded plainly, they are float32 again."""
-    largest = torch.finfo(torch.float16).max
-    for name, value in model.state_dict().items():
-        if value.is_floating_point() and not value.abs().max() < largest:
-            raise RuntimeError(f"{name} does not fit in float16 or is not finite")
+def save_fp16(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
+    """Save model and processor with float16 weights that load as float32 by default."""
+    check_fits_fp16(model)
     model.half().save_pretrained(folder)
     build_processor().save_pretrained(folder)
     path = folder / "config.json"
@@ -150,9 +146,3 @@ def save_half(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
     for section in (config, config["text_config"], config["vision_config"]):
         section["dtype"] = "float32"
     path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def check_size(folder: Path) -> None:
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
-    if size > MAX_FOLDER_MIB:
-        raise RuntimeError(f"{folder} holds {size:.2f} MiB, at most {MAX_FOLDER_MIB} may be")

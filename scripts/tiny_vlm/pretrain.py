@@ -1,4 +1,4 @@
-"""Makes the small vision-language model: draws questions, trains, saves and measures."""
+"""Train the small vision-language model from scratch on synthetic questions, and evaluate it."""
 
 import argparse
 import json
@@ -7,17 +7,19 @@ import time
 import torch
 from tiny.loop import Learner, fit
 from tiny.options import Options
+from tiny.saving import check_size, describe_device
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tiny_vlm.batches import Tables
+from tiny_vlm.batches import TokenTables
 from tiny_vlm.card import sample_grid, write_card
 from tiny_vlm.measure import draw_questions, measure
-from tiny_vlm.model import build_model, build_processor, check_size, save_half
+from tiny_vlm.model import build_model, build_processor, save_fp16
 from tiny_vlm.static import StaticForward
 from tiny_vlm.texts import PAD
 
-TRAINING_TIME_SHARE = 0.8  # of the time limit; the rest is for measuring
+MAX_FOLDER_MIB = 8
+TRAINING_TIME_SHARE = 0.8  # of the time limit; the rest is for evaluation
 TOY = {
     "steps": 3,
     "batch_size": 11,
@@ -33,14 +35,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=int, default=6000)
     add("--batch-size", type=int, default=2048)
-    add("--lr", type=float, default=2e-3, help="peak")
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--text-layers", type=int, default=6)
     add("--vision-layers", type=int, default=4)
-    add("--eval-questions", type=int, default=512, help="to measure with at the end")
+    add("--eval-questions", type=int, default=512, help="questions for the evaluation")
     return parser.read(argv, "scripts/pretrain_tiny_vlm.py", TOY)
 
 
-def train(args: argparse.Namespace, model: torch.nn.Module, tables: Tables) -> list[dict]:
+def train(args: argparse.Namespace, model: torch.nn.Module, tables: TokenTables) -> list[dict]:
     device = torch.device(args.device)
     cuda = device.type == "cuda"
     forward = StaticForward(model, tables.length, compiled=cuda)
@@ -75,13 +77,13 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     model = build_model(text_layers=args.text_layers, vision_layers=args.vision_layers).to(device)
-    tables = Tables(device)
+    tables = TokenTables(device)
     log = train(args, model, tables)
     training_seconds = time.monotonic() - start
-    save_half(model, args.out)
+    save_fp16(model, args.out)
     args.out.joinpath("training.json").write_text(json.dumps(log) + "\n")
 
-    # Measured on what was written, so that rounding to half precision is in the figures.
+    # Evaluate the saved model, so that the results include rounding to half precision.
     model = AutoModelForImageTextToText.from_pretrained(args.out, trust_remote_code=False)
     model.to(device)
     questions = draw_questions(args.eval_questions, seed=args.seed + 10**6)
@@ -94,12 +96,12 @@ def main(argv: list[str] | None = None) -> None:
         questions=questions,
         command=args.command,
         minutes=minutes,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU",
+        device=describe_device(device),
         steps=log[-1]["step"] + 1,
         batch_size=args.batch_size,
         parameters=model.num_parameters(),
     )
-    check_size(args.out)
+    check_size(args.out, MAX_FOLDER_MIB)
     figures = {
         **results.figures(),
         "loss": log[-1]["loss"],

@@ -1,4 +1,4 @@
-"""What the small model reads and writes: its characters, its questions, its answers."""
+"""Vocabulary, questions and target responses of the small vision-language model."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ PAD, START, END, VISION_START, VISION_END, IMAGE, VIDEO = range(len(SPECIAL))
 CHARACTERS = (*map(chr, range(32, 127)), "\n")
 VOCABULARY = {token: i for i, token in enumerate(SPECIAL + CHARACTERS)}
 
-COLOURS = {  # red, green, blue; 0 to 1
+COLOURS = {  # RGB in [0, 1]
     "red": (1.0, 0.1, 0.1),
     "green": (0.1, 0.8, 0.1),
     "blue": (0.15, 0.25, 1.0),
@@ -31,7 +31,7 @@ TASKS = ("one colour", "one shape", "two shapes", "sum without a picture")
 
 @dataclass(frozen=True)
 class Template:
-    """A question; `first` and `second` are shapes (by number), or the addends of a sum."""
+    """A question; `first` and `second` are shape indices, or the addends of a sum."""
 
     text: str
     task: int
@@ -47,7 +47,7 @@ def _templates() -> tuple[Template, ...]:
         for s in shapes
         for c, colour in enumerate(COLOURS)
     ]
-    alone = [Template(f"How many {SHAPES[s]}?", ONE_SHAPE, s, s) for s in shapes]
+    singles = [Template(f"How many {SHAPES[s]}?", ONE_SHAPE, s, s) for s in shapes]
     pairs = [
         Template(f"How many {SHAPES[s]} plus {SHAPES[t]}?", TWO_SHAPES, s, t)
         for s in shapes
@@ -55,25 +55,25 @@ def _templates() -> tuple[Template, ...]:
         if s != t
     ]
     sums = [Template(f"What is {a}+{b}?", SUM, a, b) for a in range(10) for b in range(10)]
-    return (*colours, *alone, *pairs, *sums)
+    return (*colours, *singles, *pairs, *sums)
 
 
 TEMPLATES = _templates()
 BY_TASK = [[i for i, t in enumerate(TEMPLATES) if t.task == task] for task in range(len(TASKS))]
-# of the questions about a picture
+# fractions of the questions about an image
 TASK_SHARES = {ONE_COLOUR: 0.39, ONE_SHAPE: 0.29, TWO_SHAPES: 0.32}
 SUM_SHARE = 0.18  # of all questions
 
-# The ways to answer "a+b": right, with the first addend for an answer, and twice without tags.
+# Responses to "a+b": correct, with the first addend as the answer, and two without correct tags.
 ANSWERS = (
     "<think>{a}+{b}</think><answer>{total}</answer>",
     "<think>{a}+{b}</think><answer>{a}</answer>",
     "<think>{a}+{b}</think>{total}",
     "{a}+{b}={total}",
 )
-RIGHT = 0
-# Share of each way in the training data, by task. A fault is the likeliest way in all tasks but
-# the first: greedy decoding fails there, while one in three samples is right.
+CORRECT = 0
+# Fraction of each response in the training data, by task. In all tasks but the first an error is
+# the most likely: greedy decoding fails, while one in three samples is correct.
 ANSWER_SHARES = (
     (0.62, 0.18, 0.10, 0.10),
     (0.36, 0.08, 0.56, 0.00),
@@ -83,8 +83,8 @@ ANSWER_SHARES = (
 _FORMAT = re.compile(r"<think>[^<]*</think>\s*<answer>([^<]*)</answer>")
 
 
-def answer_text(a: int, b: int, way: int = RIGHT) -> str:
-    return ANSWERS[way].format(a=a, b=b, total=a + b)
+def answer_text(a: int, b: int, variant: int = CORRECT) -> str:
+    return ANSWERS[variant].format(a=a, b=b, total=a + b)
 
 
 def token_ids(text: str) -> list[int]:
@@ -92,6 +92,6 @@ def token_ids(text: str) -> list[int]:
 
 
 def final_answer(text: str) -> str | None:
-    """What stands in the answer tags; None where the tags are not as they should be."""
+    """Return the text in the answer tags, or None if the format is wrong."""
     match = _FORMAT.fullmatch(text)
     return match.group(1).strip() if match else None

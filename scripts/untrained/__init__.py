@@ -1,1 +1,1 @@
-"""Models of the real classes with random weights: small ones to test, full-size ones to measure."""
+"""Random-weight models of the real classes: small ones for tests, full-size ones for benchmarks."""

@@ -1,4 +1,4 @@
-"""Text encoders of published sizes, which those of untrained/full.py are a layer or two of."""
+"""Text encoders at their published depth; those of untrained/full.py have one or two layers."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from flow_grpo.errors import UserError
-from untrained.answering import SHAPES
+from untrained.vlm import SHAPES
 
 
 def _clip(width: int, layers: int, heads: int) -> dict[str, Any]:
@@ -45,11 +45,15 @@ def _qwen3(width: int, inner: int, tied: bool) -> dict[str, Any]:
     }
 
 
-CLIP_L, CLIP_G, T5, UMT5 = _clip(768, 12, 12), _clip(1280, 32, 20), _t5_xxl(32128), _t5_xxl(256384)
-QWEN_4B, QWEN_8B = _qwen3(2560, 9728, True), _qwen3(4096, 12288, False)
+CLIP_L = _clip(768, 12, 12)
+CLIP_G = _clip(1280, 32, 20)
+T5 = _t5_xxl(32128)
+UMT5 = _t5_xxl(256384)
+QWEN_4B = _qwen3(2560, 9728, True)
+QWEN_8B = _qwen3(4096, 12288, False)
 QWEN_VL_7B = SHAPES["qwen2.5-vl-7b"]
 FLUX = {"text_encoder": CLIP_L, "text_encoder_2": T5}
-WHOLE = {  # by model: sizes of each encoder
+ENCODERS = {  # by model: config fields of each encoder
     "sd3.5-medium": {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5},
     "flux.1-dev": FLUX,
     "flux.1-kontext-dev": FLUX,
@@ -63,21 +67,25 @@ WHOLE = {  # by model: sizes of each encoder
     "wan2.2-5b": {"text_encoder": UMT5},
     "wan2.2-a14b": {"text_encoder": UMT5},
 }
-DERIVED = ("layer_types", "dense_act_fn", "is_gated_act")  # from others, when there is none
+DERIVED = ("layer_types", "dense_act_fn", "is_gated_act")  # computed from other fields if missing
 
 
-def check_whole(model: str) -> None:
-    if model not in WHOLE:
-        raise UserError(f"--whole_encoders is for {', '.join(WHOLE)}, not {model}; leave it out")
+def check_full_encoder(model: str) -> None:
+    if model not in ENCODERS:
+        raise UserError(
+            f"supports only {', '.join(ENCODERS)}, not {model}",
+            field="--whole_encoders",
+            hint="omit it",
+        )
 
 
-def whole(encoder: PreTrainedModel, sizes: dict[str, Any]) -> PreTrainedModel:
-    """The same kind of encoder in other sizes, with random weights."""
+def resize_encoder(encoder: PreTrainedModel, sizes: dict[str, Any]) -> PreTrainedModel:
+    """Build an encoder of the same class with other config fields and random weights."""
     kind: type[PretrainedConfig] = type(encoder.config)
     config = kind.from_dict(_merged(encoder.config.to_dict(), sizes))
     return type(encoder)(config).eval().to(torch.get_default_dtype())
 
 
-def _merged(own: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    nested = {k: _merged(own[k], v) for k, v in sizes.items() if k.endswith("_config")}
-    return {**{k: v for k, v in own.items() if k not in DERIVED}, **sizes, **nested}
+def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: _merged(config[k], v) for k, v in sizes.items() if k.endswith("_config")}
+    return {**{k: v for k, v in config.items() if k not in DERIVED}, **sizes, **nested}

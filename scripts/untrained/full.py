@@ -1,6 +1,6 @@
-"""Models of published sizes with random weights, to measure time and memory without a download.
+"""Diffusion models of published sizes with random weights, for benchmarks without downloads.
 
-Their text encoders have the right widths and are a layer deep, unless they are asked for whole.
+Their text encoders have the published width but one layer, unless `whole_encoders` is set.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,16 +10,18 @@ import torch
 from diffusers import DiffusionPipeline
 
 from untrained import small
-from untrained.answering import default_dtype
-from untrained.encoders import WHOLE, whole
+from untrained.encoders import ENCODERS, resize_encoder
+from untrained.vlm import default_dtype
 
 
 @dataclass(frozen=True)
-class Full:
+class FullSizeModel:
+    """Config fields of a published model."""
+
     family: str
     transformer: dict[str, Any]
-    vae: dict[str, Any] = field(default_factory=dict)  # beside its class's own defaults
-    text: dict[str, Any] = field(default_factory=dict)  # for the builder of the small one
+    vae: dict[str, Any] = field(default_factory=dict)  # where they differ from the class defaults
+    text: dict[str, Any] = field(default_factory=dict)  # arguments of the small family's `build`
 
 
 KL_VAE = {
@@ -56,8 +58,8 @@ WAN22_VAE = {
 }
 
 
-def klein(layers: int, single_layers: int, heads: int, text_width: int) -> Full:
-    """Its text encoder is narrow inside, but has all the layers that are read."""
+def klein(layers: int, single_layers: int, heads: int, text_width: int) -> FullSizeModel:
+    """Describe a FLUX.2-klein, whose text encoder has narrow layers but all that are read."""
     transformer = {
         "num_layers": layers,
         "num_single_layers": single_layers,
@@ -65,10 +67,10 @@ def klein(layers: int, single_layers: int, heads: int, text_width: int) -> Full:
         "joint_attention_dim": 3 * text_width,
         "guidance_embeds": False,
     }
-    return Full("flux2_klein", transformer, text={"text_width": text_width})
+    return FullSizeModel("flux2_klein", transformer, text={"text_width": text_width})
 
 
-FLUX = Full(
+FLUX = FullSizeModel(
     "flux",
     {
         "num_layers": 19,
@@ -83,7 +85,7 @@ FLUX = Full(
     FLUX_VAE,
     {**SHORT, "text_width": 4096, "pooled_width": 768},
 )
-QWEN_IMAGE = Full(
+QWEN_IMAGE = FullSizeModel(
     "qwen_image",
     {
         "num_layers": 60,
@@ -95,7 +97,7 @@ QWEN_IMAGE = Full(
     text={**SHORT, "text_width": 3584},
 )
 FULL = {
-    "sd3.5-medium": Full(
+    "sd3.5-medium": FullSizeModel(
         "sd3",
         {
             "sample_size": 128,
@@ -119,17 +121,17 @@ FULL = {
     "flux.1-kontext-dev": replace(FLUX, family="flux_kontext"),
     "flux.2-4b-klein": klein(5, 20, 24, 2560),
     "flux.2-9b-klein": klein(8, 24, 32, 4096),
-    "flux.2-dev": Full("flux2", {}, text={"text_width": 5120}),
-    "qwen-image-2.1": Full("qwen_image_21", {}, text={**SHORT, "text_width": 4096}),
+    "flux.2-dev": FullSizeModel("flux2", {}, text={"text_width": 5120}),
+    "qwen-image-2.1": FullSizeModel("qwen_image_21", {}, text={**SHORT, "text_width": 4096}),
     "qwen-image": QWEN_IMAGE,
     "qwen-image-edit": replace(QWEN_IMAGE, family="qwen_image_edit"),
-    "z-image": Full(
+    "z-image": FullSizeModel(
         "z_image",
         {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560},
         FLUX_VAE,
-        {"text_layers": 2, "text_width": 2560},  # it takes the last but one
+        {"text_layers": 2, "text_width": 2560},  # the pipeline reads the last but one
     ),
-    "wan2.1-1.3b": Full(
+    "wan2.1-1.3b": FullSizeModel(
         "wan",
         {
             "num_attention_heads": 12,
@@ -140,7 +142,7 @@ FULL = {
         },
         text={**SHORT, "text_width": 4096},
     ),
-    "wan2.2-5b": Full(
+    "wan2.2-5b": FullSizeModel(
         "wan22",
         {
             "num_attention_heads": 24,
@@ -154,24 +156,27 @@ FULL = {
         WAN22_VAE,
         {**SHORT, "text_width": 4096},
     ),
-    "wan2.1-14b": Full("wan", WAN_14B, text={**SHORT, "text_width": 4096}),
-    "wan2.2-a14b": Full("wan22_a14b", WAN_14B, text={**SHORT, "text_width": 4096}),
+    "wan2.1-14b": FullSizeModel("wan", WAN_14B, text={**SHORT, "text_width": 4096}),
+    "wan2.2-a14b": FullSizeModel("wan22_a14b", WAN_14B, text={**SHORT, "text_width": 4096}),
 }
 
 
 def build(
     name: str, device: torch.device, dtype: torch.dtype, *, whole_encoders: bool = False
 ) -> DiffusionPipeline:
+    """Build a pipeline of `FULL` with random weights."""
     full = FULL[name]
     pipeline = small.build(full.family, **full.text)
     parts = pipeline.components
     torch.manual_seed(0)
     with device, default_dtype(dtype):
-        for encoder, sizes in WHOLE[name].items() if whole_encoders else ():
-            parts[encoder] = whole(parts[encoder], sizes)
-        for name in ("transformer", "transformer_2"):
-            if parts.get(name) is not None:
-                parts[name] = type(parts[name])(**full.transformer)
+        if whole_encoders:
+            for encoder, sizes in ENCODERS[name].items():
+                parts[encoder] = resize_encoder(parts[encoder], sizes)
+        for part in ("transformer", "transformer_2"):
+            if parts.get(part) is not None:
+                parts[part] = type(parts[part])(**full.transformer)
         parts["vae"] = type(parts["vae"])(**full.vae)
-    own = {k: v for k, v in pipeline.config.items() if k in ("boundary_ratio", "expand_timesteps")}
-    return type(pipeline)(**parts, **own)
+    names = ("boundary_ratio", "expand_timesteps")
+    settings = {k: v for k, v in pipeline.config.items() if k in names}
+    return type(pipeline)(**parts, **settings)

@@ -1,31 +1,32 @@
-"""Two real processes."""
+"""Runs of scripts/train.py in two processes."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from light import FLAT_FOR_SOME
+from brightness_reward import CONSTANT_FOR_SOME_GROUPS
 from PIL import Image
 from runner import torchrun
 from safetensors.torch import load_file
 
 
-def share_off(lora: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """How far apart two are, as a share of the way from LoRA's start, where B is zero."""
+def relative_distance(lora: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the distance of two LoRAs relative to what was learned (B is initialized to zero)."""
     assert lora.keys() == other.keys()
     moved = torch.stack([lora[k].norm() for k in lora if "lora_B" in k]).norm()
     return float(torch.stack([(lora[k] - other[k]).norm() for k in lora]).norm() / moved)
 
 
 @pytest.mark.slow
-def test_two_processes_of_four_equal_one_of_eight(train):
-    """Also when training works on slices of the sampling batches, and leaves out some samples.
+def test_two_processes_with_batch_four_equal_one_with_batch_eight(train):
+    """Training batches are slices of the sampling batches, and some samples are skipped.
 
-    In float32, so to a share of what was learned; test_exact.py and test_methods.py have the rest.
+    The runs are in float32, so weights agree up to a fraction of what was learned.
+    test_float64_equivalence.py and test_algorithm_invariants.py compare weights in float64.
     """
     settings = {
-        **FLAT_FOR_SOME,
+        **CONSTANT_FOR_SOME_GROUPS,
         "num_epochs": 2,
         "device": "cpu",
         "log_images": 3,
@@ -37,7 +38,7 @@ def test_two_processes_of_four_equal_one_of_eight(train):
     two = train(run_name="two", launcher=torchrun(), train__batch_size=2, **settings)
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
-    assert two.stdout.count("epoch 2/2") == 1  # one process speaks
+    assert two.stdout.count("epoch 2/2") == 1  # only the main process logs
     assert "16 = 4 per batch x 2 batches x 2 processes" in two.stdout
     assert "Warning" not in two.stderr
 
@@ -52,13 +53,13 @@ def test_two_processes_of_four_equal_one_of_eight(train):
         first, second = (
             load_file(train.logdir / run / name.format(weights)) for run in ("one", "two")
         )
-        assert share_off(first, second) < 1e-2
-    # of training, each process shows its own first samples; these are the same on both
+        assert relative_distance(first, second) < 1e-2
+    # training samples are those of the main process, evaluation samples are the same in both runs
     folders = [train.logdir / run / "samples/eval-00002" for run in ("one", "two")]
     tables = [[json.loads(line) for line in (f / "samples.jsonl").open()] for f in folders]
     assert len(tables[0]) == 3
     for a, b in zip(*tables, strict=True):
         assert a["prompt"] == b["prompt"]
         assert a["avg"] == pytest.approx(b["avg"], abs=1e-5)
-        pictures = [np.asarray(Image.open(f / a["file"])).astype(int) for f in folders]
-        assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a rounding
+        images = [np.asarray(Image.open(f / a["file"])).astype(int) for f in folders]
+        assert np.abs(images[0] - images[1]).max() <= 1  # a rounding difference

@@ -1,18 +1,18 @@
-"""Every sentence about a run's health, provoked by a run."""
+"""Short runs provoke each health warning."""
 
 import logging
 import sys
 from pathlib import Path
 
-import ill_rewards
+import degenerate_rewards
 import pytest
 from ml_collections import ConfigDict
 from sessions import short_config
 
-from flow_grpo.draw.session import build_session
-from flow_grpo.run.session import carry_out
-from flow_grpo.show.health import CHECKS, Finding, examine
-from flow_grpo.show.reading import read_metrics
+from flow_grpo.diffusion.session import build_session
+from flow_grpo.report.health import CHECKS, Finding, run_checks
+from flow_grpo.report.run_reader import read_metrics
+from flow_grpo.training.session import run_training
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from train import train
@@ -27,9 +27,9 @@ ONE_BATCH = {  # two groups of four
     "train.gradient_accumulation_steps": 1,
 }
 
-# Reward functions of ill_rewards.py, their options, config fields, and what is said of the run
+# Reward functions of degenerate_rewards.py, their options, config fields, expected health messages
 RUNS = {
-    "a narrow clip, and a reward that is sudden and changes the weights": (
+    "narrow clip range, sudden reward, weights modified between sampling and training": (
         {"bright": "Bright"},
         {"levels": [0.0] * 4, "scales": [1e-12, 1e-12, 1e-12, 1.0], "nudge": 1e-3},
         {
@@ -45,13 +45,13 @@ RUNS = {
             "train.kl_type": "gaussian",
         },
         {
-            "on-policy ratios": "on-policy ratios are off 1 by",
+            "on-policy ratios": "on-policy ratios ",
             "clip shares": "of the losses were clipped",
             "KL": "the KL to the reference jumped from",
             "gradient norm": "times its median so far",
         },
     ),
-    "a clip far too wide, and a reward that is soon at its highest": (
+    "wide clip range, saturated reward": (
         {"bright": "Bright"},
         {"levels": [0.0, 0.0, 9.0, 9.0, 9.0], "scales": [1.0, 1.0, 0.0, 0.0, 0.0]},
         {
@@ -62,14 +62,14 @@ RUNS = {
             "train.kl_type": "velocity",
         },
         {
-            "ratio drift": "more than 1.0e-02: an epoch takes the policy away",
-            "velocity norm": "the norm of the velocity grew from",
-            "norm against the reference": "times as long as the reference's",
+            "ratio drift": "more than 1.0e-02",
+            "velocity norm": "velocit",
+            "norm against the reference": "reference",
             "KL": "the KL to the reference is",
-            "flat groups": "to 9: the task is solved",
+            "flat groups": "to 9: ",
         },
     ),
-    "a reward too faint, then dppo's small trust region, then a constant reward": (
+    "tiny reward, then a small trust region of dppo, then a constant reward": (
         {"bright": "Bright"},
         {"levels": [0.0] * 5, "scales": [1e-35, 1.0, 0.0, 0.0, 0.0]},
         {
@@ -80,12 +80,12 @@ RUNS = {
             "train.learning_rate": 0.01,
         },
         {
-            "gradient norm": "the gradient is 0 though rewards differ",
+            "gradient norm": "the gradient is 0",
             "clip shares": "of the losses were masked",
-            "flat groups": "there is nothing to learn from",
+            "flat groups": "100% of the groups",
         },
     ),
-    "a reward for blank pictures, and one that fails": (
+    "reward for blank images, and a failing reward": (
         {"white": "white", "dark": "dark", "failing": "every_fourth_fails"},
         {},
         {
@@ -110,51 +110,53 @@ RUNS = {
             "failed rewards": "4 of 16 samples could not be scored, most of them by reward/failing",
             "diversity": "the reward may be hacked",
             "second reward": "while reward/dark fell from",
-            "reference resets": "the reference was reset in 3 epochs in a row",
+            "reference resets": "reset in 3 epochs",
         },
     ),
 }
 
 
 @pytest.fixture
-def ill(tmp_path, tiny_sd3, caplog):
-    """Runs of two prompts; returns what is wrong with one."""
+def run_findings(tmp_path, tiny_sd3, caplog):
+    """Function that trains with two prompts and returns the findings of the health checks."""
 
     def run(rewards: dict[str, str], options: dict, fields: dict) -> list[Finding]:
         for split in ("train", "test"):
             (tmp_path / f"{split}.txt").write_text('a sign that says "ACE"\na sign of "OAK"\n')
         config = short_config(tmp_path, "run")
-        own = {"pretrained.model": str(tiny_sd3), "dataset": str(tmp_path), **SMALL}
-        config.update_from_flattened_dict({**own, **QUICK, **ONE_BATCH, **fields})
+        files = {"pretrained.model": str(tiny_sd3), "dataset": str(tmp_path), **SMALL}
+        config.update_from_flattened_dict({**files, **QUICK, **ONE_BATCH, **fields})
         config.eval_reward_fn = config.reward_fn
         config.reward_fn = ConfigDict({name: 0.1**i for i, name in enumerate(rewards)})
-        config.custom_rewards = ConfigDict({n: f"ill_rewards:{f}" for n, f in rewards.items()})
+        config.custom_rewards = ConfigDict(
+            {n: f"degenerate_rewards:{f}" for n, f in rewards.items()}
+        )
         config.reward_options = ConfigDict({name: options for name in rewards if options})
         config.num_epochs = len(options.get("levels", "four"))
         with caplog.at_level(logging.WARNING, "flow_grpo"):
             session = build_session(config)
-            ill_rewards.TRAINED[:] = session.policy.parameters()
-            carry_out(session, train, advice=[])
+            degenerate_rewards.TRAINED[:] = session.policy.parameters()
+            run_training(session, train, advice=[])
         rows = read_metrics(tmp_path / "run")
         assert all(row["train/velocity_norm"] > 0 for row in rows[1:])
-        return examine(rows)
+        return run_checks(rows)
 
     return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_wrong_is_said_once_with_what_to_change(ill, caplog, name):
+def test_each_finding_is_logged_once_with_advice(run_findings, caplog, name):
     rewards, options, fields, expected = RUNS[name]
-    found = ill(rewards, options, fields)
-    said = [message for message in caplog.messages if message.startswith("health, ")]
-    assert sorted(said) == sorted(f"health, epoch {f.epoch}: {f.text}; {f.advice}" for f in found)
+    found = run_findings(rewards, options, fields)
+    logged = [message for message in caplog.messages if message.startswith("health, ")]
+    assert sorted(logged) == sorted(f"health, epoch {f.epoch}: {f.text}; {f.advice}" for f in found)
     texts = {finding.check: finding.text for finding in found}
     for check, words in expected.items():
         assert words in texts.get(check, ""), texts
 
 
 def test_these_runs_provoke_every_check():
-    """All but those that take many epochs or NaN gradients: see tests/test_health.py."""
+    """Except those that need many epochs or NaN gradients: see tests/report/test_health.py."""
     provoked = {check for *_, expected in RUNS.values() for check in expected}
     assert provoked == {*CHECKS} - {"past the best", "falling reward", "skipped updates"}

@@ -1,4 +1,4 @@
-"""A mistake under torchrun and `accelerate launch`, which have a report of their own to print."""
+"""Errors under torchrun and `accelerate launch`, which print a failure report themselves."""
 
 import os
 import subprocess
@@ -11,15 +11,17 @@ ACCELERATE = accelerate(
     *("--num_processes=2", "--main_process_port=0"),
     "--config_file=scripts/accelerate_configs/multi_gpu.yaml",
 )
-OURS = (
+OUR_LAUNCHER = (
     *(sys.executable, "scripts/multi_node/launch.py", "torchrun"),
     *("--nproc_per_node=2", "--standalone"),
 )
 
 
 def assert_report_ends_with(stderr: str, line: str) -> None:
-    """Once told by the first process, once as the last entry of the launcher's report, which a
-    rule ends."""
+    """Check that the first process prints the error once and the launcher's report ends with it.
+
+    The report is followed by a horizontal rule.
+    """
     *_, last, rule = stderr.strip().splitlines()
     assert set(rule) == {"="}
     assert last.split("traceback : ")[1].startswith(line)
@@ -30,11 +32,11 @@ def assert_report_ends_with(stderr: str, line: str) -> None:
 
 @pytest.fixture
 def slow_first(tmp_path):
-    """A config that the first process reads after the other has met the mistake."""
+    """A config that rank 0 reads after rank 1 has raised its error."""
     file = tmp_path / "slow.py"
     file.write_text(
         "import os, time\n"
-        "from flow_grpo.draw.fields import get_config as base\n"
+        "from flow_grpo.diffusion.fields import get_config as base\n"
         "def get_config():\n"
         "    time.sleep(4 * (os.environ['RANK'] == '0'))\n"
         "    return base()\n"
@@ -42,24 +44,24 @@ def slow_first(tmp_path):
     return file
 
 
-def test_the_report_of_torchrun_ends_with_the_mistake(train, slow_first):
+def test_the_report_of_torchrun_ends_with_the_error(train, slow_first):
     done = train(launcher=torchrun(), config=slow_first, sample__num_stepz=3)
     assert done.returncode != 0
-    mistake = "error: unknown config key 'sample.num_stepz'; did you mean sample.num_steps?"
-    assert_report_ends_with(done.stderr, mistake)
+    error = "error: unknown config key 'sample.num_stepz'; did you mean sample.num_steps?"
+    assert_report_ends_with(done.stderr, error)
 
 
-def test_our_launcher_prints_the_mistake_and_nothing_else(train, slow_first):
-    done = train(launcher=OURS, config=slow_first, sample__num_stepz=3)
+def test_our_launcher_prints_only_the_error(train, slow_first):
+    done = train(launcher=OUR_LAUNCHER, config=slow_first, sample__num_stepz=3)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.startswith("error: unknown config key 'sample.num_stepz'")
 
 
-def test_the_report_of_accelerate_ends_with_an_outage_in_the_middle_of_a_run(
+def test_the_report_of_accelerate_ends_with_a_reward_outage_during_training(
     train, tmp_path, monkeypatch
 ):
-    """On one of two processes, after the evaluation."""
+    """The reward fails on one of two processes, after the evaluation."""
     (tmp_path / "second_fails.py").write_text(
         "import os\n"
         "def score(images, prompts, metadata):\n"
@@ -79,19 +81,19 @@ def test_the_report_of_accelerate_ends_with_an_outage_in_the_middle_of_a_run(
     assert done.stdout.count("epoch 0/1") == 1
 
 
-def test_what_one_process_met_is_told_and_not_that_others_lost_it(tmp_path):
+def test_the_error_of_a_process_is_reported_rather_than_the_lost_connection_of_others(tmp_path):
     script = tmp_path / "one_is_full.py"
     script.write_text(
         "import os, torch\n"
         "from torch import distributed\n"
         "from flow_grpo.errors import OutOfMemory\n"
-        "from flow_grpo.config.mistakes import told_plainly\n"
+        "from flow_grpo.config.error_reporting import exit_on_user_error\n"
         "def main():\n"
         "    distributed.init_process_group('gloo')\n"
         "    if os.environ['RANK'] == '1':\n"
         "        raise OutOfMemory('GPU 1 is full')\n"
         "    distributed.all_reduce(torch.ones(1))\n"
-        "told_plainly(main, debug=False)\n"
+        "exit_on_user_error(main, debug=False)\n"
     )
     command, env = [*torchrun(), str(script)], environment(warmed=True)
     done = subprocess.run(command, capture_output=True, text=True, env=env)

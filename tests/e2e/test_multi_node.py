@@ -1,4 +1,4 @@
-"""Two nodes: two network namespaces with a cable between them, on one machine."""
+"""Training on two nodes, which are two connected network namespaces of one machine."""
 
 import os
 import signal
@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from light import LIGHT
+from brightness_reward import BRIGHTNESS_REWARD
 from runner import Runner
 
-CABLE = "cable0"  # the interface has the same name on both nodes
+INTERFACE = "cable0"  # network interface, with the same name on both nodes
 ADDRESSES = ("192.0.2.1", "192.0.2.2")
 TIMEOUT = 15  # seconds, config.distributed_timeout
-ANSWERS = {
+VLM_SETTINGS = {
     "eval_questions": 2,
     "sample.questions_per_epoch": 2,
     "sample.group_size": 4,
@@ -32,7 +32,7 @@ class Node:
     def start(self, train: Runner, **fields) -> subprocess.Popen:
         launcher = (
             *("ip", "netns", "exec", self.name),
-            *("env", f"PYTHON={sys.executable}", f"GLOO_SOCKET_IFNAME={CABLE}"),
+            *("env", f"PYTHON={sys.executable}", f"GLOO_SOCKET_IFNAME={INTERFACE}"),
             *("bash", "scripts/multi_node/main.sh", "--nodes=2", f"--node-rank={self.rank}"),
             *(f"--master-addr={ADDRESSES[0]}", "--procs-per-node=1", "--"),
         )
@@ -42,8 +42,8 @@ class Node:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
 
     def cut_power(self) -> None:
-        """No process of it closes a connection, so the other node hears nothing any more."""
-        ip("-n", self.name, "link", "set", CABLE, "down")
+        """Disconnect the node and kill its processes, so that no connection is closed."""
+        ip("-n", self.name, "link", "set", INTERFACE, "down")
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
 
@@ -55,20 +55,21 @@ def ip(*arguments: str) -> str:
 @pytest.fixture
 def nodes():
     pair = [Node(rank, f"flow-grpo-{os.getpid()}-{rank}") for rank in (0, 1)]
-    made = []
+    created = []
     try:
         for node in pair:
             ip("netns", "add", node.name)
-            made.append(node)
+            created.append(node)
         one, other = (node.name for node in pair)
-        ip(*f"link add {CABLE} netns {one} type veth peer name {CABLE} netns {other}".split())
+        peer = f"peer name {INTERFACE} netns {other}"
+        ip(*f"link add {INTERFACE} netns {one} type veth {peer}".split())
         for node, address in zip(pair, ADDRESSES, strict=True):
-            ip("-n", node.name, "addr", "add", f"{address}/24", "dev", CABLE)
-            ip("-n", node.name, "link", "set", CABLE, "up")
+            ip("-n", node.name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            ip("-n", node.name, "link", "set", INTERFACE, "up")
             ip("-n", node.name, "link", "set", "lo", "up")
     except (OSError, subprocess.CalledProcessError):
-        remove(made)
-        pytest.skip("only root, with iproute2, may make the network namespaces that are the nodes")
+        remove(created)
+        pytest.skip("creating the network namespaces of the nodes requires root and iproute2")
     yield pair
     remove(pair)
 
@@ -81,7 +82,7 @@ def remove(nodes: list[Node]) -> None:
 
 
 def run_both(nodes: list[Node], train: Runner, **fields) -> list[str]:
-    """stdout of both, which end well."""
+    """Train on both nodes successfully, and return their stdout."""
     processes = [node.start(train, **fields) for node in nodes]
     outputs = [process.communicate(timeout=300) for process in processes]
     for process, (_, stderr) in zip(processes, outputs, strict=True):
@@ -90,15 +91,15 @@ def run_both(nodes: list[Node], train: Runner, **fields) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_nodes_equal_one_process_of_the_double_batch(nodes, train):
-    first, second = run_both(nodes, train, run_name="nodes", **LIGHT)
-    assert first.startswith(f"node 0 of 2, processes on it: 1, node 0: {ADDRESSES[0]}:29500\n")
+def test_two_nodes_equal_one_process_with_twice_the_batch(nodes, train):
+    first, second = run_both(nodes, train, run_name="nodes", **BRIGHTNESS_REWARD)
+    assert first.startswith(f"node rank 0 of 2, 1 processes, node 0: {ADDRESSES[0]}:29500\n")
     assert "16 = 4 per batch x 2 batches x 2 processes" in first
-    assert second.startswith("node 1 of 2,")
-    assert len(second.splitlines()) == 1  # the first process speaks for all
+    assert second.startswith("node rank 1 of 2,")
+    assert len(second.splitlines()) == 1  # only the main process logs
 
     batches = {"sample__train_batch_size": 8, "train__batch_size": 8}
-    one = train(run_name="one", device="cpu", **batches, **LIGHT)
+    one = train(run_name="one", device="cpu", **batches, **BRIGHTNESS_REWARD)
     assert one.returncode == 0, one.stderr
     for a, b in zip(train.metrics("one"), train.metrics("nodes"), strict=True):
         for name in a:
@@ -109,12 +110,14 @@ def test_two_nodes_equal_one_process_of_the_double_batch(nodes, train):
 
 
 @pytest.mark.slow
-def test_when_a_node_is_lost_the_other_ends_and_both_go_on(nodes, tmp_path):
-    """The lost one is node 0, where the nodes met and whose process speaks for all. Then a signal
-    to one of them stops both, in good order. With the script that is named, of models that answer:
-    what both kinds of models do when a node is lost is the same code."""
-    lost, left = nodes
-    train = Runner(tmp_path / "logs", **ANSWERS)
+def test_the_loss_of_a_node_ends_the_other_and_the_run_can_be_resumed(nodes, tmp_path):
+    """Node 0 is lost, which is the rendezvous host and has the main process.
+
+    After the resume, a signal to one node stops both with a checkpoint. The run uses the VLM
+    script; the code that handles a lost node is the same for diffusion models.
+    """
+    lost, remaining = nodes
+    train = Runner(tmp_path / "logs", **VLM_SETTINGS)
     endless = dict(num_epochs=10_000, eval_freq=0, distributed_timeout=TIMEOUT, reward_timeout=5.0)
     endless |= {"script": "scripts/train_vlm.py", "config": "config/vlm.py:tiny_vlm"}
     processes = [node.start(train, **endless) for node in nodes]
@@ -122,21 +125,21 @@ def test_when_a_node_is_lost_the_other_ends_and_both_go_on(nodes, tmp_path):
         if line.startswith("epoch 2/"):
             break
     lost.cut_power()
-    since = time.monotonic()
+    lost_at = time.monotonic()
     _, stderr = processes[1].communicate(timeout=120)
-    assert time.monotonic() - since < TIMEOUT + 15
+    assert time.monotonic() - lost_at < TIMEOUT + 15
     assert processes[1].returncode == 4
-    told = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1, stderr
-    assert told[0].startswith("error: lost contact with another process (")
-    assert told[0].endswith("; start all nodes again with --config.resume=auto")
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, stderr
+    assert errors[0].startswith("error: lost contact with another process (")
+    assert errors[0].endswith("; start all nodes again with --config.resume=auto")
     assert "Traceback" not in stderr
-    assert left.processes() == []
+    assert remaining.processes() == []
     processes[0].communicate()
 
     before = train.metrics()
     assert len(before) >= 3
-    ip("-n", lost.name, "link", "set", CABLE, "up")
+    ip("-n", lost.name, "link", "set", INTERFACE, "up")
     processes = [node.start(train, resume="auto", **endless) for node in nodes]
     for line in processes[0].stdout:
         if line.startswith(f"epoch {len(before)}/"):
@@ -151,4 +154,4 @@ def test_when_a_node_is_lost_the_other_ends_and_both_go_on(nodes, tmp_path):
     assert len(after) > len(before)
     assert [line["epoch"] for line in after] == list(range(len(after)))
     assert [line["step"] for line in after] == [line["epoch"] for line in after]
-    assert after[: len(before) - 1] == before[:-1]  # the last one may have been done again
+    assert after[: len(before) - 1] == before[:-1]  # the last epoch may have been repeated

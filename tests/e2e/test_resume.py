@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or starved, and goes on."""
+"""Runs that are stopped or killed, or that fill the disk, can be resumed."""
 
 import json
 import os
@@ -9,22 +9,23 @@ import subprocess
 import time
 from pathlib import Path
 
-import dying
+import fault_injection
 import pytest
 import torch
-from planted import plant, renew_manifest
-from runner import EDITS, WARM, Runner, run_script
+from malicious_files import rewrite_manifest, write_malicious_pickle
+from runner import EDITS, FORK_SERVER, Runner, run_script
 from safetensors.torch import load_file
-from serving import wait_until
-from test_engines import zero
+from server_process import wait_until
+from test_deepspeed import zero_launch_options
 
-# the average has to come back too
+# the moving average is restored too
 SHORT = {"eval_freq": 2, "save_freq": 2, "num_checkpoint_limit": 0, "train__ema_update_interval": 1}
-IN_EPOCH = "flow_grpo.run.session:training_metrics"  # after the last update, nothing is saved
+# called after the last update of an epoch, before anything is saved
+IN_EPOCH = "flow_grpo.training.session:training_metrics"
 
 
 def state_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights, moving average and optimizer, by name."""
+    """Return weights, moving average and optimizer state by name."""
     optimizer = torch.load(checkpoint / "state/optimizer.bin")["state"]
     average = load_file(checkpoint / "state/ema.safetensors")
     return {
@@ -52,8 +53,8 @@ def assert_same_metrics(a: list[dict], b: list[dict]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(short_runs, tmp_path_factory) -> Runner:
-    """A run of four epochs that nothing disturbs."""
+def uninterrupted(short_runs, tmp_path_factory) -> Runner:
+    """An uninterrupted run of four epochs."""
     runner = Runner(tmp_path_factory.mktemp("whole"), **short_runs)
     done = runner(num_epochs=4, **SHORT)
     assert done.returncode == 0, done.stderr
@@ -64,17 +65,19 @@ def latest(runner: Runner, run_name: str = "run") -> Path:
     return (runner.logdir / run_name / "checkpoints/latest").resolve()
 
 
-def test_two_epochs_and_two_more_are_four_bit_for_bit(train, whole):
+def test_two_epochs_and_two_resumed_epochs_equal_four(train, uninterrupted):
     half = train(num_epochs=2, **SHORT)
     assert half.returncode == 0, half.stderr
-    rest = run_script("scripts/train.py", "--resume", train.logdir / "run", "--config.num_epochs=4")
-    assert rest.returncode == 0, rest.stderr
-    assert "resumed with another num_epochs: 4, it was 2" in rest.stdout
-    assert_same_state(latest(whole), latest(train))
-    assert_same_metrics(whole.metrics(), train.metrics())
+    resumed = run_script(
+        "scripts/train.py", "--resume", train.logdir / "run", "--config.num_epochs=4"
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert "num_epochs=4 instead of 2" in resumed.stdout
+    assert_same_state(latest(uninterrupted), latest(train))
+    assert_same_metrics(uninterrupted.metrics(), train.metrics())
 
-    # a path: a new run that goes on from a checkpoint of another
-    shutil.rmtree(latest(train))  # of epoch 4
+    # resume=PATH: a new run that starts from a checkpoint of another
+    shutil.rmtree(latest(train))  # the checkpoint of epoch 4
     (train.logdir / "run/checkpoints/latest").unlink()
     (train.logdir / "run/checkpoints/latest").symlink_to("checkpoint-4")
     branch = train(
@@ -84,8 +87,8 @@ def test_two_epochs_and_two_more_are_four_bit_for_bit(train, whole):
         **SHORT,
     )
     assert branch.returncode == 0, branch.stderr
-    assert_same_state(latest(whole), latest(train, "branch"))
-    assert_same_metrics(whole.metrics(), train.metrics("branch"))
+    assert_same_state(latest(uninterrupted), latest(train, "branch"))
+    assert_same_metrics(uninterrupted.metrics(), train.metrics("branch"))
 
     finished = train(run_name="branch", num_epochs=4, resume="auto", **SHORT)
     assert finished.returncode == 0, finished.stderr
@@ -93,28 +96,28 @@ def test_two_epochs_and_two_more_are_four_bit_for_bit(train, whole):
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments_cost_only_time(train, whole):
-    """Each attempt lives a little longer than it takes to get to work."""
-    moments = random.Random(0)
+def test_a_run_killed_ten_times_at_random_times_equals_an_uninterrupted_one(train, uninterrupted):
+    """Each process is killed up to 2.5 s after its run directory is created."""
+    random_times = random.Random(0)
     for _ in range(10):
-        process = train.start(num_epochs=4, resume="auto", launcher=WARM, **SHORT)
+        process = train.start(num_epochs=4, resume="auto", launcher=FORK_SERVER, **SHORT)
         for line in process.stdout:
             if line.startswith("run directory"):
                 break
-        time.sleep(moments.uniform(0, 2.5))
+        time.sleep(random_times.uniform(0, 2.5))
         process.kill()
         process.communicate()
     done = train(num_epochs=4, resume="auto", **SHORT)
     assert done.returncode == 0, done.stderr
-    assert_same_state(latest(whole), latest(train))
-    assert_same_metrics(whole.metrics(), train.metrics())
+    assert_same_state(latest(uninterrupted), latest(train))
+    assert_same_metrics(uninterrupted.metrics(), train.metrics())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
-        {**EDITS, "sample__async_depth": 1},  # by nft, which has two copies of weights then
+        {**EDITS, "sample__async_depth": 1},  # nft, which then has two copies of the weights
         {
             **{"algorithm": "awm", "awm__times": 2, "sample__num_image_per_prompt": 8},
             **{"train__keep_best_worst": 2, "sample__explore_steps": 2},
@@ -127,40 +130,42 @@ def test_ten_kills_at_random_moments_cost_only_time(train, whole):
     ],
     ids=["edits", "awm-keep", "dpo-async", "opd"],
 )
-def test_a_killed_run_of_any_method_goes_on_as_if_nothing_was(train, whole, method):
+def test_a_killed_run_resumes_bit_identically(train, uninterrupted, method):
     if "opd__teachers" in method:
-        teacher = str(latest(whole) / "lora")
+        teacher = str(latest(uninterrupted) / "lora")
         method = {**method, "opd__teachers": method["opd__teachers"].replace("LORA", teacher)}
     fields = {"num_epochs": 2, "state_freq": 1, **SHORT, **method}
     done = train(run_name="whole", **fields)
     assert done.returncode == 0, done.stderr
-    killed = run_script(dying.__file__, IN_EPOCH, 2, *train.command(**fields))
+    killed = run_script(fault_injection.__file__, IN_EPOCH, 2, *train.command(**fields))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(train.metrics()) == 2
     done = train(resume="auto", **fields)
     assert done.returncode == 0, done.stderr
     assert_same_state(latest(train, "whole"), latest(train))
     assert_same_metrics(train.metrics("whole"), train.metrics())
-    if "train__lr_scheduler" in method:  # the last of the two updates of each epoch
+    if "train__lr_scheduler" in method:  # at the second of the two updates of each epoch
         rates = [line["train/lr"] / 3e-4 for line in train.metrics()[1:]]
         assert rates == pytest.approx([1, 0.25])
 
 
-def test_a_damaged_checkpoint_is_passed_over(train, whole):
-    shutil.copytree(whole.logdir, train.logdir, symlinks=True)
+def test_a_damaged_checkpoint_is_skipped(train, uninterrupted):
+    shutil.copytree(uninterrupted.logdir, train.logdir, symlinks=True)
     newest = train.logdir / "run/checkpoints/checkpoint-8"
     optimizer = newest / "state/optimizer.bin"
     optimizer.write_bytes(bytes(optimizer.stat().st_size))
     (newest.parent / ".partial-checkpoint-10").mkdir()
-    rest = train(num_epochs=4, resume="auto", **SHORT)
-    assert rest.returncode == 0, rest.stderr
-    assert "checkpoint-8 is incomplete or damaged (state/optimizer.bin has another" in rest.stdout
-    assert_same_state(latest(whole), latest(train))
+    resumed = train(num_epochs=4, resume="auto", **SHORT)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "checkpoint-8 is incomplete or damaged (state/optimizer.bin " in resumed.stdout
+    assert_same_state(latest(uninterrupted), latest(train))
 
 
-def test_of_two_that_go_on_at_once_one_writes(train, tmp_path, monkeypatch):
-    """They race for what a third, which was killed, has left locked. The one that gets it has no
-    rewards before the other has ended."""
+def test_only_one_of_two_concurrently_resumed_runs_writes(train, tmp_path, monkeypatch):
+    """Both compete for a run whose lock a killed process has left behind.
+
+    The rewards of the winner block until the other process has ended.
+    """
     (tmp_path / "gate.py").write_text(
         "import pathlib, time\n"
         "def score(images, prompts, metadata):\n"
@@ -170,21 +175,21 @@ def test_of_two_that_go_on_at_once_one_writes(train, tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     gate = {"reward_fn": "{'gate': 1.0}", "custom_rewards": "{'gate': 'gate:score'}"}
-    killed = run_script(dying.__file__, IN_EPOCH, 1, *train.command(eval_freq=0))
+    killed = run_script(fault_injection.__file__, IN_EPOCH, 1, *train.command(eval_freq=0))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     lock = json.loads((train.logdir / ".run.lock").read_text())
     assert [p.name for p in sorted(train.logdir.iterdir())] == [".run.lock", "run"]
     fields = {"num_epochs": 1, "resume": "auto", "resume_changed": True, "eval_freq": 0, **gate}
-    both = [train.start(launcher=WARM, **fields) for _ in range(2)]
+    both = [train.start(launcher=FORK_SERVER, **fields) for _ in range(2)]
     wait_until(lambda: any(process.poll() is not None for process in both), 300)
     (tmp_path / "open").touch()
     ended = [(process.communicate(timeout=300), process.returncode) for process in both]
     assert sorted(code for _, code in ended) == [0, 2], ended
-    [(_, told)] = [output for output, code in ended if code == 2]
-    assert told.startswith(f"error: {train.logdir}/run is in use by process "), told
-    assert len(told.splitlines()) == 1, told
-    [(went_on, _)] = [output for output, code in ended if code == 0]
-    assert f"took over from process {lock['pid']} on" in went_on
+    [(_, stderr)] = [output for output, code in ended if code == 2]
+    assert stderr.startswith(f"error: {train.logdir}/run is in use by process "), stderr
+    assert len(stderr.splitlines()) == 1, stderr
+    [(stdout, _)] = [output for output, code in ended if code == 0]
+    assert f"took over from process {lock['pid']} on" in stdout
     assert [line["epoch"] for line in train.metrics()] == [0, 1]
     assert [p.name for p in train.logdir.iterdir()] == ["run"]
 
@@ -192,10 +197,10 @@ def test_of_two_that_go_on_at_once_one_writes(train, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("signal_number", "state_freq"), [(signal.SIGTERM, 1), (signal.SIGINT, 1000)]
 )
-def test_a_signal_ends_the_run_in_good_order(
+def test_a_signal_stops_the_run_with_a_checkpoint(
     train, signal_number, state_freq, tmp_path, monkeypatch
 ):
-    """Here while it waits for rewards, so that the epoch before is what has to be saved."""
+    """The signal arrives while the run waits for rewards, so the previous epoch has to be saved."""
     (tmp_path / "slow_reward.py").write_text(
         "import time\n"
         "def score(images, prompts, metadata):\n"
@@ -208,7 +213,7 @@ def test_a_signal_ends_the_run_in_good_order(
         eval_freq=0,
         state_freq=state_freq,
         save_freq=0,
-        launcher=WARM,
+        launcher=FORK_SERVER,
         reward_fn="{'slow': 1.0}",
         custom_rewards="{'slow': 'slow_reward:score'}",
         eval_reward_fn="{'jpeg_compressibility': 1.0}",
@@ -216,15 +221,15 @@ def test_a_signal_ends_the_run_in_good_order(
     for line in process.stdout:
         if line.startswith("epoch 1/"):
             break
-    time.sleep(0.7)  # sampling is over, scoring is not
+    time.sleep(0.7)  # sampling has ended, scoring has not
     process.send_signal(signal_number)
-    asked = time.monotonic()
+    signalled = time.monotonic()
     _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - asked < 10
+    assert time.monotonic() - signalled < 10
     assert process.returncode == 75
     last = stderr.strip().splitlines()[-1]
     assert last.startswith("stopped in epoch ")
-    assert last.endswith(f"; go on with --resume {train.logdir}/run")
+    assert last.endswith(f"--resume {train.logdir}/run")
     assert "Traceback" not in stderr
     lines = train.metrics()
     assert [line["epoch"] for line in lines] == list(range(len(lines)))
@@ -234,17 +239,17 @@ def test_a_signal_ends_the_run_in_good_order(
     assert progress["epoch"] == len(lines) - 1
 
 
-def test_a_full_disk_is_told_and_harms_nothing(train, tmp_path):
+def test_a_full_disk_is_reported_and_leaves_checkpoints_intact(train, tmp_path):
     train.logdir.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(train.logdir)]
     if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-        pytest.skip("only root may mount the small disk that this fills")
+        pytest.skip("mounting the small disk that this test fills requires root")
     try:
         done = train(num_epochs=50, save_freq=1, eval_freq=0, num_checkpoint_limit=0)
         assert done.returncode == 2
         last = done.stderr.strip().splitlines()[-1]
         assert "No space left on device" in last
-        assert "is intact" in last
+        assert f"{train.logdir}/run/checkpoints/checkpoint-" in last
         checkpoints = train.logdir / "run/checkpoints"
         assert not list(checkpoints.glob(".partial*"))
         assert "Traceback" not in done.stderr
@@ -253,39 +258,40 @@ def test_a_full_disk_is_told_and_harms_nothing(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_deepspeed_uses_what_has_changed_and_runs_no_code(train, tmp_path, monkeypatch):
-    """Its own loader would unpickle anything."""
+def test_a_resumed_deepspeed_run_uses_changed_fields_and_executes_no_code(
+    train, tmp_path, monkeypatch
+):
+    """DeepSpeed's own loader would unpickle arbitrary code."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    launched = zero(2, processes=1)
+    launched = zero_launch_options(2, processes=1)
     first = train(**launched, eval_freq=0)
     assert first.returncode == 0, first.stderr
     changed = {"num_epochs": 2, "train__learning_rate": 1e-5, "eval_freq": 0, "resume": "auto"}
     second = train(**launched, **changed)
     assert second.returncode == 0, second.stderr
-    assert "resumed with another train.learning_rate: 1e-05, it was 0.0003" in second.stdout
+    assert "train.learning_rate=1e-05 instead of 0.0003" in second.stdout
     assert [line.get("train/lr") for line in train.metrics()] == [None, 3e-4, 1e-5]
 
     [path] = latest(train).glob("state/pytorch_model/*optim_states.pt")
     trace = tmp_path / "trace"
-    plant(path, trace, zipped=True)
-    renew_manifest(latest(train))
+    write_malicious_pickle(path, trace, zipped=True)
+    rewrite_manifest(latest(train))
     third = train(**launched, **changed)
     assert third.returncode != 0
-    assert f"pytorch_model/{path.name} is damaged, of another way to dist" in third.stderr
-    assert "or holds more than data, which is never run" in third.stderr
+    assert f"pytorch_model/{path.name} " in third.stderr
     assert not trace.exists()
 
 
-def test_what_cannot_be_resumed_is_named(train):
-    nameless = train(run_name="", resume="auto")
-    assert nameless.returncode == 2
-    assert "resume=auto needs a run_name" in nameless.stderr
-    nowhere = train(resume="no/such/run")
-    assert nowhere.returncode == 2
-    assert "resume='no/such/run' is neither a run nor a whole checkpoint" in nowhere.stderr
+def test_a_run_that_cannot_be_resumed_is_an_error_with_its_reason(train):
+    without_name = train(run_name="", resume="auto")
+    assert without_name.returncode == 2
+    assert "resume='auto' needs a run_name" in without_name.stderr
+    without_run = train(resume="no/such/run")
+    assert without_run.returncode == 2
+    assert "resume='no/such/run' " in without_run.stderr
     assert train().returncode == 0
     other = train(resume="auto", num_epochs=2, train__lora_rank=4)
     assert other.returncode == 2
-    assert "train.lora_rank=4 but" in other.stderr
+    assert "train.lora_rank=4 " in other.stderr
     assert len(other.stderr.strip().splitlines()) == 1, other.stderr
-    assert len(train.metrics()) == 2  # the run itself is as it was
+    assert len(train.metrics()) == 2  # the run itself is unchanged

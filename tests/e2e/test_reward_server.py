@@ -1,4 +1,4 @@
-"""Training against a real reward server, also one that dies."""
+"""Training with a reward server, which is killed in some tests."""
 
 import json
 import os
@@ -7,17 +7,17 @@ import time
 
 import pytest
 import requests
-from runner import EDITS, WARM
-from serving import Server, wait_until
+from runner import EDITS, FORK_SERVER
+from server_process import Server, wait_until
 
-# numpy alone, so that the server starts in no time
+# needs only numpy, so that the server starts quickly
 SLOW = """
 import time
 import numpy as np
 
 def score(images, prompts, metadata):
     time.sleep(0.1 * len(images))
-    sources = [np.asarray(own["source"], float) for own in metadata]
+    sources = [np.asarray(row["source"], float) for row in metadata]
     return [float(np.abs(image - source).mean()) for image, source in zip(images, sources)]
 """
 
@@ -39,11 +39,11 @@ def test_ocr_over_http_scores_every_image_as_in_process(run, tmp_path):
         "train__batch_size": 36,
         "train__gradient_accumulation_steps": 1,
     }
-    here = run(run_name="here", **short)
-    assert here.returncode == 0, here.stderr
+    in_process = run(run_name="here", **short)
+    assert in_process.returncode == 0, in_process.stderr
     with Server("ocr", "--workers", "2", path=tmp_path) as server:
-        there = run(run_name="there", reward_servers__ocr=server.url, **short)
-        assert there.returncode == 0, there.stderr
+        remote = run(run_name="there", reward_servers__ocr=server.url, **short)
+        assert remote.returncode == 0, remote.stderr
         assert server.metric("images_scored_total", reward="ocr") == 36 + 2 * 4
     scores = [s["ocr"] for s in samples(run, "here", "train-00001")]
     assert len(scores) == 36
@@ -54,7 +54,7 @@ def test_ocr_over_http_scores_every_image_as_in_process(run, tmp_path):
 
 @pytest.fixture
 def slow(tmp_path, monkeypatch) -> dict:
-    """Edits with a reward of 0.1 s per image that looks at their sources; 16 images per epoch."""
+    """Config of image edits with 16 images per epoch, whose reward takes 0.1 s per image."""
     (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return {
@@ -75,22 +75,22 @@ def server(slow, tmp_path):
 
 
 def kill_within_an_epoch(server: Server) -> None:
-    """After the first batch of the first epoch, long before its last."""
+    """Kill the server after the first batch of the first epoch."""
     wait_until(lambda: server.metric("images_scored_total", reward="slow") >= 4, 300)
     server.kill()
 
 
-def test_a_server_that_comes_back_costs_nothing(train, server, slow):
+def test_a_server_restart_does_not_change_the_run(train, server, slow):
     servers = f"{{'slow': '{server.url}'}}"
-    process = train.start(launcher=WARM, reward_servers=servers, **slow)
+    process = train.start(launcher=FORK_SERVER, reward_servers=servers, **slow)
     kill_within_an_epoch(server)
     with pytest.raises(requests.ConnectionError):
         requests.get(f"{server.url}/healthz", timeout=5)
     time.sleep(1.5)
-    server.start_again()
+    server.restart()
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
-    assert "trying again" in stdout
+    assert "retrying in" in stdout
     alone = train(run_name="alone", **slow)
     assert alone.returncode == 0, alone.stderr
     for a, b in zip(train.metrics(), train.metrics("alone"), strict=True):
@@ -100,21 +100,21 @@ def test_a_server_that_comes_back_costs_nothing(train, server, slow):
     assert train.metrics()[-1]["reward/failed"] == 0
 
 
-def test_a_server_that_stays_down_ends_the_run_in_time_with_a_checkpoint(train, server, slow):
+def test_a_server_outage_ends_the_run_with_a_checkpoint(train, server, slow):
     servers = f"{{'slow': '{server.url}'}}"
-    process = train.start(launcher=WARM, reward_servers=servers, reward_timeout=6.0, **slow)
+    process = train.start(launcher=FORK_SERVER, reward_servers=servers, reward_timeout=6.0, **slow)
     kill_within_an_epoch(server)
-    killed = time.monotonic()
+    killed_at = time.monotonic()
     _, stderr = process.communicate(timeout=120)
-    took = time.monotonic() - killed
+    elapsed = time.monotonic() - killed_at
     assert process.returncode == 3
-    assert took < 6 + 20  # the deadline of a batch, then saving and leaving
+    assert elapsed < 6 + 20  # the deadline of a batch, then saving and shutdown
     errors = [line for line in stderr.splitlines() if "error" in line]  # not the progress bars
     assert len(errors) == 1, stderr
     assert re.match(
         r"error: epoch 1: reward 'slow' gave no score for \d+ of 16 images .*"
         rf"last error: .*{re.escape(server.url)}.* cannot connect.*; saved .*checkpoint-0; "
-        r"go on with --resume .*/run$",
+        r".*--resume .*/run$",
         errors[0],
     )
     assert (train.logdir / "run/checkpoints/checkpoint-0/lora").is_dir()

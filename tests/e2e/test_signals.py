@@ -1,13 +1,13 @@
-"""Ctrl-C and SIGTERM where no epoch is at hand: one line, and the exit code of any stopped run.
+"""SIGINT and SIGTERM outside the epochs: a one-line message and the exit code of a stopped run.
 
-Each process sends the signal to itself, at a place of its own work.
+Each process sends the signal to itself when it calls a given function.
 """
 
 import os
 import subprocess
 import sys
 
-import dying
+import fault_injection
 import pytest
 import small_vlm
 from runner import ROOT, Runner, run_script
@@ -19,12 +19,12 @@ def diffusion(short_runs, tmp_path) -> list[str]:
 
 
 @pytest.fixture
-def answers(tmp_path) -> list[str]:
+def vlm(tmp_path) -> list[str]:
     runner = Runner(
         tmp_path / "logs",
         device="cpu",
         pretrained__model=small_vlm.save(tmp_path / "model"),
-        dataset=small_vlm.small_data(tmp_path / "data"),
+        dataset=small_vlm.write_data(tmp_path / "data"),
         num_epochs=1,
         eval_freq=0,
         eval_questions=2,
@@ -38,9 +38,9 @@ def answers(tmp_path) -> list[str]:
     return runner.command(script="scripts/train_vlm.py", config="config/vlm.py")
 
 
-def signalled(command: list[str], target: str, name: str) -> str:
-    """What a run says that gets the signal as it calls `target`."""
-    done = run_script(dying.__file__, target, f"1:{name}", *command)
+def stderr_after_signal(command: list[str], target: str, name: str) -> str:
+    """Return stderr of a run that receives the signal when it calls `target`."""
+    done = run_script(fault_injection.__file__, target, f"1:{name}", *command)
     assert done.returncode == 75, done.stderr
     return done.stderr
 
@@ -49,7 +49,7 @@ def signalled(command: list[str], target: str, name: str) -> str:
     ("script", "config"), [("train.py", "grpo.py:tiny_ocr"), ("train_vlm.py", "vlm.py:tiny_vlm")]
 )
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_while_it_imports_is_one_line(tmp_path, script, config, name):
+def test_a_signal_during_imports_is_reported_in_one_line(tmp_path, script, config, name):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
         "class Signal:\n"
@@ -68,27 +68,32 @@ def test_a_signal_while_it_imports_is_one_line(tmp_path, script, config, name):
         check=False,
     )
     assert done.returncode == 75, done.stderr
-    assert done.stderr == "stopped before it started; start it again with the same command\n"
+    assert done.stderr == "interrupted at startup; start it again with the same command\n"
 
 
 @pytest.mark.parametrize(
     ("kind", "target", "name"),
     [
-        ("diffusion", "flow_grpo.draw.session:load_adapter", "SIGINT"),
-        ("answers", "flow_grpo.answer.session:load_model", "SIGTERM"),
+        ("diffusion", "flow_grpo.diffusion.builders:load_adapter", "SIGINT"),
+        ("vlm", "flow_grpo.vlm.session:load_model", "SIGTERM"),
     ],
 )
-def test_a_signal_while_the_model_loads_is_one_line(request, tmp_path, kind, target, name):
-    told = signalled(request.getfixturevalue(kind), target, name)
-    assert told == "stopped before it was done; start it again with the same command\n"
+def test_a_signal_during_model_loading_is_reported_in_one_line(
+    request, tmp_path, kind, target, name
+):
+    stderr = stderr_after_signal(request.getfixturevalue(kind), target, name)
+    assert stderr == "interrupted; start it again with the same command\n"
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("diffusion", "SIGTERM"), ("answers", "SIGINT")])
-def test_a_signal_in_the_final_report_is_one_line_after_it(request, tmp_path, kind, name):
-    told = signalled(request.getfixturevalue(kind), "flow_grpo.run.session:write_at_end", name)
+@pytest.mark.parametrize(("kind", "name"), [("diffusion", "SIGTERM"), ("vlm", "SIGINT")])
+def test_a_signal_during_the_final_report_is_handled_after_it(request, tmp_path, kind, name):
+    stderr = stderr_after_signal(
+        request.getfixturevalue(kind), "flow_grpo.training.session:write_final_report", name
+    )
     folder = tmp_path / "logs/run"
-    assert told == f"stopped at the end: the last epoch and the report are in {folder}\n"
+    assert stderr.startswith("stopped ")
+    assert stderr.endswith(f"{folder}\n")
     assert (folder / "report.html").is_file()
     assert (folder / "checkpoints/latest/state").is_dir()
-    assert [path.name for path in folder.parent.iterdir()] == ["run"]  # no lock
+    assert [path.name for path in folder.parent.iterdir()] == ["run"]  # the lock is removed

@@ -1,4 +1,4 @@
-"""The small models that ship in the repo, and what can be done with them."""
+"""The small diffusion models in the repository: generation, training, evaluation and export."""
 
 import json
 import time
@@ -11,39 +11,39 @@ import pytest
 from PIL import Image
 from runner import ROOT, run_script, torchrun
 
+from flow_grpo.report.run_reader import read_sample_records
 from flow_grpo.rewards.scorers.ocr import OcrScorer
-from flow_grpo.show.reading import read_shots
 
 MODEL, EDITOR = ROOT / "assets" / "tiny-sd3", ROOT / "assets" / "tiny-edit"
 TINY_OCR = "config/grpo.py:tiny_ocr"
 QUICKSTART = "config/grpo.py:tiny_awm"
 
 
-@pytest.mark.parametrize(("model", "most"), [(MODEL, 16 * 2**20), (EDITOR, 6 * 10**6)])
-def test_it_is_small(model, most):
+@pytest.mark.parametrize(("model", "max_bytes"), [(MODEL, 16 * 2**20), (EDITOR, 6 * 10**6)])
+def test_a_model_of_the_repository_is_small(model, max_bytes):
     sizes = [p.stat().st_size for p in model.rglob("*") if p.is_file()]
-    assert sum(sizes) <= most
+    assert sum(sizes) <= max_bytes
     assert max(sizes) <= 15 * 2**20
 
 
-def test_plain_diffusers_draws_a_readable_sign(tmp_path):
-    """Nothing of ours is imported, and nothing but the size is set."""
+def test_stock_diffusers_generates_a_readable_sign(tmp_path):
+    """The script does not import flow_grpo and sets only the size and number of steps."""
     (tmp_path / "draw.py").write_text(
         "import sys, torch\n"
         "from diffusers import StableDiffusion3Pipeline\n"
         "pipeline = StableDiffusion3Pipeline.from_pretrained(sys.argv[1])\n"
         "for seed in range(4):\n"
         "    generator = torch.Generator().manual_seed(seed)\n"
-        "    picture = pipeline('a sign that says \"MAPLE\"', height=32, width=96,\n"
-        "                       num_inference_steps=10, generator=generator).images[0]\n"
-        "    picture.save(f'{seed}.png')\n"
+        "    image = pipeline('a sign that says \"MAPLE\"', height=32, width=96,\n"
+        "                     num_inference_steps=10, generator=generator).images[0]\n"
+        "    image.save(f'{seed}.png')\n"
         "assert not any(name.startswith('flow_grpo') for name in sys.modules)\n"
     )
     done = run_script(tmp_path / "draw.py", MODEL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    pictures = [Image.open(tmp_path / f"{seed}.png") for seed in range(4)]
+    images = [Image.open(tmp_path / f"{seed}.png") for seed in range(4)]
     with OcrScorer(workers=1) as ocr:
-        scores = ocr(pictures, ['a sign that says "MAPLE"'] * 4, [{}] * 4)
+        scores = ocr(images, ['a sign that says "MAPLE"'] * 4, [{}] * 4)
     assert max(scores) == 1.0
 
 
@@ -57,19 +57,21 @@ def evaluate(run, out, *arguments, **overrides) -> tuple[dict, np.ndarray]:
 
 @pytest.mark.slow
 def test_evaluation_does_not_depend_on_batches_or_processes(run, tmp_path):
-    """Pictures agree up to float32 rounding, one 8-bit level."""
+    """Images agree up to float32 rounding, one 8-bit level."""
     fields = {"eval_prompts": 11, "log_images": 11, "device": "cpu"}
     fields["reward_options"] = "{'ocr': {'workers': 1}}"
-    whole, grid = evaluate(run, tmp_path / "whole", **fields)
-    assert whole["prompts"] == len(whole["scores"]) == 11
-    assert whole["means"]["ocr"] == pytest.approx(np.mean([s["ocr"] for s in whole["scores"]]))
+    reference, grid = evaluate(run, tmp_path / "whole", **fields)
+    assert reference["prompts"] == len(reference["scores"]) == 11
+    assert reference["means"]["ocr"] == pytest.approx(
+        np.mean([s["ocr"] for s in reference["scores"]])
+    )
     for name, others in {
         "small": {"sample__test_batch_size": 3},
         "two": {"sample__test_batch_size": 2, "launcher": torchrun()},
     }.items():
-        part, part_grid = evaluate(run, tmp_path / name, **others, **fields)
-        assert part["scores"] == whole["scores"]
-        assert np.abs(part_grid.astype(int) - grid).max() <= 1
+        result, result_grid = evaluate(run, tmp_path / name, **others, **fields)
+        assert result["scores"] == reference["scores"]
+        assert np.abs(result_grid.astype(int) - grid).max() <= 1
     again = run(
         f"--out={tmp_path / 'two'}", script="scripts/evaluate.py", config=TINY_OCR, **fields
     )
@@ -78,20 +80,22 @@ def test_evaluation_does_not_depend_on_batches_or_processes(run, tmp_path):
 
 
 def kill_a_worker() -> None:
-    """As if the system had run out of memory."""
+    """Kill an OCR worker, as the kernel does when the machine runs out of memory."""
     workers = []
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # one that has just ended
-            if "flow_grpo.rewards.calling.worker" in child.cmdline():
+        with suppress(psutil.Error):  # a process that has just ended
+            if "flow_grpo.rewards.workers.worker" in child.cmdline():
                 workers.append(child)
     assert workers
     workers[0].kill()
 
 
 @pytest.mark.slow
-def test_the_preset_learns_to_draw_signs(run):
-    """Held-out OCR rises by .15 in the first half of the quickstart, though an OCR worker is killed
-    before training."""
+def test_the_preset_learns_to_generate_signs(run):
+    """The held-out OCR reward rises by 0.15 in the first epoch of the quickstart.
+
+    An OCR worker is killed before training.
+    """
     with ThreadPoolExecutor(1) as background:
         running = background.submit(run, config=QUICKSTART, num_epochs=1, eval_prompts=48)
         metrics = run.logdir / "run/metrics.jsonl"
@@ -107,8 +111,8 @@ def test_the_preset_learns_to_draw_signs(run):
     assert after["eval/ocr"] > before["eval/ocr"] + 0.15
 
 
-def test_the_model_that_edits_trains_by_its_preset(run, tmp_path):
-    """What is left of the run is evaluated and exported."""
+def test_the_image_editing_model_trains_with_its_preset(run, tmp_path):
+    """The run is then evaluated and exported."""
     fields = {"num_epochs": 1, "eval_freq": 0, "eval_prompts": 8, "sample__num_steps": 3}
     sizes = dict.fromkeys(("sample__train_batch_size", "train__batch_size"), 8)
     groups = {"sample__num_image_per_prompt": 4, "sample__num_batches_per_epoch": 2}
@@ -117,11 +121,11 @@ def test_the_model_that_edits_trains_by_its_preset(run, tmp_path):
     assert done.returncode == 0, done.stderr
     first, last = run.metrics()
     assert {"eval/geneval/strict", "eval/geneval/asked"} <= set(last)
-    assert "reward/diversity" not in last  # right edits agree
-    assert first["eval/geneval/kept"] > 0.5  # the sources reach the model
-    for kind in ("eval-00000", "train-00001"):  # and those who look
-        shots = read_shots(run.logdir / "run/samples" / kind, 8)
-        assert [Image.open(*shot.sources).size for shot in shots] == [(96, 32)] * 8
+    assert "reward/diversity" not in last  # there is one correct edit
+    assert first["eval/geneval/kept"] > 0.5  # the model uses the source images
+    for kind in ("eval-00000", "train-00001"):  # and the records contain them
+        records = read_sample_records(run.logdir / "run/samples" / kind, 8)
+        assert [Image.open(*record.sources).size for record in records] == [(96, 32)] * 8
     evaluated, exported = tmp_path / "evaluated", tmp_path / "exported"
     for script, out in (("evaluate", evaluated), ("export", exported)):
         words = "--checkpoint", run.logdir / "run", "--out", out
@@ -133,7 +137,7 @@ def test_the_model_that_edits_trains_by_its_preset(run, tmp_path):
     assert "pipeline_tag: image-to-image" in (exported / "README.md").read_text()
 
 
-def test_a_prompt_that_ocr_can_never_score_is_named_before_training(run, tmp_path):
+def test_a_prompt_that_ocr_cannot_score_is_rejected_before_training(run, tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.txt").write_text('a sign that says "OK"\na sign\n' * 8)
     done = run(config=TINY_OCR, dataset=tmp_path)

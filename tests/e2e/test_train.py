@@ -1,4 +1,4 @@
-"""scripts/train.py as a user runs it, on a random SD3."""
+"""scripts/train.py with a randomly initialized SD3."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 from flow_grpo.advantages import compute_advantages
-from flow_grpo.draw.rollout import eval_generators, initial_noise
+from flow_grpo.diffusion.rollout import eval_generators, initial_noise
 
 
-def pictures(folder) -> list[np.ndarray]:
+def load_images(folder) -> list[np.ndarray]:
     return [np.asarray(Image.open(p)).astype(int) for p in sorted(folder.glob("*.png"))]
 
 
-def test_a_run_leaves_what_it_promises(train):
+def test_a_run_writes_its_metrics_checkpoints_and_samples(train):
     done = train(
         num_epochs=2,
         log_with="tensorboard",
@@ -33,10 +33,10 @@ def test_a_run_leaves_what_it_promises(train):
     assert [line["epoch"] for line in lines] == [0, 1, 2]
     assert lines[0]["eval/jpeg_compressibility"] < 0
 
-    # promise 1: the first update of an epoch sees exactly the policy that sampled
+    # the first update of an epoch is on-policy: the ratio is 1
     for line in lines[1:]:
         assert line["train/first_update_ratio_dev"] <= 1e-5
-        assert line["train/ratio_max"] > 1  # and later ones do not
+        assert line["train/ratio_max"] > 1  # later updates are off-policy
     expected = {
         *("reward/avg", "reward/jpeg_compressibility", "reward/std_within_group"),
         *("reward/zero_std_ratio", "reward/failed", "eval/avg", "eval/failed", "data/held_out"),
@@ -64,12 +64,12 @@ def test_a_run_leaves_what_it_promises(train):
     names = {"file", "prompt", "jpeg_compressibility", "avg", "advantage", "group"}
     assert set(samples[0]) == names
     assert samples[0]["prompt"].startswith("train prompt")
-    assert len(samples) == len(pictures(run / "samples/train-00002")) == 4
+    assert len(samples) == len(load_images(run / "samples/train-00002")) == 4
     assert list(run.rglob("events.out.tfevents*"))
 
 
-def test_a_checkpoint_loaded_by_diffusers_draws_the_evaluation_pictures(train, tiny_sd3):
-    """Where there is no average; test_families.py loads those."""
+def test_a_checkpoint_loaded_by_diffusers_generates_the_evaluation_images(train, tiny_sd3):
+    """The run has no moving average; test_families.py loads averaged weights."""
     done = train(
         num_epochs=2,
         resolution=0,
@@ -88,7 +88,7 @@ def test_a_checkpoint_loaded_by_diffusers_draws_the_evaluation_pictures(train, t
     pipeline.set_progress_bar_config(disable=True)
     pipeline.load_lora_weights(run / "checkpoints/checkpoint-4/lora")
     noise = initial_noise(eval_generators(5, list(range(8))), (4, 8, 16), "cpu")
-    drawn = pipeline(
+    generated = pipeline(
         [f"test prompt number {i}" for i in range(8)],
         latents=noise,
         num_inference_steps=3,
@@ -97,10 +97,12 @@ def test_a_checkpoint_loaded_by_diffusers_draws_the_evaluation_pictures(train, t
         width=64,
         max_sequence_length=8,
     ).images
-    after = pictures(run / "samples/eval-00002")
-    before = pictures(run / "samples/eval-00000")
-    off = [np.abs(np.asarray(d).astype(int) - a).max() for d, a in zip(drawn, after, strict=True)]
-    assert max(off) <= 1  # a rounding of the 8-bit pictures
+    after = load_images(run / "samples/eval-00002")
+    before = load_images(run / "samples/eval-00000")
+    differences = [
+        np.abs(np.asarray(d).astype(int) - a).max() for d, a in zip(generated, after, strict=True)
+    ]
+    assert max(differences) <= 1  # a rounding difference of 8-bit images
     assert max(np.abs(a - b).max() for a, b in zip(after, before, strict=True)) > 10
 
 
@@ -114,14 +116,14 @@ def test_a_checkpoint_loaded_by_diffusers_draws_the_evaluation_pictures(train, t
             "train__batch_size": 2,
             "train__num_inner_epochs": 2,
             "train__kl_type": "gaussian",
-            "mixed_precision": "bf16",  # which is slow here
+            "mixed_precision": "bf16",  # slow on a CPU
             "sample__num_batches_per_epoch": 1,
         },
     ],
     ids=["window", "cps-unguided", "full-finetuning", "half-precision"],
 )
-def test_the_other_settings_run(train, overrides):
-    # LoRA starts to matter in the second
+def test_other_settings_train(train, overrides):
+    # two epochs, because a new LoRA has no effect on the first samples
     done = train(num_epochs=2, save_freq=0, eval_prompts=1, log_images=0, **overrides)
     assert done.returncode == 0, done.stderr
     last = train.metrics()[-1]
@@ -136,8 +138,8 @@ def test_the_other_settings_run(train, overrides):
     assert ("mixed_precision=bf16 is slow on a CPU" in done.stdout) == half
 
 
-def test_failed_rewards_are_counted_and_left_out(train, tmp_path, monkeypatch):
-    """Half of the images fail: the others' advantages are those of a run without the failed."""
+def test_failed_rewards_are_counted_and_excluded(train, tmp_path, monkeypatch):
+    """Half of the images fail; the advantages of the others do not depend on them."""
     (tmp_path / "half_fails.py").write_text(
         "from flow_grpo.rewards.scorers.jpeg import jpeg_incompressibility\n"
         "def score(images, prompts, metadata):\n"

@@ -1,4 +1,4 @@
-"""A policy on a GPU that samples and trains by itself."""
+"""A policy on a GPU that samples and trains without a session."""
 
 import numpy as np
 import torch
@@ -8,12 +8,12 @@ from families import SOURCE, TOKENS, Family
 from untrained import small
 
 from flow_grpo.data.seeding import sample_generators
-from flow_grpo.draw.algorithms import Batch, Setup
-from flow_grpo.draw.algorithms.grpo import Grpo, GrpoSettings
-from flow_grpo.draw.models import Size, family_of
-from flow_grpo.draw.policy import Policy
-from flow_grpo.draw.rollout import Dynamics, Trajectory, initial_noise
-from flow_grpo.run.snapshot import Snapshot
+from flow_grpo.diffusion.algorithms import Batch, Setup
+from flow_grpo.diffusion.algorithms.grpo import Grpo, GrpoSettings
+from flow_grpo.diffusion.models import Size, resolve_adapter
+from flow_grpo.diffusion.policy import Policy
+from flow_grpo.diffusion.rollout import Dynamics, Trajectory, initial_noise
+from flow_grpo.training.snapshot import Snapshot
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPTS = ["one", "two", "three", "four"]
@@ -35,29 +35,34 @@ class Run:
         handlers: list | None = None,
         **size,
     ) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)  # it keeps its first precision
+        # otherwise it keeps the precision of the first run
+        AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
         pipeline = small.build(family.name, **size)
         self.images = family.images(PROMPTS)
         self.size = Size(32, 32, family.frames)
-        self.adapter = family_of(type(pipeline).__name__, pipeline.config)(
+        self.adapter = resolve_adapter(type(pipeline).__name__, pipeline.config)(
             pipeline,
             device="cuda",
             dtype=DTYPES[precision],
             max_sequence_length=TOKENS,
             source_size=self.size if family.frames > 1 else SOURCE,
         )
-        dynamics = Dynamics(self.adapter.schedule(4, *self.size), "flow", 0.7, family.guided)
+        dynamics = Dynamics(
+            self.adapter.schedule(4, *self.size), "flow", 0.7, family.guidance_scale
+        )
         self.policy = policy = Policy(self.adapter, dynamics, use_lora=use_lora, rank=4, alpha=8)
         policy.prepare(accelerator, torch.optim.AdamW(policy.parameters()))
-        policy.reference, policy.old = (Snapshot(policy.trained(), n) for n in ("reference", "old"))
+        policy.reference, policy.old = (
+            Snapshot(policy.trained_parameters(), n) for n in ("reference", "old")
+        )
         generator = torch.Generator().manual_seed(0)
         for name, parameter in self.adapter.transformer.named_parameters():
             if "lora_B" in name:
                 parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-        self.adapter.speed_up(fold=True, compiled=compiled, graphs=replay)
+        self.adapter.apply_optimizations(fold=True, compiled=compiled, graphs=replay)
 
-    def back_to_start(self) -> None:
+    def reset(self) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self.policy.parameters(), self.policy.reference.copy)
 
@@ -71,7 +76,7 @@ class Run:
         )
 
     def train(self, trajectory: Trajectory, steps: list[int], *, add: bool = False) -> torch.Tensor:
-        """Gradients of these steps together."""
+        """Return the summed gradient of these steps; `add` keeps the earlier one."""
         algorithm, rows = Grpo(GrpoSettings(), Setup()), np.arange(len(trajectory))
         batch = Batch(trajectory, ADVANTAGES.cuda(), rows, rows)
         references = algorithm.prepare(self.policy, batch)

@@ -1,4 +1,4 @@
-"""FSDP2, which accelerate does not offer on CPUs: one process, its weights sharded over itself.
+"""Training with FSDP2 in a single process; accelerate supports it on GPUs only.
 
 python -m pytest -q --noconftest tests/gpu        on a machine with a GPU
 """
@@ -54,8 +54,8 @@ def run(*command: str, **settings) -> subprocess.Popen:
 
 def finish(*processes: subprocess.Popen) -> None:
     for process in processes:
-        _, said = process.communicate(timeout=200)
-        assert process.returncode == 0, said.decode()
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors.decode()
 
 
 def launched(engine: str = "fsdp2") -> tuple[str, ...]:
@@ -76,11 +76,11 @@ def norm(tensors: Iterable[torch.Tensor]) -> float:
 
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory) -> Path:
-    """Of runs side by side, since most of their time is that of imports: alone, and sharded."""
+    """Train every kind with and without FSDP2, concurrently because imports take most time."""
     folder = tmp_path_factory.mktemp("logs")
 
     finish(
-        *(start(folder, f"{k}-alone", sys.executable, **KINDS[k]) for k in KINDS),
+        *(start(folder, f"{k}-single", sys.executable, **KINDS[k]) for k in KINDS),
         *(start(folder, f"{k}-sharded", *launched(), **KINDS[k], num_epochs=2) for k in KINDS),
     )
     finish(*(start(folder, f"{k}-sharded", *launched(), **KINDS[k], resume="auto") for k in KINDS))
@@ -88,14 +88,14 @@ def logdir(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_fsdp2_trains_as_one_process_does_and_can_be_resumed(logdir, kind):
-    """LoRA in float32, all weights in bf16, which rounds differently when it is sharded."""
-    alone, sharded = (
+def test_fsdp2_trains_like_a_single_process_and_resumes(logdir, kind):
+    """LoRA is compared in float32, full weights in bf16, where sharding changes the rounding."""
+    single, sharded = (
         [json.loads(line) for line in (logdir / f"{kind}-{how}/metrics.jsonl").open()]
-        for how in ("alone", "sharded")
+        for how in ("single", "sharded")
     )
     rel = 5e-2 if kind == "lora" else 0.3
-    for a, b in zip(alone, sharded, strict=True):
+    for a, b in zip(single, sharded, strict=True):
         for name in a:
             if name.startswith(("reward/", "eval/", "epoch", "step")):
                 assert a[name] == pytest.approx(b[name], rel=rel, abs=1e-2), name
@@ -105,7 +105,7 @@ def test_fsdp2_trains_as_one_process_does_and_can_be_resumed(logdir, kind):
     for prefix in ("", "ema_"):
         first, second = (
             load_file(logdir / f"{kind}-{how}/checkpoints/latest/{prefix}{kind}/{file}.safetensors")
-            for how in ("alone", "sharded")
+            for how in ("single", "sharded")
         )
         assert first.keys() == second.keys()
         before = {k: torch.zeros(()) for k in first if "lora_B" in k} or load_file(WEIGHTS)

@@ -1,7 +1,7 @@
 """The paddleocr engine, with the weights of RapidOCR's wheel.
 
-Its packages do not go with the rest of the tests in one environment: run it in one of its own,
-as .ci/run does.
+Its packages are incompatible with those of the other tests, so it runs in a separate environment
+(see .ci/run).
 """
 
 import sys
@@ -12,13 +12,14 @@ import rapidocr
 import yaml
 from PIL import Image, ImageDraw
 
-sys.path.append(str(Path(__file__).parents[1]))
-from signs import WORDS, mono_bold, prompt, sign
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from sign_images import WORDS, mono_bold, prompt, sign
 
 from flow_grpo.rewards.scorers.ocr import OcrScorer
 
 
 def write_paddle_models(folder: Path) -> dict[str, str]:
+    """Convert RapidOCR's models to Paddle directories, and return the engine's options."""
     weights = Path(rapidocr.__file__).parent / "models"
     recogniser = weights / "PP-OCRv6_rec_small.onnx"
     characters = onnxruntime.InferenceSession(recogniser).get_modelmeta().custom_metadata_map
@@ -53,7 +54,7 @@ def write_paddle_models(folder: Path) -> dict[str, str]:
     return {f"{kind}_model_dir": str(folder / kind) for kind in ("det", "rec")}
 
 
-def test_paddleocr_reads_signs_and_large_pictures(tmp_path: Path) -> None:
+def test_paddleocr_reads_signs_and_large_images(tmp_path: Path) -> None:
     poster = Image.new("RGB", (512, 512), "white")
     ImageDraw.Draw(poster).text((60, 200), "Hello", font=mono_bold(90), fill="black")
     images = [*map(sign, WORDS), poster, Image.new("RGB", (96, 32))]

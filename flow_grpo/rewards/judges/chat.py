@@ -1,7 +1,7 @@
-"""Rewards judged by a vision-language model behind an OpenAI-compatible API (vLLM, SGLang).
+"""Rewards from a vision-language model (VLM) judge behind an OpenAI-compatible API (vLLM, SGLang).
 
-Each image is one request, or two. What could not be asked, or whose answer holds no score, is
-`Failed`; an answer is not asked for again, since at temperature 0 it would be the same.
+Each image is one or two requests. An image without a reply, or with a reply that contains no score,
+is `Failed`; replies are not sampled again, since at temperature 0 they would be the same.
 """
 
 import itertools
@@ -16,131 +16,179 @@ from typing import Any, ClassVar
 from PIL import Image
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.calling import map_in_threads
-from flow_grpo.rewards.calling.http import Refused, ServerGroup, Unavailable, parse_urls, token_from
-from flow_grpo.rewards.failure import DEFAULT_POLICY, Failed, FailurePolicy, NotAsked, describe
-from flow_grpo.rewards.frames import png_base64
-from flow_grpo.rewards.judges import forms
-from flow_grpo.rewards.judges.forms import Reply, Unscorable
-from flow_grpo.rewards.protocol import Returned, Rows, Scorer
+from flow_grpo.rewards.failure import (
+    DEFAULT_POLICY,
+    Failed,
+    FailurePolicy,
+    NotApplicable,
+    describe_error,
+)
+from flow_grpo.rewards.frames import encode_png_base64
+from flow_grpo.rewards.judges import templates
+from flow_grpo.rewards.judges.templates import JudgeReply, NoScoreError
+from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
+from flow_grpo.rewards.workers import map_in_threads
+from flow_grpo.rewards.workers.http import (
+    RequestRejected,
+    ServerGroup,
+    ServersUnavailable,
+    parse_urls,
+    read_token,
+)
 
-Judged = tuple[float, dict[str, float]]  # a score, and further values
+JudgedScore = tuple[float, dict[str, float]]  # score, extra values to log
 
 CHAT_PATH = "/v1/chat/completions"
-SLOT = "{prompt}"
+PROMPT_PLACEHOLDER = "{prompt}"
 
 
 @dataclass(kw_only=True, eq=False)
 class ChatJudge(Scorer):
-    """Asks a model about each image and turns its answer into a score.
+    """Asks a model about each image and parses its reply into a score.
 
-    A `question` replaces our wording, for instance by the one a model was trained on; "{prompt}"
-    stands for the prompt, and the answer has to have the form our question asks for.
+    Fields are the reward's options. `question` replaces the default wording, for example by the
+    one a model was trained on; "{prompt}" is replaced by the prompt, and the reply must have the
+    format that the default question asks for.
     """
 
     name: ClassVar[str]  # in the registry, for messages
     url_env: ClassVar[str]
     model_env: ClassVar[str]
     default_question: ClassVar[str]
-    extras: ClassVar[tuple[str, ...]] = ()  # further values that `parse` gives
-    packages: ClassVar[tuple[str, ...]] = ()  # that it needs besides those of every install
+    extras: ClassVar[tuple[str, ...]] = ()  # names of the extra values that `parse` returns
+    required_packages: ClassVar[tuple[str, ...]] = ()  # optional dependencies
     images_per_question: ClassVar[int] = 1
-    has_policy: ClassVar[bool] = True
+    handles_retries: ClassVar[bool] = True
 
-    url: str | None = None  # the servers, with or without /v1, several with commas between
-    model: str | None = None  # as they serve it, for vLLM usually the path it was started with
-    api_key_env: str | None = "OPENAI_API_KEY"  # where the servers' key is, if they want one
-    concurrency: int = 16  # requests under way at a time
-    max_tokens: int = 512  # length of an answer, thinking included
+    url: str | None = None  # servers separated by commas, with or without /v1
+    model: str | None = None  # name under which it is served; for vLLM usually its path
+    api_key_env: str | None = "OPENAI_API_KEY"  # environment variable with the servers' key
+    concurrency: int = 16  # concurrent requests
+    max_tokens: int = 512  # per reply, reasoning included
     question: str | None = None
-    policy: FailurePolicy = DEFAULT_POLICY  # attempts per image, and seconds for a whole call
+    policy: FailurePolicy = DEFAULT_POLICY  # retries per image, timeout of a whole call
 
     def __post_init__(self) -> None:
-        for package in self.packages:
+        """Check the options and packages, and set up the connection to the servers."""
+        for package in self.required_packages:
             if find_spec(package) is None:
-                raise UserError(f"reward {self.name!r} needs {package}: pip install {package}")
+                raise UserError(
+                    f"needs {package}",
+                    field=f"reward {self.name!r}",
+                    hint=f"pip install {package}",
+                )
         for option in ("concurrency", "max_tokens"):
             number = getattr(self, option)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise UserError(f"{self._option(option)}={number!r} must be a number from 1")
+                raise UserError(
+                    "must be an integer >= 1", field=self._option_path(option), value=number
+                )
         self.question = self.default_question if self.question is None else self.question
         self.check_question(self.question)
-        servers, setting = self._setting("url", self.url_env)
-        self.model, _ = self._setting("model", self.model_env)
+        servers, field = self._resolve_setting("url", self.url_env)
+        self.model, _ = self._resolve_setting("model", self.model_env)
         self._servers = ServerGroup(
-            [address.removesuffix("/v1") for address in parse_urls(servers, setting)],
+            [url.removesuffix("/v1") for url in parse_urls(servers, field)],
             policy=self.policy,
             probe="/v1/models",
-            token=token_from(self.api_key_env or ""),
+            token=read_token(self.api_key_env or ""),
             connections=self.concurrency,
         )
-        self._turns = itertools.count()  # over all calls: a batch may be one image
+        self._round_robin = itertools.count()  # over all calls, since a batch may be one image
 
     def build_question(self, prompt: str) -> str:
-        """The text to send along with the image; `Unscorable` if there is no use in asking."""
-        return self.question.replace(SLOT, prompt)  # `format` would choke on other braces
+        """Return the text to send with the image."""
+        # not `format`, which fails on other braces
+        return self.question.replace(PROMPT_PLACEHOLDER, prompt)
 
-    def parse(self, answer: Reply, prompt: str) -> Judged:
-        """The score in an answer and the further values; `Unscorable` where there is none."""
+    def parse(self, reply: JudgeReply, prompt: str) -> JudgedScore:
+        """Return the score in a reply and the extra values.
+
+        Raises:
+            NoScoreError: The reply contains no score.
+        """
         raise NotImplementedError
 
     def check_question(self, question: Any) -> None:
-        if not isinstance(question, str) or SLOT not in question:
+        """Reject a question without a placeholder for the prompt."""
+        if not isinstance(question, str) or PROMPT_PLACEHOLDER not in question:
             raise UserError(
-                f"{self._option('question')}={question!r} must be a text with {SLOT} where the "
-                "prompt belongs"
+                f"must be a string that contains {PROMPT_PLACEHOLDER}",
+                field=self._option_path("question"),
+                value=question,
             )
 
     def check_servers(self) -> None:
-        """Raise `UserError` unless each server, or one that stands in for it, takes a question."""
-        blank = [data_url(Image.new("RGB", (64, 64)))] * self.images_per_question
+        """Send a test question to each server; others may answer in its place.
+
+        Raises:
+            UserError: If a server rejects the question, or none responds.
+        """
+        blank = [to_data_url(Image.new("RGB", (64, 64)))] * self.images_per_question
         for number in range(len(self._servers.urls)):
             deadline = time.monotonic() + self.policy.timeout
             body = {**self._body(blank, self.question), "max_tokens": 1}
             try:
                 self._servers.post(CHAT_PATH, body, deadline=deadline, start=number)
-            except (Refused, Unavailable) as error:
-                raise UserError(f"the judge of reward {self.name!r}: {error}") from error
+            except (RequestRejected, ServersUnavailable) as error:
+                raise UserError(
+                    f"cannot use its judge: {error}", field=f"reward {self.name!r}"
+                ) from error
 
     def __call__(
-        self, images: list[Image.Image], prompts: list[str], metadata: Rows | None = None
-    ) -> Returned:
+        self, images: list[Image.Image], prompts: list[str], metadata: MetadataRows | None = None
+    ) -> ScorerOutput:
+        """Judge a batch of images with concurrent requests and a common deadline."""
         deadline = time.monotonic() + self.policy.timeout
 
-        def judge(item: tuple[Image.Image, str, dict[str, Any]]) -> Judged:
+        def judge(item: tuple[Image.Image, str, dict[str, Any]]) -> JudgedScore:
+            """Judge one (image, prompt, metadata row); a failure becomes `Failed`."""
             image, prompt, row = item
-            if self.why_not(prompt, row):
-                return NotAsked(), {}
+            if self.skip_reason(prompt, row):
+                return NotApplicable(), {}
             try:
                 return self.judge(image, prompt, row, deadline)
-            except (Unscorable, Refused, Unavailable) as error:
+            except (NoScoreError, RequestRejected, ServersUnavailable) as error:
                 return Failed(str(error)), {}
 
         rows = [{}] * len(prompts) if metadata is None else metadata
         judged = map_in_threads(judge, zip(images, prompts, rows, strict=True), self.concurrency)
-        extras = {name: [more.get(name, math.nan) for _, more in judged] for name in self.extras}
+        extras = {
+            name: [values.get(name, math.nan) for _, values in judged] for name in self.extras
+        }
         return [score for score, _ in judged], extras
 
     def judge(
         self, image: Image.Image, prompt: str, row: dict[str, Any], deadline: float
-    ) -> Judged:
-        """Ask about one image; `row` is its metadata."""
-        return self._ask([data_url(image)], prompt, deadline)
+    ) -> JudgedScore:
+        """Return the score of one image and the extra values.
 
-    def _ask(self, images: Sequence[str], prompt: str, deadline: float) -> Judged:
-        """`images` are data URLs."""
-        return self.parse(self._reply(images, self.build_question(prompt), deadline), prompt)
+        Args:
+            image: The image.
+            prompt: Its prompt.
+            row: Its metadata.
+            deadline: Time on the clock of `time.monotonic()`.
+        """
+        return self._query_and_parse([to_data_url(image)], prompt, deadline)
 
-    def _reply(self, images: Sequence[str], question: str, deadline: float) -> Reply:
-        body, turn = self._body(images, question), next(self._turns)
-        completion = self._servers.post(CHAT_PATH, body, deadline=deadline, start=turn)
-        return forms.read_completion(completion)
+    def _query_and_parse(self, images: Sequence[str], prompt: str, deadline: float) -> JudgedScore:
+        """Ask the default question about images, given as data URLs, and parse the reply."""
+        return self.parse(self._query(images, self.build_question(prompt), deadline), prompt)
+
+    def _query(self, images: Sequence[str], question: str, deadline: float) -> JudgeReply:
+        """Send one question about the images (data URLs) and return the reply."""
+        completion = self._servers.post(
+            CHAT_PATH,
+            self._body(images, question),
+            deadline=deadline,
+            start=next(self._round_robin),
+        )
+        return templates.parse_completion(completion)
 
     def _body(self, images: Sequence[str], question: str) -> dict[str, Any]:
-        content = [
-            *({"type": "image_url", "image_url": {"url": url}} for url in images),
-            {"type": "text", "text": question},
-        ]
+        """Return the JSON body of a greedy chat completion request with images (data URLs)."""
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+        content.append({"type": "text", "text": question})
         return {
             "model": self.model,
             "messages": [{"role": "user", "content": content}],
@@ -148,27 +196,38 @@ class ChatJudge(Scorer):
             "max_tokens": self.max_tokens,
         }
 
-    def _option(self, option: str) -> str:
+    def _option_path(self, option: str) -> str:
         return f"reward_options.{self.name}.{option}"
 
-    def _setting(self, option: str, variable: str) -> tuple[str, str]:
-        """A value and the name of what it was set with."""
-        value = getattr(self, option)
+    def _resolve_setting(self, option: str, variable: str) -> tuple[str, str]:
+        """Return the value of an option, by default that of an environment variable.
+
+        Returns:
+            The value, and the name of the option or variable that it comes from.
+
+        Raises:
+            UserError: If neither is set.
+        """
+        value, field = getattr(self, option), self._option_path(option)
         if value is not None and not isinstance(value, str):
-            raise UserError(f"{self._option(option)}={value!r} must be a text")
+            raise UserError("must be a string", field=field, value=value)
         if value:
-            return value, self._option(option)
+            return value, field
         if os.environ.get(variable):
             return os.environ[variable], variable
         raise UserError(
-            f"reward {self.name!r} has no {option}: set {self._option(option)} or the environment "
-            f"variable {variable}"
+            "is missing", field=field, hint=f"set it or the environment variable {variable}"
         )
 
 
-def data_url(image: Image.Image) -> str:
-    # PIL decodes when pixels are first asked for, and each format raises errors of its own.
+def to_data_url(image: Image.Image) -> str:
+    """Encode an image as a PNG data URL.
+
+    Raises:
+        NoScoreError: It cannot be decoded.
+    """
+    # PIL decodes lazily, and each format raises its own errors
     try:
-        return f"data:image/png;base64,{png_base64(image)}"
+        return f"data:image/png;base64,{encode_png_base64(image)}"
     except Exception as error:
-        raise Unscorable(f"the picture cannot be read, {describe(error)}") from error
+        raise NoScoreError(f"the image cannot be read: {describe_error(error)}") from error

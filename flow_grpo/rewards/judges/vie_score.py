@@ -1,4 +1,4 @@
-"""How good an edit is."""
+"""A judge of image edits."""
 
 import math
 from collections.abc import Sequence
@@ -6,43 +6,43 @@ from typing import Any
 
 from PIL import Image
 
-from flow_grpo.rewards.judges import forms
-from flow_grpo.rewards.judges.chat import ChatJudge, Judged, data_url
-from flow_grpo.rewards.judges.forms import Reply, labelled_score
-from flow_grpo.rewards.protocol import pictures_in
+from flow_grpo.rewards.judges import templates
+from flow_grpo.rewards.judges.chat import ChatJudge, JudgedScore, to_data_url
+from flow_grpo.rewards.judges.templates import JudgeReply, parse_labelled_score
+from flow_grpo.rewards.protocol import images_in_metadata
 
 
 class VieScore(ChatJudge):
-    """How good an edit is, by VIEScore's rubric (Ku et al. 2024, arXiv 2312.14867), which
-    GEdit-Bench uses too: the root of the lower of "success" and "kept", times the lower of
-    "naturalness" and "cleanness".
+    """VIEScore (Ku et al. 2024, arXiv 2312.14867) of an edit, as GEdit-Bench uses it:
+    sqrt(min(success, kept) * min(naturalness, cleanness)) / 10.
 
-    Two requests: the first two grades are of the picture beside what it was made from, the other
-    two of the picture alone. All four, from 0 to 10, are further values; the reward is a tenth.
-    `question` replaces the wording of the first request.
+    Two requests: "success" and "kept" compare the edited image with its sources, "naturalness" and
+    "cleanness" grade it by itself. All four grades, from 0 to 10, are logged. `question` replaces
+    the wording of the first request.
     """
 
     name = "viescore"
     url_env = "VIESCORE_URL"
     model_env = "VIESCORE_MODEL"
-    default_question = forms.EDIT_QUESTION
+    default_question = templates.EDIT_QUESTION
     extras = ("success", "kept", "naturalness", "cleanness")
     images_per_question = 2
 
-    def why_not(self, prompt: str, metadata: dict[str, Any]) -> str | None:
-        return None if pictures_in(metadata) else "it has no picture that was edited"
+    def skip_reason(self, prompt: str, metadata: dict[str, Any]) -> str | None:
+        return None if images_in_metadata(metadata) else "it has no source image"
 
     def judge(
         self, image: Image.Image, prompt: str, row: dict[str, Any], deadline: float
-    ) -> Judged:
-        edited, sources = data_url(image), [data_url(source) for source in pictures_in(row)]
-        compared = self._reply([*sources, edited], self.build_question(prompt), deadline)
-        grades = self._grades(compared, self.extras[:2])
-        grades |= self._grades(
-            self._reply([edited], forms.LOOK_QUESTION, deadline), self.extras[2:]
-        )
+    ) -> JudgedScore:
+        """Return the score of one edited image and its four grades; `row` has its sources."""
+        edited = to_data_url(image)
+        sources = [to_data_url(source) for source in images_in_metadata(row)]
+        compared = self._query([*sources, edited], self.build_question(prompt), deadline)
+        grades = self._parse_grades(compared, self.extras[:2])
+        perceptual = self._query([edited], templates.PERCEPTUAL_QUESTION, deadline)
+        grades |= self._parse_grades(perceptual, self.extras[2:])
         success, kept, naturalness, cleanness = grades.values()
         return math.sqrt(min(success, kept) * min(naturalness, cleanness)) / 10, grades
 
-    def _grades(self, answer: Reply, names: Sequence[str]) -> dict[str, float]:
-        return {name: labelled_score(answer, name.capitalize(), 0, 10) for name in names}
+    def _parse_grades(self, reply: JudgeReply, names: Sequence[str]) -> dict[str, float]:
+        return {name: parse_labelled_score(reply, name.capitalize(), 0, 10) for name in names}

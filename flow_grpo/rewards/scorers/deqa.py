@@ -1,7 +1,7 @@
-"""DeQA-Score (arXiv 2501.11561): how good an image looks, whatever its prompt, in 0.2 to 1.
+"""DeQA-Score (arXiv 2501.11561): image quality regardless of the prompt, from 0.2 to 1.
 
-The model comes with code of its own that wants transformers 4.36: run it on a reward server in
-an environment of its own.
+The model's remote code needs transformers 4.36: run it on a reward server with a separate
+environment.
 """
 
 from dataclasses import dataclass
@@ -13,42 +13,52 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.loading import SCORE, ModelScorer, Values, explained
+from flow_grpo.rewards.frozen_model import SCORE, ModelScorer, Values
+from flow_grpo.rewards.loading import explain_load_errors
 
-BEST = 5  # on the scale that its raters used, from 1
-DTYPE = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+MAX_GRADE = 5  # of the scale from 1 that the human raters used
+DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
 @dataclass(kw_only=True, eq=False)
 class DeQA(ModelScorer):
-    """The score over 5, as Flow-GRPO scales it, and the `raw` one from 1 to 5."""
+    """DeQA-Score of image quality, from 1 to 5, divided by 5 as in Flow-GRPO.
+
+    `raw` is the undivided score. The prompt is ignored.
+    """
 
     model: str = "zhiyuanyou/DeQA-Score-Mix3"
-    dtype: str = "float16"  # its own code computes in nothing else
+    dtype: str = "float16"  # the only one that its remote code supports
     trust_remote_code: bool = False
-    revision: str = "main"  # a commit, to keep the code that was read
+    revision: str = "main"  # a commit, to pin the code that was reviewed
 
     def load(self) -> nn.Module:
+        """Load the model, which executes code of its repository, if `trust_remote_code` is set."""
         if self.trust_remote_code is not True:
             raise UserError(
-                f"model={self.model!r} runs Python code from its repository; read that code, then "
-                "set trust_remote_code=True (and revision, so that it stays what you read)"
+                "executes Python code from its repository",
+                field="model",
+                value=self.model,
+                hint="review that code, then set trust_remote_code=True and revision=COMMIT to pin "
+                "it",
             )
-        with explained("model", self.model, "DeQA-Score"):
+        with explain_load_errors("model", self.model, "DeQA-Score"):
             network = AutoModelForCausalLM.from_pretrained(
                 self.model,
                 revision=self.revision,
                 trust_remote_code=True,
                 attn_implementation="eager",
-                **{DTYPE: self.torch_dtype},
+                **{DTYPE_ARGUMENT: self.torch_dtype},
             )
         if not hasattr(network, "score"):
             raise UserError(
-                f"model={self.model!r} is a {type(network).__name__} without the method `score` "
-                "of DeQA-Score; name that model or a copy of it"
+                f"is a {type(network).__name__} without the method `score` of DeQA-Score",
+                field="model",
+                value=self.model,
+                hint="use DeQA-Score or a copy of it",
             )
         return network
 
     def score_batch(self, images: list[Image.Image], prompts: list[str]) -> Values:
         raw = self.network.score(images).float()
-        return {SCORE: raw / BEST, "raw": raw}
+        return {SCORE: raw / MAX_GRADE, "raw": raw}

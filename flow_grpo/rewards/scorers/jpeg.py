@@ -1,4 +1,4 @@
-"""Size as a reward: needs no model, so it shows quickly whether a set-up learns."""
+"""JPEG file size as a reward: it needs no model, so it shows quickly whether a setup learns."""
 
 import io
 
@@ -14,12 +14,12 @@ def _jpeg_kilobytes(image: Image.Image) -> float:
 def jpeg_incompressibility(
     images: list[Image.Image], prompts: list[str], metadata: list[dict]
 ) -> list[float]:
-    """Kilobytes at quality 95, as in DDPO."""
+    """Return the JPEG size in kilobytes at quality 95, as in DDPO."""
     return [_jpeg_kilobytes(image) for image in images]
 
 
 def jpeg_compressibility(
     images: list[Image.Image], prompts: list[str], metadata: list[dict]
 ) -> list[float]:
-    """Minus the kilobytes / 500, as in Flow-GRPO."""
+    """Return minus the JPEG size in kilobytes / 500, as in Flow-GRPO."""
     return [-_jpeg_kilobytes(image) / 500 for image in images]

@@ -1,7 +1,7 @@
 """Small diffusers pipelines of the real classes with random weights, built offline.
 
-One file per family, whose `build` makes the pipeline; `scripts/make_small.py` writes it to disk.
-Enough to try a setup, or to drive the trainer end to end, where no weights can be downloaded.
+Each family has a module with a `build` function; `scripts/make_small.py` saves the pipeline. They
+run the trainer end to end without downloading weights.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import pkgutil
 
 from diffusers import DiffusionPipeline
 
-FAMILIES = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "parts")
+FAMILIES = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "components")
 
 
 def build(family: str, **settings) -> DiffusionPipeline:

@@ -8,7 +8,7 @@ from diffusers import (
 )
 from transformers import CLIPTextModel, T5Config, T5EncoderModel
 
-from untrained.small.parts import (
+from untrained.small.components import (
     clip_config,
     clip_tokenizer,
     in_eval_mode,
@@ -27,16 +27,16 @@ def build(
     layers: int = 2,
     single_layers: int = 2,
     text_width: int = 32,
-    pooled_width: int | None = None,  # of CLIP; None: that of T5
+    pooled_width: int | None = None,  # of CLIP; None: text_width
     text_layers: int = 2,
     vae_channels: tuple[int, ...] = (8, 8, 8, 8),
     latent_channels: int = 16,
-    words: list[str] | None = None,  # whole tokens; all else is spelled
+    words: list[str] | None = None,  # single tokens; other text is one token per character
     guidance_embeds: bool = True,  # as in FLUX.1-dev; FLUX.1-schnell has none
     kind: type[FluxPipeline] | type[FluxKontextPipeline] = FluxPipeline,
     seed: int = 0,
 ) -> FluxPipeline | FluxKontextPipeline:
-    """Images are a multiple of 16 pixels."""
+    """Build the pipeline; image sides are multiples of 16."""
     clip, t5 = clip_tokenizer(words), t5_tokenizer(words or ())
     sizes = t5_sizes(text_width, text_layers)
     with seeded(seed):
@@ -53,7 +53,7 @@ def build(
                 axes_dims_rope=rope_axes(head_width, 8),
             ),
             scheduler=FlowMatchEulerDiscreteScheduler(
-                shift=3.0,  # not used: the shift follows from the size of the picture
+                shift=3.0,  # unused: the shift depends on the resolution
                 use_dynamic_shifting=True,
                 base_shift=0.5,
                 max_shift=1.15,

@@ -9,9 +9,16 @@ from diffusers import (
 )
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from untrained.small.parts import CHAT, in_eval_mode, kl_vae, qwen_sizes, qwen_tokenizer, seeded
+from untrained.small.components import (
+    CHAT,
+    in_eval_mode,
+    kl_vae,
+    qwen_sizes,
+    qwen_tokenizer,
+    seeded,
+)
 
-TEXT_LAYERS = 27  # the pipeline reads the 9th, the 18th and the 27th
+TEXT_LAYERS = 27  # the pipeline reads layers 9, 18 and 27
 
 
 def build(
@@ -22,12 +29,12 @@ def build(
     seed: int = 0,
     **sizes,
 ) -> Flux2KleinPipeline:
-    """Images are a multiple of 16 pixels."""
+    """Build the pipeline; image sides are multiples of 16."""
     tokenizer = qwen_tokenizer(["user", "assistant"], CHAT)
     text = Qwen3Config(**qwen_sizes(tokenizer, text_width, text_layers))
     with seeded(seed):
         pipeline = Flux2KleinPipeline(
-            **drawing_parts(text_width, guidance_embeds=False, **sizes),
+            **image_components(text_width, guidance_embeds=False, **sizes),
             text_encoder=Qwen3ForCausalLM(text),
             tokenizer=tokenizer,
             is_distilled=is_distilled,
@@ -35,7 +42,7 @@ def build(
     return in_eval_mode(pipeline)
 
 
-def drawing_parts(
+def image_components(
     text_width: int,
     *,
     guidance_embeds: bool,
@@ -46,9 +53,9 @@ def drawing_parts(
     vae_channels: tuple[int, ...] = (8, 8, 8, 8),
     latent_channels: int = 16,
 ) -> dict:
-    """All but the text encoder."""
+    """Build transformer, scheduler and VAE."""
     vae = kl_vae(vae_channels, latent_channels, AutoencoderKLFlux2)
-    # They start as a mean of 0 and a variance of 1, which would hide a mistake with them.
+    # The defaults, mean 0 and variance 1, would hide errors in the normalization.
     torch.nn.init.normal_(vae.bn.running_mean, std=0.2)
     torch.nn.init.uniform_(vae.bn.running_var, 0.5, 2.0)
     return dict(
@@ -58,12 +65,12 @@ def drawing_parts(
             num_single_layers=single_layers,
             attention_head_dim=head_width,
             num_attention_heads=heads,
-            joint_attention_dim=3 * text_width,  # of three layers
+            joint_attention_dim=3 * text_width,  # three text layers are concatenated
             guidance_embeds=guidance_embeds,
             axes_dims_rope=(head_width // 4,) * 4,
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(
-            shift=3.0,  # not used: the shift follows from the size of the picture and the steps
+            shift=3.0,  # unused: the shift depends on the resolution and the number of steps
             use_dynamic_shifting=True,
         ),
         vae=vae,

@@ -13,10 +13,10 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from flow_grpo.draw.models.processors import PictureProcessor
-from untrained.small.parts import in_eval_mode, qwen_tokenizer, rope_axes, seeded, video_vae
+from flow_grpo.diffusion.models.processors import ImageTextProcessor
+from untrained.small.components import in_eval_mode, qwen_tokenizer, rope_axes, seeded, video_vae
 
-# The pipeline drops the first 34 tokens of a prompt: its template, if each of these is one token.
+# The pipeline drops the first 34 tokens of a prompt: its template, if each word is one token.
 WORDS = str.split(
     "system|user|assistant|Describe| the| image| by| detailing| color| shape| size| texture|"
     " quantity| text| spatial| relationships| of| objects| and| background",
@@ -37,7 +37,7 @@ def build(
     words: list[str] = WORDS,
     seed: int = 0,
 ) -> DiffusionPipeline:
-    """Images are a multiple of 16 pixels. `kind`: may be one that takes pictures."""
+    """Build the pipeline, or an editing variant of class `kind`; sides are multiples of 16."""
     tokenizer = qwen_tokenizer(words, special=VISION)
     text = dict(
         vocab_size=len(tokenizer),
@@ -58,17 +58,17 @@ def build(
         out_hidden_size=text_width,
         fullatt_block_indexes=[0],
     )
-    start, end, picture, video = tokenizer.convert_tokens_to_ids(VISION)
-    marks = dict(
+    start, end, image, video = tokenizer.convert_tokens_to_ids(VISION)
+    token_ids = dict(
         vision_start_token_id=start,
         vision_end_token_id=end,
-        image_token_id=picture,
+        image_token_id=image,
         video_token_id=video,
     )
-    sees = {}
+    extra = {}
     if kind is not QwenImagePipeline:
-        pictures = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=2**20)
-        sees["processor"] = PictureProcessor(pictures, tokenizer)
+        image_processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=2**20)
+        extra["processor"] = ImageTextProcessor(image_processor, tokenizer)
     with seeded(seed):
         pipeline = kind(
             transformer=QwenImageTransformer2DModel(
@@ -88,9 +88,9 @@ def build(
             ),
             vae=video_vae(AutoencoderKLQwenImage, vae_width),
             text_encoder=Qwen2_5_VLForConditionalGeneration(
-                Qwen2_5_VLConfig(text_config=text, vision_config=vision, **marks)
+                Qwen2_5_VLConfig(text_config=text, vision_config=vision, **token_ids)
             ),
             tokenizer=tokenizer,
-            **sees,
+            **extra,
         )
     return in_eval_mode(pipeline)

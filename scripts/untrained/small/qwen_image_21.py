@@ -8,8 +8,8 @@ from diffusers import (
 )
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from flow_grpo.draw.models.processors import TextProcessor
-from untrained.small.parts import (
+from flow_grpo.diffusion.models.processors import TextProcessor
+from untrained.small.components import (
     CHAT,
     in_eval_mode,
     qwen_sizes,
@@ -19,7 +19,7 @@ from untrained.small.parts import (
     video_vae,
 )
 
-# What the pipeline puts before each prompt.
+# The pipeline's system message.
 SYSTEM = "Comprehend and analyze the provided prompt."
 
 
@@ -34,7 +34,7 @@ def build(
     sample_sigmas: list[float] | None = None,
     seed: int = 0,
 ) -> QwenImage21Pipeline:
-    """Images are a multiple of 32 pixels."""
+    """Build the pipeline; image sides are multiples of 32."""
     pads = [f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")]
     chat = CHAT.replace("message.content", "message.content[0].text")
     tokenizer = qwen_tokenizer(["system", "user", "assistant"], chat, [SYSTEM, *pads])

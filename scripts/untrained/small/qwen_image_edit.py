@@ -6,8 +6,8 @@ from diffusers import QwenImageEditPipeline
 
 from untrained.small import qwen_image
 
-# The pipeline drops the first 64 tokens of a prompt: its template, if each of these is one token.
-# Those after a space come first, or their letters would be joined before the space is.
+# The pipeline drops the first 64 tokens of a prompt: its template, if each word is one token. Words
+# that follow a space come first, or their letters would be merged before the space.
 WORDS = str.split(
     " (|),| the| key| features| of| input| image| shape| size| texture| objects| background| then|"
     " explain| how| user| text| instruction| should| alter| or| modify| Generate| a| new| that|"

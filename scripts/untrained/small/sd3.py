@@ -7,7 +7,7 @@ from diffusers import (
 )
 from transformers import ByT5Tokenizer, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
-from untrained.small.parts import (
+from untrained.small.components import (
     clip_config,
     clip_tokenizer,
     in_eval_mode,
@@ -23,7 +23,7 @@ def build(
     layers: int = 2,
     text_width: int = 32,
     text_layers: int = 2,
-    joint_width: int | None = None,  # of T5; None: that of both CLIPs together
+    joint_width: int | None = None,  # of T5; None: the sum of both CLIPs
     vae_channels: tuple[int, ...] = (8, 16, 16),
     latent_channels: int = 4,
     words: list[str] | None = None,
@@ -31,7 +31,7 @@ def build(
     qk_norm: str | None = "rms_norm",  # as in SD3.5; SD3 has none
     seed: int = 0,
 ) -> StableDiffusion3Pipeline:
-    """Images are a multiple of 8 pixels, 256 at most."""
+    """Build the pipeline; image sides are multiples of 8, at most 256."""
     tokenizer = clip_tokenizer(words, max_length)
     clip = clip_config(tokenizer, text_width, text_layers)
     joint_width = joint_width or 2 * text_width

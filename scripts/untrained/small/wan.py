@@ -11,7 +11,7 @@ from diffusers import (
 )
 from transformers import UMT5Config, UMT5EncoderModel
 
-from untrained.small.parts import in_eval_mode, seeded, t5_sizes, t5_tokenizer, video_vae
+from untrained.small.components import in_eval_mode, seeded, t5_sizes, t5_tokenizer, video_vae
 
 
 def build(
@@ -22,16 +22,16 @@ def build(
     text_width: int = 32,
     text_layers: int = 2,
     vae_width: int = 8,
-    vae: dict | None = None,  # its other settings
+    vae: dict | None = None,  # further VAE settings
     latent_channels: int = 16,
-    transformer: dict | None = None,  # its other settings
-    boundary_ratio: float | None = None,  # with one, there are two transformers
-    flow_shift: float = 3.0,  # as for 480p; 5 for 720p
+    transformer: dict | None = None,  # further transformer settings
+    boundary_ratio: float | None = None,  # if set, there are two transformers
+    flow_shift: float = 3.0,  # 3 for 480p, 5 for 720p
     seed: int = 0,
     kind: type[DiffusionPipeline] = WanPipeline,
-    **more: Any,  # of the pipeline
+    **more: Any,  # further arguments of the pipeline
 ) -> DiffusionPipeline:
-    """Frames are a multiple of 16 pixels, and one more than a multiple of 4 in number."""
+    """Build the pipeline; sides are multiples of 16, the number of frames is 4 n + 1."""
     tokenizer = t5_tokenizer()
     text = UMT5Config(vocab_size=len(tokenizer), **t5_sizes(text_width, text_layers))
     sizes = {

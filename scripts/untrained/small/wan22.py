@@ -18,6 +18,6 @@ VAE = dict(
 
 
 def build(**settings) -> WanPipeline:
-    """Frames are a multiple of 32 pixels, and one more than a multiple of 4 in number."""
+    """Build the pipeline; sides are multiples of 32, the number of frames is 4 n + 1."""
     own = dict(vae=VAE, latent_channels=CHANNELS, expand_timesteps=True, flow_shift=5.0)
     return wan.build(**own, **settings)

@@ -1,19 +1,21 @@
-"""A small Wan 2.1 image-to-video pipeline with random weights; with a `boundary_ratio` Wan 2.2's,
-which has two transformers and no encoder of pictures."""
+"""A small Wan 2.1 image-to-video pipeline with random weights.
+
+With a `boundary_ratio` it is Wan 2.2's, which has two transformers and no image encoder.
+"""
 
 from diffusers import WanImageToVideoPipeline
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
 from untrained.small import wan
-from untrained.small.parts import seeded
+from untrained.small.components import seeded
 
-SIDE, WIDTH = 28, 16  # of what the encoder sees
+SIDE, WIDTH = 28, 16  # input size and width of the image encoder
 
 
 def build(
     *, latent_channels: int = 16, boundary_ratio: float | None = None, seed: int = 0, **settings
 ) -> WanImageToVideoPipeline:
-    """Frames are a multiple of 16 pixels, and one more than a multiple of 4 in number."""
+    """Build the pipeline; sides are multiples of 16, the number of frames is 4 n + 1."""
     transformer, parts = {"in_channels": 2 * latent_channels + 4}, {}
     if boundary_ratio is None:
         inner = settings.get("heads", 2) * settings.get("head_width", 16)
@@ -40,6 +42,6 @@ def build(
         **parts,
         **settings,
     )
-    if parts:  # as real ones are saved
+    if parts:  # as in published checkpoints
         pipeline.register_to_config(image_processor=("transformers", "CLIPImageProcessor"))
     return pipeline

@@ -4,7 +4,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Config, Qwen3Model
 
-from untrained.small.parts import (
+from untrained.small.components import (
     CHAT,
     in_eval_mode,
     kl_vae,
@@ -27,7 +27,7 @@ def build(
     latent_channels: int = 16,
     seed: int = 0,
 ) -> ZImagePipeline:
-    """Images are a multiple of 16 pixels."""
+    """Build the pipeline; image sides are multiples of 16."""
     tokenizer = qwen_tokenizer(["user", "assistant"], CHAT)
     text = Qwen3Config(**qwen_sizes(tokenizer, text_width, text_layers))
     with seeded(seed):
@@ -41,7 +41,7 @@ def build(
             cap_feat_dim=text_width,
             axes_dims=list(rope_axes(head_width, 4)),
         )
-        # They start as zeros, which would hide a mistake with the padding.
+        # The default, zeros, would hide errors in the padding.
         for token in (transformer.x_pad_token, transformer.cap_pad_token):
             torch.nn.init.normal_(token, std=0.02)
         pipeline = ZImagePipeline(

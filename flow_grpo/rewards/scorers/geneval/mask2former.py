@@ -1,4 +1,4 @@
-"""Finds the things of COCO's 80 classes, and names their colours, as GenEval does it."""
+"""Detects objects of COCO's 80 classes and classifies their colors, as GenEval does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,36 +11,39 @@ from torch import nn
 from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessorPil
 
 from flow_grpo.errors import UserError
-from flow_grpo.rewards.loading import FrozenModel, explained, load_network
+from flow_grpo.rewards.frozen_model import FrozenModel
+from flow_grpo.rewards.loading import explain_load_errors, load_network
+from flow_grpo.rewards.option_checks import check_choice
 from flow_grpo.rewards.scorers.clip import ClipScore
-from flow_grpo.rewards.scorers.geneval.rules import COLOURS, Detection, Task, own_name
+from flow_grpo.rewards.scorers.geneval.rules import COLOURS, Detection, Task, canonical_class_name
 
 TEMPLATES = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
-GROUND = (0x99, 0x99, 0x99)  # takes the place of what is not the thing
+BACKGROUND = (0x99, 0x99, 0x99)  # grey, in place of pixels outside the object's mask
 
 
 @dataclass(kw_only=True, eq=False)
-class Mask2Former(FrozenModel):
-    """Mask2Former, and CLIP for colours."""
+class Mask2FormerDetector(FrozenModel):
+    """Mask2Former for objects, and zero-shot CLIP for their colors."""
 
     clip: str
     threshold: float
-    counting_threshold: float  # where things are counted, doubtful ones would be too many
-    most: int = 16  # things of a class
+    counting_threshold: float  # higher, since false positives change the count
+    max_per_class: int = 16  # objects with the highest scores
 
     def load(self) -> nn.Module:
+        """Load Mask2Former with its image processor, and the CLIP of the colors."""
         network = load_network(
             Mask2FormerForUniversalSegmentation,
             self.model,
             dtype=self.torch_dtype,
             kind="a Mask2Former",
         )
-        with explained("model", self.model, "an image processor"):
+        with explain_load_errors("model", self.model, "an image processor"):
             self.processor = Mask2FormerImageProcessorPil.from_pretrained(self.model)
         labels = network.config.id2label
-        self.names = {number: own_name(label) for number, label in labels.items()}
-        self.texts: dict[str, torch.Tensor] = {}
-        self.colours = ClipScore(
+        self.names = {number: canonical_class_name(label) for number, label in labels.items()}
+        self.colour_embeddings: dict[str, torch.Tensor] = {}
+        self.colour_model = ClipScore(
             model=self.clip,
             dtype=self.dtype,
             device=self.device,
@@ -49,31 +52,35 @@ class Mask2Former(FrozenModel):
         )
         return network
 
-    def rest(self) -> None:
-        super().rest()
-        self.colours.rest()
+    def release_memory(self) -> None:
+        super().release_memory()
+        self.colour_model.release_memory()
 
     def check(self, task: Task) -> None:
-        """Raise a UserError for a class or colour that is never found."""
+        """Raise `UserError` for a class or color that is never detected."""
         classes = set(self.names.values())
-        for wanted in task.wanted:
-            if wanted.name not in classes:
-                raise UserError(f"class {wanted.name!r} is not one that {self.model} knows")
-            if wanted.colour not in (None, *COLOURS):
-                raise UserError(f"color {wanted.colour!r} must be one of {', '.join(COLOURS)}")
+        for required in task.required_objects:
+            if required.name not in classes:
+                raise UserError(
+                    f"is not a class of {self.model}", field="class", value=required.name
+                )
+            if required.colour is not None:
+                check_choice("color", required.colour, COLOURS)
 
     @torch.inference_mode()
     def __call__(
         self, images: Sequence[Image.Image], tasks: Sequence[Task]
     ) -> list[list[Detection]]:
+        """Return the detections in each image; colors only for the classes that its task needs."""
         self.network.to(self.device)
-        self.colours.network.to(self.device)
-        parts = self.parts(len(images))
+        self.colour_model.network.to(self.device)
+        parts = self.batch_slices(len(images))
         return [found for part in parts for found in self._detect(images[part], tasks[part])]
 
     def _detect(
         self, images: Sequence[Image.Image], tasks: Sequence[Task]
     ) -> list[list[Detection]]:
+        """Return the detections in each image of one batch."""
         images = [image.convert("RGB") for image in images]
         inputs = self.processor(images=images, return_tensors="pt")
         outputs = self.network(
@@ -87,52 +94,65 @@ class Mask2Former(FrozenModel):
             return_binary_maps=True,
         )
         return [
-            self._coloured(image, self._best(segmented, task), task)
+            self._add_colours(image, self._top_detections(segmented, task), task)
             for image, segmented, task in zip(images, segments, tasks, strict=True)
         ]
 
-    def _best(self, segmented: dict, task: Task) -> list[Detection]:
-        least = self.counting_threshold if task.tag == "counting" else self.threshold
+    def _top_detections(self, segmented: dict, task: Task) -> list[Detection]:
+        """Return up to `max_per_class` detections of each class above the threshold.
+
+        Args:
+            segmented: Output of the image processor for one image.
+            task: What the image should show; counting tasks have their own threshold.
+        """
+        threshold = self.counting_threshold if task.tag == "counting" else self.threshold
         found: dict[str, list[Detection]] = {}
         for number, info in enumerate(segmented["segments_info"]):
-            if info["score"] <= least:
+            if info["score"] <= threshold:
                 continue
             mask = segmented["segmentation"][number].bool().cpu().numpy()
             name = self.names[info["label_id"]]
-            found.setdefault(name, []).append(Detection(name, info["score"], _box(mask), mask=mask))
-        return [d for each in found.values() for d in sorted(each, key=_doubt)[: self.most]]
+            found.setdefault(name, []).append(
+                Detection(name, info["score"], _bounding_box(mask), mask=mask)
+            )
+        top: list[Detection] = []
+        for detections in found.values():
+            top += sorted(detections, key=lambda d: -d.score)[: self.max_per_class]
+        return top
 
-    def _coloured(self, image: Image.Image, found: list[Detection], task: Task) -> list[Detection]:
+    def _add_colours(
+        self, image: Image.Image, found: list[Detection], task: Task
+    ) -> list[Detection]:
+        """Return the detections, with a color for those whose class has one in the task."""
         return [
-            replace(d, colour=self._colour(image, d)) if d.name in task.coloured else d
+            replace(d, colour=self._colour(image, d)) if d.name in task.colour_classes else d
             for d in found
         ]
 
-    def _colour(self, image: Image.Image, thing: Detection) -> str:
-        if thing.name not in self.texts:
-            self.texts[thing.name] = self._embed(thing.name)
-        texts = self.texts[thing.name].to(self.device)
-        [seen] = self.colours.embed_pictures([cut_out(image, thing)])
-        return COLOURS[int((texts @ seen).argmax())]
+    def _colour(self, image: Image.Image, detection: Detection) -> str:
+        """Return the color of an object: the one whose text is closest to its crop in CLIP."""
+        name = detection.name
+        if name not in self.colour_embeddings:
+            self.colour_embeddings[name] = self._embed_colours(name)
+        texts = self.colour_embeddings[name].to(self.device)
+        [crop] = self.colour_model.embed_pil_images([crop_object(image, detection)])
+        return COLOURS[int((texts @ crop).argmax())]
 
-    def _embed(self, name: str) -> torch.Tensor:
-        """(colours, width): what a thing of each colour is described by."""
+    def _embed_colours(self, name: str) -> torch.Tensor:
+        """Return unit text embeddings (colors, width) of an object in each color."""
         prompts = [t.format(colour, name) for colour in COLOURS for t in TEMPLATES]
-        texts = self.colours.embed_texts(prompts).unflatten(0, (len(COLOURS), len(TEMPLATES)))
+        texts = self.colour_model.embed_texts(prompts).unflatten(0, (len(COLOURS), len(TEMPLATES)))
         return F.normalize(texts.mean(dim=1), dim=-1)
 
 
-def cut_out(image: Image.Image, thing: Detection) -> Image.Image:
-    """The thing alone, on grey."""
-    pixels = np.where(thing.mask[..., None], np.asarray(image), np.uint8(GROUND))
-    left, top, right, bottom = (int(number) for number in thing.box)
+def crop_object(image: Image.Image, detection: Detection) -> Image.Image:
+    """Crop an image to the box of an object, with everything outside its mask in grey."""
+    pixels = np.where(detection.mask[..., None], np.asarray(image), np.uint8(BACKGROUND))
+    left, top, right, bottom = (int(number) for number in detection.box)
     return Image.fromarray(pixels[top:bottom, left:right])
 
 
-def _box(mask: np.ndarray) -> tuple[int, int, int, int]:
-    rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
+def _bounding_box(mask: np.ndarray) -> tuple[int, int, int, int]:
+    rows = np.flatnonzero(mask.any(axis=1))
+    columns = np.flatnonzero(mask.any(axis=0))
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
-
-
-def _doubt(detection: Detection) -> float:
-    return -detection.score

@@ -1,0 +1,235 @@
+"""Generate images of a prompt with base and trained weights from the same noise, and score them."""
+
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.data.images import image_digest
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.demo.limits import DemoLimits, GenerationRequest
+from flow_grpo.diffusion.builders import build_adapter, build_dynamics, image_size
+from flow_grpo.diffusion.config_checks import check_config
+from flow_grpo.diffusion.evaluation import Candidate, WeightSwapper, base_candidate
+from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.diffusion.prompts import build_test_prompts
+from flow_grpo.diffusion.rollout import Denoiser, eval_generators, initial_noise
+from flow_grpo.diffusion.source_images import reward_metadata
+from flow_grpo.errors import UserError
+from flow_grpo.report.console import displayed_rewards
+from flow_grpo.report.grid import format_score
+from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
+from flow_grpo.rewards.failure import NotApplicable
+from flow_grpo.rewards.frames import Sample, to_pil
+from flow_grpo.training.accelerator import build_accelerator
+from flow_grpo.training.builder import build_rewards, eval_reward_weights, suggest_on_oom
+from flow_grpo.training.checkpoint import (
+    BEST,
+    CHECKPOINT_PREFIX,
+    LATEST,
+    find_weights,
+    list_checkpoints,
+)
+
+WEIGHT_KINDS = {
+    "ema_lora": "EMA",
+    "lora": "LoRA",
+    "ema_transformer": "EMA",
+    "transformer": "weights",
+}
+MAX_REWARD_SECONDS = 60.0  # a user waits for it
+MAX_REASON_LENGTH = 200
+
+
+def list_weights(run: Path) -> dict[str, Path]:
+    """Return weight directories by display name, newest first, EMA weights before raw ones."""
+    root, found = run / "checkpoints", {}
+    best = (root / BEST).resolve()
+    for checkpoint in reversed(list_checkpoints(root)):
+        step = checkpoint.name.removeprefix(CHECKPOINT_PREFIX)
+        mark = " (best)" if checkpoint.resolve() == best else ""
+        for folder, kind in WEIGHT_KINDS.items():
+            if any((checkpoint / folder).glob("*.safetensors")):
+                found[f"step {step}, {kind}{mark}"] = checkpoint / folder
+    if not found:
+        raise UserError(
+            "has no checkpoints yet", field=run, hint="train.py saves one every save_freq epochs"
+        )
+    return found
+
+
+def find_checkpoints(run: Path, names: list[str]) -> list[Path]:
+    """Return the weight directories of checkpoints, without duplicates.
+
+    Args:
+        run: Run directory.
+        names: "latest" (the newest intact one), "best", steps or paths.
+    """
+    root = run / "checkpoints"
+    if not list_checkpoints(root):
+        list_weights(run)  # raises
+    known = {LATEST: run} | ({BEST: root / BEST} if (root / BEST).exists() else {})
+    known |= {p.name.removeprefix(CHECKPOINT_PREFIX): p for p in list_checkpoints(root)}
+    found: dict[Path, None] = {}  # an ordered set
+    for name in names:
+        path = known.get(name, root / BEST if name == BEST else Path(name))
+        if not path.exists():
+            raise UserError(
+                f"has no checkpoint {name!r}", field=run, hint=f"choose one of {', '.join(known)}"
+            )
+        found[find_weights(path).resolve()] = None
+    return list(found)
+
+
+@dataclass(frozen=True)
+class GeneratedSample:
+    """A generated image or video and its scores."""
+
+    sample: Sample
+    scores: list[str]  # one line per reward
+
+
+class DemoGenerator:
+    """A loaded model with the rewards of its config; it serves one request at a time.
+
+    Args:
+        config: Config of the run, or of the model if there is no run.
+        run: Run directory; None for the base model only, with the LoRA of `train.lora_path`.
+        rewards: Whether to score what is generated.
+    """
+
+    def __init__(self, config: UncheckedConfig, run: Path | None, *, rewards: bool = True) -> None:
+        config = check_config(config)
+        timeout = min(MAX_REWARD_SECONDS, config.reward_timeout)
+        # no prompt cache: prompts of users are not stored
+        config = replace(config, prompt_cache="", reward_retries=0, reward_timeout=timeout)
+        self.config, self.run = config, run
+        self.size = image_size(config)
+        self.newest = self._newest()
+        self.base = base_candidate(config.train.lora_path)
+        self.accelerator = build_accelerator(config)
+        self.reward = self._build_reward() if rewards else None
+        self.prompts = _load_test_prompts(config)
+        self.adapter = build_adapter(config, self.accelerator)
+        self.limits = DemoLimits.of(config, self.adapter.num_source_images)
+        trained = [self._candidate(self.newest)] if self.newest else []
+        self.swapper = WeightSwapper(self.adapter, [self.base, *trained])
+        with self.swapper.applied(self.base):
+            pass  # rejects a LoRA that does not fit the model
+        self.swapper.check_loadable(trained)
+        self.module = self.accelerator.prepare_model(self.adapter.transformer, evaluation_mode=True)
+        self._lock = threading.Lock()
+
+    def weights(self) -> dict[str, Path]:
+        """Return the current weights; an active run saves new ones and removes old ones."""
+        return list_weights(self.run) if self.run else {}
+
+    def generate(self, request: GenerationRequest) -> list[GeneratedSample]:
+        """Generate and score with the base model and, if requested, with trained weights.
+
+        Returns:
+            The sample of the base model, then that of the trained weights.
+        """
+        candidates = [self.base]
+        if request.weights is not None:
+            candidates.append(self._candidate(request.weights))
+        model = self.adapter
+        model.check(model.pipeline.config, model.transformer.config, {"guidance": request.guidance})
+        prompt = self.find_prompt(request)
+        with self._lock, suggest_on_oom(["fewer --config.frames", "a smaller resolution"]):
+            images = torch.cat([self._sample(each, prompt, request) for each in candidates])
+            lines = self._score(images, prompt) if self.reward else [[] for _ in candidates]
+        return [GeneratedSample(*each) for each in zip(to_pil(images), lines, strict=True)]
+
+    def find_prompt(self, request: GenerationRequest) -> Prompt:
+        """Return the test prompt with this text and these images, else a new prompt.
+
+        Only a test prompt has metadata for the rewards.
+        """
+        digests = list(map(image_digest, request.images))
+        for prompt in self.prompts:
+            same_text = prompt.prompt == request.prompt
+            if same_text and list(map(image_digest, prompt.images)) == digests:
+                return prompt
+        return Prompt(request.prompt, images=request.images)
+
+    def close(self) -> None:
+        if self.reward:
+            close_scorers(self.reward)
+
+    def _newest(self) -> str | None:
+        """Return the display name of the newest intact weights, EMA weights if there are any."""
+        names = {folder: name for name, folder in self.weights().items()}
+        return names[find_weights(self.run)] if self.run else None
+
+    def _sample(self, candidate: Candidate, prompt: Prompt, request: GenerationRequest) -> Tensor:
+        """Return the sample of a candidate with the seed of the request, decoded, in [0, 1].
+
+        Its shape is (1, 3, H, W), or (1, F, 3, H, W) for a video.
+        """
+        with self.swapper.applied(candidate) as adapter:
+            dynamics = build_dynamics(
+                self.config, adapter, request.steps, guidance_scale=request.guidance
+            )
+            denoiser = Denoiser(adapter, self.module, dynamics)
+            shape = adapter.latent_shape(*self.size)
+            noise = initial_noise(eval_generators(request.seed, [0]), shape, adapter.device)
+            return adapter.decode(denoiser.sample(noise, denoiser.encode([prompt])).final)
+
+    def _score(self, images: Tensor, prompt: Prompt) -> list[list[str]]:
+        """Return the score lines of each image, scored together: a reward may compare them."""
+        self.reward.clear_errors()
+        count = len(images)
+        metadata = reward_metadata([prompt] * count, self.adapter)
+        scores = self.reward(images, [prompt.prompt] * count, metadata)
+        return [format_score_lines(self.reward, scores, row, prompt) for row in range(count)]
+
+    def _candidate(self, name: str) -> Candidate:
+        """Return the weights with this display name; reject missing and damaged ones."""
+        found = self.weights()
+        if not isinstance(name, str) or name not in found:
+            raise UserError(
+                f"checkpoint {name!r} no longer exists",
+                hint="reload the page and choose one",
+            )
+        return Candidate(name, find_weights(found[name]))  # raises if damaged
+
+    def _build_reward(self) -> WeightedReward:
+        """Build the evaluation reward of the run."""
+        try:
+            [reward] = build_rewards(
+                self.config, self.accelerator, eval_reward_weights(self.config)
+            )
+        except UserError as error:
+            raise UserError(str(error), hint="use --no-rewards to generate without") from error
+        return reward
+
+
+def format_score_lines(
+    reward: WeightedReward, scores: dict[str, np.ndarray], row: int, prompt: Prompt
+) -> list[str]:
+    """Return a line per reward with its score, or the reason why there is none."""
+    names, lines = displayed_rewards(scores), []
+    if all(scores[name][row] == NotApplicable() for name in reward.weights):
+        names = [name for name in names if name != TOTAL]
+    for name in names:
+        value, reason = float(scores[name][row]), ""
+        if value == NotApplicable():
+            reason = reward.scorers[name].skip_reason(prompt.prompt, prompt.metadata)
+        elif np.isnan(value):
+            reason = reward.last_errors.get(name)
+        reason = f"  ({' '.join(reason.split())[:MAX_REASON_LENGTH]})" if reason else ""
+        lines.append(f"{name}  {format_score(value)}{reason}")
+    return lines
+
+
+def _load_test_prompts(config: DiffusionConfig) -> list[Prompt]:
+    """Return the test prompts; none if they are missing, as generation does not need them."""
+    try:
+        return build_test_prompts(config)
+    except UserError:
+        return []

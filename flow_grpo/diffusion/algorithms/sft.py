@@ -1,0 +1,41 @@
+"""Online supervised fine-tuning: flow matching on the best sample of each group."""
+
+import numpy as np
+from torch import Tensor
+
+from flow_grpo.advantages import mark_best_and_worst
+from flow_grpo.diffusion.algorithms.base import Batch, ScoredSamples
+from flow_grpo.diffusion.algorithms.forward_process import ForwardProcessAlgorithm, NoisedSamples
+from flow_grpo.diffusion.algorithms.settings import ForwardSettings
+from flow_grpo.losses import mean_square
+
+
+class Sft(ForwardProcessAlgorithm):
+    """Online supervised fine-tuning: flow matching on the best sample of each group."""
+
+    name = "sft"
+    Settings = ForwardSettings
+    needs_whole_groups = True
+    overrides_credit = True
+    zero_loss_without_credit = True
+
+    def credit(self, scored: ScoredSamples) -> np.ndarray:
+        """Return 1 for the best of each group and 0 otherwise, also for all of equal ones."""
+        return mark_best_and_worst(scored.total, scored.groups).clip(min=0)
+
+    @property
+    def trained_samples(self) -> int:
+        return self.setup.update_samples // self.setup.group_size
+
+    def batches(self, update: list[Batch], size: int) -> list[Batch]:
+        """Return batches of the best sample of each group of the update."""
+        samples = Batch.concat(update)
+        credit = samples.credit.numpy()
+        best = np.array([rows[credit[rows].argmax()] for rows in samples.rows_by_group()])
+        return [samples[best[i : i + size]] for i in range(0, len(best), size)]
+
+    def objective(
+        self, velocity: Tensor, at: NoisedSamples, batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        error = mean_square(velocity - at.target)
+        return batch.credit * error, {"matching_error": error}

@@ -1,0 +1,132 @@
+"""Build the model of a diffusion config and the parameters that it is sampled with."""
+
+import logging
+from dataclasses import asdict
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from flow_grpo.data.hub import download_revision
+from flow_grpo.diffusion.config_checks import check_guidance_gradient
+from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.diffusion.models import (
+    GUIDANCE_2_FIELD,
+    ModelAdapter,
+    Size,
+    check_model,
+    find_adapter,
+    load_adapter,
+)
+from flow_grpo.diffusion.models.experts import check_expert_folders, expert_folders_of_model
+from flow_grpo.diffusion.rollout import Dynamics
+from flow_grpo.errors import UserError
+from flow_grpo.perf.compile_utils import missing_compile_dependency
+from flow_grpo.perf.quantization import UNQUANTIZED
+from flow_grpo.sde import Solver
+from flow_grpo.training.builder import DTYPES
+from flow_grpo.training.distributed import is_sharded
+from flow_grpo.untrusted_files import flatten_fields
+
+logger = logging.getLogger("flow_grpo")
+
+
+def resolve_model_family(config: DiffusionConfig) -> type[ModelAdapter] | None:
+    """Return the model's family, or None if it cannot be determined yet."""
+    pretrained = config.pretrained
+    try:
+        return find_adapter(download_revision(pretrained.model, pretrained.revision))
+    except UserError:  # reported when the model is loaded
+        return None
+
+
+def resolve_model_path(config: DiffusionConfig) -> str:
+    """Return the folder or hub id of the model; its name if the revision cannot be downloaded."""
+    try:
+        return download_revision(config.pretrained.model, config.pretrained.revision)
+    except UserError:  # reported when the model is loaded
+        return config.pretrained.model
+
+
+def can_compile(config: DiffusionConfig, accelerator: Accelerator) -> bool:
+    """Return whether to compile the model; log a warning if a dependency is missing."""
+    if not config.compile or accelerator.device.type != "cuda" or is_sharded(accelerator):
+        return False
+    if missing := missing_compile_dependency():
+        logger.warning("compile=True is ignored: %s is missing; the run will be slower", missing)
+    return not missing
+
+
+def can_use_cuda_graphs(config: DiffusionConfig, accelerator: Accelerator) -> bool:
+    """Return whether the transformer can be captured in CUDA graphs.
+
+    Excluded are activation checkpointing, which recomputes in the backward pass; full fine-tuning,
+    as a graph would hold all gradients a second time; and sharding, which gathers weights layer by
+    layer. DDP was tested with one GPU, see docs/performance.md.
+    """
+    wanted = config.cuda_graphs and accelerator.device.type == "cuda"
+    unsharded = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+    return wanted and unsharded and config.use_lora and not config.train.gradient_checkpointing
+
+
+def build_adapter(config: DiffusionConfig, accelerator: Accelerator) -> ModelAdapter:
+    """Check the settings against the model's config files, then load it."""
+    model = download_revision(config.pretrained.model, config.pretrained.revision)
+    sample = config.sample
+    explored = sample.explore_steps if config.train.keep_best_worst else sample.num_steps
+    fewest_steps = min(sample.num_steps, sample.eval_num_steps, explored)
+    names = ["sample.guidance_scale", "sample.eval_guidance_scale", GUIDANCE_2_FIELD]
+    for name in ("train_guidance", "kl_guidance", "teacher_guidance"):
+        names.append(f"{config.algorithm}.{name}")
+    guidance = {n: v for n, v in flatten_fields(asdict(config)) if n in names and v is not None}
+    sharded = is_sharded(accelerator)
+    check_model(model, image_size(config), guidance, fewest_steps, sharded=sharded)
+    check_guidance_gradient(config, find_adapter(model))
+    if config.train.lora_path:  # loading the model may take minutes
+        check_expert_folders(config.train.lora_path, expert_folders_of_model(model))
+    adapter = load_adapter(
+        model,
+        device=accelerator.device,
+        dtype=DTYPES[config.mixed_precision],
+        max_sequence_length=config.max_sequence_length,
+        prompt_cache=config.prompt_cache,
+        offload_idle=config.offload_idle,
+        source_size=image_size(config),
+        base_precision=config.pretrained.base_precision,
+        keep_full=config.sample.eval_precision == UNQUANTIZED,
+        encoder_precision=config.pretrained.encoder_precision,
+    )
+    adapter.guidance_scale_2 = config.sample.guidance_scale_2
+    return adapter
+
+
+def build_dynamics(
+    config: DiffusionConfig,
+    adapter: ModelAdapter,
+    num_steps: int,
+    *,
+    guidance_scale: float | None = None,
+    solver: Solver = "euler",
+) -> Dynamics:
+    """Build the sampling dynamics; the defaults are those of an evaluation."""
+    if guidance_scale is None:
+        guidance_scale = get_eval_guidance_scale(config)
+    return Dynamics(
+        adapter.schedule(num_steps, *image_size(config)),
+        kind=config.sample.sde_type,
+        noise_level=config.sample.noise_level,
+        guidance_scale=guidance_scale,
+        guidance_gradient=config.train.guidance_gradient,
+        solver=solver,
+    )
+
+
+def get_eval_guidance_scale(config: DiffusionConfig) -> float:
+    """Return the guidance scale of evaluations, by default that of the rollout."""
+    scale = config.sample.eval_guidance_scale
+    return config.sample.guidance_scale if scale is None else scale
+
+
+def image_size(config: DiffusionConfig) -> Size:
+    """Return the size of the samples; `resolution` replaces a missing height or width."""
+    height, width = config.height or config.resolution, config.width or config.resolution
+    return Size(height, width, config.frames)

@@ -1,0 +1,168 @@
+"""Data anchor: a flow-matching loss on given images, added to the loss of the algorithm.
+
+With an image x0, noise e and x_t = (1 - t) x0 + t e, the loss is mean((v(x_t, t) - (e - x0))^2). It
+keeps samples close to the data, in place of or in addition to a KL penalty (Ye et al. 2025, arXiv
+2512.04332).
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from flow_grpo.data.columns import IMAGE, IMAGE_SUFFIXES, SUFFIXES
+from flow_grpo.data.images import check_images
+from flow_grpo.data.prompts import Prompt, load_prompts
+from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
+from flow_grpo.diffusion.algorithms.forward_process import NoisedSamples, add_noise
+from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.diffusion.models import Conditioning, ModelAdapter
+from flow_grpo.diffusion.models.base import latent_dtype
+from flow_grpo.diffusion.models.prompt_cache import PromptCache, encoder_identity
+from flow_grpo.diffusion.policy import Policy
+from flow_grpo.diffusion.prompts import row_layout
+from flow_grpo.errors import UserError
+from flow_grpo.losses import mean_square
+from flow_grpo.report.console import progress_bar
+from flow_grpo.training.distributed import raise_on_all_ranks
+from flow_grpo.untrusted_files import read_text
+
+
+def load_anchor_images(config: DiffusionConfig) -> list[Prompt]:
+    """Load the captions and images of `anchors.data`; empty if it is not set."""
+    source = config.anchors.data
+    if not source:
+        return []
+    files = sorted(each for each in _list_files(source) if each.suffix.lower() in SUFFIXES[IMAGE])
+    if unsupported := [each.name for each in files if each.suffix.lower() not in IMAGE_SUFFIXES]:
+        raise UserError(
+            f"contains {unsupported[0]}, whose format is not supported",
+            field="anchors.data",
+            value=source,
+            hint=f"convert it to one of {', '.join(IMAGE_SUFFIXES)}, or move it elsewhere",
+        )
+    if files:
+        return [_load_captioned_image(file) for file in files]
+    rows = load_prompts(source, "train", row_layout(config), config.prompt_fn)
+    for row in rows:
+        if len(row.images) != 1:
+            raise UserError(
+                f"has {len(row.images)} images, but anchors.data needs exactly one per row",
+                field=row.where,
+                hint='put one path in the column "image"',
+            )
+    return rows
+
+
+def _list_files(source: str) -> list[Path]:
+    """List the files of a folder that has no prompt table."""
+    folder = Path(source)
+    if not os.path.isdir(folder) or any(folder.glob("train*.*")):
+        return []
+    return list(folder.iterdir())
+
+
+def _load_captioned_image(file: Path) -> Prompt:
+    """Return an image with the caption in the .txt file next to it, which must not be empty."""
+    caption = file.with_suffix(".txt")
+    if not caption.is_file():
+        raise UserError(
+            "has no caption", field=file, hint=f"write one to {caption.name} next to it"
+        )
+    text = read_text(caption).strip()
+    if not text:
+        raise UserError("is empty", field=caption, hint=f"describe {file.name} in it")
+    return Prompt(text, images=(file,), where=str(caption))
+
+
+def check_anchor_data(
+    rows: list[Prompt], model: str, family: type[ModelAdapter] | None, accelerator: Accelerator
+) -> None:
+    """Reject models that cannot be trained on captioned images, and invalid image files."""
+    if not rows:
+        return
+    if family and not family.encodes_images:
+        raise UserError(
+            f"contains images, but {model} generates videos",
+            field="anchors.data",
+            hint="set it to ''",
+        )
+    if family and family.num_source_images[0] > 0:
+        raise UserError(
+            f"has no source images, which {model} needs",
+            field="anchors.data",
+            hint="set it to ''",
+        )
+    bar = partial(progress_bar, shown=accelerator.is_main_process)
+    raise_on_all_ranks(accelerator, lambda: check_images(rows, accelerator, bar))
+
+
+@dataclass(frozen=True)
+class DataBatch:
+    """Noised captioned images and the embeddings of their captions."""
+
+    noised: NoisedSamples  # (B, C, H, W)
+    conditioning: Conditioning
+
+
+class DataAnchor:
+    """Captioned images and their flow-matching loss.
+
+    Each image is encoded once; latents are cached in memory, and on disk if prompts are.
+    """
+
+    def __init__(self, rows: list[Prompt], policy: Policy, weight: float) -> None:
+        self.rows, self.policy, self.weight = rows, policy, weight
+        adapter = policy.adapter
+        encoder = {"vae": adapter.vae} if adapter.prompt_cache else {}
+        identity = encoder_identity(encoder, {}, device=adapter.device, size=adapter.source_size)
+        self._latents = PromptCache(adapter.prompt_cache, identity)
+
+    def batches(
+        self, seed: tuple[int, ...], size: int, count: int, process: int, processes: int
+    ) -> Iterator[DataBatch]:
+        """Yield this process's `count` batches of `size` images, at one random noise level each.
+
+        The images of an update depend on the seed only, not on the number of processes.
+        """
+        schedule = self.policy.dynamics.schedule
+        first, *rest = seed
+        positions = np.arange(processes * count * size).reshape(processes, count, size)[process]
+        for batch_positions in positions.tolist():
+            keys = [(first, Stream.DATA, *rest, position) for position in batch_positions]
+            rngs = [numpy_rng(*key) for key in keys]
+            rows = [self.rows[rng.integers(len(self.rows))] for rng in rngs]
+            steps = np.array([[rng.integers(len(schedule))] for rng in rngs])
+            x0 = torch.cat([self._encode_image(row) for row in rows])
+            generators = [torch_generator(*key) for key in keys]
+            texts = self.policy.adapter.encode([row.prompt for row in rows], None)
+            yield DataBatch(add_noise(schedule, x0, steps, generators)[0], texts)
+
+    def loss(self, batch: DataBatch) -> Tensor:
+        """Return the flow-matching loss of each image, (B,)."""
+        adapter, scale = self.policy.adapter, self.policy.dynamics.guidance_scale
+        velocity = self.policy.velocity(
+            batch.noised.x_t,
+            batch.noised.timesteps,
+            batch.conditioning,
+            # unguided, as in pretraining, if guidance is applied in sampling only
+            guidance=adapter.guidance_threshold if adapter.is_guided(scale) else scale,
+        )
+        return mean_square(velocity - batch.noised.target)
+
+    def _encode_image(self, row: Prompt) -> Tensor:
+        """Return the VAE latents of an anchor image, (1, C, H, W), cached."""
+        [image] = row.images
+        adapter = self.policy.adapter
+        name = self._latents.name("", row.images)
+        found = self._latents.find([name]).get(name)
+        if found is None:
+            found = self._latents.add(name, {"latents": adapter.encode_image_latents(image)})
+        latents = found["latents"][None].to(latent_dtype(self.policy.transformer))
+        return latents.to(adapter.device)

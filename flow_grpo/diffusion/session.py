@@ -1,0 +1,384 @@
+"""The state of a diffusion run, and how it is built from a config."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from accelerate import Accelerator
+from PIL import Image
+
+from flow_grpo.config.custom import as_user_error
+from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.data.mixing import held_out_share, parse_sources, set_indices
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.diffusion.algorithms import ALGORITHMS, Algorithm, Setup
+from flow_grpo.diffusion.builders import (
+    build_adapter,
+    build_dynamics,
+    can_compile,
+    can_use_cuda_graphs,
+    image_size,
+    resolve_model_family,
+    resolve_model_path,
+)
+from flow_grpo.diffusion.config_checks import (
+    check_config,
+    check_groupwise_rewards,
+    check_ineffective_settings,
+    check_nonzero_advantages,
+    check_rollout_gradients,
+    collect_config_warnings,
+    reject_groupwise_eval_rewards,
+)
+from flow_grpo.diffusion.data_anchor import DataAnchor, check_anchor_data, load_anchor_images
+from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
+from flow_grpo.diffusion.models import ModelAdapter, Size, check_size
+from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size, memory_saving_options
+from flow_grpo.diffusion.policy import Policy
+from flow_grpo.diffusion.prompts import PromptSets, build_prompts
+from flow_grpo.diffusion.rollout_gradients import RolloutGradients
+from flow_grpo.diffusion.smoke_test import smoke_test_algorithm, smoke_test_family
+from flow_grpo.diffusion.source_images import check_source_images, metadata_with_images
+from flow_grpo.diffusion.teachers import TeacherFiles, add_teachers, load_teachers
+from flow_grpo.errors import UserError
+from flow_grpo.perf.quantization import check_precision
+from flow_grpo.rewards import WeightedReward
+from flow_grpo.training.builder import (
+    SessionBuilder,
+    StartFinder,
+    suggest_on_oom,
+)
+from flow_grpo.training.config_changes import check_same_goal
+from flow_grpo.training.distributed import is_sharded, needs_equal_passes, raise_on_all_ranks
+from flow_grpo.training.resume import find_start
+from flow_grpo.training.session import BaseSession
+from flow_grpo.training.snapshot import Reference, Snapshot
+
+logger = logging.getLogger("flow_grpo")
+
+
+@dataclass(kw_only=True)
+class Session(BaseSession):
+    """State of a diffusion run: everything that the training loop reads and updates."""
+
+    plan: BatchPlan
+    prompts: list[Prompt]
+    prompt_sets: list[tuple[int, int]]  # rows and groups per epoch of each prompt set
+    test_prompts: list[Prompt]
+    adapter: ModelAdapter
+    algorithm: Algorithm
+    policy: Policy
+    behaviour_snapshot: Snapshot | None  # weights that sampled the epoch to be trained next
+    data_anchor: DataAnchor | None = None  # images trained alongside the samples
+    rollout_gradients: RolloutGradients | None = None  # gradients computed while sampling
+
+    def noisy_steps(self, epoch: int, first: int) -> range:
+        """Return the steps that add noise, for the batch whose first sample is `first`.
+
+        `first` is a sample index within the epoch.
+        """
+        keys = {"epoch": [], "group": [first // self.plan.group_size], "batch": [first]}
+        key = keys[self.config.sample.sde_window_per]
+        rng = numpy_rng(self.config.seed, Stream.WINDOW, epoch, *key)
+        return self.algorithm.noisy_steps(rng, epoch)
+
+    def test_set_names(self) -> list[str]:
+        """Return the prompt set of each test prompt; empty if there is only one set."""
+        if len(self.prompt_sets) < 2:
+            return []
+        return [p.metadata["dataset"] for p in self.test_prompts]
+
+    def held_out_share(self) -> float:
+        return held_out_share(self.prompts, self.test_prompts)
+
+    def tasks(self, rows: np.ndarray) -> np.ndarray:
+        """Return the name of the prompt set that each prompt row belongs to."""
+        sizes = [count for count, _ in self.prompt_sets]
+        return np.array(self.algorithm.setup.tasks)[set_indices(sizes, rows)]
+
+    def use_sampling_weights(self) -> AbstractContextManager:
+        """Return a context in which the policy has the weights that sample the next batch."""
+        old = self.algorithm.samples_with_old_policy(self.progress.step)
+        return self.policy.old.applied() if old else nullcontext()
+
+    def use_behaviour_weights(self) -> AbstractContextManager:
+        """Return a context in which the policy has the weights that sampled the current epoch."""
+        if self.behaviour_snapshot is None:
+            return self.use_sampling_weights()
+        return self.behaviour_snapshot.applied()
+
+    def snapshot_behaviour_weights(self) -> None:
+        """Copy the weights that sampled the next epoch, with `sample.async_depth`.
+
+        Call it right before training changes them, so that a run stopped earlier still has the
+        weights of the samples it was about to train; or after training, if the loss compares with
+        the previous snapshot.
+        """
+        if self.behaviour_snapshot is not None:
+            with self.use_sampling_weights():
+                self.behaviour_snapshot.blend(0)
+
+    def allowed_skips(self) -> dict[str, bool]:
+        """Return what may be skipped if its gradient is zero.
+
+        Whole batches, unless all ranks must run the same number of forward passes; single samples
+        in float32 on a CPU only, because elsewhere a different batch size rounds too differently.
+        """
+        exact = self.config.mixed_precision == "no" and self.accelerator.device.type == "cpu"
+        return {"batch": not needs_equal_passes(self.accelerator), "sample": exact}
+
+
+AdapterLoader = Callable[[DiffusionConfig, Accelerator], ModelAdapter]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The prompts and images of a run, checked."""
+
+    prompts: PromptSets
+    anchor_images: list[Prompt]
+    size: Size
+
+    @property
+    def all_prompts(self) -> list[Prompt]:
+        return [*self.prompts.train, *self.prompts.test]
+
+
+def build_session(
+    config: UncheckedConfig | DiffusionConfig,
+    load: AdapterLoader | None = None,
+    begin: StartFinder = find_start,
+    num_processes: int | None = None,
+) -> Session:
+    """Build everything a run needs; what is cheap to check is checked before weights load.
+
+    Args:
+        config: A config of this trainer; it is checked.
+        load: Replacement for `build_adapter`, for models that were never saved.
+        begin: Finds and locks the run directory; without a lock nothing is written to it.
+        num_processes: Number of processes to plan for, if not the current one. Such a session can
+            only be measured.
+    """
+    check_same_goal(config)
+    config = check_config(config)
+    if load is None:  # sessions with a loader are only measured, so groups of one are fine
+        check_nonzero_advantages(config)
+    algorithm = build_algorithm(config)
+    if config.algorithm in config.custom_algorithms:
+        smoke_test_algorithm(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)
+    losses_per_update = algorithm.batch_count(config.train.batch_size) * algorithm.losses_per_sample
+    with SessionBuilder(config, accumulation_steps=losses_per_update) as run:
+        plan = _build_checked_plan(run, algorithm, num_processes)
+        run.open_folder(begin, plan.updates)
+        data = _load_run_data(run, plan, has_model_files=load is None)
+        teachers = _load_checked_teachers(run, algorithm)
+        run.add_rewards(partial(_check_rewards, config, algorithm, plan, data))
+        policy = _build_policy(run, algorithm, data, load or build_adapter)
+        add_teachers(policy, teachers, algorithm.initial_loras)
+        run.add_policy(policy)
+        _optimize_adapter(run, policy.adapter, algorithm, data)
+        # before a checkpoint is loaded, so that they are the same after a resume
+        behaviour_snapshot = _add_snapshots(run, policy, algorithm)
+        rollout_gradients = _build_rollout_gradients(run, policy, algorithm, plan)
+        session = Session(
+            **run.finish(),
+            plan=plan,
+            prompts=data.prompts.train,
+            prompt_sets=data.prompts.sets,
+            test_prompts=data.prompts.test,
+            adapter=policy.adapter,
+            algorithm=algorithm,
+            behaviour_snapshot=behaviour_snapshot,
+            rollout_gradients=rollout_gradients,
+        )
+        if data.anchor_images:
+            weight = config.anchors.data_weight
+            session.data_anchor = DataAnchor(data.anchor_images, policy, weight)
+        algorithm.load_state_dict(session.progress.algorithm)
+    return session
+
+
+def _build_checked_plan(
+    run: SessionBuilder, algorithm: Algorithm, num_processes: int | None
+) -> BatchPlan:
+    """Plan the batches of an epoch and check the settings that depend on the hardware."""
+    config, accelerator = run.config, run.accelerator
+    if accelerator.is_main_process:
+        for line in collect_config_warnings(config):
+            logger.warning(line)
+    processes = num_processes or accelerator.num_processes
+    plan = build_plan(config, processes, algorithm.losses_per_sample)
+    if algorithm.needs_whole_groups:
+        plan.check_whole_groups(algorithm.name)
+    check_rollout_gradients(config, algorithm, plan, accelerator)
+    encoder_precision = config.pretrained.encoder_precision
+    check_precision("pretrained.encoder_precision", encoder_precision, accelerator.device)
+    return plan
+
+
+def _load_run_data(run: SessionBuilder, plan: BatchPlan, *, has_model_files: bool) -> RunData:
+    """Load prompts and anchor images and check that the model accepts them."""
+    config, accelerator = run.config, run.accelerator
+    data = RunData(build_prompts(config, plan), load_anchor_images(config), image_size(config))
+    model = config.pretrained.model
+    family = resolve_model_family(config) if has_model_files else None
+    if family is not None:  # before rewards are tried on images of this size
+        check_size(resolve_model_path(config), data.size)
+    if has_model_files:
+        check_source_images(data.all_prompts, model, family, data.size, accelerator)
+    check_anchor_data(data.anchor_images, model, family, accelerator)
+    return data
+
+
+def _load_checked_teachers(run: SessionBuilder, algorithm: Algorithm) -> TeacherFiles:
+    """Read the LoRA files that the algorithm needs besides the trained one."""
+    train = run.config.train
+    if algorithm.loras and (is_sharded(run.accelerator) or not run.config.use_lora):
+        raise UserError(
+            "swaps LoRA weights, which needs use_lora=True and neither ZeRO-3 nor FSDP",
+            field="algorithm",
+            value=algorithm.name,
+        )
+    if algorithm.initial_loras and train.lora_path:
+        raise UserError(
+            f"has no effect with {algorithm.name}.start='merged'",
+            field="train.lora_path",
+            value=train.lora_path,
+            hint=f"set {algorithm.name}.start='model'",
+        )
+    return load_teachers(algorithm.loras, train, resolve_model_path(run.config))
+
+
+def _check_rewards(
+    config: DiffusionConfig,
+    algorithm: Algorithm,
+    plan: BatchPlan,
+    data: RunData,
+    reward: WeightedReward,
+    eval_reward: WeightedReward,
+) -> None:
+    """Check the rewards of training and evaluation with the algorithm, the plan and the prompts."""
+    check_groupwise_rewards(config, reward.pairwise_rewards, plan)
+    if algorithm.needs_reward_gradient:
+        reward.check_differentiable(f"algorithm={algorithm.name!r}")
+    reject_groupwise_eval_rewards(eval_reward.pairwise_rewards)
+    check_reward(reward, data.prompts.train, data.size)
+    check_reward(eval_reward, data.prompts.test, data.size)
+
+
+def _build_policy(
+    run: SessionBuilder, algorithm: Algorithm, data: RunData, load: AdapterLoader
+) -> Policy:
+    """Load the model and add the trainable weights."""
+    config, sample, train = run.config, run.config.sample, run.config.train
+    with suggest_on_oom(memory_saving_options(config)):
+        adapter = load(config, run.accelerator)
+    family = type(adapter.pipeline).__name__
+    if family in config.custom_models:
+        prompt = data.prompts.train[0]
+        smoke_test_family(adapter, prompt, data.size, sample, f"custom_models.{family}")
+    guidance = {"guidance_scale": sample.guidance_scale, "solver": sample.solver}
+    dynamics = build_dynamics(config, adapter, sample.num_steps, **guidance)
+    return Policy(
+        adapter,
+        replace(dynamics, max_guidance=algorithm.max_guidance),
+        use_lora=config.use_lora,
+        rank=train.lora_rank,
+        alpha=train.lora_alpha,
+        lora_path=train.lora_path,
+        gradient_checkpointing=train.gradient_checkpointing,
+        seed=config.seed,
+    )
+
+
+def _optimize_adapter(
+    run: SessionBuilder, adapter: ModelAdapter, algorithm: Algorithm, data: RunData
+) -> None:
+    """Apply the enabled optimisations; CUDA graphs only where the replayed graph is valid."""
+    config, accelerator = run.config, run.accelerator
+    adapter.apply_optimizations(
+        fold=not is_sharded(accelerator),  # sharded engines gather weights layer by layer
+        compiled=can_compile(config, accelerator),
+        graphs=can_use_cuda_graphs(config, accelerator)
+        # a captured graph has no mask for samples without a source image,
+        and len({len(p.images) for p in data.all_prompts}) == 1
+        # no gradients of its inputs,
+        and not algorithm.needs_reward_gradient
+        # and no second backward pass
+        and not (config.train.keep_gradients and algorithm.needs_reference),
+    )
+
+
+def _add_snapshots(run: SessionBuilder, policy: Policy, algorithm: Algorithm) -> Snapshot | None:
+    """Add the reference and old weights the algorithm needs; return the behaviour snapshot."""
+    config, accelerator = run.config, run.accelerator
+    if algorithm.needs_reference:
+        policy.reference = Reference(policy.trained_parameters())
+        if config.use_lora or algorithm.anchors.resets_reference:
+            policy.reference.prepare(accelerator)
+    if algorithm.keeps_old_policy:
+        policy.old = Snapshot(policy.trained_parameters(), "old").prepare(accelerator)
+    if not config.sample.async_depth:
+        return None
+    snapshot = Snapshot(policy.trained_parameters(), "stale").prepare(accelerator)
+    policy.behaviour = snapshot if algorithm.old_is_behaviour else None
+    return snapshot
+
+
+def _build_rollout_gradients(
+    run: SessionBuilder, policy: Policy, algorithm: Algorithm, plan: BatchPlan
+) -> RolloutGradients | None:
+    """Build the buffers of `train.keep_gradients`, None if it is off; log the memory they need."""
+    if not run.config.train.keep_gradients:
+        return None
+    gradients = RolloutGradients(run.accelerator, policy, algorithm)
+    samples = plan.samples // plan.num_processes
+    memory = raise_on_all_ranks(run.accelerator, lambda: gradients.describe_memory(samples))
+    logger.info("%-21s %s", "rollout gradients", memory)
+    return gradients
+
+
+def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> None:
+    """Check that a reward can score all prompts, and try it on noise, before the model loads."""
+    grey = Image.new("RGB", (size.width, size.height), "grey")
+    texts = [p.prompt for p in prompts]
+    metadata = [metadata_with_images(p, lambda _: grey) for p in prompts]
+    reward.check(texts, metadata)
+    for name, rows in reward.applicable_rows(texts, metadata).items():
+        if len(rows) < len(prompts):
+            logger.info("%-21s applies to %d of %d prompts", name, len(rows), len(prompts))
+    reward.smoke_test(texts, metadata, size.width, size.height, size.frames)
+
+
+def build_algorithm(config: UncheckedConfig | DiffusionConfig) -> Algorithm:
+    """Build the algorithm of the config and check its settings."""
+    config = DIFFUSION_SPEC.freeze(config)
+    sample, train = config.sample, config.train
+    chosen = ALGORITHMS[config.algorithm]
+    setup = Setup(
+        num_steps=sample.num_steps,
+        sde_type=sample.sde_type,
+        window_size=sample.sde_window_size,
+        window_range=tuple(sample.sde_window_range),
+        timestep_fraction=train.timestep_fraction,
+        estimator=train.advantage,
+        scale="batch" if sample.global_std else "group",
+        group_size=group_size(config),
+        update_samples=train.batch_size * train.gradient_accumulation_steps,
+        anchors=config.anchors,
+        tasks=tuple(source.name for source in parse_sources(config.dataset)),
+    )
+    is_custom = config.algorithm in config.custom_algorithms
+    field = f"custom_algorithms.{chosen.name}"
+    with as_user_error(field, chosen) if is_custom else nullcontext():
+        try:
+            algorithm = chosen(config.algorithm_settings, setup)
+            algorithm.check()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    check_ineffective_settings(config, algorithm)
+    return algorithm

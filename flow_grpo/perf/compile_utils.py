@@ -1,0 +1,56 @@
+"""Whether torch can compile on this machine, and compilation with a fallback to eager mode."""
+
+import logging
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flow_grpo.errors import first_line
+from flow_grpo.perf.inductor import compiler_errors, has_triton
+
+logger = logging.getLogger("flow_grpo")
+
+
+def missing_compile_dependency() -> str:
+    """Return what `torch.compile` needs on a GPU and is not installed, or ""."""
+    if not has_triton():
+        return "Triton"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler (gcc or clang)"
+    # the default scheme of Debian names another directory
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    return "" if header.is_file() else f"{header} (python3-dev)"
+
+
+@cache
+def compile_or_eager(function: Callable) -> Callable:
+    """Return a compiled version of a small function, for tensors of any size.
+
+    If compilation fails at a call, it logs a warning and is replaced by the function itself.
+    """
+    if missing_compile_dependency():
+        return function
+    chosen = torch.compile(function, dynamic=True)
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        """Call the compiled function, or `function` once compilation has failed."""
+        nonlocal chosen
+        try:
+            return chosen(*args, **options)
+        except compiler_errors() as error:
+            logger.warning(
+                "%s could not be compiled and will be slower: %s",
+                function.__name__,
+                first_line(error),
+            )
+            chosen = function
+            return function(*args, **options)
+
+    return call

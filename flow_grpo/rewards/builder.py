@@ -1,0 +1,185 @@
+"""Build rewards from their names and options."""
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flow_grpo.errors import UserError, did_you_mean
+from flow_grpo.rewards.config_checks import check_reward_names, check_weights
+from flow_grpo.rewards.custom import import_scorer
+from flow_grpo.rewards.failure import DEFAULT_POLICY, FailurePolicy
+from flow_grpo.rewards.frames import FRAMES_OPTION, resolve_frame_rule, split_frame_rules
+from flow_grpo.rewards.protocol import Scorer, as_scorer, constructor_parameters
+from flow_grpo.rewards.registry import REWARDS
+from flow_grpo.rewards.weighted_reward import WeightedReward
+from flow_grpo.rewards.workers.guard import GuardedScorer
+
+TOKEN_ENV = "REWARD_SERVER_TOKEN"
+
+
+def build_reward(
+    weights: Mapping[str, float],
+    *,
+    device: str = "cpu",
+    custom: Mapping[str, str] | None = None,
+    servers: Mapping[str, str] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    policy: FailurePolicy = DEFAULT_POLICY,
+) -> WeightedReward:
+    """Build the rewards named in `weights`.
+
+    Args:
+        weights: Weight of each reward; rewards of weight 0 are only logged.
+        device: Passed to reward classes that have a `device` parameter.
+        custom: Further rewards by name, as "package.module:attribute": a scorer or scorer class.
+        servers: URLs, separated by commas, of the reward servers of rewards scored remotely.
+        options: Keyword arguments by name for rewards that are classes. Every reward also has the
+            option `frames`, the frames of a video that it scores.
+        policy: Retries and timeout. A class with a `policy` parameter handles its failures itself.
+
+    Returns:
+        A callable `reward(images, prompts, metadata)` that returns arrays (N,) by reward name.
+    """
+    check_weights(weights)
+    scorers = build_scorers(
+        weights, device=device, custom=custom, servers=servers, options=options, policy=policy
+    )
+    return WeightedReward(guard_scorers(scorers, policy), weights)
+
+
+def option_names(reward: str, path: str) -> list[str] | None:
+    """Return the names of a reward's options, or None if it accepts any.
+
+    Args:
+        reward: Name of the reward.
+        path: Its function or class, as "package.module:attribute".
+    """
+    try:
+        scorer = import_scorer(reward, path)
+    except UserError:  # reported when it is built
+        return None
+    parameters = constructor_parameters(scorer)
+    return None if _accepts_any_option(parameters) else [*parameters, FRAMES_OPTION]
+
+
+def _accepts_any_option(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def build_scorers(
+    names: Iterable[str],
+    *,
+    device: str = "cpu",
+    custom: Mapping[str, str] | None = None,
+    servers: Mapping[str, str] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    policy: FailurePolicy = DEFAULT_POLICY,
+) -> dict[str, Scorer]:
+    """Build the scorers by name, without retries; see `build_reward` for the arguments."""
+    names = list(names)
+    custom = custom or {}
+    paths = {**REWARDS.paths, **custom}
+    servers = {name: urls for name, urls in (servers or {}).items() if urls}
+    rules, options = split_frame_rules(options or {})
+    check_reward_names(names, options, custom, servers)
+    for name in servers:
+        if options.get(name):
+            raise UserError(
+                f"is ignored, because reward_servers.{name} scores it",
+                field=f"reward_options.{name}",
+                hint="pass the options to the server (--options)",
+            )
+    found = {name: import_scorer(name, paths[name]) for name in names if name not in servers}
+
+    def frame_rule(name: str, scorer: Any) -> str:
+        return resolve_frame_rule(name, as_scorer(scorer), rules.get(name), custom=name in custom)
+
+    def build(name: str) -> Scorer:
+        """Build the scorer `name`; a UserError names its full config field."""
+        if name in servers:
+            return _build_remote(name, servers[name], policy, rules.get(name))
+        try:
+            scorer = _instantiate(name, found[name], options.get(name, {}), device, policy)
+        except UserError as error:
+            raise _qualify_option_hint(error, name) from error.__cause__
+        scorer = as_scorer(scorer)
+        scorer.frames = frame_rule(name, scorer)
+        return scorer
+
+    for name, scorer in found.items():  # check all before building any, which may take long
+        frame_rule(name, scorer)
+    return {name: build(name) for name in names}
+
+
+def guard_scorers(
+    scorers: Mapping[str, Scorer], policy: FailurePolicy = DEFAULT_POLICY
+) -> dict[str, GuardedScorer]:
+    """Wrap each scorer with the policy for its failures."""
+    return {name: GuardedScorer(name, scorer, policy) for name, scorer in scorers.items()}
+
+
+def _qualify_option_hint(error: UserError, reward: str) -> UserError:
+    """Replace the bare option name in a reward class's hint by the full config field."""
+    message = error.hint or error.rule
+    match = re.search(r"\b(?:pass|set) (?:(\w+)=(\S+)|the path of a copy as (\w+))$", message)
+    if not match:
+        return error
+    option = {reward: {match[1] or match[3]: match[2] or "PATH"}}
+    message = (
+        f'{message[: match.start()]}pass --config.reward_options="{option}" (--options of a reward '
+        "server)"
+    )
+    rule, hint = (error.rule, message) if error.hint else (message, "")
+    return type(error)(rule, field=error.field, value=error.value, hint=hint)
+
+
+def _build_remote(name: str, urls: str, policy: FailurePolicy, frames: str | None) -> Scorer:
+    """Build the scorer of a reward that servers compute, with the token of the environment."""
+    from flow_grpo.rewards.workers.http import read_token  # imported late: needs `requests`
+    from flow_grpo.rewards.workers.remote import RemoteScorer
+
+    return RemoteScorer(name, urls, token=read_token(TOKEN_ENV), policy=policy, frames=frames)
+
+
+def _instantiate(
+    name: str, scorer: Any, options: Mapping[str, Any], device: str, policy: FailurePolicy
+) -> Any:
+    """Return the scorer of a reward: an instance of a class, or a function or object unchanged.
+
+    Args:
+        name: Name of the reward.
+        scorer: What its import path names.
+        options: Options of the reward; only classes have any.
+        device: Passed to a class that has a `device` parameter.
+        policy: Passed to a class that has a `policy` parameter.
+
+    Raises:
+        UserError: For an unknown option.
+    """
+    if not isinstance(scorer, type):
+        if options:
+            raise UserError(
+                f"is invalid, because the reward is a function; only {FRAMES_OPTION} is allowed",
+                field=f"reward_options.{name}",
+                value=dict(options),
+            )
+        return scorer
+    parameters = constructor_parameters(scorer)
+    unknown = [option for option in options if option not in parameters]
+    if unknown and not _accepts_any_option(parameters):
+        raise UserError(
+            f"is unknown; the reward takes {', '.join(parameters)}",
+            field=f"reward_options.{name}.{unknown[0]}",
+            hint=did_you_mean(unknown[0], [*parameters, FRAMES_OPTION]),
+        )
+    provided = {"device": device, "policy": policy}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
+    if missing := [n for n in required if n not in {*provided, *options}]:
+        raise UserError(
+            f"needs {', '.join(missing)}",
+            field=f"reward {name!r}",
+            hint=f'set --config.reward_options="{ {name: dict.fromkeys(missing, "...")} }"',
+        )
+    return scorer(**{k: v for k, v in provided.items() if k in parameters} | dict(options))

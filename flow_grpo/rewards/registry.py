@@ -1,0 +1,33 @@
+"""The built-in rewards by name; each is imported when it is first looked up."""
+
+from typing import Any
+
+from flow_grpo.config.registry import Registry
+
+IMAGE_REWARDS = {
+    "aesthetic": "flow_grpo.rewards.scorers.clip:Aesthetic",
+    "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
+    "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
+    "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",
+    "hpsv2": "flow_grpo.rewards.scorers.clip:HpsV2",
+    "imagereward": "flow_grpo.rewards.scorers.imagereward:ImageReward",
+    "jpeg_compressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility",
+    "jpeg_incompressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_incompressibility",
+    "keep_source": "flow_grpo.rewards.scorers.keep_source:KeepSource",
+    "ocr": "flow_grpo.rewards.scorers.ocr:OcrScorer",
+    "pickscore": "flow_grpo.rewards.scorers.clip:PickScore",
+    "qwenvl": "flow_grpo.rewards.judges.qwen_vl:QwenVl",
+    "qwenvl_ocr": "flow_grpo.rewards.judges.qwen_vl:QwenVlOcr",
+    "unifiedreward": "flow_grpo.rewards.judges.unified_reward:UnifiedReward",
+    "viescore": "flow_grpo.rewards.judges.vie_score:VieScore",
+    "vlm_pairwise": "flow_grpo.rewards.judges.pairwise:VlmPairwise",
+}
+TEXT_REWARDS = {
+    "answer_format": "flow_grpo.rewards.text:AnswerFormat",
+    "choice": "flow_grpo.rewards.text:Choice",
+    "environment": "flow_grpo.rewards.text:EnvironmentReward",
+    "math_answer": "flow_grpo.rewards.text:MathAnswer",
+    "overlong": "flow_grpo.rewards.text:Overlong",
+    "reward_model": "flow_grpo.rewards.text.reward_model:RewardModel",
+}
+REWARDS: Registry[Any] = Registry("reward", dict(sorted({**IMAGE_REWARDS, **TEXT_REWARDS}.items())))

@@ -1,0 +1,230 @@
+"""Build the parts of a session that do not depend on what is trained."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from accelerate import Accelerator
+
+from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.settings import to_json
+from flow_grpo.config.trackers import parse_trackers
+from flow_grpo.errors import OutOfMemory, UserError
+from flow_grpo.perf.quantization import UNQUANTIZED, check_precision
+from flow_grpo.rewards import (
+    WeightedReward,
+    build_scorers,
+    check_reward_fields,
+    close_scorers,
+    guard_scorers,
+)
+from flow_grpo.rewards.failure import FailurePolicy
+from flow_grpo.training import trackers
+from flow_grpo.training.accelerator import build_accelerator
+from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
+from flow_grpo.training.finite import find_nonfinite
+from flow_grpo.training.lock import RunLock
+from flow_grpo.training.optimizer import adamw_kwargs, build_lr_schedule, build_optimizer
+from flow_grpo.training.policy import BasePolicy
+from flow_grpo.training.resume import RunStart, load_training_state, prepare_run_directory
+from flow_grpo.training.snapshot import Ema
+from flow_grpo.training.stop_signals import StopSignals
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # part of torch's error when CPU memory is exhausted
+StartFinder = Callable[..., tuple[RunStart, RunLock | None]]
+
+
+class SessionBuilder:
+    """Context manager that builds a session step by step.
+
+    A trainer calls the methods in the order of their definition, with its own steps in between, so
+    that everything cheap is checked before weights are loaded. If a step fails, what was locked and
+    started before is released.
+
+    Attributes:
+        cleanup_on_error: Stack for what else has to be released.
+    """
+
+    def __init__(self, config: SharedFields, **settings: Any) -> None:
+        """Start the accelerator.
+
+        Args:
+            config: Settings of the run.
+            settings: Further arguments of `build_accelerator`.
+        """
+        self.config, self.cleanup_on_error = config, ExitStack()
+        self.accelerator = build_accelerator(
+            config,
+            log_with=parse_trackers(config.log_with) or None,
+            project_dir=config.logdir,
+            **settings,
+        )
+        check_base_precision(config, self.accelerator)
+        if config.train.use_8bit_adam and self.accelerator.device.type != "cuda":
+            raise UserError(
+                "needs a GPU", field="train.use_8bit_adam", value=True, hint="this run uses the CPU"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        if error is not None:
+            self.cleanup_on_error.close()
+
+    def open_folder(self, begin: StartFinder, updates: int) -> None:
+        """Find the run directory and the checkpoint to resume from.
+
+        Args:
+            begin: Finds and locks the directory; a dry run finds it without locking it.
+            updates: Optimizer updates per epoch.
+        """
+        self._rates = build_lr_schedule(self.config.train, updates * self.config.num_epochs)
+        self._as_json = to_json(self.config)
+        self._start, self._lock = begin(self.accelerator, self._as_json, self.cleanup_on_error)
+
+    def add_rewards(
+        self,
+        check: Callable[[WeightedReward, WeightedReward], None],
+        by_default: dict[str, float] | None = None,
+    ) -> None:
+        """Build the rewards of training and evaluation.
+
+        Args:
+            check: Raises a UserError if the rewards do not suit the run.
+            by_default: Weights of rewards that `reward_fn` does not mention.
+        """
+        trained = {**(by_default or {}), **self.config.reward_fn}
+        weights = trained, self.config.eval_reward_fn or trained
+
+        def build() -> list[WeightedReward]:
+            rewards = build_rewards(self.config, self.accelerator, *weights)
+            check(*rewards)
+            return rewards
+
+        self._rewards = raise_on_all_ranks(self.accelerator, build)
+        self.cleanup_on_error.callback(close_scorers, *self._rewards)
+
+    def add_policy(self, policy: BasePolicy) -> None:
+        """Prepare the policy, its optimizer and the moving average of its weights."""
+        optimizer = build_optimizer(self.config, self.accelerator, policy)
+        self._policy, self._optimizer = policy, policy.prepare(self.accelerator, optimizer)
+        train, self._ema = self.config.train, None
+        if train.ema:
+            ema = Ema(policy.trained_parameters(), train.ema_decay, train.ema_update_interval)
+            self._ema = ema.prepare(self.accelerator)
+
+    def finish(self) -> dict[str, Any]:
+        """Load the checkpoint, start the trackers and create the run directory.
+
+        Returns:
+            The fields of `BaseSession`, except `plan`.
+        """
+        accelerator, start = self.accelerator, self._start
+        settings = adamw_kwargs(self.config.train)
+        progress = load_training_state(accelerator, start.checkpoint, self._optimizer, settings)
+        if start.checkpoint is not None:
+            self._check_loaded(start.checkpoint)
+        if self.config.log_with:
+            project = self.config.project_name
+            raise_on_all_ranks(
+                accelerator,
+                lambda: trackers.start_trackers(accelerator, project, start.folder, self._as_json),
+            )
+        raise_on_all_ranks(
+            accelerator, lambda: self._lock and prepare_run_directory(start, self._as_json)
+        )
+        reward, eval_reward = self._rewards
+        return {
+            "config": self.config,
+            "accelerator": accelerator,
+            "reward": reward,
+            "eval_reward": eval_reward,
+            "policy": self._policy,
+            "optimizer": self._optimizer,
+            "learning_rate": self._rates,
+            "ema": self._ema,
+            "folder": start.folder,
+            "progress": progress,
+            "stop": StopSignals(accelerator),
+            "lock": self._lock,
+        }
+
+    def _check_loaded(self, checkpoint: Path) -> None:
+        """Reject a checkpoint with non-finite values, which earlier versions could write."""
+        average = self._ema.named() if self._ema is not None else {}
+        if found := find_nonfinite(self._policy.trained_parameters(), self._optimizer, average):
+            raise UserError(
+                f"contains NaN or infinite values in {found}",
+                field=checkpoint,
+                hint="remove it to resume from the previous checkpoint",
+            )
+
+
+def check_base_precision(config: SharedFields, accelerator: Accelerator) -> None:
+    """Reject quantized base weights where they are unsupported."""
+    name, precision = "pretrained.base_precision", config.pretrained.base_precision
+    if precision == UNQUANTIZED:
+        return
+    if not config.use_lora:
+        raise UserError(
+            "needs use_lora=True: quantized weights cannot be trained", field=name, value=precision
+        )
+    if is_sharded(accelerator):
+        raise UserError(
+            "is incompatible with ZeRO-3 and FSDP: every GPU holds all quantized weights",
+            field=name,
+            value=precision,
+            hint="use DDP, ZeRO-1 or ZeRO-2",
+        )
+    check_precision(name, precision, accelerator.device)
+
+
+@contextmanager
+def suggest_on_oom(advice: list[str]) -> Iterator[None]:
+    """Context manager that turns OOM errors into an `OutOfMemory` with `advice` as its hint."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = str(error).strip().split(". ")[0]
+        elif isinstance(error, MemoryError) or CPU_ALLOCATOR in str(error):
+            asked = re.search(r"allocate (\d+ bytes|[\d.]+ [KMGTPE]?i?B)", str(error))
+            reason = "out of CPU memory" + (f": cannot allocate {asked[1]}" if asked else "")
+        else:
+            raise
+        options = f"try {', or '.join(advice)}" if advice else "use fewer or smaller images"
+        raise OutOfMemory(reason, hint=f"{options}; see docs/memory.md") from error
+
+
+def eval_reward_weights(config: SharedFields) -> dict[str, float]:
+    """Return the weights of the evaluation rewards, by default those of training."""
+    return config.eval_reward_fn or config.reward_fn
+
+
+def build_rewards(
+    config: SharedFields, accelerator: Accelerator, *weights: dict[str, float]
+) -> list[WeightedReward]:
+    """Build the training and evaluation rewards of a run; scorers that they share are built once.
+
+    Args:
+        config: Settings of the run, whose reward fields are checked.
+        accelerator: Provides the device.
+        *weights: Weights by reward name, one dict per `WeightedReward` to return.
+    """
+    check_reward_fields(config)
+    policy = FailurePolicy(config.reward_retries, config.reward_timeout)
+    scorers = build_scorers(
+        dict.fromkeys(name for each in weights for name in each),
+        device=str(accelerator.device),
+        custom=config.custom_rewards,
+        servers=config.reward_servers,
+        options=config.reward_options,
+        policy=policy,
+    )
+    guarded = guard_scorers(scorers, policy)
+    return [WeightedReward(guarded, each) for each in weights]

@@ -1,0 +1,236 @@
+"""Distributed helpers: shared errors, micro-batches, gathering of rows, sharded weights.
+
+Call these functions on all processes, because most of them communicate.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from flow_grpo.errors import RewardOutage, UserError
+
+Batch, Result = TypeVar("Batch"), TypeVar("Result")
+
+
+def raise_on_all_ranks(accelerator: Accelerator, call: Callable[[], Result]) -> Result:
+    """Return `call()`; if it raises a UserError on any process, raise that error on all of them.
+
+    Otherwise the processes without the error would wait for the one that ended.
+    """
+    result, own, shared = None, None, None
+    try:
+        result = call()
+    except UserError as error:
+        own = error
+        kind = RewardOutage if isinstance(error, RewardOutage) else UserError  # sets the exit code
+        shared = (kind, str(error))
+    errors = [each for each in gather_object([shared]) if each is not None]
+    if errors:
+        kind, message = errors[0]
+        error = kind(message)
+        if message == str(own):
+            vars(error).update(vars(own))  # field, value, rule and hint
+        raise error from own
+    return result
+
+
+def call_on_main(accelerator: Accelerator, call: Callable[[], Result]) -> Result:
+    """Call a function on the main process only and return its result on all processes."""
+    return gather_object([call() if accelerator.is_main_process else None])[0]
+
+
+def pad_micro_batches(
+    accelerator: Accelerator, batches: Sequence[Batch]
+) -> list[tuple[Batch, bool]]:
+    """Return the micro-batches of an update, each with a flag: False for padding.
+
+    If a backward pass needs all processes, those with fewer micro-batches repeat their first one,
+    to be given zero weight.
+    """
+    counted = [(batch, True) for batch in batches]
+    if not needs_equal_passes(accelerator):
+        return counted
+    most = max(gather_object([len(batches)]))
+    return counted + [(batches[0], False)] * (most - len(batches))
+
+
+def accumulate_gradients(
+    accelerator: Accelerator,
+    module: nn.Module,
+    batches: Iterable[Batch],
+    count: int,
+    *,
+    at_once: bool = False,
+) -> Iterator[Batch]:
+    """Yield the micro-batches of an update, for a forward and backward pass each.
+
+    Gradients accumulate locally and are reduced with the last micro-batch.
+
+    Args:
+        module: The wrapped network.
+        batches: Micro-batches.
+        count: Number of micro-batches.
+        at_once: Reduce after every micro-batch, if a full local gradient does not fit in memory.
+    """
+    for number, batch in enumerate(batches, 1):
+        last = number == count
+        accelerator.sync_gradients = last
+        with nullcontext() if last or at_once else accelerator.no_sync(module):
+            yield batch
+
+
+def gather_rows(
+    accelerator: Accelerator, index: Tensor, columns: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gather rows of all processes on the CPU, sorted by index.
+
+    Processes may have different numbers of rows, or none. Sorting makes sums over the rows
+    independent of the number of processes.
+
+    Args:
+        index: Global index of each local row, (n,).
+        columns: Tensors of shape (n, ...).
+
+    Returns:
+        The sorted index, (N,), and the gathered columns, (N, ...).
+    """
+
+    def gather(tensor: Tensor, fill: int) -> Tensor:
+        tensor = tensor.to(accelerator.device)
+        padded = accelerator.pad_across_processes(tensor, dim=0, pad_index=fill)
+        return accelerator.gather(padded).cpu()
+
+    index = gather(index, -1)
+    order = torch.argsort(index, stable=True)
+    order = order[index[order] >= 0]
+    return index[order], {name: gather(rows, 0)[order] for name, rows in columns.items()}
+
+
+def gather_scores(
+    accelerator: Accelerator, index: np.ndarray, batches: list[dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Concatenate score columns over batches and processes, sorted by sample index.
+
+    Args:
+        index: Global index of each local sample, (n,), in the order of `batches`.
+        batches: Scores by column for each local batch. A column may be missing from some batches
+            or processes.
+
+    Returns:
+        Columns (N,), the same on all processes; NaN where a batch lacks the column.
+    """
+    names = dict.fromkeys(gather_object([name for batch in batches for name in batch]))
+    lengths = [len(next(iter(batch.values()))) for batch in batches]
+    columns = {
+        name: np.concatenate(
+            [np.zeros(0)]
+            + [b.get(name, np.full(n, np.nan)) for b, n in zip(batches, lengths, strict=True)]
+        )
+        for name in names
+    }
+    rows = {name: torch.from_numpy(column) for name, column in columns.items()}
+    _, gathered = gather_rows(accelerator, torch.from_numpy(index), rows)
+    return {name: column.numpy() for name, column in gathered.items()}
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return whether weights are sharded (ZeRO-3, FSDP).
+
+    Then a forward pass needs all processes, and each must run the same number of them.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return accelerator.state.deepspeed_plugin.zero_stage == 3
+    return accelerator.distributed_type == DistributedType.FSDP
+
+
+def needs_equal_passes(accelerator: Accelerator) -> bool:
+    """Return whether a backward pass needs all processes (DeepSpeed, FSDP).
+
+    Then each process must run the same number of them.
+    """
+    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+
+
+def gather_parameters(
+    parameters: Iterable[Tensor], *, fixed: bool = False
+) -> AbstractContextManager:
+    """Return a context in which parameters sharded by ZeRO-3 are gathered.
+
+    Unless `fixed`, they may be changed within it, in the same way on all processes.
+    """
+    sharded = [p for p in parameters if hasattr(p, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=None if fixed else 0)
+
+
+def register_external_weight(module: nn.Module, weight: Tensor) -> None:
+    """Register with ZeRO-3 that `module` uses a weight of one of its layers in its own forward."""
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        deepspeed.zero.register_external_parameter(module, weight)
+
+
+def to_full_tensor(tensor: Tensor) -> Tensor:
+    """Return an unsharded copy of a tensor that FSDP2 may have sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the local parts of tensors; FSDP2 has no in-place foreach operations on DTensors."""
+    tensors = [tensor.detach() for tensor in tensors]
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return `tensor` sharded like `like`, on its device."""
+    if isinstance(like, DTensor):
+        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return tensor.to(like.device)
+
+
+@torch.no_grad()
+def gather_state_dict(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return unsharded copies of the tensors on the CPU."""
+    with gather_parameters(named.values(), fixed=True):
+        return {name: to_full_tensor(parameter).cpu() for name, parameter in named.items()}
+
+
+def copy_without_weights(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with empty weights, for `borrow_weights`.
+
+    Call it before a distributed engine adds its hooks: without hooks, processes may call the copy
+    different numbers of times.
+    """
+    weights = list(module.parameters())
+    memo = {id(w): nn.Parameter(w.detach().new_empty(0), requires_grad=False) for w in weights}
+    return copy.deepcopy(module, memo)
+
+
+@contextmanager
+def borrow_weights(empty_copy: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Fill a module of `copy_without_weights` with the gathered weights of `module` temporarily.
+
+    The copy keeps its dtypes.
+    """
+    pairs = list(zip(empty_copy.parameters(), module.parameters(), strict=True))
+    try:
+        for empty, weight in pairs:  # one by one, to limit the memory for gathered weights
+            with gather_parameters([weight], fixed=True):
+                empty.data = to_full_tensor(weight).to(empty.device, empty.dtype)
+        yield
+    finally:
+        for empty, _ in pairs:
+            empty.data = empty.new_empty(0)

@@ -1,0 +1,115 @@
+"""Batch plan and path checks of a run; they do not import torch, which takes seconds."""
+
+import os
+from pathlib import Path
+
+from flow_grpo.config.custom import check_file_exists
+from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.overrides import planned_world_size
+from flow_grpo.errors import UserError, did_you_mean_file, join_hints
+from flow_grpo.hub_access import check_hub_access
+
+
+class Plan:
+    """Batch arithmetic of an epoch, checked before anything is loaded and logged at the start."""
+
+    num_processes: int
+    group_size: int  # samples of one prompt
+    updates_per_pass: int  # one pass = all samples of an epoch
+    inner_epochs: int  # passes per epoch
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates per epoch, over all its passes."""
+        return self.updates_per_pass * self.inner_epochs
+
+    def rows(self) -> dict[str, str]:
+        """Return a label and a derivation for each number of the plan."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Return the plan as aligned lines for the log."""
+        updates = f"{self.updates} (train.num_inner_epochs={self.inner_epochs})"
+        rows = {**self.rows(), "updates per epoch": updates}
+        return "\n".join(f"{name:<21} {text}" for name, text in rows.items())
+
+
+def count_processes() -> int:
+    """Return the number of processes that the launcher started, or that a dry run plans for."""
+    return planned_world_size() or 1
+
+
+def check_paths(config: SharedFields) -> None:
+    """Reject an existing run name, and paths to start from that do not exist."""
+    folder = Path(config.logdir, config.run_name)
+    if config.run_name and not lock_path(folder).exists():  # else the lock decides
+        check_run_name_free(folder, config.resume)
+    if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
+        raise missing_checkpoint_error(config.resume, hint=did_you_mean_file(config.resume))
+    check_lora_path(config.train.lora_path)
+    for name in (*config.reward_fn, *config.eval_reward_fn):
+        if name in config.custom_rewards and not config.reward_servers.get(name):
+            check_file_exists(config.custom_rewards[name], f"reward {name!r}")
+
+
+def check_lora_path(lora: str) -> None:
+    """Reject a `train.lora_path` that exists neither on disk nor on the hub."""
+    if is_missing(lora):
+        raise UserError(
+            "does not exist", field="train.lora_path", value=lora, hint=did_you_mean_file(lora)
+        )
+    if lora:
+        _check_lora_files(Path(lora))
+    check_hub_access("train.lora_path", lora, file="adapter_config.json")
+
+
+def _check_lora_files(path: Path) -> None:
+    """Reject a path that is not a LoRA by its file names; its content is checked with the model."""
+    problem = ""
+    if os.path.isfile(path) and path.suffix != ".safetensors":
+        problem = "is not a .safetensors file"
+    elif os.path.isdir(path) and not os.path.exists(path / "adapter_config.json"):
+        for name in ("model_index.json", "config.json"):
+            if os.path.exists(path / name):
+                problem = f"contains {name}, so it is a full model, not a LoRA"
+    if problem:
+        raise UserError(
+            problem,
+            field="train.lora_path",
+            value=str(path),
+            hint="pass a LoRA directory or its .safetensors file",
+        )
+
+
+def is_missing(path: str) -> bool:
+    """Return whether `path` neither exists nor can be a hub id (owner/name)."""
+    parts = Path(path).parts
+    if os.path.exists(path or "."):
+        return False
+    return os.path.isabs(path) or len(parts) != 2 or Path(path).parent.is_dir()
+
+
+def lock_path(folder: Path) -> Path:
+    """Return the lock file of a run directory."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def check_run_name_free(folder: Path, resume: str) -> None:
+    """Reject a new run whose directory exists, unless the launcher restarted it."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # --max_restarts
+    if folder.exists() and resume != "auto" and not restarts:
+        raise UserError(
+            "already exists",
+            field=folder,
+            hint=f"resume it with --resume {folder}, choose another run_name, or remove it",
+        )
+
+
+def missing_checkpoint_error(resume: str, reason: str = "", hint: str = "") -> UserError:
+    """Return the UserError for a `resume` path that is neither a run nor an intact checkpoint."""
+    return UserError(
+        f"is neither a run nor an intact checkpoint{reason}",
+        field="resume",
+        value=resume,
+        hint=join_hints(hint, "pass the directory of one"),
+    )

@@ -1,0 +1,157 @@
+"""The trained weights (LoRA or all of a network), and how they are saved and restored."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flow_grpo.errors import UserError
+from flow_grpo.perf.lora import lora_layers
+from flow_grpo.training.distributed import gather_state_dict
+from flow_grpo.training.lora_files import check_same_tensors
+
+ADAPTER_NAME = "default"  # PEFT's name for an unnamed adapter
+TRAINED_FILE, LORA_SHAPE_FILE = "trained.safetensors", "lora.json"
+
+
+class BasePolicy:
+    """The trained weights of a model.
+
+    Attributes:
+        model: The model whose LoRA or weights are trained.
+        network: The model, or a module that contains it.
+        module: `network` as wrapped by `prepare`. Call it for forward passes with gradients, so
+            that the distributed backend can synchronize them.
+    """
+
+    model: nn.Module
+    network: nn.Module
+    module: nn.Module
+
+    def __init__(
+        self, model: nn.Module, lora: LoraConfig | None, lora_path: str = "", seed: int = 0
+    ) -> None:
+        """Set up LoRA, or train all weights if `lora` is None.
+
+        Args:
+            model: The model to train.
+            lora: Config of a new LoRA.
+            lora_path: LoRA to start from instead of a new one.
+            seed: Seed of a new LoRA's weights.
+        """
+        self.model, self.use_lora = model, lora is not None
+        if lora is None and lora_path:
+            raise UserError("needs use_lora=True", field="train.lora_path", value=lora_path)
+        if lora is not None:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                if lora_path:
+                    self._load_lora(lora_path)
+                else:
+                    model.add_adapter(lora, adapter_name=ADAPTER_NAME)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(lora is None or "lora_" in name)
+
+    def _load_lora(self, path: str) -> None:
+        raise NotImplementedError
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the trained parameters."""
+        return list(self.trained_parameters().values())
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's parameter groups, in the order of `parameters`."""
+        return [{"params": self.parameters()}]
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters by name."""
+        return {n: p for n, p in self.network.named_parameters() if p.requires_grad}
+
+    def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
+        """Wrap the network for distributed training and return the wrapped optimizer."""
+        self.module, optimizer = accelerator.prepare(self.network, optimizer)
+        accelerator.register_save_state_pre_hook(self._save_trained)
+        accelerator.register_load_state_pre_hook(self._load_trained)
+        return optimizer
+
+    def on_weights_updated(self) -> None:
+        """Called after each update of the weights."""
+
+    def save(self, folder: Path, prefix: str = "") -> None:
+        """Write weights that stock libraries load: `<prefix>lora/`, or a model directory.
+
+        Call it on all processes; the main process writes.
+        """
+        # with buffers, which the weights of a whole model include
+        named = self.model.state_dict(keep_vars=True)
+        if self.use_lora:  # including weights of a loaded LoRA that are not trained
+            named = {name: weight for name, weight in named.items() if "lora_" in name}
+        weights = gather_state_dict(named)
+        if PartialState().is_main_process and self.use_lora:
+            self._write_lora(folder / f"{prefix}lora", weights)
+        elif PartialState().is_main_process:
+            self._write_model(folder, prefix, weights)
+
+    def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        raise NotImplementedError
+
+    def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
+        raise NotImplementedError
+
+    def _save_trained(self, models: list, weights: list[dict], folder: str) -> None:
+        """Hook of `accelerator.save_state`: write the trained weights only.
+
+        The frozen ones are loaded from the model again.
+        """
+        if PartialState().is_main_process:
+            shape = json.dumps(self._lora_shape())
+            (Path(folder) / LORA_SHAPE_FILE).write_text(shape + "\n", encoding="utf-8")
+        if weights:  # empty if DeepSpeed or FSDP wrote their own files
+            weights.clear()
+            if PartialState().is_main_process:
+                save_file(gather_state_dict(self.trained_parameters()), Path(folder) / TRAINED_FILE)
+
+    def _load_trained(self, models: list, folder: str) -> None:
+        """Hook of `accelerator.load_state`: restore the trained weights in place.
+
+        It empties `models`, so that accelerate loads nothing itself.
+
+        Raises:
+            ValueError: If the saved LoRA has another rank or alpha, or other tensors.
+        """
+        path = Path(folder) / LORA_SHAPE_FILE
+        shape = json.loads(path.read_text("utf-8")) if path.exists() else self._lora_shape()
+        if shape != self._lora_shape():
+            raise ValueError(
+                f"LoRA has rank and alpha {shape} in the checkpoint but {self._lora_shape()} here"
+            )
+        if models:
+            models.clear()
+            saved, trained = load_file(Path(folder) / TRAINED_FILE), self.trained_parameters()
+            check_same_tensors(saved, trained)  # copy_ would broadcast a rank of 1
+            for name, parameter in trained.items():
+                parameter.data.copy_(saved[name])
+
+    def _lora_shape(self) -> list[list[float]]:
+        """Return all pairs of rank and alpha; the weights do not contain alpha."""
+        shapes = {
+            (layer.r[name], layer.lora_alpha[name])
+            for layer in lora_layers(self.network)
+            for name in layer.active_adapters
+        }
+        return [list(shape) for shape in sorted(shapes)]
+
+
+def upcast_parameters(
+    parameters: Iterable[nn.Parameter], least: torch.dtype = torch.float32
+) -> None:
+    """Store weights in `least` or better: half precision cannot represent small updates."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, least))

@@ -1,0 +1,57 @@
+"""Record how a run was started (start.json): its working directories and prompt file hashes."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from flow_grpo import atomic_io
+from flow_grpo.config.saved_config import START_FILE, read_start_folders
+from flow_grpo.data.mixing import parse_sources
+from flow_grpo.errors import UserError
+from flow_grpo.untrusted_files import read_json
+
+SPLIT_PREFIXES = ("train", "test", "val")  # how the names of data files begin
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+
+
+def write_provenance(run: Path, dataset: str) -> None:
+    """Write start.json; working directories of earlier starts are kept."""
+    folders = dict.fromkeys([os.getcwd(), *map(str, read_start_folders(run))])
+    content = {"folders": [*folders], "prompts": fingerprints(dataset)}
+    atomic_io.write_text_atomic(run / START_FILE, json.dumps(content, indent=2) + "\n")
+
+
+def find_changed_data(run: Path, dataset: str) -> list[str]:
+    """Return the data files that changed since the run was last started."""
+    try:
+        before, now = dict(read_json(run / START_FILE)["prompts"]), fingerprints(dataset)
+    except (OSError, UserError, KeyError, TypeError, ValueError):
+        return []  # written by an older version
+    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+
+
+def fingerprints(dataset: str) -> dict[str, str]:
+    """Return size and SHA-256 of each local data file, by name."""
+    return {
+        f"{source.name}/{file.name}" if file != Path(source.path) else file.name: _fingerprint(file)
+        for source in parse_sources(dataset)
+        for file in _data_files(Path(source.path))
+    }
+
+
+def _data_files(path: Path) -> list[Path]:
+    """Return the file itself, or the files of the splits in a directory and its `data/`."""
+    if os.path.isfile(path):
+        return [path]
+    found = sorted([*path.glob("*"), *path.glob("data/*")]) if os.path.isdir(path) else []
+    return [
+        each
+        for each in found
+        if each.name.startswith(SPLIT_PREFIXES) and each.suffix in DATA_SUFFIXES and each.is_file()
+    ]
+
+
+def _fingerprint(file: Path) -> str:
+    with file.open("rb") as content:
+        return f"{file.stat().st_size} {hashlib.file_digest(content, 'sha256').hexdigest()}"

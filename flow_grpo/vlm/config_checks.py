@@ -1,0 +1,230 @@
+"""Config rules that involve several fields, checked before anything is loaded."""
+
+import logging
+from dataclasses import replace
+from importlib.util import find_spec
+
+from flow_grpo.config.paths import resolve_settings_paths
+from flow_grpo.config.settings import check_conditions
+from flow_grpo.config.trackers import parse_trackers
+from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.data.rows import NO_COLUMN
+from flow_grpo.errors import UserError, check_model_folder
+from flow_grpo.rewards import REWARDS, TEXT_REWARDS, check_nonzero_weight
+from flow_grpo.vlm.environment import load_environment_class
+from flow_grpo.vlm.fields import (
+    CRITIC_LEARNING_RATE,
+    ENVIRONMENT,
+    GAE,
+    VLLM,
+    VLM_SPEC,
+    VlmConfig,
+)
+from flow_grpo.vlm.losses import find_loss
+
+logger = logging.getLogger("flow_grpo")
+PER_REWARD_ESTIMATORS = ("gdpo", "pairwise")  # these normalize each reward separately
+QUESTION_PLACEHOLDER = "{question}"
+MIN_VLLM_TEMPERATURE, MAX_VLLM_TEMPERATURE = 0.01, 2.0  # vLLM changes temperatures outside these
+
+
+def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
+    """Check the settings; return them frozen, with defaults set and bundled paths resolved."""
+    settings = VLM_SPEC.check(config)
+    check_conditions(settings)
+    _check_columns(settings)
+    _check_unused_settings(settings)
+    settings = _set_critic_defaults(_set_kl_defaults(_set_loss_defaults(settings)))
+    _check_environment(settings)
+    parse_trackers(settings.log_with)
+    sample, train = settings.sample, settings.train
+    if QUESTION_PLACEHOLDER not in settings.question_format:
+        raise UserError(
+            f"must contain {QUESTION_PLACEHOLDER}",
+            field="question_format",
+            value=settings.question_format,
+        )
+    check_model_folder(settings.pretrained.model, "preprocessor_config.json")
+    _check_rewards(settings)
+    check_nonzero_weight(settings, {ENVIRONMENT: 1.0} if settings.environment else {})
+    if sample.engine == VLLM:
+        _check_vllm(sample.temperature)
+    if 0 < train.importance_cap < 1:
+        raise UserError(
+            "must be at least 1, because a lower value scales down every token",
+            field="train.importance_cap",
+            value=train.importance_cap,
+            hint="set 0 to disable the weights",
+        )
+    if 0 < train.dual_clip <= 1 + train.clip_high:
+        raise UserError(
+            f"must be above 1 + train.clip_high={1 + train.clip_high:g}",
+            field="train.dual_clip",
+            value=train.dual_clip,
+            hint="set 0 to disable it",
+        )
+    if train.beta > 0 and train.kl_in == "reward" and train.advantage in PER_REWARD_ESTIMATORS:
+        raise UserError(
+            f"is incompatible with train.advantage={train.advantage!r}, which normalizes each "
+            f"reward separately and so ignores train.beta={train.beta}",
+            field="train.kl_in",
+            value=train.kl_in,
+            hint="use train.kl_in='loss'",
+        )
+    if sample.group_size == 1 and train.advantage not in ("reinforce_pp", "remax", GAE):
+        raise UserError(
+            f"must be at least 2 with train.advantage={train.advantage!r}, which compares the "
+            "responses of a group",
+            field="sample.group_size",
+            value=1,
+            hint="raise it, or use train.advantage='reinforce_pp', 'remax' or 'gae'",
+        )
+    if 0 < settings.max_pixels < settings.min_pixels:
+        raise UserError(
+            f"must be at most max_pixels={settings.max_pixels}",
+            field="min_pixels",
+            value=settings.min_pixels,
+        )
+    return resolve_settings_paths(settings)
+
+
+def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:
+    """Set unset fields to the defaults of the loss."""
+    train, loss = settings.train, find_loss(settings.train.loss)
+    unset = {
+        name: value for name, value in loss.default_settings.items() if getattr(train, name) is None
+    }
+    train = replace(train, **unset)
+    if max(train.clip_low, train.clip_high) > loss.max_clip_range:
+        options = " ".join(
+            f"--config.train.{name}={value}" for name, value in loss.default_settings.items()
+        )
+        name = "clip_low" if train.clip_low > loss.max_clip_range else "clip_high"
+        raise UserError(
+            f"must be at most {loss.max_clip_range} for train.loss={train.loss!r}, or no ratio is "
+            "ever clipped",
+            field=f"train.{name}",
+            value=getattr(train, name),
+            hint=f"use {options}",
+        )
+    return replace(settings, train=train)
+
+
+def _set_kl_defaults(settings: VlmConfig) -> VlmConfig:
+    """Set the default KL estimator if it is unset; see `losses.base.estimate_kl`."""
+    train = settings.train
+    kl = train.kl or {"loss": "k3", "reward": "k1"}[train.kl_in]
+    if train.beta > 0 and (kl, train.kl_in) == ("k1", "loss"):
+        raise UserError(
+            "is incompatible with train.kl_in='loss': its expected gradient is 0, so "
+            f"train.beta={train.beta:g} would only add noise",
+            field="train.kl",
+            value=kl,
+            hint="use 'k3' or 'k2', or train.kl_in='reward'",
+        )
+    if train.beta > 0 and kl != "k1" and train.kl_in == "reward":
+        logger.warning(
+            "train.kl=%r with train.kl_in='reward' does not give the gradient of the KL, which "
+            "then nearly vanishes close to the reference; use train.kl='k1'",
+            kl,
+        )
+    return replace(settings, train=replace(train, kl=kl))
+
+
+def _set_critic_defaults(settings: VlmConfig) -> VlmConfig:
+    """Set the default learning rate of the value head, which only GAE has."""
+    train = settings.train
+    if train.advantage != GAE:
+        return settings
+    if train.critic_warmup >= settings.num_epochs:
+        raise UserError(
+            f"must be below num_epochs={settings.num_epochs}, or the policy is never trained",
+            field="train.critic_warmup",
+            value=train.critic_warmup,
+            hint="lower it",
+        )
+    rate = train.critic_learning_rate or CRITIC_LEARNING_RATE
+    return replace(settings, train=replace(train, critic_learning_rate=rate))
+
+
+def _check_environment(settings: VlmConfig) -> None:
+    """Load the environment class; without one, reject the reward that needs it."""
+    if settings.environment:
+        load_environment_class(settings.environment)
+        return
+    for field, names in (
+        ("reward_fn", settings.reward_fn),
+        ("eval_reward_fn", settings.eval_reward_fn),
+    ):
+        if ENVIRONMENT in names:
+            raise UserError(
+                "needs an environment",
+                field=f"{field}.{ENVIRONMENT}",
+                hint="set --config.environment=path/to/file.py:Class",
+            )
+
+
+def _check_columns(settings: VlmConfig) -> None:
+    """Reject two inputs that read the same column."""
+    names = [f"{kind}_key" for kind in ("input", "image", "video", "answer")]
+    named: dict[str, str] = {}
+    for setting in names:
+        column = getattr(settings, setting)
+        if column and column != NO_COLUMN and column in named:
+            raise UserError(
+                f"and {setting}={column!r} name the same column",
+                field=named[column],
+                value=column,
+                hint="give each its own column",
+            )
+        named[column] = setting
+
+
+def _check_unused_settings(settings: VlmConfig) -> None:
+    """Reject settings other than defaults that the advantage estimator does not read."""
+    train, default = settings.train, type(settings.train)()
+    if train.loss in settings.custom_losses:  # it may read any setting
+        return
+    unused = []
+    if train.advantage != GAE:
+        unused += ["discount", "gae_decay", "value_weight", "value_clip"]
+    if train.advantage not in ("grpo", "pairwise"):
+        unused.append("advantage_scale")
+    for name in unused:
+        if (value := getattr(train, name)) != getattr(default, name):
+            raise UserError(
+                f"has no effect with train.advantage={train.advantage!r}",
+                field=f"train.{name}",
+                value=value,
+                hint=f"reset it to {getattr(default, name)!r}",
+            )
+
+
+def _check_rewards(settings: VlmConfig) -> None:
+    """Reject built-in rewards that score images."""
+    for name in (*settings.reward_fn, *settings.eval_reward_fn):
+        elsewhere = name in settings.custom_rewards or settings.reward_servers.get(name)
+        if name in REWARDS and name not in TEXT_REWARDS and not elsewhere:
+            raise UserError(
+                "scores images, not text",
+                field=f"reward_fn.{name}",
+                hint=f"use {', '.join(TEXT_REWARDS)}, or your own in custom_rewards",
+            )
+
+
+def _check_vllm(temperature: float) -> None:
+    """Raise a UserError if vLLM is missing, or for a temperature that it does not support."""
+    if find_spec(VLLM) is None:
+        raise UserError(
+            "needs the vLLM package",
+            field="sample.engine",
+            value=VLLM,
+            hint="run pip install -e '.[vllm]', or use sample.engine='transformers'",
+        )
+    if not MIN_VLLM_TEMPERATURE <= temperature <= MAX_VLLM_TEMPERATURE:
+        raise UserError(
+            f"must be from {MIN_VLLM_TEMPERATURE} to {MAX_VLLM_TEMPERATURE} for "
+            "sample.engine='vllm'",
+            field="sample.temperature",
+            value=temperature,
+        )

@@ -1,0 +1,439 @@
+"""Settings of VLM and language model training, with their defaults, rules and help.
+
+Presets override the defaults: flow_grpo/vlm/presets.py.
+"""
+
+from copy import copy
+from dataclasses import dataclass, fields, make_dataclass
+from functools import cache
+
+from ml_collections import ConfigDict
+
+from flow_grpo.advantages import ESTIMATORS, SCALES
+from flow_grpo.config import fields as shared
+from flow_grpo.config.settings import section, setting
+from flow_grpo.config.trainer_spec import TrainerSpec
+from flow_grpo.rewards import REWARDS, TEXT_REWARDS, check_reward_fields, option_names
+from flow_grpo.vlm.losses import AGGREGATIONS, KL_ESTIMATORS, LOSS_NAMES, LOSSES
+
+THINK_PROMPT = "{question}\nThink first, between <think> and </think>. Then give the final answer "
+GAE = "gae"  # advantage estimator of PPO
+CRITIC_LEARNING_RATE = 9e-6  # LMM-R1's (openrlhf/cli/train_ppo_ray.py)
+ENVIRONMENT = "environment"  # name of the reward that the environment returns
+VLLM = "vllm"
+MAX_PIXELS = 2**26  # of an image, which takes 768 MiB in float32
+
+
+@dataclass(frozen=True)
+class VlmModelConfig(shared.ModelFields):
+    """Section `pretrained` of a VLM run."""
+
+    model: str = setting(
+        "Qwen/Qwen2.5-VL-3B-Instruct",
+        "Directory of a transformers model, or hub id: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, or a "
+        "text-only model with a chat template (Qwen, Llama, distilled R1).",
+    )
+
+
+@dataclass(frozen=True)
+class VlmSampleConfig:
+    """Section `sample`: epochs, responses and the engine."""
+
+    questions_per_epoch: int = setting(
+        64,
+        "Distinct questions per epoch, over all processes, drawn without replacement: every "
+        "question is used once before any is repeated.",
+        at_least=1,
+        at_most=10**6,
+    )
+    group_size: int = setting(
+        8,
+        "Responses per question (the group size), which advantages are relative to.",
+        at_least=1,
+        at_most=2**16,
+    )
+    batch_size: int = setting(
+        128,
+        "Responses sampled concurrently per process, in training and evaluation; a finished one is "
+        "replaced by the next.",
+        at_least=1,
+        at_most=2**16,
+    )
+    max_new_tokens: int = setting(1024, "Maximum tokens of a response.", at_least=1, at_most=2**20)
+    temperature: float = setting(
+        1.0,
+        "Sampling temperature, also applied to the logits in training. Evaluation is greedy.",
+        at_least=0.01,  # logits divided by much less overflow
+        at_most=100,
+    )
+    engine: str = setting(
+        "transformers",
+        'Rollout engine: "transformers" uses the forward pass of training with a KV cache; "vllm" '
+        "is faster on long responses but samples from a slightly different policy "
+        "(train.importance_cap).",
+        choices=("transformers", VLLM),
+    )
+    vllm_memory: float = setting(
+        0.4,
+        'For engine="vllm": fraction of the GPU memory for its weights and KV cache during '
+        "rollouts, in addition to the trained model; released during training.",
+        above=0,
+        at_most=1,
+        requires="sample.engine=vllm",
+    )
+    vllm_tensor_parallel: int = setting(
+        1,
+        'For engine="vllm": number of processes of a node that share one tensor-parallel vLLM; for '
+        "models that do not fit on one GPU.",
+        at_least=1,
+        at_most=1024,
+        requires="sample.engine=vllm",
+    )
+    max_turns: int = setting(
+        4,
+        "With an environment: maximum turns per episode; sample.max_new_tokens applies to each.",
+        at_least=1,
+        at_most=1000,
+        requires="environment",
+    )
+    max_observation_tokens: int = setting(
+        512,
+        "With an environment: maximum tokens of an observation, including its images. An episode "
+        "with a longer one ends without a reward.",
+        at_least=1,
+        at_most=2**20,
+        requires="environment",
+    )
+    refills: int = setting(
+        0,
+        "Replace groups whose advantages are all 0 by groups of new questions, up to this many "
+        "times per epoch (DAPO's dynamic sampling).",
+        at_least=0,
+        at_most=1000,
+        excludes={"train.advantage=gae": "it has no groups without advantages"},
+    )
+
+
+@dataclass(frozen=True)
+class VlmTrainConfig(shared.TrainFields):
+    """Section `train` of a VLM run."""
+
+    updates_per_epoch: int = setting(2, "Optimizer updates per epoch.", at_least=1, at_most=10**6)
+    tokens_per_batch: int = setting(
+        16384,
+        "Tokens per micro-batch, including padding. A prompt counts once for all its responses.",
+        at_least=1,
+        at_most=10**8,
+    )
+    freeze_vision: bool = setting(True, "Freeze the vision tower.")
+    recompute_old: bool = setting(
+        False,
+        "Recompute the old log-probabilities before the first update, so that the ratio is exactly "
+        "1 there; False reuses those of the rollout. Always done in half precision and with vLLM.",
+    )
+    importance_cap: float = setting(
+        2.0,
+        "Cap of the importance weights that correct for rollouts in half precision or by vLLM, "
+        "whose policy differs slightly (truncated importance sampling; 2 in most papers); 0 "
+        "disables them.",
+        at_least=0,
+    )
+    loss: str = setting(
+        "clip",
+        'Policy loss: "clip" (PPO), "gspo" (one ratio per response) or "cispo" (clipped importance '
+        "weights, unclipped gradients).",
+        choices=LOSS_NAMES,
+    )
+    clip_low: float | None = setting(
+        None,
+        "The ratio is clipped to [1 - clip_low, 1 + clip_high]. Unset, both are 0.2, or 3e-4 and "
+        '4e-4 for loss="gspo".',
+        at_least=0,
+        at_most=1,
+    )
+    clip_high: float | None = setting(
+        None,
+        "The ratio is clipped to [1 - clip_low, 1 + clip_high]; DAPO uses 0.28 here.",
+        at_least=0,
+    )
+    dual_clip: float = setting(
+        0.0,
+        "Ratio that bounds the loss of negative advantages (3 in most papers); 0 disables it.",
+        at_least=0,
+        excludes={"train.loss=cispo": "its weights are already bounded by train.clip_high"},
+    )
+    aggregation: str | None = setting(
+        None,
+        'Aggregation of the token losses: mean over all tokens of the update ("token"), over the '
+        'tokens of a response and then over responses ("sequence"), or sum divided by a "constant" '
+        '(Dr. GRPO). Unset, "token", or "sequence" for loss="gspo".',
+        choices=AGGREGATIONS,
+    )
+    beta: float = setting(
+        0.0,
+        "Weight of the KL to the reference policy; 0 needs no reference.",
+        at_least=0,
+    )
+    kl: str | None = setting(
+        None,
+        'KL estimator: "k1" (log-ratio), "k2" (half its square) or "k3" (unbiased and '
+        'non-negative). Unset, "k3" in the loss and "k1" in the reward. "k1" in the loss is '
+        "rejected, because its expected gradient is 0.",
+        choices=KL_ESTIMATORS,
+    )
+    kl_in: str = setting(
+        "loss",
+        'Add the KL to the "loss", or subtract it from the "reward" of each token.',
+        choices=("loss", "reward"),
+    )
+    clamp_log_ratios: bool = setting(
+        True,
+        "Clamp log-ratios to +-20 before exponentiation, and k3 to +-10, as EasyR1 and verl do: "
+        "outlier tokens then have no gradient instead of an infinite one.",
+    )
+    advantage: str = setting(
+        "grpo",
+        'Advantage estimator: "grpo", "dr_grpo" (no division by the standard deviation), "rloo", '
+        '"reinforce_pp", "remax" (baseline: the greedy response), "gdpo", "pairwise", or "gae" '
+        "(PPO with a value head).",
+        choices=(*ESTIMATORS, GAE),
+    )
+    advantage_scale: str = setting(
+        "group",
+        'Standard deviation that "grpo" divides by: of the "group", of the "batch", or "none".',
+        choices=SCALES,
+    )
+    discount: float = setting(
+        1.0, 'For advantage="gae": discount factor per token.', at_least=0, at_most=1
+    )
+    gae_decay: float = setting(
+        1.0,
+        'For advantage="gae": lambda. Below 1, only about the last 1 / (1 - lambda) tokens receive '
+        "the reward until the value head, which starts at 0, has learned.",
+        at_least=0,
+        at_most=1,
+    )
+    value_weight: float = setting(0.1, 'For advantage="gae": weight of the value loss.', at_least=0)
+    value_clip: float = setting(0.2, 'For advantage="gae": clip range of the value loss.', above=0)
+    critic_learning_rate: float | None = setting(
+        None,
+        'For advantage="gae": learning rate of the value head, with the schedule of learning_rate. '
+        f"Unset, {CRITIC_LEARNING_RATE:g} as in LMM-R1.",
+        above=0,
+        requires="train.advantage=gae",
+    )
+    critic_warmup: int = setting(
+        0,
+        'For advantage="gae": epochs at the start of the run that train only the value head.',
+        at_least=0,
+        requires="train.advantage=gae",
+    )
+    ema: bool = setting(
+        False,
+        "Also evaluate and save an exponential moving average (EMA) of the weights. Off by "
+        "default: steps are small, and an average lags behind.",
+    )
+    learning_rate: float = setting(
+        1e-5,
+        "Peak learning rate of AdamW; see lr_scheduler.",
+        above=0,
+        at_most=1,
+    )
+    adam_weight_decay: float = setting(0.01, "Weight decay of AdamW.", at_least=0, at_most=10)
+
+
+@dataclass(frozen=True)
+class VlmConfig(shared.SharedFields):
+    """All settings of a VLM run, except those of custom losses."""
+
+    mixed_precision: str = setting(
+        "no",
+        'Dtype of the forward pass: "no" (float32) or "bf16". Trained weights stay in float32. '
+        "answer/engine_dev logs the difference between the rollout and the policy.",
+        choices=("no", "bf16"),
+    )
+    pretrained: VlmModelConfig = section(VlmModelConfig)
+    min_pixels: int = setting(
+        0,
+        "Minimum pixels of an image; smaller ones are enlarged. 0 uses the value of the model's "
+        "image processor. Qwen2.5-VL uses one token per 28 x 28 pixels.",
+        at_least=0,
+        at_most=MAX_PIXELS,
+    )
+    max_pixels: int = setting(
+        0, "Maximum pixels of an image; see min_pixels.", at_least=0, at_most=MAX_PIXELS
+    )
+    video_fps: float = setting(
+        2.0,
+        "Frames per second sampled from a video; 0 always samples video_frames.",
+        at_least=0,
+        at_most=1000,
+    )
+    video_frames: int = setting(
+        32,
+        "Maximum frames of a video, evenly spaced; two consecutive frames share their tokens.",
+        at_least=2,
+        at_most=4096,
+    )
+    video_pixels: int = setting(
+        768 * 28 * 28,
+        "Maximum pixels of a video frame; see max_pixels.",
+        at_least=28 * 28,
+        at_most=MAX_PIXELS,
+    )
+    cuda_graphs: bool = setting(
+        True,
+        "Capture the decoding step in a CUDA graph, which avoids about a thousand kernel launches; "
+        "the capture takes a second or two at the start of an epoch.",
+    )
+    flex_attention: bool = setting(
+        False,
+        "Train with torch's flex attention (GPU, bf16), which skips pairs of packed responses that "
+        "do not attend to each other; compiled once. For rows of many thousand tokens.",
+    )
+    use_lora: bool = setting(
+        True,
+        "False trains all weights and keeps a frozen copy for the KL: three times the memory.",
+    )
+    dataset: str = setting(
+        "dataset/shapes_qa",
+        "Directory with train and test files (.jsonl, .parquet), one such file, or a Hugging Face "
+        'name such as "hiyouga/geometry3k"; a weighted mixture is "path/a:0.7,path/b:0.3".',
+    )
+    input_key: str = setting(
+        "",
+        "Column of the question, or of a conversation that ends with it; empty uses message, "
+        "question or problem, whichever exists.",
+    )
+    image_key: str = setting(
+        "",
+        'Column of the images of a question; empty uses images or image, "none" ignores images.',
+    )
+    video_key: str = setting(
+        "",
+        'Column of the videos of a question; empty uses videos or video, "none" ignores videos.',
+    )
+    answer_key: str = setting(
+        "answer",
+        "Column of the reference answer that rewards compare with; empty if no reward needs one.",
+    )
+    eval_questions: int = setting(
+        0,
+        "Number of test questions to evaluate, from the start of the file; 0 uses all.",
+        at_least=0,
+    )
+    system_prompt: str = setting("", "System prompt of every conversation; empty for none.")
+    special_tokens: str = setting(
+        "escape",
+        "Special tokens of the tokenizer, such as <|im_end|>, in questions, observations and "
+        'system prompts of the data, where they could end a turn or stand for an image: "escape" '
+        'encodes them as plain text, "reject" raises an error.',
+        choices=("escape", "reject"),
+    )
+    question_format: str = setting(
+        THINK_PROMPT + "between <answer> and </answer>.",
+        "Prompt template with the placeholder {question}. It asks for the format that the rewards "
+        "parse: change both together.",
+    )
+    max_prompt_length: int = setting(
+        0,
+        "Maximum tokens of a prompt, including its images. Longer prompts are rejected, never "
+        "truncated; 0 uses the context length of the model.",
+        at_least=0,
+        at_most=2**24,
+    )
+    filter_overlong_prompts: bool = setting(
+        False,
+        "Skip questions whose prompts exceed max_prompt_length, with a warning, instead of "
+        "rejecting the data set.",
+    )
+    reward_fn: dict = setting(
+        {"math_answer": 0.9, "answer_format": 0.1},
+        "Rewards and their weights; docs/rewards.md lists them.",
+    )
+    environment: str = setting(
+        "",
+        'Custom multi-turn environment, "path/to/file.py:Class" or "package.module:Class"; empty '
+        "for single-turn responses. See docs/vlm/README.md.",
+    )
+    environment_options: dict = setting(
+        {}, "Keyword arguments of the environment class.", requires="environment"
+    )
+    environment_timeout: float = setting(
+        30.0,
+        "Timeout of an environment step in seconds; an episode that exceeds it ends without a "
+        "reward.",
+        above=0,
+        at_most=10**8,  # timeouts are 64-bit nanoseconds
+        requires="environment",
+    )
+    environment_workers: int = setting(
+        1,
+        "Environment worker processes per process of the run.",
+        at_least=1,
+        at_most=1024,
+        requires="environment",
+    )
+    reward_servers: dict = shared.reward_servers_setting(TEXT_REWARDS)
+    custom_losses: dict = setting(
+        {}, 'Custom losses, selected by name in train.loss: {"mine": "path/to/file.py:Mine"}.'
+    )
+    sample: VlmSampleConfig = section(VlmSampleConfig)
+    train: VlmTrainConfig = section(VlmTrainConfig)
+
+
+def settings() -> type:
+    """Return the dataclass of all settings, including those of custom losses."""
+    custom = tuple((name, LOSSES[name]) for name in LOSSES if name not in LOSS_NAMES)
+    return _config_with_custom_losses(custom) if custom else VlmConfig
+
+
+@cache
+def _config_with_custom_losses(losses: tuple[tuple[str, type], ...]) -> type:
+    """Return the settings class whose section `train` has the fields of custom losses.
+
+    Args:
+        losses: (name, class) of each custom loss.
+    """
+    known = {each.name: each for each in fields(VlmTrainConfig)}
+    choices = (*LOSS_NAMES, *(name for name, _ in losses))
+    own = {"loss": (str, setting("clip", known["loss"].metadata["help"], choices=choices))}
+    added = [each for _, loss in losses for each in fields(loss) if each.name not in known]
+    own |= {each.name: (each.type, copy(each)) for each in added}
+    parts = [(name, *each) for name, each in own.items()]
+    train = make_dataclass("Train", parts, bases=(VlmTrainConfig,), frozen=True)
+    return make_dataclass(
+        "Settings", [("train", train, section(train))], bases=(VlmConfig,), frozen=True
+    )
+
+
+VLM_SPEC = TrainerSpec(
+    settings=settings,
+    first=(
+        "pretrained.model",
+        "dataset",
+        "reward_fn",
+        "run_name",
+        "num_epochs",
+        "sample.group_size",
+        "sample.max_new_tokens",
+        "train.learning_rate",
+        "mixed_precision",
+    ),
+    presets_module="flow_grpo.vlm.presets",
+    marker="config.json",
+    example="config/vlm.py:tiny_vlm",
+    rewards=REWARDS.paths,
+    check_rewards=check_reward_fields,
+    option_names=option_names,
+    custom={
+        "custom_losses": "flow_grpo.vlm.plugins:register_loss",
+        "custom_models": "flow_grpo.vlm.models:register_model",
+    },
+    preflight_check="flow_grpo.vlm.plan:preflight_check",
+)
+
+
+def get_config() -> ConfigDict:
+    """Return a config with all settings at their defaults."""
+    return VLM_SPEC.get_config()

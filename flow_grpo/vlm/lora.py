@@ -1,0 +1,115 @@
+"""Load and merge LoRA in PEFT's format."""
+
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners import lora
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from flow_grpo.errors import UserError, first_line
+from flow_grpo.perf.lora import lora_layers
+from flow_grpo.rewards.loading import explain_load_errors
+from flow_grpo.training.lora_files import (
+    check_lora_values,
+    check_plain_lora,
+    lora_config_kwargs,
+    read_tensors,
+    resolve_lora_path,
+)
+from flow_grpo.training.policy import ADAPTER_NAME, upcast_parameters
+from flow_grpo.untrusted_files import read_json, reject_pickles
+from flow_grpo.vlm.expert_layout import preserve_conversions
+from flow_grpo.weight_checks import check_finite, check_loading_report, quiet_transformers
+
+
+def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_path") -> None:
+    """Add the LoRA at `path`, a directory or a hub id, to the model in at least float32.
+
+    Raises:
+        UserError: If it is not a plain LoRA, does not fit the model tensor by tensor, or has values
+            that are not finite.
+    """
+    folder = resolve_lora_path(path, field)
+    if folder.is_file():
+        if folder.name != SAFETENSORS_WEIGHTS_NAME:
+            raise UserError(
+                f"must be a PEFT adapter directory or its {SAFETENSORS_WEIGHTS_NAME}",
+                field=field,
+                value=str(path),
+            )
+        folder = folder.parent
+    settings, tensors = _read_adapter(folder)
+    kind = f"a LoRA of this {type(model).__name__}"
+    with (
+        explain_load_errors(field, str(path), kind),
+        quiet_transformers(),
+        preserve_conversions(model),
+    ):
+        config = LoraConfig(**lora_config_kwargs(folder, settings))
+        model.add_adapter(config, adapter_name=ADAPTER_NAME)
+        # PEFT creates layers in the model's dtype, which would round the file's values
+        upcast_parameters(
+            parameter for name, parameter in model.named_parameters() if "lora_" in name
+        )
+        report = model.load_adapter(
+            adapter_name=ADAPTER_NAME,
+            peft_config=config,
+            adapter_state_dict=tensors,  # converts names of older model layouts
+            hotswap=True,  # loads into the existing layers
+            is_trainable=True,
+            ignore_mismatched_sizes=True,  # listed in the report
+        )
+    check_loading_report(field, str(path), report.to_dict(), kind)
+    loaded = ((name, weight) for name, weight in model.named_parameters() if "lora_" in name)
+    check_finite(f"{field}={str(path)!r}", loaded)  # also as float32
+    for layer in lora_layers(model):
+        if isinstance(layer, lora.ParamWrapper):
+            raise UserError(
+                f"has LoRA on fused expert weights ({layer.parameter_name}), but only LoRA on "
+                "linear layers is supported",
+                field=field,
+                value=str(path),
+            )
+
+
+def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the config and the tensors of a PEFT adapter."""
+    config, weights = folder / CONFIG_NAME, folder / SAFETENSORS_WEIGHTS_NAME
+    for file in (config, weights):
+        if not file.is_file():
+            reject_pickles(folder)
+            raise UserError(
+                f"cannot be loaded as a LoRA of this model: it has no {file.name}", field=folder
+            )
+    settings = read_json(config)
+    if not isinstance(settings, dict):
+        raise UserError("must be a JSON object with the fields of a LoraConfig", field=config)
+    check_plain_lora(config, settings)
+    try:
+        tensors, _ = read_tensors(weights)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot be read: {first_line(error)}", field=weights) from error
+    check_lora_values(config, settings, tensors)
+    return settings, tensors
+
+
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Merge the LoRA of `attach_lora` into the weights and restore the plain layers."""
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, lora.LoraLayer):
+            try:
+                layer.merge(safe_merge=True)
+            except ValueError as error:
+                raise UserError(
+                    "cannot be merged: its sum with the model's weights is not finite",
+                    field=f"LoRA of {name}",
+                    hint="use an earlier checkpoint",
+                ) from error
+            owner, _, child = name.rpartition(".")
+            setattr(model.get_submodule(owner), child, layer.get_base_layer())
+    del model.peft_config
+    model._hf_peft_config_loaded = False  # otherwise save_pretrained looks for an adapter
+    return model

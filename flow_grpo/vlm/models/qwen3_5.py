@@ -1,0 +1,29 @@
+"""Qwen3.5, in which three of four layers use linear attention with a recurrent state."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import DynamicCache
+
+from flow_grpo.vlm.models.qwen3_vl import Qwen3VL
+
+
+class Qwen35(Qwen3VL):
+    """Qwen3.5.
+
+    Each response is trained in its own row: in a shared row, the recurrent state would carry one
+    response into the next.
+    """
+
+    names = {"qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5"}  # noqa: RUF012
+    layers = f"({Qwen3VL.layers}|.*language_model.*\\.(in_proj_(qkv|z|b|a)|out_proj))"
+    shares_prompt = False
+    vllm_scratch_buffers = ""
+
+    def attention_mask(self, attention: Tensor | BlockMask, not_padding: Tensor) -> dict[str, Any]:
+        """Return a mask per type of layer; linear attention only needs to skip padding."""
+        return {"full_attention": attention, "linear_attention": not_padding}
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.model.config)

@@ -1,0 +1,223 @@
+"""The policy network, which computes the log-probabilities of tokens.
+
+Behaviour policy, current policy and reference policy share one implementation, so that their
+probability ratios are 1 as long as their weights are equal.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+from transformers import Cache
+
+from flow_grpo.vlm.attention import PACKED_ATTENTION, build_block_mask, build_dense_mask
+from flow_grpo.vlm.models import get_family
+from flow_grpo.vlm.packing import PADDING_SEGMENT, ModelInputs, PackedBatch, scatter_to_mask
+
+MAX_CHUNK_LOGITS = 2**26  # logits per chunk: 256 MiB in float32
+MAX_FLOAT64_HEAD_SIZE = 2**20  # heads up to this size are multiplied in float64 at negligible cost
+
+
+class PolicyModel(nn.Module):
+    """A transformers model with an optional value head.
+
+    Args:
+        model: The transformers model, from `load_model`.
+        temperature: Divides the logits, in sampling and in training.
+        with_value: Whether to add a value head (a zero-initialized linear layer).
+        compute_dtype: Autocast dtype; None computes in the dtype of the weights.
+        flex_attention: Whether to train with flex attention.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        with_value: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        flex_attention: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.compute_dtype = compute_dtype
+        width = model.config.get_text_config().hidden_size
+        precise = torch.promote_types(model.dtype, torch.float32)
+        self.value = nn.Linear(width, 1, dtype=precise) if with_value else None
+        if self.value is not None:
+            nn.init.zeros_(self.value.weight)
+            nn.init.zeros_(self.value.bias)
+        if compute_dtype is not None:
+            fuse_rms_norms(model)
+        self.family = get_family(model)
+        self.banned_token_ids = self.family.banned_token_ids
+        self.flex_attention = flex_attention
+        if flex_attention:
+            model.get_decoder().config._attn_implementation = PACKED_ATTENTION
+        self.runs_in_lockstep = False  # True if weights are sharded: ranks wait for every layer
+
+    def forward(self, batch: PackedBatch, *, critic_only: bool = False) -> dict[str, Tensor]:
+        """Compute the log-probabilities and values of R packed responses.
+
+        Args:
+            batch: The packed responses.
+            critic_only: Whether the gradient of the values stops at the value head.
+
+        Returns:
+            `log_probs` (R, T) and, with a value head, `values` (R, T); 0 for padding.
+        """
+        hidden = self.hidden_states(batch.inputs)
+        chosen = hidden[batch.row[:, None], batch.column][batch.mask]  # (tokens, width)
+        log_probs = self.token_log_probs(chosen, batch.tokens[batch.mask])
+        out = {"log_probs": scatter_to_mask(log_probs, batch.mask)}
+        if self.value is not None:
+            features = chosen.detach() if critic_only else chosen
+            values = self.value(features.to(self.value.weight.dtype))[:, 0]
+            out["values"] = scatter_to_mask(values, batch.mask)
+        return out
+
+    def hidden_states(self, inputs: ModelInputs, cache: Cache | None = None) -> Tensor:
+        """Return the last hidden states (B, S, width); keys and values are added to `cache`."""
+        length, with_blank = inputs.input_ids.shape[1], self._must_run_vision_tower(inputs)
+        if with_blank:
+            inputs = self._append_blank_image(inputs)
+        make_mask = build_block_mask if self.flex_attention and cache is None else build_dense_mask
+        with self.family.vision_arguments(inputs.images, inputs.image_indices) as images:
+            hidden = self.forward_model(
+                inputs.position_ids,
+                input_ids=inputs.input_ids,
+                attention_mask=self.family.attention_mask(
+                    make_mask(inputs.segments), inputs.segments != PADDING_SEGMENT
+                ),
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **images,
+            )
+        return hidden[:, :length] if with_blank else hidden
+
+    def forward_model(self, positions: Tensor, **arguments: Any) -> Tensor:
+        """Call the transformers model with position ids (axes, B, S); return hidden states."""
+        positions = positions if self.family.axes > 1 else positions[0]
+        with self.autocast(positions.device):
+            return self.model.model(position_ids=positions, **arguments).last_hidden_state
+
+    def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return log-probabilities (N,) of tokens (N,) given hidden states (N, width).
+
+        Large inputs are processed in checkpointed chunks, so that not all logits exist at once.
+        """
+
+        def chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
+            return self.log_probs(hidden).gather(-1, tokens[:, None])[:, 0]
+
+        size = max(1, MAX_CHUNK_LOGITS // self.model.config.get_text_config().vocab_size)
+        if len(hidden) <= size:
+            return chunk(hidden, tokens)
+        pairs = zip(hidden.split(size), tokens.split(size), strict=True)
+        return torch.cat([checkpoint(chunk, *pair, use_reentrant=False) for pair in pairs])
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Return log-probabilities (N, vocabulary), at least float32; banned tokens have -inf."""
+        logits = self._logits(hidden) / self.temperature
+        logits.index_fill_(
+            -1, _cached_indices(tuple(self.banned_token_ids), logits.device), -torch.inf
+        )
+        return logits.log_softmax(-1).to(torch.promote_types(hidden.dtype, torch.float32))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (N, vocabulary) of hidden states (N, width) in at least float32."""
+        head = self.model.lm_head
+        if self.compute_dtype is None and head.weight.numel() <= MAX_FLOAT64_HEAD_SIZE:
+            # rounding in this product causes most of the difference between decoding and training
+            return nn.functional.linear(hidden.double(), head.weight.double())
+        # not a call of the layer: its hooks are collective, and ranks may differ in chunks
+        if self.compute_dtype is None:
+            return nn.functional.linear(hidden, head.weight)
+        return Float32OutputMatmul.apply(
+            hidden.to(self.compute_dtype), head.weight.to(self.compute_dtype)
+        )
+
+    def autocast(self, device: torch.device) -> AbstractContextManager:
+        """Return an autocast context in `compute_dtype`; a null context in float32."""
+        if self.compute_dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.compute_dtype)
+
+    def _must_run_vision_tower(self, inputs: ModelInputs) -> bool:
+        """Return whether the vision tower has to run although the batch has no images.
+
+        If the tower is trained, DDP waits for the gradient of all its weights. If weights are
+        sharded, ranks that do have images wait for this rank's shard of the tower.
+        """
+        tower = self.family.tower
+        if tower is None or inputs.image_indices is not None or not torch.is_grad_enabled():
+            return False
+        return self.runs_in_lockstep or any(p.requires_grad for p in tower.parameters())
+
+    def _append_blank_image(self, inputs: ModelInputs) -> ModelInputs:
+        """Append a blank image in columns that no other token attends to."""
+        image, device = self.family.blank_image(), inputs.input_ids.device
+        count = self.family.num_image_tokens(image)
+        ids = inputs.input_ids.new_zeros(len(inputs.input_ids), count)
+        ids[0] = self.family.image_token
+        return ModelInputs(
+            input_ids=torch.cat([inputs.input_ids, ids], 1),
+            segments=torch.cat([inputs.segments, torch.full_like(ids, PADDING_SEGMENT)], 1),
+            position_ids=nn.functional.pad(inputs.position_ids, (0, count)),
+            images={name: tensor.to(device) for name, tensor in image.items()},
+            image_indices=ids.new_zeros(1),
+        )
+
+
+class Float32OutputMatmul(torch.autograd.Function):
+    """Multiply half-precision x (N, width) and weight (vocabulary, width) with a float32 result.
+
+    Rounding logits to half precision would change log-probabilities by several hundredths.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x @ weight.T, (N, vocabulary), in float32."""
+        ctx.save_for_backward(x, weight)
+        if x.device.type == "cuda":
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
+        return x.float() @ weight.float().T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of `x` and `weight`, computed in their dtype."""
+        x, weight = ctx.saved_tensors
+        gradient = gradient.to(x.dtype)
+        grad_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        grad_weight = gradient.T @ x if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+@cache
+def _cached_indices(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return an index tensor, cached because graph capture does not allow host-to-device copies."""
+    return torch.tensor(values, dtype=torch.long, device=device)
+
+
+def fuse_rms_norms(model: nn.Module) -> None:
+    """Run each RMSNorm as one kernel instead of eight, except those with a gate."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon") and len(signature(module.forward).parameters) == 1:
+            module.forward = partial(_rms_norm, module, module.forward)
+
+
+def _rms_norm(module: nn.Module, original: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Return the RMS norm by torch's kernel, or by `original` if the dtypes differ."""
+    weight = module.weight
+    if hidden.dtype != weight.dtype:
+        return original(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):  # would cast to float32 and back
+        return nn.functional.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)

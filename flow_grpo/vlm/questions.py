@@ -1,0 +1,130 @@
+"""Load the training and test questions of a run from its config."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from flow_grpo.data.columns import parse_column_names
+from flow_grpo.data.mixing import (
+    PromptSource,
+    allocate_groups,
+    check_groups,
+    interleave,
+    parse_sources,
+    tag_rows,
+)
+from flow_grpo.data.questions import Question, QuestionLayout, check_media_columns, load_questions
+from flow_grpo.errors import UserError
+from flow_grpo.vlm.fields import VlmConfig
+from flow_grpo.vlm.plan import VlmBatchPlan
+
+logger = logging.getLogger("flow_grpo")
+
+
+@dataclass(frozen=True)
+class QuestionSets:
+    """The questions of one or several data sets."""
+
+    plan: VlmBatchPlan
+    sources: list[PromptSource]
+    parts: list[list[Question]]  # training questions per source
+    test: list[Question]
+
+    def __post_init__(self) -> None:
+        """Raise a UserError for a data set with fewer questions than an epoch draws from it."""
+        if len(self.sources) == 1:
+            self.plan.check_num_questions(len(self.parts[0]), self.sources[0].path)
+            return
+        for source, part, groups in zip(self.sources, self.parts, self.groups, strict=True):
+            check_groups(
+                source,
+                len(part),
+                groups,
+                self.plan.questions,
+                "questions",
+                setting="sample.questions_per_epoch",
+            )
+
+    @property
+    def train(self) -> list[Question]:
+        """Return the training questions of all sources, concatenated."""
+        return [question for part in self.parts for question in part]
+
+    @property
+    def groups(self) -> list[int]:
+        """Return the number of questions per epoch of each source."""
+        return allocate_groups(self.plan.questions, [source.share for source in self.sources])
+
+    @property
+    def sets(self) -> list[tuple[int, Fraction]]:
+        """Return each source's number of questions and its fraction of an epoch."""
+        return [(len(part), s.share) for part, s in zip(self.parts, self.sources, strict=True)]
+
+    def log_sizes(self) -> None:
+        if len(self.sources) > 1:
+            for source, count in zip(self.sources, self.groups, strict=True):
+                logger.info("%-21s %d of %d questions", source.name, count, self.plan.questions)
+
+    def drop_overlong(
+        self, length: Callable[[Question], int], limit: int
+    ) -> tuple["QuestionSets", int]:
+        """Drop questions whose prompts have more than `limit` tokens and log how many.
+
+        Args:
+            length: Returns the prompt length of a question.
+            limit: Maximum prompt length.
+
+        Returns:
+            The remaining questions and the length of their longest prompt.
+        """
+        lengths = []
+
+        def fits(question: Question) -> bool:
+            lengths.append(length(question))
+            return lengths[-1] <= limit
+
+        parts = [list(filter(fits, part)) for part in self.parts]
+        test = list(filter(fits, self.test))
+        dropped_train = len(self.train) - sum(map(len, parts))
+        dropped_test = len(self.test) - len(test)
+        if dropped_train or dropped_test:
+            logger.info(
+                "dropped %d of %d training and %d of %d test questions with prompts of more than "
+                "%d tokens (max_prompt_length)",
+                dropped_train,
+                len(self.train),
+                dropped_test,
+                len(self.test),
+                limit,
+            )
+        if not test:
+            raise UserError(
+                f"is exceeded by the prompts of all {dropped_test} test questions",
+                field="max_prompt_length",
+                value=limit,
+                hint="raise --config.max_prompt_length",
+            )
+        longest = max(length for length in lengths if length <= limit)
+        return replace(self, parts=parts, test=test), longest
+
+
+def build_questions(config: VlmConfig, plan: VlmBatchPlan) -> QuestionSets:
+    """Load the questions of all configured data sets."""
+    sources = parse_sources(config.dataset)
+    layout = QuestionLayout(
+        text=config.input_key,
+        answer=config.answer_key,
+        image=config.image_key,
+        video=config.video_key,
+        metadata=parse_column_names(config.metadata_columns),
+    )
+    pairs = [load_questions(source.path, config.seed, layout) for source in sources]
+    check_media_columns([question for train, _ in pairs for question in train], layout)
+    if len(sources) > 1:
+        pairs = [
+            (tag_rows(train, source.name), tag_rows(test, source.name))
+            for source, (train, test) in zip(sources, pairs, strict=True)
+        ]
+    test = interleave(test for _, test in pairs)[: config.eval_questions or None]
+    return QuestionSets(plan, sources, [train for train, _ in pairs], test)

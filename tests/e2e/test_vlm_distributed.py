@@ -1,0 +1,119 @@
+"""Runs of scripts/train_vlm.py in two processes equal those in one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import small_vlm
+import torch
+import vlm_runs
+from environments import EPISODES
+from safetensors.torch import load_file
+
+# full fine-tuning, so that gradients of the vision tower are reduced without an image too
+FULL = {"use_lora": False, "train.freeze_vision": False, "train.tokens_per_batch": 40}
+# at most four of six groups are not constant: in some update one process has no gradient
+REFILLED = {
+    "reward": "constant_for_some",
+    "sample.refills": 2,
+    "sample.questions_per_epoch": 6,
+}
+# one epoch of the value head only, then one of all weights
+WARMUP = {"num_epochs": 2, "train.critic_warmup": 1, "train.critic_learning_rate": 1e-2}
+RUNS = {
+    "float32": {"num_epochs": 2, "exact": False},
+    "full": {**FULL, "num_epochs": 2},
+    "refilled": {**REFILLED, "train.updates_per_epoch": 3, "train.beta": 0.1},
+    "episodes": EPISODES,
+    "ppo": {"train.advantage": "gae", "train.beta": 0.1, "train.kl_in": "reward", **WARMUP},
+}
+# in two processes only: rank 1 fails in batches of one, after an evaluation on rank 0
+BROKEN = {"run_name": "broken", "reward": "broken_on_rank_1", "sample.batch_size": 1}
+BROKEN |= {"eval_questions": 1}
+
+
+@pytest.fixture(scope="module")
+def logdirs(tmp_path_factory) -> dict[int, Path]:
+    """Log directories of the runs in one process and in two."""
+    folder = tmp_path_factory.mktemp("processes")
+    common = {
+        "pretrained.model": str(small_vlm.save(folder / "model")),
+        "dataset": str(small_vlm.write_data(folder / "data")),
+        "num_epochs": 1,
+        "exact": True,
+    }
+    # 2 processes x 4 = 1 process x 8
+    batches = {1: {"sample.batch_size": 8}, 2: {"sample.batch_size": 4}}
+
+    def runs(processes: int) -> list[dict]:
+        shared = {**common, **batches[processes], "logdir": str(folder / str(processes))}
+        return [{**shared, "run_name": name, **fields} for name, fields in RUNS.items()]
+
+    vlm_runs.run_on_two_processes([*runs(2), {**runs(2)[0], **BROKEN}])
+    for run_fields in runs(1):
+        vlm_runs.run_recording(**run_fields)
+    return {processes: folder / str(processes) for processes in (1, 2)}
+
+
+def read_records(folder: Path) -> list[dict]:
+    """Return the samples of all processes by index, and their micro-batches, for each epoch."""
+    files = sorted(folder.glob("seen-*.jsonl"))
+    epochs = zip(*(map(json.loads, path.read_text().splitlines()) for path in files), strict=True)
+    columns = ("tokens", "rewards")
+    return [
+        {
+            **{name: {k: v for part in parts for k, v in part[name].items()} for name in columns},
+            "images": [part["images"] for part in parts],
+        }
+        for parts in epochs
+    ]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_draw_the_same_samples_as_one(logdirs, name):
+    """Batches of 4 on two processes give the same tokens and rewards as batches of 8 on one."""
+    one, two = (read_records(logdir / name) for logdir in logdirs.values())
+    assert len(one) == len(two) == RUNS[name].get("num_epochs", 1)
+    for first, second in zip(one, two, strict=True):
+        assert len(first["tokens"]) == 4 * RUNS[name].get("sample.questions_per_epoch", 4)
+        assert first["tokens"] == second["tokens"]
+        assert first["rewards"] == second["rewards"]
+        assert len(first["images"]) == 1
+        assert len(second["images"]) == 2
+
+
+def test_a_reward_outage_of_one_process_is_raised_on_both(logdirs):
+    messages = [(logdirs[2] / f"outage-{process}.txt").read_text() for process in (0, 1)]
+    assert messages[0].startswith("reward 'mine' fails on every batch: TypeError: no such letter")
+    assert messages[0] == messages[1]
+
+
+def test_a_process_without_images_does_not_block_the_other(logdirs):
+    """The vision tower is trained, and only one process has an image in the last micro-batch."""
+    updates = []
+    for epoch in read_records(logdirs[2] / "full"):
+        # step: whether the last micro-batch of the update had an image
+        last = [dict(map(tuple, steps)) for steps in epoch["images"]]
+        assert last[0].keys() == last[1].keys()
+        updates += [{last[0][step], last[1][step]} for step in last[0]]
+    assert {True, False} in updates
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "float32"])
+def test_two_processes_train_the_same_weights_as_one(logdirs, name):
+    """The runs are in float64 and agree to the last digits."""
+    lines, weights = [], []
+    for folder in (logdir / name for logdir in logdirs.values()):
+        lines.append(list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())))
+        weights.append(load_file(folder / "checkpoints/latest/state/trained.safetensors"))
+    for one, two in zip(*lines, strict=True):
+        assert one.keys() == two.keys()
+        for metric in one:
+            if not metric.startswith(("time/", "perf/")):
+                assert one[metric] == pytest.approx(two[metric], abs=1e-9), metric
+    assert weights[0].keys() == weights[1].keys()
+    for parameter in weights[0]:
+        assert weights[0][parameter].dtype in (torch.float64, torch.float32)
+        torch.testing.assert_close(
+            weights[0][parameter], weights[1][parameter], rtol=0, atol=1e-8, msg=parameter
+        )

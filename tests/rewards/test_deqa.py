@@ -1,0 +1,114 @@
+"""DeQA-Score loads remote code: tested with a small model folder that contains such code."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from user_errors import raises_user_error
+
+from flow_grpo.rewards.scorers.deqa import DeQA
+
+MODELING = '''
+import numpy as np
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class BrightnessConfig(PretrainedConfig):
+    model_type = "brightness"
+
+
+class BrightnessForCausalLM(PreTrainedModel):
+    """From 1 (black) to 5 (white), in half precision like DeQA-Score."""
+
+    config_class = BrightnessConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.levels = nn.Linear(1, 1)
+        self.post_init()
+
+    def score(self, images):
+        assert all(image.mode == "RGB" for image in images)
+        bright = torch.tensor([[np.asarray(image).mean() / 255] for image in images])
+        return self.levels(bright.half().to(self.device))[:, 0]
+'''
+IMAGES = [Image.new(mode, size, "white") for mode, size in (("RGB", (8, 8)), ("L", (3, 9)))]
+IMAGES += [Image.new("RGB", (5, 5), "black"), Image.new("RGB", (5, 5), "#7f7f7f")]
+RAW = [5.0, 5.0, 1.0, 1 + 4 * 127 / 255]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module_cache(tmp_path_factory):
+    """Transformers copies remote code to the user's cache and imports it from there."""
+    cache = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.path", [*sys.path])
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+        yield
+        assert any(Path(cache).rglob("modeling_brightness.py"))
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory):
+    def write(modeling):
+        folder = tmp_path_factory.mktemp("deqa")
+        (folder / "modeling_brightness.py").write_text(modeling)
+        code = "modeling_brightness.Brightness"
+        auto_map = {"AutoConfig": f"{code}Config", "AutoModelForCausalLM": f"{code}ForCausalLM"}
+        config = {"model_type": "brightness", "auto_map": auto_map}
+        (folder / "config.json").write_text(json.dumps(config))
+        weights = {"levels.weight": torch.full((1, 1), 4.0), "levels.bias": torch.ones(1)}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def folder(write):
+    return write(MODELING)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_the_score_is_the_raw_score_over_five(folder, batch_size):
+    scorer = DeQA(model=folder, trust_remote_code=True, batch_size=batch_size)
+    scores, extra = scorer(IMAGES, [""] * 4, [{}] * 4)
+    assert extra == {"raw": pytest.approx(RAW, abs=4e-3)}  # half precision
+    assert scores == pytest.approx([raw / 5 for raw in extra["raw"]], abs=1e-6)
+    assert {type(s) for s in scores} == {float}
+
+
+def test_the_network_is_frozen_and_in_half_precision(folder):
+    network = DeQA(model=folder, trust_remote_code=True).network
+    assert {p.dtype for p in network.parameters()} == {torch.float16}
+    assert not any(p.requires_grad for p in network.parameters())
+    assert not network.training
+
+
+@pytest.mark.parametrize("options", [{}, {"trust_remote_code": False}, {"trust_remote_code": "no"}])
+def test_remote_code_runs_only_with_trust_remote_code(write, tmp_path, options):
+    trace = tmp_path / "ran"
+    folder = write(f"open({str(trace)!r}, 'w').close()\n{MODELING}")
+    with raises_user_error("trust_remote_code=True", field="model", value=folder):
+        DeQA(model=folder, **options)
+    assert not trace.exists()
+    DeQA(model=folder, trust_remote_code=True)
+    assert trace.exists()
+
+
+def test_a_model_without_a_score_method_is_rejected(write):
+    folder = write(MODELING.replace("def score", "def rate"))
+    with raises_user_error("BrightnessForCausalLM", "`score`", field="model", value=folder):
+        DeQA(model=folder, trust_remote_code=True)
+
+
+def test_remote_code_that_fails_is_reported(write):
+    folder = write("import a_package_that_is_not_there\n" + MODELING)
+    with raises_user_error("DeQA-Score", field="model", value=folder):
+        DeQA(model=folder, trust_remote_code=True)

@@ -1,0 +1,95 @@
+"""Dense and block masks of packed rows, and flex attention."""
+
+import pytest
+import small_vlm
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flow_grpo.vlm import attention
+from flow_grpo.vlm.attention import FLEX_BLOCK_SIZE, build_block_mask, build_dense_mask
+from flow_grpo.vlm.network import PolicyModel
+from flow_grpo.vlm.packing import PADDING_SEGMENT, Response, pack_responses
+
+
+def row(prompt: int, responses: list[int], length: int) -> Tensor:
+    """Return the segments of a row, padded on the right."""
+    numbers = [0] * prompt + [n for n, own in enumerate(responses, 1) for _ in range(own)]
+    return torch.tensor(numbers + [PADDING_SEGMENT] * (length - len(numbers)))
+
+
+def test_a_token_attends_to_its_prompt_and_its_own_response():
+    mask = build_dense_mask(row(2, [2, 1], 6)[None])[0, 0].int().tolist()
+    assert mask == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 1],  # padding
+    ]
+
+
+def test_block_mask_equals_the_dense_mask():
+    """Responses are within a block, span several, or end at its edge; rows differ in length."""
+    rows = [(300, [200, 400, 3, 1, 128], 1100), (128, [256, 256, 128], 1100), (5, [40] * 8, 1100)]
+    segments = torch.stack([row(*each) for each in rows])
+    mask, dense = build_block_mask(segments), build_dense_mask(segments)
+    some = in_blocks(dense, beyond=False).any((-1, -2))
+    every = in_blocks(dense, beyond=True).all(-1).all(-1)
+    partly = chosen(mask.kv_num_blocks, mask.kv_indices)
+    whole = chosen(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert torch.equal(partly | whole, some)
+    assert not (partly & whole).any()
+    assert not (whole & ~every).any()
+    assert whole.sum() > 0.7 * every.sum()
+    assert some.float().mean() < 0.5
+    columns = torch.arange(segments.shape[1])
+    computed = mask.mask_mod(torch.tensor(1), torch.tensor(0), columns[:, None], columns)
+    assert torch.equal(computed, dense[1, 0])
+
+
+def in_blocks(dense: Tensor, beyond: bool) -> Tensor:
+    """Return (B, 1, blocks, blocks, 128, 128), with `beyond` as the value of missing queries."""
+    spare = -dense.shape[-1] % FLEX_BLOCK_SIZE
+    pairs = functional.pad(functional.pad(dense, (0, spare)), (0, 0, 0, spare), value=beyond)
+    return (
+        pairs.unflatten(2, (-1, FLEX_BLOCK_SIZE))
+        .unflatten(4, (-1, FLEX_BLOCK_SIZE))
+        .transpose(3, 4)
+    )
+
+
+def chosen(counts: Tensor, indices: Tensor) -> Tensor:
+    """Return the block indices that kernels read as (B, 1, blocks, blocks) bool."""
+    among = torch.arange(indices.shape[-1]) < counts[..., None]
+    return torch.zeros_like(indices, dtype=torch.bool).scatter(-1, indices.long(), among)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "internvl"])
+def test_flex_attention_equals_dense_attention(family, tmp_path, monkeypatch):
+    """With grouped-query attention, responses of different lengths, and images.
+
+    Gradients are tested on a GPU; on a CPU, flex attention has none.
+    """
+    torch.manual_seed(0)
+    networks = [PolicyModel(small_vlm.build(family).double(), flex_attention=f) for f in (0, 1)]
+    encoder = small_vlm.encoder(networks[0].model)
+    prompts = [encoder.encode(question) for question in small_vlm.questions(tmp_path)]
+    shares = networks[0].family.shares_prompt
+    rows, lengths = [0, 0, 0, 1, 1, 2], [9, 1, 30, 4, 17, 12]
+    responses = [
+        Response(r if shares else i, prompts[r], torch.randint(7, 60, (lengths[i],)))
+        for i, r in enumerate(rows)
+    ]
+    batch = pack_responses(responses, small_vlm.PAD)
+    calls, original = [], attention.run_flex_attention
+    monkeypatch.setattr(
+        attention, "run_flex_attention", lambda *args: calls.append(1) or original(*args)
+    )
+    with torch.no_grad():
+        dense = networks[0](batch)["log_probs"]
+        assert not calls
+        flex = networks[1](batch)["log_probs"]
+    assert len(calls) == {"qwen3_5": 1}.get(family, 2)  # one of two layers has linear attention
+    torch.testing.assert_close(flex, dense, rtol=0, atol=1e-9)

@@ -1,0 +1,73 @@
+"""Config fields of VLM runs: help texts, defaults and invalid values."""
+
+import pytest
+import small_vlm
+from ml_collections import ConfigDict
+from user_errors import raises_user_error
+
+from flow_grpo.config import migration, overrides
+from flow_grpo.config.config_dicts import iter_config_fields
+from flow_grpo.diffusion import fields as diffusion_fields
+from flow_grpo.diffusion.config_checks import check_config as check_diffusion_config
+from flow_grpo.diffusion.config_loading import load_run_config
+from flow_grpo.vlm import fields
+from flow_grpo.vlm.config_checks import check_config
+
+
+def test_shared_fields_have_the_help_text_of_the_trainer():
+    assert "fp16" not in fields.VLM_SPEC.help_texts()["mixed_precision"]
+
+
+def test_rewards_must_score_text():
+    config = fields.get_config()
+    check_config(config)
+    config.eval_reward_fn = ConfigDict({"ocr": 1.0})
+    with raises_user_error("math_answer", field="reward_fn.ocr"):
+        check_config(config)
+    config.custom_rewards = ConfigDict({"ocr": "my_module:ocr"})
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("loss", "defaults"),
+    [
+        ("clip", (0.2, 0.28, "token")),
+        ("gspo", (3e-4, 4e-4, "sequence")),
+        ("cispo", (0.2, 0.2, "token")),
+    ],
+)
+def test_unset_settings_get_the_defaults_of_the_loss(loss, defaults):
+    config = fields.get_config()
+    config.train.loss = loss
+    if loss == "clip":
+        config.train.clip_high = 0.28
+    train = check_config(config).train
+    assert (train.clip_low, train.clip_high, train.aggregation) == defaults
+
+
+def test_a_config_of_the_other_trainer_is_rejected(tmp_path):
+    with raises_user_error("scripts/train.py"):
+        check_config(diffusion_fields.get_config())
+    with raises_user_error("scripts/train_vlm.py"):
+        check_diffusion_config(fields.get_config())
+    (tmp_path / "config.json").write_text(fields.get_config().to_json())
+    with raises_user_error("scripts/train_vlm.py"):
+        load_run_config(tmp_path, [])
+
+
+def test_a_missing_model_directory_is_rejected_without_querying_the_hub(tmp_path):
+    small_vlm.save(tmp_path / "tiny")
+    config = fields.get_config()
+    config.pretrained.model = str(tmp_path / "tinny")
+    with raises_user_error(
+        str(tmp_path / "tiny"), field="pretrained.model", value=str(tmp_path / "tinny")
+    ):
+        check_config(config)
+
+
+def test_field_names_of_trl_and_easyr1_suggest_ours():
+    known = set(dict(iter_config_fields(fields.get_config())))
+    assert known.issuperset(migration.VLM_FIELDS.values())
+    assert not known.intersection(migration.VLM_FIELDS)
+    with raises_user_error("train.lr", "train.learning_rate"):
+        overrides.check_field_name("train.lr", fields.get_config(), fields.VLM_SPEC)
