@@ -242,8 +242,10 @@ class Timer:
     def __call__(self, name: str) -> Iterator[None]:
         """Add the seconds spent in the context to `seconds[name]`."""
         start = synchronized_time(self._device)
-        yield
-        self.seconds[name] += synchronized_time(self._device) - start
+        try:
+            yield
+        finally:
+            self.seconds[name] += synchronized_time(self._device) - start
 
     def metrics(self) -> dict[str, float]:
         return {f"time/{name}": value for name, value in self.seconds.items()}

@@ -125,7 +125,7 @@ def test_the_reward_server_and_the_version(flow_grpo):
 
 WAYS = {  # how to get a data set that does not ship: pattern of the hint
     "dataset/geneval": r"python (\S+) coco dataset/geneval --size 50000$",
-    "dataset/pickscore": r"git clone https://github.com/yifan123/flow_grpo (\S+), and give",
+    "dataset/pickscore": r"git clone https://github.com/yifan123/flow_grpo (\S+), and pass",
     **dict.fromkeys(
         ("dataset/counting_edit", "dataset/sharegpt4o_image_mini"),
         r"--config.dataset=path/to/data \((\S+)\)$",

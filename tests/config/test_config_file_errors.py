@@ -91,7 +91,7 @@ def test_an_alias_and_its_setting_must_not_differ(tmp_path):
     overrides.load_checked_config(
         ["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.1"], DIFFUSION_SPEC
     )
-    with raises_user_error("grpo.beta=.2", field="train.beta", value=".1"):
+    with raises_user_error("grpo.beta=.2", field="train.beta", value=0.1):
         overrides.load_checked_config(
             ["train.py", config, "--config.train.beta=.1", "--config.grpo.beta=.2"], DIFFUSION_SPEC
         )

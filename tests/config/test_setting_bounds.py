@@ -133,7 +133,7 @@ def test_the_bounds_themselves_are_accepted(spec):
     ("fields", "named"),
     [
         ({"resolution": 0}, "resolution=0"),
-        ({"resolution": 0, "height": 512}, "width=0"),
+        ({"resolution": 0, "height": 512}, "512 and 0"),
         ({"reward_fn": {"ocr": 0.0}}, "reward_fn={'ocr': 0.0}"),
         ({"reward_fn": {"ocr": 1.0}, "eval_reward_fn": {"ocr": 0}}, "eval_reward_fn={'ocr': 0}"),
         ({"sample.num_image_per_prompt": 1}, "sample.num_image_per_prompt=1"),

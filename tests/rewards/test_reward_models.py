@@ -67,7 +67,7 @@ def test_a_model_without_a_score_is_rejected(tmp_path):
     folder = str(small_vlm.save(tmp_path / "vlm"))
     with raises_user_error(f"model={folder!r}", "qwen3_vl"):
         RewardModel(model=folder)
-    with raises_user_error("give --config.reward_options=", "PATH"):
+    with raises_user_error("--config.reward_options=", "PATH"):
         build_reward({"reward_model": 1.0})
 
 

@@ -269,10 +269,10 @@ def test_a_full_disk_is_named_even_if_the_library_does_not(
 
 def test_a_saved_checkpoint_is_flushed_to_disk(accelerator, tmp_path):
     disk = Disk(tmp_path / "disk", mount=False)
-    with disk.held, disk.watched():
+    with disk.resources, disk.recording():
         make_directories(disk.folder / "run")
         save_checkpoint(accelerator, disk.folder / "run/checkpoints", 1, Progress().write, keep=0)
-        with disk.left("lazy") as left:
+        with disk.after_power_loss("lazy") as left:
             assert is_intact(left / "run/checkpoints/latest")
 
 

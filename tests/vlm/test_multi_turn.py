@@ -403,7 +403,7 @@ def test_missing_rewards_are_counted_and_the_run_continues(settings, tmp_path):
     [
         ({"environment": f"{ENVIRONMENTS}:NoStep"}, ["environment=", "NoStep", "reset"]),
         ({"environment": f"{ENVIRONMENTS}:Nobody"}, ["environment=", "Nobody"]),
-        ({"sample.max_turns": 50}, ["max_prompt_length=", "sample.max_turns=50", "256"]),
+        ({"sample.max_turns": 50}, ["sample.max_new_tokens=10", "sample.max_turns=50", "256"]),
         (
             {"environment": "", "sample.max_turns": 4, "sample.max_observation_tokens": 512},
             ["reward_fn.environment"],

@@ -281,7 +281,7 @@ def test_text_only_models_are_trained(tmp_path, kind):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (GPT2Config(vocab_size=small_vlm.VOCABULARY, n_embd=32, n_head=4, n_layer=1), ".lm_head"),
+        (GPT2Config(vocab_size=small_vlm.VOCABULARY, n_embd=32, n_head=4, n_layer=1), "lm_head"),
         (MistralConfig(**small_vlm.TEXT, sliding_window=8), "sliding_window=8"),
         (CohereConfig(**{**small_vlm.TEXT, "logit_scale": 4.0}), "log-probabilities differ"),
     ],

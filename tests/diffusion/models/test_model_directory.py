@@ -141,7 +141,7 @@ def test_a_config_with_nan_is_rejected(folder, capsys, file, field):
 def test_noise_levels_must_decrease(folder, shift):
     path = folder / "scheduler/scheduler_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"shift": shift}))
-    with raises_user_error("noise level", "scheduler_config.json"):
+    with raises_user_error("sigmas", "scheduler_config.json"):
         load_adapter(str(folder)).schedule(4, 32, 32)
 
 
