@@ -52,8 +52,8 @@ def draw(args: Namespace, options: list[str]) -> None:
     from flow_grpo.demo.generator import find_checkpoints
     from flow_grpo.diffusion.checkpoint_evaluation import evaluate_checkpoints
     from flow_grpo.diffusion.config_loading import check_eval_fields, load_run_config
-    from flow_grpo.diffusion.evaluation import BASE
     from flow_grpo.diffusion.prompts import build_test_prompts, row_layout
+    from flow_grpo.training.candidates import BASE
 
     config = load_run_config(args.run, options)
     check_eval_fields(options, config)

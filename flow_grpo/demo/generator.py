@@ -14,7 +14,7 @@ from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo.limits import DemoLimits, GenerationRequest
 from flow_grpo.diffusion.builders import build_adapter, build_dynamics, image_size
 from flow_grpo.diffusion.config_checks import check_config
-from flow_grpo.diffusion.evaluation import Candidate, WeightSwapper, base_candidate
+from flow_grpo.diffusion.evaluation import WeightSwapper, base_candidate
 from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.prompts import build_test_prompts
 from flow_grpo.diffusion.rollout import Denoiser, eval_generators, initial_noise
@@ -27,6 +27,7 @@ from flow_grpo.rewards.failure import NotApplicable
 from flow_grpo.rewards.frames import Sample, to_pil
 from flow_grpo.training.accelerator import build_accelerator
 from flow_grpo.training.builder import build_rewards, eval_reward_weights, suggest_on_oom
+from flow_grpo.training.candidates import Candidate
 from flow_grpo.training.checkpoint import (
     BEST,
     CHECKPOINT_PREFIX,

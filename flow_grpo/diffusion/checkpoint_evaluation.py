@@ -20,11 +20,9 @@ from flow_grpo.diffusion.builders import (
 )
 from flow_grpo.diffusion.config_checks import check_config, reject_groupwise_eval_rewards
 from flow_grpo.diffusion.evaluation import (
-    BASE,
-    Candidate,
     WeightSwapper,
     evaluate,
-    parse_candidates,
+    parse_diffusion_candidates,
 )
 from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.models.experts import check_expert_folders, expert_folders_of_model
@@ -37,6 +35,7 @@ from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers
 from flow_grpo.training.accelerator import build_accelerator
 from flow_grpo.training.builder import build_rewards, eval_reward_weights
+from flow_grpo.training.candidates import BASE, Candidate
 from flow_grpo.training.distributed import raise_on_all_ranks
 from flow_grpo.training.session import find_outage
 
@@ -68,7 +67,7 @@ def evaluate_checkpoints(
     config = check_config(config)
     if out.exists():
         raise UserError("already exists", field=out, hint="choose another --out or remove it")
-    candidates = parse_candidates(checkpoints, config.train.lora_path)
+    candidates = parse_diffusion_candidates(checkpoints, config.train.lora_path)
     if lora_override and all(candidate.name != BASE for candidate in candidates):
         raise UserError(
             "has no effect: only 'base' is evaluated with it, and "

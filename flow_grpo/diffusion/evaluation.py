@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,16 +21,13 @@ from flow_grpo.diffusion.rollout import Denoiser, eval_generators, initial_noise
 from flow_grpo.diffusion.source_images import load_source_images, reward_metadata
 from flow_grpo.errors import UserError
 from flow_grpo.report.console import progress_bar
-from flow_grpo.report.run_reader import short_names
 from flow_grpo.rewards import TOTAL, WeightedReward
 from flow_grpo.rewards.frames import Sample, to_uint8, uint8_to_pil
-from flow_grpo.training.checkpoint import find_weights
+from flow_grpo.training.candidates import BASE, Candidate, parse_candidates
 from flow_grpo.training.distributed import gather_rows, gather_scores
 from flow_grpo.training.export import ExportSource
 from flow_grpo.training.metrics import finite_mean
 from flow_grpo.training.plan import check_lora_path
-
-BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -118,14 +114,6 @@ def evaluate(
     return EvaluationResult(scores, uint8_to_pil(gathered["images"]), sources)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A model to evaluate: the base model, or weights to load into it."""
-
-    name: str  # short and unique
-    weights: Path | None  # None: the base model
-
-
 def base_candidate(lora_path: str) -> Candidate:
     """Return the policy before training: the model, with the LoRA of `train.lora_path` if set.
 
@@ -146,36 +134,9 @@ def base_candidate(lora_path: str) -> Candidate:
     return Candidate(BASE, Path(lora_path))
 
 
-def parse_candidates(arguments: list[str], lora_path: str = "") -> list[Candidate]:
-    """Parse the values of --checkpoint, in order.
-
-    Args:
-        arguments: Each is "base", a path that `find_weights` accepts, or several of these separated
-            by commas. Empty means the base model.
-        lora_path: LoRA of the base model (`train.lora_path`); checkpoints contain theirs already.
-    """
-    named = [name for word in arguments for name in _split_names(word) if name] or [BASE]
-    base = base_candidate(lora_path) if BASE in named else None
-    found = [None if name == BASE else find_weights(Path(name)) for name in named]
-    resolved = [weights and weights.resolve() for weights in found]
-    for i, path in enumerate(resolved):
-        if path in resolved[:i]:
-            first = named[resolved.index(path)]
-            raise UserError(
-                f"selects the same weights as {first!r} ({path or BASE})",
-                field="--checkpoint",
-                value=named[i],
-                hint="leave one out",
-            )
-    short = short_names([path for path in resolved if path])
-    names = iter(f"checkpoint {name}" if name == BASE else name for name in short)
-    return [Candidate(next(names), weights) if weights else base for weights in found]
-
-
-def _split_names(word: str) -> list[str]:
-    if os.path.exists(word):  # a folder name may contain a comma
-        return [word]
-    return [part.strip() for part in word.split(",")]
+def parse_diffusion_candidates(arguments: list[str], lora_path: str = "") -> list[Candidate]:
+    """Parse the values of --checkpoint, where "base" has the LoRA of `train.lora_path`."""
+    return parse_candidates(arguments, base=lambda: base_candidate(lora_path))
 
 
 class WeightSwapper:

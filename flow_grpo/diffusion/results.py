@@ -15,7 +15,7 @@ from torch import Tensor
 from flow_grpo import atomic_io
 from flow_grpo.data.epoch_batches import SampleBatch
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.diffusion.evaluation import Candidate, EvaluationResult
+from flow_grpo.diffusion.evaluation import EvaluationResult
 from flow_grpo.diffusion.session import Session
 from flow_grpo.diffusion.source_images import load_source_images
 from flow_grpo.report.console import displayed_rewards, format_table
@@ -28,6 +28,7 @@ from flow_grpo.report.grid import (
 )
 from flow_grpo.rewards import TOTAL
 from flow_grpo.rewards.frames import to_pil
+from flow_grpo.training.candidates import Candidate
 from flow_grpo.training.metrics import ScoredSamples
 from flow_grpo.training.session import write_samples
 from flow_grpo.training.trackers import save_samples

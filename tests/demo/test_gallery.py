@@ -15,9 +15,10 @@ from user_errors import raises_user_error
 
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo import gallery
-from flow_grpo.diffusion.evaluation import Candidate, EvaluationResult
+from flow_grpo.diffusion.evaluation import EvaluationResult
 from flow_grpo.diffusion.results import CandidateScores, save_images
 from flow_grpo.report.grid import CELL_GAP, LINE_HEIGHT
+from flow_grpo.training.candidates import Candidate
 
 SETTINGS = {"model": "/home/me/model", "steps": 4, "guidance_scale": 1.0, "seed": 3}
 PROMPTS = [HOSTILE, LONG, 'a "sign"']

@@ -10,9 +10,10 @@ from policies import make_policy
 from safetensors.torch import load_file, save_file
 from user_errors import raises_user_error
 
-from flow_grpo.diffusion.evaluation import Candidate, WeightSwapper, parse_candidates
+from flow_grpo.diffusion.evaluation import WeightSwapper, parse_diffusion_candidates
 from flow_grpo.diffusion.models import ModelAdapter, load_adapter
 from flow_grpo.report.run_reader import short_names
+from flow_grpo.training.candidates import Candidate
 
 
 def load_model(model: Path) -> ModelAdapter:
@@ -127,27 +128,30 @@ def test_short_names_distinguish_the_checkpoints(paths, names):
 def test_checkpoints_are_separated_by_commas_or_arguments(candidates, tmp_path):
     lora, full = (candidates[name].weights.parent for name in ("lora", "full"))
     for arguments in ([f"base,{lora}", str(full)], ["base", f"{lora}, {full}"]):
-        found = parse_candidates(arguments)
+        found = parse_diffusion_candidates(arguments)
         assert [c.name for c in found] == ["base", "lora", "full"]
         assert [c.weights for c in found] == [None, lora / "lora", full / "transformer"]
-    assert parse_candidates([]) == [Candidate("base", None)]
+    assert parse_diffusion_candidates([]) == [Candidate("base", None)]
     comma = shutil.copytree(lora, tmp_path / "a,b")
-    assert parse_candidates([str(comma)]) == [Candidate("a,b", comma / "lora")]
+    assert parse_diffusion_candidates([str(comma)]) == [Candidate("a,b", comma / "lora")]
     base = shutil.copytree(lora, tmp_path / "base")
-    assert [c.name for c in parse_candidates(["base", str(base)])] == ["base", "checkpoint base"]
+    assert [c.name for c in parse_diffusion_candidates(["base", str(base)])] == [
+        "base",
+        "checkpoint base",
+    ]
 
 
 def test_the_base_includes_the_initial_lora_of_training(candidates, tmp_path):
     lora, full = candidates["lora"].weights, candidates["full"].weights
-    assert parse_candidates([], str(lora)) == [Candidate("base", lora)]
-    found = parse_candidates([f"base,{candidates['larger'].weights}"], str(lora))
+    assert parse_diffusion_candidates([], str(lora)) == [Candidate("base", lora)]
+    found = parse_diffusion_candidates([f"base,{candidates['larger'].weights}"], str(lora))
     assert [c.weights for c in found] == [lora, candidates["larger"].weights]
     # a run whose initial LoRA was deleted can still be evaluated: checkpoints contain it
     gone = str(tmp_path / "gone")
-    assert parse_candidates([str(full)], gone) == parse_candidates([str(full)])
+    assert parse_diffusion_candidates([str(full)], gone) == parse_diffusion_candidates([str(full)])
     for path in (gone, str(tmp_path), str(full)):
         with raises_user_error(path):
-            parse_candidates(["base", str(full)], path)
+            parse_diffusion_candidates(["base", str(full)], path)
 
 
 def test_duplicate_and_missing_checkpoints_are_rejected(candidates, tmp_path):
@@ -155,8 +159,8 @@ def test_duplicate_and_missing_checkpoints_are_rejected(candidates, tmp_path):
     link = tmp_path / "best"
     link.symlink_to(lora)
     with raises_user_error(lora, field="--checkpoint", value=str(link)):
-        parse_candidates(["base", str(lora), str(link)])
+        parse_diffusion_candidates(["base", str(lora), str(link)])
     with raises_user_error(field="--checkpoint", value="base"):
-        parse_candidates(["base,base"])
+        parse_diffusion_candidates(["base,base"])
     with raises_user_error("nothing"):
-        parse_candidates(["base,nothing"])
+        parse_diffusion_candidates(["base,nothing"])

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.diffusion.evaluation import Candidate, EvaluationResult
+from flow_grpo.diffusion.evaluation import EvaluationResult
 from flow_grpo.diffusion.results import (
     DIFFERENCE_NOTE,
     SINGLE_PROMPT_NOTE,
@@ -21,6 +21,7 @@ from flow_grpo.diffusion.results import (
     write_results,
 )
 from flow_grpo.report.console import format_table
+from flow_grpo.training.candidates import Candidate
 
 NAN = math.nan
 BASE, OTHER = [0.2, 0.4, 0.9, 0.5], [0.3, 0.6, 0.9, NAN]
