@@ -159,9 +159,9 @@ def win_rates(wins: np.ndarray) -> np.ndarray:
 
 
 def _group_win_rates(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return the fraction of its group that each sample scores higher than, (N,); ties count 1/2.
+    """Return the fraction of the other scored samples of its group that each sample beats, (N,).
 
-    Samples without a scored opponent get NaN.
+    Ties count 1/2. Samples without a score or without a scored opponent get NaN.
     """
     out = np.full(len(r), np.nan)
     for group in np.unique(groups):

@@ -29,6 +29,8 @@ SLOWEST_RANK_SECONDS = 30.0
 def exit_on_user_error(call: Callable, *, debug: bool):
     """Return the result of `call`, or print a user error in one line and exit with its code.
 
+    Interrupts and lost contact with another process are reported in the same way.
+
     Args:
         call: Called without arguments.
         debug: Raise the error instead, for its traceback.

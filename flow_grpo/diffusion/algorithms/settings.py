@@ -246,10 +246,10 @@ class GrpoSettings(TrajectorySettings):
         above=0,
     )
     clip_range_low: float | None = setting(
-        None, "Clip range below 1; unset uses clip_range.", above=0
+        None, "Clip range for ratios below 1; unset uses clip_range.", above=0
     )
     clip_range_high: float | None = setting(
-        None, "Clip range above 1; unset uses clip_range.", above=0
+        None, "Clip range for ratios above 1; unset uses clip_range.", above=0
     )
 
     @property

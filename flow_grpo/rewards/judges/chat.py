@@ -119,7 +119,7 @@ class ChatJudge(Scorer):
             )
 
     def check_servers(self) -> None:
-        """Send a test question to each server; others may answer in its place.
+        """Send a test question, starting at each server, with failover to the others.
 
         Raises:
             UserError: If a server rejects the question, or none responds.

@@ -142,7 +142,11 @@ class Family:
         raise NotImplementedError
 
     def blank_image(self) -> VisionInputs:
-        """Return a small blank image, for batches without images in which the tower has to run."""
+        """Return the inputs of a blank image.
+
+        Batches without images need one where the vision tower is trained or sharded, because all
+        ranks have to run it.
+        """
         raise NotImplementedError
 
     @contextmanager
