@@ -30,8 +30,8 @@ class VlmModelConfig(shared.ModelFields):
 
     model: str = setting(
         "Qwen/Qwen2.5-VL-3B-Instruct",
-        "Directory of a transformers model, or hub id: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, or a "
-        "text-only model with a chat template (Qwen, Llama, distilled R1).",
+        "Directory of a transformers model, or hub id: Qwen-VL, Qwen3.5, InternVL, or a "
+        "text-only model with a chat template (Qwen, Llama, distilled R1). See docs/vlm/models.md.",
     )
 
 
@@ -69,7 +69,7 @@ class VlmSampleConfig:
     engine: str = setting(
         "transformers",
         'Rollout engine: "transformers" uses the forward pass of training with a KV cache; "vllm" '
-        "is faster on long responses but samples from a slightly different policy "
+        "is meant for many long responses and samples from a slightly different policy "
         "(train.importance_cap).",
         choices=("transformers", VLLM),
     )
@@ -200,7 +200,8 @@ class VlmTrainConfig(shared.TrainFields):
     )
     advantage_scale: str = setting(
         "group",
-        'Standard deviation that "grpo" divides by: of the "group", of the "batch", or "none".',
+        'Standard deviation that "grpo" and "pairwise" divide by: of the "group", of the "batch", '
+        'or "none".',
         choices=SCALES,
     )
     discount: float = setting(
@@ -293,7 +294,8 @@ class VlmConfig(shared.SharedFields):
     )
     use_lora: bool = setting(
         True,
-        "False trains all weights and keeps a frozen copy for the KL: three times the memory.",
+        "False trains all weights, in float32 with Adam: 16 bytes per parameter instead of 2 in "
+        "bf16. A KL then also needs a frozen copy.",
     )
     dataset: str = setting(
         "dataset/shapes_qa",
@@ -349,12 +351,12 @@ class VlmConfig(shared.SharedFields):
     )
     reward_fn: dict = setting(
         {"math_answer": 0.9, "answer_format": 0.1},
-        "Rewards and their weights; docs/rewards.md lists them.",
+        "Rewards and their weights; docs/vlm/rewards.md lists them.",
     )
     environment: str = setting(
         "",
         'Custom multi-turn environment, "path/to/file.py:Class" or "package.module:Class"; empty '
-        "for single-turn responses. See docs/vlm/README.md.",
+        "for single-turn responses. See docs/vlm/environments.md.",
     )
     environment_options: dict = setting(
         {}, "Keyword arguments of the environment class.", requires="environment"
