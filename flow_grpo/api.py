@@ -61,7 +61,7 @@ class Trainer:
         model: Folder or hub id; the preset's by default.
         rewards: Names or functions, as a list, a list of (reward, weight) or {reward: weight}.
         prompts: Path of a dataset, or a list of texts or dicts.
-        test_prompts: Held-out prompts; split off `prompts` by default.
+        test_prompts: Held-out prompts; split off `prompts` by default. Only if `prompts` is a list.
         preset: Preset that the remaining settings come from.
         **fields: Config fields by full name: `**{"train.learning_rate": 1e-4}`.
     """
@@ -76,6 +76,12 @@ class Trainer:
         preset: str = "tiny_ocr",
         **fields: Any,
     ) -> None:
+        if test_prompts is not None and (prompts is None or isinstance(prompts, str | Path)):
+            raise UserError(
+                "needs a list of prompts",
+                field="test_prompts",
+                hint="pass prompts as a list, or a directory with a train and a test file",
+            )
         self.config = build_config(model, rewards, prompts, test_prompts, preset, fields)
 
     def train(self) -> TrainingResult:

@@ -182,6 +182,8 @@ def test_bundled_model_and_prompts_are_found_from_any_directory(tmp_path, monkey
         ),
         ({"prompts": {"prompt": "a"}}, "train prompts must be a list, not {'prompt': 'a'}"),
         ({"prompts": ["a"], "test_prompts": "b"}, "test prompts must be a list, not 'b'"),
+        ({"prompts": "dataset/ocr", "test_prompts": ["a"]}, "test_prompts needs a list of prompts"),
+        ({"test_prompts": ["a"]}, "test_prompts needs a list of prompts"),
         ({"prompts": [{"prompt": "a", "f": len}]}, "train prompt 1 cannot be saved as JSON: Objec"),
         ({"prompts": ["a \ud800"]}, r"train prompt 1: '\ud800' is"),
         ({"prompts": ["a"], "logdir": "x" * 5000}, "logdir='xxx"),

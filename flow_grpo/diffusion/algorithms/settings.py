@@ -38,8 +38,8 @@ class AnchorConfig:
     data: str = setting(
         "",
         "Captioned images to train on in addition to the samples: a directory of images with "
-        "captions in .txt files of the same name, or a value of `dataset` with an image in each "
-        "row.",
+        "captions in .txt files of the same name, or a directory, file or hub name as in `dataset` "
+        "with an image in each row.",
     )
     data_weight: float = setting(1.0, "Weight of the flow-matching loss on anchors.data.", above=0)
     kl_gate: float = setting(
