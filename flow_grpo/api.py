@@ -43,6 +43,7 @@ from flow_grpo.untrusted_files import parse_json
 Reward = str | Callable
 Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
+FIELDS_OF_ARGUMENTS = {"model": "pretrained.model", "rewards": "reward_fn", "prompts": "dataset"}
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,11 @@ def build_config(
 ) -> ConfigDict:
     """Build the config of a preset with the arguments of `Trainer`."""
     DIFFUSION_SPEC.load_custom_classes(fields)
+    given = {"model": model or None, "rewards": rewards, "prompts": prompts}
+    for argument, name in FIELDS_OF_ARGUMENTS.items():
+        if given[argument] is not None and name in fields:
+            rule = f"is set by the argument {argument!r} too"
+            raise UserError(rule, field=name, value=fields[name], hint="pass only one of them")
     config = presets.get_config(preset)
     for name, value in fields.items():
         overrides.check_field_name(name, config, DIFFUSION_SPEC)

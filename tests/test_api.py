@@ -184,6 +184,7 @@ def test_bundled_model_and_prompts_are_found_from_any_directory(tmp_path, monkey
         ({"prompts": ["a"], "test_prompts": "b"}, "test prompts must be a list, not 'b'"),
         ({"prompts": "dataset/ocr", "test_prompts": ["a"]}, "test_prompts needs a list of prompts"),
         ({"test_prompts": ["a"]}, "test_prompts needs a list of prompts"),
+        ({"prompts": ["a"], "dataset": "b"}, "dataset='b' is set by the argument 'prompts' too"),
         ({"prompts": [{"prompt": "a", "f": len}]}, "train prompt 1 cannot be saved as JSON: Objec"),
         ({"prompts": ["a \ud800"]}, r"train prompt 1: '\ud800' is"),
         ({"prompts": ["a"], "logdir": "x" * 5000}, "logdir='xxx"),
