@@ -43,6 +43,7 @@ from flow_grpo.untrusted_files import parse_json
 Reward = str | Callable
 Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
+FIELDS_OF_ARGUMENTS = {"model": "pretrained.model", "rewards": "reward_fn", "prompts": "dataset"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Trainer:
         model: Folder or hub id; the preset's by default.
         rewards: Names or functions, as a list, a list of (reward, weight) or {reward: weight}.
         prompts: Path of a dataset, or a list of texts or dicts.
-        test_prompts: Held-out prompts; split off `prompts` by default.
+        test_prompts: Held-out prompts; split off `prompts` by default. Only if `prompts` is a list.
         preset: Preset that the remaining settings come from.
         **fields: Config fields by full name: `**{"train.learning_rate": 1e-4}`.
     """
@@ -76,6 +77,12 @@ class Trainer:
         preset: str = "tiny_ocr",
         **fields: Any,
     ) -> None:
+        if test_prompts is not None and (prompts is None or isinstance(prompts, str | Path)):
+            raise UserError(
+                "needs a list of prompts",
+                field="test_prompts",
+                hint="pass prompts as a list, or a directory with a train and a test file",
+            )
         self.config = build_config(model, rewards, prompts, test_prompts, preset, fields)
 
     def train(self) -> TrainingResult:
@@ -128,6 +135,11 @@ def build_config(
 ) -> ConfigDict:
     """Build the config of a preset with the arguments of `Trainer`."""
     DIFFUSION_SPEC.load_custom_classes(fields)
+    given = {"model": model or None, "rewards": rewards, "prompts": prompts}
+    for argument, name in FIELDS_OF_ARGUMENTS.items():
+        if given[argument] is not None and name in fields:
+            rule = f"is set by the argument {argument!r} too"
+            raise UserError(rule, field=name, value=fields[name], hint="pass only one of them")
     config = presets.get_config(preset)
     for name, value in fields.items():
         overrides.check_field_name(name, config, DIFFUSION_SPEC)

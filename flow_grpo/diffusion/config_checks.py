@@ -350,7 +350,8 @@ def _ineffective_settings(
         yield ("sample.explore_steps",), "train.keep_best_worst=0"
     if getattr(algorithm, "shares_group_noise", False):
         yield (f"{name}.noise_per",), f"{method}, which compares samples at the same noise"
-    if len(noisy) == sample.num_steps - 1 and advantage != "remax":
+    samples_ode = advantage == "remax" or settings.train.keep_best_worst > 0
+    if len(noisy) == sample.num_steps - 1 and not samples_ode:
         yield ("sample.solver",), "noise on all steps but the last"
     if algorithm.overrides_credit:
         yield ("sample.global_std",), f"{method}, which computes its own credit"

@@ -163,6 +163,22 @@ def test_a_group_is_complete_with_its_advantages(run, browser):
     page.close()
 
 
+@pytest.mark.parametrize(("kept", "shown"), [(0, "2 of the 8 samples"), (1, "2 samples")])
+def test_a_group_has_the_samples_that_were_selected_for_training(browser, tmp_path, kept, shown):
+    """With `train.keep_best_worst`, a group is smaller than `sample.num_image_per_prompt`."""
+    run = make_run(tmp_path / "run", epochs=1, prompts=1)
+    config = {"sample": {"num_image_per_prompt": 8}, "train": {"keep_best_worst": kept}}
+    (run / "config.json").write_text(json.dumps(config))
+    folder = run / "samples/train-00001"
+    shutil.rmtree(folder)
+    blank = [Image.new("RGB", (8, 8))] * 2
+    save_samples(folder, blank, prompt=["a", "a"], avg=[0.0, 1.0], group=[0, 0])
+    write_report([run], tmp_path / "page.html")
+    page, _ = open_report(browser, tmp_path / "page.html")
+    assert f"epoch 1 · {shown}" in page.locator("#group").inner_text()
+    page.close()
+
+
 def test_smoothing_adds_a_line_and_keeps_the_points(run, browser):
     page, _ = open_report(browser, run / "report.html")
     smooth = page.locator("[data-metric='eval/avg'] path.smooth")

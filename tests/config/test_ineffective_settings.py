@@ -148,6 +148,7 @@ def test_global_std_has_no_effect_on_algorithms_with_their_own_credit(name):
         {"sample__sde_window_size": 2, "sample__solver": "dpm2"},
         {"train__timestep_fraction": 0.5, "sample__solver": "dpm2"},
         {"train__advantage": "remax", "sample__solver": "dpm2"},  # baselines have no noise
+        {"train__keep_best_worst": 2, "sample__solver": "dpm2"},  # nor do the candidates
         {"algorithm": "nft", "sample__solver": "dpm2"},
         {"algorithm": "nft", "nft__kl_type": "gaussian", "sample__noise_level": 0.5},
         {"algorithm": "dpo", "dpo__kl_type": "gaussian"},  # it is logged

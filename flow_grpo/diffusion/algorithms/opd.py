@@ -72,6 +72,13 @@ class Opd(Algorithm):
                 value=dict(teachers),
                 hint=f"use {' or '.join(map(repr, sorted({*tasks, ALL})))}",
             )
+        if self.setup.anchors.diversity:
+            raise UserError(
+                "has no effect with algorithm='opd', which does not use rewards",
+                field="anchors.diversity",
+                value=True,
+                hint="set it to False",
+            )
         if len(self.initial_loras) == 1 and not self.settings.anchor_beta:
             raise UserError(
                 "starts at the only teacher, so there is nothing to learn",

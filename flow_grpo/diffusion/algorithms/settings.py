@@ -38,8 +38,8 @@ class AnchorConfig:
     data: str = setting(
         "",
         "Captioned images to train on in addition to the samples: a directory of images with "
-        "captions in .txt files of the same name, or a value of `dataset` with an image in each "
-        "row.",
+        "captions in .txt files of the same name, or a directory, file or hub name as in `dataset` "
+        "with an image in each row.",
     )
     data_weight: float = setting(1.0, "Weight of the flow-matching loss on anchors.data.", above=0)
     kl_gate: float = setting(
@@ -193,7 +193,8 @@ class DgpoSettings(ForwardSettings):
     )
     clip_range: float = setting(
         1e-2,
-        "A sample has no gradient once its error has changed by more than this value.",
+        "A sample has no gradient once its error differs from the old policy's by more than this "
+        "value in the direction of its advantage.",
         above=0,
     )
     adv_clip_max: float = setting(
@@ -291,7 +292,7 @@ class LeapSettings(ForwardSettings):
     discount: float = setting(
         0.3,
         "Factor of the gradient through the starting points of later leaps. 0 omits this gradient "
-        "and saves a backward pass per later leap.",
+        "and saves a forward and a backward pass per later leap.",
         at_least=0,
         at_most=1,
     )
@@ -380,8 +381,8 @@ class RamSettings(ForwardSettings):
     )
     adv_scale: float = setting(
         5.0,
-        "Advantages are divided by this value. With at least adv_clip_max, the loss of every "
-        "sample has a minimum, because a bad sample repels no more strongly than the KL attracts.",
+        "Advantages are divided by this value. Above adv_clip_max / kl_beta, the loss of every "
+        "sample has a minimum, because a bad sample repels less strongly than the KL attracts.",
         above=0,
     )
     kl_beta: float = setting(

@@ -287,7 +287,8 @@ function drawGroup(data, container) {
   if (!options.some(([value]) => value === state.group)) state.group = options[0][0];
   const [number, chosen] = state.group.split("/").map(Number), i = trained.findIndex((each) => each.number === number);
   const samples = [...groups[i][chosen]].sort((a, b) => (b.advantage || 0) - (a.advantage || 0)), names = scoreNames(samples);
-  const settings = trained[i].run.config.sample || {}, size = settings.num_image_per_prompt || settings.group_size;
+  const { sample: settings = {}, train = {} } = trained[i].run.config;
+  const size = 2 * (train.keep_best_worst || 0) || settings.num_image_per_prompt || settings.group_size;
   const [title, one, what] = isAnswer(samples[0]) ? ["One question, all responses", "Question", "response"] : ["One prompt, all samples", "Prompt", "sample"];
   const scores = samples.map((sample) => total(sample, names)).filter((value) => value !== null);
   const mean = scores.reduce((a, b) => a + b, 0) / scores.length;

@@ -171,9 +171,14 @@ def test_teachers_are_read_and_the_run_can_be_resumed_from_its_config(teacher, t
         ({"ocr": "{}"}, {"pretrained.model": "assets/tiny-edit"}, ["opd.teachers['ocr']"]),
         ({"ocr": "{}"}, {"use_lora": False}, ["'opd'", "use_lora=True"]),
         ({"all": "{}"}, {"opd.anchor": "a/b/c", "opd.anchor_beta": 1.0}, ["opd.anchor='a/b/c'"]),
+        (
+            {"all": "{}"},
+            {"anchors.diversity": True, "sample.num_image_per_prompt": 4},
+            ["anchors.diversity=True", "'opd'"],
+        ),
     ],
 )
-def test_an_invalid_teacher_is_rejected_before_the_model_loads(
+def test_invalid_settings_are_rejected_before_the_model_loads(
     teacher, tmp_path, teachers, fields, shown
 ):
     own = {"algorithm": "opd", "opd.start": "model", "train.lora_rank": 4, "train.lora_alpha": 8}
