@@ -30,6 +30,7 @@ COMMANDS = {  # name, as the script with underscores: summary
     "make-ocr": "Write prompt sets for the OCR reward",
     "make-small": "Write a small diffusers pipeline with random weights",
     "plot": "Plot the metrics and images of a run",
+    "publish": "Write weights, figures and a model card of a run for the hub",
     "report": "Write the HTML report of a run",
     SERVER: "Serve rewards over HTTP",
     "train": "Train a diffusion model with online reinforcement learning",
