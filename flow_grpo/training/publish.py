@@ -28,7 +28,7 @@ from flow_grpo.report.run_reader import RunData, read_run
 from flow_grpo.training.base_card import BaseModel, describe_base_model
 from flow_grpo.training.checkpoint import Progress
 from flow_grpo.training.export import ExportSource, reject_existing, write_folder_atomically
-from flow_grpo.training.provenance import read_starts
+from flow_grpo.training.starts import read_starts
 from flow_grpo.untrusted_files import flatten_fields
 
 CARD_FILE, CONFIG_FILE, METRICS_FILE = "README.md", "training_config.json", "metrics.jsonl"
