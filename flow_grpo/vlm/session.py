@@ -36,9 +36,16 @@ from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.environment import EnvironmentPool
 from flow_grpo.vlm.fields import ENVIRONMENT, GAE, VLLM, VlmConfig
 from flow_grpo.vlm.forward_parity import check_forward_parity
+from flow_grpo.vlm.lora import select_lora_layers
 from flow_grpo.vlm.losses import build_loss
 from flow_grpo.vlm.losses.base import smoke_test_loss
-from flow_grpo.vlm.models import check_gpu_memory, load_model, load_processors
+from flow_grpo.vlm.models import (
+    build_meta_model,
+    check_gpu_memory,
+    get_family,
+    load_model,
+    load_processors,
+)
 from flow_grpo.vlm.multi_turn import EpisodeRunner
 from flow_grpo.vlm.plan import VlmBatchPlan, build_plan, check_tensor_parallel
 from flow_grpo.vlm.policy import VlmPolicy
@@ -299,6 +306,7 @@ def _add_policy(
         use_lora=config.use_lora,
         rank=train.lora_rank,
         alpha=train.lora_alpha,
+        target_modules=train.lora_target_modules,
         lora_path=train.lora_path,
         freeze_vision=train.freeze_vision,
         with_reference=train.beta > 0,
@@ -412,6 +420,9 @@ def _load_policy_model(config: VlmConfig, accelerator: Accelerator) -> nn.Module
     if device.type == "cuda":
         capacity = torch.cuda.get_device_properties(device).total_memory
         check_gpu_memory(source, capacity, dtype, config.pretrained.revision, precision)
+    if config.train.lora_target_modules:
+        layout = get_family(build_meta_model(source, config.pretrained.revision))
+        select_lora_layers(layout, config.train.lora_target_modules, config.train.freeze_vision)
     return load_model(source, device, dtype, config.pretrained.revision, precision)
 
 
