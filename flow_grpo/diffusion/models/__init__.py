@@ -17,7 +17,6 @@ from flow_grpo.diffusion.models.lora_files import suppress_duplicate_errors
 from flow_grpo.diffusion.models.model_files import (
     PIPELINE_LOAD_ERRORS,
     check_model_files,
-    check_pipeline_files,
     load_error,
     may_run_code,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "Size",
     "build_meta_transformer",
     "check_model",
-    "check_pipeline_files",
     "find_adapter",
     "load_adapter",
     "register_model",
