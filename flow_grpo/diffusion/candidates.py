@@ -121,6 +121,11 @@ class CandidateModels:
             self._use(None)
             self._swapper.check_loadable(self._swapped)
 
+    @property
+    def adapter(self) -> ModelAdapter:
+        """The model in memory."""
+        return self._swapper.adapter
+
     @contextmanager
     def loaded(self, candidate: Candidate) -> Iterator[tuple[ModelAdapter, nn.Module]]:
         """Yield the adapter with the candidate's weights, and its prepared transformer."""

@@ -106,6 +106,8 @@ def read_lora(path: str | Path, field: str = "train.lora_path") -> LoraFile:
                     f"duplicate tensor {repeated[0]}, with and without {PEFT_PREFIX!r}"
                 )
             return LoraFile(file, {names[k]: v for k, v in tensors.items()}, settings)
+        if named := next((k for k in tensors if k.startswith(PEFT_PREFIX)), None):
+            raise ValueError(f"{named} has no alpha without the {CONFIG_NAME} that PEFT saves")
         metadata = parse_json(header.get(LORA_ADAPTER_METADATA_KEY, "null"), f"cannot read {file}")
         if not isinstance(metadata, dict | None):
             raise ValueError(f"{LORA_ADAPTER_METADATA_KEY} is not a JSON object")
