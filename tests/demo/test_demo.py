@@ -307,7 +307,8 @@ def test_every_family_generates(family, tmp_path):
 
 
 def arguments(**values) -> Namespace:
-    given = {"run": None, "config": None, "host": LOCAL, "port": 0, "rewards": True}
+    given = {"run": None, "config": None, "checkpoint": [], "host": LOCAL}
+    given |= {"port": 0, "rewards": True}
     return Namespace(**{**given, **values})
 
 
