@@ -17,6 +17,7 @@ from user_errors import raises_user_error
 
 from flow_grpo.diffusion.checkpoint_evaluation import evaluate_checkpoints
 from flow_grpo.diffusion.models import load_adapter
+from flow_grpo.diffusion.models.kohya import to_kohya
 from flow_grpo.diffusion.models.lora_files import read_lora
 from flow_grpo.diffusion.models.sd3 import SD3Adapter
 from flow_grpo.training.lora_files import IncompatibleWeights
@@ -42,10 +43,23 @@ def formats(tiny_sd3, tmp_path_factory) -> dict[str, Path]:
     tensors = {name: 1.1 * tensor for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, {"format": "pt"})
     transformer = shutil.copytree(pipeline / "transformer", root / "full")
+    tensors = load_file(root / "peft/adapter_model.safetensors")
+    tensors = {name.removeprefix("base_model.model."): each for name, each in tensors.items()}
+    comfy = to_kohya(tensors, {"r": 4, "lora_alpha": 12}, "StableDiffusion3Pipeline")
+    save_file(comfy, root / "comfy.safetensors")
+    kohya = {}
+    for name, tensor in tensors.items():
+        layer, _, matrix = name.removesuffix(".weight").rpartition(".lora_")
+        prefix = f"lora_transformer_{layer.replace('.', '_')}"
+        kohya[f"{prefix}.lora_{'down' if matrix == 'A' else 'up'}.weight"] = tensor
+        kohya[f"{prefix}.alpha"] = torch.tensor(12.0)
+    save_file(kohya, root / "kohya.safetensors")
     return {
         "peft": root / "peft",
         "diffusers": diffusers,
         "file": Path(file),
+        "comfy": root / "comfy.safetensors",
+        "kohya": root / "kohya.safetensors",
         "pipeline": pipeline,
         "transformer": transformer,
     }
@@ -67,7 +81,7 @@ def evaluated(tiny_sd3, tmp_path) -> Callable[..., dict[str, np.ndarray]]:
 
 
 def test_a_lora_has_the_same_images_in_each_format(formats, evaluated):
-    names = ["peft", "diffusers", "file"]
+    names = ["peft", "diffusers", "file", "comfy", "kohya"]
     base, *found = evaluated("base", *(formats[name] for name in names)).values()
     assert len(found) == len(names)
     for name, images in zip(names, found, strict=True):
@@ -178,6 +192,26 @@ def test_candidates_of_several_families_are_rejected(evaluated, tmp_path):
         evaluated("base", other)
     with raises_user_error("FluxTransformer2DModel", kind=IncompatibleWeights):
         evaluated(other / "transformer")
+
+
+@pytest.mark.parametrize("name", ["comfy", "kohya"])
+def test_unusable_kohya_files_are_rejected_before_sampling(formats, evaluated, tmp_path, name):
+    tensors = load_file(formats[name])
+    layer = min(tensors).removesuffix(".alpha")
+    foreign = {key.replace("blocks", "layers"): each for key, each in tensors.items()}
+    changes = {
+        f"{layer}.alpha": tensors | {f"{layer}.alpha": torch.ones(2)},
+        layer: {key: each for key, each in tensors.items() if ".lora_" not in key},
+        "layers": foreign,
+        "hada_w1_a": tensors | {f"{layer}.hada_w1_a": torch.ones(1)},
+        "infinite": set_infinite({key: each.clone() for key, each in tensors.items()}),
+    }
+    for number, (shown, changed) in enumerate(changes.items()):
+        file = tmp_path / f"{number}.safetensors"
+        save_file(changed, file)
+        with raises_user_error(shown):
+            evaluated("base", file)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_without_alpha_is_rejected(formats, tmp_path):
