@@ -116,9 +116,7 @@ def read_lora(path: str | Path, field: str = "train.lora_path", *, family: str =
                 )
             return LoraFile(file, {names[k]: v for k, v in tensors.items()}, settings)
         if is_kohya(tensors):
-            return (
-                _convert_kohya(file, tensors, family) if family else LoraFile(file, tensors, None)
-            )
+            return _read_kohya(file, tensors, family)
         if named := next((k for k in tensors if k.startswith(PEFT_PREFIX)), None):
             raise ValueError(f"{named} has no alpha without the {CONFIG_NAME} that PEFT saves")
         metadata = parse_json(header.get(LORA_ADAPTER_METADATA_KEY, "null"), f"cannot read {file}")
