@@ -234,8 +234,8 @@ class TrainFields:
     lora_alpha: int = setting(64, "Alpha of LoRA; see lora_rank.", above=0, at_most=10**5)
     lora_path: str = setting(
         "",
-        "LoRA to start from (a directory, .safetensors file or hub id), with its own rank and alpha; "
-        "it is also the reference policy.",
+        "LoRA to start from, with its own rank and alpha; it is also the reference policy. A "
+        "directory, a .safetensors file or a hub id.",
     )
 
 
