@@ -32,6 +32,7 @@ COMMANDS = {  # name, as the script with underscores: summary
     "plot": "Plot the metrics and images of a run",
     "publish": "Write weights, figures and a model card of a run for the hub",
     "report": "Write the HTML report of a run",
+    "reproduce": "Check, train, benchmark and publish a published task",
     SERVER: "Serve rewards over HTTP",
     "train": "Train a diffusion model with online reinforcement learning",
     "train-vlm": "Train a vision-language model with online reinforcement learning",
