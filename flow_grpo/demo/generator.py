@@ -13,8 +13,8 @@ from flow_grpo.data.images import image_digest
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo.limits import DemoLimits, GenerationRequest
 from flow_grpo.diffusion.builders import build_adapter, build_dynamics, image_size
+from flow_grpo.diffusion.candidates import WeightSwapper, base_candidate
 from flow_grpo.diffusion.config_checks import check_config
-from flow_grpo.diffusion.evaluation import WeightSwapper, base_candidate
 from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.prompts import build_test_prompts
 from flow_grpo.diffusion.rollout import Denoiser, eval_generators, initial_noise

@@ -68,8 +68,12 @@ def can_use_cuda_graphs(config: DiffusionConfig, accelerator: Accelerator) -> bo
     return wanted and unsharded and config.use_lora and not config.train.gradient_checkpointing
 
 
-def build_adapter(config: DiffusionConfig, accelerator: Accelerator) -> ModelAdapter:
-    """Check the settings against the model's config files, then load it."""
+def check_model_settings(config: DiffusionConfig, accelerator: Accelerator) -> str:
+    """Check the settings against the model's config files.
+
+    Returns:
+        The directory or hub id of the model, downloaded if a revision is set.
+    """
     model = download_revision(config.pretrained.model, config.pretrained.revision)
     sample = config.sample
     explored = sample.explore_steps if config.train.keep_best_worst else sample.num_steps
@@ -83,6 +87,12 @@ def build_adapter(config: DiffusionConfig, accelerator: Accelerator) -> ModelAda
     check_guidance_gradient(config, find_adapter(model))
     if config.train.lora_path:  # loading the model may take minutes
         check_expert_folders(config.train.lora_path, expert_folders_of_model(model))
+    return model
+
+
+def build_adapter(config: DiffusionConfig, accelerator: Accelerator) -> ModelAdapter:
+    """Check the settings against the model's config files, then load it."""
+    model = check_model_settings(config, accelerator)
     adapter = load_adapter(
         model,
         device=accelerator.device,

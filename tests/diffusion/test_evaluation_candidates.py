@@ -10,7 +10,7 @@ from policies import make_policy
 from safetensors.torch import load_file, save_file
 from user_errors import raises_user_error
 
-from flow_grpo.diffusion.evaluation import WeightSwapper, parse_diffusion_candidates
+from flow_grpo.diffusion.candidates import WeightSwapper, parse_diffusion_candidates
 from flow_grpo.diffusion.models import ModelAdapter, load_adapter
 from flow_grpo.report.run_reader import short_names
 from flow_grpo.training.candidates import Candidate

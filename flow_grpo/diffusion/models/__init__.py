@@ -17,6 +17,7 @@ from flow_grpo.diffusion.models.lora_files import suppress_duplicate_errors
 from flow_grpo.diffusion.models.model_files import (
     PIPELINE_LOAD_ERRORS,
     check_model_files,
+    check_pipeline_files,
     load_error,
     may_run_code,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Schedule",
     "Size",
     "check_model",
+    "check_pipeline_files",
     "find_adapter",
     "load_adapter",
     "register_model",

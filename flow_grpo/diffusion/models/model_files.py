@@ -5,6 +5,7 @@ from pathlib import Path
 
 import diffusers
 import transformers
+from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
@@ -12,7 +13,12 @@ from safetensors import SafetensorError, safe_open
 from flow_grpo.diffusion.models.processors import TOKENIZERS, encoder_class, transformers_class
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.untrusted_files import read_json
-from flow_grpo.weight_checks import check_implementations, check_not_nan, check_stored_weights
+from flow_grpo.weight_checks import (
+    check_files_finite,
+    check_implementations,
+    check_not_nan,
+    check_stored_weights,
+)
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 COMPOSITE_CLASSES = (DiffusionPipeline, transformers.ProcessorMixin)
@@ -58,6 +64,43 @@ def check_model_files(model: str) -> None:
         check_stored_weights(part)
         for path in sorted(part.glob("*config.json")):
             check_not_nan("pretrained.model", part, read_json(path))
+
+
+def check_pipeline_files(model: str) -> None:
+    """Check the files of a pipeline directory without loading it, including all weights.
+
+    Raises:
+        UserError: If a file is missing, damaged or unsafe, a value is not finite, or a transformer
+            lacks tensors or has others than its config describes.
+    """
+    try:
+        check_model_files(model)
+        for part in sorted(Path(model).glob("*/")):
+            check_files_finite(part)
+        for name, value in DiffusionPipeline.load_config(model).items():
+            if name.startswith("transformer") and isinstance(value, list) and value[1]:
+                check_transformer_files(Path(model, name), getattr(diffusers, value[1]))
+    except PIPELINE_LOAD_ERRORS as error:
+        raise load_error(model, error) from error
+
+
+def check_transformer_files(folder: Path, kind: type[diffusers.ModelMixin]) -> None:
+    """Compare the names and shapes of saved tensors with those of the model in config.json."""
+    with init_empty_weights():
+        expected = dict(kind.from_config(kind.load_config(folder)).named_parameters())
+    saved: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            saved |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    for name, parameter in expected.items():
+        if name not in saved:
+            raise UserError(f"does not fit its config.json: missing tensor {name}", field=folder)
+        if saved[name] != tuple(parameter.shape):
+            raise UserError(
+                f"does not fit its config.json: {name} has shape {saved[name]}, but "
+                f"{tuple(parameter.shape)} is needed",
+                field=folder,
+            )
 
 
 def _check_required_files(folder: Path, name: str, kind: type | None) -> None:
