@@ -118,7 +118,8 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         flat = asdict(self)
-        return {**flat, **flat.pop("sampling")}
+        sampling = flat.pop("sampling")
+        return {**flat, **sampling}
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,8 @@ def fetch_command(source: PromptSource, option: str = "--prompts") -> str:
     folder = Path(source.repository).name
     url = f"https://github.com/{source.repository}"
     path = f"{folder}/{Path(source.files).parent}"
-    return f"run git clone {url} && git -C {folder} checkout -q {source.commit} and pass {option} {path}"
+    checkout = f"git clone {url} && git -C {folder} checkout -q {source.commit}"
+    return f"run {checkout} and pass {option} {path}"
 
 
 def file_url(source: PromptSource) -> str:

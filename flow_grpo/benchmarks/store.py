@@ -97,7 +97,7 @@ class BenchmarkStore:
                     hint="choose another --out, or repeat the command with its settings",
                 )
             return True
-        if self.out.is_dir() and any(self.out.iterdir()) or self.out.is_file():
+        if (self.out.is_dir() and any(self.out.iterdir())) or self.out.is_file():
             raise UserError(
                 "already exists and is not of this benchmark",
                 field="--out",
@@ -206,7 +206,8 @@ class CandidateStore:
         found = [[""] * batches.samples for _ in range(batches.prompts)]
         for batch in range(len(batches)):
             record = self.read(batch, len(batches[batch]))
-            for (prompt, number), text in zip(batches[batch], record.texts if record else ()):
+            texts = record.texts if record else []
+            for (prompt, number), text in zip(batches[batch], texts, strict=False):
                 found[prompt][number] = text
         return found
 
