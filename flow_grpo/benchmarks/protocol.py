@@ -113,8 +113,9 @@ class Settings:
     samples: int
     seed: int
     sampling: ImageSampling | ResponseSampling
-    scorers: dict[str, dict[str, Any]]
+    scorers: dict[str, dict[str, Any]]  # options by name
     prompts_sha256: str
+    scorer_origins: dict[str, str] = field(default_factory=dict)  # of those that are not built in
 
     def to_json(self) -> dict[str, Any]:
         flat = asdict(self)
@@ -210,9 +211,9 @@ def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for messages: the names of scorers, and the start of a checksum."""
+    """Return a value for messages: scorers with their options, and the start of a checksum."""
     if isinstance(value, dict):
-        options = {name: each for name, each in value.items() if each}
-        return ", ".join(value) + (f" with {options}" if options else "")
+        shown = [f"{name} {each}" if each else name for name, each in value.items()]
+        return ", ".join(shown) or "built in"
     text = str(value)
     return f"{text[:12]}..." if len(text) == 64 else text

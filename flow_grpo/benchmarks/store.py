@@ -1,7 +1,7 @@
 """The output directory of a benchmark while it runs: everything that is done stays done.
 
     OUT/benchmark.json                        settings that all scores in it share
-    OUT/candidates/NAME/candidate.json        its weights and their checksum
+    OUT/candidates/NAME/candidate.json        name and order, weights and their checksum
     OUT/candidates/NAME/scores/00003.json     scores of batch 3, written when the batch is scored
     OUT/candidates/NAME/images/00012-1.png    image 1 of prompt 12
 
@@ -13,7 +13,6 @@ the next start of the same command.
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from flow_grpo.atomic_io import write_text_atomic
-from flow_grpo.benchmarks.results import RESULTS, score_from_json, score_to_json
+from flow_grpo.benchmarks.results import score_from_json, score_to_json
 from flow_grpo.errors import UserError
 from flow_grpo.untrusted_files import read_json
 
@@ -110,16 +109,32 @@ class BenchmarkStore:
 
     def candidates(self) -> list[str]:
         """Return the names of the candidates in the directory, in the order of their results."""
-        folder = self.out / "candidates"
-        names = sorted(each.parent.name for each in folder.glob(f"*/{CANDIDATE_FILE}"))
-        order: list[str] = []
-        if (self.out / f"{RESULTS}.json").is_file():
-            content = read_json(self.out / f"{RESULTS}.json")
-            order = [each["name"] for each in content.get("candidates", ())]
-        return sorted(names, key=lambda n: order.index(n) if n in order else len(order))
+        files = (self.out / "candidates").glob(f"*/{CANDIDATE_FILE}")
+        numbered = sorted((read_json(file)["order"], read_json(file)["name"]) for file in files)
+        return [name for _, name in numbered]
 
     def candidate(self, name: str) -> "CandidateStore":
-        return CandidateStore(self.out / "candidates" / name)
+        return CandidateStore(self.out / "candidates" / name.replace("/", "--"), name)
+
+    def add_candidate(self, name: str, weights: str, sha256: str) -> None:
+        """Create the directory of a candidate, or check that it has the scores of these weights."""
+        folder, order = self.candidate(name).folder, len(self.candidates())
+        identity = {"name": name, "order": order, "weights": weights, "sha256": sha256}
+        file = folder / CANDIDATE_FILE
+        if not file.is_file():
+            self._make(folder / "scores")
+            self._make(folder / "images")
+            write_text_atomic(file, json.dumps(identity, indent=1) + "\n")
+            return
+        found = read_json(file)
+        if found.get("sha256") != sha256:
+            raise UserError(
+                f"has scores of other weights under the name {name!r} "
+                f"({found.get('weights') or 'the base model'})",
+                field="--out",
+                value=str(self.out),
+                hint="choose another --out",
+            )
 
     @staticmethod
     def _make(folder: Path) -> None:
@@ -134,27 +149,8 @@ class BenchmarkStore:
 class CandidateStore:
     """The directory of one candidate."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def open(self, weights: str, sha256: str) -> None:
-        """Create the directory, or check that it has the scores of the same weights."""
-        identity = {"weights": weights, "sha256": sha256}
-        file = self.folder / CANDIDATE_FILE
-        if file.is_file():
-            found = read_json(file)
-            if found.get("sha256") != sha256:
-                raise UserError(
-                    f"has scores of other weights under the name {self.folder.name!r} "
-                    f"({found.get('weights') or 'the base model'})",
-                    field="--out",
-                    value=str(self.folder.parents[1]),
-                    hint="choose another --out",
-                )
-            return
-        BenchmarkStore._make(self.folder / "scores")
-        BenchmarkStore._make(self.folder / "images")
-        write_text_atomic(file, json.dumps(identity, indent=1) + "\n")
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
 
     def identity(self) -> tuple[str, str]:
         """Return the path and the checksum of the weights."""
@@ -233,8 +229,3 @@ def subset(count: int, limit: int | None) -> list[int]:
     if limit is None or limit >= count:
         return list(range(count))
     return [row * count // limit for row in range(limit)]
-
-
-def scores_by_name(scores: Mapping[str, np.ndarray], without: str) -> dict[str, list[float]]:
-    """Return score columns as lists, without the weighted sum."""
-    return {name: list(map(float, v)) for name, v in scores.items() if name != without}

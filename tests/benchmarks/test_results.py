@@ -86,8 +86,8 @@ def test_failed_and_damaged_batches_are_pending_and_the_others_are_kept(tmp_path
     store = BenchmarkStore(tmp_path / "out")
     batches = Batches(prompts=3, samples=1, size=1)
     assert not store.open({"steps": 8})
+    store.add_candidate("base", "", "")
     candidate = store.candidate("base")
-    candidate.open("", "")
     candidate.write(0, BatchRecord({"a": [0.5], "b": [-math.inf]}))
     candidate.write(1, BatchRecord({"a": [math.nan], "b": [1.0]}, {"a": "no server"}))
     assert candidate.pending(batches) == [1, 2]
@@ -111,11 +111,13 @@ def test_a_directory_has_one_set_of_settings_and_one_set_of_weights_per_candidat
     weights.mkdir()
     (weights / "a.safetensors").write_bytes(b"one")
     before = weights_checksum(weights)
-    store.candidate("run").open(str(weights), before)
-    store.candidate("run").open(str(weights), before)
+    for _ in range(2):
+        store.add_candidate("z/run", str(weights), before)
+    store.add_candidate("base", "", "")
+    assert store.candidates() == ["z/run", "base"]
     (weights / "a.safetensors").write_bytes(b"two")
-    with raises_user_error("run", field="--out"):
-        store.candidate("run").open(str(weights), weights_checksum(weights))
+    with raises_user_error("z/run", field="--out"):
+        store.add_candidate("z/run", str(weights), weights_checksum(weights))
 
 
 def test_a_subset_is_spread_over_a_sorted_list():
