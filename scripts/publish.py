@@ -8,6 +8,7 @@ Paths, user names, tokens and server addresses of this machine are not published
 """
 
 import logging
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def main() -> None:
     parser.add_argument(
         "--samples", type=int, default=8, help="prompts in the comparison; default: 8"
     )
+    parser.add_argument(
+        "--bench",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="results of flow-grpo bench for the card; may be repeated",
+    )
     args = parser.parse_args()
     if args.samples < 1:
         parser.error(f"--samples={args.samples} must be at least 1")
@@ -73,13 +82,23 @@ def write(args: Namespace) -> None:
         dtype=getattr(torch, args.dtype or "float32"),
         samples=args.samples,
     )
+    sections = [("Benchmarks", describe_benchmarks(args.bench))] if args.bench else []
     run = find_run(ExportSource.find(args.run, raw=args.raw), options)
     if "question_format" in run.config:
-        publish(run, options, VLM_SPEC, vlm.write_weights)
+        publish(run, options, VLM_SPEC, vlm.write_weights, sections)
     else:
-        publish(run, options, DIFFUSION_SPEC, diffusion.write_weights)
+        publish(run, options, DIFFUSION_SPEC, diffusion.write_weights, sections)
     print(f"wrote {args.out}: {run.source}")
     print(f"upload it with: {upload_command(options)}")
+
+
+def describe_benchmarks(folders: list[Path]) -> str:
+    """Return the tables of benchmarks with their protocols and deviations, as Markdown."""
+    from flow_grpo.benchmarks.results import read_results
+    from flow_grpo.report.redaction import redact_text
+
+    texts = [redact_text(read_results(folder).to_markdown()) for folder in folders]
+    return "\n\n".join(re.sub(r"(?m)^(#+ )", r"##\1", text) for text in texts)
 
 
 if __name__ == "__main__":

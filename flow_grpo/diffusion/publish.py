@@ -12,11 +12,12 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_N
 from safetensors.torch import save_file
 
 from flow_grpo.diffusion.algorithms import ALGORITHMS
+from flow_grpo.diffusion.comfyui import write_comfyui
 from flow_grpo.diffusion.export import TRAINED_COMPONENT, export
 from flow_grpo.diffusion.models import find_adapter
 from flow_grpo.diffusion.models.base import ModelAdapter
 from flow_grpo.diffusion.models.experts import SECOND_TRANSFORMER
-from flow_grpo.diffusion.models.lora_files import read_lora
+from flow_grpo.diffusion.models.lora_files import LoraFile, read_lora
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.report.card import code_block
 from flow_grpo.report.comparison import SamplePairs, draw_samples, pair_samples
@@ -34,6 +35,7 @@ from flow_grpo.weight_checks import check_files_finite
 logger = logging.getLogger("flow_grpo")
 VIDEO_SUFFIXES = (".gif", ".mp4", ".webp")
 MAX_VIDEOS = 4
+COMFYUI = "comfyui"  # directory of the file for it, which diffusers does not load
 SETTINGS = (  # listed in each card
     "dataset",
     "algorithm",
@@ -57,13 +59,20 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
         ["", SECOND_TRANSFORMER] if (run.source.weights / SECOND_TRANSFORMER).is_dir() else [""]
     )
     files: dict[str, str] = {}
+    limitations: list[str] = []
     if options.merged:
         files |= _write_merged(run, options, folder)
     if run.source.is_lora:
         for expert in experts:
+            file = read_lora(run.source.weights / expert, "RUN")
             path = Path(expert, LORA_WEIGHT_NAME_SAFE)
-            write_lora(run.source.weights / expert, folder / path)
+            write_lora(file, folder / path)
             files[str(path)] = "LoRA for diffusers" + (f", {expert}" if expert else "")
+            name = _comfyui_file(options, expert, len(experts))
+            if problem := _try_comfyui(file, adapter, folder / name):
+                limitations.append(f"There is no file for ComfyUI: {problem}.")
+            else:
+                files[name] = "the same LoRA for ComfyUI, with `.alpha` tensors"
     elif not options.merged:
         for expert in experts:
             name = expert or TRAINED_COMPONENT
@@ -78,7 +87,7 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
     summary = {"lora": "A LoRA of", "transformer": "Fine-tuned weights of"}[source]
     return Publication(
         files=files,
-        usage=describe_usage(run, options, adapter, experts),
+        usage=describe_usage(run, options, adapter, experts, list(files)),
         method=describe_method(str(run.setting("algorithm", ""))),
         summary="A LoRA, also merged, of" if options.merged and source == "lora" else summary,
         library="diffusers",
@@ -87,12 +96,30 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
         settings=[*SETTINGS, *(f"reward_fn.{name}" for name in run.setting("reward_fn", {}))]
         + (["train.lora_rank", "train.lora_alpha"] if source == "lora" else []),
         examples=examples,
+        limitations=limitations,
     )
 
 
-def write_lora(weights: Path, out: Path) -> None:
-    """Write a LoRA in diffusers' format after checking its values; private metadata is removed."""
-    file = read_lora(weights, "RUN")
+def _comfyui_file(options: PublishOptions, expert: str, count: int) -> str:
+    """Return the name of the file for ComfyUI, which shows the files of all models in one list."""
+    noise = ("_low_noise" if expert else "_high_noise") if count > 1 else ""
+    return f"{COMFYUI}/{options.out.name}{noise}.safetensors"
+
+
+def _try_comfyui(file: LoraFile, adapter: type[ModelAdapter] | None, out: Path) -> str:
+    """Write a LoRA for ComfyUI; return why that is not possible, or ""."""
+    if adapter is None:
+        return "the family of the base model is not known"
+    try:
+        write_comfyui(file, adapter.pipeline_class.__name__, out)
+    except UserError as error:
+        logger.warning("no file for ComfyUI: %s", first_line(error))
+        return error.rule
+    return ""
+
+
+def write_lora(file: LoraFile, out: Path) -> None:
+    """Write a LoRA in diffusers' format; private metadata is removed."""
     metadata = {"format": "pt"}
     if file.metadata is not None:
         metadata[LORA_ADAPTER_METADATA_KEY] = json.dumps(redact(file.metadata), indent=2)
@@ -172,6 +199,7 @@ def describe_usage(
     options: PublishOptions,
     adapter: type[ModelAdapter] | None,
     experts: list[str],
+    files: list[str],
 ) -> str:
     """Return how to generate with the published weights, as Markdown."""
     base, repo = run.base_path, options.repo_name
@@ -199,7 +227,14 @@ def describe_usage(
     result = "frames" if int(run.setting("frames", 1)) > 1 else "images"
     inputs = "..., " if adapter is not None and adapter.num_source_images[-1] else ""
     lines.append(f'{result} = pipeline({inputs}prompt="...", {arguments}).{result}')
-    return code_block("\n".join(lines), "python")
+    shown = code_block("\n".join(lines), "python")
+    comfyui = " and ".join(f"`{name}`" for name in files if name.startswith(f"{COMFYUI}/"))
+    if comfyui:
+        shown += (
+            f"\n\n**ComfyUI**: copy {comfyui} to `ComfyUI/models/loras` and load it at strength 1; "
+            "the scale alpha / rank is in the file."
+        )
+    return shown
 
 
 def _call_arguments(run: PublishedRun, adapter: type[ModelAdapter] | None) -> str:

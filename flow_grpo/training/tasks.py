@@ -54,15 +54,15 @@ class Task:
     run_gib: float = 1  # disk space of the runs
 
 
-def _small_images(name: str, preset: str) -> Task:
-    return Task(f"small counterpart of {name}", (TrainingRun("train", preset),))
+def _small_images(name: str, preset: str, bench: str) -> Task:
+    return Task(f"small counterpart of {name}", (TrainingRun("train", preset),), ())
 
 
 TASKS: dict[str, Task] = {
     "sd3_geneval": Task(
         "SD3.5-medium on GenEval (Flow-GRPO, arXiv 2505.05470)",
         (TrainingRun("train", "geneval_sd3", ("--config.eval_prompts=1000",)),),
-        (),
+        ("geneval",),
         {SD3: 14.8},
         GENEVAL,
         gpus=8,
@@ -72,7 +72,7 @@ TASKS: dict[str, Task] = {
     "sd3_ocr": Task(
         "SD3.5-medium on text rendering (Flow-GRPO, arXiv 2505.05470)",
         (TrainingRun("train", "general_ocr_sd3"),),
-        (),
+        ("ocr",),
         {SD3: 14.8},
         gpus=8,
         gpu_memory_gib=38.6,
@@ -81,7 +81,7 @@ TASKS: dict[str, Task] = {
     "sd3_pickscore": Task(
         "SD3.5-medium on PickScore (Flow-GRPO, arXiv 2505.05470)",
         (TrainingRun("train", "pickscore_sd3", ("--config.eval_prompts=1000",)),),
-        (),
+        ("drawbench",),
         {SD3: 14.8},
         PICKSCORE,
         gpus=8,
@@ -91,7 +91,7 @@ TASKS: dict[str, Task] = {
     "flux_pickscore": Task(
         "FLUX.1-dev on PickScore (Flow-GRPO's repository)",
         (TrainingRun("train", "pickscore_flux", ("--config.eval_prompts=1000",)),),
-        (),
+        ("drawbench",),
         {FLUX: 31.1},
         PICKSCORE,
         gpus=8,
@@ -101,7 +101,7 @@ TASKS: dict[str, Task] = {
     "qwen_image_ocr": Task(
         "Qwen-Image on text rendering",
         (TrainingRun("train", "general_ocr_qwen_image", ("--config.eval_prompts=256",)),),
-        (),
+        ("ocr",),
         {QWEN_IMAGE: 52.8},
         gpus=8,
         gpu_memory_gib=67.8,
@@ -132,12 +132,12 @@ TASKS: dict[str, Task] = {
     ),
 }
 SMALL: dict[str, Task] = {
-    "sd3_geneval": _small_images("sd3_geneval", "tiny_geneval"),
-    "sd3_ocr": _small_images("sd3_ocr", "tiny_ocr"),
+    "sd3_geneval": _small_images("sd3_geneval", "tiny_geneval", "tiny_scenes"),
+    "sd3_ocr": _small_images("sd3_ocr", "tiny_ocr", "tiny_signs"),
     # no preference model is small enough
-    "sd3_pickscore": _small_images("sd3_pickscore", "tiny_ocr"),
-    "flux_pickscore": _small_images("flux_pickscore", "tiny_ocr"),
-    "qwen_image_ocr": _small_images("qwen_image_ocr", "tiny_ocr"),
+    "sd3_pickscore": _small_images("sd3_pickscore", "tiny_ocr", "tiny_signs"),
+    "flux_pickscore": _small_images("flux_pickscore", "tiny_ocr", "tiny_signs"),
+    "qwen_image_ocr": _small_images("qwen_image_ocr", "tiny_ocr", "tiny_signs"),
     "qwen2_5_vl_geometry3k": Task(
         "small counterpart of qwen2_5_vl_geometry3k", (TrainingRun("train", "tiny_vlm", vlm=True),)
     ),

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from user_errors import raises_user_error
 
+from flow_grpo.diffusion.models.kohya import from_kohya
+
 LORA = "pytorch_lora_weights.safetensors"
 SECRET = "hf_" + "aB3" * 10
 
@@ -83,7 +85,9 @@ def text_run(tmp_path_factory) -> Path:
 
 
 def publish(run: Path, out: Path, **options) -> Path:
-    defaults = dict(raw=False, merged=False, dtype=None, repo="", base_model="", license="")
+    defaults = dict(
+        bench=[], raw=False, merged=False, dtype=None, repo="", base_model="", license=""
+    )
     write(Namespace(run=run, out=out, **{**defaults, "samples": 3, **options}))
     return out
 
@@ -114,6 +118,18 @@ def test_the_lora_equals_that_of_the_checkpoint_and_loads_in_diffusers(
     weights = lora_run / "checkpoints/checkpoint-2/ema_lora"
     assert difference(generate(tiny_sd3, published), generate(tiny_sd3, weights)) == 0
     assert difference(generate(tiny_sd3, published), generate(tiny_sd3)) > 0.01
+
+
+def test_the_file_for_comfyui_has_the_same_tensors_and_the_scale(published, lora_run):
+    own = load_file(published / LORA)
+    comfyui = load_file(published / "comfyui/card.safetensors")
+    alphas = [value for name, value in comfyui.items() if name.endswith(".alpha")]
+    assert len(alphas) == len(own) // 2
+    assert all(value == 12 for value in alphas)
+    restored, settings = from_kohya(comfyui, "StableDiffusion3Pipeline")
+    assert {f"transformer.{name}" for name in restored} == own.keys()
+    assert all(torch.equal(own[f"transformer.{name}"], restored[name]) for name in restored)
+    assert (settings["r"], settings["lora_alpha"]) == (4, 12)
 
 
 def test_the_header_has_what_the_user_gave_and_what_is_known(published):

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from runner import ROOT, environment
 from user_errors import raises_user_error
 
+from flow_grpo.benchmarks.protocol import benchmark_names
 from flow_grpo.diffusion import presets
 from flow_grpo.errors import StoppedBySignal, UserError
 from flow_grpo.training import readiness
@@ -36,10 +37,10 @@ QUICK = [
 ]
 
 
-def start(out: Path, *more: str) -> subprocess.Popen:
+def start(out: Path) -> subprocess.Popen:
     command = [sys.executable, "scripts/reproduce.py", "sd3_ocr", "--small", "--out", out]
     return subprocess.Popen(
-        [*command, *more, "--", *QUICK],
+        [*command, "--num_prompts", "2", "--", *QUICK],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -66,7 +67,12 @@ def test_a_task_that_is_killed_ends_with_the_card(tmp_path):
     assert (card / "before_after.png").stat().st_size > 1000
     epochs = [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").open()]
     assert epochs == [0, 1]
-    assert json.loads((out / "reproduce.json").read_text())["done"] == ["train train", "publish"]
+    assert json.loads((out / "reproduce.json").read_text())["done"] == [
+        "train train",
+        "bench tiny_signs",
+        "publish",
+    ]
+    assert "Deviations from the protocol" in (card / "README.md").read_text()
 
 
 @pytest.mark.parametrize("table", [TASKS, SMALL], ids=["full", "small"])
@@ -80,6 +86,9 @@ def test_every_task_names_presets_and_settings_that_exist(table):
             for option in run.overrides:
                 name = option.removeprefix("--config.").partition("=")[0]
                 assert name in dict(flatten_fields(config.to_dict()))
+        assert {*task.benches} <= {*benchmark_names()}
+        for run in task.runs:
+            config = (vlm_presets if run.vlm else presets).get_config(run.preset)
             if task.models:
                 assert config.pretrained.model in task.models
 
