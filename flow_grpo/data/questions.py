@@ -207,6 +207,25 @@ def load_questions(
     return train, test
 
 
+def load_test_questions(
+    source: str | Path, layout: QuestionLayout = DEFAULT_LAYOUT
+) -> list[Question]:
+    """Load the questions of an evaluation: the test split, or all rows of a set without one.
+
+    Args:
+        source: As for `load_questions`.
+        layout: Columns to read.
+    """
+    check_dataset_available(str(source))
+    path = Path(source)
+    if _is_hub_dataset(source):
+        path = download_dataset(str(source), DOWNLOAD_PATTERNS)
+    for split in ("test", "train"):
+        if questions := find_questions(path, split, layout):
+            return questions
+    raise _missing_error(source, path)
+
+
 def check_media_columns(questions: Iterable[Question], layout: QuestionLayout) -> None:
     """Reject an image or video column that is empty in all rows of all data sets."""
     questions = list(questions)

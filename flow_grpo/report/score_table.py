@@ -20,7 +20,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,12 +185,17 @@ class ScoreTable:
                 writer.writerow(row)
         return text.getvalue()
 
-    def to_markdown(self) -> str:
-        """Return a table with a row per candidate, aligned as text, and a note on its intervals."""
+    def to_markdown(self, columns: Sequence[str] | None = None) -> str:
+        """Return a table with a row per candidate, aligned as text, and a note on its intervals.
+
+        Args:
+            columns: The columns to show, by default all.
+        """
+        columns = self.columns if columns is None else columns
         failed = {name: self._most_failed(name) for name in self.scores}
-        rows = [["checkpoint", *self.columns] + (["failed"] if any(failed.values()) else [])]
+        rows = [["checkpoint", *columns] + (["failed"] if any(failed.values()) else [])]
         for name in self.scores:
-            cells = [self.format_cell(name, column) for column in self.columns]
+            cells = [self.format_cell(name, column) for column in columns]
             rows.append([name, *cells] + ([str(failed[name])] if any(failed.values()) else []))
         note = INTERVAL_NOTE.format(units=f"{self.unit}s")
         if len(self.scores) > 1:
@@ -207,12 +212,26 @@ class ScoreTable:
             return text
         return f"{text} ({_format_estimate(difference, f'+.{digits}f')})"
 
-    def write(self, out: Path, settings: Mapping[str, Any], stem: str = "results") -> None:
-        """Write STEM.json (settings and `candidates`), STEM.csv and STEM.md to a directory."""
+    def write(
+        self,
+        out: Path,
+        settings: Mapping[str, Any],
+        *,
+        stem: str = "results",
+        shown: Sequence[str] | None = None,
+    ) -> None:
+        """Write STEM.json, STEM.csv and STEM.md to a directory.
+
+        Args:
+            out: The directory.
+            settings: Further entries of STEM.json, which has the table as `candidates`.
+            stem: Name of the files.
+            shown: Columns of STEM.md, by default all.
+        """
         content = {**settings, "candidates": self.to_json()}
         write_text_atomic(out / f"{stem}.json", json.dumps(content, indent=1) + "\n")
         write_text_atomic(out / f"{stem}.csv", self.to_csv())
-        write_text_atomic(out / f"{stem}.md", f"{self.to_markdown()}\n")
+        write_text_atomic(out / f"{stem}.md", f"{self.to_markdown(shown)}\n")
 
     def _cell(self, candidate: str, column: str) -> dict[str, Any]:
         cell = _estimate_json(self.score(candidate, column))
