@@ -186,21 +186,25 @@ class ScoreTable:
         return text.getvalue()
 
     def to_markdown(self, columns: Sequence[str] | None = None) -> str:
-        """Return a table with a row per candidate, aligned as text, and a note on its intervals.
+        """Return the table of `format_rows` and the note on its intervals."""
+        return f"{format_table(self.format_rows(columns))}\n\n{self.note()}"
 
-        Args:
-            columns: The columns to show, by default all.
-        """
+    def format_rows(self, columns: Sequence[str] | None = None) -> list[list[str]]:
+        """Return a header and a row per candidate, as text; `columns` are by default all."""
         columns = self.columns if columns is None else columns
         failed = {name: self._most_failed(name) for name in self.scores}
         rows = [["checkpoint", *columns] + (["failed"] if any(failed.values()) else [])]
         for name in self.scores:
             cells = [self.format_cell(name, column) for column in columns]
             rows.append([name, *cells] + ([str(failed[name])] if any(failed.values()) else []))
+        return rows
+
+    def note(self) -> str:
+        """Return what the numbers after ± and in parentheses are."""
         note = INTERVAL_NOTE.format(units=f"{self.unit}s")
         if len(self.scores) > 1:
             note += DIFFERENCE_NOTE.format(first=next(iter(self.scores)), unit=self.unit)
-        return f"{format_table(rows)}\n\n{note}"
+        return note
 
     def format_cell(self, candidate: str, column: str) -> str:
         """Return `mean ± half width (difference ± half width)`, without unknown parts."""
@@ -218,7 +222,7 @@ class ScoreTable:
         settings: Mapping[str, Any],
         *,
         stem: str = "results",
-        shown: Sequence[str] | None = None,
+        markdown: str = "",
     ) -> None:
         """Write STEM.json, STEM.csv and STEM.md to a directory.
 
@@ -226,12 +230,12 @@ class ScoreTable:
             out: The directory.
             settings: Further entries of STEM.json, which has the table as `candidates`.
             stem: Name of the files.
-            shown: Columns of STEM.md, by default all.
+            markdown: Content of STEM.md, by default `to_markdown`.
         """
         content = {**settings, "candidates": self.to_json()}
         write_text_atomic(out / f"{stem}.json", json.dumps(content, indent=1) + "\n")
         write_text_atomic(out / f"{stem}.csv", self.to_csv())
-        write_text_atomic(out / f"{stem}.md", f"{self.to_markdown(shown)}\n")
+        write_text_atomic(out / f"{stem}.md", f"{markdown or self.to_markdown()}\n")
 
     def _cell(self, candidate: str, column: str) -> dict[str, Any]:
         cell = _estimate_json(self.score(candidate, column))

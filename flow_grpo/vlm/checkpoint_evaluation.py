@@ -147,7 +147,7 @@ def evaluate_responses(
         table = results.table()
         if accelerator.is_main_process:
             results.write(out)
-            logger.info("%s\nwrote %s", table.to_markdown(results.shown_columns()), out)
+            logger.info("%s\nwrote %s", results.markdown(), out)
         accelerator.wait_for_everyone()
     accelerator.end_training()
     return table

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flow_grpo.atomic_io import write_text_atomic
-from flow_grpo.report.console import displayed_rewards
+from flow_grpo.report.console import displayed_rewards, format_table
 from flow_grpo.report.score_table import ScoreTable
 from flow_grpo.rewards import TOTAL
 from flow_grpo.vlm.evaluation_questions import EvaluationSet
@@ -86,25 +86,42 @@ class EvaluationResults:
             return name
         return f"{TOTAL_LABEL if name == TOTAL else name} avg@{self.sampling.n}"
 
-    def table(self) -> ScoreTable:
-        """Return the table of all candidates; with several data sets, columns start with one."""
+    def table_of(self, each: EvaluationSet) -> ScoreTable:
+        """Return the table of all candidates for one data set."""
         table = ScoreTable()
         for candidate in self.candidates:
-            for each in self.sets:
-                columns = self.columns(candidate, each)
-                prefix = self._prefix(each)
-                table.add(candidate, {f"{prefix}{k}": values for k, values in columns.items()})
+            table.add(candidate, self.columns(candidate, each))
+        return table
+
+    def table(self) -> ScoreTable:
+        """Return the table of all data sets; with several, the columns start with their names."""
+        tables = {each.name: self.table_of(each) for each in self.sets}
+        if len(tables) == 1:
+            return next(iter(tables.values()))
+        table = ScoreTable()
+        for dataset, part in tables.items():
+            for candidate, columns in part.scores.items():
+                table.add(candidate, {f"{dataset}/{k}": values for k, values in columns.items()})
         return table
 
     def shown_columns(self) -> list[str]:
-        """Return the columns of results.md; results.csv and results.json have all."""
+        """Return the columns of results.md for a data set; results.csv and .json have all."""
         names = [self.label(name) for name in displayed_rewards([*self.rewards, TOTAL])]
         if self.sampling.n > 1:
             names += [f"pass@{self.sampling.n}", f"maj@{self.sampling.n}"]
-        return [f"{self._prefix(each)}{name}" for each in self.sets for name in names]
+        return names
 
-    def _prefix(self, each: EvaluationSet) -> str:
-        return f"{each.name} " if len(self.sets) > 1 else ""
+    def markdown(self) -> str:
+        """Return a table per data set, and the note on their intervals."""
+        parts = []
+        for each in self.sets:
+            table = self.table_of(each)
+            title = f"{each.name}, {len(each.questions)} questions, {self.sampling.describe()}"
+            parts += [title, format_table(table.format_rows(self.shown_columns()))]
+        note = table.note()
+        if self.sampling.n > 1:
+            note = f"pass@n and maj@n: a response is correct if {self.correctness}. {note}"
+        return "\n\n".join([*parts, note])
 
     def sample_rows(self) -> list[dict[str, Any]]:
         """Return the lines of samples.jsonl: all responses by candidate, data set and question."""
@@ -135,7 +152,7 @@ class EvaluationResults:
     def write(self, out: Path) -> ScoreTable:
         """Write results.json, results.csv, results.md and samples.jsonl; return the table."""
         table = self.table()
-        table.write(out, self.settings, shown=self.shown_columns())
+        table.write(out, self.settings, markdown=self.markdown())
         lines = "".join(json.dumps(row) + "\n" for row in self.sample_rows())
         write_text_atomic(out / "samples.jsonl", lines)
         return table

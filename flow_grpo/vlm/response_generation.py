@@ -38,6 +38,12 @@ class Sampling:
     def is_greedy(self) -> bool:
         return self.temperature is None
 
+    def describe(self) -> str:
+        """Return a phrase for the heading of a table."""
+        if self.is_greedy:
+            return "greedy"
+        return f"{self.n} responses at temperature {self.temperature:g}"
+
 
 @dataclass
 class ResponseScorer:
