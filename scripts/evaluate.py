@@ -69,6 +69,7 @@ COMMON = (
     "pretrained.model",
     "train.lora_path",
     "dataset",
+    "eval_dataset",
     "dataset_column",
     "eval_prompts",
     "eval_reward_fn",

@@ -137,6 +137,7 @@ def parse_command_line(
             raise UserError(wrong_trainer_message or str(error)) from error
         spec.check_rewards(settings)
         check_dataset_available(settings.dataset)
+        check_dataset_available(settings.eval_dataset, "eval_dataset")
         if default is None:
             _check_model_exists(settings, spec)
         if dry_run:

@@ -11,6 +11,7 @@ from flow_grpo.config.settings import section, setting
 
 UNQUANTIZED = "bf16"  # frozen weights in the dtype of mixed_precision
 BASE_PRECISIONS = (UNQUANTIZED, "fp8", "nf4")
+EVAL_SET = "eval_dataset"  # which its column settings require
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,11 @@ class SharedFields(RewardFields, RunFields):
 
     pretrained: ModelFields = section(ModelFields)
     dataset: str = setting("", "Directory with train and test files, one such file, or a hub name.")
+    eval_dataset: str = setting(
+        "",
+        "Data set or mixture to evaluate on instead of the test split of dataset, in the same "
+        "formats: its test split, or all rows if it has none.",
+    )
     metadata_columns: str = setting(
         "",
         "Columns to pass to the rewards as metadata, separated by commas, even if they look like "

@@ -148,7 +148,7 @@ def evaluation_metadata(config: DiffusionConfig, prompts: list[Prompt]) -> dict[
     """Return the settings that all candidates share."""
     return {
         "model": config.pretrained.model,
-        "dataset": config.dataset,
+        "dataset": config.eval_dataset or config.dataset,
         "prompts": len(prompts),
         "steps": config.sample.eval_num_steps,
         "guidance_scale": get_eval_guidance_scale(config),

@@ -40,6 +40,7 @@ GOAL_FIELDS = (
     "pretrained.model",
     "pretrained.revision",
     "dataset",
+    "eval_dataset",
     "reward_fn",
     "eval_reward_fn",
     "custom_rewards",
@@ -78,7 +79,8 @@ def compare_configs(
     if checkpoint is not None:
         _reject_changed_state(checkpoint, before, now)
     changed = _changed_fields(before, now)
-    prompts = [] if "dataset" in changed else find_changed_data(run, config["dataset"])
+    data = {name: config.get(name, "") for name in ("dataset", "eval_dataset")}
+    prompts = [] if data.keys() & {*changed} else find_changed_data(run, **data)
     _reject_changed_goal(run, before, now, prompts, same_run=same_run)
     for name in prompts:
         log.warning("resumed with changed prompts: %s", name)

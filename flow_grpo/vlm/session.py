@@ -11,7 +11,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from flow_grpo.config.trainer_spec import UncheckedConfig
-from flow_grpo.data.mixing import held_out_share
+from flow_grpo.data.mixing import held_out_share, parse_sources
 from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import WeightedReward
@@ -106,8 +106,9 @@ class VlmSession(BaseSession):
 
     def test_set_names(self) -> list[str]:
         """Return the data set of each test question, or [] if there is only one data set."""
-        several = len(self.sets) > 1
-        return [q.metadata["dataset"] for q in self.test_questions] if several else []
+        if len(parse_sources(self.config.eval_dataset or self.config.dataset)) < 2:
+            return []
+        return [q.metadata["dataset"] for q in self.test_questions]
 
     def held_out_share(self) -> float:
         return held_out_share(self.questions, self.test_questions)

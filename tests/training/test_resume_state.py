@@ -264,6 +264,7 @@ GOALS = [
     {"algorithm": "grpo_guard"},
     {"pretrained__model": "assets/tiny-sd3"},
     {"dataset": "dataset/ocr"},
+    {"eval_dataset": "dataset/ocr"},
     {"reward_fn": {"jpeg_incompressibility": 1.0}},
     {"eval_reward_fn": {"jpeg_incompressibility": 1.0}},
     {"custom_rewards": {"mine": "degenerate_rewards:short"}},
