@@ -56,6 +56,7 @@ RESPONSES = flags.DEFINE_integer(
     "one greedy response.",
     lower_bound=1,
 )
+flags.DEFINE_alias("num_responses", "n")  # torchrun takes --n for one of its options
 TEMPERATURE = flags.DEFINE_float(
     "temperature", None, "For VLMs, with --n: sampling temperature. Default: sample.temperature."
 )
