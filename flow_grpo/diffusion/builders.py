@@ -13,6 +13,7 @@ from flow_grpo.diffusion.models import (
     GUIDANCE_2_FIELD,
     ModelAdapter,
     Size,
+    build_meta_transformer,
     check_model,
     find_adapter,
     load_adapter,
@@ -25,6 +26,7 @@ from flow_grpo.perf.quantization import UNQUANTIZED
 from flow_grpo.sde import Solver
 from flow_grpo.training.builder import DTYPES
 from flow_grpo.training.distributed import is_sharded
+from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.untrusted_files import flatten_fields
 
 logger = logging.getLogger("flow_grpo")
@@ -87,6 +89,8 @@ def check_model_settings(config: DiffusionConfig, accelerator: Accelerator) -> s
     check_guidance_gradient(config, find_adapter(model))
     if config.train.lora_path:  # loading the model may take minutes
         check_expert_folders(config.train.lora_path, expert_folders_of_model(model))
+    if config.train.lora_target_modules:
+        select_target_modules(build_meta_transformer(model), config.train.lora_target_modules)
     return model
 
 

@@ -15,7 +15,7 @@ from flow_grpo.diffusion.builders import (
     image_size,
     resolve_model_family,
 )
-from flow_grpo.diffusion.candidates import CandidateModels, parse_diffusion_candidates
+from flow_grpo.diffusion.candidates import CandidateModels, config_for, parse_diffusion_candidates
 from flow_grpo.diffusion.config_checks import check_config, reject_groupwise_eval_rewards
 from flow_grpo.diffusion.evaluation import evaluate
 from flow_grpo.diffusion.fields import DiffusionConfig
@@ -47,7 +47,8 @@ def evaluate_checkpoints(
     """Score checkpoints and write the results to a new folder.
 
     Args:
-        checkpoints: Paths of checkpoints, or "base" for the model without training.
+        checkpoints: "base" for the model without training, or paths and hub ids of checkpoints,
+            LoRAs and models, see `locate_weights`.
         out: Folder to create.
         num_images: Number of prompts whose images are saved per checkpoint. None saves all images;
             of videos, which are large, those shown in the grid.
@@ -68,6 +69,7 @@ def evaluate_checkpoints(
             value=lora_override,
             hint="add 'base' to --checkpoint",
         )
+    config = config_for(config, candidates)
     accelerator = build_accelerator(config)
     prompts = prompts or build_test_prompts(config)
     model, family = config.pretrained.model, resolve_model_family(config)
