@@ -241,7 +241,8 @@ class TrainFields:
     )
     lora_path: str = setting(
         "",
-        "LoRA to start from, with its own rank and alpha; it is also the reference policy.",
+        "LoRA to start from, with its own rank and alpha; it is also the reference policy. A "
+        "directory, a .safetensors file or a hub id.",
     )
 
 

@@ -121,6 +121,11 @@ class CandidateModels:
             self._use(None)
             self._swapper.check_loadable(self._swapped)
 
+    @property
+    def adapter(self) -> ModelAdapter:
+        """The model in memory."""
+        return self._swapper.adapter
+
     @contextmanager
     def loaded(self, candidate: Candidate) -> Iterator[tuple[ModelAdapter, nn.Module]]:
         """Yield the adapter with the candidate's weights, and its prepared transformer."""
@@ -162,15 +167,15 @@ class CandidateModels:
     def _check_files(self, pipelines: Sequence[Candidate]) -> None:
         """Check files and settings before a model is loaded."""
         model = resolve_model_path(self.config)
-        folders = expert_folders_of_model(model)
+        folders, family = expert_folders_of_model(model), resolve_model_family(self.config)
+        name = family.pipeline_class.__name__ if family else ""
         for candidate in self._swapped:
             if candidate.weights:
                 check_expert_folders(candidate.weights, folders)
             for folder in folders if candidate.kind == "lora" else ():
-                read_lora(candidate.weights / folder, CHECKPOINT_OPTION)
+                read_lora(candidate.weights / folder, CHECKPOINT_OPTION, family=name)
             for folder in folders if candidate.kind == "model" else ():
                 check_transformer_files(candidate.weights / folder, model, folder or TRANSFORMER)
-        family = resolve_model_family(self.config)
         for candidate in pipelines:
             own = find_adapter(str(candidate.weights))
             family = family or own
