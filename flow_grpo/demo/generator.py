@@ -174,7 +174,11 @@ class DemoGenerator:
         """
         with self.swapper.applied(candidate) as adapter:
             dynamics = build_dynamics(
-                self.config, adapter, request.steps, guidance_scale=request.guidance
+                self.config,
+                adapter,
+                request.steps,
+                guidance_scale=request.guidance,
+                size=self.size,
             )
             denoiser = Denoiser(adapter, self.module, dynamics)
             shape = adapter.latent_shape(*self.size)

@@ -14,6 +14,7 @@ from flow_grpo.diffusion.models import (
     ModelAdapter,
     Size,
     check_model,
+    check_size,
     find_adapter,
     load_adapter,
 )
@@ -84,6 +85,7 @@ def check_model_settings(config: DiffusionConfig, accelerator: Accelerator) -> s
     guidance = {n: v for n, v in flatten_fields(asdict(config)) if n in names and v is not None}
     sharded = is_sharded(accelerator)
     check_model(model, image_size(config), guidance, fewest_steps, sharded=sharded)
+    check_size(model, eval_image_size(config))
     check_guidance_gradient(config, find_adapter(model))
     if config.train.lora_path:  # loading the model may take minutes
         check_expert_folders(config.train.lora_path, expert_folders_of_model(model))
@@ -116,12 +118,13 @@ def build_dynamics(
     *,
     guidance_scale: float | None = None,
     solver: Solver = "euler",
+    size: Size | None = None,
 ) -> Dynamics:
     """Build the sampling dynamics; the defaults are those of an evaluation."""
     if guidance_scale is None:
         guidance_scale = get_eval_guidance_scale(config)
     return Dynamics(
-        adapter.schedule(num_steps, *image_size(config)),
+        adapter.schedule(num_steps, *(size or eval_image_size(config))),
         kind=config.sample.sde_type,
         noise_level=config.sample.noise_level,
         guidance_scale=guidance_scale,
@@ -140,3 +143,13 @@ def image_size(config: DiffusionConfig) -> Size:
     """Return the size of the samples; `resolution` replaces a missing height or width."""
     height, width = config.height or config.resolution, config.width or config.resolution
     return Size(height, width, config.frames)
+
+
+def eval_image_size(config: DiffusionConfig) -> Size:
+    """Return the size of the samples of an evaluation, by default that of training."""
+    height, width, frames = image_size(config)
+    return Size(
+        config.eval_height or config.eval_resolution or height,
+        config.eval_width or config.eval_resolution or width,
+        frames,
+    )

@@ -11,8 +11,8 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion import results
 from flow_grpo.diffusion.builders import (
+    eval_image_size,
     get_eval_guidance_scale,
-    image_size,
     resolve_model_family,
 )
 from flow_grpo.diffusion.candidates import CandidateModels, parse_diffusion_candidates
@@ -71,14 +71,14 @@ def evaluate_checkpoints(
     accelerator = build_accelerator(config)
     prompts = prompts or build_test_prompts(config)
     model, family = config.pretrained.model, resolve_model_family(config)
-    check_source_images(prompts, model, family, image_size(config), accelerator)
+    check_source_images(prompts, model, family, eval_image_size(config), accelerator)
     if num_images is None:
         num_images = config.log_images if config.frames > 1 else len(prompts)
     scored, outage = [], None
     [reward] = build_rewards(config, accelerator, eval_reward_weights(config))
     try:
         reject_groupwise_eval_rewards(reward.pairwise_rewards)
-        check_reward(reward, prompts, image_size(config))
+        check_reward(reward, prompts, eval_image_size(config))
         for each in evaluate_each(
             config, accelerator, candidates, reward, prompts, out, num_images
         ):
@@ -123,7 +123,7 @@ def evaluate_each(
                 reward,
                 prompts,
                 accelerator=accelerator,
-                size=image_size(config),
+                size=eval_image_size(config),
                 batch_size=config.sample.test_batch_size,
                 seed=config.seed,
                 keep_images=max(num_images, config.log_images),
