@@ -25,9 +25,10 @@ from flow_grpo.diffusion.fields import DIFFUSION_SPEC
 CHECKPOINT = flags.DEFINE_multi_string(
     "checkpoint",
     [],
-    "A run (its newest checkpoint), a checkpoint (its EMA weights) or a directory in one; base: "
-    "the base model, with train.lora_path if set. Several, separated by commas or by repeating "
-    "the flag, are compared with the first.",
+    "A run (its newest checkpoint), a checkpoint (its EMA weights) or a directory in one; a LoRA, "
+    "a transformer or a diffusers pipeline, as a path or hub id; base: the base model, with "
+    "train.lora_path if set. Several, separated by commas or by repeating the flag, are compared "
+    "with the first.",
 )
 NUM_IMAGES = flags.DEFINE_integer(
     "pictures",

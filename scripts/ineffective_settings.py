@@ -122,6 +122,7 @@ TRIED_VALUES: dict[str, list[Any]] = {
     "train.timestep_fraction": [0.5],
     "train.lora_rank": [3],
     "train.lora_alpha": [8],
+    "train.lora_target_modules": ["attn.to_q"],
     "anchors.norm_guard": [100.0],
     "anchors.reset_epochs": [1],
     "anchors.diversity": [True],
@@ -175,6 +176,7 @@ SHARED_FIELDS = {
     "train.max_grad_norm",
     "train.lora_rank",
     "train.lora_alpha",
+    "train.lora_target_modules",
 }
 # fields that do not affect training, or cannot in two epochs in one process on a CPU
 UNTRIED_FIELDS = {

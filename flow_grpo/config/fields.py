@@ -237,9 +237,17 @@ class TrainFields:
         at_most=4096,
     )
     lora_alpha: int = setting(64, "Alpha of LoRA; see lora_rank.", above=0, at_most=10**5)
+    lora_target_modules: str = setting(
+        "",
+        "Linear layers that get LoRA: names or their ends as in PEFT, separated by commas, such as "
+        '"to_q,to_v", or "all-linear". Empty uses the default of the model family.',
+        requires={"use_lora=True": "all weights are trained"},
+        excludes={"train.lora_path": "a loaded LoRA has its own layers"},
+    )
     lora_path: str = setting(
         "",
-        "LoRA to start from, with its own rank and alpha; it is also the reference policy.",
+        "LoRA to start from, with its own rank and alpha; it is also the reference policy. A "
+        "directory, a .safetensors file or a hub id.",
     )
 
 

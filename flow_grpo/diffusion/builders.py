@@ -1,7 +1,7 @@
 """Build the model of a diffusion config and the parameters that it is sampled with."""
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -13,6 +13,7 @@ from flow_grpo.diffusion.models import (
     GUIDANCE_2_FIELD,
     ModelAdapter,
     Size,
+    build_meta_transformer,
     check_model,
     check_size,
     find_adapter,
@@ -26,6 +27,7 @@ from flow_grpo.perf.quantization import UNQUANTIZED
 from flow_grpo.sde import Solver
 from flow_grpo.training.builder import DTYPES
 from flow_grpo.training.distributed import is_sharded
+from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.untrusted_files import flatten_fields
 
 logger = logging.getLogger("flow_grpo")
@@ -89,6 +91,8 @@ def check_model_settings(config: DiffusionConfig, accelerator: Accelerator) -> s
     check_guidance_gradient(config, find_adapter(model))
     if config.train.lora_path:  # loading the model may take minutes
         check_expert_folders(config.train.lora_path, expert_folders_of_model(model))
+    if config.train.lora_target_modules:
+        select_target_modules(build_meta_transformer(model), config.train.lora_target_modules)
     return model
 
 
@@ -153,3 +157,10 @@ def eval_image_size(config: DiffusionConfig) -> Size:
         config.eval_width or config.eval_resolution or width,
         frames,
     )
+
+
+def with_eval_size(config: DiffusionConfig) -> DiffusionConfig:
+    """Return a config whose samples all have the size of an evaluation."""
+    height, width, _ = eval_image_size(config)
+    own = {"eval_resolution": 0, "eval_height": 0, "eval_width": 0}
+    return replace(config, height=height, width=width, **own)

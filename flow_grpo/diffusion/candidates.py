@@ -21,14 +21,18 @@ from flow_grpo.diffusion.builders import (
     resolve_model_path,
 )
 from flow_grpo.diffusion.fields import DiffusionConfig
-from flow_grpo.diffusion.models import ModelAdapter, check_pipeline_files, find_adapter
+from flow_grpo.diffusion.models import ModelAdapter, find_adapter
 from flow_grpo.diffusion.models.experts import check_expert_folders, expert_folders_of_model
-from flow_grpo.diffusion.models.lora_files import read_lora
+from flow_grpo.diffusion.models.lora_files import TRANSFORMER, read_lora
+from flow_grpo.diffusion.models.model_files import check_pipeline_files, check_transformer_files
 from flow_grpo.diffusion.rollout import Denoiser
 from flow_grpo.errors import UserError
 from flow_grpo.hub_access import DEFAULT_REVISION
 from flow_grpo.training.candidates import BASE, Candidate, parse_candidates
+from flow_grpo.training.lora_files import resolve_lora_path
 from flow_grpo.training.plan import check_lora_path
+
+CHECKPOINT_OPTION = "--checkpoint"
 
 
 def base_candidate(lora_path: str) -> Candidate:
@@ -48,7 +52,7 @@ def base_candidate(lora_path: str) -> Candidate:
             hint="pass full weights with --checkpoint, or a pipeline folder with "
             "--config.pretrained.model",
         )
-    return Candidate(BASE, Path(lora_path))
+    return Candidate(BASE, resolve_lora_path(lora_path))
 
 
 def parse_diffusion_candidates(arguments: list[str], lora_path: str = "") -> list[Candidate]:
@@ -90,8 +94,6 @@ class WeightSwapper:
 
     def check_loadable(self, candidates: Sequence[Candidate]) -> None:
         """Load each candidate once, so that a mismatch is reported before the first is scored."""
-        if self.is_single:
-            return
         for candidate in candidates:
             with self.applied(candidate):
                 pass
@@ -117,9 +119,12 @@ class CandidateModels:
         self._check_files([each for each in candidates if each.kind == "pipeline"])
         if self._swapped and len(candidates) > 1:
             self._use(None)
-            for candidate in self._swapped:
-                with self._swapper.applied(candidate):
-                    pass
+            self._swapper.check_loadable(self._swapped)
+
+    @property
+    def adapter(self) -> ModelAdapter:
+        """The model in memory."""
+        return self._swapper.adapter
 
     @contextmanager
     def loaded(self, candidate: Candidate) -> Iterator[tuple[ModelAdapter, nn.Module]]:
@@ -161,24 +166,36 @@ class CandidateModels:
 
     def _check_files(self, pipelines: Sequence[Candidate]) -> None:
         """Check files and settings before a model is loaded."""
-        expert_folders = expert_folders_of_model(resolve_model_path(self.config))
+        model = resolve_model_path(self.config)
+        folders, family = expert_folders_of_model(model), resolve_model_family(self.config)
+        name = family.pipeline_class.__name__ if family else ""
         for candidate in self._swapped:
             if candidate.weights:
-                check_expert_folders(candidate.weights, expert_folders)
-        family = resolve_model_family(self.config)
+                check_expert_folders(candidate.weights, folders)
+            for folder in folders if candidate.kind == "lora" else ():
+                read_lora(candidate.weights / folder, CHECKPOINT_OPTION, family=name)
+            for folder in folders if candidate.kind == "model" else ():
+                check_transformer_files(candidate.weights / folder, model, folder or TRANSFORMER)
         for candidate in pipelines:
             own = find_adapter(str(candidate.weights))
             family = family or own
             if own is not family:
                 raise UserError(
-                    f"is a {own.pipeline_class.__name__}, but the other candidates belong to a "
+                    f"is a {own.pipeline_class.__name__}, but the model to compare with is a "
                     f"{family.pipeline_class.__name__}",
-                    field="--checkpoint",
+                    field=CHECKPOINT_OPTION,
                     value=str(candidate.weights),
                     hint="compare models of one family",
                 )
             check_model_settings(_config_of(self.config, candidate.weights), self.accelerator)
             check_pipeline_files(str(candidate.weights))
+
+
+def config_for(config: DiffusionConfig, candidates: Sequence[Candidate]) -> DiffusionConfig:
+    """Return the config of the evaluation: that of the first pipeline if none needs the base."""
+    if any(each.kind != "pipeline" for each in candidates):
+        return config
+    return _config_of(config, candidates[0].weights)
 
 
 def _config_of(config: DiffusionConfig, pipeline: Path | None) -> DiffusionConfig:

@@ -11,11 +11,12 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion import results
 from flow_grpo.diffusion.builders import (
-    eval_image_size,
     get_eval_guidance_scale,
+    image_size,
     resolve_model_family,
+    with_eval_size,
 )
-from flow_grpo.diffusion.candidates import CandidateModels, parse_diffusion_candidates
+from flow_grpo.diffusion.candidates import CandidateModels, config_for, parse_diffusion_candidates
 from flow_grpo.diffusion.config_checks import check_config, reject_groupwise_eval_rewards
 from flow_grpo.diffusion.evaluation import evaluate
 from flow_grpo.diffusion.fields import DiffusionConfig
@@ -47,7 +48,8 @@ def evaluate_checkpoints(
     """Score checkpoints and write the results to a new folder.
 
     Args:
-        checkpoints: Paths of checkpoints, or "base" for the model without training.
+        checkpoints: "base" for the model without training, or paths and hub ids of checkpoints,
+            LoRAs and models, see `locate_weights`.
         out: Folder to create.
         num_images: Number of prompts whose images are saved per checkpoint. None saves all images;
             of videos, which are large, those shown in the grid.
@@ -56,7 +58,7 @@ def evaluate_checkpoints(
         lora_override: `train.lora_path` if the caller set it for this evaluation, as opposed to one
             in the config of a run: it is rejected if no candidate uses it.
     """
-    config = check_config(config)
+    config = with_eval_size(check_config(config))
     if out.exists():
         raise UserError("already exists", field=out, hint="choose another --out or remove it")
     candidates = parse_diffusion_candidates(checkpoints, config.train.lora_path)
@@ -68,17 +70,18 @@ def evaluate_checkpoints(
             value=lora_override,
             hint="add 'base' to --checkpoint",
         )
+    config = config_for(config, candidates)
     accelerator = build_accelerator(config)
     prompts = prompts or build_test_prompts(config)
     model, family = config.pretrained.model, resolve_model_family(config)
-    check_source_images(prompts, model, family, eval_image_size(config), accelerator)
+    check_source_images(prompts, model, family, image_size(config), accelerator)
     if num_images is None:
         num_images = config.log_images if config.frames > 1 else len(prompts)
     scored, outage = [], None
     [reward] = build_rewards(config, accelerator, eval_reward_weights(config))
     try:
         reject_groupwise_eval_rewards(reward.pairwise_rewards)
-        check_reward(reward, prompts, eval_image_size(config))
+        check_reward(reward, prompts, image_size(config))
         for each in evaluate_each(
             config, accelerator, candidates, reward, prompts, out, num_images
         ):
@@ -123,7 +126,7 @@ def evaluate_each(
                 reward,
                 prompts,
                 accelerator=accelerator,
-                size=eval_image_size(config),
+                size=image_size(config),
                 batch_size=config.sample.test_batch_size,
                 seed=config.seed,
                 keep_images=max(num_images, config.log_images),

@@ -297,6 +297,7 @@ def _build_policy(
         use_lora=config.use_lora,
         rank=train.lora_rank,
         alpha=train.lora_alpha,
+        target_modules=train.lora_target_modules,
         lora_path=train.lora_path,
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,

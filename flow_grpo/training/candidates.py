@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from flow_grpo.errors import UserError
+from flow_grpo.hub_access import split_hub_id
 from flow_grpo.report.run_reader import short_names
-from flow_grpo.training.weight_sources import PIPELINE_INDEX, hub_id_of, locate_weights
+from flow_grpo.training.weight_sources import PIPELINE_INDEX, locate_weights
 
 BASE = "base"
 CandidateKind = Literal["base", "lora", "model", "pipeline"]
@@ -72,9 +73,8 @@ def parse_candidates(
 
 def _displayed_paths(named: list[str], resolved: list[Path | None]) -> list[Path]:
     """Return the paths to shorten: hub ids instead of cached files, and files without suffix."""
-    paths = [
-        Path(hub_id_of(name) or path) for name, path in zip(named, resolved, strict=True) if path
-    ]
+    pairs = zip(named, resolved, strict=True)
+    paths = [Path(name) if split_hub_id(name) else path for name, path in pairs if path]
     stems = [path.with_suffix("") if path.suffix == ".safetensors" else path for path in paths]
     return stems if len({*stems}) == len(stems) else paths
 

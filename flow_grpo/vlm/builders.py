@@ -15,7 +15,14 @@ from flow_grpo.training.distributed import raise_on_all_ranks
 from flow_grpo.vlm.attention import flex_attention_supported
 from flow_grpo.vlm.fields import GAE, VLLM, VlmConfig
 from flow_grpo.vlm.forward_parity import check_forward_parity
-from flow_grpo.vlm.models import check_gpu_memory, load_model, load_processors
+from flow_grpo.vlm.lora import select_lora_layers
+from flow_grpo.vlm.models import (
+    build_meta_model,
+    check_gpu_memory,
+    get_family,
+    load_model,
+    load_processors,
+)
 from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.rollout import RolloutEngine, reward_metadata
@@ -67,6 +74,9 @@ def load_policy_model(config: VlmConfig, accelerator: Accelerator) -> nn.Module:
     if device.type == "cuda":
         capacity = torch.cuda.get_device_properties(device).total_memory
         check_gpu_memory(source, capacity, dtype, config.pretrained.revision, precision)
+    if config.train.lora_target_modules:
+        layout = get_family(build_meta_model(source, config.pretrained.revision))
+        select_lora_layers(layout, config.train.lora_target_modules, config.train.freeze_vision)
     return load_model(source, device, dtype, config.pretrained.revision, precision)
 
 
@@ -87,6 +97,7 @@ def build_policy(
         use_lora=config.use_lora,
         rank=train.lora_rank,
         alpha=train.lora_alpha,
+        target_modules=train.lora_target_modules,
         lora_path=train.lora_path,
         freeze_vision=train.freeze_vision,
         with_reference=train.beta > 0,

@@ -17,7 +17,6 @@ from flow_grpo.diffusion.models.lora_files import suppress_duplicate_errors
 from flow_grpo.diffusion.models.model_files import (
     PIPELINE_LOAD_ERRORS,
     check_model_files,
-    check_pipeline_files,
     load_error,
     may_run_code,
 )
@@ -35,8 +34,8 @@ __all__ = [
     "ModelAdapter",
     "Schedule",
     "Size",
+    "build_meta_transformer",
     "check_model",
-    "check_pipeline_files",
     "find_adapter",
     "load_adapter",
     "register_model",
@@ -151,6 +150,16 @@ def check_size(model: str, size: Size) -> dict[str, Any]:
         raise load_error(model, error) from error
     latent_shape(grid, size)
     return parts
+
+
+def build_meta_transformer(model: str) -> torch.nn.Module:
+    """Return the (first) transformer on the meta device, without reading its weights."""
+    try:
+        config = AutoModel.load_config(model, subfolder="transformer")
+        with torch.device("meta"):
+            return AutoModel.from_config(config)
+    except PIPELINE_LOAD_ERRORS as error:
+        raise load_error(model, error) from error
 
 
 def check_model(

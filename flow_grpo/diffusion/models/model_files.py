@@ -6,12 +6,13 @@ from pathlib import Path
 import diffusers
 import transformers
 from accelerate import init_empty_weights
-from diffusers import DiffusionPipeline
+from diffusers import AutoModel, DiffusionPipeline
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from flow_grpo.diffusion.models.processors import TOKENIZERS, encoder_class, transformers_class
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.training.lora_files import IncompatibleWeights
 from flow_grpo.untrusted_files import read_json
 from flow_grpo.weight_checks import (
     check_files_finite,
@@ -79,28 +80,48 @@ def check_pipeline_files(model: str) -> None:
             check_files_finite(part)
         for name, value in DiffusionPipeline.load_config(model).items():
             if name.startswith("transformer") and isinstance(value, list) and value[1]:
-                check_transformer_files(Path(model, name), getattr(diffusers, value[1]))
+                check_transformer_files(Path(model, name), model, name)
     except PIPELINE_LOAD_ERRORS as error:
         raise load_error(model, error) from error
 
 
-def check_transformer_files(folder: Path, kind: type[diffusers.ModelMixin]) -> None:
-    """Compare the names and shapes of saved tensors with those of the model in config.json."""
+def check_transformer_files(folder: Path, model: str, name: str) -> None:
+    """Compare the names and shapes of saved tensors with those of a transformer.
+
+    Only headers are read.
+
+    Args:
+        folder: Directory of the weights.
+        model: Pipeline directory or hub id with the config of the transformer.
+        name: Its component name.
+    """
+    config = AutoModel.load_config(model, subfolder=name)
+    own, kind = read_json(folder / "config.json").get("_class_name"), config["_class_name"]
+    if own != kind:
+        raise IncompatibleWeights(
+            f"contains a {own}, but the {name} of this model is a {kind}", field=folder
+        )
     with init_empty_weights():
-        expected = dict(kind.from_config(kind.load_config(folder)).named_parameters())
-    saved: dict[str, tuple[int, ...]] = {}
+        expected = dict(getattr(diffusers, kind).from_config(config).named_parameters())
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            saved |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    for name, parameter in expected.items():
-        if name not in saved:
-            raise UserError(f"does not fit its config.json: missing tensor {name}", field=folder)
-        if saved[name] != tuple(parameter.shape):
-            raise UserError(
-                f"does not fit its config.json: {name} has shape {saved[name]}, but "
-                f"{tuple(parameter.shape)} is needed",
-                field=folder,
-            )
+        try:
+            with safe_open(path, "pt") as file:
+                names = file.keys()
+                shapes = {each: tuple(file.get_slice(each).get_shape()) for each in names}
+        except SafetensorError as error:
+            raise UserError(f"cannot be read: {first_line(error)}", field=path) from error
+        for each, shape in shapes.items():
+            needed = expected.pop(each, None)
+            if needed is not None and shape != tuple(needed.shape):
+                raise IncompatibleWeights(
+                    f"does not fit this model: {each} has shape {shape}, but needs "
+                    f"{tuple(needed.shape)}",
+                    field=folder,
+                )
+    if expected:
+        raise IncompatibleWeights(
+            f"does not fit this model: missing tensor {min(expected)}", field=folder
+        )
 
 
 def _check_required_files(folder: Path, name: str, kind: type | None) -> None:
