@@ -11,12 +11,6 @@ LORA_RUN_GIB = 20  # samples, metrics and checkpoints; those of a LoRA are below
 # Full fine-tuning of 3.75 B parameters: six checkpoints, each with 7 GiB of weights in bf16 and a
 # state of three times that size.
 FULL_3B_RUN_GIB = 6 * 4 * 7
-SD3, FLUX, QWEN_IMAGE, QWEN_VL = (
-    "stabilityai/stable-diffusion-3.5-medium",
-    "black-forest-labs/FLUX.1-dev",
-    "Qwen/Qwen-Image",
-    "Qwen/Qwen2.5-VL-3B-Instruct",
-)
 PICKSCORE = ("yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
 GENEVAL = ("facebook/mask2former-swin-small-coco-instance", "openai/clip-vit-large-patch14")
 
@@ -55,7 +49,7 @@ class Task:
 
 
 def _small_images(name: str, preset: str, bench: str) -> Task:
-    return Task(f"small counterpart of {name}", (TrainingRun("train", preset),), ())
+    return Task(f"small counterpart of {name}", (TrainingRun("train", preset),), (bench,))
 
 
 TASKS: dict[str, Task] = {
@@ -63,7 +57,7 @@ TASKS: dict[str, Task] = {
         "SD3.5-medium on GenEval (Flow-GRPO, arXiv 2505.05470)",
         (TrainingRun("train", "geneval_sd3", ("--config.eval_prompts=1000",)),),
         ("geneval",),
-        {SD3: 14.8},
+        {"stabilityai/stable-diffusion-3.5-medium": 14.8},
         GENEVAL,
         gpus=8,
         gpu_memory_gib=51.6,
@@ -73,7 +67,7 @@ TASKS: dict[str, Task] = {
         "SD3.5-medium on text rendering (Flow-GRPO, arXiv 2505.05470)",
         (TrainingRun("train", "general_ocr_sd3"),),
         ("ocr",),
-        {SD3: 14.8},
+        {"stabilityai/stable-diffusion-3.5-medium": 14.8},
         gpus=8,
         gpu_memory_gib=38.6,
         run_gib=LORA_RUN_GIB,
@@ -82,7 +76,7 @@ TASKS: dict[str, Task] = {
         "SD3.5-medium on PickScore (Flow-GRPO, arXiv 2505.05470)",
         (TrainingRun("train", "pickscore_sd3", ("--config.eval_prompts=1000",)),),
         ("drawbench",),
-        {SD3: 14.8},
+        {"stabilityai/stable-diffusion-3.5-medium": 14.8},
         PICKSCORE,
         gpus=8,
         gpu_memory_gib=42.6,
@@ -92,7 +86,7 @@ TASKS: dict[str, Task] = {
         "FLUX.1-dev on PickScore (Flow-GRPO's repository)",
         (TrainingRun("train", "pickscore_flux", ("--config.eval_prompts=1000",)),),
         ("drawbench",),
-        {FLUX: 31.1},
+        {"black-forest-labs/FLUX.1-dev": 31.1},
         PICKSCORE,
         gpus=8,
         gpu_memory_gib=67.6,
@@ -102,7 +96,7 @@ TASKS: dict[str, Task] = {
         "Qwen-Image on text rendering",
         (TrainingRun("train", "general_ocr_qwen_image", ("--config.eval_prompts=256",)),),
         ("ocr",),
-        {QWEN_IMAGE: 52.8},
+        {"Qwen/Qwen-Image": 52.8},
         gpus=8,
         gpu_memory_gib=67.8,
         run_gib=LORA_RUN_GIB,
@@ -111,7 +105,7 @@ TASKS: dict[str, Task] = {
         "Qwen2.5-VL-3B on geometry3k, all weights (EasyR1)",
         (TrainingRun("train", "qwen2_5_vl_3b_geometry3k", vlm=True),),
         (),
-        {QWEN_VL: 7},
+        {"Qwen/Qwen2.5-VL-3B-Instruct": 7},
         gpus=8,
         gpu_memory_gib=65,
         run_gib=FULL_3B_RUN_GIB,
@@ -125,7 +119,7 @@ TASKS: dict[str, Task] = {
             ),
         ),
         (),
-        {QWEN_VL: 7},
+        {"Qwen/Qwen2.5-VL-3B-Instruct": 7},
         gpus=8,
         gpu_memory_gib=65,
         run_gib=2 * FULL_3B_RUN_GIB + 7,
