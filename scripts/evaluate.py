@@ -57,6 +57,7 @@ RESPONSES = flags.DEFINE_integer(
     "one greedy response.",
     lower_bound=1,
 )
+flags.DEFINE_alias("num_responses", "n")  # torchrun takes --n for one of its options
 TEMPERATURE = flags.DEFINE_float(
     "temperature", None, "For VLMs, with --n: sampling temperature. Default: sample.temperature."
 )
@@ -80,6 +81,7 @@ COMMON = (
     "sample.guidance_scale",
     "sample.test_batch_size",
     "resolution",
+    "eval_resolution",
     "frames",
     "seed",
     "mixed_precision",

@@ -24,6 +24,7 @@ from flow_grpo.config.error_reporting import (
 )
 from flow_grpo.config.fields import SharedFields
 from flow_grpo.config.help import full_help, short_help
+from flow_grpo.config.migration import foreign_hint
 from flow_grpo.config.overrides import (
     check_flags,
     explain_flag_error,
@@ -244,7 +245,11 @@ def _parse(argv: list[str], spec: TrainerSpec) -> None:
     except (flags.Error, TypeError, ValueError) as error:
         raise UserError(explain_flag_error(error, config, argv)) from error
     if rest[1:]:
-        raise UserError(f"unexpected argument {rest[1]!r}; settings start with --config.")
+        name, _, text = rest[1].lstrip("+").partition("=")
+        hint = foreign_hint(name, field_names(config), text)
+        raise UserError(
+            f"unexpected argument {rest[1]!r}", hint=hint or "settings start with --config."
+        )
 
 
 def _check_resume_options(argv: list[str]) -> None:
