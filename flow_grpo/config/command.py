@@ -18,6 +18,7 @@ SCRIPTS_DIR = ROOT / "scripts"
 SERVER = "reward-server"
 SERVER_PACKAGE = "reward_server"
 COMMANDS = {  # name, as the script with underscores: summary
+    "bench": "Score models on a benchmark with its pinned protocol",
     "benchmark": "Measure time and memory of sampling and training",
     "benchmark-vlm": "Measure time and memory of VLM training",
     "compare": "Compare algorithms at equal numbers of model evaluations",
@@ -30,7 +31,9 @@ COMMANDS = {  # name, as the script with underscores: summary
     "make-ocr": "Write prompt sets for the OCR reward",
     "make-small": "Write a small diffusers pipeline with random weights",
     "plot": "Plot the metrics and images of a run",
+    "publish": "Write weights, figures and a model card of a run for the hub",
     "report": "Write the HTML report of a run",
+    "reproduce": "Check, train, benchmark and publish a published task",
     SERVER: "Serve rewards over HTTP",
     "train": "Train a diffusion model with online reinforcement learning",
     "train-vlm": "Train a vision-language model with online reinforcement learning",

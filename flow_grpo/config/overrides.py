@@ -108,11 +108,15 @@ def check_flags(argv: list[str], known: Collection[str], *, unused: Collection[s
     """
     last = {field: field.rpartition(".")[2] for field in known}
     own = [flag.name for flag in script_flags(argv[0])]
-    for arg in argv[1:]:
+    for index, arg in enumerate(argv[1:], 1):
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or name.startswith("config.") or _is_flag(name):
             continue
         names = [*last.values(), *own]
+        following = argv[index + 1 : index + 2]
+        text = value if equals or not following or following[0].startswith("--") else following[0]
+        if name not in names and (foreign := migration.foreign_hint(name, known, text)):
+            raise UserError(f"unknown option --{name}", hint=foreign)
         near = name if name in names else nearest(name, names, cutoff=0.6)
         fields = [f for f in last if last[f] == near and f.partition(".")[0] not in unused]
         if near == name and not fields and name in last.values():

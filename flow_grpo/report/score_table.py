@@ -20,7 +20,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,17 +185,26 @@ class ScoreTable:
                 writer.writerow(row)
         return text.getvalue()
 
-    def to_markdown(self) -> str:
-        """Return a table with a row per candidate, aligned as text, and a note on its intervals."""
+    def to_markdown(self, columns: Sequence[str] | None = None) -> str:
+        """Return the table of `format_rows` and the note on its intervals."""
+        return f"{format_table(self.format_rows(columns))}\n\n{self.note()}"
+
+    def format_rows(self, columns: Sequence[str] | None = None) -> list[list[str]]:
+        """Return a header and a row per candidate, as text; `columns` are by default all."""
+        columns = self.columns if columns is None else columns
         failed = {name: self._most_failed(name) for name in self.scores}
-        rows = [["checkpoint", *self.columns] + (["failed"] if any(failed.values()) else [])]
+        rows = [["checkpoint", *columns] + (["failed"] if any(failed.values()) else [])]
         for name in self.scores:
-            cells = [self.format_cell(name, column) for column in self.columns]
+            cells = [self.format_cell(name, column) for column in columns]
             rows.append([name, *cells] + ([str(failed[name])] if any(failed.values()) else []))
+        return rows
+
+    def note(self) -> str:
+        """Return what the numbers after ± and in parentheses are."""
         note = INTERVAL_NOTE.format(units=f"{self.unit}s")
         if len(self.scores) > 1:
             note += DIFFERENCE_NOTE.format(first=next(iter(self.scores)), unit=self.unit)
-        return f"{format_table(rows)}\n\n{note}"
+        return note
 
     def format_cell(self, candidate: str, column: str) -> str:
         """Return `mean ± half width (difference ± half width)`, without unknown parts."""
@@ -207,12 +216,26 @@ class ScoreTable:
             return text
         return f"{text} ({_format_estimate(difference, f'+.{digits}f')})"
 
-    def write(self, out: Path, settings: Mapping[str, Any], stem: str = "results") -> None:
-        """Write STEM.json (settings and `candidates`), STEM.csv and STEM.md to a directory."""
+    def write(
+        self,
+        out: Path,
+        settings: Mapping[str, Any],
+        *,
+        stem: str = "results",
+        markdown: str = "",
+    ) -> None:
+        """Write STEM.json, STEM.csv and STEM.md to a directory.
+
+        Args:
+            out: The directory.
+            settings: Further entries of STEM.json, which has the table as `candidates`.
+            stem: Name of the files.
+            markdown: Content of STEM.md, by default `to_markdown`.
+        """
         content = {**settings, "candidates": self.to_json()}
         write_text_atomic(out / f"{stem}.json", json.dumps(content, indent=1) + "\n")
         write_text_atomic(out / f"{stem}.csv", self.to_csv())
-        write_text_atomic(out / f"{stem}.md", f"{self.to_markdown()}\n")
+        write_text_atomic(out / f"{stem}.md", f"{markdown or self.to_markdown()}\n")
 
     def _cell(self, candidate: str, column: str) -> dict[str, Any]:
         cell = _estimate_json(self.score(candidate, column))

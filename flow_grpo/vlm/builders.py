@@ -1,14 +1,19 @@
 """Build the model, policy and rollout engine of a VLM run, for training and for evaluation."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+from flow_grpo.data.images import check_images
 from flow_grpo.data.questions import Question
+from flow_grpo.data.videos import check_videos
 from flow_grpo.errors import UserError
+from flow_grpo.report.console import progress_bar
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.training.builder import DTYPES, suggest_on_oom
 from flow_grpo.training.distributed import raise_on_all_ranks
@@ -26,7 +31,19 @@ from flow_grpo.vlm.models import (
 from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.rollout import RolloutEngine, reward_metadata
-from flow_grpo.vlm.vllm_engine import build_vllm_engine
+from flow_grpo.vlm.vllm_engine import build_vllm_engine, reject_videos
+
+
+def check_media(config: VlmConfig, questions: list[Question], accelerator: Accelerator) -> None:
+    """Check that all images and videos can be read. Call it on all processes."""
+    bar = partial(progress_bar, shown=accelerator.is_main_process)
+    if config.sample.engine == VLLM:
+        reject_videos(questions)
+    raise_on_all_ranks(accelerator, lambda: check_images(questions, accelerator, bar))
+    raise_on_all_ranks(
+        accelerator,
+        lambda: check_videos(questions, accelerator, config.video_fps, config.video_frames, bar),
+    )
 
 
 def load_encoder_and_model(
@@ -43,6 +60,16 @@ def load_encoder_and_model(
         load: Loads the model.
         accelerator: Provides the device.
     """
+    processors = load_checked_processors(config, questions)
+    with suggest_on_oom(memory_saving_options(config)):
+        model = load(config, accelerator)
+    return build_encoder(config, processors, model), model
+
+
+def load_checked_processors(
+    config: VlmConfig, questions: Iterable[Question]
+) -> tuple[PreTrainedTokenizerBase, Any]:
+    """Load tokenizer and image processor; reject questions with images for a text-only model."""
     tokenizer, image_processor = load_processors(
         config.pretrained.model,
         config.pretrained.revision,
@@ -51,11 +78,15 @@ def load_encoder_and_model(
     )
     if image_processor is None:
         reject_images(questions, config.pretrained.model)
-    with suggest_on_oom(memory_saving_options(config)):
-        model = load(config, accelerator)
-    encoder = PromptEncoder(
-        tokenizer,
-        image_processor,
+    return tokenizer, image_processor
+
+
+def build_encoder(
+    config: VlmConfig, processors: tuple[PreTrainedTokenizerBase, Any], model: nn.Module
+) -> PromptEncoder:
+    """Build the encoder of prompts; the model may be on the meta device."""
+    return PromptEncoder(
+        *processors,
         model,
         system_prompt=config.system_prompt,
         question_format=config.question_format,
@@ -64,7 +95,6 @@ def load_encoder_and_model(
         video_pixels=config.video_pixels,
         special_tokens=config.special_tokens,
     )
-    return encoder, model
 
 
 def load_policy_model(config: VlmConfig, accelerator: Accelerator) -> nn.Module:

@@ -5,19 +5,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from flow_grpo.config.trainer_spec import UncheckedConfig
-from flow_grpo.data.images import check_images
 from flow_grpo.data.mixing import held_out_share, parse_sources
 from flow_grpo.data.questions import Question
-from flow_grpo.data.videos import check_videos
 from flow_grpo.errors import UserError
-from flow_grpo.report.console import progress_bar
 from flow_grpo.rewards import WeightedReward
 from flow_grpo.training.builder import SessionBuilder, StartFinder
 from flow_grpo.training.config_changes import check_same_goal
@@ -27,6 +23,7 @@ from flow_grpo.training.session import BaseSession
 from flow_grpo.vlm.builders import (
     build_engine,
     build_policy,
+    check_media,
     check_reward_inputs,
     check_rewards_apply,
     load_encoder_and_model,
@@ -44,11 +41,7 @@ from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.questions import QuestionSets, build_questions
 from flow_grpo.vlm.rollout import GenerationBatch, RolloutEngine, Sample
-from flow_grpo.vlm.vllm_engine import (
-    check_vllm_platform,
-    check_vllm_support,
-    reject_videos,
-)
+from flow_grpo.vlm.vllm_engine import check_vllm_platform, check_vllm_support
 
 logger = logging.getLogger("flow_grpo")
 # accelerate options that must be off, with the hint for their error message
@@ -195,15 +188,7 @@ def _load_questions(
 ) -> QuestionSets:
     """Load the questions and check that their images and videos can be read."""
     data = build_questions(config, plan)
-    questions = [*data.train, *data.test]
-    bar = partial(progress_bar, shown=accelerator.is_main_process)
-    if config.sample.engine == VLLM:
-        reject_videos(questions)
-    raise_on_all_ranks(accelerator, lambda: check_images(questions, accelerator, bar))
-    raise_on_all_ranks(
-        accelerator,
-        lambda: check_videos(questions, accelerator, config.video_fps, config.video_frames, bar),
-    )
+    check_media(config, [*data.train, *data.test], accelerator)
     return data
 
 

@@ -29,10 +29,17 @@ from reward_server import arguments as server_arguments
 
 sys.path.insert(0, str(ROOT / "docs"))
 import make_benchmarks
+import make_quality_benchmarks
 import make_results
 import make_tasks
 
-GLOBS = ("*.md", "docs/**/*.md", "assets/*/README.md", "reward_server/README.md")
+GLOBS = (
+    "*.md",
+    "docs/**/*.md",
+    "assets/*/README.md",
+    "dataset/README.md",
+    "reward_server/README.md",
+)
 PAGES = sorted(str(p.relative_to(ROOT)) for pattern in GLOBS for p in ROOT.glob(pattern))
 TASKS = sorted((ROOT / "docs/tasks").glob("*.md"))
 
@@ -277,7 +284,7 @@ def check_config(script: str, path: str, options: list[str], monkeypatch) -> Non
     monkeypatch.setattr(sys, "argv", [script, *options])  # ml_collections reads sys.argv
     config_flags.DEFINE_config_dict("config", config, flag_values=values)
     values(sys.argv)
-    if "vlm" in script:
+    if "vlm" in script or (script == "evaluate" and "vlm.py" in path):  # for both trainers
         vlm_checks.check_config(values.config)
         return
     settings = diffusion_checks.check_config(values.config)
@@ -391,3 +398,10 @@ def test_commands_have_valid_arguments(name, monkeypatch):
             check_command(line, monkeypatch)
         except (Exception, SystemExit) as error:
             pytest.fail(f"{line}\n{error!r}")
+
+
+def test_the_tables_of_benchmark_protocols_are_up_to_date():
+    """If not: python docs/make_quality_benchmarks.py"""
+    text = make_quality_benchmarks.PAGE.read_text("utf-8")
+    assert text.count("<!-- protocols ") == text.count("<!-- end -->") >= 3
+    assert make_quality_benchmarks.page(text) == text

@@ -5,8 +5,6 @@ import small_vlm
 from ml_collections import ConfigDict
 from user_errors import raises_user_error
 
-from flow_grpo.config import migration, overrides
-from flow_grpo.config.config_dicts import iter_config_fields
 from flow_grpo.diffusion import fields as diffusion_fields
 from flow_grpo.diffusion.config_checks import check_config as check_diffusion_config
 from flow_grpo.diffusion.config_loading import load_run_config
@@ -63,11 +61,3 @@ def test_a_missing_model_directory_is_rejected_without_querying_the_hub(tmp_path
         str(tmp_path / "tiny"), field="pretrained.model", value=str(tmp_path / "tinny")
     ):
         check_config(config)
-
-
-def test_field_names_of_trl_and_easyr1_suggest_ours():
-    known = set(dict(iter_config_fields(fields.get_config())))
-    assert known.issuperset(migration.VLM_FIELDS.values())
-    assert not known.intersection(migration.VLM_FIELDS)
-    with raises_user_error("train.lr", "train.learning_rate"):
-        overrides.check_field_name("train.lr", fields.get_config(), fields.VLM_SPEC)

@@ -43,6 +43,63 @@ CHECKPOINT_CONVERTERS = {  # from the layers of the original checkpoint to those
     SD3: checkpoints.convert_sd3_transformer_checkpoint_to_diffusers,
 }
 
+# Layers of diffusers whose names ComfyUI maps to rows of its own (comfy/utils.py:388, 573, 679) or
+# has itself (comfy/ldm/qwen_image/model.py:66, 199, 352), by the list of blocks that they are in.
+ATTENTION = (
+    "attn.to_q attn.to_k attn.to_v attn.to_out.0 "
+    "attn.add_q_proj attn.add_k_proj attn.add_v_proj attn.to_add_out "
+)
+FEED_FORWARD = "ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2 "
+NORMS = "norm1.linear norm1_context.linear "
+EMBEDDERS = (
+    "time_text_embed.timestep_embedder.linear_1 time_text_embed.timestep_embedder.linear_2 "
+    "time_text_embed.text_embedder.linear_1 time_text_embed.text_embedder.linear_2 "
+)
+ENDS = "context_embedder norm_out.linear proj_out "
+Z_IMAGE_BLOCK = (
+    "attention.to_q attention.to_k attention.to_v attention.to_out.0 "
+    "feed_forward.w1 feed_forward.w2 feed_forward.w3 "
+)
+FLUX_MAP = {
+    "transformer_blocks": ATTENTION + FEED_FORWARD + NORMS,
+    "single_transformer_blocks": "attn.to_q attn.to_k attn.to_v proj_mlp proj_out norm.linear",
+    "": EMBEDDERS
+    + ENDS
+    + "x_embedder time_text_embed.guidance_embedder.linear_1 "
+    + "time_text_embed.guidance_embedder.linear_2",
+}
+COMFYUI_MAPS = {  # by prefix and transformer class
+    ("transformer.", "SD3Transformer2DModel"): {
+        "transformer_blocks": ATTENTION + FEED_FORWARD + NORMS,
+        "": EMBEDDERS + ENDS,
+    },
+    ("transformer.", "FluxTransformer2DModel"): FLUX_MAP,
+    ("transformer.", "Flux2Transformer2DModel"): FLUX_MAP,  # it has FLUX.1's class
+    ("diffusion_model.", "QwenImageTransformer2DModel"): {
+        "transformer_blocks": ATTENTION
+        + "img_mlp.net.0.proj img_mlp.net.2 txt_mlp.net.0.proj txt_mlp.net.2 img_mod.1 txt_mod.1",
+        "": EMBEDDERS + "img_in txt_in norm_out.linear proj_out",
+    },
+    ("diffusion_model.", "ZImageTransformer2DModel"): {
+        "layers": Z_IMAGE_BLOCK + "adaLN_modulation.0",
+        "noise_refiner": Z_IMAGE_BLOCK + "adaLN_modulation.0",
+        "context_refiner": Z_IMAGE_BLOCK,
+        "": "all_x_embedder.2-1 all_final_layer.2-1.linear all_final_layer.2-1.adaLN_modulation.1 "
+        "t_embedder.mlp.0 t_embedder.mlp.2 cap_embedder.1",
+    },
+}
+
+
+def comfyui_names(transformer: nn.Module) -> set[str]:
+    """Return the names of diffusers that ComfyUI accepts for a transformer of this class."""
+    names = set()
+    for (prefix, kind), lists in COMFYUI_MAPS.items():
+        for blocks, layers in lists.items() if kind == type(transformer).__name__ else ():
+            count = len(getattr(transformer, blocks)) if blocks else 1
+            starts = [f"{prefix}{blocks}.{i}." if blocks else prefix for i in range(count)]
+            names.update(start + layer for start in starts for layer in layers.split())
+    return names
+
 
 class Model:
     """A small transformer of a family, and a LoRA on each of its linear layers."""
@@ -140,18 +197,21 @@ def test_round_trip_in_bfloat16(model):
 
 
 def test_comfyui_applies_every_layer(model):
-    """A name in the file is that of diffusers, or one that diffusers converts to it."""
-    prefixes = ("transformer.", "diffusion_model.")
+    """A name in the file is one that ComfyUI maps, or that diffusers converts from checkpoints."""
     file = to_kohya(model.lora, model.settings, model.family)
-    expected = deltas(model.lora, dict.fromkeys(model.layers, 2.0))
+    mapped = comfyui_names(model.transformer)
     found, original = {}, {}
     for name, delta in file_deltas(file).items():
-        assert name.startswith(prefixes)
-        name = re.sub("^(transformer|diffusion_model)[.]", "", name)
-        (found if name in expected else original)[f"{name}.weight"] = delta
+        start, _, layer = name.partition(".")
+        if name in mapped:
+            found[layer] = delta
+        else:
+            assert start == "diffusion_model"
+            original[f"{layer}.weight"] = delta
     if original:
-        found |= CHECKPOINT_CONVERTERS[model.family](original)
-    assert_close({name.removesuffix(".weight"): each for name, each in found.items()}, expected)
+        converted = CHECKPOINT_CONVERTERS[model.family](original)
+        found |= {name.removesuffix(".weight"): delta for name, delta in converted.items()}
+    assert_close(found, deltas(model.lora, dict.fromkeys(model.layers, 2.0)))
 
 
 def test_files_with_original_names(model):
@@ -311,6 +371,7 @@ def test_names_of_other_programs(prefix):
     found, settings = from_kohya(file, FLUX)
     assert found.keys() == {f"{QUERY}.{A}", f"{QUERY}.{B}"}
     assert (settings["r"], settings["lora_alpha"]) == (2, 1)
+    assert is_kohya(file)
     del file[f"{prefix}.alpha"]  # ComfyUI: alpha is the rank
     assert from_kohya(file, FLUX)[1]["lora_alpha"] == 2
 

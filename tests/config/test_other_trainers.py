@@ -1,0 +1,183 @@
+"""Settings of other trainers: each has a counterpart or a reason, and each counterpart exists."""
+
+from functools import cache
+
+import pytest
+from runner import ROOT
+from user_errors import raises_user_error
+
+from flow_grpo.config import overrides
+from flow_grpo.config.config_dicts import iter_config_fields
+from flow_grpo.config.migration import PROJECTS, foreign_hint
+from flow_grpo.config.migration.counterparts import DIFFUSION, LAUNCH, translate
+from flow_grpo.diffusion.fields import DIFFUSION_SPEC
+from flow_grpo.vlm.fields import VLM_SPEC
+
+NAMES = [project.name for project in PROJECTS]
+KEYS_FILE = ROOT / "tests/config/keys_of_other_trainers.txt"
+
+
+@cache
+def known_settings(trainer: str) -> frozenset[str]:
+    spec = DIFFUSION_SPEC if trainer == DIFFUSION else VLM_SPEC
+    return frozenset(name for name, _ in iter_config_fields(spec.get_config(), closed=()))
+
+
+def recorded_keys() -> dict[str, list[str]]:
+    """Return the settings of each trainer: lines "section: name name ..." that may be continued."""
+    keys: dict[str, list[str]] = {}
+    prefix = ""
+    for line in KEYS_FILE.read_text("utf-8").splitlines():
+        if line.startswith("["):
+            names = keys.setdefault(line.strip("[]"), [])
+        elif not line.startswith("#"):
+            start, colon, rest = line.partition(": ")
+            if not line.startswith(" "):
+                prefix = f"{start}." if colon else ""
+            names += [prefix + name for name in (rest if colon else line).split()]
+    return keys
+
+
+RECORDED = recorded_keys()
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=NAMES)
+def test_every_counterpart_exists_here(project):
+    known = {*known_settings(project.trainer), *LAUNCH}
+    assert set(project.targets()) <= known
+    for key, found in project.keys.items():
+        assert bool(found.setting) != bool(found.note), key  # a counterpart or a reason
+
+
+@pytest.mark.parametrize("project", PROJECTS[1:], ids=NAMES[1:])
+def test_every_setting_has_a_counterpart_or_a_reason(project):
+    missing = [key for key in RECORDED[project.name] if project.find(key) is None]
+    assert not missing
+    assert {*project.defaults} <= {*project.keys}
+    unused = set(project.keys) - set(RECORDED[project.name]) - EXTRA.get(project.name, set())
+    assert not unused, "not a setting of this trainer"
+
+
+# Of transformers' TrainingArguments and earlier versions; of verl's pull request 5951.
+TRAINING_ARGUMENTS = str.split(
+    "max_prompt_length per_device_train_batch_size gradient_accumulation_steps bf16 fp16 "
+    "output_dir run_name seed max_steps num_train_epochs save_steps eval_steps save_total_limit "
+    "logging_steps resume_from_checkpoint report_to gradient_checkpointing max_grad_norm "
+    "weight_decay adam_beta1 adam_beta2 warmup_steps lr_scheduler_type"
+)
+EXTRA = {
+    "TRL": set(TRAINING_ARGUMENTS),
+    "MM-GRPO and verl-omni": {
+        "actor_rollout_ref.rollout.true_cfg_scale",
+        "actor_rollout_ref.rollout.max_sequence_length",
+    },
+}
+
+
+@pytest.mark.parametrize("project", PROJECTS[1:], ids=NAMES[1:])
+def test_the_defaults_of_a_trainer_translate_to_valid_settings(project):
+    known = known_settings(project.trainer)
+    spec = DIFFUSION_SPEC if project.trainer == DIFFUSION else VLM_SPEC
+    found = translate(project, {}, known)
+    assert not found.missing
+    config = spec.get_config()
+    for name, value in found.settings.items():
+        if name not in LAUNCH:
+            section, _, key = name.rpartition(".")
+            place = config[section] if section else config
+            with place.ignore_type():
+                place[key] = value
+    spec.check(config)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "name", "text", "hint"),
+    [
+        ("train-vlm", "n_samples_per_prompt", "8", "--config.sample.group_size=8"),
+        ("train-vlm", "init_kl_coef", "0.01", "--config.train.beta=0.01"),
+        ("train-vlm", "advantage_estimator", "rloo", "--config.train.advantage=rloo"),
+        (
+            "train-vlm",
+            "advantage_estimator",
+            "reinforce_baseline",
+            "--config.train.advantage=grpo --config.train.advantage_scale=batch",
+        ),
+        ("train-vlm", "generate_max_len", "512", "--config.sample.max_new_tokens=512"),
+        ("train-vlm", "zero_stage", "3", "train_deepspeed.sh"),
+        ("train-vlm", "max_completion_length", "64", "--config.sample.max_new_tokens=64"),
+        ("train-vlm", "actor_rollout_ref.rollout.n", "5", "--config.sample.group_size=5"),
+        ("train", "actor_rollout_ref.rollout.n", "16", "--config.sample.num_image_per_prompt=16"),
+        (
+            "train",
+            "actor_rollout_ref.rollout.pipeline.true_cfg_scale",
+            "4.0",
+            "--config.sample.guidance_scale=4.0",
+        ),
+        ("train-vlm", "worker.rollout.n", "5", "--config.sample.group_size=5"),
+        ("train-vlm", "algorithm.adv_estimator", "rloo", "--config.train.advantage=rloo"),
+        ("train-vlm", "train.lr", None, "it is called train.learning_rate here"),
+        ("train", "train.lr", None, "it is called train.learning_rate here"),
+        ("train-vlm", "top_p", "0.9", "without counterpart"),
+    ],
+)
+def test_a_setting_of_another_trainer_is_answered_with_ours(trainer, name, text, hint):
+    assert hint in foreign_hint(name, known_settings(trainer), text)
+
+
+@pytest.mark.parametrize(
+    ("option", "ours"),
+    [
+        (["--n_samples_per_prompt", "8"], "--config.sample.group_size=8"),
+        (["--init_kl_coef=0.01"], "--config.train.beta=0.01"),
+    ],
+)
+def test_an_option_of_another_trainer_is_not_corrected_by_its_spelling(option, ours):
+    with raises_user_error(f"unknown option {option[0].partition('=')[0]}", ours):
+        overrides.check_flags(["train_vlm.py", *option], known_settings("train-vlm"))
+
+
+def test_translations_of_values():
+    known = known_settings("train-vlm")
+    lmm_r1 = next(project for project in PROJECTS if project.name.startswith("LMM-R1"))
+    given = {
+        "rollout_batch_size": 256,
+        "n_samples_per_prompt": 16,
+        "train_batch_size": 256,
+        "advantage_estimator": "reinforce_baseline",
+        "actor_learning_rate": 4e-7,
+        "init_kl_coef": 0.001,
+        "normalize_reward": True,
+        "zero_stage": 3,
+        "save_path": "/checkpoints/lmm-r1-fre-text",
+    }
+    found = translate(lmm_r1, given, known)
+    ours = found.settings
+    assert ours["train.updates_per_epoch"] == 16
+    assert (ours["train.advantage"], ours["train.advantage_scale"]) == ("grpo", "batch")
+    assert (ours["train.kl"], ours["train.kl_in"]) == ("k1", "reward")
+    assert (ours["train.adam_beta2"], ours["train.clip_high"]) == (0.95, 0.2)
+    assert (ours["logdir"], ours["run_name"]) == ("/checkpoints", "lmm-r1-fre-text")
+    assert ours["launch.zero"] == 3
+    assert [name for name, *_ in found.missing] == ["normalize_reward"]
+
+
+def test_batches_of_diffusion_trainers():
+    """64 prompts with 16 images each on 8 GPUs, two updates."""
+    mm_grpo = next(project for project in PROJECTS if project.name.startswith("MM-GRPO"))
+    rollout = "actor_rollout_ref.rollout"
+    given = {
+        "data.train_batch_size": 64,
+        f"{rollout}.n": 16,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8,
+        "trainer.n_gpus_per_node": 8,
+        "data.reward_fn": ["paddle-ocr", "unified-reward-vllm"],
+        f"{rollout}.sde_window_range": [0, 5],
+    }
+    ours = translate(mm_grpo, given, known_settings("train")).settings
+    images = ours["sample.train_batch_size"] * ours["sample.num_batches_per_epoch"] * 8
+    assert images == 64 * 16
+    updates = ours["sample.num_batches_per_epoch"] / ours["train.gradient_accumulation_steps"]
+    assert updates == 2
+    assert ours["reward_fn"] == {"ocr": 0.5, "unifiedreward": 0.5}
+    assert ours["sample.sde_window_range"] == (0, 5)
