@@ -29,6 +29,7 @@ COMMANDS = {  # name, as the script with underscores: summary
     "gallery": "Sample prompts from a model and checkpoints of a run, as an image and a page",
     "make-ocr": "Write prompt sets for the OCR reward",
     "make-small": "Write a small diffusers pipeline with random weights",
+    "migrate": "Translate a command or config of another trainer into ours",
     "plot": "Plot the metrics and images of a run",
     "report": "Write the HTML report of a run",
     SERVER: "Serve rewards over HTTP",

@@ -46,7 +46,7 @@ FORMAT_WEIGHTS = {"math.py": 0.1, "r1v.py": 0.5}
 
 KEYS = {
     "data.train_files": derived("dataset"),
-    "data.val_files": none("the test split of the data set is evaluated"),
+    "data.val_files": derived("dataset"),
     "data.prompt_key": to("input_key"),
     "data.answer_key": to("answer_key"),
     "data.image_key": to("image_key"),

@@ -117,8 +117,8 @@ KEYS = {
     "adam_offload": to("train.offload_optimizer"),
     "zero_stage": to(ZERO_STAGE),
     # rewards
-    "remote_rm_url": derived("reward_servers"),
-    "reward_pretrain": derived("reward_options"),
+    "remote_rm_url": none("reward_fn has the rules of its math verifier: math_answer"),
+    "reward_pretrain": none("reward_fn={'reward_model': 1.0}; reward_options names the model"),
     "critic_pretrain": none("the value head shares the policy's layers"),
     # run
     "save_path": derived("run_name"),

@@ -34,7 +34,7 @@ KL_ESTIMATORS = {
 
 COMMON = {
     "data.train_files": derived("dataset"),
-    "data.val_files": none("the test split of the data set is evaluated"),
+    "data.val_files": derived("dataset"),
     "data.train_max_samples": none("all rows are used; write a shorter file", -1),
     "data.val_batch_size": none("bounds memory only; the trainer chooses"),
     "data.shuffle": none("each pass has its own order", True),
