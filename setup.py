@@ -50,6 +50,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["flow_grpo", "flow_grpo.*", "reward_server"]),
     package_data={
+        "flow_grpo.benchmarks": ["protocols.toml"],
         "flow_grpo.report": ["page.html", "page.css", "scripts/*.js"],
         "reward_server": ["openapi.json"],
     },

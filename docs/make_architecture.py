@@ -20,6 +20,7 @@ PACKAGES = {
     "diffusion": "diffusion: algorithms/, models/",
     "vlm": "VLMs: losses/, models/",
     "training": "session, checkpoints, metrics",
+    "benchmarks": "protocols, formulas, results",
     "report": "report, health checks, images",
     "reward_server": "rewards over HTTP",
     "rewards": "scorers/, judges/, text/, workers/",

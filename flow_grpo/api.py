@@ -43,7 +43,12 @@ from flow_grpo.untrusted_files import parse_json
 Reward = str | Callable
 Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
-FIELDS_OF_ARGUMENTS = {"model": "pretrained.model", "rewards": "reward_fn", "prompts": "dataset"}
+FIELDS_OF_ARGUMENTS = {
+    "model": "pretrained.model",
+    "rewards": "reward_fn",
+    "prompts": "dataset",
+    "test_prompts": "eval_dataset",
+}
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,12 @@ def build_config(
 ) -> ConfigDict:
     """Build the config of a preset with the arguments of `Trainer`."""
     DIFFUSION_SPEC.load_custom_classes(fields)
-    given = {"model": model or None, "rewards": rewards, "prompts": prompts}
+    given = {
+        "model": model or None,
+        "rewards": rewards,
+        "prompts": prompts,
+        "test_prompts": test_prompts,
+    }
     for argument, name in FIELDS_OF_ARGUMENTS.items():
         if given[argument] is not None and name in fields:
             rule = f"is set by the argument {argument!r} too"
@@ -152,6 +162,8 @@ def build_config(
         config.pretrained.model = str(model)
     if rewards is not None:
         config.reward_fn, config.custom_rewards = _reward_config(rewards)
+    if test_prompts is not None:
+        config.eval_dataset = ""  # of the preset
     if isinstance(prompts, str | Path):
         config.dataset = str(prompts)
     elif prompts is not None:

@@ -16,8 +16,21 @@ from flow_grpo.errors import UserError, first_line, nearest
 RepoType = Literal["model", "dataset"]
 TIMEOUT_SECONDS = 4.0  # to connect, and again for the response
 DEFAULT_REVISION = "main"
+# owner/name, or owner/name/file.safetensors for one file of a repository
+HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.safetensors))?")
 # Names of exceptions of httpx, requests (older versions of the hub client) and Python.
 CONNECTION_ERRORS = {"TransportError", "RequestException", "ConnectionError", "TimeoutError"}
+
+
+def split_hub_id(source: str) -> tuple[str, str] | None:
+    """Return the repository and the file ("" for all) of a hub id; None for a local path.
+
+    A name in an existing directory is a mistyped local path.
+    """
+    match = HUB_ID.fullmatch(source)
+    if not match or os.path.exists(source) or os.path.isdir(os.path.dirname(match[1])):
+        return None
+    return match[1], match[2] or ""
 
 
 def check_hub_access(

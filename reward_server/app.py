@@ -13,7 +13,7 @@ from starlette.responses import Response
 from flow_grpo.rewards.failure import Failed, NotApplicable
 from flow_grpo.rewards.frames import WHOLE_VIDEO
 from flow_grpo.rewards.protocol import BatchScores
-from reward_server import errors, schemas
+from reward_server import errors, openrlhf, schemas
 from reward_server.limits import Limits
 from reward_server.middleware import (
     CLIENT_CLOSED_REQUEST,
@@ -75,12 +75,26 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     )
     async def score(body: schemas.ScoreRequest, request: Request) -> Response:
         """Score images with one reward."""
-        if body.reward in service.served_rewards:
-            request.state.reward = body.reward
-        work = asyncio.ensure_future(service.score(body))
-        if not await _wait_unless_disconnected(work, request):
+        scores = await _score(service, body, request)
+        if scores is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)  # not sent
-        return errors.json_response(_response_body(body.reward, work.result()))
+        return errors.json_response(_response_body(body.reward, scores))
+
+    @app.post(
+        "/get_reward",
+        response_model=schemas.GetRewardResponse,
+        responses=schemas.document_errors(*SCORE_ERRORS),
+        openapi_extra=BEARER_SECURITY,
+    )
+    async def get_reward(
+        body: schemas.GetRewardRequest, request: Request, reward: str = ""
+    ) -> Response:
+        """Score responses for a client with OpenRLHF's protocol."""
+        score_request = openrlhf.to_score_request(body, reward, service.served_rewards)
+        scores = await _score(service, score_request, request)
+        if scores is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)  # not sent
+        return errors.json_response(openrlhf.response_body(scores))
 
     @app.get(
         "/v1/rewards",
@@ -129,6 +143,16 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _score(
+    service: Service, body: schemas.ScoreRequest, request: Request
+) -> BatchScores | None:
+    """Return the scores, or None if the client disconnected."""
+    if body.reward in service.served_rewards:
+        request.state.reward = body.reward
+    work = asyncio.ensure_future(service.score(body))
+    return work.result() if await _wait_unless_disconnected(work, request) else None
 
 
 def openapi() -> dict[str, Any]:

@@ -114,6 +114,22 @@ class ScoreResponse(BaseModel):
     extras: dict[str, list[float | None]] = Field(description="additional values per image")
 
 
+# Body of a request to /get_reward, OpenRLHF's protocol
+class GetRewardRequest(BaseModel):
+    query: list[Text] = Field(description="prompts with their responses", fail_fast=True)
+    prompts: list[Text] = Field(description="one per query", fail_fast=True)
+    labels: list[Text | None] | None = Field(
+        None, description="one reference answer per query", fail_fast=True
+    )
+
+
+# Body of a response of /get_reward
+class GetRewardResponse(BaseModel):
+    rewards: list[float] = Field(description="one per query")
+    scores: list[float] = Field(description="the rewards again")
+    extra_logs: dict[str, list[float]] = Field(description="additional values per query")
+
+
 class RewardState(BaseModel):
     name: str
     ready: bool

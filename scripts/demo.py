@@ -3,6 +3,8 @@
     python scripts/demo.py logs/RUN
     python scripts/demo.py logs/RUN --no-rewards --port 7870 --config.device=cpu
     python scripts/demo.py --config config/grpo.py:tiny_ocr       # an untrained model
+    python scripts/demo.py --config config/grpo.py:general_ocr_sd3 \\
+        --checkpoint jieliu/SD3.5M-FlowGRPO-Text
 
 Both generate from the same noise. The page is served to this machine only, unless --host is given.
 """
@@ -33,6 +35,13 @@ def main() -> None:
     parser = ScriptParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, nargs="?", help="run directory, logs/RUN")
     parser.add_argument("--config", help="path/to/config.py:preset, for a model without a run")
+    parser.add_argument(
+        "--checkpoint",
+        action="append",
+        default=[],
+        help="further weights to offer: the path or hub id of a run, a checkpoint, a LoRA or a "
+        "model; may be repeated, or several separated by commas",
+    )
     parser.add_argument("--host", default=LOCAL, help=f"address to listen on; default {LOCAL}")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: any free port")
     parser.add_argument(
@@ -63,7 +72,7 @@ def show(args: Namespace, options: list[str]) -> None:
         load_run_config(args.run, options) if args.run else load_config_file(args.config, options)
     )
     check_eval_fields(options, config)
-    generator = DemoGenerator(config, args.run, rewards=args.rewards)
+    generator = DemoGenerator(config, args.run, rewards=args.rewards, checkpoints=args.checkpoint)
     with tempfile.TemporaryDirectory(prefix="flow_grpo-demo-") as folder:
         # gradio reads these on import: no telemetry, and temporary files are removed at exit
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder)

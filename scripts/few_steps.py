@@ -30,7 +30,7 @@ from torch import Tensor
 
 from flow_grpo.config.error_reporting import ScriptParser, exit_on_user_error
 from flow_grpo.data.prompts import Prompt, load_prompts
-from flow_grpo.diffusion.evaluation import WeightSwapper, parse_diffusion_candidates
+from flow_grpo.diffusion.candidates import WeightSwapper, parse_diffusion_candidates
 from flow_grpo.diffusion.models import ModelAdapter, Schedule, load_adapter
 from flow_grpo.diffusion.rollout import Denoiser, Dynamics, eval_generators, initial_noise
 from flow_grpo.errors import UserError

@@ -122,6 +122,7 @@ TRIED_VALUES: dict[str, list[Any]] = {
     "train.timestep_fraction": [0.5],
     "train.lora_rank": [3],
     "train.lora_alpha": [8],
+    "train.lora_target_modules": ["attn.to_q"],
     "anchors.norm_guard": [100.0],
     "anchors.reset_epochs": [1],
     "anchors.diversity": [True],
@@ -175,12 +176,14 @@ SHARED_FIELDS = {
     "train.max_grad_norm",
     "train.lora_rank",
     "train.lora_alpha",
+    "train.lora_target_modules",
 }
 # fields that do not affect training, or cannot in two epochs in one process on a CPU
 UNTRIED_FIELDS = {
     "where a run is stored, what it writes and when": """run_name logdir resume resume_changed
         num_epochs save_freq state_freq num_checkpoint_limit log_images log_with project_name""",
-    "evaluation": """eval_freq eval_prompts eval_reward_fn sample.eval_num_steps
+    "evaluation": """eval_freq eval_prompts eval_reward_fn eval_dataset eval_dataset_column
+        eval_image_column sample.eval_num_steps
         sample.eval_guidance_scale sample.eval_precision sample.test_batch_size train.ema
         train.ema_decay
         train.ema_update_interval""",

@@ -52,6 +52,7 @@ from flow_grpo.vlm.advantages import (
     compute_token_advantages,
     set_importance_weights,
 )
+from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.critic import set_lr_scales
 from flow_grpo.vlm.dry_run import VlmDryRun
 from flow_grpo.vlm.fields import GAE, VLM_SPEC
@@ -61,7 +62,7 @@ from flow_grpo.vlm.objective import Objective
 from flow_grpo.vlm.packing import PackedBatch, micro_batches, pack_responses
 from flow_grpo.vlm.rollout import LENGTH, GenerationBatch, PendingResponses, Rollout
 from flow_grpo.vlm.sample_logging import write_response_samples
-from flow_grpo.vlm.session import VlmSession, build_session, memory_saving_options
+from flow_grpo.vlm.session import VlmSession, build_session
 
 logger = logging.getLogger("flow_grpo")
 

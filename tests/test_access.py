@@ -21,6 +21,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.hub_access import check_hub_access, hub_error_message
 from flow_grpo.rewards.loading import find_file, load_image_processor, load_tokenizer
 from flow_grpo.training.lora_files import resolve_lora_path
+from flow_grpo.training.weight_sources import locate_weights
 from flow_grpo.vlm.models import find_family
 
 NAME = "owner/model-one"
@@ -152,6 +153,7 @@ LOADERS = {
         lambda name: read_hub(name, "train", PromptLayout()),
     ],
     "train.lora_path": [resolve_lora_path],
+    "--checkpoint": [locate_weights, lambda name: locate_weights(f"{name}/a.safetensors")],
     "--model": [lambda name: _pipeline_folder(name, "main")],
 }
 

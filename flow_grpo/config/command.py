@@ -18,6 +18,7 @@ SCRIPTS_DIR = ROOT / "scripts"
 SERVER = "reward-server"
 SERVER_PACKAGE = "reward_server"
 COMMANDS = {  # name, as the script with underscores: summary
+    "bench": "Score models on a benchmark with its pinned protocol",
     "benchmark": "Measure time and memory of sampling and training",
     "benchmark-vlm": "Measure time and memory of VLM training",
     "compare": "Compare algorithms at equal numbers of model evaluations",

@@ -31,10 +31,11 @@ from flow_grpo.config.overrides import (
     explain_flag_error,
     field_names,
     load_checked_config,
+    load_config,
     option_values,
 )
 from flow_grpo.config.paths import ROOT, check_dataset_available, resolve_config_file, resolve_path
-from flow_grpo.config.saved_config import LOCATION_FIELDS, find_run_directory
+from flow_grpo.config.saved_config import LOCATION_FIELDS, find_run_directory, read_saved_fields
 from flow_grpo.config.settings import check_conditions
 from flow_grpo.config.trainer_spec import TrainerSpec, WrongTrainerConfig
 from flow_grpo.errors import UserError, check_model_folder
@@ -138,6 +139,7 @@ def parse_command_line(
             raise UserError(wrong_trainer_message or str(error)) from error
         spec.check_rewards(settings)
         check_dataset_available(settings.dataset)
+        check_dataset_available(settings.eval_dataset, "eval_dataset")
         if default is None:
             _check_model_exists(settings, spec)
         if dry_run:
@@ -277,9 +279,63 @@ def config_of_first_run(argv: list[str], option: str) -> str | None:
 
     The option may be repeated, or have several values separated by commas.
     """
-    paths = [path for value in option_values(argv, option) for path in (value, *value.split(","))]
-    run = next(filter(None, map(find_run_directory, map(Path, paths))), None)
+    paths = map(Path, _option_paths(argv, option))
+    run = next(filter(None, map(find_run_directory, paths)), None)
     return run and f"{RUN_CONFIG_FILE}:{run}"
+
+
+def choose_trainer(
+    argv: list[str], specs: Sequence[TrainerSpec], default: str | None = None
+) -> TrainerSpec:
+    """Return the trainer that --config is for; the first one if the config cannot be loaded.
+
+    Errors are reported when the command line is parsed.
+
+    Args:
+        argv: The command line.
+        specs: The trainers.
+        default: Config to use if none is given.
+    """
+    given = (option_values(argv, "config") or [default])[-1]
+    if not given:
+        return specs[0]
+    for spec in specs:
+        if given in spec.presets.PRESETS:
+            return spec
+    path = resolve_config_file(given)
+    folder = str(Path(path.partition(":")[0]).resolve().parent)
+    sys.path.append(folder)  # its imports
+    try:
+        config = load_config(path, argv, specs[0])
+    except UserError:
+        return specs[0]
+    finally:
+        sys.path.remove(folder)
+    return next((spec for spec in specs if not spec.other_script(config)), specs[0])
+
+
+def reject_other_runs(argv: list[str], option: str, spec: TrainerSpec) -> None:
+    """Reject paths in runs of the other trainer.
+
+    Args:
+        argv: The command line.
+        option: The option with the paths, as for `config_of_first_run`.
+        spec: The trainer that the config is for.
+    """
+    for path in _option_paths(argv, option):
+        run = find_run_directory(Path(path))
+        if run and (script := spec.other_script(read_saved_fields(run))):
+            raise UserError(
+                f"belongs to a run of {script}, but --config to the other trainer",
+                field=f"--{option}",
+                value=path,
+                hint=f"omit --config, or use a config such as {spec.example} with its checkpoints",
+            )
+
+
+def _option_paths(argv: list[str], option: str) -> list[str]:
+    """Return the values of an option, whole and split at commas: a name may contain one."""
+    return [path for value in option_values(argv, option) for path in (value, *value.split(","))]
 
 
 def _resolve_config_options(argv: list[str], presets: str = "") -> list[str]:

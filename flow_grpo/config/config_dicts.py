@@ -29,7 +29,15 @@ FIELD_TYPES = {
     tuple: ((tuple, list), "a tuple"),
     ConfigDict: (ConfigDict, "a ConfigDict"),
 }
-PATH_FIELDS = ("dataset", "logdir", "run_name", "resume", "pretrained.model", "train.lora_path")
+PATH_FIELDS = (
+    "dataset",
+    "eval_dataset",
+    "logdir",
+    "run_name",
+    "resume",
+    "pretrained.model",
+    "train.lora_path",
+)
 MAX_FILE_NAME_BYTES = 255  # of all Linux file systems
 MAX_LISTED = 5  # settings named in an error about many
 

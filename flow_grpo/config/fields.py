@@ -11,6 +11,7 @@ from flow_grpo.config.settings import section, setting
 
 UNQUANTIZED = "bf16"  # frozen weights in the dtype of mixed_precision
 BASE_PRECISIONS = (UNQUANTIZED, "fp8", "nf4")
+EVAL_SET = "eval_dataset"  # which its column settings require
 
 
 @dataclass(frozen=True)
@@ -231,9 +232,17 @@ class TrainFields:
         at_most=4096,
     )
     lora_alpha: int = setting(64, "Alpha of LoRA; see lora_rank.", above=0, at_most=10**5)
+    lora_target_modules: str = setting(
+        "",
+        "Linear layers that get LoRA: names or their ends as in PEFT, separated by commas, such as "
+        '"to_q,to_v", or "all-linear". Empty uses the default of the model family.',
+        requires={"use_lora=True": "all weights are trained"},
+        excludes={"train.lora_path": "a loaded LoRA has its own layers"},
+    )
     lora_path: str = setting(
         "",
-        "LoRA to start from, with its own rank and alpha; it is also the reference policy.",
+        "LoRA to start from, with its own rank and alpha; it is also the reference policy. A "
+        "directory, a .safetensors file or a hub id.",
     )
 
 
@@ -243,6 +252,11 @@ class SharedFields(RewardFields, RunFields):
 
     pretrained: ModelFields = section(ModelFields)
     dataset: str = setting("", "Directory with train and test files, one such file, or a hub name.")
+    eval_dataset: str = setting(
+        "",
+        "Data set or mixture to evaluate on instead of the test split of dataset, in the same "
+        "formats: its test split, or all rows if it has none.",
+    )
     metadata_columns: str = setting(
         "",
         "Columns to pass to the rewards as metadata, separated by commas, even if they look like "

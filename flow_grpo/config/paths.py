@@ -60,6 +60,7 @@ def map_dataset_paths(dataset: str, change: Callable[[str], str] = resolve_path)
 def resolve_config_paths(config: ConfigDict) -> None:
     """Make `dataset/ocr` and `assets/tiny-sd3` in a config work from any directory."""
     config.dataset = map_dataset_paths(config.dataset)
+    config.eval_dataset = map_dataset_paths(config.eval_dataset)
     config.pretrained.model = resolve_path(config.pretrained.model)
 
 
@@ -73,7 +74,8 @@ def resolve_settings_paths(settings: SharedFields) -> SharedFields:
             settings.dataset,
             dataset,
         )
-    return replace(settings, dataset=dataset, pretrained=model)
+    eval_dataset = map_dataset_paths(settings.eval_dataset)
+    return replace(settings, dataset=dataset, eval_dataset=eval_dataset, pretrained=model)
 
 
 def resolve_config_file(argument: str, presets: str = "") -> str:
@@ -87,14 +89,19 @@ def resolve_config_file(argument: str, presets: str = "") -> str:
     return resolve_path(path) + colon + preset
 
 
-def check_dataset_available(dataset: str) -> None:
-    """Reject a missing data set of a preset, before it is looked up on the hub."""
+def check_dataset_available(dataset: str, field: str = "dataset") -> None:
+    """Reject a missing data set of a preset, before it is looked up on the hub.
+
+    Args:
+        dataset: A path or hub name.
+        field: The setting that names it.
+    """
     name = relative_name(dataset).rstrip("/")
     if name in UNBUNDLED_DATASETS and not (os.path.isdir(dataset) and glob(f"{dataset}/t*.*")):
         script = resolve_path(f"{name}/make_prompts.py")
         raise UserError(
             "does not ship with flow_grpo",
-            field="dataset",
+            field=field,
             value=name,
             hint=UNBUNDLED_DATASETS[name].format(script),
         )

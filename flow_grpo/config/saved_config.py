@@ -118,7 +118,7 @@ def resolve_start_paths(fields: dict[str, Any], folders: Sequence[Path]) -> dict
         if (field or name) in CODE_FIELDS:
             file, colon, attribute = value.rpartition(":")
             return find(file) + colon + attribute if file.endswith(".py") else value
-        if name == "dataset":
+        if name in ("dataset", "eval_dataset"):
             return map_dataset_paths(value, find)
         return find(value) if name in PATH_FIELDS else value
 

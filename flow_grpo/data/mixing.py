@@ -205,8 +205,15 @@ def warn_duplicates(
     known = {row.identity for row in train}
     if len(train) > 1 and len(known) == 1:
         logger.warning("%s: all %d training %s are identical", source, len(train), what)
-    if train is test:  # too few rows for a held-out set, as logged by `split_held_out`
-        return
+    if train is not test:  # too few rows for a held-out set, as logged by `split_held_out`
+        warn_known_rows(train, test, source, what)
+
+
+def warn_known_rows(
+    train: Iterable[DataRow], test: Sequence[DataRow], source: str, what: str = "prompts"
+) -> None:
+    """Warn if test rows are also training rows."""
+    known = {row.identity for row in train}
     if seen := sum(row.identity in known for row in test):
         logger.warning(
             "%s: %d of %d test %s are also training %s, so the evaluation is not held out",

@@ -1,7 +1,7 @@
 """Prompts of diffusion models: their row layout, and loading of prompt sets."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -207,13 +207,13 @@ def find_prompts(
     return None if file is None else read_file(file, layout)
 
 
-def check_prompts_exist(source: str, prompt_fn: str) -> None:
-    """Reject a data set without a training split, without reading it."""
+def check_prompts_exist(source: str, prompt_fn: str, splits: Sequence[Split] = ("train",)) -> None:
+    """Reject a data set that has none of `splits`, without reading it."""
     _check_prompt_fn(prompt_fn)
     if is_hub_name(source):
         check_hub_dataset(source)
-    elif _find_file(Path(source), "train", prompt_fn) is None:
-        raise _missing_error(source, "train", prompt_fn)
+    elif all(_find_file(Path(source), split, prompt_fn) is None for split in splits):
+        raise _missing_error(source, splits[0], prompt_fn)
 
 
 def _check_prompt_fn(prompt_fn: str) -> None:

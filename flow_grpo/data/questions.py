@@ -9,7 +9,7 @@ but is not used is rejected: flow_grpo/data/columns.py.
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -184,7 +184,11 @@ DEFAULT_LAYOUT = QuestionLayout()
 
 
 def load_questions(
-    source: str | Path, seed: int, layout: QuestionLayout = DEFAULT_LAYOUT
+    source: str | Path,
+    seed: int,
+    layout: QuestionLayout = DEFAULT_LAYOUT,
+    *,
+    hold_out: bool = True,
 ) -> tuple[list[Question], list[Question]]:
     """Load (train, test) questions.
 
@@ -192,14 +196,17 @@ def load_questions(
         source: Directory with a file per split, a single file, or a hub name to download.
         seed: Selects the held-out tenth of a data set without a test split.
         layout: Columns to read.
+        hold_out: Whether test questions are needed; otherwise they are not read, and the training
+            split is returned whole.
     """
     check_dataset_available(str(source))
-    path = Path(source)
-    if _is_hub_dataset(source):
-        path = download_dataset(str(source), DOWNLOAD_PATTERNS)
+    path = _local_path(source)
     train = find_questions(path, "train", layout)
     if train is None:
-        raise _missing_error(source, path)
+        raise _missing_error(source, path, "train")
+    if not hold_out:
+        warn_duplicates(train, [], str(source), "questions")
+        return train, []
     test = find_questions(path, "test", layout)
     if test is None:
         train, test = split_held_out(train, seed, str(source), "questions")
@@ -223,12 +230,37 @@ def check_media_columns(questions: Iterable[Question], layout: QuestionLayout) -
             )
 
 
-def check_questions_exist(source: str) -> None:
-    """Reject a data set without a training split, without reading it."""
+def load_split(
+    source: str | Path, split: Split, layout: QuestionLayout = DEFAULT_LAYOUT
+) -> list[Question]:
+    """Load a split; raise a UserError if it is missing."""
+    questions = find_split(source, split, layout)
+    if questions is None:
+        raise _missing_error(source, _local_path(source), split)
+    return questions
+
+
+def find_split(
+    source: str | Path, split: Split, layout: QuestionLayout = DEFAULT_LAYOUT
+) -> list[Question] | None:
+    """Load a split of a local or downloaded data set, or return None if it is missing."""
+    check_dataset_available(str(source))
+    return find_questions(_local_path(source), split, layout)
+
+
+def _local_path(source: str | Path) -> Path:
+    """Return the path of a data set, which is downloaded if it is on the hub."""
+    if _is_hub_dataset(source):
+        return download_dataset(str(source), DOWNLOAD_PATTERNS)
+    return Path(source)
+
+
+def check_questions_exist(source: str, splits: Sequence[Split] = ("train",)) -> None:
+    """Reject a data set that has none of `splits`, without reading it."""
     if _is_hub_dataset(source):
         check_hub_dataset(source)
-    elif not os.path.isfile(source) and not _split_files(Path(source), "train"):
-        raise _missing_error(source, Path(source))
+    elif not os.path.isfile(source) and not any(_split_files(Path(source), s) for s in splits):
+        raise _missing_error(source, Path(source), splits[0])
 
 
 def _is_hub_dataset(source: str | Path) -> bool:
@@ -275,22 +307,23 @@ def _check_all_shards(shards: list[Path]) -> None:
         )
 
 
-def _missing_error(source: str | Path, path: Path) -> UserError:
-    """Return the UserError for a data set without a training split.
+def _missing_error(source: str | Path, path: Path, split: Split) -> UserError:
+    """Return the UserError for a data set without a split.
 
     Args:
         source: Value of the setting `dataset`.
         path: Its local directory.
+        split: The missing split.
     """
     found = []
     if os.path.isdir(path):
         found = sorted(each for ending in QUESTION_SUFFIXES for each in path.rglob(f"*{ending}"))
-        found += list_split_files(path, "train", found)
-    names = join_with_or(f"train{ending}" for ending in QUESTION_SUFFIXES)
+        found += list_split_files(path, split, found)
+    names = join_with_or(f"{split}{ending}" for ending in QUESTION_SUFFIXES)
     return missing_split_error(
         source,
         path,
-        "train",
+        split,
         "questions",
         found=[str(file.relative_to(path)) for file in found],
         hint=f"pass a directory with {names}, or such a file",

@@ -1,6 +1,8 @@
 """Generate images of a prompt with base and trained weights from the same noise, and score them."""
 
+import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,14 +14,20 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.images import image_digest
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo.limits import DemoLimits, GenerationRequest
-from flow_grpo.diffusion.builders import build_adapter, build_dynamics, image_size
+from flow_grpo.diffusion.builders import image_size
+from flow_grpo.diffusion.candidates import (
+    CHECKPOINT_OPTION,
+    CandidateModels,
+    parse_diffusion_candidates,
+)
 from flow_grpo.diffusion.config_checks import check_config
-from flow_grpo.diffusion.evaluation import WeightSwapper, base_candidate
 from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.diffusion.models import ModelAdapter
 from flow_grpo.diffusion.prompts import build_test_prompts
-from flow_grpo.diffusion.rollout import Denoiser, eval_generators, initial_noise
+from flow_grpo.diffusion.rollout import eval_generators, initial_noise
 from flow_grpo.diffusion.source_images import reward_metadata
 from flow_grpo.errors import UserError
+from flow_grpo.hub_access import split_hub_id
 from flow_grpo.report.console import displayed_rewards
 from flow_grpo.report.grid import format_score
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
@@ -27,7 +35,7 @@ from flow_grpo.rewards.failure import NotApplicable
 from flow_grpo.rewards.frames import Sample, to_pil
 from flow_grpo.training.accelerator import build_accelerator
 from flow_grpo.training.builder import build_rewards, eval_reward_weights, suggest_on_oom
-from flow_grpo.training.candidates import Candidate
+from flow_grpo.training.candidates import BASE, Candidate
 from flow_grpo.training.checkpoint import (
     BEST,
     CHECKPOINT_PREFIX,
@@ -35,6 +43,7 @@ from flow_grpo.training.checkpoint import (
     find_weights,
     list_checkpoints,
 )
+from flow_grpo.training.weight_sources import locate_weights
 
 WEIGHT_KINDS = {
     "ema_lora": "EMA",
@@ -63,27 +72,34 @@ def list_weights(run: Path) -> dict[str, Path]:
     return found
 
 
-def find_checkpoints(run: Path, names: list[str]) -> list[Path]:
-    """Return the weight directories of checkpoints, without duplicates.
+def find_checkpoints(run: Path | None, names: Sequence[str]) -> list[str]:
+    """Return the paths and hub ids of candidates, without duplicates.
 
     Args:
-        run: Run directory.
-        names: "latest" (the newest intact one), "best", steps or paths.
+        run: Run directory; None if there is none.
+        names: "latest" (the newest intact one of the run), "best", steps, paths or hub ids.
     """
+    known = _checkpoints_by_name(run) if run else {}
+    found: dict[Path, str] = {}
+    for name in names:
+        source = str(known.get(name, name))
+        if run and not (os.path.exists(source) or split_hub_id(source)):
+            raise UserError(
+                f"has no checkpoint {name!r}", field=run, hint=f"choose one of {', '.join(known)}"
+            )
+        weights = locate_weights(source, CHECKPOINT_OPTION).resolve()
+        found.setdefault(weights, str(weights) if name in known else source)
+    return list(found.values())
+
+
+def _checkpoints_by_name(run: Path) -> dict[str, Path]:
+    """Return the checkpoints of a run as "latest", "best" and by step."""
     root = run / "checkpoints"
     if not list_checkpoints(root):
         list_weights(run)  # raises
     known = {LATEST: run} | ({BEST: root / BEST} if (root / BEST).exists() else {})
-    known |= {p.name.removeprefix(CHECKPOINT_PREFIX): p for p in list_checkpoints(root)}
-    found: dict[Path, None] = {}  # an ordered set
-    for name in names:
-        path = known.get(name, root / BEST if name == BEST else Path(name))
-        if not path.exists():
-            raise UserError(
-                f"has no checkpoint {name!r}", field=run, hint=f"choose one of {', '.join(known)}"
-            )
-        found[find_weights(path).resolve()] = None
-    return list(found)
+    steps = {p.name.removeprefix(CHECKPOINT_PREFIX): p for p in list_checkpoints(root)}
+    return known | steps
 
 
 @dataclass(frozen=True)
@@ -99,35 +115,55 @@ class DemoGenerator:
 
     Args:
         config: Config of the run, or of the model if there is no run.
-        run: Run directory; None for the base model only, with the LoRA of `train.lora_path`.
+        run: Run directory; None for the base model, with the LoRA of `train.lora_path`, and
+            `checkpoints`.
         rewards: Whether to score what is generated.
+        checkpoints: Further candidates, as for `parse_candidates`.
     """
 
-    def __init__(self, config: UncheckedConfig, run: Path | None, *, rewards: bool = True) -> None:
+    def __init__(
+        self,
+        config: UncheckedConfig,
+        run: Path | None,
+        *,
+        rewards: bool = True,
+        checkpoints: Sequence[str] = (),
+    ) -> None:
         config = check_config(config)
         timeout = min(MAX_REWARD_SECONDS, config.reward_timeout)
         # no prompt cache: prompts of users are not stored
         config = replace(config, prompt_cache="", reward_retries=0, reward_timeout=timeout)
         self.config, self.run = config, run
         self.size = image_size(config)
-        self.newest = self._newest()
-        self.base = base_candidate(config.train.lora_path)
+        candidates = parse_diffusion_candidates([BASE, *checkpoints], config.train.lora_path)
+        self.base, self.given = candidates[0], {each.name: each for each in candidates[1:]}
+        self.newest = next(iter(self.given), None) or self._newest()
         self.accelerator = build_accelerator(config)
         self.reward = self._build_reward() if rewards else None
         self.prompts = _load_test_prompts(config)
-        self.adapter = build_adapter(config, self.accelerator)
-        self.limits = DemoLimits.of(config, self.adapter.num_source_images)
-        trained = [self._candidate(self.newest)] if self.newest else []
-        self.swapper = WeightSwapper(self.adapter, [self.base, *trained])
-        with self.swapper.applied(self.base):
+        trained = [*candidates[1:], *([self._candidate(self._newest())] if run else [])]
+        self.models = CandidateModels(config, self.accelerator, [self.base, *trained])
+        with self.models.loaded(self.base):
             pass  # rejects a LoRA that does not fit the model
-        self.swapper.check_loadable(trained)
-        self.module = self.accelerator.prepare_model(self.adapter.transformer, evaluation_mode=True)
+        self.limits = DemoLimits.of(config, self.adapter.num_source_images)
         self._lock = threading.Lock()
 
-    def weights(self) -> dict[str, Path]:
-        """Return the current weights; an active run saves new ones and removes old ones."""
-        return list_weights(self.run) if self.run else {}
+    @property
+    def adapter(self) -> ModelAdapter:
+        """The model in memory, of the family of all candidates."""
+        return self.models.adapter
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether there are weights to compare the base model with."""
+        return bool(self.run or self.given)
+
+    def weights(self) -> list[str]:
+        """Return the names of the current weights.
+
+        An active run saves new ones and removes old ones.
+        """
+        return [*self.given, *(list_weights(self.run) if self.run else {})]
 
     def generate(self, request: GenerationRequest) -> list[GeneratedSample]:
         """Generate and score with the base model and, if requested, with trained weights.
@@ -164,19 +200,18 @@ class DemoGenerator:
 
     def _newest(self) -> str | None:
         """Return the display name of the newest intact weights, EMA weights if there are any."""
-        names = {folder: name for name, folder in self.weights().items()}
-        return names[find_weights(self.run)] if self.run else None
+        if self.run is None:
+            return None
+        names = {folder: name for name, folder in list_weights(self.run).items()}
+        return names[find_weights(self.run)]
 
     def _sample(self, candidate: Candidate, prompt: Prompt, request: GenerationRequest) -> Tensor:
         """Return the sample of a candidate with the seed of the request, decoded, in [0, 1].
 
         Its shape is (1, 3, H, W), or (1, F, 3, H, W) for a video.
         """
-        with self.swapper.applied(candidate) as adapter:
-            dynamics = build_dynamics(
-                self.config, adapter, request.steps, guidance_scale=request.guidance
-            )
-            denoiser = Denoiser(adapter, self.module, dynamics)
+        with self.models.denoiser(candidate, request.steps, request.guidance) as denoiser:
+            adapter = denoiser.adapter
             shape = adapter.latent_shape(*self.size)
             noise = initial_noise(eval_generators(request.seed, [0]), shape, adapter.device)
             return adapter.decode(denoiser.sample(noise, denoiser.encode([prompt])).final)
@@ -191,7 +226,9 @@ class DemoGenerator:
 
     def _candidate(self, name: str) -> Candidate:
         """Return the weights with this display name; reject missing and damaged ones."""
-        found = self.weights()
+        if isinstance(name, str) and name in self.given:
+            return self.given[name]
+        found = list_weights(self.run) if self.run else {}
         if not isinstance(name, str) or name not in found:
             raise UserError(
                 f"checkpoint {name!r} no longer exists",

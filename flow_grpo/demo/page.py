@@ -51,7 +51,7 @@ def build_page(generator: DemoGenerator, folder: Path) -> gr.Blocks:
     def draw(*values: Any) -> list[Any]:
         """Generate the samples for the values of the form, and return the values of the outputs."""
         request = limits.parse_request(*values[:NUM_FIELDS], *map(store.read, values[NUM_FIELDS:]))
-        if generator.run and request.weights is None:
+        if generator.has_candidates and request.weights is None:
             raise UserError("no trained weights are selected", hint="select a checkpoint")
         samples = generator.generate(request)
         target = folder / uuid.uuid4().hex
@@ -62,22 +62,23 @@ def build_page(generator: DemoGenerator, folder: Path) -> gr.Blocks:
 
     @show_user_errors
     def refresh() -> Any:
-        return gr.Dropdown(choices=list(generator.weights()))
+        return gr.Dropdown(choices=generator.weights())
 
     def random_seed() -> int:
         return random.randint(0, MAX_SEED)
 
     title = f"{generator.run.resolve().name} · flow_grpo" if generator.run else "flow_grpo"
     with gr.Blocks(title=title, analytics_enabled=False, fill_width=True) as page:
-        gr.Markdown("## Before and after training" if generator.run else "## Before training")
+        compares = generator.has_candidates
+        gr.Markdown("## Before and after training" if compares else "## Before training")
         prompt = gr.Textbox(label="Prompt", lines=1, max_lines=6)
         with gr.Row():
             weights = gr.Dropdown(
-                list(generator.weights()),
+                generator.weights(),
                 value=generator.newest,
                 label="Trained weights",
                 min_width=190,
-                visible=generator.run is not None,
+                visible=compares,
             )
             steps = gr.Slider(
                 limits.min_steps,
@@ -106,7 +107,7 @@ def build_page(generator: DemoGenerator, folder: Path) -> gr.Blocks:
                     gr.Markdown("### Source" if number == 0 else f"### Source {number + 1}")
                     uploads = ["upload", "clipboard"]
                     sources.append(_image("Source", "source", *small, sources=uploads))
-            for heading in ["Base", "Trained"] if generator.run else ["Base"]:
+            for heading in ["Base", "Trained"] if compares else ["Base"]:
                 with gr.Column(min_width=190):
                     gr.Markdown(f"### {heading}")
                     outputs.append(_image(heading, "drawn", *small, interactive=False))

@@ -13,6 +13,7 @@ from flow_grpo.diffusion.models import (
     GUIDANCE_2_FIELD,
     ModelAdapter,
     Size,
+    build_meta_transformer,
     check_model,
     find_adapter,
     load_adapter,
@@ -25,6 +26,7 @@ from flow_grpo.perf.quantization import UNQUANTIZED
 from flow_grpo.sde import Solver
 from flow_grpo.training.builder import DTYPES
 from flow_grpo.training.distributed import is_sharded
+from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.untrusted_files import flatten_fields
 
 logger = logging.getLogger("flow_grpo")
@@ -68,8 +70,12 @@ def can_use_cuda_graphs(config: DiffusionConfig, accelerator: Accelerator) -> bo
     return wanted and unsharded and config.use_lora and not config.train.gradient_checkpointing
 
 
-def build_adapter(config: DiffusionConfig, accelerator: Accelerator) -> ModelAdapter:
-    """Check the settings against the model's config files, then load it."""
+def check_model_settings(config: DiffusionConfig, accelerator: Accelerator) -> str:
+    """Check the settings against the model's config files.
+
+    Returns:
+        The directory or hub id of the model, downloaded if a revision is set.
+    """
     model = download_revision(config.pretrained.model, config.pretrained.revision)
     sample = config.sample
     explored = sample.explore_steps if config.train.keep_best_worst else sample.num_steps
@@ -83,6 +89,14 @@ def build_adapter(config: DiffusionConfig, accelerator: Accelerator) -> ModelAda
     check_guidance_gradient(config, find_adapter(model))
     if config.train.lora_path:  # loading the model may take minutes
         check_expert_folders(config.train.lora_path, expert_folders_of_model(model))
+    if config.train.lora_target_modules:
+        select_target_modules(build_meta_transformer(model), config.train.lora_target_modules)
+    return model
+
+
+def build_adapter(config: DiffusionConfig, accelerator: Accelerator) -> ModelAdapter:
+    """Check the settings against the model's config files, then load it."""
+    model = check_model_settings(config, accelerator)
     adapter = load_adapter(
         model,
         device=accelerator.device,

@@ -11,24 +11,16 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion import results
 from flow_grpo.diffusion.builders import (
-    build_adapter,
-    build_dynamics,
     get_eval_guidance_scale,
     image_size,
     resolve_model_family,
-    resolve_model_path,
 )
+from flow_grpo.diffusion.candidates import CandidateModels, config_for, parse_diffusion_candidates
 from flow_grpo.diffusion.config_checks import check_config, reject_groupwise_eval_rewards
-from flow_grpo.diffusion.evaluation import (
-    WeightSwapper,
-    evaluate,
-    parse_diffusion_candidates,
-)
+from flow_grpo.diffusion.evaluation import evaluate
 from flow_grpo.diffusion.fields import DiffusionConfig
-from flow_grpo.diffusion.models.experts import check_expert_folders, expert_folders_of_model
 from flow_grpo.diffusion.prompts import build_test_prompts
 from flow_grpo.diffusion.results import CandidateScores
-from flow_grpo.diffusion.rollout import Denoiser
 from flow_grpo.diffusion.session import check_reward
 from flow_grpo.diffusion.source_images import check_source_images
 from flow_grpo.errors import RewardOutage, UserError
@@ -55,7 +47,8 @@ def evaluate_checkpoints(
     """Score checkpoints and write the results to a new folder.
 
     Args:
-        checkpoints: Paths of checkpoints, or "base" for the model without training.
+        checkpoints: "base" for the model without training, or paths and hub ids of checkpoints,
+            LoRAs and models, see `locate_weights`.
         out: Folder to create.
         num_images: Number of prompts whose images are saved per checkpoint. None saves all images;
             of videos, which are large, those shown in the grid.
@@ -76,6 +69,7 @@ def evaluate_checkpoints(
             value=lora_override,
             hint="add 'base' to --checkpoint",
         )
+    config = config_for(config, candidates)
     accelerator = build_accelerator(config)
     prompts = prompts or build_test_prompts(config)
     model, family = config.pretrained.model, resolve_model_family(config)
@@ -117,25 +111,17 @@ def evaluate_each(
     out: Path,
     num_images: int,
 ) -> Iterator[CandidateScores]:
-    """Score the candidates one after another with a single model; save images as they come."""
-    expert_folders = expert_folders_of_model(resolve_model_path(config))
-    for candidate in candidates:
-        if candidate.weights:
-            check_expert_folders(candidate.weights, expert_folders)
-    adapter = build_adapter(config, accelerator)
-    swapper = WeightSwapper(adapter, candidates)
-    swapper.check_loadable(candidates)
-    module = accelerator.prepare_model(adapter.transformer, evaluation_mode=True)
-    dynamics = build_dynamics(config, adapter, config.sample.eval_num_steps)
+    """Score the candidates one after another; save images as they come."""
+    models = CandidateModels(config, accelerator, candidates)
     main = accelerator.is_main_process
     for number, candidate in enumerate(candidates, 1):
         if len(candidates) > 1:
             logger.info("%d/%d  %s", number, len(candidates), candidate.name)
-        with swapper.applied(candidate) as loaded:
+        with models.denoiser(candidate) as denoiser:
             if number == 1:  # all checks have passed
                 raise_on_all_ranks(accelerator, lambda: main and create_output_dir(out))
             result = evaluate(
-                Denoiser(loaded, module, dynamics),
+                denoiser,
                 reward,
                 prompts,
                 accelerator=accelerator,
@@ -164,7 +150,7 @@ def evaluation_metadata(config: DiffusionConfig, prompts: list[Prompt]) -> dict[
     """Return the settings that all candidates share."""
     return {
         "model": config.pretrained.model,
-        "dataset": config.dataset,
+        "dataset": config.eval_dataset or config.dataset,
         "prompts": len(prompts),
         "steps": config.sample.eval_num_steps,
         "guidance_scale": get_eval_guidance_scale(config),

@@ -12,6 +12,7 @@ from flow_grpo.config.settings import check_conditions
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.early_checks import check_small_data_early
+from flow_grpo.data.eval_dataset import name_eval_settings, parse_eval_sources
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.prompts import check_prompts_exist
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
@@ -92,6 +93,12 @@ def preflight_check(config: DiffusionConfig) -> None:
     sources = parse_sources(settings.dataset)
     for source in sources:
         check_prompts_exist(source.path, settings.prompt_fn)
+    if settings.eval_dataset:
+        with name_eval_settings():
+            tested = parse_eval_sources(settings.eval_dataset)
+            for source in tested:
+                check_prompts_exist(source.path, settings.prompt_fn, ("test", "train"))
+        sources = [*sources, *tested]
     check_small_data_early(sources, lambda: build_prompts(settings, plan))
 
 

@@ -16,6 +16,9 @@ from flow_grpo.untrusted_files import flatten_fields
 # Fields of training, mapped to those that replace them in evaluations.
 EVAL_FIELDS = {
     "reward_fn": "eval_reward_fn",
+    "dataset": "eval_dataset",
+    "dataset_column": "eval_dataset_column",
+    "image_column": "eval_image_column",
     "sample.num_steps": "sample.eval_num_steps",
     "sample.guidance_scale": "sample.eval_guidance_scale",
 }
@@ -46,7 +49,9 @@ def check_eval_fields(options: Sequence[str], config: ConfigDict) -> None:
     values = dict(flatten_fields(config.to_dict()))
     for field, eval_field in EVAL_FIELDS.items():
         is_set = (
-            bool(config.eval_reward_fn) if field == "reward_fn" else values[eval_field] is not None
+            bool(config.eval_reward_fn)
+            if field == "reward_fn"
+            else values[eval_field] not in (None, "")
         )
         is_given = any(name == field or name.startswith(f"{field}.") for name in given)
         if is_given and eval_field not in given and is_set:

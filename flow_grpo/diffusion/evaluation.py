@@ -1,33 +1,24 @@
 """Score a model or its checkpoints on a prompt set: ODE sampling, one fixed noise per prompt."""
 
-import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
-from torch import Tensor
 
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.diffusion.models import ModelAdapter, Size
-from flow_grpo.diffusion.models.lora_files import read_lora
+from flow_grpo.diffusion.models import Size
 from flow_grpo.diffusion.rollout import Denoiser, eval_generators, initial_noise
 from flow_grpo.diffusion.source_images import load_source_images, reward_metadata
-from flow_grpo.errors import UserError
 from flow_grpo.report.console import progress_bar
 from flow_grpo.rewards import TOTAL, WeightedReward
 from flow_grpo.rewards.frames import Sample, to_uint8, uint8_to_pil
-from flow_grpo.training.candidates import BASE, Candidate, parse_candidates
 from flow_grpo.training.distributed import gather_rows, gather_scores
-from flow_grpo.training.export import ExportSource
 from flow_grpo.training.metrics import finite_mean
-from flow_grpo.training.plan import check_lora_path
 
 
 @dataclass(frozen=True)
@@ -112,69 +103,3 @@ def evaluate(
     _, gathered = gather_rows(accelerator, kept_rows, {"images": stacked})
     sources = load_source_images(prompts[: keep_images if is_main else 0], adapter)
     return EvaluationResult(scores, uint8_to_pil(gathered["images"]), sources)
-
-
-def base_candidate(lora_path: str) -> Candidate:
-    """Return the policy before training: the model, with the LoRA of `train.lora_path` if set.
-
-    Raises:
-        UserError: If the path is missing or is not a LoRA; before the model is loaded.
-    """
-    if not lora_path:
-        return Candidate(BASE, None)
-    check_lora_path(lora_path)
-    if not any("lora" in name.lower() for name in read_lora(lora_path).tensors):
-        raise UserError(
-            "contains no LoRA weights",
-            field="train.lora_path",
-            value=lora_path,
-            hint="pass full weights with --checkpoint, or a pipeline folder with "
-            "--config.pretrained.model",
-        )
-    return Candidate(BASE, Path(lora_path))
-
-
-def parse_diffusion_candidates(arguments: list[str], lora_path: str = "") -> list[Candidate]:
-    """Parse the values of --checkpoint, where "base" has the LoRA of `train.lora_path`."""
-    return parse_candidates(arguments, base=lambda: base_candidate(lora_path))
-
-
-class WeightSwapper:
-    """Loads the weights of candidates into one model and restores the model afterwards."""
-
-    def __init__(self, adapter: ModelAdapter, candidates: list[Candidate]) -> None:
-        self.adapter = adapter
-        self.is_single = len(candidates) == 1  # then nothing has to be restored
-        self._base_state: dict[str, Tensor] = {}  # the base weights, once overwritten
-
-    @contextmanager
-    def applied(self, candidate: Candidate) -> Iterator[ModelAdapter]:
-        """Yield the adapter with the candidate's weights.
-
-        On exit the base weights are restored bit for bit, except after the full weights of a
-        single candidate.
-        """
-        if candidate.weights is None:
-            yield self.adapter
-            return
-        adapter = copy.copy(self.adapter)  # LoRA on text encoders changes the embeddings
-        is_lora = ExportSource(candidate.weights).is_lora
-        if not (is_lora or self.is_single or self._base_state):
-            state = adapter.transformer.state_dict()
-            self._base_state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
-        try:
-            adapter.load_weights(candidate.weights)
-            yield adapter
-        finally:
-            if is_lora:
-                self.adapter.pipeline.unload_lora_weights()
-            elif not self.is_single:
-                self.adapter.transformer.load_state_dict(self._base_state)
-
-    def check_loadable(self, candidates: list[Candidate]) -> None:
-        """Load each candidate once, so that a mismatch is reported before the first is scored."""
-        if self.is_single:
-            return
-        for candidate in candidates:
-            with self.applied(candidate):
-                pass

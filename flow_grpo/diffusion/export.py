@@ -128,7 +128,7 @@ def _load_merged_transformer(
     check_finite(str(part), transformer.state_dict().items())
     try:
         if source.is_lora:
-            attach_lora(transformer, weights)
+            attach_lora(transformer, weights, family=index["_class_name"])
             transformer.fuse_lora()
             transformer.unload_lora()
         else:

@@ -298,6 +298,16 @@ class DiffusionConfig(shared.SharedFields):
         'Column of the source images; empty uses "images" or "image" if present, and "none" '
         "ignores them.",
     )
+    eval_dataset_column: str | None = setting(
+        None,
+        "Column of the prompts in eval_dataset; unset uses dataset_column.",
+        requires=shared.EVAL_SET,
+    )
+    eval_image_column: str | None = setting(
+        None,
+        "Column of the source images in eval_dataset; unset uses image_column.",
+        requires=shared.EVAL_SET,
+    )
     prompt_fn: str = setting(
         "auto",
         'Prompt files: "text" reads train.txt, "metadata" reads train_metadata.jsonl, "auto" '

@@ -20,6 +20,7 @@ from flow_grpo.diffusion.rollout import Denoiser, Dynamics
 from flow_grpo.perf.lora import lora_layers
 from flow_grpo.perf.transfer import to_device
 from flow_grpo.sde import Step
+from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.training.policy import BasePolicy, upcast_parameters
 from flow_grpo.training.snapshot import Snapshot
 
@@ -41,6 +42,7 @@ class Policy(BasePolicy):
         use_lora: bool = True,
         rank: int = 32,
         alpha: int = 64,
+        target_modules: str = "",
         lora_path: str = "",
         gradient_checkpointing: bool = False,
         seed: int = 0,
@@ -51,7 +53,7 @@ class Policy(BasePolicy):
             r=rank,
             lora_alpha=alpha,
             init_lora_weights="gaussian",
-            target_modules=self._lora_targets(),
+            target_modules=self._lora_targets(target_modules),
         )
         super().__init__(self.transformer, lora if use_lora else None, lora_path, seed)
         if not use_lora:
@@ -84,16 +86,26 @@ class Policy(BasePolicy):
     def _load_lora(self, path: str) -> None:
         self.adapter.load_lora(path)
 
-    def _lora_targets(self) -> list[str]:
+    def _lora_targets(self, wanted: str) -> list[str] | str:
         """Return the target layers, by full name if some are excluded.
 
         `exclude_modules` would be stored in the saved file, and diffusers warns about it.
+
+        Args:
+            wanted: Value of `train.lora_target_modules`; "" for the family's default.
         """
+        _, transformer, _ = next(iter_experts(self.transformer))  # experts have the same layers
+        if wanted:
+            return select_target_modules(
+                transformer,
+                wanted,
+                lambda name, _: "the output does not use them" if self._is_unused(name) else "",
+            )
         targets = self.adapter.lora_targets
         if self.adapter.unused_modules is None:
             return targets
         suffixes = tuple(f".{target}" for target in targets)
-        names = [name for name, _ in self.transformer.named_modules() if name.endswith(suffixes)]
+        names = [name for name, _ in transformer.named_modules() if name.endswith(suffixes)]
         return [name for name in names if not self._is_unused(name)]
 
     def _is_unused(self, name: str) -> bool:

@@ -1,10 +1,12 @@
 """Load the prompts of a run from its config."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from flow_grpo.data.columns import parse_column_names
+from flow_grpo.data.eval_dataset import load_eval_dataset
 from flow_grpo.data.mixing import (
     PromptSource,
     allocate_groups,
@@ -37,6 +39,12 @@ def row_layout(config: DiffusionConfig) -> PromptLayout:
     return PromptLayout(config.dataset_column, config.image_column, metadata)
 
 
+def eval_row_layout(config: DiffusionConfig) -> PromptLayout:
+    """Return the layout of the files of `eval_dataset`, by default that of the training prompts."""
+    own = {"text": config.eval_dataset_column, "image": config.eval_image_column}
+    return replace(row_layout(config), **{k: v for k, v in own.items() if v is not None})
+
+
 def build_prompts(config: DiffusionConfig, plan: BatchPlan) -> PromptSets:
     """Load all prompt sets and check that they suffice for an epoch."""
     sources = parse_sources(config.dataset)
@@ -51,14 +59,21 @@ def build_prompts(config: DiffusionConfig, plan: BatchPlan) -> PromptSets:
     train = [prompt for prompts, _ in pairs for prompt in prompts]
     sizes = [len(prompts) for prompts, _ in pairs]
     _log_ignored_negative_prompts(train, config.sample.guidance_scale)
-    test = interleave([prompts for _, prompts in pairs])[: config.eval_prompts or None]
+    if config.eval_dataset:
+        test = _load_eval_dataset(config, train)
+    else:
+        test = interleave([prompts for _, prompts in pairs])
+    test = test[: config.eval_prompts or None]
     return PromptSets(train, test, list(zip(sizes, counts, strict=True)))
 
 
 def build_test_prompts(config: DiffusionConfig) -> list[Prompt]:
     """Load the test prompts; training prompts are read only to split off a held-out part."""
-    tests = [_load_test(config, source) for source in parse_sources(config.dataset)]
-    test = interleave(tests)[: config.eval_prompts or None]
+    if config.eval_dataset:
+        test = _load_eval_dataset(config)
+    else:
+        test = interleave(_load_test(config, source) for source in parse_sources(config.dataset))
+    test = test[: config.eval_prompts or None]
     _log_ignored_negative_prompts(test, config.sample.guidance_scale)
     return test
 
@@ -68,9 +83,13 @@ def _load_train_and_test(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Return the training and test prompts of a source; warn about duplicates.
 
-    Without a test split, a part of the training prompts is held out.
+    Without a test split, a part of the training prompts is held out, unless the evaluation has a
+    data set of its own.
     """
     train = _load_split(config, source, "train", load_prompts)
+    if config.eval_dataset:
+        warn_duplicates(train, [], source.path)
+        return train, []
     test = _load_split(config, source, "test", find_prompts)
     if test is None:
         train, test = split_held_out(train, config.seed, source.path)
@@ -85,6 +104,13 @@ def _load_test(config: DiffusionConfig, source: PromptSource) -> list[Prompt]:
         return test
     train = _load_split(config, source, "train", load_prompts)
     return split_held_out(train, config.seed, source.path)[1]
+
+
+def _load_eval_dataset(config: DiffusionConfig, train: Sequence[Prompt] = ()) -> list[Prompt]:
+    """Return the prompts of `eval_dataset`; warn if some of them are training prompts."""
+    options = {"layout": eval_row_layout(config), "prompt_fn": config.prompt_fn}
+    find, load = partial(find_prompts, **options), partial(load_prompts, **options)
+    return load_eval_dataset(config.eval_dataset, train, find, load)
 
 
 def _load_split(

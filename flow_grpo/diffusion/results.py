@@ -26,43 +26,18 @@ from flow_grpo.report.grid import (
     save_image_grid,
     source_image_columns,
 )
+from flow_grpo.report.score_table import (
+    PairedDifference,
+    finite_or_none,
+    num_decimals,
+    paired_difference,
+)
 from flow_grpo.rewards import TOTAL
 from flow_grpo.rewards.frames import to_pil
 from flow_grpo.training.candidates import Candidate
 from flow_grpo.training.metrics import ScoredSamples
 from flow_grpo.training.session import write_samples
 from flow_grpo.training.trackers import save_samples
-
-
-@dataclass(frozen=True)
-class PairedDifference:
-    """Difference of two means over the prompts that both models were scored on."""
-
-    mean: float
-    standard_error: float  # NaN for fewer than two prompts
-    prompts: int
-
-
-def paired_difference(scores: np.ndarray, reference: np.ndarray) -> PairedDifference:
-    """Compare two models prompt by prompt.
-
-    Scores vary more between prompts than between models on one prompt, so the standard error is
-    that of the paired differences, not of the scores.
-
-    Args:
-        scores: (prompts,); NaN where scoring failed.
-        reference: Scores to subtract, (prompts,).
-    """
-    both = np.isfinite(scores) & np.isfinite(reference)
-    differences = scores[both] - reference[both]
-    count = len(differences)
-    standard_error = float(differences.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
-    return PairedDifference(
-        mean=float(differences.mean()) if count else math.nan,
-        standard_error=standard_error,
-        prompts=count,
-    )
-
 
 DIFFERENCE_NOTE = (
     "Difference from {first} ± the standard error of the paired difference (same prompts, same "
@@ -208,17 +183,6 @@ def format_cell(mean: float, difference: PairedDifference | None, precision: int
     error = difference.standard_error
     spread = "" if math.isnan(error) else f" ± {error:.{precision}f}"
     return f"{text} ({difference.mean:+.{precision}f}{spread})"
-
-
-def num_decimals(mean: float) -> int:
-    """Return 4, or more for rewards with small values."""
-    if math.isnan(mean) or mean == 0:
-        return 4
-    return min(8, max(4, 3 - math.floor(math.log10(abs(mean)))))
-
-
-def finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def write_training_samples(

@@ -88,7 +88,7 @@ class Session(BaseSession):
 
     def test_set_names(self) -> list[str]:
         """Return the prompt set of each test prompt; empty if there is only one set."""
-        if len(self.prompt_sets) < 2:
+        if len(parse_sources(self.config.eval_dataset or self.config.dataset)) < 2:
             return []
         return [p.metadata["dataset"] for p in self.test_prompts]
 
@@ -289,6 +289,7 @@ def _build_policy(
         use_lora=config.use_lora,
         rank=train.lora_rank,
         alpha=train.lora_alpha,
+        target_modules=train.lora_target_modules,
         lora_path=train.lora_path,
         gradient_checkpointing=train.gradient_checkpointing,
         seed=config.seed,

@@ -12,6 +12,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
+from flow_grpo.diffusion.models import find_adapter
 from flow_grpo.diffusion.models.experts import (
     check_expert_folders,
     expert_folders_of_model,
@@ -44,12 +45,13 @@ def load_teachers(fields: Mapping[str, str], train: Any, model: str) -> TeacherF
     """
     if not fields:
         return {}
-    folders = expert_folders_of_model(model)
+    folders, family = expert_folders_of_model(model), find_adapter(model).pipeline_class.__name__
     run_layout = {"r": train.lora_rank, "lora_alpha": train.lora_alpha}
     layouts = dict.fromkeys(folders, run_layout)
     if train.lora_path:
         check_expert_folders(train.lora_path, folders)
-        layouts = {each: _lora_layout(read_lora(Path(train.lora_path, each))) for each in folders}
+        start = {each: Path(train.lora_path, each) for each in folders}
+        layouts = {k: _lora_layout(read_lora(path, family=family)) for k, path in start.items()}
     shapes = {each: _read_weight_shapes(Path(model, each or TRANSFORMER)) for each in folders}
     files = {}
     for field, path in fields.items():
@@ -57,7 +59,9 @@ def load_teachers(fields: Mapping[str, str], train: Any, model: str) -> TeacherF
             files[path] = None
             if path:
                 check_expert_folders(path, folders)
-                files[path] = {each: read_lora(Path(path, each), field) for each in folders}
+                files[path] = {
+                    each: read_lora(Path(path, each), field, family=family) for each in folders
+                }
                 for folder, file in files[path].items():
                     _check_teacher(file, layouts[folder], shapes[folder])
         except UserError as error:

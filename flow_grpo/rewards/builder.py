@@ -10,7 +10,7 @@ from flow_grpo.rewards.config_checks import check_reward_names, check_weights
 from flow_grpo.rewards.custom import import_scorer
 from flow_grpo.rewards.failure import DEFAULT_POLICY, FailurePolicy
 from flow_grpo.rewards.frames import FRAMES_OPTION, resolve_frame_rule, split_frame_rules
-from flow_grpo.rewards.protocol import Scorer, as_scorer, constructor_parameters
+from flow_grpo.rewards.protocol import GET_REWARD, Scorer, as_scorer, constructor_parameters
 from flow_grpo.rewards.registry import REWARDS
 from flow_grpo.rewards.weighted_reward import WeightedReward
 from flow_grpo.rewards.workers.guard import GuardedScorer
@@ -83,8 +83,9 @@ def build_scorers(
     servers = {name: urls for name, urls in (servers or {}).items() if urls}
     rules, options = split_frame_rules(options or {})
     check_reward_names(names, options, custom, servers)
-    for name in servers:
-        if options.get(name):
+    for name, urls in servers.items():
+        allowed = {"template"} if speaks_get_reward(urls) else set()
+        if options.get(name, {}).keys() - allowed:
             raise UserError(
                 f"is ignored, because reward_servers.{name} scores it",
                 field=f"reward_options.{name}",
@@ -98,7 +99,9 @@ def build_scorers(
     def build(name: str) -> Scorer:
         """Build the scorer `name`; a UserError names its full config field."""
         if name in servers:
-            return _build_remote(name, servers[name], policy, rules.get(name))
+            return _build_remote(
+                name, servers[name], policy, rules.get(name), options.get(name, {})
+            )
         try:
             scorer = _instantiate(name, found[name], options.get(name, {}), device, policy)
         except UserError as error:
@@ -134,12 +137,27 @@ def _qualify_option_hint(error: UserError, reward: str) -> UserError:
     return type(error)(rule, field=error.field, value=error.value, hint=hint)
 
 
-def _build_remote(name: str, urls: str, policy: FailurePolicy, frames: str | None) -> Scorer:
+def speaks_get_reward(urls: str) -> bool:
+    """Return whether one of these URLs ends in /get_reward, as OpenRLHF's `--remote_rm_url`."""
+    return any(url.strip().rstrip("/").endswith(GET_REWARD) for url in urls.split(","))
+
+
+def _build_remote(
+    name: str,
+    urls: str,
+    policy: FailurePolicy,
+    frames: str | None,
+    options: Mapping[str, Any],
+) -> Scorer:
     """Build the scorer of a reward that servers compute, with the token of the environment."""
-    from flow_grpo.rewards.workers.http import read_token  # imported late: needs `requests`
+    from flow_grpo.rewards.workers.get_reward import GetRewardScorer  # late: needs `requests`
+    from flow_grpo.rewards.workers.http import read_token
     from flow_grpo.rewards.workers.remote import RemoteScorer
 
-    return RemoteScorer(name, urls, token=read_token(TOKEN_ENV), policy=policy, frames=frames)
+    token = read_token(TOKEN_ENV)
+    if speaks_get_reward(urls):
+        return GetRewardScorer(name, urls, token=token, policy=policy, **options)
+    return RemoteScorer(name, urls, token=token, policy=policy, frames=frames)
 
 
 def _instantiate(

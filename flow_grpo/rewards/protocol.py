@@ -39,6 +39,7 @@ ScorerOutput = list[float] | tuple[list[float], dict[str, list[float]]]
 PAIRWISE_FRAMES = "middle"  # several frames of one sample would compete with each other
 SOURCE = "source"  # metadata key: the PIL image (or images) that an edited image was made from
 MASK = "mask"  # metadata key: PIL image, white where the source may change
+GET_REWARD = "/get_reward"  # path of OpenRLHF's protocol (workers/get_reward.py)
 RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
 # Hooks were renamed; custom scorers that define the old names keep working.
 OLD_HOOKS = {

@@ -1,7 +1,7 @@
 """Build the parts of a session that do not depend on what is trained."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -204,6 +204,13 @@ def suggest_on_oom(advice: list[str]) -> Iterator[None]:
 def eval_reward_weights(config: SharedFields) -> dict[str, float]:
     """Return the weights of the evaluation rewards, by default those of training."""
     return config.eval_reward_fn or config.reward_fn
+
+
+def available_scorers(config: SharedFields, builtin: Iterable[str]) -> dict[str, str]:
+    """Return the rewards that a config can use, with the origin of those that are not built in."""
+    served = {name: "reward server" for name, urls in config.reward_servers.items() if urls}
+    custom = {name: f"custom {path}" for name, path in config.custom_rewards.items()}
+    return {**dict.fromkeys(builtin, ""), **custom, **served}
 
 
 def build_rewards(

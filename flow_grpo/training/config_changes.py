@@ -29,6 +29,8 @@ from flow_grpo.config.saved_config import (
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.custom import current_import_path
+from flow_grpo.training.lora_targets import FIELD as LORA_TARGETS_FIELD
+from flow_grpo.training.lora_targets import parse_target_modules
 from flow_grpo.training.provenance import find_changed_data
 from flow_grpo.untrusted_files import flatten_fields, read_json
 
@@ -40,6 +42,7 @@ GOAL_FIELDS = (
     "pretrained.model",
     "pretrained.revision",
     "dataset",
+    "eval_dataset",
     "reward_fn",
     "eval_reward_fn",
     "custom_rewards",
@@ -48,7 +51,7 @@ GOAL_FIELDS = (
     "environment_options",
 )
 STATE_FIELDS = ("use_lora", "train.use_8bit_adam")  # define the files of the saved state
-LORA_SHAPE_FIELDS = ("train.lora_rank", "train.lora_alpha")
+LORA_SHAPE_FIELDS = ("train.lora_rank", "train.lora_alpha", LORA_TARGETS_FIELD)
 
 
 def compare_configs(
@@ -78,7 +81,8 @@ def compare_configs(
     if checkpoint is not None:
         _reject_changed_state(checkpoint, before, now)
     changed = _changed_fields(before, now)
-    prompts = [] if "dataset" in changed else find_changed_data(run, config["dataset"])
+    data = {name: config.get(name, "") for name in ("dataset", "eval_dataset")}
+    prompts = [] if data.keys() & {*changed} else find_changed_data(run, **data)
     _reject_changed_goal(run, before, now, prompts, same_run=same_run)
     for name in prompts:
         log.warning("resumed with changed prompts: %s", name)
@@ -152,17 +156,24 @@ def _normalize_paths(value: Any) -> Any:
 def _reject_changed_state(checkpoint: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise a UserError if a setting that determines the shape of the saved state has changed."""
     fields = STATE_FIELDS
+    before = {LORA_TARGETS_FIELD: "", **before}  # earlier versions used the family's default
     # a loaded LoRA has its own rank and alpha, which are compared when the state is loaded
     if now["use_lora"] and not (before.get("train.lora_path") or now.get("train.lora_path")):
         fields += LORA_SHAPE_FIELDS
     for name in fields:
-        if name in before and before[name] != now[name]:
+        if name in before and _state_value(name, before) != _state_value(name, now):
             raise UserError(
                 f"must be {before[name]!r} to resume from {checkpoint}",
                 field=name,
                 value=now[name],
                 hint="set it back, or start a new run",
             )
+
+
+def _state_value(name: str, fields: dict[str, Any]) -> Any:
+    """Return a setting as it determines the state: the order of layer names does not."""
+    value = fields[name]
+    return parse_target_modules(value) if name == LORA_TARGETS_FIELD else value
 
 
 def _reject_changed_goal(

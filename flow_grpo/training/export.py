@@ -11,6 +11,7 @@ from torch import nn
 
 from flow_grpo import atomic_io
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.hub_access import split_hub_id
 from flow_grpo.training.checkpoint import (
     CHECKPOINT_PREFIX,
     WEIGHT_FOLDERS,
@@ -18,6 +19,7 @@ from flow_grpo.training.checkpoint import (
     find_weights,
 )
 from flow_grpo.training.finite import first_nonfinite
+from flow_grpo.training.weight_sources import locate_weights
 from flow_grpo.untrusted_files import read_json
 
 
@@ -25,17 +27,22 @@ from flow_grpo.untrusted_files import read_json
 class ExportSource:
     """The weights to export, and what is known from their path."""
 
-    weights: Path  # directory of a LoRA or of a full model
+    weights: Path  # directory of a LoRA or of a full model, or file of a LoRA
 
     @classmethod
     def find(cls, checkpoint: Path, *, raw: bool = False) -> "ExportSource":
         """Return the weights to export.
 
         Args:
-            checkpoint: A run, a checkpoint or a directory of weights, as for `find_weights`.
+            checkpoint: A run, a checkpoint or a directory of weights, as for `find_weights`, the
+                .safetensors file of a LoRA, or a hub id.
             raw: Whether to export the trained weights instead of their moving average.
         """
-        weights = find_weights(checkpoint).resolve()  # "best" and "latest" are links
+        if checkpoint.is_file() or split_hub_id(str(checkpoint)):
+            found = locate_weights(str(checkpoint))
+        else:
+            found = find_weights(checkpoint)
+        weights = found.resolve()  # "best" and "latest" are links
         plain = weights.with_name(weights.name.removeprefix("ema_"))
         if raw and plain != weights:
             if weights == checkpoint.resolve():

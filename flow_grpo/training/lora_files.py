@@ -11,15 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from peft import LoraConfig
 from safetensors import safe_open
 from torch import Tensor
 
-from flow_grpo.errors import UserError, first_line
-from flow_grpo.hub_access import check_hub_access, hub_error_message
+from flow_grpo.errors import UserError
 from flow_grpo.training.plan import is_missing
-from flow_grpo.untrusted_files import PICKLE_PATTERNS
+from flow_grpo.training.weight_sources import download_lora
 from flow_grpo.weight_checks import check_finite, check_regular_files, check_stored_dtypes
 
 logger = logging.getLogger("flow_grpo")
@@ -71,16 +69,9 @@ def resolve_lora_path(path: str | Path, field: str = "train.lora_path") -> Path:
     if local.exists():
         check_regular_files(field, local)
         return local
-    start = f"cannot load a LoRA for this model from {path}"
     if is_missing(str(path)):
         raise UserError("does not exist", field=field, value=str(path))
-    check_hub_access(field, str(path), file="adapter_config.json")
-    try:
-        return Path(snapshot_download(str(path), ignore_patterns=["*/*", *PICKLE_PATTERNS]))
-    except (OSError, ValueError) as error:
-        message = hub_error_message(error, field, str(path))
-        reason = f"{start}: it is neither a directory nor on the hub ({first_line(error)})"
-        raise UserError(message or reason) from error
+    return download_lora(str(path), field)
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

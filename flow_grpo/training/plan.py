@@ -7,7 +7,7 @@ from flow_grpo.config.custom import check_file_exists
 from flow_grpo.config.fields import SharedFields
 from flow_grpo.config.overrides import planned_world_size
 from flow_grpo.errors import UserError, did_you_mean_file, join_hints
-from flow_grpo.hub_access import check_hub_access
+from flow_grpo.hub_access import check_hub_access, split_hub_id
 
 
 class Plan:
@@ -60,33 +60,34 @@ def check_lora_path(lora: str) -> None:
         )
     if lora:
         _check_lora_files(Path(lora))
-    check_hub_access("train.lora_path", lora, file="adapter_config.json")
+    if hub_id := split_hub_id(lora):
+        check_hub_access("train.lora_path", hub_id[0], file=hub_id[1] or "adapter_config.json")
 
 
 def _check_lora_files(path: Path) -> None:
     """Reject a path that is not a LoRA by its file names; its content is checked with the model."""
-    problem = ""
+    problem, hint = "", "pass a LoRA directory or its .safetensors file"
     if os.path.isfile(path) and path.suffix != ".safetensors":
         problem = "is not a .safetensors file"
     elif os.path.isdir(path) and not os.path.exists(path / "adapter_config.json"):
         for name in ("model_index.json", "config.json"):
             if os.path.exists(path / name):
                 problem = f"contains {name}, so it is a full model, not a LoRA"
+        if os.path.isdir(path / "checkpoints"):
+            problem = "is a run directory, not a LoRA"
+            hint = "pass the lora or ema_lora directory of a checkpoint"
     if problem:
         raise UserError(
             problem,
             field="train.lora_path",
             value=str(path),
-            hint="pass a LoRA directory or its .safetensors file",
+            hint=hint,
         )
 
 
 def is_missing(path: str) -> bool:
     """Return whether `path` neither exists nor can be a hub id (owner/name)."""
-    parts = Path(path).parts
-    if os.path.exists(path or "."):
-        return False
-    return os.path.isabs(path) or len(parts) != 2 or Path(path).parent.is_dir()
+    return not os.path.exists(path or ".") and split_hub_id(path) is None
 
 
 def lock_path(folder: Path) -> Path:

@@ -56,6 +56,7 @@ class BasePolicy:
                     self._load_lora(lora_path)
                 else:
                     model.add_adapter(lora, adapter_name=ADAPTER_NAME)
+            _sort_target_modules(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(lora is None or "lora_" in name)
 
@@ -147,6 +148,14 @@ class BasePolicy:
             for name in layer.active_adapters
         }
         return [list(shape) for shape in sorted(shapes)]
+
+
+def _sort_target_modules(model: nn.Module) -> None:
+    """Sort the target modules, which PEFT stores as a set: saved files would differ in order."""
+    for part in model.modules():
+        for config in getattr(part, "peft_config", {}).values():
+            if isinstance(config.target_modules, set):
+                config.target_modules = sorted(config.target_modules)
 
 
 def upcast_parameters(

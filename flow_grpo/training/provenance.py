@@ -15,29 +15,32 @@ SPLIT_PREFIXES = ("train", "test", "val")  # how the names of data files begin
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
 
-def write_provenance(run: Path, dataset: str) -> None:
+def write_provenance(run: Path, dataset: str, eval_dataset: str = "") -> None:
     """Write start.json; working directories of earlier starts are kept."""
     folders = dict.fromkeys([os.getcwd(), *map(str, read_start_folders(run))])
-    content = {"folders": [*folders], "prompts": fingerprints(dataset)}
+    content = {"folders": [*folders], "prompts": fingerprints(dataset, eval_dataset)}
     atomic_io.write_text_atomic(run / START_FILE, json.dumps(content, indent=2) + "\n")
 
 
-def find_changed_data(run: Path, dataset: str) -> list[str]:
+def find_changed_data(run: Path, dataset: str, eval_dataset: str = "") -> list[str]:
     """Return the data files that changed since the run was last started."""
     try:
-        before, now = dict(read_json(run / START_FILE)["prompts"]), fingerprints(dataset)
+        before = dict(read_json(run / START_FILE)["prompts"])
+        now = fingerprints(dataset, eval_dataset)
     except (OSError, UserError, KeyError, TypeError, ValueError):
         return []  # written by an older version
     return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 
-def fingerprints(dataset: str) -> dict[str, str]:
-    """Return size and SHA-256 of each local data file, by name."""
-    return {
-        f"{source.name}/{file.name}" if file != Path(source.path) else file.name: _fingerprint(file)
-        for source in parse_sources(dataset)
-        for file in _data_files(Path(source.path))
-    }
+def fingerprints(dataset: str, eval_dataset: str = "") -> dict[str, str]:
+    """Return size and SHA-256 of each local data file, by name; "eval/..." of `eval_dataset`."""
+    found = {}
+    for prefix, named in (("", dataset), ("eval/", eval_dataset)):
+        for source in parse_sources(named) if named else ():
+            for file in _data_files(Path(source.path)):
+                name = file.name if file == Path(source.path) else f"{source.name}/{file.name}"
+                found[prefix + name] = _fingerprint(file)
+    return found
 
 
 def _data_files(path: Path) -> list[Path]:

@@ -231,7 +231,7 @@ def prepare_run_directory(start: RunStart, config: dict[str, Any]) -> None:
     try:
         created = atomic_io.make_directories(start.folder)
         atomic_io.write_text_atomic(start.folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-        write_provenance(start.folder, config["dataset"])
+        write_provenance(start.folder, config["dataset"], config.get("eval_dataset", ""))
         _prepare_metrics(start, start.folder / "metrics.jsonl")
         if start.checkpoint is not None and not start.is_new:
             repair_links(start.checkpoint)

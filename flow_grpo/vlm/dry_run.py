@@ -19,10 +19,11 @@ from flow_grpo.training.dry_run import (
 from flow_grpo.training.metrics import Timer
 from flow_grpo.training.time_estimate import RemainingWork
 from flow_grpo.vlm.advantages import ResponseTensors
+from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.rollout import LENGTH, Rollout
-from flow_grpo.vlm.session import VlmSession, build_session, memory_saving_options
+from flow_grpo.vlm.session import VlmSession, build_session
 
 TensorsByIndex = dict[int, ResponseTensors]
 

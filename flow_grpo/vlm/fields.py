@@ -319,6 +319,26 @@ class VlmConfig(shared.SharedFields):
         "answer",
         "Column of the reference answer that rewards compare with; empty if no reward needs one.",
     )
+    eval_input_key: str | None = setting(
+        None,
+        "Column of the question in eval_dataset; unset uses input_key.",
+        requires=shared.EVAL_SET,
+    )
+    eval_image_key: str | None = setting(
+        None,
+        "Column of the images in eval_dataset; unset uses image_key.",
+        requires=shared.EVAL_SET,
+    )
+    eval_video_key: str | None = setting(
+        None,
+        "Column of the videos in eval_dataset; unset uses video_key.",
+        requires=shared.EVAL_SET,
+    )
+    eval_answer_key: str | None = setting(
+        None,
+        "Column of the reference answer in eval_dataset; unset uses answer_key.",
+        requires=shared.EVAL_SET,
+    )
     eval_questions: int = setting(
         0,
         "Number of test questions to evaluate, from the start of the file; 0 uses all.",

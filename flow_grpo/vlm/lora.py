@@ -19,9 +19,11 @@ from flow_grpo.training.lora_files import (
     read_tensors,
     resolve_lora_path,
 )
+from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.training.policy import ADAPTER_NAME, upcast_parameters
 from flow_grpo.untrusted_files import read_json, reject_pickles
 from flow_grpo.vlm.expert_layout import preserve_conversions
+from flow_grpo.vlm.models.base import Family
 from flow_grpo.weight_checks import check_finite, check_loading_report, quiet_transformers
 
 
@@ -73,6 +75,26 @@ def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_pat
                 field=field,
                 value=str(path),
             )
+
+
+def select_lora_layers(family: Family, text: str, freeze_vision: bool) -> list[str] | str:
+    """Return PEFT's `target_modules` for `train.lora_target_modules`.
+
+    The LM head is excluded because log-probabilities are computed from its weight directly.
+
+    Args:
+        family: Family of the model, which may be on the meta device.
+        text: The setting, not empty.
+        freeze_vision: Whether the vision tower is excluded.
+    """
+    tower = set() if family.tower is None else set(family.tower.modules())
+
+    def exclude(name: str, layer: nn.Module) -> str:
+        if layer is family.model.get_output_embeddings():
+            return "the LM head is not called as a layer"
+        return "train.freeze_vision=True" if freeze_vision and layer in tower else ""
+
+    return select_target_modules(family.model, text, exclude)
 
 
 def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flow_grpo.config.paths import resolve_settings_paths
 from flow_grpo.data.early_checks import check_small_data_early
+from flow_grpo.data.eval_dataset import name_eval_settings, parse_eval_sources
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.questions import check_questions_exist
 from flow_grpo.errors import UserError
@@ -125,4 +126,10 @@ def preflight_check(config: VlmConfig) -> None:
     sources = parse_sources(config.dataset)
     for source in sources:
         check_questions_exist(source.path)
+    if config.eval_dataset:
+        with name_eval_settings():
+            tested = parse_eval_sources(config.eval_dataset)
+            for source in tested:
+                check_questions_exist(source.path, ("test", "train"))
+        sources = [*sources, *tested]
     check_small_data_early(sources, lambda: build_questions(config, plan))

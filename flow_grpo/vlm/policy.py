@@ -23,7 +23,7 @@ from flow_grpo.training.policy import BasePolicy, upcast_parameters
 from flow_grpo.training.snapshot import Reference
 from flow_grpo.vlm.critic import split_saved_param_groups
 from flow_grpo.vlm.expert_layout import published_layout
-from flow_grpo.vlm.lora import attach_lora
+from flow_grpo.vlm.lora import attach_lora, select_lora_layers
 from flow_grpo.vlm.models import get_family
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import PackedBatch
@@ -43,6 +43,7 @@ class VlmPolicy(BasePolicy):
         use_lora: Whether to train LoRA; otherwise all weights are trained.
         rank: Rank of a new LoRA.
         alpha: Alpha of a new LoRA.
+        target_modules: Layers of a new LoRA (`train.lora_target_modules`).
         lora_path: LoRA to start from instead of a new one.
         freeze_vision: Whether the vision tower stays frozen.
         with_reference: Whether to keep a reference policy, for the KL penalty.
@@ -62,6 +63,7 @@ class VlmPolicy(BasePolicy):
         use_lora: bool = True,
         rank: int = 32,
         alpha: int = 64,
+        target_modules: str = "",
         lora_path: str = "",
         freeze_vision: bool = True,
         with_reference: bool = False,
@@ -75,6 +77,8 @@ class VlmPolicy(BasePolicy):
         self._processors = [part for part in processors if part is not None]
         family = get_family(model)
         targets = family.lora_targets(with_tower=not freeze_vision)
+        if target_modules:
+            targets = select_lora_layers(family, target_modules, freeze_vision)
         lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)
         super().__init__(model, lora if use_lora else None, lora_path, seed)
         settings = {

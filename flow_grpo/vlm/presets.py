@@ -77,6 +77,46 @@ FULL: dict[str, FieldValues] = {
             "lr_min_ratio": 0.1,
         },
     },
+    # LMM-R1's first quick start: RLOO on the 8,000 harder problems of MATH.
+    "qwen2_5_vl_3b_rloo_math": {
+        PARENT_KEY: "qwen2_5_vl_3b_text_math",
+        "question_format": fields.THINK_PROMPT + "between <answer> and </answer>.",
+        "reward_fn": {"math_answer": 1.0, "answer_format": 0.5},
+        "reward_options": {"answer_format": {"boxed": False}},
+        "max_prompt_length": 1024,
+        "sample": {"max_new_tokens": 3000},
+        "train": {
+            "updates_per_epoch": 32,
+            "learning_rate": 1e-6,
+            "advantage": "rloo",
+            "advantage_scale": "group",
+            "aggregation": "sequence",
+            "beta": 0.0,
+            "lr_warmup_steps": 58,
+        },
+    },
+    # EasyR1's tutorial: all weights of the 7B model, on eight GPUs with sharded weights.
+    "qwen2_5_vl_7b_geometry3k_full": {
+        PARENT_KEY: "_geometry3k",
+        "pretrained": {"model": "Qwen/Qwen2.5-VL-7B-Instruct"},
+    },
+    # EasyR1's reproduction of R1-V: counting objects in CLEVR's images.
+    "qwen2_5_vl_3b_clevr": {
+        PARENT_KEY: "qwen2_5_vl_3b_geometry3k",
+        "dataset": "BUAADreamer/clevr_count_70k",
+        "question_format": fields.THINK_PROMPT + "between <answer> and </answer>.",
+        "reward_fn": {"math_answer": 0.5, "answer_format": 0.5},
+        "reward_options": {"answer_format": {"boxed": False}},
+    },
+    # EasyR1's default: text-only mathematics.
+    "qwen2_5_7b_math12k": {
+        PARENT_KEY: "_geometry3k",
+        "pretrained": {"model": "Qwen/Qwen2.5-7B-Instruct"},
+        "dataset": "hiyouga/math12k",
+        "min_pixels": 0,
+        "max_pixels": 0,
+        "train": {"freeze_vision": True},  # it has no vision tower
+    },
     "qwen3_vl_4b_geometry3k": {
         PARENT_KEY: "_geometry3k",
         "pretrained": {"model": "Qwen/Qwen3-VL-4B-Instruct"},

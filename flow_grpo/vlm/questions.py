@@ -1,11 +1,13 @@
 """Load the training and test questions of a run from its config."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 
 from flow_grpo.data.columns import parse_column_names
+from flow_grpo.data.eval_dataset import load_eval_dataset, name_eval_settings
 from flow_grpo.data.mixing import (
     PromptSource,
     allocate_groups,
@@ -14,7 +16,14 @@ from flow_grpo.data.mixing import (
     parse_sources,
     tag_rows,
 )
-from flow_grpo.data.questions import Question, QuestionLayout, check_media_columns, load_questions
+from flow_grpo.data.questions import (
+    Question,
+    QuestionLayout,
+    check_media_columns,
+    find_split,
+    load_questions,
+    load_split,
+)
 from flow_grpo.errors import UserError
 from flow_grpo.vlm.fields import VlmConfig
 from flow_grpo.vlm.plan import VlmBatchPlan
@@ -112,19 +121,55 @@ class QuestionSets:
 def build_questions(config: VlmConfig, plan: VlmBatchPlan) -> QuestionSets:
     """Load the questions of all configured data sets."""
     sources = parse_sources(config.dataset)
-    layout = QuestionLayout(
+    layout = question_layout(config)
+    hold_out = not config.eval_dataset
+    pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
+    trained = [question for train, _ in pairs for question in train]
+    check_media_columns(trained, layout)
+    if len(sources) > 1:
+        pairs = [
+            (tag_rows(train, source.name), tag_rows(test, source.name))
+            for source, (train, test) in zip(sources, pairs, strict=True)
+        ]
+    if config.eval_dataset:
+        test = load_eval_questions(config, trained)
+    else:
+        test = interleave(test for _, test in pairs)[: config.eval_questions or None]
+    return QuestionSets(plan, sources, [train for train, _ in pairs], test)
+
+
+def load_eval_questions(config: VlmConfig, train: Sequence[Question] = ()) -> list[Question]:
+    """Load the questions of `eval_dataset`; warn if some of them are among the training questions.
+
+    Raises:
+        UserError: Also if a media column that the config names is empty.
+    """
+    layout = eval_question_layout(config)
+    find = partial(find_split, layout=layout)
+    load = partial(load_split, layout=layout)
+    test = load_eval_dataset(config.eval_dataset, train, find, load, "questions")
+    with name_eval_settings():
+        check_media_columns(test, layout)
+    return test[: config.eval_questions or None]
+
+
+def question_layout(config: VlmConfig) -> QuestionLayout:
+    """Return the layout of the training questions with the columns that a config names."""
+    return QuestionLayout(
         text=config.input_key,
         answer=config.answer_key,
         image=config.image_key,
         video=config.video_key,
         metadata=parse_column_names(config.metadata_columns),
     )
-    pairs = [load_questions(source.path, config.seed, layout) for source in sources]
-    check_media_columns([question for train, _ in pairs for question in train], layout)
-    if len(sources) > 1:
-        pairs = [
-            (tag_rows(train, source.name), tag_rows(test, source.name))
-            for source, (train, test) in zip(sources, pairs, strict=True)
-        ]
-    test = interleave(test for _, test in pairs)[: config.eval_questions or None]
-    return QuestionSets(plan, sources, [train for train, _ in pairs], test)
+
+
+def eval_question_layout(config: VlmConfig) -> QuestionLayout:
+    """Return the layout of `eval_dataset`, by default that of the training questions."""
+    own = {
+        "text": config.eval_input_key,
+        "answer": config.eval_answer_key,
+        "image": config.eval_image_key,
+        "video": config.eval_video_key,
+    }
+    return replace(question_layout(config), **{k: v for k, v in own.items() if v is not None})

@@ -110,7 +110,8 @@ QUICK = [  # arguments, text in the output
     (("scripts/train.py", "--resume=docs", "--config.sed=1"), "error: docs is not a run directory"),
     (("scripts/train.py", TINY, "--help=nft"), "\n  --config.nft.times=9\n"),
     (("scripts/evaluate.py", TINY), "error: --out is missing: "),
-    (("scripts/evaluate.py", TINY_VLM, "--out=x"), "scripts/train_vlm.py evaluates a VLM on its"),
+    (("scripts/evaluate.py", TINY_VLM, "--help"), "\n  --config.eval_questions="),
+    (("scripts/evaluate.py", TINY_VLM, "--out=x", "--n=0"), "error: flag --n=0: "),
     # checks of settings and files
     (("scripts/train.py", TINY, "--config.sample.train_batch_size=7"), "do not divide into groups"),
     (("scripts/train.py", TINY, *TAKEN), "error: docs already exists"),

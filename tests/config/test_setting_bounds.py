@@ -16,9 +16,9 @@ from flow_grpo.diffusion.session import build_algorithm, build_session
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import build_reward, close_scorers
 from flow_grpo.training.plan import check_lora_path, count_processes
+from flow_grpo.vlm.builders import reject_images
 from flow_grpo.vlm.config_checks import check_config as check_vlm_config
 from flow_grpo.vlm.fields import VLM_SPEC
-from flow_grpo.vlm.session import reject_images
 
 SPECS = {"draw": DIFFUSION_SPEC, "answer": VLM_SPEC}
 # Settings that accept 0, as "disabled", "all", "the model's default" or an ordinary value. A name

@@ -1,5 +1,6 @@
 """Mixtures of prompt sets, and held-out test prompts."""
 
+import json
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +15,7 @@ from flow_grpo.data.epoch_batches import build_epoch_batches
 from flow_grpo.data.mixing import allocate_groups, hold_out, parse_sources
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion import fields
+from flow_grpo.diffusion.config_checks import check_config, preflight_check
 from flow_grpo.diffusion.plan import BatchPlan
 from flow_grpo.diffusion.prompts import build_prompts, build_test_prompts
 
@@ -275,3 +277,67 @@ def test_a_run_from_a_spreadsheet_and_a_text_file(make_session, tmp_path):
     parts = [metrics[f"eval/{name}/jpeg_compressibility"] for name in ("table", "lines")]
     assert np.mean(parts) == pytest.approx(metrics["eval/jpeg_compressibility"])
     assert metrics["eval/table/avg"] == parts[0]
+
+
+def write_rows(file: Path, *rows: dict) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def test_an_eval_dataset_replaces_the_test_split(tmp_path):
+    """Nothing is held out then: all rows of `dataset` are trained."""
+    train, other = make_set(tmp_path / "train", 20), make_set(tmp_path / "other", 3, test=2)
+    config = config_of(train, eval_dataset=str(other))
+    data = build_prompts(config, plan(4))
+    assert len(data.train) == 20
+    assert [p.prompt for p in data.test] == ["other test 0", "other test 1"]
+    assert build_test_prompts(config) == data.test
+    config.eval_prompts = 1
+    assert build_prompts(config, plan(4)).test == build_test_prompts(config) == data.test[:1]
+
+
+def test_an_eval_dataset_without_a_test_split_is_used_whole(tmp_path):
+    train, other = make_set(tmp_path / "train", 20, test=5), make_set(tmp_path / "other", 12)
+    for source in (other, other / "train.txt"):
+        test = build_prompts(config_of(train, eval_dataset=str(source)), plan(4)).test
+        assert [p.prompt for p in test] == [f"other train {i}" for i in range(12)]
+
+
+def test_an_eval_dataset_has_its_own_columns_and_may_be_a_mixture(tmp_path):
+    train = write_rows(tmp_path / "t.jsonl", *({"text": f"t{i}"} for i in range(4)))
+    one = write_rows(tmp_path / "one.jsonl", {"caption": "a"}, {"caption": "b"})
+    two = write_rows(tmp_path / "two.jsonl", {"caption": "c"})
+    config = config_of(train, eval_dataset=f"{one},{two}", dataset_column="text")
+    with raises_user_error("--config.eval_dataset_column=NAME", field=f"{one}:1"):
+        build_prompts(config, plan(2))
+    config.eval_dataset_column = "caption"
+    test = build_prompts(config, plan(2)).test
+    assert [(p.prompt, p.metadata["dataset"]) for p in test] == [
+        ("a", "one"),
+        ("c", "two"),
+        ("b", "one"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("eval_dataset", "message"), [("missing", "does not exist"), ("a:x,b:1", "invalid share")]
+)
+def test_errors_name_the_setting_of_the_eval_dataset(tmp_path, eval_dataset, message):
+    config = config_of(make_set(tmp_path / "train", 20), eval_dataset=eval_dataset)
+    for load in (lambda: build_prompts(config, plan(4)), lambda: preflight_check(config)):
+        with raises_user_error(message, field="eval_dataset", value=eval_dataset):
+            load()
+
+
+def test_columns_of_an_eval_dataset_need_one(tmp_path):
+    config = config_of(make_set(tmp_path / "train", 20), eval_dataset_column="caption")
+    with raises_user_error("eval_dataset=''", field="eval_dataset_column", value="caption"):
+        check_config(config)
+
+
+def test_test_prompts_that_are_trained_are_reported(tmp_path, caplog):
+    train = make_set(tmp_path / "train", 20)
+    caplog.set_level("INFO", "flow_grpo")
+    build_prompts(config_of(train, eval_dataset=str(train)), plan(4))
+    assert "20 of 20 test prompts are also training prompts" in caplog.text

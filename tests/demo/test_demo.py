@@ -165,9 +165,11 @@ def test_all_weights_of_a_run_are_listed(run):
 
 
 def test_checkpoints_are_found_by_name_step_or_path(run):
-    newest, best = (run / f"checkpoints/checkpoint-{step}/ema_lora" for step in (16, 8))
+    root = run / "checkpoints"
+    newest, best = (str(root / f"checkpoint-{step}/ema_lora") for step in (16, 8))
     assert find_checkpoints(run, ["latest", "8", "best", "16"]) == [newest, best]
-    assert find_checkpoints(run, [str(best.with_name("lora"))]) == [best.with_name("lora")]
+    raw = str(root / "checkpoint-8/lora")
+    assert find_checkpoints(run, [raw]) == find_checkpoints(None, [raw]) == [raw]
     with raises_user_error("'9'", "latest, best, 8, 16", field=str(run)):
         find_checkpoints(run, ["9"])
 
@@ -251,6 +253,19 @@ def test_the_base_includes_the_lora_of_its_config(generator, run, tmp_path):
             use()
 
 
+def test_weights_without_a_run_can_be_chosen(generator, run):
+    config, lora = load_run_config(run, []), list_weights(run)["step 16, EMA"]
+    [file] = lora.glob("*.safetensors")
+    both = DemoGenerator(
+        config, None, rewards=False, checkpoints=[f"{file},{run}/checkpoints/best"]
+    )
+    assert both.weights() == [both.newest, "checkpoint-8"]
+    [base, drawn] = both.generate(request(weights=both.newest))
+    expected = generator.generate(request(weights="step 16, EMA"))
+    for one, other in zip([base, drawn], expected, strict=True):
+        assert np.array_equal(np.asarray(one.sample), np.asarray(other.sample))
+
+
 def test_rewards_without_a_score_show_the_reason(generator):
     for each in generator.generate(request(prompt="no word", weights="step 8, EMA (best)")):
         broken, size, words, total = each.scores
@@ -292,7 +307,8 @@ def test_every_family_generates(family, tmp_path):
 
 
 def arguments(**values) -> Namespace:
-    given = {"run": None, "config": None, "host": LOCAL, "port": 0, "rewards": True}
+    given = {"run": None, "config": None, "checkpoint": [], "host": LOCAL}
+    given |= {"port": 0, "rewards": True}
     return Namespace(**{**given, **values})
 
 

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model_state_dict
 from policies import make_policy
 from safetensors.torch import load_file, save_file
 from user_errors import raises_user_error
 
-from flow_grpo.diffusion.evaluation import WeightSwapper, parse_diffusion_candidates
+from flow_grpo.diffusion.candidates import WeightSwapper, parse_diffusion_candidates
 from flow_grpo.diffusion.models import ModelAdapter, load_adapter
 from flow_grpo.report.run_reader import short_names
 from flow_grpo.training.candidates import Candidate
@@ -164,3 +165,35 @@ def test_duplicate_and_missing_checkpoints_are_rejected(candidates, tmp_path):
         parse_diffusion_candidates(["base,base"])
     with raises_user_error("nothing"):
         parse_diffusion_candidates(["base,nothing"])
+
+
+def cached_on_hub(monkeypatch, cache: Path, name: str, files: Path) -> None:
+    """Put a repository into an empty hub cache, without network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repo = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(files, repo / "snapshots/0123")
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text("0123")
+
+
+def test_a_cached_hub_id_is_a_candidate(tiny_sd3, candidates, tmp_path, monkeypatch):
+    lora = candidates["lora"].weights
+    cached_on_hub(monkeypatch, tmp_path, "owner/my-lora", lora)
+    cached_on_hub(monkeypatch, tmp_path, "owner/my-model", tiny_sd3)
+    [file] = lora.glob("*.safetensors")
+    names = ["owner/my-lora", "owner/my-model"]
+    found = parse_diffusion_candidates([",".join(names), str(file)])
+    assert [(c.name, c.kind) for c in found[:2]] == [
+        ("owner/my-lora", "lora"),
+        ("owner/my-model", "pipeline"),
+    ]
+    assert load_file(found[0].weights / file.name).keys() == load_file(file).keys()
+    [one] = parse_diffusion_candidates([f"owner/my-lora/{file.name}"])
+    assert (one.name, one.kind) == ("pytorch_lora_weights", "lora")
+    [base] = parse_diffusion_candidates([], "owner/my-lora")
+    assert base == Candidate("base", found[0].weights)
+    with raises_user_error(field="train.lora_path", value="owner/my-model"):
+        parse_diffusion_candidates([], "owner/my-model")
+    with raises_user_error(field="--checkpoint", value="owner/other"):
+        parse_diffusion_candidates(["owner/other"])

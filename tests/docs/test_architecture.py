@@ -28,8 +28,9 @@ BELOW = {
     "rewards": {"perf"},
     "report": {"rewards", "data"},
     "training": {"report", "rewards", "data", "perf"},
-    "diffusion": {"training", "report", "rewards", "data", "perf"},
-    "vlm": {"training", "report", "rewards", "data", "perf"},
+    "benchmarks": {"report", "data"},
+    "diffusion": {"training", "benchmarks", "report", "rewards", "data", "perf"},
+    "vlm": {"training", "benchmarks", "report", "rewards", "data", "perf"},
     "demo": {"diffusion", "training", "report", "rewards", "data"},
     "reward_server": {"rewards"},
 }

@@ -29,6 +29,7 @@ from reward_server import arguments as server_arguments
 
 sys.path.insert(0, str(ROOT / "docs"))
 import make_benchmarks
+import make_quality_benchmarks
 import make_results
 import make_tasks
 
@@ -391,3 +392,10 @@ def test_commands_have_valid_arguments(name, monkeypatch):
             check_command(line, monkeypatch)
         except (Exception, SystemExit) as error:
             pytest.fail(f"{line}\n{error!r}")
+
+
+def test_the_tables_of_benchmark_protocols_are_up_to_date():
+    """If not: python docs/make_quality_benchmarks.py"""
+    text = make_quality_benchmarks.PAGE.read_text("utf-8")
+    assert text.count("<!-- protocols ") == text.count("<!-- end -->") >= 3
+    assert make_quality_benchmarks.page(text) == text

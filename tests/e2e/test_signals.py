@@ -75,7 +75,7 @@ def test_a_signal_during_imports_is_reported_in_one_line(tmp_path, script, confi
     ("kind", "target", "name"),
     [
         ("diffusion", "flow_grpo.diffusion.builders:load_adapter", "SIGINT"),
-        ("vlm", "flow_grpo.vlm.session:load_model", "SIGTERM"),
+        ("vlm", "flow_grpo.vlm.builders:load_model", "SIGTERM"),
     ],
 )
 def test_a_signal_during_model_loading_is_reported_in_one_line(

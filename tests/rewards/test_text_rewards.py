@@ -25,7 +25,7 @@ from flow_grpo.rewards.text import (
 )
 from flow_grpo.rewards.text.math_parsing import UnparsableFormula
 from flow_grpo.rewards.workers.pool import WorkerTimedOut
-from flow_grpo.vlm.session import check_reward_inputs
+from flow_grpo.vlm.builders import check_reward_inputs
 
 PAIRS = [
     (answer, truth, right)

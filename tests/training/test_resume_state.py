@@ -249,6 +249,7 @@ def test_a_changed_setting_is_used_and_logged(run, resume, caplog, way):
     [
         ({"train__lora_rank": 32}, "train.lora_rank", 1, 32),
         ({"train__lora_alpha": 64}, "train.lora_alpha", 2, 64),
+        ({"train__lora_target_modules": "to_q"}, "train.lora_target_modules", "''", "to_q"),
         ({"use_lora": False}, "use_lora", True, False),
     ],
 )
@@ -260,10 +261,25 @@ def test_an_immutable_setting_is_rejected(run, find, config, fields, name, befor
         find(train=values.train.to_dict(), use_lora=values.use_lora, **where)
 
 
+def test_lora_layers_may_be_named_in_another_order(run, find, config):
+    """An earlier version's config does not have the setting."""
+    file, train = run / "config.json", config.train.to_dict()
+    saved = json.loads(file.read_text())
+    saved["train"]["lora_target_modules"] = "attn.to_v,attn.to_q"
+    file.write_text(json.dumps(saved))
+    find(train={**train, "lora_target_modules": "['attn.to_q', 'attn.to_v']"})
+    del saved["train"]["lora_target_modules"]
+    file.write_text(json.dumps(saved))
+    find(train=train)
+    with raises_user_error("''", field="train.lora_target_modules", value="attn.to_q"):
+        find(train={**train, "lora_target_modules": "attn.to_q"})
+
+
 GOALS = [
     {"algorithm": "grpo_guard"},
     {"pretrained__model": "assets/tiny-sd3"},
     {"dataset": "dataset/ocr"},
+    {"eval_dataset": "dataset/ocr"},
     {"reward_fn": {"jpeg_incompressibility": 1.0}},
     {"eval_reward_fn": {"jpeg_incompressibility": 1.0}},
     {"custom_rewards": {"mine": "degenerate_rewards:short"}},

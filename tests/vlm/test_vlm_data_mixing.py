@@ -14,8 +14,10 @@ from user_errors import raises_user_error
 from flow_grpo.data.mixing import set_indices
 from flow_grpo.data.questions import QuestionLayout
 from flow_grpo.data.rows import read_file
-from flow_grpo.vlm.plan import VlmBatchPlan
+from flow_grpo.vlm.fields import VLM_SPEC, get_config
+from flow_grpo.vlm.plan import VlmBatchPlan, build_plan, preflight_check
 from flow_grpo.vlm.prompts import PromptEncoder
+from flow_grpo.vlm.questions import build_questions
 from flow_grpo.vlm.rollout import Rollout
 from flow_grpo.vlm.session import build_session
 
@@ -191,3 +193,33 @@ def test_unusable_data_is_rejected(model, tmp_path, fields, shown):
         config.reward_fn = {"math_answer": 0.9, "answer_format": 0.1}
     with raises_user_error(*shown):
         build_session(config)
+
+
+def test_an_eval_dataset_replaces_the_test_split(tmp_path):
+    """Without it, a tenth of the single file would be held out."""
+    train = questions(tmp_path / "train", 20, answer="1") / "train.jsonl"
+    other = questions(tmp_path / "other", 30, key="text", solution="2")
+    (other / "train.jsonl").rename(other / "test.jsonl")
+    config = get_config()
+    config.dataset, config.eval_dataset = str(train), f"{other}@test,{train}"
+    config.sample.questions_per_epoch = 10
+    plan = build_plan(config, 1)
+    with raises_user_error("--config.eval_answer_key"):
+        config.eval_input_key = "text"
+        build_questions(config, plan)
+    config.eval_dataset, config.eval_answer_key = f"{other}@test", "solution"
+    data = build_questions(config, plan)
+    assert len(data.train) == 20
+    assert [q.answer for q in data.test] == ["2"] * 30
+    config.eval_questions, config.eval_image_key = 5, "picture"
+    with raises_user_error("all 30 questions", field="eval_image_key", value="picture"):
+        build_questions(config, plan)
+    config.eval_image_key = "none"
+    assert build_questions(config, plan).test == data.test[:5]
+    config.eval_dataset = str(tmp_path / "nowhere")
+    for check in (
+        lambda: build_questions(config, plan),
+        lambda: preflight_check(VLM_SPEC.freeze(config)),
+    ):
+        with raises_user_error("does not exist", field="eval_dataset", value=config.eval_dataset):
+            check()

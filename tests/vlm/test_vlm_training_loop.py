@@ -22,6 +22,7 @@ from flow_grpo.perf.quantization import QuantizedLinear
 from flow_grpo.untrusted_files import flatten_fields
 from flow_grpo.vlm import fields, presets
 from flow_grpo.vlm.advantages import ResponseTensors
+from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.critic import split_saved_param_groups
 from flow_grpo.vlm.losses import AGGREGATIONS, LOSS_NAMES
@@ -30,7 +31,7 @@ from flow_grpo.vlm.objective import Objective
 from flow_grpo.vlm.packing import PackedBatch
 from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.rollout import BASELINE, EOS_REACHED, LENGTH, Rollout
-from flow_grpo.vlm.session import build_session, memory_saving_options
+from flow_grpo.vlm.session import build_session
 
 
 @pytest.fixture

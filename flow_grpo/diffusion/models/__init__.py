@@ -34,6 +34,7 @@ __all__ = [
     "ModelAdapter",
     "Schedule",
     "Size",
+    "build_meta_transformer",
     "check_model",
     "find_adapter",
     "load_adapter",
@@ -149,6 +150,16 @@ def check_size(model: str, size: Size) -> dict[str, Any]:
         raise load_error(model, error) from error
     latent_shape(grid, size)
     return parts
+
+
+def build_meta_transformer(model: str) -> torch.nn.Module:
+    """Return the (first) transformer on the meta device, without reading its weights."""
+    try:
+        config = AutoModel.load_config(model, subfolder="transformer")
+        with torch.device("meta"):
+            return AutoModel.from_config(config)
+    except PIPELINE_LOAD_ERRORS as error:
+        raise load_error(model, error) from error
 
 
 def check_model(

@@ -38,6 +38,7 @@ from flow_grpo.images import ImageSource, resize_and_crop
 from flow_grpo.perf.optimize import SharedInputGroups, apply_optimizations
 from flow_grpo.perf.quantization import UNQUANTIZED, at_full_precision, quantize_linears
 from flow_grpo.perf.transfer import to_device
+from flow_grpo.training.lora_files import resolve_lora_path
 
 IMAGE_QKV = ("to_q", "to_k", "to_v")  # layers with the same input
 TEXT_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
@@ -523,10 +524,11 @@ class ModelAdapter(ABC):
             )
 
     def load_lora(self, folder: str | Path) -> None:
-        """Attach the LoRA in `folder` to the transformer as the adapter "default"."""
-        self._check_expert_folders(folder)
+        """Attach the LoRA at `folder`, see `read_lora`, as the adapter "default"."""
+        path = resolve_lora_path(folder)
+        self._check_expert_folders(path)
         for subfolder, part, _ in iter_experts(self.transformer):
-            attach_lora(part, Path(folder, subfolder), self.pipeline)
+            attach_lora(part, path / subfolder, self.pipeline)
         # It may include text encoders, which invalidates cached embeddings.
         self._cache, self._stream = self._open_cache(), None
 

@@ -1,4 +1,4 @@
-"""Load LoRA files in the format of diffusers or PEFT into a model, completely or not at all.
+"""Load LoRA files of diffusers, PEFT, kohya or ComfyUI into a model, completely or not at all.
 
 diffusers and PEFT only warn about tensors that match no layer, and leave the model unchanged.
 """
@@ -18,6 +18,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from torch import Tensor
 
+from flow_grpo.diffusion.models.kohya import from_kohya, is_kohya
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.perf.lora import lora_layers
 from flow_grpo.perf.quantization import preserve_quantized_weights
@@ -54,7 +55,11 @@ class LoraFile:
 
 
 def attach_lora(
-    transformer: ModelMixin, path: str | Path, pipeline: DiffusionPipeline | None = None
+    transformer: ModelMixin,
+    path: str | Path,
+    pipeline: DiffusionPipeline | None = None,
+    *,
+    family: str = "",
 ) -> None:
     """Attach the LoRA at `path` to the transformer as the adapter "default".
 
@@ -62,11 +67,13 @@ def attach_lora(
         transformer: Model to modify.
         path: Directory, file or hub id; see `read_lora`.
         pipeline: If given, its text encoders get their part of the LoRA too.
+        family: Name of the pipeline class, if no pipeline is given.
 
     Raises:
         IncompatibleWeights: The LoRA was trained from another model.
     """
-    file = read_lora(path)
+    family = type(pipeline).__name__ if pipeline is not None else family
+    file = read_lora(path, family=family)
     try:
         with suppress_duplicate_errors():
             left = len(file.tensors) - _attach(transformer, file)
@@ -84,12 +91,14 @@ def attach_lora(
         )
 
 
-def read_lora(path: str | Path, field: str = "train.lora_path") -> LoraFile:
+def read_lora(path: str | Path, field: str = "train.lora_path", *, family: str = "") -> LoraFile:
     """Read and check a LoRA.
 
     Args:
         path: Directory written by diffusers or PEFT, a .safetensors file, or a hub id.
         field: Config field that names it, for messages.
+        family: Name of the pipeline class, which the names of kohya and ComfyUI depend on. Without
+            it they are not converted, and only the file is checked.
     """
     file = _find_lora_file(path, field)
     try:
@@ -106,6 +115,10 @@ def read_lora(path: str | Path, field: str = "train.lora_path") -> LoraFile:
                     f"duplicate tensor {repeated[0]}, with and without {PEFT_PREFIX!r}"
                 )
             return LoraFile(file, {names[k]: v for k, v in tensors.items()}, settings)
+        if is_kohya(tensors):
+            return _read_kohya(file, tensors, family)
+        if named := next((k for k in tensors if k.startswith(PEFT_PREFIX)), None):
+            raise ValueError(f"{named} has no alpha without the {CONFIG_NAME} that PEFT saves")
         metadata = parse_json(header.get(LORA_ADAPTER_METADATA_KEY, "null"), f"cannot read {file}")
         if not isinstance(metadata, dict | None):
             raise ValueError(f"{LORA_ADAPTER_METADATA_KEY} is not a JSON object")
@@ -119,6 +132,15 @@ def read_lora(path: str | Path, field: str = "train.lora_path") -> LoraFile:
         if model_settings:
             check_lora_values(file, model_settings, _with_prefix(tensors, model))
     return LoraFile(file, tensors, settings[TRANSFORMER] or None, metadata)
+
+
+def _read_kohya(file: Path, tensors: dict[str, Tensor], family: str) -> LoraFile:
+    """Return the LoRA of a file with tensor names of kohya or ComfyUI; see `read_lora`."""
+    if not family:
+        return LoraFile(file, tensors, None)
+    converted, settings = from_kohya(tensors, family, file)
+    check_lora_values(file, settings, converted)
+    return LoraFile(file, {f"{TRANSFORMER}.{k}": v for k, v in converted.items()}, settings)
 
 
 def load_full_weights(transformer: ModelMixin, folder: Path) -> None:

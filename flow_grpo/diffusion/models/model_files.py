@@ -5,14 +5,21 @@ from pathlib import Path
 
 import diffusers
 import transformers
-from diffusers import DiffusionPipeline
+from accelerate import init_empty_weights
+from diffusers import AutoModel, DiffusionPipeline
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from flow_grpo.diffusion.models.processors import TOKENIZERS, encoder_class, transformers_class
 from flow_grpo.errors import UserError, first_line
+from flow_grpo.training.lora_files import IncompatibleWeights
 from flow_grpo.untrusted_files import read_json
-from flow_grpo.weight_checks import check_implementations, check_not_nan, check_stored_weights
+from flow_grpo.weight_checks import (
+    check_files_finite,
+    check_implementations,
+    check_not_nan,
+    check_stored_weights,
+)
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 COMPOSITE_CLASSES = (DiffusionPipeline, transformers.ProcessorMixin)
@@ -58,6 +65,63 @@ def check_model_files(model: str) -> None:
         check_stored_weights(part)
         for path in sorted(part.glob("*config.json")):
             check_not_nan("pretrained.model", part, read_json(path))
+
+
+def check_pipeline_files(model: str) -> None:
+    """Check the files of a pipeline directory without loading it, including all weights.
+
+    Raises:
+        UserError: If a file is missing, damaged or unsafe, a value is not finite, or a transformer
+            lacks tensors or has others than its config describes.
+    """
+    try:
+        check_model_files(model)
+        for part in sorted(Path(model).glob("*/")):
+            check_files_finite(part)
+        for name, value in DiffusionPipeline.load_config(model).items():
+            if name.startswith("transformer") and isinstance(value, list) and value[1]:
+                check_transformer_files(Path(model, name), model, name)
+    except PIPELINE_LOAD_ERRORS as error:
+        raise load_error(model, error) from error
+
+
+def check_transformer_files(folder: Path, model: str, name: str) -> None:
+    """Compare the names and shapes of saved tensors with those of a transformer.
+
+    Only headers are read.
+
+    Args:
+        folder: Directory of the weights.
+        model: Pipeline directory or hub id with the config of the transformer.
+        name: Its component name.
+    """
+    config = AutoModel.load_config(model, subfolder=name)
+    own, kind = read_json(folder / "config.json").get("_class_name"), config["_class_name"]
+    if own != kind:
+        raise IncompatibleWeights(
+            f"contains a {own}, but the {name} of this model is a {kind}", field=folder
+        )
+    with init_empty_weights():
+        expected = dict(getattr(diffusers, kind).from_config(config).named_parameters())
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                names = file.keys()
+                shapes = {each: tuple(file.get_slice(each).get_shape()) for each in names}
+        except SafetensorError as error:
+            raise UserError(f"cannot be read: {first_line(error)}", field=path) from error
+        for each, shape in shapes.items():
+            needed = expected.pop(each, None)
+            if needed is not None and shape != tuple(needed.shape):
+                raise IncompatibleWeights(
+                    f"does not fit this model: {each} has shape {shape}, but needs "
+                    f"{tuple(needed.shape)}",
+                    field=folder,
+                )
+    if expected:
+        raise IncompatibleWeights(
+            f"does not fit this model: missing tensor {min(expected)}", field=folder
+        )
 
 
 def _check_required_files(folder: Path, name: str, kind: type | None) -> None:

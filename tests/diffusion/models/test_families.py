@@ -30,7 +30,8 @@ from families import (
     save_prompts,
     save_small_pipeline,
 )
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from PIL import Image
 from policies import make_policy
 from safetensors.torch import load_file
@@ -42,12 +43,23 @@ from user_errors import raises_user_error
 
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion.export import export
-from flow_grpo.diffusion.models import ModelAdapter, Size, check_model, load_adapter
+from flow_grpo.diffusion.models import (
+    ModelAdapter,
+    Size,
+    build_meta_transformer,
+    check_model,
+    load_adapter,
+)
 from flow_grpo.diffusion.models.dtypes import freeze
-from flow_grpo.diffusion.models.experts import check_expert_folders, expert_folders_of_model
+from flow_grpo.diffusion.models.experts import (
+    check_expert_folders,
+    expert_folders_of_model,
+    iter_experts,
+)
 from flow_grpo.diffusion.models.lora_files import read_lora
 from flow_grpo.diffusion.models.processors import load_pipeline
 from flow_grpo.diffusion.models.wan import WanAdapter
+from flow_grpo.diffusion.policy import Policy
 from flow_grpo.diffusion.rollout import Denoiser, Dynamics, eval_generators, initial_noise
 from flow_grpo.diffusion.session import Session, build_session
 from flow_grpo.diffusion.source_images import check_source_images
@@ -607,16 +619,38 @@ def test_video_samples_are_saved_as_videos(family, trained):
             assert getattr(sample, "n_frames", 1) == family.frames
 
 
+def check_lora(policy: Policy, adapter: ModelAdapter, expected: set[str], folder: Path) -> None:
+    """Check the layers, rank and alpha of each transformer, and its saved file."""
+    adapter.save_lora(folder, policy.transformer, policy.transformer.state_dict())
+    for subfolder, part, _ in iter_experts(policy.transformer):
+        layers = {n: m for n, m in part.named_modules() if isinstance(m, LoraLayer)}
+        assert layers.keys() == expected
+        assert {(*m.r.values(), *m.lora_alpha.values()) for m in layers.values()} == {(2, 5)}
+        saved = read_lora(folder / subfolder)
+        assert saved.settings["target_modules"] == sorted(saved.settings["target_modules"])
+        trained = get_peft_model_state_dict(part)
+        assert all(torch.equal(saved.for_model("transformer")[n], w) for n, w in trained.items())
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_every_lora_layer_gets_a_gradient_except_unused_ones(family, folder, own, tmp_path):
-    """Also with an external LoRA on all layers."""
+    """With an own LoRA on all linear layers, or an external one on all default layers."""
     size = Size(32, 32, family.frames)
     adapter = at_size(load(folder), size)
-    if not own:
+    if own:
+        policy = make_policy(adapter, rank=2, alpha=5, target_modules="all-linear")
+        linears = {
+            n
+            for n, m in build_meta_transformer(str(folder)).named_modules()
+            if isinstance(m, nn.Linear)
+        }
+        excluded = {n for n in linears if policy._is_unused(n)}
+        check_lora(policy, adapter, linears - excluded, tmp_path)
+    else:
         other = load(folder)
         other.transformer.add_adapter(LoraConfig(r=2, target_modules=other.lora_targets))
         other.save_lora(tmp_path, other.transformer, other.transformer.state_dict())
-    policy = make_policy(adapter, rank=2, alpha=4, lora_path="" if own else str(tmp_path))
+        policy = make_policy(adapter, lora_path=str(tmp_path))
     layers = [n for n, _ in policy.transformer.named_modules() if n.endswith("lora_A.default")]
     for target in adapter.lora_targets:
         assert any(layer.endswith(f"{target}.lora_A.default") for layer in layers), target

@@ -10,12 +10,15 @@ import torch
 from malicious_files import write_malicious_pickle
 from policies import make_policy
 from safetensors.torch import load_file, save_file
+from sessions import short_config
 from user_errors import raises_user_error
 
 from flow_grpo.diffusion import export
 from flow_grpo.diffusion.models import load_adapter
+from flow_grpo.diffusion.session import build_session
 from flow_grpo.errors import UserError
 from flow_grpo.training.export import ExportSource
+from flow_grpo.training.lora_targets import FIELD
 
 WEIGHTS = ["text_encoder/model.safetensors", "transformer/diffusion_pytorch_model.safetensors"]
 CONFIGS = ["transformer/config.json", "text_encoder_3/config.json", "model_index.json"]
@@ -239,3 +242,13 @@ def test_full_weights_must_match_the_transformer(tiny_sd3, tmp_path):
         save_file(changed, file)
         with raises_user_error(folder, shown):
             load_adapter(str(tiny_sd3)).load_weights(folder)
+
+
+@pytest.mark.parametrize("name", ["attn.to_x", "conv"])
+def test_lora_layers_are_checked_before_weights_are_read(folder, tmp_path, name):
+    [file] = (folder / "transformer").glob("*.safetensors")
+    file.unlink()
+    fields = {"pretrained.model": str(folder), FIELD: name}
+    with raises_user_error("to_out.0", "all-linear", field=FIELD, value=name):
+        build_session(short_config(tmp_path / "logs", "run", **fields))
+    assert not (tmp_path / "logs").exists()

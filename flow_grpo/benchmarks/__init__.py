@@ -1,0 +1,1 @@
+"""Benchmarks with pinned protocols: the table of protocols, prompts, formulas and results."""

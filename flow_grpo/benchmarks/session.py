@@ -1,0 +1,209 @@
+"""What the benchmarks of both trainers share: settings, the output directory, and the results."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.benchmarks.protocol import (
+    Deviation,
+    Protocol,
+    Settings,
+    find_deviations,
+)
+from flow_grpo.benchmarks.results import (
+    BenchmarkResults,
+    RawScores,
+    collect_results,
+    write_results,
+)
+from flow_grpo.benchmarks.store import Batches, BatchRecord, BenchmarkStore
+from flow_grpo.errors import UserError, did_you_mean
+
+logger = logging.getLogger("flow_grpo")
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Settings that replace those of a protocol; what is left out is the protocol's.
+
+    Attributes:
+        sampling: Fields of `ImageSampling` or `ResponseSampling`.
+        samples: Images or responses per prompt.
+        seed: Seed of the noise.
+        num_prompts: Size of a subset, spread evenly over the prompts.
+        prompts: File or directory with the prompts.
+        scorers: Scorers to use.
+        scorer_options: Further options by scorer, such as the path of a model.
+    """
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    samples: int | None = None
+    seed: int | None = None
+    num_prompts: int | None = None
+    prompts: Path | None = None
+    scorers: Sequence[str] = ()
+    scorer_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BenchmarkSession:
+    """One benchmark of one base model, with its output directory."""
+
+    protocol: Protocol
+    settings: Settings
+    deviations: list[Deviation]
+    prompts: list[str]
+    tags: list[str]
+    model: str
+    out: Path
+    batch_size: int
+
+    @property
+    def store(self) -> BenchmarkStore:
+        return BenchmarkStore(self.out)
+
+    @property
+    def batches(self) -> Batches:
+        return Batches(len(self.prompts), self.settings.samples, self.batch_size)
+
+    def open(self, **more: Any) -> None:
+        """Create the output directory, or continue the one of the same settings.
+
+        Args:
+            more: Further settings that change the samples, such as the precision.
+        """
+        settings = {"benchmark": self.protocol.name, "model": self.model}
+        settings |= {**self.settings.to_json(), "batch_size": self.batch_size, **more}
+        if self.store.open(settings):
+            logger.info("continuing %s", self.out)
+
+    def log_protocol(self) -> None:
+        """Log the benchmark, its size and every deviation from its protocol."""
+        count, samples = len(self.prompts), self.settings.samples
+        logger.info("%s: %s", self.protocol.name, self.protocol.title)
+        logger.info("%d prompts x %d, model %s", count, samples, self.model)
+        for each in self.deviations:
+            logger.warning("deviation from the protocol: %s", each)
+
+    def finish(self) -> BenchmarkResults:
+        """Write and return the results of all candidates that the directory has scores of."""
+        raw, texts = [], {}
+        for name in self.store.candidates():
+            candidate = self.store.candidate(name)
+            scores = candidate.scores(self.batches)
+            if not {*self.settings.scorers} <= {*scores}:
+                continue  # stopped before its first batch
+            raw.append(RawScores(name, *candidate.identity(), scores))
+            if self.protocol.trainer == "vlm":
+                texts[name] = candidate.texts(self.batches)
+        results = collect_results(
+            self.protocol,
+            model=self.model,
+            settings=self.settings.to_json(),
+            deviations=self.deviations,
+            prompts=self.prompts,
+            tags=self.tags,
+            candidates=raw,
+            responses=texts,
+        )
+        write_results(self.out, results)
+        return results
+
+    def describe_outage(self, candidate: str, record: BatchRecord) -> str:
+        """Return which scorer failed on a whole batch, why, and what is kept; "" if none did."""
+        if not (failed := record.failed()):
+            return ""
+        left = len(self.store.candidate(candidate).pending(self.batches))
+        return (
+            f"scorer {failed[0]!r} failed on a whole batch ({record.errors.get(failed[0], '')}); "
+            f"{len(self.batches) - left} of {len(self.batches)} batches of {candidate!r} are kept "
+            f"in {self.out}, and the same command continues"
+        )
+
+
+def resolve_settings(
+    protocol: Protocol,
+    overrides: Overrides,
+    *,
+    family: str,
+    available: Mapping[str, str],
+    num_prompts: int,
+    prompts_sha256: str,
+) -> tuple[Settings, list[Deviation]]:
+    """Return the settings of an evaluation, and how they deviate from the protocol.
+
+    Args:
+        family: Family of the model.
+        available: Built-in rewards and those that the user passes, with the origin of the latter.
+        num_prompts: Prompts that are used.
+        prompts_sha256: Checksum of their files.
+    """
+    known = {each.name for each in fields(protocol.sampling_of(family))}
+    for name, value in overrides.sampling.items():
+        if name not in known:
+            raise UserError(
+                f"does not apply to a benchmark for {protocol.trainer} models",
+                field=f"--{name}",
+                value=value,
+            )
+    scorers = select_scorers(protocol, overrides, available)
+    settings = Settings(
+        prompts=num_prompts,
+        samples=overrides.samples or protocol.samples,
+        seed=protocol.seed if overrides.seed is None else overrides.seed,
+        sampling=replace(protocol.sampling_of(family), **overrides.sampling),
+        scorers=scorers,
+        prompts_sha256=prompts_sha256,
+        scorer_origins={name: available[name] for name in scorers if available[name]},
+    )
+    return settings, find_deviations(protocol, settings, family)
+
+
+def select_scorers(
+    protocol: Protocol, overrides: Overrides, available: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the options of the scorers to use; those that are not available are left out.
+
+    Raises:
+        UserError: If none is available, or one that the user names is not.
+    """
+    missing = protocol.missing_scorers()
+    chosen = {}
+    for name in overrides.scorers or protocol.scorers:
+        if name not in protocol.scorers:
+            raise UserError(
+                f"is not a scorer of {protocol.name}, which has {', '.join(protocol.scorers)}",
+                field="--scorers",
+                value=name,
+                hint=did_you_mean(name, protocol.scorers),
+            )
+        if name in available:
+            options = {**protocol.scorers[name], **overrides.scorer_options.get(name, {})}
+            chosen[name] = options
+        elif name in overrides.scorers:
+            raise _unavailable(protocol, name, missing.get(name, ""))
+        else:
+            logger.warning("scorer %r is not available: %s", name, missing.get(name, ""))
+    if not chosen:
+        name = next(iter(protocol.scorers))
+        raise _unavailable(protocol, name, missing.get(name, ""))
+    if unused := [name for name in overrides.scorer_options if name not in chosen]:
+        raise UserError(
+            f"has options of {unused[0]!r}, which is not scored",
+            field="reward_options",
+            hint=f"the scorers are {', '.join(chosen)}",
+        )
+    return chosen
+
+
+def _unavailable(protocol: Protocol, name: str, reason: str) -> UserError:
+    example = f"\"{{'{name}': 'my_judges.py:Judge'}}\""
+    return UserError(
+        f"is not available, and {protocol.name} needs it: {reason}",
+        field="scorer",
+        value=name,
+        hint=f"pass one as a custom reward, --config.custom_rewards={example}, or as a reward "
+        "server of this name",
+    )

@@ -1,0 +1,110 @@
+"""Load the data sets of an evaluation."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from flow_grpo.config.paths import map_dataset_paths
+from flow_grpo.data.eval_dataset import parse_eval_sources
+from flow_grpo.data.mixing import (
+    PromptSource,
+    interleave,
+    parse_sources,
+    short_source_names,
+    tag_rows,
+)
+from flow_grpo.data.questions import Question, load_questions
+from flow_grpo.errors import UserError
+from flow_grpo.vlm.fields import VlmConfig
+from flow_grpo.vlm.questions import load_eval_questions, question_layout
+
+logger = logging.getLogger("flow_grpo")
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A data set of an evaluation."""
+
+    name: str  # short and unique
+    source: str  # path or hub name
+    questions: list[Question]
+
+    def digest(self) -> str:
+        """Return a checksum of the questions with their images and ground truths."""
+        content = [(*q.identity, q.answer, q.system) for q in self.questions]
+        return hashlib.sha256(json.dumps(content).encode(errors="replace")).hexdigest()
+
+
+def load_evaluation_sets(
+    config: VlmConfig, datasets: Sequence[str], *, limit: int = 0
+) -> list[EvaluationSet]:
+    """Load the data sets, by default the test set of the config, with a set for each source.
+
+    Args:
+        config: Checked settings.
+        datasets: Values of --dataset, like those of `eval_dataset`.
+        limit: Number of questions to use from the start of each of `datasets`; 0 uses all.
+            `eval_questions` applies to the test set of the config.
+    """
+    if not datasets:
+        return _split_sources(_test_sources(config), _load_test_questions(config))
+    with _name_option():
+        sources = [s for each in datasets for s in parse_eval_sources(map_dataset_paths(each))]
+        paths = [source.path for source in sources]
+        for position, path in enumerate(paths):
+            if path in paths[:position]:
+                raise UserError("is given twice", field="--dataset", value=path)
+        sets = []
+        for name, path in zip(short_source_names(paths), paths, strict=True):
+            own = replace(config, eval_dataset=path, eval_questions=0)
+            questions = load_eval_questions(own)
+            used = questions[: limit or None]
+            if len(used) < len(questions):
+                logger.info("%s: the first %d of %d questions", name, len(used), len(questions))
+            sets.append(EvaluationSet(name, path, used))
+    return sets
+
+
+@contextmanager
+def _name_option() -> Iterator[None]:
+    """Make errors about a data set name --dataset, not the setting."""
+    try:
+        yield
+    except UserError as error:
+        if error.field != "eval_dataset":
+            raise
+        raise UserError(
+            error.rule, field="--dataset", value=error.value, hint=error.hint
+        ) from error
+
+
+def _test_sources(config: VlmConfig) -> list[PromptSource]:
+    if config.eval_dataset:
+        return parse_eval_sources(config.eval_dataset)
+    return parse_sources(config.dataset)
+
+
+def _load_test_questions(config: VlmConfig) -> list[Question]:
+    """Return the questions that a run with this config evaluates."""
+    if config.eval_dataset:
+        return load_eval_questions(config)
+    sources, layout = parse_sources(config.dataset), question_layout(config)
+    tests = [load_questions(source.path, config.seed, layout)[1] for source in sources]
+    if len(sources) > 1:
+        tests = [tag_rows(test, source.name) for source, test in zip(sources, tests, strict=True)]
+    return interleave(tests)[: config.eval_questions or None]
+
+
+def _split_sources(
+    sources: Sequence[PromptSource], questions: list[Question]
+) -> list[EvaluationSet]:
+    """Return a set per source, which tagged questions name in their metadata."""
+    if len(sources) == 1:
+        return [EvaluationSet(sources[0].name, sources[0].path, questions)]
+    parts = {
+        source: [q for q in questions if q.metadata["dataset"] == source.name] for source in sources
+    }
+    return [EvaluationSet(s.name, s.path, part) for s, part in parts.items() if part]

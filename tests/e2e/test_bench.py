@@ -1,0 +1,134 @@
+"""scripts/bench.py on the small models: pinned protocols, resuming, several processes."""
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+from policies import make_policy
+from runner import ROOT, environment, run_script, torchrun
+
+from flow_grpo.benchmarks.results import read_results
+from flow_grpo.diffusion.models import load_adapter
+
+BENCH = "scripts/bench.py"
+SCENES = ("tiny_scenes", "--num_prompts=6", "--steps=3", "--config.sample.test_batch_size=5")
+FILES = ("results.json", "results.md", "results.csv")
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    """A LoRA of the small model with random weights."""
+    policy = make_policy(load_adapter(str(ROOT / "assets/tiny-sd3"), max_sequence_length=8))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in policy.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    folder = tmp_path_factory.mktemp("run") / "lora-a"
+    policy.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(lora, tmp_path_factory):
+    """The base model and the LoRA on six scenes, and the command."""
+    out = tmp_path_factory.mktemp("bench") / "one"
+    command = [BENCH, *SCENES, "--checkpoint=base", f"--checkpoint={lora}"]
+    done = run_script(*command, f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    return command, out, done.stdout
+
+
+def test_candidates_are_compared_and_every_deviation_is_stored(compared):
+    _, out, shown = compared
+    found = read_results(out)
+    assert {each.setting: each.used for each in found.deviations} == {"prompts": 6, "steps": 3}
+    for each in found.deviations:
+        assert str(each) in shown
+        assert str(each) in (out / "results.md").read_text()
+    assert [each.name for each in found.candidates] == ["base", "lora-a"]
+    base, other = found.candidates
+    assert len(base.samples) == 12
+    tags = [name for name in base.scores if name in {s["tag"] for s in base.samples}]
+    assert base.mean("score") == pytest.approx(sum(base.mean(tag) for tag in tags) / len(tags))
+    assert other.scores["score"]["difference"]["count"] == 6
+    assert len(list((out / "candidates/base/images").iterdir())) == 12
+
+
+def test_two_processes_give_the_same_files_after_an_interruption(compared, tmp_path):
+    command, out, _ = compared
+    again = tmp_path / "two"
+    # what a killed process leaves behind: some batches, and a candidate that was not started
+    shutil.copytree(out, again)
+    for name in FILES:
+        (again / name).unlink()
+    (again / "candidates/base/scores/00001.json").unlink()
+    shutil.rmtree(again / "candidates/base/images")
+    (again / "candidates/base/images").mkdir()
+    shutil.rmtree(again / "candidates/lora-a")
+    done = subprocess.run(
+        [*torchrun(), *command, f"--out={again}"],
+        cwd=ROOT,
+        env=environment(warmed=True),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in FILES:
+        assert (again / name).read_bytes() == (out / name).read_bytes(), name
+    # only the missing batch was sampled
+    assert len(list((again / "candidates/base/images").iterdir())) == 5
+
+
+def test_a_judge_that_fails_halfway_loses_nothing(tmp_path, monkeypatch):
+    flag, out = tmp_path / "down", tmp_path / "out"
+    monkeypatch.setenv("FAILING_JUDGE", str(flag))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests/support")]))
+    command = [BENCH, "tiny_signs", "--num_prompts=8", "--steps=2", f"--out={out}"]
+    command += ["--config.sample.test_batch_size=2"]
+    command += ["--config.custom_rewards={'ocr': 'failing_judge:brightness'}"]
+    flag.touch()
+    done = run_script(*command)
+    assert done.returncode == 3, done.stdout + done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert "the judge is down" in line
+    kept = {path.name for path in (out / "candidates/base/scores").iterdir()}
+    scored = [
+        json.loads((out / f"candidates/base/scores/{name}").read_text()) for name in sorted(kept)
+    ]
+    assert None not in scored[0]["scores"]["ocr"]
+    assert not (out / "results.json").exists()
+    flag.unlink()
+    done = run_script(*command)
+    assert done.returncode == 0, done.stderr
+    found = read_results(out)
+    assert [each["ocr"] for each in found.candidates[0].samples[:2]] == scored[0]["scores"]["ocr"]
+    assert all(each["ocr"] is not None for each in found.candidates[0].samples)
+    assert "scorer_origins" in {each.setting for each in found.deviations}
+    # other settings do not mix with these scores
+    done = run_script(*command, "--seed=1")
+    assert done.returncode == 2
+    assert "seed=42" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["tiny_scene"], "'tiny_scene'"),
+        (["geneval"], "--config"),
+        (["tiny_scenes", "--config.seed=3"], "--config.seed"),
+        (["geneval2", "--config", "tiny_ocr", "--prompts", "no.jsonl"], "curl -L -o geneval2_data"),
+        (["tiny_signs", "--scorers=geneval"], "'geneval'"),
+        (["tiny_edits", "--config", "tiny_geneval"], "1 image"),
+        (["tiny_signs", "--checkpoint", "assets/tiny-vlm"], "tiny-vlm"),
+    ],
+)
+def test_invalid_commands_are_one_line(arguments, shown, tmp_path):
+    done = run_script(BENCH, *arguments, f"--out={tmp_path / 'out'}")
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert shown in line
+    assert not (tmp_path / "out").exists()
