@@ -19,6 +19,9 @@ EVAL_FIELDS = {
     "dataset": "eval_dataset",
     "dataset_column": "eval_dataset_column",
     "image_column": "eval_image_column",
+    "resolution": "eval_resolution",
+    "height": "eval_height",
+    "width": "eval_width",
     "sample.num_steps": "sample.eval_num_steps",
     "sample.guidance_scale": "sample.eval_guidance_scale",
 }
@@ -51,7 +54,7 @@ def check_eval_fields(options: Sequence[str], config: ConfigDict) -> None:
         is_set = (
             bool(config.eval_reward_fn)
             if field == "reward_fn"
-            else values[eval_field] not in (None, "")
+            else values[eval_field] not in (None, "", 0)
         )
         is_given = any(name == field or name.startswith(f"{field}.") for name in given)
         if is_given and eval_field not in given and is_set:
