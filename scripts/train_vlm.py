@@ -79,11 +79,12 @@ def train(session: VlmSession) -> None:
     Training ends early once all questions were drawn and no response has a nonzero advantage.
     """
     config, progress = session.config, session.progress
-    if progress.epoch < 0:
+    if progress.epoch < 0 and config.eval_before_training:
         timer = Timer()
         with timer("eval"):
             metrics = run_evaluation(session, epoch=0)
         finish_epoch(session, 0, metrics, timer)
+    progress.epoch = max(progress.epoch, 0)
     if progress.epoch > 0 and not restore_pass_states(session.sizes, progress.questions)[1]:
         logger.warning(
             "the checkpoint does not record which questions of this data set were used; starting "

@@ -1,4 +1,6 @@
 import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -10,6 +12,7 @@ from untrained.small.sd3 import build as build_tiny_sd3
 
 from flow_grpo.diffusion.models import load_adapter
 from flow_grpo.diffusion.session import Session, build_session
+from flow_grpo.report.video_files import find_encoder
 
 torch.set_num_threads(1)  # tests run in two processes, and their tensors are small
 # no deadline: a loaded machine must not fail a test
@@ -96,6 +99,15 @@ def train(short_runs, tmp_path) -> Runner:
 def run(tmp_path) -> Runner:
     """Runner that changes no field of a preset but the run directory."""
     return Runner(tmp_path / "logs")
+
+
+@pytest.fixture(autouse=True)
+def without_video_encoder(monkeypatch) -> Iterator[None]:
+    """The result does not depend on whether PyAV, an optional dependency, is installed."""
+    monkeypatch.setitem(sys.modules, "av", None)
+    find_encoder.cache_clear()
+    yield
+    find_encoder.cache_clear()
 
 
 @pytest.fixture

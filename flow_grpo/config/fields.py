@@ -47,6 +47,11 @@ class RunFields:
         "Epochs between evaluations on the test set; 0 evaluates only before and after the run.",
         at_least=0,
     )
+    eval_before_training: bool = setting(
+        True,
+        "Also evaluate before the first epoch: the baseline of the report, and a test of the "
+        "evaluation's rewards before time is spent on training.",
+    )
     save_freq: int = setting(
         10, "Epochs between checkpoints; the last epoch is always saved.", at_least=0
     )

@@ -13,7 +13,9 @@ from flow_grpo.report.grid import middle_frame
 IMAGE_FILE, PAGE_FILE = "gallery.png", "gallery.html"
 MIN_SMOOTH_WIDTH = 256  # pixels; narrower images are enlarged with sharp pixels
 # The browser rejects everything that is not in the file, and any script.
-CONTENT_SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
+)
 STYLE = """
 body {font: 16px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem;
       color: #222; background: #fff}
@@ -23,11 +25,11 @@ h2 {font-size: 1rem; font-weight: 600; margin: 2rem 0 .5rem; overflow-wrap: anyw
 .row {display: grid; grid-template-columns: repeat(auto-fit, minmax(min(192px, 100%), 1fr));
       gap: 1rem}
 figure {margin: 0}
-img {display: block; width: 100%; border-radius: 4px}
+img, video {display: block; width: 100%; border-radius: 4px}
 figcaption {font-size: .85rem; color: #555; overflow-wrap: anywhere}
 figcaption b {color: #222}
 """
-PIXELATED = "img {image-rendering: pixelated}\n"
+PIXELATED = "img, video {image-rendering: pixelated}\n"
 
 
 def write(
@@ -66,11 +68,15 @@ def _sample_files(folder: Path) -> list[list[Path]]:
 
 
 def _figure(name: str, file: Path, lines: list[str]) -> str:
-    """Return an embedded image with its name and scores below."""
-    source = f"data:image/{file.suffix[1:]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+    """Return an embedded image or video with its name and scores below."""
+    is_video, data = file.suffix == ".mp4", base64.b64encode(file.read_bytes()).decode()
+    source = f"data:{'video' if is_video else 'image'}/{file.suffix[1:]};base64,{data}"
+    shown = f'<img src="{source}" alt="">'
+    if is_video:
+        shown = f'<video src="{source}" controls loop muted playsinline></video>'
     scores = "".join(f"<br>{html.escape(line)}" for line in lines)
     caption = f"<figcaption><b>{html.escape(name)}</b>{scores}</figcaption>"
-    return f'<figure><img src="{source}" alt="">{caption}</figure>'
+    return f"<figure>{shown}{caption}</figure>"
 
 
 def _page(settings: dict[str, Any], style: str, body: str) -> str:

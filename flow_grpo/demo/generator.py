@@ -14,7 +14,7 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.images import image_digest
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.demo.limits import DemoLimits, GenerationRequest
-from flow_grpo.diffusion.builders import image_size
+from flow_grpo.diffusion.builders import image_size, with_eval_size
 from flow_grpo.diffusion.candidates import (
     CHECKPOINT_OPTION,
     CandidateModels,
@@ -129,7 +129,7 @@ class DemoGenerator:
         rewards: bool = True,
         checkpoints: Sequence[str] = (),
     ) -> None:
-        config = check_config(config)
+        config = with_eval_size(check_config(config))
         timeout = min(MAX_REWARD_SECONDS, config.reward_timeout)
         # no prompt cache: prompts of users are not stored
         config = replace(config, prompt_cache="", reward_retries=0, reward_timeout=timeout)

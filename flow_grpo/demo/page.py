@@ -183,7 +183,8 @@ def show_user_errors(call: Callable) -> Callable:
 
 def _save_output(generated: GeneratedSample, folder: Path, number: int) -> tuple[str, str]:
     """Save a sample and return its path and its scores, one per line."""
-    name = save_sample_files(generated.sample, folder, str(number))["file"]
+    sample = generated.sample  # shown by an image component
+    name = save_sample_files(sample, folder, str(number), animated_image=True)["file"]
     return str(folder / name), "\n".join(generated.scores)
 
 

@@ -1,7 +1,7 @@
 """Build the model of a diffusion config and the parameters that it is sampled with."""
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -15,6 +15,7 @@ from flow_grpo.diffusion.models import (
     Size,
     build_meta_transformer,
     check_model,
+    check_size,
     find_adapter,
     load_adapter,
 )
@@ -86,6 +87,7 @@ def check_model_settings(config: DiffusionConfig, accelerator: Accelerator) -> s
     guidance = {n: v for n, v in flatten_fields(asdict(config)) if n in names and v is not None}
     sharded = is_sharded(accelerator)
     check_model(model, image_size(config), guidance, fewest_steps, sharded=sharded)
+    check_size(model, eval_image_size(config))
     check_guidance_gradient(config, find_adapter(model))
     if config.train.lora_path:  # loading the model may take minutes
         check_expert_folders(config.train.lora_path, expert_folders_of_model(model))
@@ -120,12 +122,13 @@ def build_dynamics(
     *,
     guidance_scale: float | None = None,
     solver: Solver = "euler",
+    size: Size | None = None,
 ) -> Dynamics:
     """Build the sampling dynamics; the defaults are those of an evaluation."""
     if guidance_scale is None:
         guidance_scale = get_eval_guidance_scale(config)
     return Dynamics(
-        adapter.schedule(num_steps, *image_size(config)),
+        adapter.schedule(num_steps, *(size or eval_image_size(config))),
         kind=config.sample.sde_type,
         noise_level=config.sample.noise_level,
         guidance_scale=guidance_scale,
@@ -144,3 +147,20 @@ def image_size(config: DiffusionConfig) -> Size:
     """Return the size of the samples; `resolution` replaces a missing height or width."""
     height, width = config.height or config.resolution, config.width or config.resolution
     return Size(height, width, config.frames)
+
+
+def eval_image_size(config: DiffusionConfig) -> Size:
+    """Return the size of the samples of an evaluation, by default that of training."""
+    height, width, frames = image_size(config)
+    return Size(
+        config.eval_height or config.eval_resolution or height,
+        config.eval_width or config.eval_resolution or width,
+        frames,
+    )
+
+
+def with_eval_size(config: DiffusionConfig) -> DiffusionConfig:
+    """Return a config whose samples all have the size of an evaluation."""
+    height, width, _ = eval_image_size(config)
+    own = {"eval_resolution": 0, "eval_height": 0, "eval_width": 0}
+    return replace(config, height=height, width=width, **own)

@@ -14,6 +14,7 @@ from flow_grpo.diffusion.builders import (
     get_eval_guidance_scale,
     image_size,
     resolve_model_family,
+    with_eval_size,
 )
 from flow_grpo.diffusion.candidates import CandidateModels, config_for, parse_diffusion_candidates
 from flow_grpo.diffusion.config_checks import check_config, reject_groupwise_eval_rewards
@@ -57,7 +58,7 @@ def evaluate_checkpoints(
         lora_override: `train.lora_path` if the caller set it for this evaluation, as opposed to one
             in the config of a run: it is rejected if no candidate uses it.
     """
-    config = check_config(config)
+    config = with_eval_size(check_config(config))
     if out.exists():
         raise UserError("already exists", field=out, hint="choose another --out or remove it")
     candidates = parse_diffusion_candidates(checkpoints, config.train.lora_path)

@@ -378,3 +378,6 @@ def _ineffective_settings(
         yield [f"{name}.{n}" for n in others], f"{name}.{zero[0]}=0.0"
     if settings.height and settings.width and settings.resolution:  # 0 means unset
         yield ("resolution",), f"height={settings.height} and width={settings.width}"
+    if settings.eval_height and settings.eval_width:
+        size = f"eval_height={settings.eval_height} and eval_width={settings.eval_width}"
+        yield ("eval_resolution",), size

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.diffusion.builders import eval_image_size, image_size
 from flow_grpo.diffusion.config_checks import check_config
 from flow_grpo.diffusion.plan import BatchPlan, largest_divisor, training_memory_options
 from flow_grpo.diffusion.session import Session, build_algorithm, build_session
@@ -46,7 +47,9 @@ class DiffusionDryRun(DryRun):
         return session
 
     def describe(self, session: Session) -> str:
-        return f"{len(session.test_prompts)} prompts x {session.config.sample.eval_num_steps} steps"
+        config, size = session.config, eval_image_size(session.config)
+        work = f"{len(session.test_prompts)} prompts x {config.sample.eval_num_steps} steps"
+        return work if size == image_size(config) else f"{work} at {size.width} x {size.height}"
 
     def advice(self, session: Session) -> list[str]:
         return training_memory_options(session.config, session.plan)

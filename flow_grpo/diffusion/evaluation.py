@@ -68,38 +68,41 @@ def evaluate(
         keep_images: Number of prompts whose images are returned.
         between_batches: Called the same number of times on all processes.
     """
-    device, adapter = accelerator.device, denoiser.adapter
-    shape = adapter.latent_shape(*size)
-    rows = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
-    most = math.ceil(len(prompts) / accelerator.num_processes)
-    if not adapter.compiled:  # a compiled model would be compiled again for another size
-        batch_size = math.ceil(most / math.ceil(most / batch_size))  # least padding
-    denoiser.precompute_embeddings([prompts[row] for row in rows])
-    pending, kept = [], []
-    is_main = accelerator.is_main_process
-    for start in progress_bar(range(0, most, batch_size), "evaluate", shown=is_main):
-        between_batches()
-        reward.raise_if_failing()
-        batch = rows[start : start + batch_size]
-        # Equal batch sizes avoid recompilation for the last batch; equal numbers of batches let all
-        # ranks take part in the forward passes of sharded weights.
-        padded = batch + [0] * (batch_size - len(batch))
-        noise = initial_noise(eval_generators(seed, padded), shape, device)
-        latents = denoiser.sample(noise, denoiser.encode([prompts[row] for row in padded])).final
-        if not batch:
-            continue
-        images = adapter.decode(latents)[: len(batch)]
-        chosen = [prompts[row] for row in batch]
-        # rows are ascending; stored as bytes, because videos are large
-        kept += to_uint8(images[: sum(row < keep_images for row in batch)])
-        metadata = reward_metadata(chosen, adapter)
-        pending.append(reward.submit(images, [p.prompt for p in chosen], metadata))
-    index = np.array(rows, dtype=np.int64)
-    scores = gather_scores(accelerator, index, [scores.result() for scores in pending])
-    # a rank without images needs the shape that the others send
-    shape = next(iter(gather_object([tuple(k.shape) for k in kept[:1]])), (0,))
-    stacked = torch.stack(kept).cpu() if kept else torch.zeros(0, *shape, dtype=torch.uint8)
-    kept_rows = torch.tensor([row for row in rows if row < keep_images], dtype=torch.long)
-    _, gathered = gather_rows(accelerator, kept_rows, {"images": stacked})
-    sources = load_source_images(prompts[: keep_images if is_main else 0], adapter)
-    return EvaluationResult(scores, uint8_to_pil(gathered["images"]), sources)
+    with denoiser.adapter.source_images_at(size):
+        device, adapter = accelerator.device, denoiser.adapter
+        shape = adapter.latent_shape(*size)
+        rows = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
+        most = math.ceil(len(prompts) / accelerator.num_processes)
+        if not adapter.compiled:  # a compiled model would be compiled again for another size
+            batch_size = math.ceil(most / math.ceil(most / batch_size))  # least padding
+        denoiser.precompute_embeddings([prompts[row] for row in rows])
+        pending, kept = [], []
+        is_main = accelerator.is_main_process
+        for start in progress_bar(range(0, most, batch_size), "evaluate", shown=is_main):
+            between_batches()
+            reward.raise_if_failing()
+            batch = rows[start : start + batch_size]
+            # Equal batch sizes avoid recompilation for the last batch; equal numbers of batches let
+            # all ranks take part in the forward passes of sharded weights.
+            padded = batch + [0] * (batch_size - len(batch))
+            noise = initial_noise(eval_generators(seed, padded), shape, device)
+            latents = denoiser.sample(
+                noise, denoiser.encode([prompts[row] for row in padded])
+            ).final
+            if not batch:
+                continue
+            images = adapter.decode(latents)[: len(batch)]
+            chosen = [prompts[row] for row in batch]
+            # rows are ascending; stored as bytes, because videos are large
+            kept += to_uint8(images[: sum(row < keep_images for row in batch)])
+            metadata = reward_metadata(chosen, adapter)
+            pending.append(reward.submit(images, [p.prompt for p in chosen], metadata))
+        index = np.array(rows, dtype=np.int64)
+        scores = gather_scores(accelerator, index, [scores.result() for scores in pending])
+        # a rank without images needs the shape that the others send
+        shape = next(iter(gather_object([tuple(k.shape) for k in kept[:1]])), (0,))
+        stacked = torch.stack(kept).cpu() if kept else torch.zeros(0, *shape, dtype=torch.uint8)
+        kept_rows = torch.tensor([row for row in rows if row < keep_images], dtype=torch.long)
+        _, gathered = gather_rows(accelerator, kept_rows, {"images": stacked})
+        sources = load_source_images(prompts[: keep_images if is_main else 0], adapter)
+        return EvaluationResult(scores, uint8_to_pil(gathered["images"]), sources)

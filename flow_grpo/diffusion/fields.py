@@ -252,6 +252,19 @@ class DiffusionConfig(shared.SharedFields):
     width: int = setting(
         0, "Width in pixels; overrides resolution.", at_least=0, at_most=MAX_SIDE_PIXELS
     )
+    eval_resolution: int = setting(
+        0,
+        "Side of a square image in evaluation, if eval_height and eval_width are 0; 0 evaluates "
+        "at the size of training.",
+        at_least=0,
+        at_most=MAX_SIDE_PIXELS,
+    )
+    eval_height: int = setting(
+        0, "Height in evaluation; overrides eval_resolution.", at_least=0, at_most=MAX_SIDE_PIXELS
+    )
+    eval_width: int = setting(
+        0, "Width in evaluation; overrides eval_resolution.", at_least=0, at_most=MAX_SIDE_PIXELS
+    )
     frames: int = setting(1, "Frames of a video; 1 for images.", at_least=1, at_most=10**4)
     max_sequence_length: int = setting(
         128,

@@ -21,6 +21,7 @@ from flow_grpo.diffusion.builders import (
     build_dynamics,
     can_compile,
     can_use_cuda_graphs,
+    eval_image_size,
     image_size,
     resolve_model_family,
     resolve_model_path,
@@ -142,6 +143,7 @@ class RunData:
     prompts: PromptSets
     anchor_images: list[Prompt]
     size: Size
+    eval_size: Size
 
     @property
     def all_prompts(self) -> list[Prompt]:
@@ -223,11 +225,17 @@ def _build_checked_plan(
 def _load_run_data(run: SessionBuilder, plan: BatchPlan, *, has_model_files: bool) -> RunData:
     """Load prompts and anchor images and check that the model accepts them."""
     config, accelerator = run.config, run.accelerator
-    data = RunData(build_prompts(config, plan), load_anchor_images(config), image_size(config))
+    data = RunData(
+        build_prompts(config, plan),
+        load_anchor_images(config),
+        image_size(config),
+        eval_image_size(config),
+    )
     model = config.pretrained.model
     family = resolve_model_family(config) if has_model_files else None
     if family is not None:  # before rewards are tried on images of this size
-        check_size(resolve_model_path(config), data.size)
+        for size in (data.size, data.eval_size):
+            check_size(resolve_model_path(config), size)
     if has_model_files:
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
     check_anchor_data(data.anchor_images, model, family, accelerator)
@@ -267,7 +275,7 @@ def _check_rewards(
         reward.check_differentiable(f"algorithm={algorithm.name!r}")
     reject_groupwise_eval_rewards(eval_reward.pairwise_rewards)
     check_reward(reward, data.prompts.train, data.size)
-    check_reward(eval_reward, data.prompts.test, data.size)
+    check_reward(eval_reward, data.prompts.test, data.eval_size)
 
 
 def _build_policy(
@@ -282,7 +290,7 @@ def _build_policy(
         prompt = data.prompts.train[0]
         smoke_test_family(adapter, prompt, data.size, sample, f"custom_models.{family}")
     guidance = {"guidance_scale": sample.guidance_scale, "solver": sample.solver}
-    dynamics = build_dynamics(config, adapter, sample.num_steps, **guidance)
+    dynamics = build_dynamics(config, adapter, sample.num_steps, size=data.size, **guidance)
     return Policy(
         adapter,
         replace(dynamics, max_guidance=algorithm.max_guidance),

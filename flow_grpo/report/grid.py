@@ -7,11 +7,10 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from flow_grpo.report.video_files import save_video
 from flow_grpo.rewards.failure import NotApplicable
 from flow_grpo.rewards.frames import Sample, is_video, select_frames
 
-FRAME_MS = 60  # 16 frames per second, as Wan generates; GIF has units of 10 ms
-PALETTE_WIDTH = 96  # of the small copies that the palette is computed from
 LINE_HEIGHT, CELL_GAP = 14, 6
 
 
@@ -21,35 +20,28 @@ def middle_frame(sample: Sample) -> Image.Image:
     return chosen[0] if is_video(chosen) else chosen
 
 
-def save_sample_files(sample: Sample, folder: Path, name: str) -> dict[str, str]:
-    """Save an image as PNG, a video as GIF with its middle frame as PNG.
+def save_sample_files(
+    sample: Sample, folder: Path, name: str, *, animated_image: bool = False
+) -> dict[str, str]:
+    """Save an image as PNG, a video as MP4 or GIF with its middle frame as PNG.
 
-    A GIF has 256 colours only, so the PNG shows the frame as generated.
+    The PNG shows the frame as generated, without compression or a palette.
+
+    Args:
+        sample: An image, or the frames of a video.
+        folder: Existing directory.
+        name: Name of the files without their suffix.
+        animated_image: Save a video as GIF, where only images can be shown.
 
     Returns:
         The file names by use: `file`, and `still` for a video.
     """
-    png, gif = f"{name}.png", f"{name}.gif"
+    png = f"{name}.png"
     middle_frame(sample).save(folder / png)
     if not is_video(sample) or len(sample) == 1:
         return {"file": png}
-    first, *rest = _quantize_frames(sample)
-    first.save(folder / gif, save_all=True, append_images=rest, duration=FRAME_MS, loop=0)
-    return {"file": gif, "still": png}
-
-
-def _quantize_frames(video: list[Image.Image]) -> list[Image.Image]:
-    """Quantize all frames with one palette, computed from small copies.
-
-    Ten times as fast as a palette per frame, and static areas do not flicker.
-    """
-    small = [frame.reduce(max(1, frame.width // PALETTE_WIDTH)) for frame in video]
-    width, height = small[0].size
-    strip = Image.new("RGB", (width, height * len(small)))
-    for index, frame in enumerate(small):
-        strip.paste(frame, (0, height * index))
-    palette = strip.quantize()
-    return [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in video]
+    file = save_video(sample, folder, name, animated_image=animated_image)
+    return {"file": file, "still": png}
 
 
 def concatenate_images(images: Sequence[Image.Image]) -> Image.Image:

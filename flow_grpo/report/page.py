@@ -206,6 +206,7 @@ def _content_security_policy(style: str, script: str, *, live: bool) -> str:
     rules = {
         "default-src": "'none'",
         "img-src": "data:",
+        "media-src": "data:",
         "style-src": _csp_hash(style),
         "script-src": _csp_hash(script),
         **({"connect-src": "'self'"} if live else {}),

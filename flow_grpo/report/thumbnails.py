@@ -11,6 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from flow_grpo.images import open_image
+from flow_grpo.report.video_files import find_encoder, shrink_mp4
 from flow_grpo.rewards.frames import frame_indices
 
 EDGE_LENGTHS = (256, 192, 128, 96)  # pixels of the longer side; the first that fits the budget
@@ -36,7 +37,7 @@ def encode_thumbnails(
     max_epochs: int,
     keep: Sequence[int] = (),
 ) -> dict[int, list[str | None]]:
-    """Return images by epoch as data URIs, shrunk and then thinned out until they fit.
+    """Return images and videos by epoch as data URIs, shrunk and then thinned out until they fit.
 
     Args:
         files: Image files by epoch; None for a missing one.
@@ -80,10 +81,16 @@ def _encode_file(path: Path, edge: int) -> str | None:
 
 @lru_cache(maxsize=8192)
 def _encode(path: Path, _: int, edge: int) -> str:
-    """Return an image or animation as a WebP data URI with sides of at most `edge` pixels; cached.
+    """Return an image or a video as a data URI with sides of at most `edge` pixels; cached.
 
-    The second argument is the modification time, a part of the cache key.
+    Images and animated GIFs become WebP. An MP4 stays one, or becomes its middle frame, which is
+    saved next to it, if it cannot be encoded here. The second argument is the modification time, a
+    part of the cache key.
     """
+    if path.suffix == ".mp4":
+        if find_encoder() is not None:
+            return _data_uri("video/mp4", shrink_mp4(path, min(edge, EDGE_LENGTHS[1])))
+        path = path.with_suffix(".png")
     with open_image(path) as image:
         frames = getattr(image, "n_frames", 1)
         buffer = io.BytesIO()
@@ -101,7 +108,11 @@ def _encode(path: Path, _: int, edge: int) -> str:
                 duration=round(duration),
                 loop=0,
             )
-    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return _data_uri("image/webp", buffer.getvalue())
+
+
+def _data_uri(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _animation_frames(image: Image.Image, frames: int, edge: int) -> list[Image.Image]:

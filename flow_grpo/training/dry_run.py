@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from flow_grpo.config.fields import SharedFields
 from flow_grpo.config.settings import to_json
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import RewardOutage, StoppedBySignal
@@ -92,7 +93,9 @@ class DryRun(ABC):
         return RemainingWork(
             eval_batches=math.ceil(per_process / eval_batch_size),
             epochs=config.num_epochs - max(done, 0),
-            evaluations=count_evaluations(done, config.num_epochs, config.eval_freq),
+            evaluations=count_evaluations(
+                done, config.num_epochs, config.eval_freq, before=config.eval_before_training
+            ),
             **counts,
         )
 
@@ -116,8 +119,7 @@ class DryRun(ABC):
                     planned,
                     here,
                 )
-            every = session.config.eval_freq
-            when = f"every {pluralize(every, 'epoch')}" if every else "before and after the run"
+            when = describe_evaluations(session.config)
             logger.info("%-21s %s, %s", "evaluation", self.describe(session), when)
             with (
                 session.stop,
@@ -217,6 +219,14 @@ def build_without_writing(
     writing_fields = {"log_with", "prompt_cache"} & {each.name for each in fields(settings)}
     settings = replace(settings, **dict.fromkeys(writing_fields, ""))
     return build(settings, begin=find_without_lock, num_processes=num_processes)
+
+
+def describe_evaluations(config: SharedFields) -> str:
+    """Return when a run is evaluated."""
+    if config.eval_freq:
+        every = f"every {pluralize(config.eval_freq, 'epoch')}"
+        return every if config.eval_before_training else f"{every}, not before the first"
+    return "before and after the run" if config.eval_before_training else "after the run"
 
 
 def describe_run_start(session: BaseSession) -> str:

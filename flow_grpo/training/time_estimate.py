@@ -72,10 +72,17 @@ def run_seconds(measured: MeasuredTimes, work: RemainingWork) -> float:
     return measured.warm_up + work.epochs * epoch + evaluations
 
 
-def count_evaluations(done: int, last: int, every: int) -> int:
-    """Return the number of evaluations after `done` epochs (-1: the initial one is due too)."""
+def count_evaluations(done: int, last: int, every: int, *, before: bool = True) -> int:
+    """Return the number of evaluations after `done` epochs.
+
+    Args:
+        done: Finished epochs; -1 for a run that has not started.
+        last: Epochs of the run.
+        every: Value of `eval_freq`.
+        before: Whether one is due before the first epoch.
+    """
     epochs = range(max(done, 0) + 1, last + 1)
-    return (done < 0) + sum(is_due(epoch, every, last) for epoch in epochs)
+    return (before and done < 0) + sum(is_due(epoch, every, last) for epoch in epochs)
 
 
 def describe_times(measured: MeasuredTimes, work: RemainingWork) -> str:

@@ -117,6 +117,15 @@ def test_videos_play_in_the_page(tmp_path):
         assert Image.open(io.BytesIO(data)).n_frames == 3
 
 
+def test_mp4_files_are_embedded_as_videos(tmp_path):
+    file = tmp_path / "0000.mp4"
+    file.write_bytes(b"video")
+    page = Page(gallery._figure("base", file, ["1.00"]))
+    assert page.tags[:2] == ["figure", "video"]
+    assert page.sources == [f"data:video/mp4;base64,{base64.b64encode(b'video').decode()}"]
+    assert "media-src data:" in gallery.CONTENT_SECURITY_POLICY
+
+
 def test_a_run_is_sampled_with_its_own_config(tiny_sd3, tmp_path, monkeypatch):
     run = make_trained_run(tiny_sd3, tmp_path / "mine", steps=(8, 16))
     file = tmp_path / "prompts.txt"

@@ -8,9 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from test_dry_run import LOOP
+from user_errors import raises_user_error
 
 from flow_grpo.diffusion.session import Session
 from flow_grpo.errors import StoppedBySignal
+from flow_grpo.report.run_reader import read_metrics
 from flow_grpo.training.session import run_training
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -320,3 +324,29 @@ def test_reward_memory_is_not_released_while_the_next_epoch_is_scored(make_sessi
     session.reward.release_memory = lambda: released.append(session.progress.epoch + 1)
     train(session)
     assert released == [2]  # only in the last epoch, which samples nothing ahead
+
+
+def test_an_evaluation_has_its_own_size_and_may_wait_for_the_end_of_an_epoch(make_session):
+    session = make_session(
+        num_epochs=1, eval_prompts=2, eval_height=48, eval_before_training=False, log_images=1
+    )
+    train(session)
+    session.close()
+    [record] = read_metrics(session.folder)
+    assert record["epoch"] == 1
+    assert np.isfinite(record["eval/jpeg_compressibility"])
+    assert session.progress.best == record["eval/avg"]
+    sizes = {}
+    for kind in ("eval", "train"):
+        with Image.open(session.folder / f"samples/{kind}-00001/0000.png") as image:
+            sizes[kind] = image.size
+    assert sizes == {"eval": (96, 48), "train": (96, 32)}
+    assert (session.folder / "report.html").is_file()
+    assert LOOP.describe(session) == "2 prompts x 10 steps at 96 x 48"
+
+
+def test_sizes_of_evaluations_are_checked(make_session):
+    with raises_user_error("eval_width=96", field="eval_resolution", value=8):
+        make_session(eval_resolution=8, eval_height=48, eval_width=96)
+    with raises_user_error("90"):  # not a multiple of the side of a token
+        make_session(eval_width=90)

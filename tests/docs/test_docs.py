@@ -33,7 +33,13 @@ import make_quality_benchmarks
 import make_results
 import make_tasks
 
-GLOBS = ("*.md", "docs/**/*.md", "assets/*/README.md", "reward_server/README.md")
+GLOBS = (
+    "*.md",
+    "docs/**/*.md",
+    "assets/*/README.md",
+    "dataset/README.md",
+    "reward_server/README.md",
+)
 PAGES = sorted(str(p.relative_to(ROOT)) for pattern in GLOBS for p in ROOT.glob(pattern))
 TASKS = sorted((ROOT / "docs/tasks").glob("*.md"))
 

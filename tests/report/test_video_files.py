@@ -1,5 +1,7 @@
 """Video files, and a run whose model generates videos."""
 
+import base64
+import io
 import json
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from plot import plot_images
 from train import train as train_run
 
 from flow_grpo.report.grid import save_image_grid
+from flow_grpo.report.thumbnails import encode_thumbnails
+from flow_grpo.report.video_files import save_video
 from flow_grpo.rewards.frames import to_pil
 from flow_grpo.training.trackers import save_samples
 
@@ -58,6 +62,25 @@ def test_a_video_is_saved_as_an_animated_gif_and_its_middle_frame(tmp_path):
     with Image.open(tmp_path / "0000.gif") as gif:
         assert gif.info["duration"] == 60
         assert gif.info["loop"] == 0  # repeat forever
+
+
+def test_an_mp4_is_shown_by_its_middle_frame_where_it_cannot_be_decoded(tmp_path):
+    [video] = make_videos(1, 5)
+    (tmp_path / "0000.mp4").write_bytes(b"of another machine")
+    video[2].save(tmp_path / "0000.png")
+    files = {0: [tmp_path / "0000.mp4", tmp_path / "0001.mp4"]}
+    [[shown, missing]] = encode_thumbnails(files, 1e6, 1).values()
+    assert missing is None
+    assert shown.startswith("data:image/webp;base64,")
+    with Image.open(io.BytesIO(base64.b64decode(shown.partition(",")[2]))) as image:
+        assert np.abs(pixels(image) - pixels(video[2])).mean() <= 16
+
+
+def test_a_gif_can_be_chosen_where_only_images_are_shown(tmp_path):
+    [video] = make_videos(1, 3)
+    assert save_video(video, tmp_path, "a", animated_image=True) == "a.gif"
+    assert save_video(video, tmp_path, "b") == "b.gif"
+    assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
 
 
 def test_a_video_of_one_frame_is_saved_as_an_image(tmp_path):

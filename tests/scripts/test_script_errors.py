@@ -74,6 +74,8 @@ def test_an_invalid_config_of_a_run_is_named(tmp_path, spec, change, named):
     ("option", "eval_field", "value"),
     [
         ("sample.num_steps=4", "sample.eval_num_steps", 40),
+        ("dataset=dataset/ocr", "eval_dataset", "dataset/scenes"),
+        ("resolution=64", "eval_resolution", 32),
         ("sample.guidance_scale=1", "sample.eval_guidance_scale", 2.0),
         ("reward_fn={'ocr': 1}", "eval_reward_fn", {"jpeg_compressibility": 1.0}),
         ("reward_fn.ocr=2", "eval_reward_fn", {"jpeg_compressibility": 1.0}),
@@ -87,7 +89,7 @@ def test_training_settings_are_rejected_where_evaluation_uses_its_own(option, ev
     check_eval_fields([*given, f"--config.{eval_field}=..."], config)
 
 
-@pytest.mark.parametrize("option", ["sample.guidance_scale=1", "reward_fn={'ocr': 1}"])
+@pytest.mark.parametrize("option", ["sample.guidance_scale=1", "reward_fn={'ocr': 1}", "height=8"])
 def test_training_settings_apply_to_an_evaluation_without_its_own(option):
     check_eval_fields([f"--config.{option}"], get_config("tiny_ocr"))
 

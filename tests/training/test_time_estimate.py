@@ -69,3 +69,4 @@ def test_the_run_is_its_epochs_and_evaluations():
 )
 def test_remaining_evaluations_are_counted(done, last, every, count):
     assert count_evaluations(done, last, every) == count
+    assert count_evaluations(done, last, every, before=False) == count - (done < 0)

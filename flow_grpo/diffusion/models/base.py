@@ -137,6 +137,7 @@ class ModelAdapter(ABC):
         nn.Module.to(self.vae, vae_dtype(dtype, self.device), **layout)
         self.prompt_cache = prompt_cache
         self._cache = self._open_cache()
+        self._caches: dict[Size, PromptCache] = {}  # of `source_images_at`
         self._stream: torch.cuda.Stream | None = None
 
     # --- defined by the families --------------------------------------------------------------
@@ -323,6 +324,22 @@ class ModelAdapter(ABC):
         if self.source_size is None:
             raise ValueError("source_size=None: pass load_adapter(..., source_size=Size(H, W))")
         return resize_and_crop(image, self.source_size.width, self.source_size.height)
+
+    @contextmanager
+    def source_images_at(self, size: Size) -> Iterator[None]:
+        """Resize source images to `size` for the duration of the context."""
+        if size == self.source_size or not self.num_source_images[-1]:
+            yield
+            return
+        before = self.source_size, self._cache  # embeddings depend on the size
+        self.source_size = size
+        if size not in self._caches:
+            self._caches[size] = self._open_cache()
+        self._cache = self._caches[size]
+        try:
+            yield
+        finally:
+            self.source_size, self._cache = before
 
     def source_latents(self, image: Image.Image) -> Tensor:
         """Encode a source image with the VAE, (1, C, H, W) in the scale of the transformer."""
@@ -530,7 +547,7 @@ class ModelAdapter(ABC):
         for subfolder, part, _ in iter_experts(self.transformer):
             attach_lora(part, path / subfolder, self.pipeline)
         # It may include text encoders, which invalidates cached embeddings.
-        self._cache, self._stream = self._open_cache(), None
+        self._cache, self._caches, self._stream = self._open_cache(), {}, None
 
     def load_weights(self, folder: Path) -> None:
         """Load the weights that a run saved: a LoRA or a full transformer."""

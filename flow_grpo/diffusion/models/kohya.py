@@ -53,6 +53,7 @@ def is_kohya(keys: Iterable[str]) -> bool:
     return any(
         key.startswith((*KOHYA_PREFIXES, "lora_te"))
         or key.endswith((".alpha", ".dora_scale", ".lora_down.weight", ".lora_up.weight"))
+        or key.endswith((".lora_A.default.weight", ".lora_B.default.weight"))
         for key in keys
     )
 

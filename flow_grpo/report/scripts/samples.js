@@ -87,24 +87,32 @@ function promptText(text) {
 
 function buildSlot() {
   const image = el("img", { alt: "", onload: () => image.classList.toggle("small", image.naturalWidth < 160) });
+  const video = el("video", { controls: "", loop: "", muted: "", playsinline: "", preload: "metadata" });
   const answer = el("p", { class: "answer", dir: "auto" });
   const nothing = el("p", { class: "nothing", text: "no image" });
   const label = el("p", { class: "label" }), scores = el("ul", { class: "scores" });
-  const node = el("figure", { class: "slot" }, image, answer, nothing, el("figcaption", {}, label, scores));
-  return { node, image, answer, nothing, label, scores };
+  const node = el("figure", { class: "slot" }, image, video, answer, nothing, el("figcaption", {}, label, scores));
+  return { node, image, video, answer, nothing, label, scores };
+}
+
+function showMedia(node, src) {
+  node.hidden = src === null;
+  if (src === null) node.removeAttribute("src");
+  else if (node.getAttribute("src") !== src) node.src = src;
 }
 
 function fillSlot(slot, sample, names, label, before) {
-  const { image, answer, scores } = slot;
-  image.hidden = !(sample && sample.image) || isAnswer(sample);
-  if (!image.hidden) {
-    if (image.getAttribute("src") !== sample.image) image.src = sample.image;
-    image.alt = sample.prompt;
-  } else image.removeAttribute("src");
+  const { image, video, answer, scores } = slot;
+  const shown = sample && sample.image && !isAnswer(sample) ? sample.image : null;
+  const isVideo = shown !== null && shown.startsWith("data:video/");
+  showMedia(image, isVideo ? null : shown);
+  showMedia(video, isVideo ? shown : null);
+  if (shown) image.alt = sample.prompt;
+  if (isVideo) video.setAttribute("aria-label", sample.prompt);
   answer.hidden = !isAnswer(sample);
   answer.textContent = isAnswer(sample) ? sample.answer : "";
   answer.className = `answer${isAnswer(sample) ? markOf(sample) : ""}`;
-  slot.nothing.hidden = !image.hidden || !answer.hidden;
+  slot.nothing.hidden = shown !== null || !answer.hidden;
   slot.label.replaceChildren(...label);
   scores.replaceChildren(...(sample ? names.map((name) => scoreLine(name, sample, before)) : []));
 }

@@ -310,7 +310,11 @@ def test_source_images_are_cached_by_content(family, folder, tmp_path, monkeypat
     again.encode(["a"], None, [content])
     assert len(encoded) == 2
     smaller = load_adapter(str(folder), source_size=Size(32, 32), **settings)
-    assert smaller.encode(["a"], None, [content]).inputs["source"].shape[1] < len(one)
+    small = smaller.encode(["a"], None, [content]).inputs["source"]
+    assert small.shape[1] < len(one)
+    with again.source_images_at(Size(32, 32)):
+        assert torch.equal(again.encode(["a"], None, [content]).inputs["source"], small)
+    assert torch.equal(again.encode(["a"], None, [content]).inputs["source"][0], one)
     names[0].unlink()
     with raises_user_error(names[0], "No such file or directory"):
         smaller.encode(["a"], None, [tuple(names)])

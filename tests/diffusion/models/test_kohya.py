@@ -371,6 +371,7 @@ def test_names_of_other_programs(prefix):
     found, settings = from_kohya(file, FLUX)
     assert found.keys() == {f"{QUERY}.{A}", f"{QUERY}.{B}"}
     assert (settings["r"], settings["lora_alpha"]) == (2, 1)
+    assert is_kohya(file)
     del file[f"{prefix}.alpha"]  # ComfyUI: alpha is the rank
     assert from_kohya(file, FLUX)[1]["lora_alpha"] == 2
 
