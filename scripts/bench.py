@@ -44,6 +44,9 @@ PINNED = {
     "dataset": "--prompts",
     "eval_prompts": "--num_prompts",
     "eval_questions": "--num_prompts",
+    "eval_dataset": "--prompts",
+    "sample.max_new_tokens": "--max_new_tokens",
+    "sample.temperature": "--temperature",
     "eval_reward_fn": "--scorers",
     "reward_fn": "--scorers",
 }
@@ -111,23 +114,28 @@ def run(protocol: Protocol, args: argparse.Namespace, options: list[str]) -> Non
     """Run the benchmark of the command line."""
     # imported here so that --help and user errors do not wait for torch
     from flow_grpo.config.saved_config import find_run_directory
-    from flow_grpo.diffusion.benchmark import run_benchmark
     from flow_grpo.diffusion.config_loading import load_config_file, load_run_config
+
+    if protocol.trainer == "diffusion":
+        from flow_grpo.diffusion.benchmark import run_benchmark
+        from flow_grpo.diffusion.fields import DIFFUSION_SPEC as SPEC
+    else:
+        from flow_grpo.vlm.benchmark import run_benchmark
+        from flow_grpo.vlm.fields import VLM_SPEC as SPEC
 
     paths = [path for word in args.checkpoint for path in (word, *word.split(","))]
     found = next(filter(None, map(find_run_directory, map(Path, paths))), None)
     if args.config:
-        config = load_config_file(args.config, options)
+        config = load_config_file(args.config, options, SPEC)
     elif found:
-        config = load_run_config(found, options)
+        config = load_run_config(found, options, SPEC)
     elif protocol.preset:
-        config = load_config_file(protocol.preset, options)
+        config = load_config_file(protocol.preset, options, SPEC)
     else:
         raise UserError(
             "is missing: the model is unknown",
             field="--config",
-            hint="pass a preset such as --config config/grpo.py:geneval_sd3, or a run with "
-            "--checkpoint",
+            hint=f"pass a preset such as --config {SPEC.example}, or a run with --checkpoint",
         )
     out = args.out or Path("bench") / protocol.name
     run_benchmark(config, protocol, args.checkpoint, out, overrides_of(args, options, config))

@@ -79,25 +79,15 @@ class BenchmarkSession:
         if self.store.open(settings):
             logger.info("continuing %s", self.out)
 
-    def log_protocol(self) -> None:
-        """Log the benchmark, its size and every deviation from its protocol."""
-        count, samples = len(self.prompts), self.settings.samples
-        logger.info("%s: %s", self.protocol.name, self.protocol.title)
-        logger.info("%d prompts x %d, model %s", count, samples, self.model)
-        for each in self.deviations:
-            logger.warning("deviation from the protocol: %s", each)
-
     def finish(self) -> BenchmarkResults:
         """Write and return the results of all candidates that the directory has scores of."""
-        raw, texts = [], {}
+        raw = []
         for name in self.store.candidates():
             candidate = self.store.candidate(name)
             scores = candidate.scores(self.batches)
             if not {*self.settings.scorers} <= {*scores}:
                 continue  # stopped before its first batch
             raw.append(RawScores(name, *candidate.identity(), scores))
-            if self.protocol.trainer == "vlm":
-                texts[name] = candidate.texts(self.batches)
         results = collect_results(
             self.protocol,
             model=self.model,
@@ -106,7 +96,6 @@ class BenchmarkSession:
             prompts=self.prompts,
             tags=self.tags,
             candidates=raw,
-            responses=texts,
         )
         write_results(self.out, results)
         return results
@@ -121,6 +110,16 @@ class BenchmarkSession:
             f"{len(self.batches) - left} of {len(self.batches)} batches of {candidate!r} are kept "
             f"in {self.out}, and the same command continues"
         )
+
+
+def log_protocol(
+    protocol: Protocol, settings: Settings, deviations: Sequence[Deviation], model: str
+) -> None:
+    """Log the benchmark, its size and every deviation from its protocol."""
+    logger.info("%s: %s", protocol.name, protocol.title)
+    logger.info("%d prompts x %d, model %s", settings.prompts, settings.samples, model)
+    for each in deviations:
+        logger.warning("deviation from the protocol: %s", each)
 
 
 def resolve_settings(

@@ -15,13 +15,14 @@ from typing import Any
 
 from flow_grpo.benchmarks.protocol import PromptSource
 from flow_grpo.config.paths import ROOT
+from flow_grpo.data.hub import download_dataset
 from flow_grpo.data.prompts import Prompt, PromptLayout
 from flow_grpo.data.rows import READERS
 from flow_grpo.errors import UserError, did_you_mean_file, first_line
 from flow_grpo.hub_access import is_offline
 from flow_grpo.untrusted_files import read_text, split_lines
 
-BUNDLED, GITHUB = "bundled", "github"
+BUNDLED, HUB = "bundled", "hub"
 RAW_URL = "https://raw.githubusercontent.com"
 TIMEOUT_SECONDS = 20.0  # to connect, and between two parts of a response
 MAX_BYTES = 1 << 28
@@ -55,6 +56,8 @@ def find_files(
     kind = source.source.partition(" ")[0]
     if kind == BUNDLED:
         files = _list_files(ROOT / source.files, source, option)
+    elif kind == HUB:
+        files = _download_from_hub(source, option)
     else:
         files = [_download(source, option)]
     found = checksum(files)
@@ -79,6 +82,11 @@ def checksum(files: list[Path]) -> str:
 def fetch_command(source: PromptSource, option: str = "--prompts") -> str:
     """Return how to get the files on a machine with network access."""
     name = Path(source.files).name
+    if source.source.startswith(HUB):
+        folder = Path(source.repository).name
+        include = f"--include '{source.files}' --local-dir {folder}"
+        download = f"hf download {source.repository} --repo-type dataset {include}"
+        return f"run {download} and pass {option} {folder}"
     if not source.is_glob:
         return f"run curl -L -o {name} {shlex.quote(file_url(source))} and pass {option} {name}"
     folder = Path(source.repository).name
@@ -144,9 +152,8 @@ def _list_files(path: Path, source: PromptSource, option: str) -> list[Path]:
     """Return the file, or those of a folder that match the glob, in order of their names."""
     if source.is_glob and path.is_dir():
         pattern = Path(source.files).name
-        files = sorted(
-            (each for each in path.glob(pattern) if each.is_file()), key=lambda p: p.name
-        )
+        found = (each for each in path.rglob(pattern) if each.is_file())
+        files = sorted(found, key=lambda file: file.name)
         if not files:
             raise UserError(f"has no files {pattern}", field=option, value=str(path))
         return files
@@ -182,6 +189,19 @@ def _download(source: PromptSource, option: str) -> Path:
         field=option,
         hint=f"on a machine with network access {fetch_command(source, option)}",
     )
+
+
+def _download_from_hub(source: PromptSource, option: str) -> list[Path]:
+    """Return the files of a data set on the hub, downloaded if they are not in its cache."""
+    name = f"{source.repository}@{source.commit}" if source.commit else source.repository
+    try:
+        return _list_files(download_dataset(name, [source.files]), source, option)
+    except UserError as error:
+        raise UserError(
+            f"is missing: the prompts cannot be downloaded from the hub ({error.rule})",
+            field=option,
+            hint=f"on a machine with network access {fetch_command(source, option)}",
+        ) from error
 
 
 def _try_download(url: str, path: Path) -> str:

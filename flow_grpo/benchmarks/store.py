@@ -51,11 +51,10 @@ class Batches:
 
 @dataclass
 class BatchRecord:
-    """Scores of a batch by scorer, in the order of its samples, and texts to keep."""
+    """Scores of a batch by scorer, in the order of its samples."""
 
     scores: dict[str, list[float]]
     errors: dict[str, str] = field(default_factory=dict)  # last error of scorers that failed
-    texts: list[str] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
@@ -165,7 +164,6 @@ class CandidateStore:
         content = {
             "scores": {n: list(map(score_to_json, v)) for n, v in record.scores.items()},
             "errors": record.errors,
-            "texts": record.texts,
         }
         write_text_atomic(self._path(batch), json.dumps(content) + "\n")
 
@@ -178,7 +176,7 @@ class CandidateStore:
             return None
         if any(len(values) != size for values in scores.values()):
             return None
-        return BatchRecord(scores, content.get("errors", {}), content.get("texts", []))
+        return BatchRecord(scores, content.get("errors", {}))
 
     def pending(self, batches: Batches) -> list[int]:
         """Return the batches that are not done."""
@@ -195,16 +193,6 @@ class CandidateStore:
                 column = found.setdefault(name, np.full(shape, np.nan))
                 for (prompt, number), value in zip(batches[batch], values, strict=True):
                     column[prompt, number] = value
-        return found
-
-    def texts(self, batches: Batches) -> list[list[str]]:
-        """Return the texts of all samples, (prompts, samples); "" where there is none."""
-        found = [[""] * batches.samples for _ in range(batches.prompts)]
-        for batch in range(len(batches)):
-            record = self.read(batch, len(batches[batch]))
-            texts = record.texts if record else []
-            for (prompt, number), text in zip(batches[batch], texts, strict=False):
-                found[prompt][number] = text
         return found
 
     def _path(self, batch: int) -> Path:

@@ -16,7 +16,12 @@ from accelerate import Accelerator
 
 from flow_grpo.benchmarks.protocol import ImageSampling, Protocol, Settings
 from flow_grpo.benchmarks.results import BenchmarkResults
-from flow_grpo.benchmarks.session import BenchmarkSession, Overrides, resolve_settings
+from flow_grpo.benchmarks.session import (
+    BenchmarkSession,
+    Overrides,
+    log_protocol,
+    resolve_settings,
+)
 from flow_grpo.benchmarks.sources import find_files, read_prompts
 from flow_grpo.benchmarks.store import BatchRecord, subset, weights_checksum
 from flow_grpo.config.trainer_spec import UncheckedConfig
@@ -98,7 +103,7 @@ def run_benchmark(
         out=out,
         batch_size=checked.sample.test_batch_size,
     )
-    session.log_protocol()
+    log_protocol(protocol, settings, deviations, model)
     [reward] = build_rewards(checked, accelerator, eval_reward_weights(checked))
     try:
         reject_groupwise_eval_rewards(reward.pairwise_rewards)

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict, config_flags
 
 from flow_grpo.config import overrides, saved_config
 from flow_grpo.config.paths import resolve_config_file
+from flow_grpo.config.trainer_spec import TrainerSpec
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
 from flow_grpo.errors import UserError
 from flow_grpo.untrusted_files import flatten_fields
@@ -27,23 +28,27 @@ EVAL_FIELDS = {
 }
 
 
-def load_run_config(run: Path, options: list[str]) -> ConfigDict:
+def load_run_config(
+    run: Path, options: list[str], spec: TrainerSpec = DIFFUSION_SPEC
+) -> ConfigDict:
     """Load the config that `run` was trained with; fields added since have their defaults."""
-    return apply_overrides(saved_config.load_run_config(run, DIFFUSION_SPEC), options)
+    return apply_overrides(saved_config.load_run_config(run, spec), options, spec)
 
 
-def load_config_file(path: str, options: list[str]) -> ConfigDict:
+def load_config_file(
+    path: str, options: list[str], spec: TrainerSpec = DIFFUSION_SPEC
+) -> ConfigDict:
     """Load path/to/config.py, path/to/config.py:preset or a preset by name."""
-    argument = f"--config={resolve_config_file(path, DIFFUSION_SPEC.preset_file)}"
-    config = overrides.load_checked_config([sys.argv[0], argument, *options], DIFFUSION_SPEC)
-    if DIFFUSION_SPEC.other_script(config):
+    argument = f"--config={resolve_config_file(path, spec.preset_file)}"
+    config = overrides.load_checked_config([sys.argv[0], argument, *options], spec)
+    if spec.other_script(config):
         raise UserError(
-            "is not a config of a diffusion model, which this script needs",
+            "belongs to another kind of model",
             field="--config",
             value=path,
-            hint=f"use one like {DIFFUSION_SPEC.example}",
+            hint=f"use one like {spec.example}",
         )
-    return apply_overrides(config, options)
+    return apply_overrides(config, options, spec)
 
 
 def check_eval_fields(options: Sequence[str], config: ConfigDict) -> None:
@@ -65,11 +70,13 @@ def check_eval_fields(options: Sequence[str], config: ConfigDict) -> None:
             )
 
 
-def apply_overrides(config: ConfigDict, options: list[str]) -> ConfigDict:
+def apply_overrides(
+    config: ConfigDict, options: list[str], spec: TrainerSpec = DIFFUSION_SPEC
+) -> ConfigDict:
     """Apply options of the form --config.FIELD=VALUE."""
     for option in options:
         name, equals, value = option.removeprefix("--config.").partition("=")
-        overrides.check_field_name(name, config, DIFFUSION_SPEC, value if equals else None)
+        overrides.check_field_name(name, config, spec, value if equals else None)
     values = flags.FlagValues()
     original_argv = sys.argv
     try:

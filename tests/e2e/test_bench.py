@@ -113,6 +113,24 @@ def test_a_judge_that_fails_halfway_loses_nothing(tmp_path, monkeypatch):
     assert "seed=42" in done.stderr
 
 
+def test_a_vlm_answers_the_questions_of_a_benchmark(tmp_path):
+    out = tmp_path / "qa"
+    command = [BENCH, "tiny_shapes_qa", "--num_prompts=4", f"--out={out}"]
+    done = run_script(*command)
+    assert done.returncode == 0, done.stderr
+    found = read_results(out)
+    [base] = found.candidates
+    assert all(each["response"] for each in base.samples)
+    scores = [each["math_answer"] for each in base.samples]
+    assert base.mean("math_answer") == pytest.approx(sum(scores) / 4)
+    assert {each.setting: each.used for each in found.deviations} == {"prompts": 4}
+    # nothing is generated again
+    before = (out / "results.json").read_bytes()
+    done = run_script(*command, "--config.sample.batch_size=3")
+    assert done.returncode == 0, done.stderr
+    assert (out / "results.json").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -122,6 +140,8 @@ def test_a_judge_that_fails_halfway_loses_nothing(tmp_path, monkeypatch):
         (["geneval2", "--config", "tiny_ocr", "--prompts", "no.jsonl"], "curl -L -o geneval2_data"),
         (["tiny_signs", "--scorers=geneval"], "'geneval'"),
         (["tiny_edits", "--config", "tiny_geneval"], "1 image"),
+        (["tiny_shapes_qa", "--samples=2"], "--temperature"),
+        (["tiny_shapes_qa", "--steps=2"], "--steps"),
         (["tiny_signs", "--checkpoint", "assets/tiny-vlm"], "tiny-vlm"),
     ],
 )

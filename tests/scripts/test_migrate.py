@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import migrate
@@ -26,6 +27,9 @@ from flow_grpo.config.migration.readme_commands import (
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
 from flow_grpo.diffusion.presets import get_config as diffusion_preset
 from flow_grpo.vlm.fields import VLM_SPEC
+
+sys.path.insert(0, str(ROOT / "docs"))
+import make_migrating
 
 CONFIG = """
 import ml_collections, imp, os
@@ -224,3 +228,10 @@ def test_a_list_of_rewards_is_weighted_equally():
     assert weigh_listed_rewards(given) == "--config.reward_fn={'ocr': 0.5, 'pickscore': 0.5}"
     for other in ("--config.reward_fn={'ocr': 1.0}", "--config.seed=1", "--config.reward_fn=[1]"):
         assert weigh_listed_rewards(other) == other
+
+
+def test_the_generated_pages_are_up_to_date():
+    """If not: python docs/make_migrating.py"""
+    for path, text in make_migrating.pages().items():
+        assert path.read_text("utf-8") == text, path
+        assert len(text.splitlines()) <= 300

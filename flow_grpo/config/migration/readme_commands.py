@@ -42,14 +42,19 @@ OWN_SERVER = "works in an environment of its own; docs/judges.md"
 NO_RAY = "not needed: there is no Ray"
 WANDB = "works; set --config.log_with=wandb"
 
+_NODES = {  # of scripts/multi_node
+    "sd3.sh": 4,
+    "flux.sh": 4,
+    "flux_kontext.sh": 4,
+    "qwenimage.sh": 4,
+    "qwenimage_edit.sh": 4,
+    "sd3_grpo_guard.sh": 2,
+}
 _MULTI_NODE = [
     f"bash scripts/multi_node/{script} {rank}"
-    for script, ranks in {
-        "sd3.sh": 4, "flux.sh": 4, "flux_kontext.sh": 4, "qwenimage.sh": 4, "qwenimage_edit.sh": 4,
-        "sd3_grpo_guard.sh": 2,
-    }.items()
-    for rank in range(ranks)
-]  # fmt: skip
+    for script, nodes in _NODES.items()
+    for rank in range(nodes)
+]
 README_COMMANDS = (
     ReadmeCommand(
         FLOW_GRPO,
