@@ -61,6 +61,16 @@ def mine():
         config.seed = each
     return config
 """
+BASE = """
+import ml_collections
+
+def get_config():
+    config = ml_collections.ConfigDict()
+    config.seed = 3
+    config.sample = sample = ml_collections.ConfigDict()
+    sample.num_steps = 40
+    return config
+"""
 
 
 def settings_of(text: str) -> dict[str, str]:
@@ -147,6 +157,7 @@ def test_a_config_file_is_read_without_executing_it(tmp_path, monkeypatch):
     assert found.settings["sample.num_batches_per_epoch"] == 16
     assert found.settings["train.gradient_accumulation_steps"] == 8
     assert [text.partition(": ")[2][:20] for text in found.skipped] == [
+        "base.get_config(), a",
         "config.sample.determ",
         "for each in range(3)",
     ]
@@ -156,6 +167,10 @@ def test_a_config_file_is_read_without_executing_it(tmp_path, monkeypatch):
     assert ours["logdir"] == "logs/mine"
     assert ours["reward_fn"] == "{'ocr': 1.0}"
     assert "per_prompt_stat_tracking=True" in text.partition("Without counterpart:")[2]
+    Path("base.py").write_text(BASE)
+    found = read_python_config(Path("grpo.py"), "mine")
+    assert found.settings["sample.num_steps"] == 40
+    assert len(found.skipped) == 2
     with raises_user_error("mine", field="grpo.py"):
         read_python_config(Path("grpo.py"), "minne")
 
