@@ -23,7 +23,12 @@ from flow_grpo.benchmarks.session import (
     resolve_settings,
 )
 from flow_grpo.benchmarks.sources import find_files, read_prompts
-from flow_grpo.benchmarks.store import BatchRecord, subset, weights_checksum
+from flow_grpo.benchmarks.store import (
+    BatchRecord,
+    subset,
+    weights_checksum,
+    write_geneval_layout,
+)
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion.builders import image_size, resolve_model_family
@@ -113,6 +118,11 @@ def run_benchmark(
     finally:
         close_scorers(reward)
     results = call_on_main(accelerator, session.finish)
+    if protocol.layout and accelerator.is_main_process:
+        for each in session.store.candidates():
+            candidate = session.store.candidate(each)
+            folder = candidate.folder / protocol.layout
+            write_geneval_layout(candidate, folder, [p.metadata for p in prompts], settings.samples)
     _report(results, out, checked.max_failed_fraction)
     accelerator.wait_for_everyone()
     accelerator.end_training()
