@@ -29,6 +29,7 @@ from flow_grpo.benchmarks.store import (
     weights_checksum,
     write_geneval_layout,
 )
+from flow_grpo.config.paths import relative_name
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion.builders import image_size, resolve_model_family
@@ -96,8 +97,8 @@ def run_benchmark(
     candidates = parse_diffusion_candidates(list(checkpoints), checked.train.lora_path)
     accelerator = build_accelerator(checked)
     prompts = [prompts[row] for row in rows]
-    model = checked.pretrained.model
-    check_source_images(prompts, model, family, image_size(checked), accelerator)
+    model = relative_name(checked.pretrained.model)
+    check_source_images(prompts, checked.pretrained.model, family, image_size(checked), accelerator)
     session = BenchmarkSession(
         protocol=protocol,
         settings=settings,
