@@ -370,7 +370,7 @@ def check_command(line: str, monkeypatch) -> None:
         groups = re.findall(r"\.\[([\w,]+)\]", line)
         assert {name for each in groups for name in each.split(",")} <= extras(), line
     elif program == "hf":
-        assert rest[0] in ("auth", "download"), line
+        assert rest[0] in ("auth", "download", "upload"), line
     elif program == "flow-grpo":
         if rest[0] == COPY:
             assert rest[1] in LOOPS, line
