@@ -157,7 +157,7 @@ KEYS = {
     "trainer.max_try_make_batch": derived("sample.refills"),
     "trainer.critic_warmup": to("train.critic_warmup"),
     "trainer.val_freq": derived("eval_freq"),
-    "trainer.val_before_train": none("a run is evaluated before training", True),
+    "trainer.val_before_train": to("eval_before_training"),
     "trainer.val_only": none("flow-grpo evaluate", False),
     "trainer.val_generations_to_log": to("log_images"),
     "trainer.save_freq": derived("save_freq"),

@@ -74,7 +74,7 @@ COMMON = {
     "trainer.max_actor_ckpt_to_keep": to("num_checkpoint_limit"),
     "trainer.resume_mode": to("resume", {"auto": "auto", "disable": "none", "resume_path": {}}),
     "trainer.resume_from_path": derived("resume"),
-    "trainer.val_before_train": none("a run is evaluated before training", True),
+    "trainer.val_before_train": to("eval_before_training"),
     "trainer.val_only": none("flow-grpo evaluate", False),
     "trainer.default_local_dir": none(IN_RUN),
 }
