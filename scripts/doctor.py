@@ -38,6 +38,7 @@ EXTRAS = {
     "server": "flow-grpo reward-server",
     "demo": "flow-grpo demo",
     "plot": "flow-grpo plot, compare",
+    "video": "videos as MP4, not GIF",
     "deepspeed": "DeepSpeed",
     "adam8bit": "train.use_8bit_adam",
     "vllm": "sample.engine=vllm",

@@ -19,7 +19,7 @@ from flow_grpo.untrusted_files import flatten_fields, is_inside, read_json
 
 log = logging.getLogger("flow_grpo")
 CONFIG_FILE = "config.json"
-START_FILE = "start.json"  # working directories and prompts of the run
+START_FILE = "start.json"  # working directories, commands and prompts of the run
 CODE_FIELDS = ("custom_rewards", "environment", *CUSTOM_CLASS_FIELDS)
 PATH_FIELDS = ("model", "head", "processor", "lora_path")  # also in reward_options
 LOCATION_FIELDS = ("resume", "run_name", "logdir")  # name the run directory

@@ -26,7 +26,7 @@ from flow_grpo.benchmarks.sources import find_files, read_prompts
 from flow_grpo.benchmarks.store import BatchRecord, subset, weights_checksum
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.prompts import Prompt
-from flow_grpo.diffusion.builders import image_size, resolve_model_family
+from flow_grpo.diffusion.builders import image_size, resolve_model_family, with_eval_size
 from flow_grpo.diffusion.candidates import CandidateModels, parse_diffusion_candidates
 from flow_grpo.diffusion.config_checks import check_config, reject_groupwise_eval_rewards
 from flow_grpo.diffusion.fields import DiffusionConfig
@@ -71,7 +71,7 @@ def run_benchmark(
     Raises:
         RewardOutage: If a scorer fails on a whole batch; everything else is kept.
     """
-    overrides, checked = overrides or Overrides(), check_config(config)
+    overrides, checked = overrides or Overrides(), with_eval_size(check_config(config))
     family = resolve_model_family(checked)
     family_name = family.__module__.rpartition(".")[2] if family else ""
     files = find_files(protocol.prompts, overrides.prompts)

@@ -87,7 +87,7 @@ def check_model_settings(config: DiffusionConfig, accelerator: Accelerator) -> s
     guidance = {n: v for n, v in flatten_fields(asdict(config)) if n in names and v is not None}
     sharded = is_sharded(accelerator)
     check_model(model, image_size(config), guidance, fewest_steps, sharded=sharded)
-    check_size(model, eval_image_size(config))
+    check_sizes(config, model)
     check_guidance_gradient(config, find_adapter(model))
     if config.train.lora_path:  # loading the model may take minutes
         check_expert_folders(config.train.lora_path, expert_folders_of_model(model))
@@ -157,6 +157,17 @@ def eval_image_size(config: DiffusionConfig) -> Size:
         config.eval_width or config.eval_resolution or width,
         frames,
     )
+
+
+def check_sizes(config: DiffusionConfig, model: str) -> None:
+    """Reject sizes of samples that a model does not support, in training and in evaluation."""
+    check_size(model, image_size(config))
+    try:
+        check_size(model, eval_image_size(config))
+    except UserError as error:
+        name = f"eval_{error.field}"
+        name = name if getattr(config, name, 0) else "eval_resolution"
+        raise UserError(error.rule, field=name, value=error.value, hint=error.hint) from error
 
 
 def with_eval_size(config: DiffusionConfig) -> DiffusionConfig:

@@ -44,15 +44,19 @@ def base_candidate(lora_path: str) -> Candidate:
     if not lora_path:
         return Candidate(BASE, None)
     check_lora_path(lora_path)
-    if not any("lora" in name.lower() for name in read_lora(lora_path).tensors):
+    check_lora(lora_path, "train.lora_path")
+    return Candidate(BASE, resolve_lora_path(lora_path))
+
+
+def check_lora(path: str | Path, field: str, family: str = "") -> None:
+    """Read a LoRA as `read_lora` does, and reject a file of other weights."""
+    if not any("lora" in name.lower() for name in read_lora(path, field, family=family).tensors):
         raise UserError(
             "contains no LoRA weights",
-            field="train.lora_path",
-            value=lora_path,
-            hint="pass full weights with --checkpoint, or a pipeline folder with "
-            "--config.pretrained.model",
+            field=field,
+            value=str(path),
+            hint="pass the directory of a full model with --checkpoint",
         )
-    return Candidate(BASE, resolve_lora_path(lora_path))
 
 
 def parse_diffusion_candidates(arguments: list[str], lora_path: str = "") -> list[Candidate]:
@@ -173,7 +177,7 @@ class CandidateModels:
             if candidate.weights:
                 check_expert_folders(candidate.weights, folders)
             for folder in folders if candidate.kind == "lora" else ():
-                read_lora(candidate.weights / folder, CHECKPOINT_OPTION, family=name)
+                check_lora(candidate.weights / folder, CHECKPOINT_OPTION, name)
             for folder in folders if candidate.kind == "model" else ():
                 check_transformer_files(candidate.weights / folder, model, folder or TRANSFORMER)
         for candidate in pipelines:

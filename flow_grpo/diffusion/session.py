@@ -21,6 +21,7 @@ from flow_grpo.diffusion.builders import (
     build_dynamics,
     can_compile,
     can_use_cuda_graphs,
+    check_sizes,
     eval_image_size,
     image_size,
     resolve_model_family,
@@ -37,7 +38,7 @@ from flow_grpo.diffusion.config_checks import (
 )
 from flow_grpo.diffusion.data_anchor import DataAnchor, check_anchor_data, load_anchor_images
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
-from flow_grpo.diffusion.models import ModelAdapter, Size, check_size
+from flow_grpo.diffusion.models import ModelAdapter, Size
 from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size, memory_saving_options
 from flow_grpo.diffusion.policy import Policy
 from flow_grpo.diffusion.prompts import PromptSets, build_prompts
@@ -234,8 +235,7 @@ def _load_run_data(run: SessionBuilder, plan: BatchPlan, *, has_model_files: boo
     model = config.pretrained.model
     family = resolve_model_family(config) if has_model_files else None
     if family is not None:  # before rewards are tried on images of this size
-        for size in (data.size, data.eval_size):
-            check_size(resolve_model_path(config), size)
+        check_sizes(config, resolve_model_path(config))
     if has_model_files:
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
     check_anchor_data(data.anchor_images, model, family, accelerator)

@@ -185,15 +185,21 @@ def render_page(data: dict[str, Any], version: str = "") -> str:
     style = (here / "page.css").read_text("utf-8")
     script = "\n".join((here / "scripts" / name).read_text("utf-8") for name in SCRIPTS)
     content = {
-        "POLICY": _content_security_policy(style, script, live=bool(version)),
+        "POLICY": content_security_policy(style, script, live=bool(version)),
         "TITLE": html.escape(", ".join(run["name"] for run in data["runs"])),
         "STYLE": style,
         "SCRIPT": script,
         "VERSION": version,
         "DATA": to_compact_json(data).replace("<", "\\u003c"),  # no tag can end the script block
     }
+    return fill_template("page.html", content)
+
+
+def fill_template(name: str, content: dict[str, str]) -> str:
+    """Return the template flow_grpo/report/NAME with each @@KEY@@ replaced by its content."""
+    template = (files("flow_grpo.report") / name).read_text("utf-8")
     # in one pass, as a prompt may contain a placeholder
-    first, *parts = (here / "page.html").read_text("utf-8").split("@@")
+    first, *parts = template.split("@@")
     return first + "".join(content[part] if i % 2 == 0 else part for i, part in enumerate(parts))
 
 
@@ -201,7 +207,7 @@ def to_compact_json(data: dict[str, Any]) -> str:
     return json.dumps(data, separators=(",", ":"))
 
 
-def _content_security_policy(style: str, script: str, *, live: bool) -> str:
+def content_security_policy(style: str, script: str, *, live: bool) -> str:
     """Return a policy that allows the page's own script, and requests to its server if live."""
     rules = {
         "default-src": "'none'",

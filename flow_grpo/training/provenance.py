@@ -1,4 +1,4 @@
-"""Record how a run was started (start.json): its working directories and prompt file hashes."""
+"""Record how a run was started (start.json): directories, commands and prompt file hashes."""
 
 import hashlib
 import json
@@ -9,6 +9,7 @@ from flow_grpo import atomic_io
 from flow_grpo.config.saved_config import START_FILE, read_start_folders
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.errors import UserError
+from flow_grpo.training.starts import add_start, read_starts
 from flow_grpo.untrusted_files import read_json
 
 SPLIT_PREFIXES = ("train", "test", "val")  # how the names of data files begin
@@ -16,9 +17,13 @@ DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
 
 def write_provenance(run: Path, dataset: str, eval_dataset: str = "") -> None:
-    """Write start.json; working directories of earlier starts are kept."""
+    """Write start.json; working directories and commands of earlier starts are kept."""
     folders = dict.fromkeys([os.getcwd(), *map(str, read_start_folders(run))])
-    content = {"folders": [*folders], "prompts": fingerprints(dataset, eval_dataset)}
+    content = {
+        "folders": [*folders],
+        "prompts": fingerprints(dataset, eval_dataset),
+        "starts": add_start(read_starts(run)),
+    }
     atomic_io.write_text_atomic(run / START_FILE, json.dumps(content, indent=2) + "\n")
 
 

@@ -35,6 +35,7 @@ from flow_grpo.vlm.builders import (
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.environment import EnvironmentPool
 from flow_grpo.vlm.evaluation_candidates import check_candidates, settings_of
+from flow_grpo.vlm.evaluation_page import write_page
 from flow_grpo.vlm.evaluation_questions import EvaluationSet, load_evaluation_sets
 from flow_grpo.vlm.evaluation_results import EvaluationResults
 from flow_grpo.vlm.fields import ENVIRONMENT, VLLM, VlmConfig
@@ -147,6 +148,7 @@ def evaluate_responses(
         table = results.table()
         if accelerator.is_main_process:
             results.write(out)
+            write_page(results, out)
             logger.info("%s\nwrote %s", results.markdown(), out)
         accelerator.wait_for_everyone()
     accelerator.end_training()

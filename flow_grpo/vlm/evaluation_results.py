@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +87,21 @@ class EvaluationResults:
             return name
         return f"{TOTAL_LABEL if name == TOTAL else name} avg@{self.sampling.n}"
 
-    def table_of(self, each: EvaluationSet) -> ScoreTable:
-        """Return the table of all candidates for one data set."""
-        table = ScoreTable()
-        for candidate in self.candidates:
-            table.add(candidate, self.columns(candidate, each))
-        return table
+    @cached_property
+    def tables(self) -> dict[str, ScoreTable]:
+        """Return the table of all candidates for each data set."""
+        found = {each.name: ScoreTable() for each in self.sets}
+        for each in self.sets:
+            for candidate in self.candidates:
+                found[each.name].add(candidate, self.columns(candidate, each))
+        return found
 
     def table(self) -> ScoreTable:
         """Return the table of all data sets; with several, the columns start with their names."""
-        tables = {each.name: self.table_of(each) for each in self.sets}
-        if len(tables) == 1:
-            return next(iter(tables.values()))
+        if len(self.tables) == 1:
+            return next(iter(self.tables.values()))
         table = ScoreTable()
-        for dataset, part in tables.items():
+        for dataset, part in self.tables.items():
             for candidate, columns in part.scores.items():
                 table.add(candidate, {f"{dataset}/{k}": values for k, values in columns.items()})
         return table
@@ -115,39 +117,48 @@ class EvaluationResults:
         """Return a table per data set, and the note on their intervals."""
         parts = []
         for each in self.sets:
-            table = self.table_of(each)
+            table = self.tables[each.name]
             title = f"{each.name}, {len(each.questions)} questions, {self.sampling.describe()}"
             parts += [title, format_table(table.format_rows(self.shown_columns()))]
-        note = table.note()
-        if self.sampling.n > 1:
-            note = f"pass@n and maj@n: a response is correct if {self.correctness}. {note}"
-        return "\n\n".join([*parts, note])
+        return "\n\n".join([*parts, self.note()])
+
+    def note(self) -> str:
+        """Return what is correct, and what the numbers after ± and in parentheses are."""
+        note = next(iter(self.tables.values())).note()
+        if self.sampling.n == 1:
+            return note
+        return f"pass@n and maj@n: a response is correct if {self.correctness}. {note}"
 
     def sample_rows(self) -> list[dict[str, Any]]:
         """Return the lines of samples.jsonl: all responses by candidate, data set and question."""
-        rows = []
-        for candidate in self.candidates:
-            for each in self.sets:
-                for row, question in enumerate(each.questions):
-                    for number, r in enumerate(self.responses_to(candidate, each.name, row)):
-                        known = r.scores.get(self.correctness.reward)
-                        correct = None if known is None else self.correctness.of(np.array(known))
-                        rows.append(
-                            {
-                                "checkpoint": candidate,
-                                "dataset": each.name,
-                                "row": row,
-                                "number": number,
-                                "prompt": question.text,
-                                "answer": r.transcript or r.answer,
-                                "truth": str(question.answer),
-                                "scores": r.scores,
-                                "correct": None if correct is None else bool(correct),
-                                "tokens": r.tokens,
-                                "ended": r.ended,
-                            }
-                        )
-        return rows
+        return [
+            self.sample_row(candidate, each, row, number)
+            for candidate in self.candidates
+            for each in self.sets
+            for row in range(len(each.questions))
+            for number in range(self.sampling.n)
+        ]
+
+    def sample_row(
+        self, candidate: str, each: EvaluationSet, row: int, number: int
+    ) -> dict[str, Any]:
+        """Return the line of samples.jsonl of one response."""
+        question = each.questions[row]
+        response = self.responses[ResponseKey(candidate, each.name, row, number)]
+        score = response.scores.get(self.correctness.reward)
+        return {
+            "checkpoint": candidate,
+            "dataset": each.name,
+            "row": row,
+            "number": number,
+            "prompt": question.text,
+            "answer": response.transcript or response.answer,
+            "truth": str(question.answer),
+            "scores": response.scores,
+            "correct": None if score is None else bool(self.correctness.of(np.array(score))),
+            "tokens": response.tokens,
+            "ended": response.ended,
+        }
 
     def write(self, out: Path) -> ScoreTable:
         """Write results.json, results.csv, results.md and samples.jsonl; return the table."""

@@ -43,7 +43,7 @@ def attach_lora(model: nn.Module, path: str | Path, field: str = "train.lora_pat
                 value=str(path),
             )
         folder = folder.parent
-    settings, tensors = _read_adapter(folder)
+    settings, tensors = read_adapter(folder)
     kind = f"a LoRA of this {type(model).__name__}"
     with (
         explain_load_errors(field, str(path), kind),
@@ -97,7 +97,7 @@ def select_lora_layers(family: Family, text: str, freeze_vision: bool) -> list[s
     return select_target_modules(family.model, text, exclude)
 
 
-def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the config and the tensors of a PEFT adapter."""
     config, weights = folder / CONFIG_NAME, folder / SAFETENSORS_WEIGHTS_NAME
     for file in (config, weights):

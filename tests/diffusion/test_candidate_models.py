@@ -174,6 +174,12 @@ def test_unusable_weights_are_rejected_before_sampling(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_of_full_weights_is_no_lora(formats, evaluated):
+    [file] = formats["transformer"].glob("*.safetensors")
+    with raises_user_error(field="--checkpoint", value=str(file)):
+        evaluated("base", file)
+
+
 def test_damaged_pipelines_are_rejected_before_sampling(formats, evaluated, tmp_path):
     pipeline = shutil.copytree(formats["pipeline"], tmp_path / "weights")
     change_tensors(set_infinite)(pipeline / "transformer")

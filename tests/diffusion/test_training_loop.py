@@ -348,5 +348,6 @@ def test_an_evaluation_has_its_own_size_and_may_wait_for_the_end_of_an_epoch(mak
 def test_sizes_of_evaluations_are_checked(make_session):
     with raises_user_error("eval_width=96", field="eval_resolution", value=8):
         make_session(eval_resolution=8, eval_height=48, eval_width=96)
-    with raises_user_error("90"):  # not a multiple of the side of a token
-        make_session(eval_width=90)
+    for name in ("eval_width", "eval_resolution"):  # not a multiple of the side of a token
+        with raises_user_error(field=name, value=90):
+            make_session(**{name: 90})

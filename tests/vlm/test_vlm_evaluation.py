@@ -1,6 +1,7 @@
 """Evaluation of VLM checkpoints: equality with the run's own, sampling, resuming, errors."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,23 @@ def test_the_files_of_a_sampled_evaluation_agree(sampled):
     assert [each["questions"] for each in content["datasets"].values()] == [4, 4]
     markdown = (out / "results.md").read_text()
     assert "other, 4 questions, 3 responses at temperature 1" in markdown
+
+
+def test_the_page_has_all_responses_side_by_side(sampled):
+    out, table = sampled
+    page = (out / "report.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert data["candidates"] == list(table.scores)
+    other = data["datasets"][1]
+    assert (other["name"], other["of"], len(other["questions"])) == ("other", 4, 4)
+    samples = [s for s in read_samples(out) if s["dataset"] == "other"]
+    for row, question in enumerate(other["questions"]):
+        for candidate, own in zip(data["candidates"], question["responses"], strict=True):
+            expected = [s for s in samples if (s["checkpoint"], s["row"]) == (candidate, row)]
+            assert [r["answer"] for r in own] == [s["answer"] for s in expected]
+            assert [r["scores"] for r in own] == [s["scores"] for s in expected]
+    assert other["questions"][1]["images"][0].startswith("data:image/webp;base64,")
+    assert other["chart"]["values"][0][0]["mean"] == table.score("base", "other/mine avg@3").mean
 
 
 def test_an_interrupted_evaluation_continues(run, sampled, tmp_path):

@@ -99,7 +99,8 @@ def check_transformer_files(folder: Path, model: str, name: str) -> None:
     own, kind = read_json(folder / "config.json").get("_class_name"), config["_class_name"]
     if own != kind:
         raise IncompatibleWeights(
-            f"contains a {own}, but the {name} of this model is a {kind}", field=folder
+            f"has _class_name={own!r} in its config.json, but the {name} of this model is a {kind}",
+            field=folder,
         )
     with init_empty_weights():
         expected = dict(getattr(diffusers, kind).from_config(config).named_parameters())
