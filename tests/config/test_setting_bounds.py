@@ -31,7 +31,7 @@ ZERO = {
     *("skip_first", "skip_last", "old_after", "old_start", "lr_warmup_steps"),
     *("max_skipped_updates", "critic_warmup"),
     # sizes that another setting may define
-    *("resolution", "height", "width", "video_fps"),
+    *("resolution", "height", "width", "eval_resolution", "eval_height", "eval_width", "video_fps"),
     # weights, decays and fractions
     *("max_failed_fraction", "lr_min_ratio", "adam_beta1", "adam_beta2", "adam_weight_decay"),
     *("ema_decay", "norm_guard", "kl_gate", "reset_kl", "kl_beta", "kl_target", "old_beta"),
