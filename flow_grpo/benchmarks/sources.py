@@ -222,6 +222,8 @@ def _try_download(url: str, path: Path) -> str:
                             raise OSError(f"it has more than {MAX_BYTES} bytes")
                         file.write(part)
                 partial.replace(path)
+    except requests.ConnectionError:
+        return f"no connection to {RAW_URL}"
     except (requests.RequestException, OSError) as error:
         return first_line(error)
     return ""
