@@ -87,6 +87,7 @@ class Protocol:
     settings_from: str  # where the settings and the formula are published
     notes: str = ""
     preset: str = ""  # config without --config and run, for the small models
+    layout: str = ""  # "geneval": images are also arranged for the authors' scorer
     seed: int = SEED
 
     def sampling_of(self, family: str) -> ImageSampling | ResponseSampling:

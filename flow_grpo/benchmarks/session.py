@@ -169,7 +169,7 @@ def select_scorers(
         UserError: If none is available, or one that the user names is not.
     """
     missing = protocol.missing_scorers()
-    chosen = {}
+    chosen, left_out = {}, []
     for name in overrides.scorers or protocol.scorers:
         if name not in protocol.scorers:
             raise UserError(
@@ -184,10 +184,12 @@ def select_scorers(
         elif name in overrides.scorers:
             raise _unavailable(protocol, name, missing.get(name, ""))
         else:
-            logger.warning("scorer %r is not available: %s", name, missing.get(name, ""))
+            left_out.append(name)
     if not chosen:
         name = next(iter(protocol.scorers))
         raise _unavailable(protocol, name, missing.get(name, ""))
+    for name in left_out:
+        logger.warning("scorer %r is not available: %s", name, missing.get(name, ""))
     if unused := [name for name in overrides.scorer_options if name not in chosen]:
         raise UserError(
             f"has options of {unused[0]!r}, which is not scored",

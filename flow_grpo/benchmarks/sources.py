@@ -220,6 +220,8 @@ def _try_download(url: str, path: Path) -> str:
                         raise OSError(f"it has more than {MAX_BYTES} bytes")
                     partial.write(part)
             os.replace(partial.name, path)
+    except requests.ConnectionError:
+        return f"no connection to {RAW_URL}"
     except (requests.RequestException, OSError) as error:
         return first_line(error)
     return ""

@@ -199,6 +199,30 @@ class CandidateStore:
         return self.folder / "scores" / f"{batch:05d}.json"
 
 
+def write_geneval_layout(
+    store: CandidateStore, folder: Path, rows: list[dict[str, Any]], samples: int
+) -> None:
+    """Arrange the images as GenEval's evaluation/evaluate_images.py reads them.
+
+    FOLDER/00012/metadata.jsonl and FOLDER/00012/samples/0001.png (djghosh13/geneval, README.md).
+    Images are hard links, which take no space.
+
+    Args:
+        store: The candidate.
+        folder: Directory to write to.
+        rows: Metadata of each prompt, a line of evaluation_metadata.jsonl.
+        samples: Images per prompt.
+    """
+    for prompt, row in enumerate(rows):
+        own = folder / f"{prompt:05d}"
+        (own / "samples").mkdir(parents=True, exist_ok=True)
+        write_text_atomic(own / "metadata.jsonl", json.dumps(row) + "\n")
+        for number in range(samples):
+            image, link = store.image_path(prompt, number), own / f"samples/{number:04d}.png"
+            if image.is_file() and not link.exists():
+                link.hardlink_to(image)
+
+
 def weights_checksum(weights: Path | None) -> str:
     """Return a SHA-256 of the files of a candidate's weights; "" for the base model."""
     if weights is None:

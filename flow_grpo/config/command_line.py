@@ -25,6 +25,7 @@ from flow_grpo.config.error_reporting import (
 from flow_grpo.config.fields import SharedFields
 from flow_grpo.config.help import full_help, short_help
 from flow_grpo.config.migration import foreign_hint
+from flow_grpo.config.migration.mm_grpo import weigh_listed_rewards
 from flow_grpo.config.overrides import (
     check_flags,
     explain_flag_error,
@@ -124,7 +125,7 @@ def parse_command_line(
             default = f"{RUN_CONFIG_FILE}:{runs[0]}"
     if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
         argv = [argv[0], f"--config={default}", *argv[1:]]
-    argv = _resolve_config_options(argv, spec.preset_file)
+    argv = [weigh_listed_rewards(arg) for arg in _resolve_config_options(argv, spec.preset_file)]
 
     def parse_and_check() -> None:
         """Print help and exit if it is requested; else parse the flags and check the config."""

@@ -23,7 +23,13 @@ from flow_grpo.benchmarks.session import (
     resolve_settings,
 )
 from flow_grpo.benchmarks.sources import find_files, read_prompts
-from flow_grpo.benchmarks.store import BatchRecord, subset, weights_checksum
+from flow_grpo.benchmarks.store import (
+    BatchRecord,
+    subset,
+    weights_checksum,
+    write_geneval_layout,
+)
+from flow_grpo.config.paths import relative_name
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion.builders import image_size, resolve_model_family, with_eval_size
@@ -91,8 +97,8 @@ def run_benchmark(
     candidates = parse_diffusion_candidates(list(checkpoints), checked.train.lora_path)
     accelerator = build_accelerator(checked)
     prompts = [prompts[row] for row in rows]
-    model = checked.pretrained.model
-    check_source_images(prompts, model, family, image_size(checked), accelerator)
+    model = relative_name(checked.pretrained.model)
+    check_source_images(prompts, checked.pretrained.model, family, image_size(checked), accelerator)
     session = BenchmarkSession(
         protocol=protocol,
         settings=settings,
@@ -113,6 +119,11 @@ def run_benchmark(
     finally:
         close_scorers(reward)
     results = call_on_main(accelerator, session.finish)
+    if protocol.layout and accelerator.is_main_process:
+        for each in session.store.candidates():
+            candidate = session.store.candidate(each)
+            folder = candidate.folder / protocol.layout
+            write_geneval_layout(candidate, folder, [p.metadata for p in prompts], settings.samples)
     _report(results, out, checked.max_failed_fraction)
     accelerator.wait_for_everyone()
     accelerator.end_training()

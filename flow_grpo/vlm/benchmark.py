@@ -19,6 +19,7 @@ from flow_grpo.benchmarks.results import BenchmarkResults, RawScores, collect_re
 from flow_grpo.benchmarks.session import Overrides, log_protocol, resolve_settings
 from flow_grpo.benchmarks.sources import find_files
 from flow_grpo.benchmarks.store import subset, weights_checksum
+from flow_grpo.config.paths import relative_name
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import close_scorers
@@ -85,7 +86,7 @@ def run_benchmark(
     check_media(checked, sets[0].questions, accelerator)
     checked = replace(checked, filter_overlong_prompts=False)  # no question may be dropped
     sets = raise_on_all_ranks(accelerator, lambda: check_candidates(checked, candidates, sets))
-    model = checked.pretrained.model
+    model = relative_name(checked.pretrained.model)
     log_protocol(protocol, settings, deviations, model)
     weights, main = checked.eval_reward_fn, accelerator.is_main_process
     correctness = Correctness.parse("", weights)

@@ -68,7 +68,8 @@ while (($#)) && [[ "$1" != -- ]]; do
     *) fail "unknown option '$1'; arguments of the script go after --" ;;
     esac
 done
-(($# > 1)) || fail "nothing to train; give the script or its arguments after --"
+(($# > 1)) || fail "nothing to train; give the script or its arguments after --, or start \
+Flow-GRPO's run with bash scripts/multi_node/sd3.sh 0"
 shift
 script=scripts/train.py
 if [[ "$1" != -* ]]; then

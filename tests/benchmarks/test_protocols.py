@@ -13,6 +13,7 @@ from flow_grpo.benchmarks.protocol import (
     get_protocol,
     scorer_infos,
 )
+from flow_grpo.benchmarks.session import Overrides, select_scorers
 from flow_grpo.config.presets import check_preset_exists
 from flow_grpo.diffusion.models import ADAPTERS
 from flow_grpo.diffusion.presets import PRESETS as DIFFUSION_PRESETS
@@ -64,6 +65,19 @@ def test_deviations_name_each_setting_with_both_values():
     # a family with settings of its own deviates with those of another
     changed = {each.setting for each in find_deviations(protocol, used, "flux")}
     assert changed == {"steps", "guidance"}
+
+
+def test_scorers_that_are_not_available_are_left_out_or_reported():
+    available = dict.fromkeys(IMAGE_REWARDS, "")
+    chosen = select_scorers(get_protocol("drawbench"), Overrides(), available)
+    assert [*chosen] == ["pickscore", "hpsv2", "aesthetic", "imagereward"]
+    for name in ("geneval2", "dpg", "wise", "t2i_compbench", "geneval_official"):
+        with raises_user_error("custom_rewards", field="scorer", value=name):
+            select_scorers(get_protocol(name), Overrides(), available)
+    own = select_scorers(get_protocol("wise"), Overrides(), {"wise": "custom a:b"})
+    assert own == {"wise": {}}
+    with raises_user_error(field="scorer", value="hpsv3"):
+        select_scorers(get_protocol("drawbench"), Overrides(scorers=["hpsv3"]), available)
 
 
 def test_an_unknown_benchmark_is_rejected_with_a_suggestion():

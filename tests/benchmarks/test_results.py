@@ -20,6 +20,7 @@ from flow_grpo.benchmarks.store import (
     BenchmarkStore,
     subset,
     weights_checksum,
+    write_geneval_layout,
 )
 
 
@@ -123,3 +124,24 @@ def test_a_directory_has_one_set_of_settings_and_one_set_of_weights_per_candidat
 def test_a_subset_is_spread_over_a_sorted_list():
     assert subset(10, 3) == [0, 3, 6]
     assert subset(3, None) == subset(3, 9) == [0, 1, 2]
+
+
+def test_images_are_arranged_for_the_scorer_of_geneval(tmp_path):
+    store = BenchmarkStore(tmp_path)
+    store.add_candidate("base", "", "")
+    candidate = store.candidate("base")
+    rows = [{"tag": "counting", "prompt": "one"}, {"tag": "colors", "prompt": "two"}]
+    for prompt, number in ((0, 0), (0, 1), (1, 1)):
+        candidate.image_path(prompt, number).write_bytes(bytes([prompt, number]))
+    for _ in range(2):  # a benchmark may be continued
+        write_geneval_layout(candidate, tmp_path / "geneval", rows, 2)
+    assert json.loads((tmp_path / "geneval/00001/metadata.jsonl").read_text()) == rows[1]
+    found = {
+        str(path.relative_to(tmp_path / "geneval")): list(path.read_bytes())
+        for path in (tmp_path / "geneval").rglob("*.png")
+    }
+    assert found == {
+        "00000/samples/0000.png": [0, 0],
+        "00000/samples/0001.png": [0, 1],
+        "00001/samples/0001.png": [1, 1],
+    }

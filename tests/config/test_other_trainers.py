@@ -181,3 +181,72 @@ def test_batches_of_diffusion_trainers():
     assert updates == 2
     assert ours["reward_fn"] == {"ocr": 0.5, "unifiedreward": 0.5}
     assert ours["sample.sde_window_range"] == (0, 5)
+
+
+def test_data_sets_and_layers_of_lora():
+    easyr1 = next(project for project in PROJECTS if project.name == "EasyR1")
+    lora = "worker.actor.model.lora"
+    given = {
+        "data.train_files": "hiyouga/math12k@train",
+        "data.val_files": "hiyouga/math12k@test",
+        f"{lora}.target_modules": "q_proj,v_proj",
+    }
+    ours = translate(easyr1, given, known_settings("train-vlm")).settings
+    assert ours["dataset"] == "hiyouga/math12k"
+    assert not {"eval_dataset", "train.lora_target_modules"} & ours.keys()  # full fine-tuning
+    given |= {"data.val_files": "hiyouga/geometry3k@test", f"{lora}.rank": 16}
+    ours = translate(easyr1, given, known_settings("train-vlm")).settings
+    assert ours["eval_dataset"] == "hiyouga/geometry3k"
+    assert (ours["train.lora_rank"], ours["train.lora_target_modules"]) == (16, "q_proj,v_proj")
+
+
+# A value of each option that is translated together with others.
+VALUES = {
+    "prompt_data": "a,b",
+    "prompt_data_probs": "0.5,0.5",
+    "input_template": "Q: {}",
+    "processor_kwargs": '{"max_pixels": 1000}',
+    "freeze_prefix": "visual",
+    "save_path": "a/b",
+    "adam_betas": (0.9, 0.95),
+    "kl_estimator": "k2",
+    "data.train_files": "a/b@train",
+    "data.val_files": "c/d@test",
+    "data.reward_fn": ["paddle-ocr"],
+    "reward.custom_reward_function.name": "compute_score_ocr",
+    "data.format_prompt": "math.jinja",
+    "worker.reward.reward_function": "r1v.py:compute_score",
+    "algorithm.kl_penalty": "mse",
+    "algorithm.use_kl_loss": True,
+    "algorithm.disable_kl": False,
+    "actor_rollout_ref.actor.kl_loss_type": "mse",
+    "actor_rollout_ref.rollout.sde_window_range": [0, 5],
+    "actor_rollout_ref.rollout.algo.sde_window_range": [0, 5],
+    "trainer.resume_from_path": "logs/a",
+    "trainer.logger": ["wandb"],
+    "report_to": "wandb",
+    "reward_funcs": ["accuracy_reward"],
+    "reward_weights": [1.0],
+}
+NEEDED = {  # the options that the others only matter with
+    "vllm_num_engines": 1,
+    "advantage_estimator": "gae",
+    "algorithm.adv_estimator": "gae",
+    "use_peft": True,
+    "use_vllm": True,
+    "trainer.resume_mode": "resume_path",
+    "actor_rollout_ref.rollout.name": "vllm",
+    "worker.rollout.name": "vllm",
+}
+
+
+@pytest.mark.parametrize("project", PROJECTS[1:], ids=NAMES[1:])
+def test_no_option_is_dropped_that_is_translated_with_others(project):
+    """`derive` produces each of our settings that a derived option is mapped to."""
+    joint = {key: found.setting for key, found in project.keys.items() if found.derived}
+    given = {key: VALUES.get(key, 2) for key in joint}
+    for name in ("optim.betas", "lora.target_modules", "target_modules"):
+        given |= {key: (0.9, 0.95) for key in joint if key.endswith(name)}
+    needed = {key: value for key, value in NEEDED.items() if key in project.keys}
+    ours = project.derive({**project.defaults, **given, **needed})
+    assert set(joint.values()) <= {*ours}

@@ -1,7 +1,6 @@
 """scripts/bench.py on the small models: pinned protocols, resuming, several processes."""
 
 import json
-import os
 import shutil
 import subprocess
 
@@ -16,6 +15,18 @@ from flow_grpo.diffusion.models import load_adapter
 BENCH = "scripts/bench.py"
 SCENES = ("tiny_scenes", "--num_prompts=6", "--steps=3", "--config.sample.test_batch_size=5")
 FILES = ("results.json", "results.md", "results.csv")
+JUDGE = """
+from pathlib import Path
+import numpy as np
+
+CALLS = []
+
+def brightness(images, prompts, metadata):
+    CALLS.append(len(images))
+    if len(CALLS) > 2 and Path(__file__).with_name("down").exists():
+        raise ValueError("the judge is down")
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +64,8 @@ def test_candidates_are_compared_and_every_deviation_is_stored(compared):
     tags = [name for name in base.scores if name in {s["tag"] for s in base.samples}]
     assert base.mean("score") == pytest.approx(sum(base.mean(tag) for tag in tags) / len(tags))
     assert other.scores["score"]["difference"]["count"] == 6
-    assert len(list((out / "candidates/base/images").iterdir())) == 12
+    images = {path.read_bytes() for path in (out / "candidates/base/images").iterdir()}
+    assert len(images) == 12  # each sample has its own noise
 
 
 def test_two_processes_give_the_same_files_after_an_interruption(compared, tmp_path):
@@ -82,41 +94,33 @@ def test_two_processes_give_the_same_files_after_an_interruption(compared, tmp_p
     assert len(list((again / "candidates/base/images").iterdir())) == 5
 
 
-def test_a_judge_that_fails_halfway_loses_nothing(tmp_path, monkeypatch):
-    flag, out = tmp_path / "down", tmp_path / "out"
-    monkeypatch.setenv("FAILING_JUDGE", str(flag))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests/support")]))
+def test_a_judge_that_fails_halfway_loses_nothing(tmp_path):
+    out, judge, flag = tmp_path / "out", tmp_path / "judge.py", tmp_path / "down"
+    judge.write_text(JUDGE)
     command = [BENCH, "tiny_signs", "--num_prompts=8", "--steps=2", f"--out={out}"]
     command += ["--config.sample.test_batch_size=2"]
-    command += ["--config.custom_rewards={'ocr': 'failing_judge:brightness'}"]
+    command += [f"--config.custom_rewards={{'ocr': '{judge}:brightness'}}"]
     flag.touch()
     done = run_script(*command)
     assert done.returncode == 3, done.stdout + done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert "the judge is down" in line
-    kept = {path.name for path in (out / "candidates/base/scores").iterdir()}
-    scored = [
-        json.loads((out / f"candidates/base/scores/{name}").read_text()) for name in sorted(kept)
-    ]
-    assert None not in scored[0]["scores"]["ocr"]
+    first = json.loads((out / "candidates/base/scores/00000.json").read_text())
+    assert None not in first["scores"]["ocr"]
     assert not (out / "results.json").exists()
     flag.unlink()
     done = run_script(*command)
     assert done.returncode == 0, done.stderr
     found = read_results(out)
-    assert [each["ocr"] for each in found.candidates[0].samples[:2]] == scored[0]["scores"]["ocr"]
-    assert all(each["ocr"] is not None for each in found.candidates[0].samples)
+    scores = [each["ocr"] for each in found.candidates[0].samples]
+    assert scores[:2] == first["scores"]["ocr"]
+    assert None not in scores
     assert "scorer_origins" in {each.setting for each in found.deviations}
-    # other settings do not mix with these scores
-    done = run_script(*command, "--seed=1")
-    assert done.returncode == 2
-    assert "seed=42" in done.stderr
 
 
 def test_a_vlm_answers_the_questions_of_a_benchmark(tmp_path):
     out = tmp_path / "qa"
-    command = [BENCH, "tiny_shapes_qa", "--num_prompts=4", f"--out={out}"]
-    done = run_script(*command)
+    done = run_script(BENCH, "tiny_shapes_qa", "--num_prompts=4", f"--out={out}")
     assert done.returncode == 0, done.stderr
     found = read_results(out)
     [base] = found.candidates
@@ -124,11 +128,6 @@ def test_a_vlm_answers_the_questions_of_a_benchmark(tmp_path):
     scores = [each["math_answer"] for each in base.samples]
     assert base.mean("math_answer") == pytest.approx(sum(scores) / 4)
     assert {each.setting: each.used for each in found.deviations} == {"prompts": 4}
-    # nothing is generated again
-    before = (out / "results.json").read_bytes()
-    done = run_script(*command, "--config.sample.batch_size=3")
-    assert done.returncode == 0, done.stderr
-    assert (out / "results.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,6 @@ def test_a_vlm_answers_the_questions_of_a_benchmark(tmp_path):
         (["tiny_edits", "--config", "tiny_geneval"], "1 image"),
         (["tiny_shapes_qa", "--samples=2"], "--temperature"),
         (["tiny_shapes_qa", "--steps=2"], "--steps"),
-        (["tiny_signs", "--checkpoint", "assets/tiny-vlm"], "tiny-vlm"),
     ],
 )
 def test_invalid_commands_are_one_line(arguments, shown, tmp_path):

@@ -216,6 +216,22 @@ def dataset_of(train: Any, test: Any = None) -> str:
     return name
 
 
+def datasets_of(train: Any, test: Any) -> Settings:
+    """Return `dataset`, and `eval_dataset` if the test file belongs to another data set."""
+    dataset = dataset_of(train, test)
+    other = dataset_of(test)
+    if not dataset:
+        return {}
+    is_own = not other or other == dataset or other.rpartition("/")[0] == dataset
+    return {"dataset": dataset} if is_own else {"dataset": dataset, "eval_dataset": other}
+
+
+def modules_of(names: Any) -> Settings:
+    """Return `train.lora_target_modules` for the modules of a LoRA; "auto" is our default too."""
+    text = names if isinstance(names, str) else ",".join(map(str, names or ()))
+    return {} if text in ("", "auto") else {"train.lora_target_modules": text}
+
+
 def trackers_of(loggers: Any) -> str:
     """Return our `log_with` for a list of loggers."""
     ours = ("wandb", "tensorboard", "swanlab", "trackio", "mlflow")

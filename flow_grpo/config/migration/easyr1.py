@@ -16,8 +16,9 @@ from flow_grpo.config.migration.counterparts import (
     VLM,
     Project,
     Settings,
-    dataset_of,
+    datasets_of,
     derived,
+    modules_of,
     none,
     ratio,
     to,
@@ -46,7 +47,7 @@ FORMAT_WEIGHTS = {"math.py": 0.1, "r1v.py": 0.5}
 
 KEYS = {
     "data.train_files": derived("dataset"),
-    "data.val_files": none("the test split of the data set is evaluated"),
+    "data.val_files": derived("eval_dataset"),
     "data.prompt_key": to("input_key"),
     "data.answer_key": to("answer_key"),
     "data.image_key": to("image_key"),
@@ -112,9 +113,7 @@ KEYS = {
     f"{MODEL}.freeze_vision_tower": derived("train.freeze_vision"),
     f"{MODEL}.lora.rank": derived("train.lora_rank"),
     f"{MODEL}.lora.alpha": derived("train.lora_alpha"),
-    f"{MODEL}.lora.target_modules": none(
-        "the linear layers of the language model have LoRA", "all-linear"
-    ),
+    f"{MODEL}.lora.target_modules": derived("train.lora_target_modules"),
     f"{MODEL}.lora.exclude_modules": none(
         "train.freeze_vision=True excludes the vision tower", ".*visual.*"
     ),
@@ -158,7 +157,7 @@ KEYS = {
     "trainer.max_try_make_batch": derived("sample.refills"),
     "trainer.critic_warmup": to("train.critic_warmup"),
     "trainer.val_freq": derived("eval_freq"),
-    "trainer.val_before_train": none("a run is evaluated before training", True),
+    "trainer.val_before_train": to("eval_before_training"),
     "trainer.val_only": none("flow-grpo evaluate", False),
     "trainer.val_generations_to_log": to("log_images"),
     "trainer.save_freq": derived("save_freq"),
@@ -229,7 +228,7 @@ DEFAULTS = {  # examples/config.yaml
 def derive(given: Mapping[str, Any]) -> Settings:
     """Return our settings that depend on several of EasyR1's."""
     ours = _derive_update(given)
-    ours["dataset"] = dataset_of(given["data.train_files"], given.get("data.val_files"))
+    ours |= datasets_of(given["data.train_files"], given.get("data.val_files"))
     ours["log_with"] = trackers_of(given["trainer.logger"])
     for theirs, name in {"trainer.val_freq": "eval_freq", "trainer.save_freq": "save_freq"}.items():
         ours[name] = max(0, int(value_of(given, theirs)))  # -1 is never
@@ -264,6 +263,7 @@ def _derive_update(given: Mapping[str, Any]) -> Settings:
     if rank:
         alpha = given.get(f"{MODEL}.lora.alpha", 64)
         ours |= {"train.lora_rank": int(rank), "train.lora_alpha": alpha}
+        ours |= modules_of(given.get(f"{MODEL}.lora.target_modules"))
     if betas := given.get(f"{ACTOR}.optim.betas"):
         ours |= {"train.adam_beta1": betas[0], "train.adam_beta2": betas[1]}
     if given.get(f"{ROLLOUT}.name") == "vllm":  # without it, our engine needs neither

@@ -76,5 +76,4 @@ FLOW_GRPO = Project(
         **{theirs: none(note) for theirs, note in UNSUPPORTED_FIELDS.items()},
     },
     programs=(*SCRIPTS, *UNSUPPORTED_SCRIPTS),
-    page="flow_grpo.md",
 )

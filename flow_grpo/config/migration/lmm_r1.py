@@ -18,6 +18,7 @@ from flow_grpo.config.migration.counterparts import (
     Settings,
     dataset_of,
     derived,
+    modules_of,
     none,
     ratio,
     to,
@@ -37,6 +38,7 @@ KEYS = {
     "prompt_data": derived("dataset"),
     "prompt_data_probs": derived("dataset"),
     "prompt_split": none("a data set has its own train and test split", "train"),
+    "eval_dataset": to("eval_dataset"),
     "eval_split": none("a data set has its own train and test split", "test"),
     "input_key": to("input_key"),
     "label_key": to("answer_key"),
@@ -109,6 +111,7 @@ KEYS = {
     # LoRA and memory
     "lora_rank": derived("train.lora_rank"),
     "lora_alpha": derived("train.lora_alpha"),
+    "target_modules": derived("train.lora_target_modules"),
     "lora_dropout": none("LoRA has no dropout, so that the ratio starts at 1", 0, 0.0),
     "exclude_modules": none("train.freeze_vision=True excludes the vision tower"),
     "load_in_4bit": to("pretrained.base_precision", {True: "nf4", False: {}}),
@@ -117,8 +120,10 @@ KEYS = {
     "adam_offload": to("train.offload_optimizer"),
     "zero_stage": to(ZERO_STAGE),
     # rewards
-    "remote_rm_url": derived("reward_servers"),
-    "reward_pretrain": derived("reward_options"),
+    "remote_rm_url": none(
+        "its math verifier is the reward math_answer; reward_servers={'mine': URL} asks another"
+    ),
+    "reward_pretrain": none("reward_fn={'reward_model': 1.0}; reward_options names the model"),
     "critic_pretrain": none("the value head shares the policy's layers"),
     # run
     "save_path": derived("run_name"),
@@ -153,8 +158,6 @@ GROUPS = {
     "value_head_prefix": "the value head has its own name",
     "logging_steps": "every epoch is logged",
     "wandb_*": "environment variables of wandb set it",
-    "eval_dataset": "the test split of the data set is evaluated",
-    "target_modules": "the linear layers of the language model have LoRA",
     "flash_attn": LOADED_BY,
     "use_liger_kernel": LOADED_BY,
     "disable_fast_tokenizer": LOADED_BY,
@@ -214,6 +217,7 @@ def derive(given: Mapping[str, Any]) -> Settings:
             "train.lora_rank": given["lora_rank"],
             "train.lora_alpha": given.get("lora_alpha", 16),
         }
+        ours |= modules_of(given.get("target_modules"))
     if given["advantage_estimator"] == "gae":
         warmup = max(0, int(value_of(given, "freezing_actor_steps", -1)))
         ours |= {"train.critic_warmup": warmup}

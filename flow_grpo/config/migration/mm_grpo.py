@@ -9,7 +9,7 @@ verl_omni/trainer/config/_generated_diffusion_trainer.yaml. Batches count prompt
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flow_grpo.config.migration.counterparts import (
@@ -18,6 +18,7 @@ from flow_grpo.config.migration.counterparts import (
     Settings,
     derived,
     none,
+    parse_value,
     to,
     value_of,
 )
@@ -180,11 +181,26 @@ def _derive_batches(given: Mapping[str, Any]) -> Settings:
     }
 
 
+def weigh_equally(names: Sequence[str]) -> dict[str, float]:
+    """Return `reward_fn` for a list of rewards, by MM-GRPO's names or ours."""
+    return {REWARDS.get(name, name): 1 / len(names) for name in names}
+
+
+def weigh_listed_rewards(arg: str) -> str:
+    """Return --config.reward_fn with weights if it is a list of names, as in MM-GRPO."""
+    option, _, text = arg.partition("=")
+    if option not in ("--config.reward_fn", "--config.eval_reward_fn") or text[:1] != "[":
+        return arg
+    names = parse_value(text)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return arg
+    return f"{option}={weigh_equally(names)}"
+
+
 def _derive_rewards(given: Mapping[str, Any]) -> Settings:
     """Return `reward_fn`: equal weights for a list of rewards."""
     names = given.get("data.reward_fn") or []
-    names = [names] if isinstance(names, str) else names
-    weights = {REWARDS.get(name, name): 1 / len(names) for name in names}
+    weights = weigh_equally([names] if isinstance(names, str) else names)
     function = given.get("reward.custom_reward_function.name")
     if not weights and function in REWARD_FUNCTIONS:
         weights = {REWARD_FUNCTIONS[function]: 1.0}

@@ -13,6 +13,7 @@ from flow_grpo.config.migration.counterparts import (
     Project,
     Settings,
     derived,
+    modules_of,
     none,
     to,
     value_of,
@@ -77,7 +78,7 @@ KEYS = {
     "lora_r": derived("train.lora_rank"),
     "lora_alpha": derived("train.lora_alpha"),
     "lora_dropout": none("LoRA has no dropout, so that the ratio starts at 1", 0, 0.0),
-    "lora_target_modules": none("the linear layers of the language model have LoRA", "all-linear"),
+    "lora_target_modules": derived("train.lora_target_modules"),
     "load_in_4bit": to("pretrained.base_precision", {True: "nf4", False: {}}),
     "load_in_8bit": to("pretrained.base_precision", {True: "fp8", False: {}}),
     "dataset_name": to("dataset"),
@@ -192,6 +193,7 @@ def derive(given: Mapping[str, Any]) -> Settings:
         ours |= {
             "train.lora_rank": given.get("lora_r", 16),
             "train.lora_alpha": given.get("lora_alpha", 32),
+            **modules_of(given.get("lora_target_modules")),
         }
     if given.get("use_vllm"):
         for theirs, name in VLLM.items():

@@ -13,8 +13,9 @@ from flow_grpo.config.migration.counterparts import (
     VLM,
     Project,
     Settings,
-    dataset_of,
+    datasets_of,
     derived,
+    modules_of,
     none,
     ratio,
     to,
@@ -34,7 +35,7 @@ KL_ESTIMATORS = {
 
 COMMON = {
     "data.train_files": derived("dataset"),
-    "data.val_files": none("the test split of the data set is evaluated"),
+    "data.val_files": derived("eval_dataset"),
     "data.train_max_samples": none("all rows are used; write a shorter file", -1),
     "data.val_batch_size": none("bounds memory only; the trainer chooses"),
     "data.shuffle": none("each pass has its own order", True),
@@ -45,9 +46,7 @@ COMMON = {
     f"{MODEL}.lora_rank": derived("train.lora_rank"),
     f"{MODEL}.lora_alpha": derived("train.lora_alpha"),
     f"{MODEL}.lora_adapter_path": to("train.lora_path"),
-    f"{MODEL}.target_modules": none(
-        "the linear layers that the model's authors train have LoRA", "all-linear", "auto"
-    ),
+    f"{MODEL}.target_modules": derived("train.lora_target_modules"),
     f"{ACTOR}.optim.lr": to("train.learning_rate"),
     f"{ACTOR}.optim.betas": derived("train.adam_beta2"),
     f"{ACTOR}.optim.weight_decay": to("train.adam_weight_decay"),
@@ -75,7 +74,7 @@ COMMON = {
     "trainer.max_actor_ckpt_to_keep": to("num_checkpoint_limit"),
     "trainer.resume_mode": to("resume", {"auto": "auto", "disable": "none", "resume_path": {}}),
     "trainer.resume_from_path": derived("resume"),
-    "trainer.val_before_train": none("a run is evaluated before training", True),
+    "trainer.val_before_train": to("eval_before_training"),
     "trainer.val_only": none("flow-grpo evaluate", False),
     "trainer.default_local_dir": none(IN_RUN),
 }
@@ -216,9 +215,7 @@ DEFAULTS = {
 
 def derive_common(given: Mapping[str, Any]) -> Settings:
     """Return our settings that depend on several of verl's, for every trainer of it."""
-    ours: Settings = {}
-    if dataset := dataset_of(given.get("data.train_files"), given.get("data.val_files")):
-        ours["dataset"] = dataset
+    ours = datasets_of(given.get("data.train_files"), given.get("data.val_files"))
     if "trainer.logger" in given:
         ours["log_with"] = trackers_of(given["trainer.logger"])
     for theirs, name in {
@@ -232,7 +229,7 @@ def derive_common(given: Mapping[str, Any]) -> Settings:
     rank = value_of(given, f"{MODEL}.lora_rank")
     ours["use_lora"] = rank > 0
     if rank:
-        ours["train.lora_rank"] = int(rank)
+        ours |= {"train.lora_rank": int(rank), **modules_of(given.get(f"{MODEL}.target_modules"))}
         if f"{MODEL}.lora_alpha" in given:
             ours["train.lora_alpha"] = given[f"{MODEL}.lora_alpha"]
     if betas := given.get(f"{ACTOR}.optim.betas"):
