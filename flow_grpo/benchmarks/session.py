@@ -87,14 +87,15 @@ class BenchmarkSession:
             logger.info("continuing %s", self.out)
 
     def finish(self) -> BenchmarkResults:
-        """Write and return the results of all candidates that the directory has scores of."""
+        """Write and return the results of all candidates whose batches were all scored."""
         raw = []
         for name in self.store.candidates():
             candidate = self.store.candidate(name)
-            scores = candidate.scores(self.batches)
-            if not {*self.settings.scorers} <= {*scores}:
-                continue  # stopped before its first batch
-            raw.append(RawScores(name, *candidate.identity(), scores))
+            if candidate.is_complete(self.batches):
+                scores = candidate.scores(self.batches)
+                raw.append(RawScores(name, *candidate.identity(), scores))
+            else:  # an earlier command was stopped
+                logger.warning("%s is left out: not all of its batches were scored", name)
         results = collect_results(
             self.protocol,
             model=self.model,

@@ -189,6 +189,10 @@ class CandidateStore:
         found = ((i, self.read(i, len(batches[i]))) for i in range(len(batches)))
         return [i for i, record in found if record is None or not record.is_done]
 
+    def is_complete(self, batches: Batches) -> bool:
+        """Return whether every batch was scored; single scores may have failed."""
+        return all(self.read(i, len(batches[i])) is not None for i in range(len(batches)))
+
     def scores(self, batches: Batches) -> dict[str, np.ndarray]:
         """Return all scores, (prompts, samples) by scorer; NaN where there is none."""
         shape = (batches.prompts, batches.samples)

@@ -274,17 +274,23 @@ class _Run:
         return _Batch(number, pending)
 
     def _finish(self, candidate: str, batch: _Batch | None) -> None:
-        """Wait for the scores of a batch and write them; raise if a scorer failed on all of it."""
+        """Wait for the scores of a batch and write them; raise if a scorer failed on all of it.
+
+        A batch that an earlier start failed on is no reason to stop: it may never have a score.
+        """
         outage = ""
         if batch is not None:
             scores = batch.pending.result()
+            store = self.session.store.candidate(candidate)
+            size = len(self.session.batches[batch.number])
+            is_new = store.read(batch.number, size) is None
             record = BatchRecord(
                 {name: list(map(float, v)) for name, v in scores.items() if name != TOTAL},
                 dict(self.reward.last_errors),
             )
             with explain_write_errors(self.session.out):
-                self.session.store.candidate(candidate).write(batch.number, record)
-            outage = self.session.describe_outage(candidate, record)
+                store.write(batch.number, record)
+            outage = self.session.describe_outage(candidate, record) if is_new else ""
 
         def raise_outage() -> None:
             if outage:
