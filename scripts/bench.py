@@ -181,9 +181,9 @@ def describe(protocol: Protocol) -> str:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return number
 
 

@@ -1,4 +1,4 @@
-"""scripts/reproduce.py checks, trains and publishes, and continues wherever it was killed."""
+"""scripts/reproduce.py checks, trains and publishes, and continues where it stopped."""
 
 import json
 import os
@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import reproduce
 from huggingface_hub import ModelCard
-from runner import ROOT, environment
+from runner import ROOT, environment, run_script
 from user_errors import raises_user_error
 
 from flow_grpo.benchmarks.protocol import benchmark_names
@@ -37,29 +36,12 @@ QUICK = [
 ]
 
 
-def start(out: Path) -> subprocess.Popen:
-    command = [sys.executable, "scripts/reproduce.py", "sd3_ocr", "--small", "--out", out]
-    return subprocess.Popen(
-        [*command, "--num_prompts", "2", "--", *QUICK],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def test_a_task_that_is_killed_ends_with_the_card(tmp_path):
+def test_a_task_ends_with_the_card(tmp_path):
     out = tmp_path / "out"
     run = out / "logs/train"
-    killed = start(out)
-    while not (run / "config.json").exists() and killed.poll() is None:
-        time.sleep(0.05)
-    killed.kill()  # its training process gets SIGTERM from the kernel
-    killed.communicate()
-    again = start(out)
-    shown, _ = again.communicate()
-    assert again.returncode == 0, shown
+    options = ("--small", "--out", out, "--num_prompts", "2")
+    done = run_script("scripts/reproduce.py", "sd3_ocr", *options, "--", *QUICK)
+    assert done.returncode == 0, done.stderr
 
     card = out / "flow_grpo-sd3_ocr-small"
     assert ModelCard.load(card / "README.md").data.pipeline_tag == "text-to-image"
@@ -161,6 +143,36 @@ def test_a_finished_stage_is_skipped_and_a_failed_one_repeated(tmp_path):
             run_stages(state, stages)
         assert caught.value.exit_code == 7
     assert log.read_text() == "122"
+
+
+def test_a_killed_task_stops_its_stage(tmp_path):
+    """The kernel sends SIGTERM to the stage's process."""
+    ready, stopped = tmp_path / "ready", tmp_path / "stopped"
+    stage = (
+        "import pathlib, signal, sys\n"
+        "def stop(*_):\n"
+        "    pathlib.Path(sys.argv[2]).touch()\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "while True:\n"
+        "    signal.pause()\n"
+    )
+    task = (
+        "import sys\n"
+        "from flow_grpo.training.stages import run_command\n"
+        "run_command('stage', [sys.executable, '-c', *sys.argv[1:]])\n"
+    )
+    command = [sys.executable, "-c", task, stage, ready, stopped]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment())
+    while not ready.exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while not stopped.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert stopped.exists()
 
 
 def test_other_options_and_other_directories_are_rejected(tmp_path):
