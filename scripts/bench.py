@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         print_text(describe(get_protocol(named[0])) + "\n")
     args, options = parser.parse_with_overrides()
     if args.list:
-        print_text("\n".join(f"{n:18} {get_protocol(n).title}" for n in benchmark_names()))
+        print_text("\n".join(map(describe_in_a_line, benchmark_names())))
         return
     if args.name is None:
         parser.error("NAME is missing; --list lists the benchmarks")
@@ -154,6 +154,13 @@ def overrides_of(args: argparse.Namespace, options: list[str], config: Any) -> O
         # those of a run's config belong to its training
         scorer_options=config.reward_options.to_dict() if given else {},
     )
+
+
+def describe_in_a_line(name: str) -> str:
+    """Return the name and the title of a benchmark, and whether its scorers are available."""
+    protocol = get_protocol(name)
+    needs_judge = {*protocol.scorers} <= {*protocol.missing_scorers()}
+    return f"{name:18} {protocol.title}" + " (needs a scorer that you provide)" * needs_judge
 
 
 def describe(protocol: Protocol) -> str:
