@@ -28,7 +28,7 @@ from flow_grpo.training.accelerator import build_accelerator
 from flow_grpo.training.builder import available_scorers, build_rewards
 from flow_grpo.training.candidates import Candidate, parse_candidates
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
-from flow_grpo.training.lock import RunLock
+from flow_grpo.training.lock import lock_output
 from flow_grpo.vlm.builders import check_media
 from flow_grpo.vlm.checkpoint_evaluation import (
     ResponseEvaluation,
@@ -100,7 +100,7 @@ def run_benchmark(
         folder = out / RESPONSES
 
         def open_folder() -> None:
-            lock = RunLock(folder)
+            lock = lock_output(folder)
             cleanup.callback(lock.release)
             open_evaluation(folder, described)
 
