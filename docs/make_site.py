@@ -15,7 +15,7 @@ OUTSIDE = (
     *("assets/tiny-edit/README.md", "assets/tiny-edit/samples.png"),
     *("assets/tiny-vlm/README.md", "assets/tiny-vlm/samples.png", "assets/tiny-text/README.md"),
     *("examples/first_run.ipynb", "Dockerfile"),
-    *("reward_server/README.md", "reward_server/openapi.json"),
+    *("dataset/README.md", "reward_server/README.md", "reward_server/openapi.json"),
     *("flow_grpo/rewards/protocol.py", "tests/rewards/test_geneval_rules.py"),
 )
 

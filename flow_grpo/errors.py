@@ -95,6 +95,7 @@ def did_you_mean_file(path: str | Path, pattern: str = "*") -> str:
     folder = Path(path).parent
     found = folder.glob(pattern) if os.path.isdir(folder) else ()  # False if the name is too long
     siblings = {each.relative_to(folder).parts[0] for each in islice(found, MAX_COMPARED_FILES)}
+    siblings.discard(Path(path).name)  # a dangling link, or not of the needed kind
     near = nearest(Path(path).name, siblings)
     return f"did you mean {folder / near}?" if near else ""
 

@@ -8,7 +8,7 @@
 The protocol fixes prompts, samples per prompt, sampler and scorers; every deviation is printed and
 stored with the scores. Model and precision come from --config, from the first run among the
 checkpoints, or for the tiny benchmarks from their preset. A command that was interrupted continues
-when it is repeated, and further candidates can be added. Writes results.json, results.md,
+when it is repeated, with further candidates for diffusion models. Writes results.json, results.md,
 results.csv, and the samples of each candidate. docs/quality_benchmarks.md lists the protocols.
 """
 
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         print_text(describe(get_protocol(named[0])) + "\n")
     args, options = parser.parse_with_overrides()
     if args.list:
-        print_text("\n".join(f"{n:18} {get_protocol(n).title}" for n in benchmark_names()))
+        print_text("\n".join(map(describe_in_a_line, benchmark_names())))
         return
     if args.name is None:
         parser.error("NAME is missing; --list lists the benchmarks")
@@ -156,6 +156,13 @@ def overrides_of(args: argparse.Namespace, options: list[str], config: Any) -> O
     )
 
 
+def describe_in_a_line(name: str) -> str:
+    """Return the name and the title of a benchmark, and whether its scorers are available."""
+    protocol = get_protocol(name)
+    needs_judge = {*protocol.scorers} <= {*protocol.missing_scorers()}
+    return f"{name:18} {protocol.title}" + " (needs a scorer that you provide)" * needs_judge
+
+
 def describe(protocol: Protocol) -> str:
     """Return the protocol for --help."""
     source = protocol.prompts
@@ -174,9 +181,9 @@ def describe(protocol: Protocol) -> str:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return number
 
 

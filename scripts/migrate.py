@@ -50,6 +50,7 @@ from flow_grpo.errors import UserError
 from flow_grpo.vlm.fields import VLM_SPEC
 
 SHELLS = ("bash", "sh")
+ZERO_STAGES = (0, 1, 2, 3)
 RENAMED_BASES = ("config/dpo.py", "config/sft.py", "config/grpo_guard.py")
 
 
@@ -123,6 +124,9 @@ def answer(run: ForeignRun) -> str:
     lines = [f"# from {run.project.name}", *format_command(base, spec, launch, changed)]
     if rejected := _rejection(config, changed, spec):
         lines += ["", f"To change first: {rejected}"]
+    stage = launch.get(ZERO_STAGE)
+    if stage and stage not in ZERO_STAGES:
+        raise UserError("must be 0, 1, 2 or 3", field="ZeRO stage", value=stage)
     missing = [
         *((name, value, "a variable of the shell: set it") for name, value in _pick(found, unset)),
         *found.missing,
@@ -245,9 +249,20 @@ def format_command(base: str, spec: TrainerSpec, launch: Settings, settings: Set
     return " \\\n    ".join([f"{start} --config {base}", *options]).split("\n")
 
 
+def _split(line: str) -> list[str]:
+    """Return the words of a command in one argument."""
+    try:
+        words = shlex.split(line)
+    except ValueError as error:  # an unbalanced quote
+        raise UserError(f"cannot be read: {error}", field="the command", value=line) from error
+    if not words:
+        raise UserError("is empty", field="the command", value=line, hint=known_trainers())
+    return words
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print the answer for a command line."""
-    words = shlex.split(arguments[0]) if len(arguments) == 1 else list(arguments)
+    words = _split(arguments[0]) if len(arguments) == 1 else list(arguments)
     line = " ".join(arguments)
     replaced = {each.line: each.answer for each in README_COMMANDS if each.kind == REPLACED}
     if line in replaced:

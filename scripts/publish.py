@@ -41,7 +41,7 @@ def main() -> None:
         help="licence by its name on the hub; default: that of the base model's card, if known",
     )
     parser.add_argument(
-        "--samples", type=int, default=8, help="prompts in the comparison; default: 8"
+        "--samples", type=int, help="prompts in the comparison; default: 8, of a VLM 4"
     )
     parser.add_argument(
         "--bench",
@@ -52,7 +52,7 @@ def main() -> None:
         help="results of flow-grpo bench for the card; may be repeated",
     )
     args = parser.parse_args()
-    if args.samples < 1:
+    if args.samples is not None and args.samples < 1:
         parser.error(f"--samples={args.samples} must be at least 1")
     if args.dtype and not args.merged:
         parser.error(f"--dtype={args.dtype} has no effect without --merged; omit it")

@@ -69,7 +69,7 @@ def list_tasks() -> str:
 def reproduce(args: Namespace, overrides: list[str]) -> None:
     """Run the stages of a task."""
     # imported here so that --help and user errors do not wait for torch
-    from flow_grpo.training.lock import RunLock
+    from flow_grpo.training.lock import lock_output
     from flow_grpo.training.stages import StageState, run_stages
 
     task = (SMALL if args.small else TASKS)[args.task]
@@ -94,7 +94,7 @@ def reproduce(args: Namespace, overrides: list[str]) -> None:
         "--repo": args.repo,
         "options after --": overrides,
     }
-    lock = RunLock(out)
+    lock = lock_output(out)
     try:
         state = StageState.open(out, options)
         stages = build_stages(task, args, overrides, gpus, out)

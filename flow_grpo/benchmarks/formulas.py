@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flow_grpo.report.score_table import sample_means
+
 SCORE = "score"  # the column of a benchmark with one headline number
 
 
@@ -65,21 +67,6 @@ def mean_of_tags(scores: Mapping[str, np.ndarray], tags: np.ndarray) -> Columns:
             failed.any(axis=1) & (best < 1), np.nan, best
         )
     return Columns(columns, {SCORE: tags})
-
-
-def sample_means(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the scored samples of each prompt, (prompts,).
-
-    NaN if all samples failed, -inf if the scorer does not apply to the prompt.
-
-    Args:
-        values: (prompts, samples).
-    """
-    finite = np.isfinite(values)
-    count = finite.sum(axis=1)
-    total = np.where(finite, values, 0.0).sum(axis=1)
-    without = np.where(np.isneginf(values).all(axis=1), -np.inf, np.nan)
-    return np.where(count > 0, total / np.maximum(count, 1), without)
 
 
 FORMULAS: dict[str, Formula] = {

@@ -18,7 +18,12 @@ from flow_grpo.benchmarks.results import (
     collect_results,
     write_results,
 )
-from flow_grpo.benchmarks.store import Batches, BatchRecord, BenchmarkStore
+from flow_grpo.benchmarks.store import (
+    Batches,
+    BatchRecord,
+    BenchmarkStore,
+    explain_write_errors,
+)
 from flow_grpo.errors import UserError, did_you_mean
 
 logger = logging.getLogger("flow_grpo")
@@ -59,6 +64,7 @@ class BenchmarkSession:
     model: str
     out: Path
     batch_size: int
+    model_settings: dict[str, Any]  # further settings that change the samples
 
     @property
     def store(self) -> BenchmarkStore:
@@ -68,36 +74,39 @@ class BenchmarkSession:
     def batches(self) -> Batches:
         return Batches(len(self.prompts), self.settings.samples, self.batch_size)
 
-    def open(self, **more: Any) -> None:
-        """Create the output directory, or continue the one of the same settings.
+    @property
+    def used_settings(self) -> dict[str, Any]:
+        """All settings that the scores depend on, as stored in the results."""
+        return {**self.settings.to_json(), **self.model_settings}
 
-        Args:
-            more: Further settings that change the samples, such as the precision.
-        """
+    def open(self) -> None:
+        """Create the output directory, or continue the one of the same settings."""
         settings = {"benchmark": self.protocol.name, "model": self.model}
-        settings |= {**self.settings.to_json(), "batch_size": self.batch_size, **more}
+        settings |= {**self.used_settings, "batch_size": self.batch_size}
         if self.store.open(settings):
             logger.info("continuing %s", self.out)
 
     def finish(self) -> BenchmarkResults:
-        """Write and return the results of all candidates that the directory has scores of."""
+        """Write and return the results of all candidates whose batches were all scored."""
         raw = []
         for name in self.store.candidates():
             candidate = self.store.candidate(name)
-            scores = candidate.scores(self.batches)
-            if not {*self.settings.scorers} <= {*scores}:
-                continue  # stopped before its first batch
-            raw.append(RawScores(name, *candidate.identity(), scores))
+            if candidate.is_complete(self.batches):
+                scores = candidate.scores(self.batches)
+                raw.append(RawScores(name, *candidate.identity(), scores))
+            else:  # an earlier command was stopped
+                logger.warning("%s is left out: not all of its batches were scored", name)
         results = collect_results(
             self.protocol,
             model=self.model,
-            settings=self.settings.to_json(),
+            settings=self.used_settings,
             deviations=self.deviations,
             prompts=self.prompts,
             tags=self.tags,
             candidates=raw,
         )
-        write_results(self.out, results)
+        with explain_write_errors(self.out):
+            write_results(self.out, results)
         return results
 
     def describe_outage(self, candidate: str, record: BatchRecord) -> str:

@@ -213,13 +213,15 @@ def _try_download(url: str, path: Path) -> str:
             response.raise_for_status()
             path.parent.mkdir(parents=True, exist_ok=True)
             size = 0
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as partial:
-                for part in response.iter_content(1 << 16):
-                    size += len(part)
-                    if size > MAX_BYTES:
-                        raise OSError(f"it has more than {MAX_BYTES} bytes")
-                    partial.write(part)
-            os.replace(partial.name, path)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                partial = Path(folder, path.name)
+                with partial.open("wb") as file:
+                    for part in response.iter_content(1 << 16):
+                        size += len(part)
+                        if size > MAX_BYTES:
+                            raise OSError(f"it has more than {MAX_BYTES} bytes")
+                        file.write(part)
+                partial.replace(path)
     except requests.ConnectionError:
         return f"no connection to {RAW_URL}"
     except (requests.RequestException, OSError) as error:

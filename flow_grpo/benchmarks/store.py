@@ -13,6 +13,8 @@ the next start of the same command.
 import hashlib
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,31 @@ class BatchRecord:
         return [name for name, values in self.scores.items() if all(map(math.isnan, values))]
 
 
+@contextmanager
+def explain_write_errors(out: Path) -> Iterator[None]:
+    """Context manager that raises errors of the file system, such as a full disk, as UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror or error}", field="--out", value=str(out)
+        ) from error
+
+
+def reject_other_content(out: Path) -> None:
+    """Raise a UserError if a new output directory has files, apart from the lock of a command."""
+    files = (
+        (each for each in out.iterdir() if not each.name.startswith(".")) if out.is_dir() else ()
+    )
+    if out.is_file() or any(files):
+        raise UserError(
+            "already exists and is not of this benchmark",
+            field="--out",
+            value=str(out),
+            hint="choose another --out",
+        )
+
+
 class BenchmarkStore:
     """The output directory of a benchmark."""
 
@@ -95,15 +122,10 @@ class BenchmarkStore:
                     hint="choose another --out, or repeat the command with its settings",
                 )
             return True
-        if (self.out.is_dir() and any(self.out.iterdir())) or self.out.is_file():
-            raise UserError(
-                "already exists and is not of this benchmark",
-                field="--out",
-                value=str(self.out),
-                hint="choose another --out",
-            )
-        self._make(self.out)
-        write_text_atomic(file, json.dumps(settings, indent=1) + "\n")
+        reject_other_content(self.out)
+        with explain_write_errors(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(file, json.dumps(settings, indent=1) + "\n")
         return False
 
     def candidates(self) -> list[str]:
@@ -121,9 +143,10 @@ class BenchmarkStore:
         identity = {"name": name, "order": order, "weights": weights, "sha256": sha256}
         file = folder / CANDIDATE_FILE
         if not file.is_file():
-            self._make(folder / "scores")
-            self._make(folder / "images")
-            write_text_atomic(file, json.dumps(identity, indent=1) + "\n")
+            with explain_write_errors(self.out):
+                for name in ("scores", "images"):
+                    (folder / name).mkdir(parents=True, exist_ok=True)
+                write_text_atomic(file, json.dumps(identity, indent=1) + "\n")
             return
         found = read_json(file)
         if found.get("sha256") != sha256:
@@ -134,15 +157,6 @@ class BenchmarkStore:
                 value=str(self.out),
                 hint="choose another --out",
             )
-
-    @staticmethod
-    def _make(folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"cannot be created: {error.strerror}", field="--out", value=str(folder)
-            ) from error
 
 
 class CandidateStore:
@@ -182,6 +196,10 @@ class CandidateStore:
         """Return the batches that are not done."""
         found = ((i, self.read(i, len(batches[i]))) for i in range(len(batches)))
         return [i for i, record in found if record is None or not record.is_done]
+
+    def is_complete(self, batches: Batches) -> bool:
+        """Return whether every batch was scored; single scores may have failed."""
+        return all(self.read(i, len(batches[i])) is not None for i in range(len(batches)))
 
     def scores(self, batches: Batches) -> dict[str, np.ndarray]:
         """Return all scores, (prompts, samples) by scorer; NaN where there is none."""

@@ -6,10 +6,12 @@ scores are written as soon as it is scored.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +27,7 @@ from flow_grpo.benchmarks.session import (
 from flow_grpo.benchmarks.sources import find_files, read_prompts
 from flow_grpo.benchmarks.store import (
     BatchRecord,
+    explain_write_errors,
     subset,
     weights_checksum,
     write_geneval_layout,
@@ -49,6 +52,7 @@ from flow_grpo.training.accelerator import build_accelerator
 from flow_grpo.training.builder import available_scorers, build_rewards, eval_reward_weights
 from flow_grpo.training.candidates import Candidate
 from flow_grpo.training.distributed import call_on_main, is_sharded, raise_on_all_ranks
+from flow_grpo.training.lock import lock_output
 
 logger = logging.getLogger("flow_grpo")
 # Distance of the seeds of two images of a prompt: the first image is that of an evaluation.
@@ -108,23 +112,30 @@ def run_benchmark(
         model=model,
         out=out,
         batch_size=checked.sample.test_batch_size,
+        model_settings=model_settings(checked),
     )
     log_protocol(protocol, settings, deviations, model)
     [reward] = build_rewards(checked, accelerator, eval_reward_weights(checked))
-    try:
+    with ExitStack() as cleanup:
+        cleanup.callback(close_scorers, reward)
         reject_groupwise_eval_rewards(reward.pairwise_rewards)
         check_reward(reward, prompts, image_size(checked))
-        run = _Run(checked, accelerator, session, reward, prompts, rows)
-        run.score(candidates)
-    finally:
-        close_scorers(reward)
-    results = call_on_main(accelerator, session.finish)
-    if protocol.layout and accelerator.is_main_process:
-        for each in session.store.candidates():
-            candidate = session.store.candidate(each)
-            folder = candidate.folder / protocol.layout
-            write_geneval_layout(candidate, folder, [p.metadata for p in prompts], settings.samples)
-    _report(results, out, checked.max_failed_fraction)
+
+        def lock() -> None:
+            cleanup.callback(lock_output(out).release)
+
+        main = accelerator.is_main_process
+        raise_on_all_ranks(accelerator, lambda: main and lock())
+        _Run(checked, accelerator, session, reward, prompts, rows).score(candidates)
+        results = call_on_main(accelerator, session.finish)
+        if protocol.layout and accelerator.is_main_process:
+            for each in session.store.candidates():
+                candidate = session.store.candidate(each)
+                folder = candidate.folder / protocol.layout
+                write_geneval_layout(
+                    candidate, folder, [p.metadata for p in prompts], settings.samples
+                )
+    _report(results, [each.name for each in candidates], out, checked.max_failed_fraction)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return results
@@ -146,6 +157,21 @@ def apply_settings(config: DiffusionConfig, settings: Settings) -> DiffusionConf
         eval_reward_fn=dict.fromkeys(settings.scorers, 1.0),
         reward_options={name: own for name, own in settings.scorers.items() if own},
     )
+
+
+def model_settings(config: DiffusionConfig) -> dict[str, Any]:
+    """Return the settings that change the samples, but belong to the model, not to a protocol."""
+    pretrained, sample = config.pretrained, config.sample
+    return {
+        "precision": config.mixed_precision,
+        "allow_tf32": config.allow_tf32,
+        "revision": pretrained.revision,
+        "base_precision": pretrained.base_precision,
+        "encoder_precision": pretrained.encoder_precision,
+        "eval_precision": sample.eval_precision,
+        "guidance_scale_2": sample.guidance_scale_2,
+        "max_sequence_length": config.max_sequence_length,
+    }
 
 
 @dataclass
@@ -192,7 +218,7 @@ class _Run:
         """Create the output directory, or check that it belongs to the same evaluation."""
 
         def open_store() -> None:
-            self.session.open(precision=self.config.mixed_precision)
+            self.session.open()
             for each in candidates:
                 path = "" if each.weights is None else str(each.weights)
                 self.session.store.add_candidate(each.name, path, weights_checksum(each.weights))
@@ -238,26 +264,33 @@ class _Run:
             return None
         saved = self.session.store.candidate(candidate)
         finite = images.isfinite().flatten(1).all(dim=1).tolist()
-        for (prompt, image), picture, usable in zip(
-            samples, uint8_to_pil(to_uint8(images)), finite, strict=True
-        ):
-            if usable:
-                picture.save(saved.image_path(prompt, image))
+        pictures = uint8_to_pil(to_uint8(images))
+        with explain_write_errors(self.session.out):
+            for (prompt, image), picture, usable in zip(samples, pictures, finite, strict=True):
+                if usable:
+                    picture.save(saved.image_path(prompt, image))
         metadata = reward_metadata(prompts, adapter)
         pending = self.reward.submit(images, [p.prompt for p in prompts], metadata)
         return _Batch(number, pending)
 
     def _finish(self, candidate: str, batch: _Batch | None) -> None:
-        """Wait for the scores of a batch and write them; raise if a scorer failed on all of it."""
+        """Wait for the scores of a batch and write them; raise if a scorer failed on all of it.
+
+        A batch that an earlier start failed on is no reason to stop: it may never have a score.
+        """
         outage = ""
         if batch is not None:
             scores = batch.pending.result()
+            store = self.session.store.candidate(candidate)
+            size = len(self.session.batches[batch.number])
+            is_new = store.read(batch.number, size) is None
             record = BatchRecord(
                 {name: list(map(float, v)) for name, v in scores.items() if name != TOTAL},
                 dict(self.reward.last_errors),
             )
-            self.session.store.candidate(candidate).write(batch.number, record)
-            outage = self.session.describe_outage(candidate, record)
+            with explain_write_errors(self.session.out):
+                store.write(batch.number, record)
+            outage = self.session.describe_outage(candidate, record) if is_new else ""
 
         def raise_outage() -> None:
             if outage:
@@ -266,14 +299,19 @@ class _Run:
         raise_on_all_ranks(self.accelerator, raise_outage)
 
 
-def _report(results: BenchmarkResults, out: Path, max_failed_fraction: float) -> None:
-    """Log the table; raise `RewardOutage` if too many scores are missing."""
+def _report(
+    results: BenchmarkResults, named: Collection[str], out: Path, max_failed_fraction: float
+) -> None:
+    """Log the table; raise `RewardOutage` if the named candidates lack too many scores."""
     logger.info("\n%s\nwrote %s", results.table, out)
     for each in results.candidates:
         failed = sum(None in sample.values() for sample in each.samples)
         if not failed:
             continue
         what = f"{failed} of {len(each.samples)} images of {each.name!r} have no score"
+        if each.name not in named:  # of an earlier command
+            logger.warning("%s; name it with --checkpoint to score them again", what)
+            continue
         if failed > max_failed_fraction * len(each.samples):
             raise RewardOutage(f"{what}; the same command scores them again")
         logger.warning("%s; the same command scores them again", what)

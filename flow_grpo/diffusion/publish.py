@@ -35,6 +35,7 @@ from flow_grpo.weight_checks import check_files_finite
 logger = logging.getLogger("flow_grpo")
 VIDEO_SUFFIXES = (".gif", ".mp4", ".webp")
 MAX_VIDEOS = 4
+PROMPTS = 8  # in the comparison, by default
 COMFYUI = "comfyui"  # directory of the file for it, which diffusers does not load
 SETTINGS = (  # listed in each card
     "dataset",
@@ -78,7 +79,7 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
             name = expert or TRAINED_COMPONENT
             _copy_transformer(run.source.weights / expert, folder / name)
             files[f"{name}/"] = "trained weights for diffusers"
-    pairs = pair_samples(run.data, run.epoch, options.samples)
+    pairs = pair_samples(run.data, run.epoch, options.samples or PROMPTS)
     examples = ""
     if pairs is not None:
         examples, samples = _write_samples(run, pairs, folder)

@@ -79,6 +79,21 @@ class Estimate:
         return self.mean + Z_95 * self.standard_error
 
 
+def sample_means(values: np.ndarray) -> np.ndarray:
+    """Return the mean over the scored samples of each unit, (units,).
+
+    NaN if all samples failed, -inf if the scorer does not apply to the unit.
+
+    Args:
+        values: (units, samples).
+    """
+    finite = np.isfinite(values)
+    count = finite.sum(axis=1)
+    total = np.where(finite, values, 0.0).sum(axis=1)
+    without = np.where(np.isneginf(values).all(axis=1), -np.inf, np.nan)
+    return np.where(count > 0, total / np.maximum(count, 1), without)
+
+
 def paired_difference(scores: np.ndarray, reference: np.ndarray) -> PairedDifference:
     """Compare two candidates unit by unit.
 

@@ -95,15 +95,21 @@ class RunLock:
         folder: Run directory; it does not have to exist yet.
         heartbeat: Seconds between two heartbeats.
         patience: Seconds without a heartbeat after which another holder counts as dead.
+        option: Option that names the directory, for messages.
 
     Raises:
         UserError: If another process holds the lock.
     """
 
     def __init__(
-        self, folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS, patience: float = STALE_SECONDS
+        self,
+        folder: Path,
+        *,
+        heartbeat: float = HEARTBEAT_SECONDS,
+        patience: float = STALE_SECONDS,
+        option: str = "run_name",
     ):
-        self.folder = folder.resolve()
+        self.folder, self.option = folder.resolve(), option
         self.path = lock_path(self.folder)
         self.patience = patience
         self.holder = LockHolder.this_process()
@@ -182,7 +188,7 @@ class RunLock:
             raise UserError(
                 f"is in use by {holder or 'another process'}",
                 field=self.folder,
-                hint="wait until it ends, choose another run_name, or remove "
+                hint=f"wait until it ends, choose another {self.option}, or remove "
                 f"{self.path} if that process no longer exists",
             )
         try:
@@ -212,6 +218,16 @@ class RunLock:
         for folder in reversed(self._created_folders):
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
+
+
+def lock_output(out: Path) -> RunLock:
+    """Lock the output directory of a command; raise a UserError if it cannot be written."""
+    try:
+        return RunLock(out, option="--out")
+    except OSError as error:
+        raise UserError(
+            f"cannot be created: {error.strerror}", field="--out", value=str(out)
+        ) from error
 
 
 def find_writer(folder: Path, patience: float = 2 * HEARTBEAT_SECONDS) -> LockHolder | None:

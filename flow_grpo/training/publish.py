@@ -48,7 +48,7 @@ class PublishOptions:
     repo: str = ""  # hub id to publish to, for the commands in the card
     merged: bool = False  # also publish the merged model
     dtype: torch.dtype = torch.float32  # of the merged weights
-    samples: int = 8  # prompts in the comparison
+    samples: int | None = None  # prompts in the comparison; default: the trainer's
 
     @property
     def repo_name(self) -> str:
@@ -211,9 +211,10 @@ def _compose(
     )
     name = redact_text(run.base.name, run.folders)
     link = f"[{name}](https://huggingface.co/{name})" if run.base.hub_id else f"`{name}`"
-    rewards = ", ".join(code(reward) for reward in run.setting("reward_fn", {}))
+    names = [code(reward) for reward in run.setting("reward_fn", {})]
+    rewards = ("reward " if len(names) == 1 else "rewards ") + ", ".join(names)
     summary = (
-        f"{publication.summary} {link}, trained with online reinforcement learning on the reward "
+        f"{publication.summary} {link}, trained with online reinforcement learning on the "
         f"{rewards} with flow_grpo."
     )
     if not run.finished:

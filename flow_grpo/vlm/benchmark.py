@@ -18,7 +18,7 @@ from flow_grpo.benchmarks.questions import read_questions
 from flow_grpo.benchmarks.results import BenchmarkResults, RawScores, collect_results, write_results
 from flow_grpo.benchmarks.session import Overrides, log_protocol, resolve_settings
 from flow_grpo.benchmarks.sources import find_files
-from flow_grpo.benchmarks.store import subset, weights_checksum
+from flow_grpo.benchmarks.store import reject_other_content, subset, weights_checksum
 from flow_grpo.config.paths import relative_name
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import UserError
@@ -28,7 +28,7 @@ from flow_grpo.training.accelerator import build_accelerator
 from flow_grpo.training.builder import available_scorers, build_rewards
 from flow_grpo.training.candidates import Candidate, parse_candidates
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
-from flow_grpo.training.lock import RunLock
+from flow_grpo.training.lock import lock_output
 from flow_grpo.vlm.builders import check_media
 from flow_grpo.vlm.checkpoint_evaluation import (
     ResponseEvaluation,
@@ -100,7 +100,9 @@ def run_benchmark(
         folder = out / RESPONSES
 
         def open_folder() -> None:
-            lock = RunLock(folder)
+            if not folder.exists():
+                reject_other_content(out)
+            lock = lock_output(folder)
             cleanup.callback(lock.release)
             open_evaluation(folder, described)
 

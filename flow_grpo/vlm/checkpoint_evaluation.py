@@ -21,7 +21,7 @@ from flow_grpo.training.accelerator import build_accelerator
 from flow_grpo.training.builder import build_rewards
 from flow_grpo.training.candidates import Candidate, parse_candidates
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
-from flow_grpo.training.lock import RunLock
+from flow_grpo.training.lock import lock_output
 from flow_grpo.training.session import find_outage
 from flow_grpo.untrusted_files import flatten_fields
 from flow_grpo.vlm.builders import (
@@ -384,6 +384,6 @@ def _describe_weights(candidate: Candidate) -> dict[str, Any]:
 
 def _open(out: Path, settings: dict[str, Any], cleanup: ExitStack) -> None:
     """Lock the directory of the evaluation, and create it or check that it continues."""
-    lock = RunLock(out)
+    lock = lock_output(out)
     cleanup.callback(lock.release)
     open_evaluation(out, settings)

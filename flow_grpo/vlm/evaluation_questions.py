@@ -53,7 +53,7 @@ def load_evaluation_sets(
         return _split_sources(_test_sources(config), _load_test_questions(config))
     with _name_option():
         sources = [s for each in datasets for s in parse_eval_sources(map_dataset_paths(each))]
-        paths = [source.path for source in sources]
+        paths = [source.path.rstrip("/") or "/" for source in sources]
         for position, path in enumerate(paths):
             if path in paths[:position]:
                 raise UserError("is given twice", field="--dataset", value=path)

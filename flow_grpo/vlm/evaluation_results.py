@@ -12,7 +12,7 @@ import numpy as np
 
 from flow_grpo.atomic_io import write_text_atomic
 from flow_grpo.report.console import displayed_rewards, format_table
-from flow_grpo.report.score_table import ScoreTable
+from flow_grpo.report.score_table import ScoreTable, sample_means
 from flow_grpo.rewards import TOTAL
 from flow_grpo.vlm.evaluation_questions import EvaluationSet
 from flow_grpo.vlm.response_generation import Sampling
@@ -20,7 +20,6 @@ from flow_grpo.vlm.response_log import LoggedResponse, ResponseKey, Responses
 from flow_grpo.vlm.response_metrics import (
     Correctness,
     majority_correct,
-    mean_scores,
     pass_at_k,
 )
 
@@ -70,7 +69,7 @@ class EvaluationResults:
         """Return the columns of the table for one data set, (Q,) each."""
         scores, n = self.scores(candidate, each), self.sampling.n
         rows = [self.responses_to(candidate, each.name, row) for row in range(len(each.questions))]
-        columns = {self.label(name): mean_scores(values) for name, values in scores.items()}
+        columns = {self.label(name): sample_means(values) for name, values in scores.items()}
         if n > 1:
             correct = self.correctness.of(scores[self.correctness.reward])
             for k in attempts(n):

@@ -29,7 +29,7 @@ from flow_grpo.weight_checks import check_files_finite
 
 ADAPTER_FOLDER = "adapter"  # next to a merged model
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-QUESTIONS = 4  # in the card
+QUESTIONS = 4  # in the card, by default
 SETTINGS = (  # listed in each card
     "dataset",
     "question_format",
@@ -58,12 +58,13 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
         files[f"{adapter}{CONFIG_NAME}"] = "its config"
     else:
         files |= _copy_model(run.source.weights, folder)
-    pairs = pair_samples(run.data, run.epoch, QUESTIONS)
+    count = options.samples or QUESTIONS
+    pairs = pair_samples(run.data, run.epoch, count)
     examples = ""
     if pairs is not None:
         images = _write_question_images(run, pairs, folder)
         intro = f"The first {len(pairs.before)} test questions of the evaluation, not selected."
-        examples = f"{intro}\n\n{response_examples(pairs, images, QUESTIONS)}"
+        examples = f"{intro}\n\n{response_examples(pairs, images, count)}"
         files |= {"images/": "images of the questions above"} if images else {}
     task = run.base.task or _task(run)
     merged = options.merged and is_lora

@@ -78,18 +78,6 @@ class Correctness:
         return f"{self.reward} >= {self.threshold:g}"
 
 
-def mean_scores(scores: np.ndarray) -> np.ndarray:
-    """Return the mean (Q,) of the finite scores (Q, n) of each question, else NaN or -inf."""
-    return np.array([_mean_score(row) for row in scores])
-
-
-def _mean_score(row: np.ndarray) -> float:
-    finite = row[np.isfinite(row)]
-    if len(finite):
-        return float(finite.mean())
-    return -np.inf if np.isneginf(row).any() else np.nan
-
-
 def pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
     """Return pass@k of each question, (Q,).
 

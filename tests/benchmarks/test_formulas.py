@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from flow_grpo.benchmarks.formulas import apply_formula, sample_means
-from flow_grpo.report.score_table import ScoreTable
+from flow_grpo.benchmarks.formulas import apply_formula
+from flow_grpo.report.score_table import ScoreTable, sample_means
 
 
 def test_the_score_of_geneval_is_the_mean_of_the_means_by_tag():

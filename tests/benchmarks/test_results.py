@@ -92,11 +92,14 @@ def test_failed_and_damaged_batches_are_pending_and_the_others_are_kept(tmp_path
     candidate.write(0, BatchRecord({"a": [0.5], "b": [-math.inf]}))
     candidate.write(1, BatchRecord({"a": [math.nan], "b": [1.0]}, {"a": "no server"}))
     assert candidate.pending(batches) == [1, 2]
+    assert not candidate.is_complete(batches)
     np.testing.assert_array_equal(candidate.scores(batches)["a"], [[0.5], [math.nan], [math.nan]])
     assert candidate.scores(batches)["b"][0, 0] == -math.inf
+    candidate.write(2, BatchRecord({"a": [0.0], "b": [0.0]}))
+    assert candidate.is_complete(batches)
     path = candidate.folder / "scores/00000.json"
     path.write_text(path.read_text()[:20])
-    assert candidate.pending(batches) == [0, 1, 2]
+    assert candidate.pending(batches) == [0, 1]
 
 
 def test_a_directory_has_one_set_of_settings_and_one_set_of_weights_per_candidate(tmp_path):

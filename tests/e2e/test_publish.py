@@ -206,7 +206,8 @@ def test_a_language_model_is_published_as_an_adapter(text_run, tmp_path):
     out = publish(text_run, tmp_path / "out", base_model="them/text")
     card = ModelCard.load(out / "README.md")
     assert (card.data.library_name, card.data.pipeline_tag) == ("peft", "text-generation")
-    assert "**Question 1**" in card.text
+    assert "**Question 3**" in card.text
+    assert "**Question 4**" not in card.text  # samples=3
     model = AutoModelForCausalLM.from_pretrained(ROOT / "assets/tiny-text")
     PeftModel.from_pretrained(model, out)
     checkpoint = next((text_run / "checkpoints").glob("checkpoint-2/lora/*.safetensors"))

@@ -250,3 +250,16 @@ def test_the_generated_pages_are_up_to_date():
     for path, text in make_migrating.pages().items():
         assert path.read_text("utf-8") == text, path
         assert len(text.splitlines()) <= 300
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("", "empty"),
+        ("python 'a", "quotation"),
+        ("python -m openrlhf.cli.train_ppo_ray --zero_stage 99", "99"),
+    ],
+)
+def test_commands_that_cannot_be_run_are_user_errors(line, shown):
+    with raises_user_error(shown):
+        migrate.main([line])

@@ -12,7 +12,6 @@ from flow_grpo.vlm.response_metrics import (
     Correctness,
     answer_parser,
     majority_correct,
-    mean_scores,
     pass_at_k,
 )
 
@@ -50,13 +49,6 @@ def test_the_majority_is_counted_by_equal_answers():
     ]
     correct = np.array([[1, 1, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]], float)
     assert majority_correct(correct, answers).tolist() == [1, 0, 1, 0]
-
-
-def test_failed_scores_do_not_enter_the_mean():
-    scores = np.array([[1, 0, NAN], [NAN, NAN, NAN], [-INF, -INF, -INF]])
-    assert mean_scores(scores)[0] == 0.5
-    assert np.isnan(mean_scores(scores)[1])
-    assert mean_scores(scores)[2] == -INF
 
 
 def test_the_reward_with_the_largest_weight_decides_by_default():

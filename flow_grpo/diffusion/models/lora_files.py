@@ -129,8 +129,9 @@ def read_lora(path: str | Path, field: str = "train.lora_path", *, family: str =
         raise UserError(f"cannot be read: {first_line(error)}", field=file) from error
     for model, model_settings in settings.items():
         check_plain_lora(file, model_settings)
-        if model_settings:
-            check_lora_values(file, model_settings, _with_prefix(tensors, model))
+        own = _with_prefix(tensors, model)
+        if model_settings and own:
+            check_lora_values(file, model_settings, own)
     return LoraFile(file, tensors, settings[TRANSFORMER] or None, metadata)
 
 
