@@ -100,7 +100,9 @@ class BenchmarkResults:
 
 def describe_settings(used: Mapping[str, Any]) -> str:
     """Return settings as a sentence: "prompts 192, samples 2, ..."."""
-    shown = {n: v[:12] if n == "prompts_sha256" else v for n, v in used.items() if v != ""}
+    shown = {
+        n: v[:12] if n == "prompts_sha256" else v for n, v in used.items() if v not in ("", {})
+    }
     return "Settings: " + ", ".join(f"{name} {value}" for name, value in shown.items()) + "."
 
 

@@ -78,6 +78,20 @@ def explain_write_errors(out: Path) -> Iterator[None]:
         ) from error
 
 
+def reject_other_content(out: Path) -> None:
+    """Raise a UserError if a new output directory has files, apart from the lock of a command."""
+    files = (
+        (each for each in out.iterdir() if not each.name.startswith(".")) if out.is_dir() else ()
+    )
+    if out.is_file() or any(files):
+        raise UserError(
+            "already exists and is not of this benchmark",
+            field="--out",
+            value=str(out),
+            hint="choose another --out",
+        )
+
+
 class BenchmarkStore:
     """The output directory of a benchmark."""
 
@@ -108,13 +122,7 @@ class BenchmarkStore:
                     hint="choose another --out, or repeat the command with its settings",
                 )
             return True
-        if (self.out.is_dir() and any(self.out.iterdir())) or self.out.is_file():
-            raise UserError(
-                "already exists and is not of this benchmark",
-                field="--out",
-                value=str(self.out),
-                hint="choose another --out",
-            )
+        reject_other_content(self.out)
         with explain_write_errors(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             write_text_atomic(file, json.dumps(settings, indent=1) + "\n")

@@ -104,7 +104,7 @@ TASKS: dict[str, Task] = {
     "qwen2_5_vl_geometry3k": Task(
         "Qwen2.5-VL-3B on geometry3k, all weights (EasyR1)",
         (TrainingRun("train", "qwen2_5_vl_3b_geometry3k", vlm=True),),
-        (),
+        ("geometry3k",),
         {"Qwen/Qwen2.5-VL-3B-Instruct": 7},
         gpus=8,
         gpu_memory_gib=65,
@@ -118,7 +118,7 @@ TASKS: dict[str, Task] = {
                 "images", "qwen2_5_vl_3b_geometry3k", ("--config.train.beta=0.001",), vlm=True
             ),
         ),
-        (),
+        ("geometry3k",),
         {"Qwen/Qwen2.5-VL-3B-Instruct": 7},
         gpus=8,
         gpu_memory_gib=65,
@@ -133,7 +133,9 @@ SMALL: dict[str, Task] = {
     "flux_pickscore": _small_images("flux_pickscore", "tiny_ocr", "tiny_signs"),
     "qwen_image_ocr": _small_images("qwen_image_ocr", "tiny_ocr", "tiny_signs"),
     "qwen2_5_vl_geometry3k": Task(
-        "small counterpart of qwen2_5_vl_geometry3k", (TrainingRun("train", "tiny_vlm", vlm=True),)
+        "small counterpart of qwen2_5_vl_geometry3k",
+        (TrainingRun("train", "tiny_vlm", vlm=True),),
+        ("tiny_shapes_qa",),
     ),
     "lmm_r1_two_stages": Task(
         "small counterpart of lmm_r1_two_stages",
@@ -155,5 +157,6 @@ SMALL: dict[str, Task] = {
                 vlm=True,
             ),
         ),
+        ("tiny_shapes_qa",),
     ),
 }

@@ -18,7 +18,7 @@ from flow_grpo.benchmarks.questions import read_questions
 from flow_grpo.benchmarks.results import BenchmarkResults, RawScores, collect_results, write_results
 from flow_grpo.benchmarks.session import Overrides, log_protocol, resolve_settings
 from flow_grpo.benchmarks.sources import find_files
-from flow_grpo.benchmarks.store import subset, weights_checksum
+from flow_grpo.benchmarks.store import reject_other_content, subset, weights_checksum
 from flow_grpo.config.paths import relative_name
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import UserError
@@ -100,6 +100,8 @@ def run_benchmark(
         folder = out / RESPONSES
 
         def open_folder() -> None:
+            if not folder.exists():
+                reject_other_content(out)
             lock = lock_output(folder)
             cleanup.callback(lock.release)
             open_evaluation(folder, described)

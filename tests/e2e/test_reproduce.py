@@ -112,9 +112,10 @@ def test_the_second_run_starts_from_the_exported_model_of_the_first(tmp_path):
         "train text",
         "export text",
         "train images",
+        "bench tiny_shapes_qa",
         "publish",
     ]
-    first, export, second, _ = ([str(word) for word in stage.command] for stage in stages)
+    first, export, second, *_ = ([str(word) for word in stage.command] for stage in stages)
     assert "--config.dataset=my/data" in first
     assert "--config.dataset=my/data" not in second
     assert f"--config.pretrained.model={export[-1]}" in second
