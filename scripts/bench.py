@@ -78,11 +78,11 @@ def build_parser() -> ScriptParser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Parse the command line and run a benchmark."""
     parser = build_parser()
-    argv = sys.argv[1:] if arguments is None else arguments
-    if {"-h", "--help"} & {*argv} and (named := [a for a in argv if a in benchmark_names()]):
+    words = sys.argv[1:]
+    if {"-h", "--help"} & {*words} and (named := [w for w in words if w in benchmark_names()]):
         print_text(describe(get_protocol(named[0])) + "\n")
     args, options = parser.parse_with_overrides()
     if args.list:

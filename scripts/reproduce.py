@@ -117,7 +117,10 @@ def check(task: Task, data: str | None, overrides: list[str], gpus: int, out: Pa
         print(f"problem: {problem}", file=sys.stderr)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise UserError(f"the task cannot start: {count}, listed above")
+        raise UserError(
+            f"the task cannot start: {count}, listed above",
+            hint="to use other paths, pass --data=PATH or -- --config.pretrained.model=PATH",
+        )
 
 
 def run_overrides(

@@ -376,7 +376,9 @@ def _describe_weights(candidate: Candidate) -> dict[str, Any]:
     if candidate.weights is None:
         return {"weights": ""}
     path = candidate.weights.resolve()
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():  # a .json file may have the scale of a LoRA
+        files = sorted(each for each in path.iterdir() if each.suffix in (".safetensors", ".json"))
     stats = {file.name: file.stat() for file in files}
     identity = {name: [each.st_size, each.st_mtime_ns] for name, each in stats.items()}
     return {"weights": str(path), "files": identity}
