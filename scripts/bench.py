@@ -8,8 +8,9 @@
 The protocol fixes prompts, samples per prompt, sampler and scorers; every deviation is printed and
 stored with the scores. Model and precision come from --config, from the first run among the
 checkpoints, or for the tiny benchmarks from their preset. A command that was interrupted continues
-when it is repeated, with further candidates for diffusion models. Writes results.json, results.md,
-results.csv, and the samples of each candidate. docs/quality_benchmarks.md lists the protocols.
+when it is repeated. Candidates can be added to an output directory of a diffusion model, not of a
+VLM. Writes results.json, results.md, results.csv, and the samples of each candidate.
+docs/quality_benchmarks.md lists the protocols.
 """
 
 import argparse

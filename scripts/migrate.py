@@ -127,7 +127,10 @@ def answer(run: ForeignRun) -> str:
     stage = launch.get(ZERO_STAGE)
     if stage and stage not in ZERO_STAGES:
         raise UserError("must be 0, 1, 2 or 3", field="ZeRO stage", value=stage)
+    is_alone = launch.get(NODES, 1) * launch.get(GPUS, 1) == 1
+    is_set = stage and ({"zero_stage", ZERO_STAGE} & run.settings.keys())
     missing = [
+        *([("ZeRO stage", stage, "not used on one GPU")] if is_set and is_alone else []),
         *(
             (name, value, "contains a shell variable; set it")
             for name, value in _pick(found, unset)

@@ -86,10 +86,15 @@ class BenchmarkSession:
         if self.store.open(settings):
             logger.info("continuing %s", self.out)
 
-    def finish(self) -> BenchmarkResults:
-        """Write and return the results of all candidates whose batches were all scored."""
+    def finish(self, reference: str = "") -> BenchmarkResults:
+        """Write and return the results of all candidates whose batches were all scored.
+
+        Args:
+            reference: Candidate that the others are compared with; by default the one that was
+                scored first.
+        """
         raw = []
-        for name in self.store.candidates():
+        for name in sorted(self.store.candidates(), key=lambda name: name != reference):
             candidate = self.store.candidate(name)
             if candidate.is_complete(self.batches):
                 scores = candidate.scores(self.batches)

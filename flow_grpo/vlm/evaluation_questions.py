@@ -52,7 +52,7 @@ def load_evaluation_sets(
     if not datasets:
         return _split_sources(_test_sources(config), _load_test_questions(config))
     with _name_option():
-        sources = [s for each in datasets for s in parse_eval_sources(map_dataset_paths(each))]
+        sources = [source for each in datasets for source in _parse_option(each)]
         paths = [source.path.rstrip("/") or "/" for source in sources]
         for position, path in enumerate(paths):
             if path in paths[:position]:
@@ -74,11 +74,26 @@ def _name_option() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if error.field != "eval_dataset":
+        if error.field not in ("dataset", "eval_dataset"):
             raise
         raise UserError(
             error.rule, field="--dataset", value=error.value, hint=error.hint
         ) from error
+
+
+def _parse_option(value: str) -> list[PromptSource]:
+    """Parse a value of --dataset, of which all questions are used."""
+    if not value.strip():
+        raise UserError("is empty", field="--dataset", value=value, hint="pass a path or hub name")
+    sources = parse_eval_sources(map_dataset_paths(value))
+    if any(source.share != 1 for source in sources):
+        raise UserError(
+            "has a share, but all questions are evaluated",
+            field="--dataset",
+            value=value,
+            hint="omit the share; --config.eval_questions limits the questions",
+        )
+    return sources
 
 
 def _test_sources(config: VlmConfig) -> list[PromptSource]:

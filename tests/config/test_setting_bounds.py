@@ -26,6 +26,7 @@ SPECS = {"draw": DIFFUSION_SPEC, "answer": VLM_SPEC}
 ZERO = {
     # counts and intervals
     *("seed", "eval_freq", "save_freq", "num_checkpoint_limit", "log_images", "reward_retries"),
+    *("eval_resolution", "eval_height", "eval_width"),
     *("eval_prompts", "eval_questions", "max_prompt_length", "min_pixels", "max_pixels"),
     *("refills", "reset_epochs", "keep_best_worst", "async_depth", "sde_window_size"),
     *("skip_first", "skip_last", "old_after", "old_start", "lr_warmup_steps"),

@@ -219,6 +219,14 @@ def test_a_command_of_flow_grpo_keeps_its_launcher_and_preset():
         answer("python", "scripts/train_bagel.py", "--config", "config/grpo.py:pickscore_bagel")
 
 
+def test_a_zero_stage_that_has_no_effect_is_reported():
+    line = ["python", "-m", "openrlhf.cli.train_ppo_ray", "--pretrain", "a/b"]
+    stage = ["--zero_stage", "3"]
+    assert "ZeRO stage=3" in answer(*line, *stage)
+    assert "ZeRO stage" not in answer(*line)
+    assert "ZeRO stage" not in answer(*line, *stage, "--actor_num_gpus_per_node", "8")
+
+
 @pytest.mark.parametrize("words", [["python", "train.py"], ["a=1"], ["missing.sh"]])
 def test_other_commands_are_one_line(words):
     with raises_user_error(words[-1]):
