@@ -72,7 +72,6 @@ COMMON = (
     "train.lora_path",
     "dataset",
     "eval_dataset",
-    "dataset_column",
     "eval_prompts",
     "eval_reward_fn",
     "reward_fn",
@@ -82,9 +81,7 @@ COMMON = (
     "sample.test_batch_size",
     "resolution",
     "eval_resolution",
-    "frames",
     "seed",
-    "mixed_precision",
 )
 VLM_COMMON = (
     "pretrained.model",
@@ -100,7 +97,6 @@ VLM_COMMON = (
     "sample.temperature",
     "sample.batch_size",
     "seed",
-    "mixed_precision",
 )
 VLM_ONLY = {"dataset": DATASETS, "n": RESPONSES, "temperature": TEMPERATURE, "correct": CORRECT}
 OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
