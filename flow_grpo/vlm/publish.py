@@ -49,6 +49,12 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
     """Write the weights and the samples of a run to `folder`, and describe them."""
     files: dict[str, str] = {}
     is_lora, adapter = run.source.is_lora, ""
+    if options.merged and not is_lora:
+        raise UserError(
+            "has no effect: the checkpoint is a complete model, not a LoRA",
+            field="--merged",
+            hint="omit --merged and --dtype",
+        )
     if options.merged and is_lora:
         files |= _write_merged(run, options, folder)
         adapter = f"{ADAPTER_FOLDER}/"  # transformers would load an adapter beside the model

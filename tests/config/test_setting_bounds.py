@@ -274,6 +274,14 @@ def test_a_model_is_rejected_as_a_lora(tmp_path):
         check_lora_path(str(tmp_path / "readme.md"))
 
 
+def test_a_checkpoint_is_rejected_as_a_lora(tmp_path):
+    for part in ("state", "lora"):
+        (tmp_path / part).mkdir()
+    check_lora_path(str(tmp_path / "lora"))
+    with raises_user_error("checkpoint", field="train.lora_path", value=str(tmp_path)):
+        check_lora_path(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -4,7 +4,7 @@
 start, so that `flow-grpo migrate` works without a clone of that repository; options without a
 counterpart are omitted.
 
-READMEs: yifan123/flow_grpo@94e23ee and 9745241; leibniz-csi/mm_grpo@301f5c0, README.md and
+READMEs: yifan123/flow_grpo@1f4ca40 and 9745241; leibniz-csi/mm_grpo@301f5c0, README.md and
 examples/flowgrpo_trainer/**/README.md; verl-project/verl@13dd02f (pull request 5951),
 examples/flowgrpo_trainer/README.md; TideDra/lmm-r1@f917f18; hiyouga/EasyR1@b44b311. The scripts are
 of the same commits.
