@@ -11,6 +11,7 @@ Options --config.FIELD=VALUE after -- apply to every training run of the task.
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 
 from flow_grpo.config import command_line
@@ -116,7 +117,7 @@ def check(task: Task, data: str | None, overrides: list[str], gpus: int, out: Pa
     from flow_grpo.training.readiness import find_problems
 
     needs = [find_needs(run, run_overrides(task, run, data, overrides), gpus) for run in task.runs]
-    problems = find_problems(task, needs, gpus, out)
+    problems = [*find_problems(task, needs, gpus, out), *find_missing_prompts(task.benches)]
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
     if problems:
@@ -129,6 +130,22 @@ def check(task: Task, data: str | None, overrides: list[str], gpus: int, out: Pa
             hint="to use other paths, pass --data=PATH or -- --config.pretrained.model=PATH",
         )
 >>>>>>> main
+
+
+def find_missing_prompts(benchmarks: Iterable[str]) -> list["Problem"]:  # noqa: F821
+    """Download the prompts of benchmarks; return those that cannot be had after training either."""
+    from flow_grpo.benchmarks.protocol import get_protocol
+    from flow_grpo.benchmarks.sources import find_files
+    from flow_grpo.training.readiness import Problem
+
+    problems = []
+    for name in benchmarks:
+        try:
+            find_files(get_protocol(name).prompts)
+        except UserError as error:
+            remedy = "run this with --check on a machine with network access and the same HF_HOME"
+            problems.append(Problem(f"prompts of the benchmark {name}: {error.rule}", remedy))
+    return problems
 
 
 def run_overrides(
