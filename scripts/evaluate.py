@@ -64,8 +64,8 @@ TEMPERATURE = flags.DEFINE_float(
 CORRECT = flags.DEFINE_string(
     "correct",
     "",
-    "For VLMs, with --n: the reward that determines which responses are correct, and its "
-    "threshold, such as math_answer:0.5. Default: the reward with the largest weight, threshold 1.",
+    "For VLMs, with --n: reward and threshold that determine correctness, such as "
+    "math_answer:0.5. Default: the reward with the largest weight, threshold 1.",
 )
 COMMON = (
     "pretrained.model",

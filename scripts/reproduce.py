@@ -122,14 +122,10 @@ def check(task: Task, data: str | None, overrides: list[str], gpus: int, out: Pa
         print(f"problem: {problem}", file=sys.stderr)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-<<<<<<< HEAD
-        raise UserError(f"the task cannot run: {count}, listed above")
-=======
         raise UserError(
-            f"the task cannot start: {count}, listed above",
+            f"the task cannot run: {count}, listed above",
             hint="to use other paths, pass --data=PATH or -- --config.pretrained.model=PATH",
         )
->>>>>>> main
 
 
 def find_missing_prompts(benchmarks: Iterable[str]) -> list["Problem"]:  # noqa: F821
