@@ -94,7 +94,7 @@ def evaluate_responses(
     temperature: float | None = None,
     correct: str = "",
 ) -> ScoreTable:
-    """Evaluate candidates on data sets; a killed evaluation continues if it is called again.
+    """Evaluate candidates on datasets; a killed evaluation continues if it is called again.
 
     Args:
         config: The settings of a VLM run.
@@ -161,7 +161,7 @@ class ResponseEvaluation:
     Args:
         config: Checked settings.
         accelerator: Rank, world size and device.
-        sets: The data sets.
+        sets: The datasets.
         sampling: How responses are generated.
         reward: The rewards.
         out: Directory of the evaluation, with its log.

@@ -1,4 +1,4 @@
-"""Load the data sets of an evaluation."""
+"""Load the datasets of an evaluation."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ logger = logging.getLogger("flow_grpo")
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A data set of an evaluation."""
+    """A dataset of an evaluation."""
 
     name: str  # short and unique
     source: str  # path or hub name
@@ -41,7 +41,7 @@ class EvaluationSet:
 def load_evaluation_sets(
     config: VlmConfig, datasets: Sequence[str], *, limit: int = 0
 ) -> list[EvaluationSet]:
-    """Load the data sets, by default the test set of the config, with a set for each source.
+    """Load the datasets, by default the test set of the config, with a set for each source.
 
     Args:
         config: Checked settings.
@@ -70,7 +70,7 @@ def load_evaluation_sets(
 
 @contextmanager
 def _name_option() -> Iterator[None]:
-    """Make errors about a data set name --dataset, not the setting."""
+    """Make errors about a dataset name --dataset, not the setting."""
     try:
         yield
     except UserError as error:

@@ -30,7 +30,7 @@ class ResponseKey(NamedTuple):
 
     checkpoint: str  # name of the candidate
     dataset: str
-    row: int  # of the data set
+    row: int  # of the dataset
     number: int  # of the response to this question
 
 

@@ -1,4 +1,4 @@
-// Page of an evaluation of responses: a table and a chart per data set, and the responses.
+// Page of an evaluation of responses: a table and a chart per dataset, and the responses.
 
 const PAGE_SIZE = 20; // questions
 const FILTERS = {
@@ -84,7 +84,7 @@ function drawResponses(data) {
   const note = dataset.questions.length < dataset.of ? ` (the page has the first ${dataset.questions.length} of ${dataset.of}; samples.jsonl has all)` : "";
   refill(byId("responses"),
     el("div", { class: "bar" }, el("h2", { id: "responses-title", text: "Responses" }),
-      data.datasets.length > 1 ? selectOf("data set", sets, choice.dataset, (value) => { choice.dataset = Number(value); choice.page = 0; }) : null,
+      data.datasets.length > 1 ? selectOf("dataset", sets, choice.dataset, (value) => { choice.dataset = Number(value); choice.page = 0; }) : null,
       selectOf("filter", filters, choice.filter, (value) => { choice.filter = value; choice.page = 0; })),
     el("p", { class: "quiet", text: `${plural(found.length, "question")}${note}; correct: ${data.correct}` }),
     ...found.slice(start, start + PAGE_SIZE).map((question) => drawQuestion(data, question)),
