@@ -83,11 +83,11 @@ def _check_name(
     kinds = {n: type(m).__name__ for n, m in model.named_modules()}
     others = sorted({kinds[n] for n in match_suffixes([name], kinds)})
     if matched:
-        problem = f"names only layers that cannot be trained: {reasons[0]}"
+        problem = f"matches only layers that cannot be trained: {reasons[0]}"
     elif others:
-        problem = f"names no linear layer, but {', '.join(others)}; LoRA is for linear layers"
+        problem = f"matches {', '.join(others)}, but LoRA supports only linear layers"
     else:
-        problem = f"names no layer of this {type(model).__name__}"
+        problem = f"matches no layer of this {type(model).__name__}"
     known = short_names(n for n, m in layers.items() if not exclude(n, m))
     listed = ", ".join(known[:MAX_LISTED]) + (", ..." if len(known) > MAX_LISTED else "")
     parts = [n for n in known if n.startswith(f"{name}.")]  # of a container such as `to_out`

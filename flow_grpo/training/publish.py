@@ -141,7 +141,7 @@ def find_run(source: ExportSource, options: PublishOptions) -> PublishedRun:
     try:
         epoch = Progress.read(source.weights.parent).epoch
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError("has no readable progress", field=source.weights.parent) from error
+        raise UserError("has no readable training progress", field=source.weights.parent) from error
     starts = read_starts(run)
     return PublishedRun(
         source, read_run(run), config, folders, base, resolved, revision, epoch, starts

@@ -117,7 +117,7 @@ def evaluate_responses(
     accelerator = build_accelerator(config, autocast=False)
     if is_sharded(accelerator):
         raise UserError(
-            "evaluate.py does not shard a model: every process holds all weights",
+            "evaluate.py does not support sharding; each process loads the complete model",
             hint="start it with torchrun",
         )
     sets = load_evaluation_sets(config, datasets, limit=limit)
@@ -223,7 +223,7 @@ class ResponseEvaluation:
         }
         missing = missing_keys(candidate.name, self.sets, self.sampling.n, own)
         if own:
-            logger.info("%d responses are in the log, %d are missing", len(own), len(missing))
+            logger.info("%d responses in the log, %d missing", len(own), len(missing))
         score_again(
             own, self.scorer, accelerator=self.accelerator, batch_size=config.sample.batch_size
         )
@@ -331,7 +331,7 @@ def check_reward(config: VlmConfig, reward: WeightedReward, sets: Sequence[Evalu
     """Reject rewards that cannot score single responses to these questions."""
     for name in sorted(reward.pairwise_rewards):
         raise UserError(
-            "compares the responses of a group and has no score for a single one",
+            "compares the responses of a group and cannot score a single one",
             field=f"reward {name!r}",
             hint="set another reward with --config.eval_reward_fn",
         )
