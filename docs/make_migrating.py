@@ -21,9 +21,9 @@ INTRO = """# Settings of {name}
 
     flow-grpo migrate COMMAND, SCRIPT.sh or CONFIG.yaml
 
-prints the corresponding command of {script} and what has no counterpart; nothing is
-executed. Settings that are not given have the defaults of that trainer where they differ from ours.
-The same table answers an unknown option of our own command line.
+prints the equivalent command for {script} and the settings without a counterpart; nothing
+is executed. Unset settings take that trainer's defaults where they differ from ours. An option of
+this table on our own command line is an error that names the equivalent.
 
 {source}
 
@@ -38,9 +38,10 @@ WITHOUT = """
 """
 README_INTRO = """# Command lines of other READMEs
 
-Every command line in the READMEs of the trainers that users come from, and what it does here.
-"Translated": `flow-grpo migrate LINE` prints our command and what has no counterpart. Other answers
-say what to do instead. Every line is tested (`tests/scripts/test_migrate.py`).
+Every command line in the READMEs of other trainers, and its equivalent here. "Runs as typed": the
+same line works. "Translated": `flow-grpo migrate LINE` prints the equivalent command and the
+settings without a counterpart. Otherwise the table gives a replacement. Every line is tested
+(`tests/scripts/test_migrate.py`).
 """
 
 
@@ -59,9 +60,9 @@ def settings_page(project: Project) -> str:
 
 def describe(found: Counterpart) -> str:
     """Return our setting, with the values that have another name."""
-    name = "an option of the launcher" if found.setting in LAUNCH else f"`{found.setting}`"
+    name = "launcher option" if found.setting in LAUNCH else f"`{found.setting}`"
     if found.derived:
-        return f"{name}, computed with other settings"
+        return f"{name}, computed from several settings"
     renamed = []
     for theirs, ours in (found.values or {}).items():
         if isinstance(ours, dict) and ours:

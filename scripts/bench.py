@@ -7,8 +7,8 @@
 
 The protocol fixes prompts, samples per prompt, sampler and scorers; every deviation is printed and
 stored with the scores. Model and precision come from --config, from the first run among the
-checkpoints, or for the tiny benchmarks from their preset. A command that was interrupted continues
-when it is repeated, with further candidates for diffusion models. Writes results.json, results.md,
+checkpoints, or for the tiny benchmarks from their preset. Repeat an interrupted command to resume
+it; for diffusion models, more candidates can be added. Writes results.json, results.md,
 results.csv, and the samples of each candidate. docs/quality_benchmarks.md lists the protocols.
 """
 
@@ -28,7 +28,7 @@ SAMPLING = {  # options that replace a sampling setting of the protocol
     "guidance": (float, "guidance scale"),
     "height": (int, "height of the images in pixels"),
     "width": (int, "width of the images in pixels"),
-    "temperature": (float, "sampling temperature of responses; 0: greedy"),
+    "temperature": (float, "sampling temperature of responses; 0 is greedy decoding"),
     "max_new_tokens": (int, "maximum length of a response in tokens"),
 }
 # fields of the config that the protocol sets, and the options for a deviation
@@ -68,9 +68,11 @@ def build_parser() -> ScriptParser:
     parser.add_argument("--out", type=Path, help="output directory; default: bench/NAME")
     group = parser.add_argument_group("deviations from the protocol")
     group.add_argument("--prompts", type=Path, help="file or directory with the prompts")
-    group.add_argument("--num_prompts", type=_positive, help="subset, spread over the prompts")
+    group.add_argument(
+        "--num_prompts", type=_positive, help="evaluate a subset, spread evenly over the prompts"
+    )
     group.add_argument("--samples", type=_positive, help="images or responses per prompt")
-    group.add_argument("--seed", type=int, help="seed of the noise")
+    group.add_argument("--seed", type=int, help="noise seed")
     group.add_argument("--scorers", help="scorers to use, separated by commas")
     for name, (kind, text) in SAMPLING.items():
         group.add_argument(f"--{name}", type=kind, help=text)
@@ -78,11 +80,11 @@ def build_parser() -> ScriptParser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Parse the command line and run a benchmark."""
     parser = build_parser()
-    argv = sys.argv[1:] if arguments is None else arguments
-    if {"-h", "--help"} & {*argv} and (named := [a for a in argv if a in benchmark_names()]):
+    words = sys.argv[1:]
+    if {"-h", "--help"} & {*words} and (named := [w for w in words if w in benchmark_names()]):
         print_text(describe(get_protocol(named[0])) + "\n")
     args, options = parser.parse_with_overrides()
     if args.list:
@@ -103,9 +105,9 @@ def check_options(args: argparse.Namespace, options: list[str]) -> Protocol:
         field = name if name in PINNED else name.partition(".")[0]
         if field in PINNED:
             raise UserError(
-                "is set by the protocol of the benchmark",
+                "is fixed by the protocol of the benchmark",
                 field=f"--config.{name}",
-                hint=f"deviate with {PINNED[field]}",
+                hint=f"to deviate from it, use {PINNED[field]}",
             )
     return protocol
 
@@ -133,7 +135,7 @@ def run(protocol: Protocol, args: argparse.Namespace, options: list[str]) -> Non
         config = load_config_file(protocol.preset, options, SPEC)
     else:
         raise UserError(
-            "is missing: the model is unknown",
+            "is missing, so the model is unknown",
             field="--config",
             hint=f"pass a preset such as --config {SPEC.example}, or a run with --checkpoint",
         )

@@ -5,16 +5,16 @@
     python scripts/evaluate.py --checkpoint base,logs/A,logs/B --out eval/compared
     python scripts/evaluate.py --checkpoint base,logs/VLM --dataset dataset/sums --n 4 --out eval/n4
 
-Model, prompts, rewards, resolution and steps come from the config, which also decides whether it is
-a diffusion model or a VLM; without --config, from that of the first run given to --checkpoint.
+The config sets the model, prompts, rewards, resolution and steps, and whether it is a diffusion
+model or a VLM. Without --config, the config of the first run in --checkpoint is used.
 
 Diffusion models: the noise is seeded per prompt, so the batch size and the number of processes do
 not change the result, and all checkpoints start from the same noise. Writes results.json,
 results.md, grid.png (middle frames of videos), and the images with their scores to samples/.
 
-VLMs and language models: greedy responses, or with --n sampled ones, of which a response has its
-own random numbers. Writes results.json, results.csv, results.md, samples.jsonl and report.html. If
-it is killed, the same command continues.
+VLMs and language models: greedy responses, or with --n several sampled ones, each with its own
+random seed. Writes results.json, results.csv, results.md, samples.jsonl and report.html. Repeat an
+interrupted command to resume it.
 """
 
 import sys
@@ -47,8 +47,8 @@ NUM_IMAGES = flags.DEFINE_integer(
 DATASETS = flags.DEFINE_multi_string(
     "dataset",
     [],
-    "For VLMs: data set to evaluate on instead of the config's, a path or hub name; its test "
-    "split, or all questions if it has none. Repeat it for several.",
+    "For VLMs: dataset to evaluate on, as a path or hub id: its test split, or all questions if it "
+    "has none. May be repeated. Default: the test set of the config.",
 )
 RESPONSES = flags.DEFINE_integer(
     "n",
@@ -57,22 +57,21 @@ RESPONSES = flags.DEFINE_integer(
     "one greedy response.",
     lower_bound=1,
 )
-flags.DEFINE_alias("num_responses", "n")  # torchrun takes --n for one of its options
+flags.DEFINE_alias("num_responses", "n")  # torchrun parses --n as its own option
 TEMPERATURE = flags.DEFINE_float(
     "temperature", None, "For VLMs, with --n: sampling temperature. Default: sample.temperature."
 )
 CORRECT = flags.DEFINE_string(
     "correct",
     "",
-    "For VLMs, with --n: the reward that decides which responses are correct, and its smallest "
-    "value, such as math_answer:0.5. Default: the reward with the largest weight, at least 1.",
+    "For VLMs, with --n: reward and threshold that determine correctness, such as "
+    "math_answer:0.5. Default: the reward with the largest weight, threshold 1.",
 )
 COMMON = (
     "pretrained.model",
     "train.lora_path",
     "dataset",
     "eval_dataset",
-    "dataset_column",
     "eval_prompts",
     "eval_reward_fn",
     "reward_fn",
@@ -82,9 +81,7 @@ COMMON = (
     "sample.test_batch_size",
     "resolution",
     "eval_resolution",
-    "frames",
     "seed",
-    "mixed_precision",
 )
 VLM_COMMON = (
     "pretrained.model",
@@ -100,7 +97,6 @@ VLM_COMMON = (
     "sample.temperature",
     "sample.batch_size",
     "seed",
-    "mixed_precision",
 )
 VLM_ONLY = {"dataset": DATASETS, "n": RESPONSES, "temperature": TEMPERATURE, "correct": CORRECT}
 OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
@@ -111,7 +107,7 @@ def main(config: ConfigDict) -> None:
     command_line.reject_other_runs(sys.argv, "checkpoint", DIFFUSION_SPEC)
     for name, option in VLM_ONLY.items():
         if option.value:
-            hint = f"set --config.dataset={option.value[0]}" if name == "dataset" else "omit it"
+            hint = f"use --config.dataset={option.value[0]}" if name == "dataset" else "omit it"
             raise UserError("is for VLMs", field=f"--{name}", value=option.value, hint=hint)
     check_eval_fields(sys.argv, config)
     # imported here so that --help and user errors do not wait for torch

@@ -5,8 +5,8 @@
     flow-grpo migrate examples/config.yaml [name=value ...]
     flow-grpo migrate ../Flow-GRPO/config/grpo.py:pickscore_sd3
 
-Known are Flow-GRPO, MM-GRPO, verl and verl-omni, EasyR1, LMM-R1 (OpenRLHF) and TRL. It prints our
-command, then the settings without a counterpart and why.
+Supports Flow-GRPO, MM-GRPO, verl and verl-omni, EasyR1, LMM-R1 (OpenRLHF) and TRL. Prints the
+equivalent command, then the settings without a counterpart, with the reason.
 """
 
 import shlex
@@ -55,7 +55,7 @@ RENAMED_BASES = ("config/dpo.py", "config/sft.py", "config/grpo_guard.py")
 
 
 def read(words: Sequence[str]) -> list[ForeignRun]:
-    """Return what the words ask for: a file with settings, a script, or a command line."""
+    """Parse the arguments: a config file, a script, or a command line of another trainer."""
     first, *others = words
     place, _, preset = first.partition(":")
     path = Path(first)
@@ -70,7 +70,7 @@ def read(words: Sequence[str]) -> list[ForeignRun]:
     found = read_command(words) or read_overrides(words)
     if found is None:
         raise UserError(
-            "has no setting of a known trainer",
+            "contains no setting of a known trainer",
             field="the command",
             value=" ".join(words),
             hint=known_trainers(),
@@ -85,7 +85,7 @@ def _read_script(path: Path) -> list[ForeignRun]:
         found = read_shell_script(path)
     if not found:
         raise UserError(
-            "has no training command of a known trainer", field=path, hint=known_trainers()
+            "contains no training command of a known trainer", field=path, hint=known_trainers()
         )
     return found
 
@@ -107,7 +107,7 @@ def _with_overrides(run: ForeignRun, words: Sequence[str]) -> ForeignRun:
 
 
 def answer(run: ForeignRun) -> str:
-    """Return our command for a run of another trainer, and what has no counterpart."""
+    """Return our command for a run of another trainer, and the settings without a counterpart."""
     spec = DIFFUSION_SPEC if run.project.trainer == DIFFUSION else VLM_SPEC
     known = {name for name, _ in iter_config_fields(spec.get_config(), closed=())}
     base, run = _choose_base(run, spec)
@@ -123,12 +123,18 @@ def answer(run: ForeignRun) -> str:
     launch = {name: value for name, value in found.settings.items() if name in LAUNCH}
     lines = [f"# from {run.project.name}", *format_command(base, spec, launch, changed)]
     if rejected := _rejection(config, changed, spec):
-        lines += ["", f"To change first: {rejected}"]
+        lines += ["", f"Fails validation: {rejected}"]
     stage = launch.get(ZERO_STAGE)
     if stage and stage not in ZERO_STAGES:
         raise UserError("must be 0, 1, 2 or 3", field="ZeRO stage", value=stage)
+    is_alone = launch.get(NODES, 1) * launch.get(GPUS, 1) == 1
+    is_set = stage and ({"zero_stage", ZERO_STAGE} & run.settings.keys())
     missing = [
-        *((name, value, "a variable of the shell: set it") for name, value in _pick(found, unset)),
+        *([("ZeRO stage", stage, "not used on one GPU")] if is_set and is_alone else []),
+        *(
+            (name, value, "contains a shell variable; set it")
+            for name, value in _pick(found, unset)
+        ),
         *found.missing,
         *((word, "", "not evaluated") for word in run.unread),
     ]
@@ -196,7 +202,7 @@ def _translate_flow_grpo(run: ForeignRun, known: set[str]) -> Translation:
         elif name in known or name in LAUNCH:
             settings[name] = value
         else:
-            missing.append((name, value, "unknown to Flow-GRPO as recorded here"))
+            missing.append((name, value, "unknown setting of Flow-GRPO"))
     return Translation(settings, tuple(missing))
 
 
@@ -213,7 +219,7 @@ def _differs(config: ConfigDict, name: str, value: Any) -> bool:
 
 
 def _rejection(config: ConfigDict, changed: Settings, spec: TrainerSpec) -> str:
-    """Return what our validation says about the translated config, or ""."""
+    """Return the validation error of the translated config, or ""."""
     for name, value in changed.items():
         section, _, key = name.rpartition(".")
         place = config[section] if section else config
@@ -261,7 +267,7 @@ def _split(line: str) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the answer for a command line."""
+    """Print the equivalent of a command line."""
     words = _split(arguments[0]) if len(arguments) == 1 else list(arguments)
     line = " ".join(arguments)
     replaced = {each.line: each.answer for each in README_COMMANDS if each.kind == REPLACED}

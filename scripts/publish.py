@@ -1,10 +1,10 @@
-"""Publish a run: weights, figures and a model card in a directory that is ready for the hub.
+"""Write a run's weights, figures and model card to a directory that is ready for the hub.
 
     python scripts/publish.py logs/RUN --out my-lora
     python scripts/publish.py logs/RUN/checkpoints/best --out my-lora --repo me/my-lora --merged
 
-A LoRA is written in diffusers' format and with the keys of ComfyUI; that of a VLM in PEFT's.
-Paths, user names, tokens and server addresses of this machine are not published.
+A diffusion LoRA is written in diffusers' format and with ComfyUI's key names, a VLM LoRA in PEFT's
+format. Paths, user names, tokens and server addresses are removed from the published text.
 """
 
 import logging
@@ -19,26 +19,28 @@ def main() -> None:
     """Parse the command line and publish a run."""
     parser = ScriptParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "run", type=Path, help="a run (its newest checkpoint), or a checkpoint such as .../best"
+        "run", type=Path, help="run directory (newest checkpoint), or a checkpoint such as .../best"
     )
-    parser.add_argument("--out", type=Path, required=True, help="new directory")
+    parser.add_argument("--out", type=Path, required=True, help="directory to create")
     parser.add_argument("--raw", action="store_true", help="publish the weights without EMA")
     parser.add_argument(
-        "--merged", action="store_true", help="also write the model with the LoRA merged"
+        "--merged", action="store_true", help="also write the complete model with the LoRA merged"
     )
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         help="dtype of the merged weights; default: float32",
     )
-    parser.add_argument("--repo", default="", help="hub id to publish to, for the card: USER/NAME")
+    parser.add_argument(
+        "--repo", default="", help="hub id to upload to, used in the card: USER/NAME"
+    )
     parser.add_argument(
         "--base_model", default="", help="hub id of the base model, if the run used a directory"
     )
     parser.add_argument(
         "--license",
         default="",
-        help="licence by its name on the hub; default: that of the base model's card, if known",
+        help="hub identifier of the licence; default: that of the base model's card, if known",
     )
     parser.add_argument(
         "--samples", type=int, help="prompts in the comparison; default: 8, of a VLM 4"
@@ -49,7 +51,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="results of flow-grpo bench for the card; may be repeated",
+        help="output directory of flow-grpo bench to include in the card; may be repeated",
     )
     args = parser.parse_args()
     if args.samples is not None and args.samples < 1:
@@ -60,7 +62,7 @@ def main() -> None:
 
 
 def write(args: Namespace) -> None:
-    """Write the directory; torch is imported only now."""
+    """Publish the run of the command line."""
     # imported here so that --help and user errors do not wait for torch
     import torch
     from diffusers.utils import logging as diffusers_logging

@@ -1,9 +1,9 @@
-"""Check, train, benchmark and publish a task; repeat the command to continue where it stopped.
+"""Check, train, benchmark and publish a task; repeat the command to resume it.
 
     python scripts/reproduce.py --list
     python scripts/reproduce.py sd3_ocr --check
     python scripts/reproduce.py sd3_ocr --gpus 8
-    python scripts/reproduce.py sd3_ocr --small          # the same on a small model, on any machine
+    python scripts/reproduce.py sd3_ocr --small          # with a small model, on any machine
     python scripts/reproduce.py sd3_pickscore -- --config.dataset=../Flow-GRPO/dataset/pickscore_sfw
 
 Options --config.FIELD=VALUE after -- apply to every training run of the task.
@@ -11,6 +11,7 @@ Options --config.FIELD=VALUE after -- apply to every training run of the task.
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 
 from flow_grpo.config import command_line
@@ -29,16 +30,20 @@ def main() -> None:
     sys.argv = [word for word in sys.argv if word != "--"]
     parser = ScriptParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", nargs="?", metavar="TASK", help=", ".join(TASKS))
-    parser.add_argument("--list", action="store_true", help="list the tasks and what they need")
-    parser.add_argument("--small", action="store_true", help="use a small model, on any machine")
-    parser.add_argument("--check", action="store_true", help="only check what the task needs")
-    parser.add_argument("--out", type=Path, help="directory; default: reproduce/TASK[-small]")
-    parser.add_argument("--gpus", type=int, help="number of GPUs; default: that of the task")
-    parser.add_argument("--data", help="data set of the first training run")
+    parser.add_argument("--list", action="store_true", help="list the tasks and their requirements")
+    parser.add_argument("--small", action="store_true", help="run on a small model, on any machine")
+    parser.add_argument("--check", action="store_true", help="only check the requirements")
     parser.add_argument(
-        "--num_prompts", type=int, help="benchmark prompts to use, a deviation that is reported"
+        "--out", type=Path, help="output directory; default: reproduce/TASK[-small]"
     )
-    parser.add_argument("--repo", default="", help="hub id for the card: USER/NAME")
+    parser.add_argument("--gpus", type=int, help="number of GPUs; default: that of the task")
+    parser.add_argument("--data", help="dataset of the first training run")
+    parser.add_argument(
+        "--num_prompts", type=int, help="number of benchmark prompts; reported as a deviation"
+    )
+    parser.add_argument(
+        "--repo", default="", help="hub id to upload to, used in the card: USER/NAME"
+    )
     args, overrides = parser.parse_with_overrides()
     if args.list:
         print_text(list_tasks())
@@ -112,12 +117,31 @@ def check(task: Task, data: str | None, overrides: list[str], gpus: int, out: Pa
     from flow_grpo.training.readiness import find_problems
 
     needs = [find_needs(run, run_overrides(task, run, data, overrides), gpus) for run in task.runs]
-    problems = find_problems(task, needs, gpus, out)
+    problems = [*find_problems(task, needs, gpus, out), *find_missing_prompts(task.benches)]
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise UserError(f"the task cannot start: {count}, listed above")
+        raise UserError(
+            f"the task cannot run: {count}, listed above",
+            hint="to use other paths, pass --data=PATH or -- --config.pretrained.model=PATH",
+        )
+
+
+def find_missing_prompts(benchmarks: Iterable[str]) -> list["Problem"]:  # noqa: F821
+    """Download the prompts of benchmarks; return those that cannot be had after training either."""
+    from flow_grpo.benchmarks.protocol import get_protocol
+    from flow_grpo.benchmarks.sources import find_files
+    from flow_grpo.training.readiness import Problem
+
+    problems = []
+    for name in benchmarks:
+        try:
+            find_files(get_protocol(name).prompts)
+        except UserError as error:
+            remedy = "run this with --check on a machine with network access and the same HF_HOME"
+            problems.append(Problem(f"prompts of the benchmark {name}: {error.rule}", remedy))
+    return problems
 
 
 def run_overrides(
@@ -129,7 +153,7 @@ def run_overrides(
 
 
 def find_needs(run: TrainingRun, options: list[str], gpus: int) -> "Needs":  # noqa: F821
-    """Return what a run reads by its preset and options."""
+    """Return the model, dataset and rewards that a run reads."""
     from flow_grpo.diffusion import presets as diffusion
     from flow_grpo.training.readiness import Needs
     from flow_grpo.vlm import presets as vlm

@@ -259,7 +259,9 @@ def read_results(path: str | Path) -> BenchmarkResults:
         content = read_json(file)
     except OSError as error:
         raise UserError(
-            f"cannot be read: {error.strerror}", field=file, hint="pass a directory of bench"
+            f"cannot be read: {error.strerror}",
+            field=file,
+            hint="pass an output directory of flow-grpo bench",
         ) from error
     try:
         if content.pop("format") != FORMAT:
@@ -268,4 +270,4 @@ def read_results(path: str | Path) -> BenchmarkResults:
         candidates = [CandidateResult(**each) for each in content.pop("candidates")]
         return BenchmarkResults(**content, deviations=deviations, candidates=candidates)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError("is not a result of flow-grpo bench", field=file) from error
+        raise UserError("is not a results file of flow-grpo bench", field=file) from error

@@ -31,7 +31,7 @@ logger = logging.getLogger("flow_grpo")
 
 @dataclass(frozen=True)
 class Overrides:
-    """Settings that replace those of a protocol; what is left out is the protocol's.
+    """Settings that replace those of a protocol; unset ones keep the protocol's value.
 
     Attributes:
         sampling: Fields of `ImageSampling` or `ResponseSampling`.
@@ -86,10 +86,15 @@ class BenchmarkSession:
         if self.store.open(settings):
             logger.info("continuing %s", self.out)
 
-    def finish(self) -> BenchmarkResults:
-        """Write and return the results of all candidates whose batches were all scored."""
+    def finish(self, reference: str = "") -> BenchmarkResults:
+        """Write and return the results of all candidates whose batches were all scored.
+
+        Args:
+            reference: Candidate that the others are compared with; by default the one that was
+                scored first.
+        """
         raw = []
-        for name in self.store.candidates():
+        for name in sorted(self.store.candidates(), key=lambda name: name != reference):
             candidate = self.store.candidate(name)
             if candidate.is_complete(self.batches):
                 scores = candidate.scores(self.batches)
@@ -117,7 +122,7 @@ class BenchmarkSession:
         return (
             f"scorer {failed[0]!r} failed on a whole batch ({record.errors.get(failed[0], '')}); "
             f"{len(self.batches) - left} of {len(self.batches)} batches of {candidate!r} are kept "
-            f"in {self.out}, and the same command continues"
+            f"in {self.out}; repeat the command to resume"
         )
 
 
@@ -201,7 +206,7 @@ def select_scorers(
         logger.warning("scorer %r is not available: %s", name, missing.get(name, ""))
     if unused := [name for name in overrides.scorer_options if name not in chosen]:
         raise UserError(
-            f"has options of {unused[0]!r}, which is not scored",
+            f"has options for {unused[0]!r}, which is not used",
             field="reward_options",
             hint=f"the scorers are {', '.join(chosen)}",
         )
@@ -211,7 +216,7 @@ def select_scorers(
 def _unavailable(protocol: Protocol, name: str, reason: str) -> UserError:
     example = f"\"{{'{name}': 'my_judges.py:Judge'}}\""
     return UserError(
-        f"is not available, and {protocol.name} needs it: {reason}",
+        f"is required by {protocol.name} but not available: {reason}",
         field="scorer",
         value=name,
         hint=f"pass one as a custom reward, --config.custom_rewards={example}, or as a reward "

@@ -192,7 +192,7 @@ def _download(source: PromptSource, option: str) -> Path:
 
 
 def _download_from_hub(source: PromptSource, option: str) -> list[Path]:
-    """Return the files of a data set on the hub, downloaded if they are not in its cache."""
+    """Return the files of a dataset on the hub, downloaded if they are not in its cache."""
     name = f"{source.repository}@{source.commit}" if source.commit else source.repository
     try:
         return _list_files(download_dataset(name, [source.files]), source, option)

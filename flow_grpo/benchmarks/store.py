@@ -1,4 +1,4 @@
-"""The output directory of a benchmark while it runs: everything that is done stays done.
+"""The output directory of a running benchmark, from which it can be resumed.
 
     OUT/benchmark.json                        settings that all scores in it share
     OUT/candidates/NAME/candidate.json        name and order, weights and their checksum

@@ -29,7 +29,7 @@ class RunFields:
     )
     resume_changed: bool = setting(
         False,
-        "Allow a resumed run to change its reward, data set, model or algorithm, which is "
+        "Allow a resumed run to change its reward, dataset, model or algorithm, which is "
         "otherwise rejected as a forgotten option.",
     )
     seed: int = setting(
@@ -259,7 +259,7 @@ class SharedFields(RewardFields, RunFields):
     dataset: str = setting("", "Directory with train and test files, one such file, or a hub name.")
     eval_dataset: str = setting(
         "",
-        "Data set or mixture to evaluate on instead of the test split of dataset, in the same "
+        "Dataset or mixture to evaluate on instead of the test split of dataset, in the same "
         "formats: its test split, or all rows if it has none.",
     )
     metadata_columns: str = setting(

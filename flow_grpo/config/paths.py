@@ -53,7 +53,7 @@ def relative_name(path: str) -> str:
 
 
 def map_dataset_paths(dataset: str, change: Callable[[str], str] = resolve_path) -> str:
-    """Apply `change` to each path in a data set or mixture ("path/a:0.7,path/b:0.3")."""
+    """Apply `change` to each path in a dataset or mixture ("path/a:0.7,path/b:0.3")."""
     return re.sub(r"[^,:\s][^,:]*", lambda path: change(path[0]), dataset)
 
 
@@ -90,7 +90,7 @@ def resolve_config_file(argument: str, presets: str = "") -> str:
 
 
 def check_dataset_available(dataset: str, field: str = "dataset") -> None:
-    """Reject a missing data set of a preset, before it is looked up on the hub.
+    """Reject a missing dataset of a preset, before it is looked up on the hub.
 
     Args:
         dataset: A path or hub name.

@@ -1,4 +1,4 @@
-"""Validation of small data sets before slow imports, so that their errors are reported at once."""
+"""Validation of small datasets before slow imports, so that their errors are reported at once."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ MAX_BYTES = 2**24  # takes a fraction of a second to read and parse
 
 
 def check_small_data_early(sources: Iterable[PromptSource], read: Callable[[], Any]) -> None:
-    """Call `read` for its errors if all data sets are local and small.
+    """Call `read` for its errors if all datasets are local and small.
 
     Its result and log messages are discarded: the run reads the data again.
     """

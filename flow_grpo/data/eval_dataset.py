@@ -1,4 +1,4 @@
-"""The data set of evaluations during training: `eval_dataset`, if it is not the test split.
+"""The dataset of evaluations during training: `eval_dataset`, if it is not the test split.
 
 Training then uses all rows of `dataset`: nothing is held out, and its test split is not read.
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger("flow_grpo")
 
 @contextmanager
 def name_eval_settings() -> Iterator[None]:
-    """Make errors about a data set name the settings of `eval_dataset`, not those of `dataset`."""
+    """Make errors about a dataset name the settings of `eval_dataset`, not those of `dataset`."""
     try:
         yield
     except UserError as error:
@@ -53,13 +53,13 @@ def load_eval_dataset(
     load: Callable[[str, Split], list[T]],
     what: str = "prompts",
 ) -> list[T]:
-    """Load the rows to evaluate on: of each data set the test split, or all rows without one.
+    """Load the rows to evaluate on: of each dataset the test split, or all rows without one.
 
     Args:
         dataset: Value of `eval_dataset`, which is not empty.
         train: All training rows; those among the result are logged.
-        find: Reads a split of a data set, or returns None if it is missing.
-        load: Reads a split of a data set, or raises a UserError if it is missing.
+        find: Reads a split of a dataset, or returns None if it is missing.
+        load: Reads a split of a dataset, or raises a UserError if it is missing.
         what: What a row is, for messages.
     """
     parts = []

@@ -1,4 +1,4 @@
-"""Download models and data sets from the Hugging Face Hub."""
+"""Download models and datasets from the Hugging Face Hub."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def download_revision(model: str, revision: str) -> str:
 
 
 def check_hub_dataset(source: str) -> tuple[str, str]:
-    """Return name and revision of a hub data set after checking that it can be accessed."""
+    """Return name and revision of a hub dataset after checking that it can be accessed."""
     name, _, revision = source.removesuffix("@train").partition("@")
     check_hub_access(
         "dataset", name, kind="dataset", revision=revision or DEFAULT_REVISION, file="README.md"
@@ -64,7 +64,7 @@ def check_hub_dataset(source: str) -> tuple[str, str]:
 
 
 def download_dataset(source: str, patterns: Sequence[str]) -> Path:
-    """Download a data set and return its directory in the hub's cache.
+    """Download a dataset and return its directory in the hub's cache.
 
     Args:
         source: "owner/name" or "owner/name@revision"; EasyR1's "owner/name@train" is accepted too.
@@ -77,7 +77,7 @@ def download_dataset(source: str, patterns: Sequence[str]) -> Path:
         found = snapshot_download(
             name, repo_type="dataset", revision=revision, allow_patterns=list(patterns)
         )
-    except Exception as error:  # many types: no network, unknown data set, access denied
+    except Exception as error:  # many types: no network, unknown dataset, access denied
         if message := hub_error_message(error, "dataset", name, kind="dataset"):
             raise UserError(message) from error
         at = f" --revision {revision}" if revision != DEFAULT_REVISION else ""
@@ -93,9 +93,9 @@ def download_dataset(source: str, patterns: Sequence[str]) -> Path:
 
 
 def read_hub(name: str, split: Split, layout: RowLayout[T]) -> list[T] | None:
-    """Read a split with the `datasets` package, or return None if the data set has no such split.
+    """Read a split with the `datasets` package, or return None if the dataset has no such split.
 
-    "validation" stands in for "test", and a data set with a single split is used for training.
+    "validation" stands in for "test", and a dataset with a single split is used for training.
     """
     datasets = import_or_hint(
         "datasets", f"dataset={name!r} is not a local path; as a hub name it needs datasets"
@@ -103,7 +103,7 @@ def read_hub(name: str, split: Split, layout: RowLayout[T]) -> list[T] | None:
     check_hub_dataset(name)
     try:
         splits = datasets.load_dataset(name)
-    except Exception as error:  # many types: no network, unknown data set, several configurations
+    except Exception as error:  # many types: no network, unknown dataset, several configurations
         if message := hub_error_message(error, "dataset", name, kind="dataset"):
             raise UserError(message) from error
         raise UserError(

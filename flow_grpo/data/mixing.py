@@ -1,4 +1,4 @@
-"""Mixing of several data sets in one run, and held-out splits of sets without a test split."""
+"""Mixing of several datasets in one run, and held-out splits of sets without a test split."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ logger = logging.getLogger("flow_grpo")
 
 @dataclass(frozen=True)
 class PromptSource:
-    """A data set (directory, file or hub name) and its sampling weight."""
+    """A dataset (directory, file or hub name) and its sampling weight."""
 
     path: str
     name: str  # in metadata and metrics
@@ -89,11 +89,11 @@ def _parse_share(share: str, dataset: str) -> Fraction:
 
 
 def allocate_groups(groups: int, shares: Sequence[Fraction]) -> list[int]:
-    """Return the groups per epoch of each data set, by the largest remainder method.
+    """Return the groups per epoch of each dataset, by the largest remainder method.
 
     Args:
-        groups: Groups per epoch of all data sets.
-        shares: Sampling weight of each data set.
+        groups: Groups per epoch of all datasets.
+        shares: Sampling weight of each dataset.
     """
     exact = [groups * share / sum(shares) for share in shares]
     counts = [int(each) for each in exact]
@@ -111,13 +111,13 @@ def check_groups(
     what: str = "prompts",
     setting: str = "sample.num_batches_per_epoch",
 ) -> None:
-    """Reject a data set of a mixture with no groups in an epoch, or with fewer rows than groups.
+    """Reject a dataset of a mixture with no groups in an epoch, or with fewer rows than groups.
 
     Args:
-        source: The data set.
+        source: The dataset.
         rows: Number of its training rows.
         groups: Groups per epoch that are drawn from it.
-        of: Groups per epoch of all data sets.
+        of: Groups per epoch of all datasets.
         what: What a row is, for the message.
         setting: Name of the setting that makes an epoch longer.
     """
@@ -142,12 +142,12 @@ def interleave(sets: Iterable[Iterable[T]]) -> list[T]:
 
 
 def tag_rows(rows: Iterable[T], name: str) -> list[T]:
-    """Return the rows with the name of their data set in their metadata."""
+    """Return the rows with the name of their dataset in their metadata."""
     return [replace(row, metadata={**row.metadata, "dataset": name}) for row in rows]
 
 
 def set_indices(sizes: Sequence[int], rows: np.ndarray) -> np.ndarray:
-    """Map rows of concatenated data sets to the index of their set, shape (len(rows),)."""
+    """Map rows of concatenated datasets to the index of their set, shape (len(rows),)."""
     return np.searchsorted(np.cumsum(sizes), rows, side="right")
 
 

@@ -208,7 +208,7 @@ def find_prompts(
 
 
 def check_prompts_exist(source: str, prompt_fn: str, splits: Sequence[Split] = ("train",)) -> None:
-    """Reject a data set that has none of `splits`, without reading it."""
+    """Reject a dataset that has none of `splits`, without reading it."""
     _check_prompt_fn(prompt_fn)
     if is_hub_name(source):
         check_hub_dataset(source)

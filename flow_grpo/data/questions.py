@@ -194,7 +194,7 @@ def load_questions(
 
     Args:
         source: Directory with a file per split, a single file, or a hub name to download.
-        seed: Selects the held-out tenth of a data set without a test split.
+        seed: Selects the held-out tenth of a dataset without a test split.
         layout: Columns to read.
         hold_out: Whether test questions are needed; otherwise they are not read, and the training
             split is returned whole.
@@ -215,7 +215,7 @@ def load_questions(
 
 
 def check_media_columns(questions: Iterable[Question], layout: QuestionLayout) -> None:
-    """Reject an image or video column that is empty in all rows of all data sets."""
+    """Reject an image or video column that is empty in all rows of all datasets."""
     questions = list(questions)
     for setting, key, found in (
         ("image_key", layout.image, any(q.images for q in questions)),
@@ -243,20 +243,20 @@ def load_split(
 def find_split(
     source: str | Path, split: Split, layout: QuestionLayout = DEFAULT_LAYOUT
 ) -> list[Question] | None:
-    """Load a split of a local or downloaded data set, or return None if it is missing."""
+    """Load a split of a local or downloaded dataset, or return None if it is missing."""
     check_dataset_available(str(source))
     return find_questions(_local_path(source), split, layout)
 
 
 def _local_path(source: str | Path) -> Path:
-    """Return the path of a data set, which is downloaded if it is on the hub."""
+    """Return the path of a dataset, which is downloaded if it is on the hub."""
     if _is_hub_dataset(source):
         return download_dataset(str(source), DOWNLOAD_PATTERNS)
     return Path(source)
 
 
 def check_questions_exist(source: str, splits: Sequence[Split] = ("train",)) -> None:
-    """Reject a data set that has none of `splits`, without reading it."""
+    """Reject a dataset that has none of `splits`, without reading it."""
     if _is_hub_dataset(source):
         check_hub_dataset(source)
     elif not os.path.isfile(source) and not any(_split_files(Path(source), s) for s in splits):
@@ -279,7 +279,7 @@ def find_questions(
 
 
 def _split_files(path: Path, split: Split) -> list[Path]:
-    """Return the files of a split: one file, or the shards of a hub data set.
+    """Return the files of a split: one file, or the shards of a hub dataset.
 
     Shards are named data/train-00000-of-00002.parquet or data/train/0000.parquet.
     """
@@ -308,7 +308,7 @@ def _check_all_shards(shards: list[Path]) -> None:
 
 
 def _missing_error(source: str | Path, path: Path, split: Split) -> UserError:
-    """Return the UserError for a data set without a split.
+    """Return the UserError for a dataset without a split.
 
     Args:
         source: Value of the setting `dataset`.

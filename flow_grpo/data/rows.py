@@ -1,6 +1,6 @@
 """Read the rows of data files: text, JSON lines, JSON, CSV and parquet.
 
-Both trainers read their data sets here. A trainer's `RowLayout` names the columns that it uses and
+Both trainers read their datasets here. A trainer's `RowLayout` names the columns that it uses and
 converts a row to a prompt or a question. Errors carry the position of the row as their `field`:
 "train.jsonl:3" or "train.parquet row 3".
 """
@@ -35,7 +35,7 @@ NO_COLUMN = "none"
 DELIMITERS = ",;\t"  # spreadsheets write ";" in locales with a decimal comma
 INSTALL_HINT = "pip install -e '.[data]'"
 PREFERENCE_COLUMN = (
-    "belongs to a preference data set, while training compares samples of the policy",
+    "belongs to a preference dataset, while training compares samples of the policy",
     "",
 )
 logger = logging.getLogger("flow_grpo")
@@ -325,7 +325,7 @@ def warn_unread_files(folder: Path, split: str, read: Sequence[Path]) -> None:
 def missing_split_error(
     source: str | Path, path: Path, split: str, what: str, *, found: Sequence[str], hint: str
 ) -> UserError:
-    """Return the error for a data set without a split.
+    """Return the error for a dataset without a split.
 
     Args:
         source: Value of the setting `dataset`.

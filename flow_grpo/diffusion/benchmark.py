@@ -127,7 +127,9 @@ def run_benchmark(
         main = accelerator.is_main_process
         raise_on_all_ranks(accelerator, lambda: main and lock())
         _Run(checked, accelerator, session, reward, prompts, rows).score(candidates)
-        results = call_on_main(accelerator, session.finish)
+        # a candidate that is added alone is compared with those that were scored before
+        reference = candidates[0].name if len(candidates) > 1 else ""
+        results = call_on_main(accelerator, lambda: session.finish(reference))
         if protocol.layout and accelerator.is_main_process:
             for each in session.store.candidates():
                 candidate = session.store.candidate(each)

@@ -84,7 +84,7 @@ def _load_train_and_test(
     """Return the training and test prompts of a source; warn about duplicates.
 
     Without a test split, a part of the training prompts is held out, unless the evaluation has a
-    data set of its own.
+    dataset of its own.
     """
     train = _load_split(config, source, "train", load_prompts)
     if config.eval_dataset:

@@ -71,7 +71,7 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
             files[str(path)] = "LoRA for diffusers" + (f", {expert}" if expert else "")
             name = _comfyui_file(options, expert, len(experts))
             if problem := _try_comfyui(file, adapter, folder / name):
-                limitations.append(f"There is no file for ComfyUI: {problem}.")
+                limitations.append(f"The LoRA could not be converted for ComfyUI: {problem}.")
             else:
                 files[name] = "the same LoRA for ComfyUI, with `.alpha` tensors"
     elif not options.merged:
@@ -90,7 +90,9 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
         files=files,
         usage=describe_usage(run, options, adapter, experts, list(files)),
         method=describe_method(str(run.setting("algorithm", ""))),
-        summary="A LoRA, also merged, of" if options.merged and source == "lora" else summary,
+        summary="A LoRA, with the merged model, of"
+        if options.merged and source == "lora"
+        else summary,
         library="diffusers",
         task=_task(run, adapter),
         tags=["lora", "diffusers"] if source == "lora" else ["diffusers"],
@@ -161,8 +163,8 @@ def _write_samples(
     figure.save(folder / SAMPLES_FILE)
     count = len(pairs.before)
     parts = [
-        f"The first {count} test prompts of the run's evaluation, not selected, with the same "
-        f"noise in each row: {' and '.join(pairs.headings)}.",
+        f"The first {count} test prompts of the run's evaluation (not cherry-picked), with the "
+        f"same noise in each row: {' and '.join(pairs.headings)}.",
         f"![samples before and after training]({SAMPLES_FILE})",
     ]
     files = {}
@@ -272,7 +274,7 @@ def _find_adapter(run: PublishedRun) -> type[ModelAdapter] | None:
     try:
         return find_adapter(run.model_path)
     except UserError as error:
-        logger.warning("the family of the base model is not known: %s", first_line(error))
+        logger.warning("the family of the base model is unknown: %s", first_line(error))
         return None
 
 

@@ -11,7 +11,7 @@ from flow_grpo.atomic_io import write_text_atomic
 from flow_grpo.report.page import content_security_policy, fill_template, to_compact_json, truncate
 
 SCRIPTS = ("dom.js", "responses.js")
-MAX_QUESTIONS = 200  # per data set
+MAX_QUESTIONS = 200  # per dataset
 MAX_RESPONSES = 8  # per question and candidate
 MAX_IMAGE_BYTES = 10_000_000
 
@@ -28,7 +28,7 @@ class ShownQuestion:
 
 @dataclass(frozen=True)
 class ShownDataset:
-    """A data set of the page."""
+    """A dataset of the page."""
 
     name: str
     count: int  # number of questions, of which `questions` are the first
@@ -82,7 +82,7 @@ def write_response_page(
         note: What the intervals are.
         candidates: Names of the candidates.
         rewards: Scores to show below a response.
-        datasets: The data sets.
+        datasets: The datasets.
     """
     shown = [each.to_json() for each in datasets]
     for each in shown:

@@ -35,8 +35,8 @@ INTERVAL_NOTE = (
     "± is half the width of a 95% confidence interval (normal approximation over {units})."
 )
 DIFFERENCE_NOTE = (
-    " In parentheses: the difference from {first} with its interval (paired by {unit}); one that "
-    "contains 0 may well be chance."
+    " In parentheses: the difference from {first} with its interval (paired by {unit}); if "
+    "it contains 0, the difference is not significant."
 )
 CSV_HEADER = (
     "candidate",

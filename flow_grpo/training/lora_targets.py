@@ -15,14 +15,18 @@ from flow_grpo.errors import UserError, did_you_mean, join_hints
 FIELD = "train.lora_target_modules"
 ALL_LINEAR = "all-linear"  # PEFT's name for all linear layers
 MAX_LISTED = 24
+LIST = re.compile(r"\[(.*?),?\s*\]|\((.*?),?\s*\)", re.DOTALL)  # in the notation of Python
+LAYER_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 # returns why a layer cannot be trained, "" if it can
 Exclusion = Callable[[str, nn.Module], str]
 
 
 def parse_target_modules(text: str) -> list[str]:
     """Return the sorted names in a list such as "to_q, to_v" or "['to_q', 'to_v']"."""
-    names = {name.strip(" '\"") for name in text.strip().strip("[]()").split(",")}
-    return sorted(names - {""})
+    listed = LIST.fullmatch(text.strip())
+    inner = (listed[1] or listed[2] or "") if listed else text
+    names = {name.strip().strip("'\"") for name in inner.split(",")} if inner.strip() else set()
+    return sorted(names)
 
 
 def select_target_modules(
@@ -48,8 +52,9 @@ def select_target_modules(
     trainable = {n for n, m in layers.items() if not exclude(n, m)}
     if names == [ALL_LINEAR]:
         chosen = trainable
-    elif not names or ALL_LINEAR in names:
-        raise UserError(f'must be layer names, or "{ALL_LINEAR}" alone', field=FIELD, value=text)
+    elif not names or ALL_LINEAR in names or not all(map(LAYER_NAME.fullmatch, names)):
+        rule = f'must be layer names separated by commas, or "{ALL_LINEAR}" alone'
+        raise UserError(rule, field=FIELD, value=text)
     else:
         for name in names:
             _check_name(model, name, layers, exclude)
@@ -78,11 +83,11 @@ def _check_name(
     kinds = {n: type(m).__name__ for n, m in model.named_modules()}
     others = sorted({kinds[n] for n in match_suffixes([name], kinds)})
     if matched:
-        problem = f"names only layers that cannot be trained: {reasons[0]}"
+        problem = f"matches only layers that cannot be trained: {reasons[0]}"
     elif others:
-        problem = f"names no linear layer, but {', '.join(others)}; LoRA is for linear layers"
+        problem = f"matches {', '.join(others)}, but LoRA supports only linear layers"
     else:
-        problem = f"names no layer of this {type(model).__name__}"
+        problem = f"matches no layer of this {type(model).__name__}"
     known = short_names(n for n, m in layers.items() if not exclude(n, m))
     listed = ", ".join(known[:MAX_LISTED]) + (", ..." if len(known) > MAX_LISTED else "")
     parts = [n for n in known if n.startswith(f"{name}.")]  # of a container such as `to_out`

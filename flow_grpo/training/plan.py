@@ -73,9 +73,10 @@ def _check_lora_files(path: Path) -> None:
         for name in ("model_index.json", "config.json"):
             if os.path.exists(path / name):
                 problem = f"contains {name}, so it is a full model, not a LoRA"
-        if os.path.isdir(path / "checkpoints"):
-            problem = "is a run directory, not a LoRA"
-            hint = "pass the lora or ema_lora directory of a checkpoint"
+        for content, kind in (("checkpoints", "a run directory"), ("state", "a checkpoint")):
+            if os.path.isdir(path / content):
+                problem = f"is {kind}, not a LoRA"
+                hint = "pass the lora or ema_lora directory of a checkpoint"
     if problem:
         raise UserError(
             problem,

@@ -126,7 +126,7 @@ def find_run(source: ExportSource, options: PublishOptions) -> PublishedRun:
     reject_existing(options.out)
     if source.run is None:
         raise UserError(
-            "is not a checkpoint of a run, whose metrics and samples the card shows",
+            "does not belong to a run, whose metrics and samples the model card needs",
             field=source.weights,
             hint="pass a run directory, such as logs/RUN",
         )
@@ -141,7 +141,7 @@ def find_run(source: ExportSource, options: PublishOptions) -> PublishedRun:
     try:
         epoch = Progress.read(source.weights.parent).epoch
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError("has no readable progress", field=source.weights.parent) from error
+        raise UserError("has no readable training progress", field=source.weights.parent) from error
     starts = read_starts(run)
     return PublishedRun(
         source, read_run(run), config, folders, base, resolved, revision, epoch, starts
@@ -155,7 +155,7 @@ def publish(
     write_weights: Callable[[PublishedRun, PublishOptions, Path], Publication],
     sections: Sequence[Section] = (),
 ) -> None:
-    """Write the directory `options.out` completely or not at all.
+    """Write the directory `options.out` atomically.
 
     Args:
         run: The run, from `find_run`.
@@ -255,7 +255,7 @@ def _results(run: PublishedRun, has_curves: bool) -> str:
         parts.append("The run was not evaluated up to this checkpoint.")
     if has_curves:
         parts.append(f"![reward by epoch]({CURVE_FILE})")
-        parts.append("The dashed line marks the published weights.")
+        parts.append("The dashed line marks the epoch of the published weights.")
     return "\n\n".join(parts)
 
 
@@ -264,7 +264,7 @@ def _training(run: PublishedRun, spec: TrainerSpec, publication: Publication) ->
     facts = [
         ["method", publication.method],
         ["epochs, updates", f"{run.epoch} of {run.num_epochs}, {run.source.step}"],
-        ["weights", "moving average (EMA)" if run.source.is_ema else "of the last update"],
+        ["weights", "exponential moving average (EMA)" if run.source.is_ema else "without EMA"],
     ]
     start = run.starts[-1] if run.starts else {}
     if start:
@@ -278,15 +278,17 @@ def _training(run: PublishedRun, spec: TrainerSpec, publication: Publication) ->
     commands = list(dict.fromkeys(str(each.get("command") or "") for each in run.starts))
     commands = [redact_text(command, run.folders) for command in commands if command]
     if commands:
-        heading = "Command:" if len(commands) == 1 else "Commands, in the order of the starts:"
+        heading = (
+            "Command:" if len(commands) == 1 else "Commands, in order (first start, then resumes):"
+        )
         shown = f"{heading}\n\n{code_block(chr(10).join(commands), 'bash')}"
     else:
-        shown = f"The command was not recorded; `{CONFIG_FILE}` has all settings."
+        shown = f"The command was not recorded; see `{CONFIG_FILE}` for all settings."
     return "\n\n".join(
         [
             markdown_table([["", ""], *facts]),
             shown,
-            "Settings that matter or differ from the defaults:",
+            "Main settings, and settings that differ from the defaults:",
             _settings_table(run, spec, publication.settings),
         ]
     )
@@ -326,8 +328,8 @@ def _limitations(run: PublishedRun, publication: Publication, sections: Sequence
     if not run.finished:
         points.append(f"Training stopped after epoch {run.epoch} of {run.num_epochs}.")
     points.append(
-        "The rewards under Results are those that training maximised. A higher reward alone does "
-        "not show better quality: compare the samples."
+        "The rewards under Results are the training objective. A higher reward does not imply "
+        "better quality: compare the samples."
     )
     rows = [row for row in run.data.rows if row["epoch"] <= run.epoch]
     findings, _, _ = health.summarize(rows)
@@ -339,14 +341,12 @@ def _limitations(run: PublishedRun, publication: Publication, sections: Sequence
     if held_out and held_out[-1] < 1:
         points.append("Some test prompts are also training prompts.")
     if not sections:
-        points.append("No benchmark was run on these weights.")
+        points.append("These weights have not been benchmarked.")
     points.append(
-        f"One run with one seed (`seed={run.setting('seed')}`); the variance is not known."
+        f"Trained with a single seed (`seed={run.setting('seed')}`); the variance is unknown."
     )
     if not run.source.is_ema and run.setting("train.ema"):
-        points.append(
-            "The run evaluated the moving average (EMA) of the weights; these are the last ones."
-        )
+        points.append("The run evaluated the EMA weights; the published weights are without EMA.")
     points += publication.limitations
     return "\n".join(f"- {point}" for point in points)
 
@@ -356,8 +356,8 @@ def _licence(run: PublishedRun) -> str:
     licence = run.base.license
     if not licence:
         return (
-            f"The licence of the base model ({redact_text(run.base.name)}) applies. It was not "
-            "known when this card was written."
+            f"The licence of the base model ({redact_text(run.base.name)}) applies. It could not "
+            "be determined when this card was written."
         )
     name = licence.get("license_name") or licence.get("license", "")
     link = licence.get("license_link", "")

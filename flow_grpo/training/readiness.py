@@ -1,6 +1,6 @@
 """Check whether a task can run here: weights, data, packages, GPUs and disk space.
 
-All problems are returned at once, each with what mends it.
+All problems are returned at once, each with a fix.
 """
 
 import os
@@ -22,13 +22,13 @@ MODULES = {  # modules that a reward imports, and the extra that installs them
     "geneval": (("cv2", "scipy"), "geneval"),
     "math_answer": (("math_verify",), "vlm"),
 }
-DATASETS = (("datasets", "pyarrow"), "data")  # of data sets on the hub
+DATASETS = (("datasets", "pyarrow"), "data")  # of datasets on the hub
 DOWNLOAD = "hf download {}{}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that prevents a task, and what mends it."""
+    """A missing requirement of a task, and how to fix it."""
 
     what: str
     remedy: str
@@ -47,7 +47,7 @@ class Needs:
 
 
 def find_problems(task: Task, needs: Iterable[Needs], gpus: int, out: Path) -> list[Problem]:
-    """Return everything that prevents a task.
+    """Return all missing requirements of a task.
 
     Args:
         task: The task.
@@ -104,7 +104,7 @@ def _check_dataset(dataset: str) -> Iterator[Problem]:
             missing = [name for name in DATASETS[0] if find_spec(name) is None]
             if missing:
                 yield Problem(
-                    f"data sets of the hub need {', '.join(missing)}",
+                    f"datasets on the hub need {', '.join(missing)}",
                     f"pip install -e '.[{DATASETS[1]}]'",
                 )
             yield from _check_repo("dataset", path, "dataset")
@@ -128,13 +128,13 @@ def _check_gpus(gpus: int, memory_gib: float) -> Iterator[Problem]:
     found = torch.cuda.device_count()
     if found < gpus:
         hint = f"pass --gpus {found}" if found else "use a machine with GPUs, or try --small"
-        yield Problem(f"{gpus} GPUs are needed, but torch finds {found}", hint)
+        yield Problem(f"{gpus} GPUs are needed, but only {found} are available", hint)
     for index in range(min(found, gpus)):
         total = torch.cuda.mem_get_info(index)[1] / GIB
         if total < memory_gib:
             yield Problem(
                 f"GPU {index} has {total:.0f} GiB, but {memory_gib:g} GiB are needed",
-                "reduce memory with options after --: docs/memory.md",
+                "reduce memory with options after --, see docs/memory.md",
             )
 
 
@@ -158,5 +158,5 @@ def _check_disk(out: Path, run_gib: float, models: Mapping[str, float]) -> Itera
             yield Problem(
                 f"{folders[device]} has {free:.0f} GiB of free disk space, but about {gib:.0f} GiB "
                 "are needed",
-                "free some, or set --out or HF_HOME to another disk",
+                "free disk space, or set --out or HF_HOME to another disk",
             )

@@ -1,4 +1,4 @@
-"""Run the stages of a task, each in a process of its own, and remember which are done.
+"""Run the stages of a task, each in its own process, and record which are done.
 
 Problem: a task takes days and may be killed at any moment, also without a chance to clean up.
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("flow_grpo")
 STATE_FILE = "reproduce.json"
 PR_SET_PDEATHSIG = 1  # prctl(2)
 WRITER_SECONDS = 300.0  # how long the previous process may take to save a checkpoint and end
-AGAIN = "repeat the same command to continue"
+AGAIN = "repeat the same command to resume"
 
 
 @dataclass
@@ -69,7 +69,7 @@ class StageState:
                     f"was {before.get(name)!r} when {folder} was started",
                     field=name,
                     value=options.get(name),
-                    hint="repeat the command with its options, or choose another --out",
+                    hint="repeat the command with the original options, or choose another --out",
                 )
         return cls(folder, options, done)
 
@@ -103,7 +103,7 @@ def run_stages(state: StageState, stages: Sequence[Stage]) -> None:
     for number, stage in enumerate(stages, 1):
         title = f"[{number}/{len(stages)}] {stage.name}"
         if stage.name in state.done:
-            logger.info("%s: done before", title)
+            logger.info("%s: already done", title)
             continue
         if stage.result is None or not stage.result.exists():
             logger.info("%s: %s", title, " ".join(map(str, stage.command)))
@@ -114,7 +114,7 @@ def run_stages(state: StageState, stages: Sequence[Stage]) -> None:
 
 
 def wait_for_writer(run: Path, seconds: float = WRITER_SECONDS) -> None:
-    """Wait for the process that a killed start has left behind to save and end."""
+    """Wait for a process left over from an interrupted start to save and exit."""
     deadline = time.monotonic() + seconds
     while (writer := find_writer(run)) is not None:
         if time.monotonic() > deadline:
@@ -124,7 +124,7 @@ def wait_for_writer(run: Path, seconds: float = WRITER_SECONDS) -> None:
 
 
 def run_command(name: str, command: Sequence[str | Path]) -> None:
-    """Run a command to its end and forward stop signals to it.
+    """Run a command and forward stop signals to it.
 
     It runs in a session of its own, so that Ctrl-C reaches it once, from here. If this process is
     killed, the kernel sends the command SIGTERM (on Linux).
@@ -155,13 +155,13 @@ def run_command(name: str, command: Sequence[str | Path]) -> None:
         return
     if received or code == StoppedBySignal.exit_code:
         raise StoppedBySignal(f"{name} was stopped; {AGAIN}")
-    error = UserError(f"{name} ended with exit code {code}", hint=f"mend it, then {AGAIN}")
+    error = UserError(f"{name} failed with exit code {code}", hint=f"fix the cause, then {AGAIN}")
     error.exit_code = code if code > 0 else 1
     raise error
 
 
 def _death_signal() -> Callable[[], None] | None:
-    """Return a function for the new process that ties its life to that of this process."""
+    """Return a `preexec_fn` that ends the new process when this process dies."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork

@@ -79,7 +79,7 @@ def run_benchmark(
     candidates = parse_candidates(list(checkpoints))
     accelerator = build_accelerator(checked, autocast=False)
     if is_sharded(accelerator):
-        raise UserError("bench does not shard a VLM", hint="start it with torchrun")
+        raise UserError("bench does not support sharding", hint="start it with torchrun")
     sampling = sampling_of(settings)
     source = str(files.files[0])
     sets = [EvaluationSet(protocol.name, source, [questions[row] for row in rows])]

@@ -94,7 +94,7 @@ def evaluate_responses(
     temperature: float | None = None,
     correct: str = "",
 ) -> ScoreTable:
-    """Evaluate candidates on data sets; a killed evaluation continues if it is called again.
+    """Evaluate candidates on datasets; a killed evaluation continues if it is called again.
 
     Args:
         config: The settings of a VLM run.
@@ -117,7 +117,7 @@ def evaluate_responses(
     accelerator = build_accelerator(config, autocast=False)
     if is_sharded(accelerator):
         raise UserError(
-            "evaluate.py does not shard a model: every process holds all weights",
+            "evaluate.py does not support sharding; each process loads the complete model",
             hint="start it with torchrun",
         )
     sets = load_evaluation_sets(config, datasets, limit=limit)
@@ -161,7 +161,7 @@ class ResponseEvaluation:
     Args:
         config: Checked settings.
         accelerator: Rank, world size and device.
-        sets: The data sets.
+        sets: The datasets.
         sampling: How responses are generated.
         reward: The rewards.
         out: Directory of the evaluation, with its log.
@@ -223,7 +223,7 @@ class ResponseEvaluation:
         }
         missing = missing_keys(candidate.name, self.sets, self.sampling.n, own)
         if own:
-            logger.info("%d responses are in the log, %d are missing", len(own), len(missing))
+            logger.info("%d responses in the log, %d missing", len(own), len(missing))
         score_again(
             own, self.scorer, accelerator=self.accelerator, batch_size=config.sample.batch_size
         )
@@ -331,7 +331,7 @@ def check_reward(config: VlmConfig, reward: WeightedReward, sets: Sequence[Evalu
     """Reject rewards that cannot score single responses to these questions."""
     for name in sorted(reward.pairwise_rewards):
         raise UserError(
-            "compares the responses of a group and has no score for a single one",
+            "compares the responses of a group and cannot score a single one",
             field=f"reward {name!r}",
             hint="set another reward with --config.eval_reward_fn",
         )
@@ -376,7 +376,9 @@ def _describe_weights(candidate: Candidate) -> dict[str, Any]:
     if candidate.weights is None:
         return {"weights": ""}
     path = candidate.weights.resolve()
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():  # a .json file may have the scale of a LoRA
+        files = sorted(each for each in path.iterdir() if each.suffix in (".safetensors", ".json"))
     stats = {file.name: file.stat() for file in files}
     identity = {name: [each.st_size, each.st_mtime_ns] for name, each in stats.items()}
     return {"weights": str(path), "files": identity}

@@ -53,7 +53,7 @@ def check_candidates(
     """Check all candidates and prompts without reading the weights of a model.
 
     Returns:
-        The data sets without the questions that `filter_overlong_prompts` drops for a candidate.
+        The datasets without the questions that `filter_overlong_prompts` drops for a candidate.
 
     Raises:
         UserError: If a candidate is damaged, or is not a model or LoRA that fits the config.

@@ -28,7 +28,7 @@ MAX_FRAMES = 4  # per video
 
 
 def write_page(results: EvaluationResults, out: Path) -> None:
-    """Write report.html with a table and a chart per data set, and the first responses."""
+    """Write report.html with a table and a chart per dataset, and the first responses."""
     names = results.candidates
     budget = MAX_IMAGE_BYTES / len(results.sets)
     title = names[0] if len(names) == 1 else f"{names[0]} against {', '.join(names[1:])}"

@@ -1,4 +1,4 @@
-"""Load the data sets of an evaluation."""
+"""Load the datasets of an evaluation."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ logger = logging.getLogger("flow_grpo")
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A data set of an evaluation."""
+    """A dataset of an evaluation."""
 
     name: str  # short and unique
     source: str  # path or hub name
@@ -41,7 +41,7 @@ class EvaluationSet:
 def load_evaluation_sets(
     config: VlmConfig, datasets: Sequence[str], *, limit: int = 0
 ) -> list[EvaluationSet]:
-    """Load the data sets, by default the test set of the config, with a set for each source.
+    """Load the datasets, by default the test set of the config, with a set for each source.
 
     Args:
         config: Checked settings.
@@ -52,7 +52,7 @@ def load_evaluation_sets(
     if not datasets:
         return _split_sources(_test_sources(config), _load_test_questions(config))
     with _name_option():
-        sources = [s for each in datasets for s in parse_eval_sources(map_dataset_paths(each))]
+        sources = [source for each in datasets for source in _parse_option(each)]
         paths = [source.path.rstrip("/") or "/" for source in sources]
         for position, path in enumerate(paths):
             if path in paths[:position]:
@@ -70,15 +70,30 @@ def load_evaluation_sets(
 
 @contextmanager
 def _name_option() -> Iterator[None]:
-    """Make errors about a data set name --dataset, not the setting."""
+    """Make errors about a dataset name --dataset, not the setting."""
     try:
         yield
     except UserError as error:
-        if error.field != "eval_dataset":
+        if error.field not in ("dataset", "eval_dataset"):
             raise
         raise UserError(
             error.rule, field="--dataset", value=error.value, hint=error.hint
         ) from error
+
+
+def _parse_option(value: str) -> list[PromptSource]:
+    """Parse a value of --dataset, of which all questions are used."""
+    if not value.strip():
+        raise UserError("is empty", field="--dataset", value=value, hint="pass a path or hub name")
+    sources = parse_eval_sources(map_dataset_paths(value))
+    if any(source.share != 1 for source in sources):
+        raise UserError(
+            "has a share, but all questions are evaluated",
+            field="--dataset",
+            value=value,
+            hint="omit the share; --config.eval_questions limits the questions",
+        )
+    return sources
 
 
 def _test_sources(config: VlmConfig) -> list[PromptSource]:

@@ -34,7 +34,7 @@ class EvaluationResults:
     Attributes:
         settings: What is evaluated and how, as in evaluation.json.
         candidates: Names of the candidates.
-        sets: The data sets.
+        sets: The datasets.
         sampling: How responses were generated.
         correctness: Which responses count as correct.
         rewards: Names of the rewards.
@@ -66,7 +66,7 @@ class EvaluationResults:
         return {name: np.array([[_score(r, name) for r in row] for row in rows]) for name in names}
 
     def columns(self, candidate: str, each: EvaluationSet) -> dict[str, np.ndarray]:
-        """Return the columns of the table for one data set, (Q,) each."""
+        """Return the columns of the table for one dataset, (Q,) each."""
         scores, n = self.scores(candidate, each), self.sampling.n
         rows = [self.responses_to(candidate, each.name, row) for row in range(len(each.questions))]
         columns = {self.label(name): sample_means(values) for name, values in scores.items()}
@@ -88,7 +88,7 @@ class EvaluationResults:
 
     @cached_property
     def tables(self) -> dict[str, ScoreTable]:
-        """Return the table of all candidates for each data set."""
+        """Return the table of all candidates for each dataset."""
         found = {each.name: ScoreTable() for each in self.sets}
         for each in self.sets:
             for candidate in self.candidates:
@@ -96,7 +96,7 @@ class EvaluationResults:
         return found
 
     def table(self) -> ScoreTable:
-        """Return the table of all data sets; with several, the columns start with their names."""
+        """Return the table of all datasets; with several, the columns start with their names."""
         if len(self.tables) == 1:
             return next(iter(self.tables.values()))
         table = ScoreTable()
@@ -106,14 +106,14 @@ class EvaluationResults:
         return table
 
     def shown_columns(self) -> list[str]:
-        """Return the columns of results.md for a data set; results.csv and .json have all."""
+        """Return the columns of results.md for a dataset; results.csv and .json have all."""
         names = [self.label(name) for name in displayed_rewards([*self.rewards, TOTAL])]
         if self.sampling.n > 1:
             names += [f"pass@{self.sampling.n}", f"maj@{self.sampling.n}"]
         return names
 
     def markdown(self) -> str:
-        """Return a table per data set, and the note on their intervals."""
+        """Return a table per dataset, and the note on their intervals."""
         parts = []
         for each in self.sets:
             table = self.tables[each.name]
@@ -129,7 +129,7 @@ class EvaluationResults:
         return f"pass@n and maj@n: a response is correct if {self.correctness}. {note}"
 
     def sample_rows(self) -> list[dict[str, Any]]:
-        """Return the lines of samples.jsonl: all responses by candidate, data set and question."""
+        """Return the lines of samples.jsonl: all responses by candidate, dataset and question."""
         return [
             self.sample_row(candidate, each, row, number)
             for candidate in self.candidates

@@ -367,7 +367,7 @@ class VlmConfig(shared.SharedFields):
     filter_overlong_prompts: bool = setting(
         False,
         "Skip questions whose prompts exceed max_prompt_length, with a warning, instead of "
-        "rejecting the data set.",
+        "rejecting the dataset.",
     )
     reward_fn: dict = setting(
         {"math_answer": 0.9, "answer_format": 0.1},

@@ -49,6 +49,12 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
     """Write the weights and the samples of a run to `folder`, and describe them."""
     files: dict[str, str] = {}
     is_lora, adapter = run.source.is_lora, ""
+    if options.merged and not is_lora:
+        raise UserError(
+            "has no effect: the checkpoint is a complete model, not a LoRA",
+            field="--merged",
+            hint="omit --merged and --dtype",
+        )
     if options.merged and is_lora:
         files |= _write_merged(run, options, folder)
         adapter = f"{ADAPTER_FOLDER}/"  # transformers would load an adapter beside the model
@@ -63,7 +69,9 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
     examples = ""
     if pairs is not None:
         images = _write_question_images(run, pairs, folder)
-        intro = f"The first {len(pairs.before)} test questions of the evaluation, not selected."
+        intro = (
+            f"The first {len(pairs.before)} test questions of the evaluation (not cherry-picked)."
+        )
         examples = f"{intro}\n\n{response_examples(pairs, images, count)}"
         files |= {"images/": "images of the questions above"} if images else {}
     task = run.base.task or _task(run)
@@ -72,7 +80,11 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
         files=files,
         usage=describe_usage(run, options, task),
         method=describe_method(run),
-        summary="A LoRA, also merged, of" if merged else "A LoRA of" if is_lora else "Fine-tuned",
+        summary="A LoRA, with the merged model, of"
+        if merged
+        else "A LoRA of"
+        if is_lora
+        else "Fine-tuned",
         library="peft" if is_lora and not merged else "transformers",
         task=task,
         tags=["lora"] if is_lora else [],
@@ -80,7 +92,7 @@ def write_weights(run: PublishedRun, options: PublishOptions, folder: Path) -> P
         + (["train.lora_rank", "train.lora_alpha"] if is_lora else []),
         examples=examples,
         limitations=[
-            "It was trained with the prompt format `question_format` above; other formats were not "
+            "Trained with the prompt template `question_format` above; other templates were not "
             "evaluated."
         ],
     )

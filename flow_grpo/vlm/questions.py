@@ -33,7 +33,7 @@ logger = logging.getLogger("flow_grpo")
 
 @dataclass(frozen=True)
 class QuestionSets:
-    """The questions of one or several data sets."""
+    """The questions of one or several datasets."""
 
     plan: VlmBatchPlan
     sources: list[PromptSource]
@@ -41,7 +41,7 @@ class QuestionSets:
     test: list[Question]
 
     def __post_init__(self) -> None:
-        """Raise a UserError for a data set with fewer questions than an epoch draws from it."""
+        """Raise a UserError for a dataset with fewer questions than an epoch draws from it."""
         if len(self.sources) == 1:
             self.plan.check_num_questions(len(self.parts[0]), self.sources[0].path)
             return
@@ -119,7 +119,7 @@ class QuestionSets:
 
 
 def build_questions(config: VlmConfig, plan: VlmBatchPlan) -> QuestionSets:
-    """Load the questions of all configured data sets."""
+    """Load the questions of all configured datasets."""
     sources = parse_sources(config.dataset)
     layout = question_layout(config)
     hold_out = not config.eval_dataset

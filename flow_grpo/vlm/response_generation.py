@@ -51,7 +51,7 @@ class ResponseScorer:
 
     Attributes:
         reward: Rewards of the evaluation.
-        questions: Questions by data set.
+        questions: Questions by dataset.
         max_tokens: Maximum length of a response, over all its turns.
         log: Log of this process.
         scored: All scores so far.
@@ -137,7 +137,7 @@ def generate_responses(
         seed: The evaluation's seed.
     """
     batches = own_part(keys, accelerator, batch_size)
-    # one list of questions over all data sets, so that a batch may mix them
+    # one list of questions over all datasets, so that a batch may mix them
     rows = {key: row for row, key in enumerate(dict.fromkeys(key[:3] for key in keys))}
     questions = [scorer.questions[dataset][row] for _, dataset, row in rows]
 

@@ -30,7 +30,7 @@ class ResponseKey(NamedTuple):
 
     checkpoint: str  # name of the candidate
     dataset: str
-    row: int  # of the data set
+    row: int  # of the dataset
     number: int  # of the response to this question
 
 
@@ -119,7 +119,7 @@ def read_responses(out: Path) -> Responses:
                     found[key] = LoggedResponse(**row)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise UserError(
-                    "is not a line of a response log",
+                    "is not a valid line of a response log",
                     field=f"{path}:{number}",
                     hint="remove the line, or choose another --out",
                 ) from error
@@ -167,10 +167,10 @@ def check_same_evaluation(out: Path, saved: Any, settings: dict[str, Any]) -> No
         old, new = known.get(name, ABSENT), given.get(name, ABSENT)
         if old != new:
             raise UserError(
-                f"has an evaluation with {name}={_short(old)}, not {_short(new)}",
+                f"contains an evaluation with {name}={_short(old)}, not {_short(new)}",
                 field="--out",
                 value=str(out),
-                hint="choose another directory, or restore the setting to continue that evaluation",
+                hint="choose another directory, or restore the setting to resume that evaluation",
             )
 
 

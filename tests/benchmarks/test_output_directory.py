@@ -45,6 +45,11 @@ def test_settings_of_the_model_are_stored_with_the_scores(session):
     assert session.finish().settings["base"] == 1
 
 
+def test_candidates_are_compared_with_the_first_of_the_command(session):
+    assert [each.name for each in session.finish().candidates] == ["bad", "good"]
+    assert [each.name for each in session.finish("good").candidates] == ["good", "bad"]
+
+
 def test_the_precision_of_frozen_weights_is_a_setting_of_the_model():
     config = DiffusionConfig()
     changed = replace(config, pretrained=replace(config.pretrained, base_precision="fp8"))

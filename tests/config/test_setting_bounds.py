@@ -26,6 +26,7 @@ SPECS = {"draw": DIFFUSION_SPEC, "answer": VLM_SPEC}
 ZERO = {
     # counts and intervals
     *("seed", "eval_freq", "save_freq", "num_checkpoint_limit", "log_images", "reward_retries"),
+    *("eval_resolution", "eval_height", "eval_width"),
     *("eval_prompts", "eval_questions", "max_prompt_length", "min_pixels", "max_pixels"),
     *("refills", "reset_epochs", "keep_best_worst", "async_depth", "sde_window_size"),
     *("skip_first", "skip_last", "old_after", "old_start", "lr_warmup_steps"),
@@ -272,6 +273,14 @@ def test_a_model_is_rejected_as_a_lora(tmp_path):
         check_lora_path(str(folder))
     with pytest.raises(UserError, match=r"readme\.md' is not a \.safetensors file"):
         check_lora_path(str(tmp_path / "readme.md"))
+
+
+def test_a_checkpoint_is_rejected_as_a_lora(tmp_path):
+    for part in ("state", "lora"):
+        (tmp_path / part).mkdir()
+    check_lora_path(str(tmp_path / "lora"))
+    with raises_user_error("checkpoint", field="train.lora_path", value=str(tmp_path)):
+        check_lora_path(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM
 from user_errors import raises_user_error
 
 from flow_grpo.diffusion.models.kohya import from_kohya
+from flow_grpo.training.publish import PublishOptions
+from flow_grpo.vlm import publish as vlm
 
 LORA = "pytorch_lora_weights.safetensors"
 SECRET = "hf_" + "aB3" * 10
@@ -219,6 +222,12 @@ def test_a_language_model_is_published_as_an_adapter(text_run, tmp_path):
         == "them/text"
     )
     assert str(text_run.parent) not in texts(out)
+
+
+def test_merging_a_complete_model_is_rejected(tmp_path):
+    run = SimpleNamespace(source=SimpleNamespace(is_lora=False))
+    with raises_user_error(field="--merged"):
+        vlm.write_weights(run, PublishOptions(tmp_path / "out", merged=True), tmp_path)
 
 
 def test_a_merged_language_model_loads_beside_its_adapter(text_run, tmp_path):

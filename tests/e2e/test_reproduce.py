@@ -9,7 +9,7 @@ import time
 
 import pytest
 import reproduce
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from runner import ROOT, environment, run_script
 from user_errors import raises_user_error
 
@@ -96,8 +96,16 @@ def test_the_check_lists_all_problems_at_once(tmp_path, monkeypatch):
     assert all("\n" not in each for each in found)
 
 
+def test_missing_prompts_of_benchmarks_are_found_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    [problem] = reproduce.find_missing_prompts(["tiny_signs", "ocr"])
+    assert "benchmark ocr" in problem.what
+
+
 def test_the_small_tasks_have_no_problem(tmp_path):
     for task in SMALL.values():
+        assert reproduce.find_missing_prompts(task.benches) == []
         needs = [reproduce.find_needs(run, [*run.overrides], 0) for run in task.runs]
         assert find_problems(task, needs, 0, tmp_path) == []
 

@@ -89,7 +89,7 @@ def answer(*words: str) -> str:
 @pytest.mark.parametrize("path", RECIPES)
 def test_the_scripts_of_readmes_are_translated_to_a_valid_command(path):
     text = answer("bash", path)
-    assert "To change first" not in text
+    assert "Fails validation" not in text
     ours = settings_of(text)
     is_vlm = "scripts/train_vlm.py" in text
     spec = VLM_SPEC if is_vlm else DIFFUSION_SPEC
@@ -217,6 +217,14 @@ def test_a_command_of_flow_grpo_keeps_its_launcher_and_preset():
     assert settings_of(text) == {"logdir": "logs/a"}
     with raises_user_error("Bagel"):
         answer("python", "scripts/train_bagel.py", "--config", "config/grpo.py:pickscore_bagel")
+
+
+def test_a_zero_stage_that_has_no_effect_is_reported():
+    line = ["python", "-m", "openrlhf.cli.train_ppo_ray", "--pretrain", "a/b"]
+    stage = ["--zero_stage", "3"]
+    assert "ZeRO stage=3" in answer(*line, *stage)
+    assert "ZeRO stage" not in answer(*line)
+    assert "ZeRO stage" not in answer(*line, *stage, "--actor_num_gpus_per_node", "8")
 
 
 @pytest.mark.parametrize("words", [["python", "train.py"], ["a=1"], ["missing.sh"]])

@@ -58,6 +58,9 @@ def attached(targets: list[str] | str) -> set[str]:
         ("blocks", "blocks", ("ModuleList", "to_out.0")),
         ("o_q", "o_q", ()),
         ("to_.*", "to_.*", ()),
+        ("to_q,,(", "to_q,,(", ()),
+        ("to_q,", "to_q,", ()),
+        ("to_q,proj out", "to_q,proj out", ()),
         ("to_q,all-linear", "to_q,all-linear", ()),
         ("[]", "[]", ()),
     ],
@@ -69,4 +72,5 @@ def test_a_name_without_a_linear_layer_is_rejected(text, value, shown):
 
 def test_order_and_notation_do_not_matter():
     assert parse_target_modules("b, a,b") == parse_target_modules("['a', \"b\"]") == ["a", "b"]
+    assert parse_target_modules("('a',)") == ["a"]
     assert parse_target_modules(" ") == []

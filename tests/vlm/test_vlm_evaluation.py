@@ -172,6 +172,9 @@ def test_invalid_options_are_rejected_before_the_model_is_loaded(run, tmp_path, 
         evaluate(run, out, "base", n=0)
     with raises_user_error(field="--dataset", value=str(tmp_path / "none")):
         evaluate(run, out, "base", datasets=[str(tmp_path / "none")])
+    for value in ("", f"{tmp_path}:0.5"):
+        with raises_user_error(field="--dataset", value=value):
+            evaluate(run, out, "base", datasets=[value])
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "a", "answer": "1"}\n')
     with raises_user_error("text", field=f"{file}:1"):

@@ -118,7 +118,7 @@ def read_yaml(path: Path) -> ForeignRun:
     settings = dict(_flatten(content))
     project = nearest_project(list(settings))
     if project is None:
-        raise UserError("has no setting of a known trainer", field=path, hint=known_trainers())
+        raise UserError("contains no setting of a known trainer", field=path, hint=known_trainers())
     return ForeignRun(project, "", settings)
 
 

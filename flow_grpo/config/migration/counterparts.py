@@ -1,7 +1,7 @@
-"""Settings of another trainer and what they are called here.
+"""Settings of other trainers and their equivalents here.
 
 Each module of this package has the table of one trainer: plain data, with the repository and paths
-it was read from. `PROJECTS` in `flow_grpo.config.migration.projects` lists them.
+it was taken from. `PROJECTS` in `flow_grpo.config.migration.projects` lists them.
 """
 
 import ast
@@ -22,7 +22,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What one setting of another trainer is called here.
+    """Our equivalent of a setting of another trainer.
 
     Attributes:
         setting: Our setting; empty if there is none.
@@ -64,7 +64,7 @@ class Project:
 
     Attributes:
         name: Its name, for messages.
-        source: Repository, commit and paths that the table was read from.
+        source: Repository, commit and paths of the source of the table.
         trainer: Our command that corresponds to it.
         keys: Each of its settings.
         groups: Patterns of settings without a counterpart, with the reason.
@@ -136,7 +136,7 @@ def translate(project: Project, given: Mapping[str, Any], known: Collection[str]
         reported = key in given and value is not None
         if found is None:
             if reported:
-                missing.append((key, value, f"unknown to {project.name} as recorded here"))
+                missing.append((key, value, f"unknown setting of {project.name}"))
         elif not found.setting:
             if reported and not _contains(found.ignored, value):
                 missing.append((key, value, found.note))
@@ -144,7 +144,7 @@ def translate(project: Project, given: Mapping[str, Any], known: Collection[str]
             new = translate_value(found, value)
             settings |= new
             if not new and reported:
-                missing.append((key, value, f"{found.setting} has no such value"))
+                missing.append((key, value, f"{found.setting} has no equivalent value"))
     settings |= project.derive(values)
     for name in [each for each in settings if each not in known and each not in LAUNCH]:
         missing.append((name, settings.pop(name), "not a setting of this version"))
@@ -217,7 +217,7 @@ def dataset_of(train: Any, test: Any = None) -> str:
 
 
 def datasets_of(train: Any, test: Any) -> Settings:
-    """Return `dataset`, and `eval_dataset` if the test file belongs to another data set."""
+    """Return `dataset`, and `eval_dataset` if the test file belongs to another dataset."""
     dataset = dataset_of(train, test)
     other = dataset_of(test)
     if not dataset:

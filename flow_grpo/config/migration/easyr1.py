@@ -26,8 +26,8 @@ from flow_grpo.config.migration.counterparts import (
     value_of,
 )
 
-MEMORY = "bounds memory only; sample.batch_size and train.tokens_per_batch do so here"
-IN_RUN = "checkpoints are in the run directory, logdir/run_name"
+MEMORY = "limits memory only; see sample.batch_size and train.tokens_per_batch"
+IN_RUN = "checkpoints are saved in the run directory, logdir/run_name"
 CONSTANT = "train.beta is constant"
 KL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 MODEL = "worker.actor.model"
@@ -53,20 +53,20 @@ KEYS = {
     "data.image_key": to("image_key"),
     "data.video_key": to("video_key"),
     "data.video_fps": to("video_fps"),
-    "data.image_dir": none("paths of images are relative to the data set's directory"),
+    "data.image_dir": none("image paths are relative to the dataset's directory"),
     "data.max_prompt_length": to("max_prompt_length"),
     "data.max_response_length": to("sample.max_new_tokens"),
     "data.rollout_batch_size": to("sample.questions_per_epoch"),
-    "data.mini_rollout_batch_size": none("sample.refills=N samples replacements in rounds"),
+    "data.mini_rollout_batch_size": none("sample.refills=N samples replacement groups"),
     "data.val_batch_size": none(MEMORY),
     "data.format_prompt": derived("question_format"),
-    "data.override_chat_template": none("the chat template of the model is used"),
-    "data.shuffle": none("each pass has its own order", True),
+    "data.override_chat_template": none("the model's chat template is used"),
+    "data.shuffle": none("each pass over the data is shuffled", True),
     "data.seed": to("seed"),
     "data.min_pixels": to("min_pixels"),
     "data.max_pixels": to("max_pixels"),
     "data.filter_overlong_prompts": to("filter_overlong_prompts"),
-    "data.filter_overlong_prompts_workers": none("prompts are measured as they are drawn"),
+    "data.filter_overlong_prompts_workers": none("overlong prompts are filtered as they are drawn"),
     "algorithm.adv_estimator": to(
         "train.advantage",
         {
@@ -102,14 +102,14 @@ KEYS = {
     f"{ACTOR}.ppo_epochs": to("train.num_inner_epochs"),
     f"{ACTOR}.padding_free": none("sequences are packed", True),
     f"{ACTOR}.dynamic_batching": none("batches have train.tokens_per_batch tokens", True),
-    f"{ACTOR}.use_torch_compile": none("cuda_graphs is the counterpart in rollouts", True),
-    f"{ACTOR}.tau_positive": none('train.loss has no "sapo"'),
-    f"{ACTOR}.tau_negative": none('train.loss has no "sapo"'),
+    f"{ACTOR}.use_torch_compile": none("see cuda_graphs, for rollouts", True),
+    f"{ACTOR}.tau_positive": none("the SAPO loss is not supported"),
+    f"{ACTOR}.tau_negative": none("the SAPO loss is not supported"),
     f"{MODEL}.model_path": to("pretrained.model"),
-    f"{MODEL}.tokenizer_path": none("the tokenizer is that of the model"),
+    f"{MODEL}.tokenizer_path": none("the model's own tokenizer is used"),
     f"{MODEL}.override_config": none("the model's own config is used"),
     f"{MODEL}.enable_gradient_checkpointing": to("train.gradient_checkpointing"),
-    f"{MODEL}.trust_remote_code": none("code of a model is never executed", False),
+    f"{MODEL}.trust_remote_code": none("remote code is never executed", False),
     f"{MODEL}.freeze_vision_tower": derived("train.freeze_vision"),
     f"{MODEL}.lora.rank": derived("train.lora_rank"),
     f"{MODEL}.lora.alpha": derived("train.lora_alpha"),
@@ -120,10 +120,12 @@ KEYS = {
     f"{ACTOR}.optim.lr": to("train.learning_rate"),
     f"{ACTOR}.optim.betas": derived("train.adam_beta2"),
     f"{ACTOR}.optim.weight_decay": to("train.adam_weight_decay"),
-    f"{ACTOR}.optim.strategy": none("moments are float32; train.use_8bit_adam=True", "adamw"),
+    f"{ACTOR}.optim.strategy": none(
+        "AdamW states are float32, or 8-bit with train.use_8bit_adam=True", "adamw"
+    ),
     f"{ACTOR}.optim.lr_warmup_steps": to("train.lr_warmup_steps"),
     f"{ACTOR}.optim.lr_warmup_ratio": none(
-        "multiply it by the number of updates: train.lr_warmup_steps", 0, 0.0
+        "set train.lr_warmup_steps to the ratio times the number of updates", 0, 0.0
     ),
     f"{ACTOR}.optim.min_lr_ratio": to("train.lr_min_ratio"),
     f"{ACTOR}.optim.lr_scheduler_type": to(
@@ -136,8 +138,8 @@ KEYS = {
     f"{ACTOR}.offload.offload_params": none("sampling uses the training weights", False, True),
     f"{ROLLOUT}.n": to("sample.group_size"),
     f"{ROLLOUT}.temperature": to("sample.temperature"),
-    f"{ROLLOUT}.top_p": none("the sampled policy is the trained one, without truncation", 1.0),
-    f"{ROLLOUT}.top_k": none("the sampled policy is the trained one, without truncation", -1),
+    f"{ROLLOUT}.top_p": none("unsupported: rollouts sample the policy without truncation", 1.0),
+    f"{ROLLOUT}.top_k": none("unsupported: rollouts sample the policy without truncation", -1),
     f"{ROLLOUT}.name": to("sample.engine", {"vllm": "vllm"}),
     f"{ROLLOUT}.gpu_memory_utilization": derived("sample.vllm_memory"),
     f"{ROLLOUT}.tensor_parallel_size": derived("sample.vllm_tensor_parallel"),
@@ -147,7 +149,7 @@ KEYS = {
     "worker.critic.cliprange_value": to("train.value_clip"),
     "trainer.max_steps": to("num_epochs"),
     "trainer.total_epochs": none(
-        "num_epochs counts rollouts: multiply the passes by rows / sample.questions_per_epoch"
+        "num_epochs counts rollouts: set it to epochs * rows / sample.questions_per_epoch"
     ),
     "trainer.project_name": to("project_name"),
     "trainer.experiment_name": to("run_name"),
@@ -158,7 +160,7 @@ KEYS = {
     "trainer.critic_warmup": to("train.critic_warmup"),
     "trainer.val_freq": derived("eval_freq"),
     "trainer.val_before_train": to("eval_before_training"),
-    "trainer.val_only": none("flow-grpo evaluate", False),
+    "trainer.val_only": none("use flow-grpo evaluate", False),
     "trainer.val_generations_to_log": to("log_images"),
     "trainer.save_freq": derived("save_freq"),
     "trainer.save_limit": derived("num_checkpoint_limit"),
@@ -166,18 +168,18 @@ KEYS = {
     "trainer.save_checkpoint_path": none(IN_RUN),
     "trainer.load_checkpoint_path": to("resume"),
     "trainer.find_last_checkpoint": to("resume", {True: "auto", False: "none"}),
-    "trainer.ray_timeline": none("there is no Ray"),
+    "trainer.ray_timeline": none("Ray is not used"),
 }
 GROUPS = {
     f"{ACTOR}.micro_batch_size_*": MEMORY,
     f"{ACTOR}.ulysses_size": "sequence parallelism is not supported",
-    f"{ACTOR}.strategy": "accelerate's config selects DDP, DeepSpeed or FSDP2",
-    f"{ACTOR}.fsdp.*": "scripts/accelerate_configs/fsdp2.yaml has the settings of FSDP2",
-    f"{ROLLOUT}.val_override_config*": "evaluation is greedy; flow-grpo evaluate samples",
-    f"{ROLLOUT}.*": "the engine is configured by sample.engine and its settings",
-    "worker.ref.*": "the reference shares the policy's settings",
+    f"{ACTOR}.strategy": "the accelerate config selects DDP, DeepSpeed or FSDP2",
+    f"{ACTOR}.fsdp.*": "configure FSDP2 in scripts/accelerate_configs/fsdp2.yaml",
+    f"{ROLLOUT}.val_override_config*": "evaluation is greedy; flow-grpo evaluate --n samples",
+    f"{ROLLOUT}.*": "see sample.engine and the sample.vllm_* settings",
+    "worker.ref.*": "the reference policy uses the policy's settings",
     "worker.critic.*": "the value head shares the policy's layers",
-    "worker.reward.*": "reward_options has the options of a reward",
+    "worker.reward.*": "see reward_options",
     "worker.hybrid_engine": "one process per GPU samples and trains",
     "config": "the YAML file is read if it exists",
 }

@@ -25,11 +25,11 @@ from flow_grpo.config.migration.counterparts import (
     value_of,
 )
 
-NO_RAY = "one process per GPU holds the policy, the reference and the sampler; there is no Ray"
-IN_RUN = "checkpoints are in the run directory, logdir/run_name"
-MEMORY = "bounds memory only; sample.batch_size and train.tokens_per_batch do so here"
-LOADED_BY = "transformers and accelerate decide"
-DEEPSPEED = "scripts/accelerate_configs/deepspeed_zero3.yaml has the settings of DeepSpeed"
+NO_RAY = "policy, reference and sampling share one process per GPU; Ray is not used"
+IN_RUN = "checkpoints are saved in the run directory, logdir/run_name"
+MEMORY = "limits memory only; see sample.batch_size and train.tokens_per_batch"
+LOADED_BY = "set by transformers and accelerate"
+DEEPSPEED = "configure DeepSpeed in scripts/accelerate_configs/deepspeed_zero3.yaml"
 PIXELS = {"min_pixels": 4 * 28 * 28, "max_pixels": 16384 * 28 * 28}  # lines 478 to 486
 
 KEYS = {
@@ -37,42 +37,44 @@ KEYS = {
     "pretrain": to("pretrained.model"),
     "prompt_data": derived("dataset"),
     "prompt_data_probs": derived("dataset"),
-    "prompt_split": none("a data set has its own train and test split", "train"),
+    "prompt_split": none("the dataset's own train and test splits are used", "train"),
     "eval_dataset": to("eval_dataset"),
-    "eval_split": none("a data set has its own train and test split", "test"),
+    "eval_split": none("the dataset's own train and test splits are used", "test"),
     "input_key": to("input_key"),
     "label_key": to("answer_key"),
     "input_template": derived("question_format"),
-    "apply_chat_template": none("the chat template of the model is always applied", True, False),
-    "max_samples": none("all rows are used; write a shorter file"),
+    "apply_chat_template": none("the model's chat template is always applied", True, False),
+    "max_samples": none("all rows are used; provide a smaller file"),
     "processor_kwargs": derived("max_pixels"),
     "limit_mm_per_prompt": none("images per prompt are not limited"),
     "prompt_max_len": to("max_prompt_length"),
     "generate_max_len": to("sample.max_new_tokens"),
-    "max_len": none("prompt_max_len and generate_max_len have counterparts"),
+    "max_len": none("set prompt_max_len and generate_max_len instead"),
     # rollouts
     "rollout_batch_size": to("sample.questions_per_epoch"),
     "n_samples_per_prompt": to("sample.group_size"),
     "temperature": to("sample.temperature"),
-    "top_p": none("the sampled policy is the trained one, without truncation", 1, 1.0),
+    "top_p": none("unsupported: rollouts sample the policy without truncation", 1, 1.0),
     "micro_rollout_batch_size": none(MEMORY),
-    "eval_temperature": none("evaluation is greedy; flow-grpo evaluate samples"),
-    "eval_n_samples_per_prompt": none("evaluation is greedy; flow-grpo evaluate samples"),
+    "eval_temperature": none("evaluation is greedy; flow-grpo evaluate --n samples"),
+    "eval_n_samples_per_prompt": none("evaluation is greedy; flow-grpo evaluate --n samples"),
     "vllm_num_engines": derived("sample.engine"),
     "vllm_tensor_parallel_size": derived("sample.vllm_tensor_parallel"),
     "vllm_gpu_memory_utilization": derived("sample.vllm_memory"),
-    "custom_experience_filter": none("sample.refills=N replaces groups without advantages"),
+    "custom_experience_filter": none("sample.refills=N replaces groups with zero advantages"),
     # updates
     "train_batch_size": derived("train.updates_per_epoch"),
     "micro_train_batch_size": none(MEMORY),
     "max_epochs": to("train.num_inner_epochs"),
     "max_global_steps": to("num_epochs"),
     "num_episodes": none(
-        "num_epochs counts rollouts: multiply the passes by rows / sample.questions_per_epoch"
+        "num_epochs counts rollouts: set it to epochs * rows / sample.questions_per_epoch"
     ),
     "actor_learning_rate": to("train.learning_rate"),
     "critic_learning_rate": derived("train.critic_learning_rate"),
-    "lr_warmup_ratio": none("multiply it by the number of updates: train.lr_warmup_steps", 0, 0.0),
+    "lr_warmup_ratio": none(
+        "set train.lr_warmup_steps to the ratio times the number of updates", 0, 0.0
+    ),
     "adam_betas": derived("train.adam_beta2"),
     "l2": to("train.adam_weight_decay"),
     "max_norm": to("train.max_grad_norm"),
@@ -101,9 +103,9 @@ KEYS = {
     "use_kl_loss": derived("train.kl_in"),
     "kl_target": none("train.beta is constant"),
     "kl_horizon": none("train.beta is constant"),
-    "aux_loss_coef": none("there is no load-balancing loss", 0, 0.0),
-    "entropy_loss_coef": none("there is no entropy bonus", 0, 0.0),
-    "ptx_coef": none("there is no pretraining loss"),
+    "aux_loss_coef": none("a load-balancing loss is not supported", 0, 0.0),
+    "entropy_loss_coef": none("an entropy bonus is not supported", 0, 0.0),
+    "ptx_coef": none("a pretraining loss is not supported"),
     "freeze_prefix": derived("train.freeze_vision"),
     "enable_ema": to("train.ema"),
     "ema_beta": to("train.ema_decay"),
@@ -112,7 +114,7 @@ KEYS = {
     "lora_rank": derived("train.lora_rank"),
     "lora_alpha": derived("train.lora_alpha"),
     "target_modules": derived("train.lora_target_modules"),
-    "lora_dropout": none("LoRA has no dropout, so that the ratio starts at 1", 0, 0.0),
+    "lora_dropout": none("LoRA dropout is not supported, so that the first ratio is 1", 0, 0.0),
     "exclude_modules": none("train.freeze_vision=True excludes the vision tower"),
     "load_in_4bit": to("pretrained.base_precision", {True: "nf4", False: {}}),
     "bf16": to("mixed_precision", {True: "bf16", False: "no"}),
@@ -121,9 +123,9 @@ KEYS = {
     "zero_stage": to(ZERO_STAGE),
     # rewards
     "remote_rm_url": none(
-        "its math verifier is the reward math_answer; reward_servers={'mine': URL} asks another"
+        "its math verifier is math_answer here; for others, set reward_servers={'mine': URL}"
     ),
-    "reward_pretrain": none("reward_fn={'reward_model': 1.0}; reward_options names the model"),
+    "reward_pretrain": none("use reward_fn={'reward_model': 1.0}; reward_options sets the model"),
     "critic_pretrain": none("the value head shares the policy's layers"),
     # run
     "save_path": derived("run_name"),
@@ -132,7 +134,7 @@ KEYS = {
     "max_ckpt_num": to("num_checkpoint_limit"),
     "load_checkpoint": to("resume", {True: "auto", False: "none"}),
     "ckpt_path": none(IN_RUN),
-    "save_hf_ckpt": none("checkpoints load in transformers", True),
+    "save_hf_ckpt": none("checkpoints load with transformers", True),
     "use_wandb": derived("log_with"),
     "use_tensorboard": derived("log_with"),
     "wandb_project": to("project_name"),
@@ -146,33 +148,33 @@ GROUPS = {
     "critic_num_*": NO_RAY,
     "reward_num_*": NO_RAY,
     "colocate_*": NO_RAY,
-    "vllm_*": "the engine shares the GPU and the weights with training",
+    "vllm_*": "generation shares the GPU and the weights with training",
     "deepspeed_enable_sleep": NO_RAY,
-    "enable_prefix_caching": "prompts are computed once per group",
+    "enable_prefix_caching": "the prefill of a prompt is shared within its group",
     "enforce_eager": "cuda_graphs=False disables CUDA graphs",
     "max_ckpt_mem": "num_checkpoint_limit bounds the number of checkpoints",
     "disable_ds_ckpt": "state_freq sets how often a resumable state is saved",
-    "use_ds_universal_ckpt": "a run resumes on any number of processes",
+    "use_ds_universal_ckpt": "runs resume with any number of processes",
     "save_value_network": "a resumable state includes the value head",
-    "store_extra_buffers": "sample.refills=N replaces groups without advantages",
+    "store_extra_buffers": "sample.refills=N replaces groups with zero advantages",
     "value_head_prefix": "the value head has its own name",
     "logging_steps": "every epoch is logged",
-    "wandb_*": "environment variables of wandb set it",
+    "wandb_*": "set wandb's environment variables",
     "flash_attn": LOADED_BY,
     "use_liger_kernel": LOADED_BY,
     "disable_fast_tokenizer": LOADED_BY,
     "actor_init_on_gpu": LOADED_BY,
-    "use_ms": "models come from the Hugging Face hub or a directory",
+    "use_ms": "models are loaded from the Hugging Face hub or a directory",
     "packing_samples": "sequences are always packed",
     "grad_accum_dtype": DEEPSPEED,
     "overlap_comm": DEEPSPEED,
     "zpg": DEEPSPEED,
     "deepcompile": DEEPSPEED,
     "gradient_checkpointing_use_reentrant": "activation checkpointing is not re-entrant",
-    "full_determinism": "samples depend on seed, epoch and index only",
+    "full_determinism": "samples depend only on seed, epoch and index",
     "ring_*": "sequence parallelism is not supported",
-    "ref_reward_offload": "the reference is the model without its LoRA, or sharded with it",
-    "perf": "docs/performance.md has the counterparts",
+    "ref_reward_offload": "the reference is the model without LoRA, or sharded like the policy",
+    "perf": "see docs/performance.md",
 }
 # Where they differ from ours, or decide together with another setting.
 DEFAULTS = {

@@ -61,8 +61,8 @@ KEYS = {
     "data.val_max_samples": derived("eval_prompts"),
     "data.max_prompt_length": to("max_sequence_length"),
     "data.prompt_key": to("dataset_column"),
-    "data.truncation": none("a prompt is cut at max_sequence_length", "none", "error"),
-    "data.data_source": none("prompt_fn=auto detects the format of the data set"),
+    "data.truncation": none("prompts are truncated to max_sequence_length", "none", "error"),
+    "data.data_source": none("prompt_fn=auto detects the format of the dataset"),
     "data.reward_fn": derived("reward_fn"),
     "reward.custom_reward_function.name": derived("reward_fn"),
     "algorithm.adv_estimator": to("train.advantage", {"flow_grpo": "grpo"}),
@@ -120,22 +120,22 @@ KEYS = {
     f"{ROLLOUT}.pipeline.max_sequence_length": to("max_sequence_length"),
     f"{ROLLOUT}.with_reward": none("rewards are computed during the rollout", True),
     f"{ROLLOUT}.mode": none("sample.async_depth overlaps rollouts and training", "sync", "async"),
-    f"{ROLLOUT}.name": none("diffusers samples", "diffusers"),
+    f"{ROLLOUT}.name": none("sampling uses diffusers", "diffusers"),
     f"{ROLLOUT}.seed": to("seed"),
     f"{ROLLOUT}.dtype": to("mixed_precision", {"bfloat16": "bf16", "float16": "fp16"}),
     "actor_rollout_ref.async_strategy": none("sample.async_depth=1 is one step off policy"),
     "actor_rollout_ref.hybrid_engine": none("every GPU samples and trains", True),
     "trainer.total_epochs": none(
-        "num_epochs counts rollouts: multiply the passes by prompts / groups per epoch"
+        "num_epochs counts rollouts: set it to epochs * prompts / groups per epoch"
     ),
 }
 GROUPS = {
     **COMMON_GROUPS,
     f"{ACTOR}.veomni_config.*": "there is no VeOmni engine",
-    "algorithm.old_policy_*": "the section of the algorithm has them, such as nft.old_max_decay",
+    "algorithm.old_policy_*": "see the algorithm's section, such as nft.old_max_decay",
     "algorithm.*": "no counterpart",
-    "distillation.*": "docs/methods has on-policy distillation",
-    "diffusion/model_engine": "accelerate's config selects DDP, DeepSpeed or FSDP2",
+    "distillation.*": "see on-policy distillation in docs/methods",
+    "diffusion/model_engine": "the accelerate config selects DDP, DeepSpeed or FSDP2",
 }
 DEFAULTS = {
     f"{ROLLOUT}.n": 8,

@@ -1,10 +1,10 @@
-"""The command lines in the READMEs of the trainers that users come from, and their answer here.
+"""Command lines in the READMEs of other trainers, and their equivalents here.
 
 `README_COMMANDS` lists every command line. `RECIPES` has the settings of the scripts that they
-start, so that `flow-grpo migrate` answers without a clone of that repository; options without a
-counterpart are left out.
+start, so that `flow-grpo migrate` works without a clone of that repository; options without a
+counterpart are omitted.
 
-READMEs: yifan123/flow_grpo@94e23ee and 9745241; leibniz-csi/mm_grpo@301f5c0, README.md and
+READMEs: yifan123/flow_grpo@1f4ca40 and 9745241; leibniz-csi/mm_grpo@301f5c0, README.md and
 examples/flowgrpo_trainer/**/README.md; verl-project/verl@13dd02f (pull request 5951),
 examples/flowgrpo_trainer/README.md; TideDra/lmm-r1@f917f18; hiyouga/EasyR1@b44b311. The scripts are
 of the same commits.
@@ -38,8 +38,8 @@ class ReadmeCommand:
 INSTALL = "pip install ."
 OCR_READER = 'pip install ".[ocr]" (RapidOCR) or ".[paddleocr]"'
 NOT_NEEDED = "not needed: included"
-OWN_SERVER = "works in an environment of its own; docs/judges.md"
-NO_RAY = "not needed: there is no Ray"
+OWN_SERVER = "works in a separate environment; see docs/judges.md"
+NO_RAY = "not needed: Ray is not used"
 WANDB = "works; set --config.log_with=wandb"
 
 _NODES = {  # of scripts/multi_node
@@ -189,7 +189,7 @@ README_COMMANDS = (
     ),
     *(
         ReadmeCommand(
-            EASYR1, line, REPLACED, "the image of docs/docker.md, or bash scripts/venv.sh"
+            EASYR1, line, REPLACED, "use the image of docs/docker.md, or bash scripts/venv.sh"
         )
         for line in (
             "docker pull hiyouga/verl:ngc-th2.8.0-cu12.9-vllm0.11.0",
@@ -221,7 +221,7 @@ README_COMMANDS = (
         "python3 scripts/model_merger.py --local_dir "
         "checkpoints/easy_r1/exp_name/global_step_1/actor",
         REPLACED,
-        "not needed: checkpoints load in transformers; flow-grpo export merges a LoRA",
+        "not needed: checkpoints load with transformers; flow-grpo export merges a LoRA",
     ),
     ReadmeCommand(EASYR1, "export HF_ENDPOINT=https://hf-mirror.com", RUNS),
     *(

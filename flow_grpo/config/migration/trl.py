@@ -19,12 +19,12 @@ from flow_grpo.config.migration.counterparts import (
     value_of,
 )
 
-SAMPLED = "the sampled policy is the trained one, without truncation"
-NO_SERVER = "the engine shares the GPU with training; there is no generation server"
-NO_ENTROPY = "there is no entropy bonus"
+SAMPLED = "unsupported: rollouts sample the policy without truncation"
+NO_SERVER = "generation shares the GPU with training and does not use a server"
+NO_ENTROPY = "an entropy bonus is not supported"
 ADAPTIVE = "the reference is fixed"
-LOADED_BY = "transformers decides how a model is loaded"
-CAP = "train.importance_cap is the counterpart"
+LOADED_BY = "set by transformers when loading the model"
+CAP = "see train.importance_cap"
 
 KEYS = {
     "learning_rate": to("train.learning_rate"),
@@ -77,19 +77,19 @@ KEYS = {
     "use_peft": to("use_lora"),
     "lora_r": derived("train.lora_rank"),
     "lora_alpha": derived("train.lora_alpha"),
-    "lora_dropout": none("LoRA has no dropout, so that the ratio starts at 1", 0, 0.0),
+    "lora_dropout": none("LoRA dropout is not supported, so that the first ratio is 1", 0, 0.0),
     "lora_target_modules": derived("train.lora_target_modules"),
     "load_in_4bit": to("pretrained.base_precision", {True: "nf4", False: {}}),
     "load_in_8bit": to("pretrained.base_precision", {True: "fp8", False: {}}),
     "dataset_name": to("dataset"),
-    "dataset_train_split": none("a data set has its own train and test split", "train"),
-    "dataset_test_split": none("a data set has its own train and test split", "test"),
+    "dataset_train_split": none("the dataset's own train and test splits are used", "train"),
+    "dataset_test_split": none("the dataset's own train and test splits are used", "test"),
     "output_dir": to("run_name"),
     "run_name": none("output_dir is the counterpart of run_name here"),
     "seed": to("seed"),
     "max_steps": none("num_epochs counts rollouts: divide the updates by train.updates_per_epoch"),
     "num_train_epochs": none(
-        "num_epochs counts rollouts: multiply the passes by rows / sample.questions_per_epoch"
+        "num_epochs counts rollouts: set it to epochs * rows / sample.questions_per_epoch"
     ),
     "save_steps": none("save_freq counts rollouts: divide by train.updates_per_epoch"),
     "eval_steps": none("eval_freq counts rollouts: divide by train.updates_per_epoch"),
@@ -104,12 +104,12 @@ KEYS = {
     "adam_beta2": to("train.adam_beta2"),
     "warmup_steps": to("train.lr_warmup_steps"),
     "lr_scheduler_type": to("train.lr_scheduler", {"constant": "constant", "cosine": "cosine"}),
-    "log_completions": none("log_images completions are saved per evaluation", True),
+    "log_completions": none("log_images sets the number of completions saved per evaluation", True),
     "num_completions_to_print": to("log_images"),
-    "max_tool_calling_iterations": none("with an environment: sample.max_turns"),
+    "max_tool_calling_iterations": none("with an environment, use sample.max_turns"),
     "mask_truncated_completions": none("a truncated response is scored like any other", False),
     "remove_unused_columns": none("metadata_columns names the columns that rewards receive", False),
-    "shuffle_dataset": none("each pass has its own order", True),
+    "shuffle_dataset": none("each pass over the data is shuffled", True),
 }
 GROUPS = {
     "vllm_importance_sampling_*": CAP,
@@ -117,36 +117,36 @@ GROUPS = {
     "entropy_*": NO_ENTROPY,
     "use_adaptive_entropy": NO_ENTROPY,
     "top_entropy_quantile": NO_ENTROPY,
-    "sapo_*": 'train.loss has no "sapo"',
-    "vespo_*": 'train.loss has no "vespo"',
+    "sapo_*": "the SAPO loss is not supported",
+    "vespo_*": "the VESPO loss is not supported",
     "sync_ref_model": ADAPTIVE,
     "ref_model_*": ADAPTIVE,
     "off_policy_mask_threshold": CAP,
     "use_bias_correction_kl": CAP,
-    "lora_*": "train.lora_rank and train.lora_alpha describe the LoRA",
+    "lora_*": "see train.lora_rank and train.lora_alpha",
     "use_rslora": "train.lora_alpha sets the scale",
     "use_dora": "only LoRA is supported",
-    "bnb_*": "pretrained.base_precision describes the frozen weights",
-    "use_bnb_*": "pretrained.base_precision describes the frozen weights",
-    "log_*": "log_images completions are saved per evaluation",
+    "bnb_*": "see pretrained.base_precision",
+    "use_bnb_*": "see pretrained.base_precision",
+    "log_*": "log_images sets the number of completions saved per evaluation",
     "generation_kwargs": SAMPLED,
-    "chat_template_kwargs": "the chat template of the model is used",
+    "chat_template_kwargs": "the model's chat template is used",
     "cache_implementation": LOADED_BY,
-    "use_transformers_*": "the default engine batches continuously",
-    "transformers_continuous_batching_config": "the default engine batches continuously",
+    "use_transformers_*": "the default engine uses continuous batching",
+    "transformers_continuous_batching_config": "the default engine uses continuous batching",
     "model_init_kwargs": LOADED_BY,
-    "trust_remote_code": "code of a model is never executed",
+    "trust_remote_code": "remote code is never executed",
     "attn_implementation": LOADED_BY,
-    "router_aux_loss_coef": "there is no load-balancing loss",
+    "router_aux_loss_coef": "a load-balancing loss is not supported",
     "disable_dropout": "dropout is always disabled",
     "cast_lm_head_to_fp32": "log-probabilities are computed in float32",
-    "num_generations_eval": "evaluation is greedy; flow-grpo evaluate samples",
+    "num_generations_eval": "evaluation is greedy; flow-grpo evaluate --n samples",
     "ds3_gather_for_generation": "sharded layers are gathered one by one",
     "pad_to_multiple_of": "sequences are packed",
-    "dataset_config": "dataset names a hub data set with its default configuration",
-    "dataset_streaming": "data sets are read into memory",
-    "ignore_bias_buffers": "accelerate decides",
-    "reward_model_name_or_path": "reward_fn={'reward_model': 1.0} and reward_options name a model",
+    "dataset_config": "hub datasets use their default configuration",
+    "dataset_streaming": "datasets are loaded into memory",
+    "ignore_bias_buffers": "set by accelerate",
+    "reward_model_name_or_path": "use reward_fn={'reward_model': 1.0}; set reward_options",
 }
 DEFAULTS = {
     "learning_rate": 1e-6,

@@ -26,8 +26,8 @@ from flow_grpo.config.migration.counterparts import (
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
-IN_RUN = "checkpoints are in the run directory, logdir/run_name"
-NO_RAY = "one process per GPU samples and trains; there is no Ray"
+IN_RUN = "checkpoints are saved in the run directory, logdir/run_name"
+NO_RAY = "each process samples and trains on its own GPU; Ray is not used"
 CONSTANT = "train.beta is constant"
 KL_ESTIMATORS = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
@@ -36,12 +36,12 @@ KL_ESTIMATORS = {
 COMMON = {
     "data.train_files": derived("dataset"),
     "data.val_files": derived("eval_dataset"),
-    "data.train_max_samples": none("all rows are used; write a shorter file", -1),
-    "data.val_batch_size": none("bounds memory only; the trainer chooses"),
-    "data.shuffle": none("each pass has its own order", True),
+    "data.train_max_samples": none("all rows are used; provide a smaller file", -1),
+    "data.val_batch_size": none("limits memory only; set by the trainer"),
+    "data.shuffle": none("each pass over the data is shuffled", True),
     "data.seed": to("seed"),
     f"{MODEL}.path": to("pretrained.model"),
-    f"{MODEL}.trust_remote_code": none("code of a model is never executed", False),
+    f"{MODEL}.trust_remote_code": none("remote code is never executed", False),
     f"{MODEL}.enable_gradient_checkpointing": to("train.gradient_checkpointing"),
     f"{MODEL}.lora_rank": derived("train.lora_rank"),
     f"{MODEL}.lora_alpha": derived("train.lora_alpha"),
@@ -52,7 +52,7 @@ COMMON = {
     f"{ACTOR}.optim.weight_decay": to("train.adam_weight_decay"),
     f"{ACTOR}.optim.lr_warmup_steps": derived("train.lr_warmup_steps"),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": none(
-        "multiply it by the number of updates: train.lr_warmup_steps", 0, 0.0
+        "set train.lr_warmup_steps to the ratio times the number of updates", 0, 0.0
     ),
     f"{ACTOR}.optim.min_lr_ratio": to("train.lr_min_ratio"),
     f"{ACTOR}.optim.lr_scheduler_type": to(
@@ -75,28 +75,28 @@ COMMON = {
     "trainer.resume_mode": to("resume", {"auto": "auto", "disable": "none", "resume_path": {}}),
     "trainer.resume_from_path": derived("resume"),
     "trainer.val_before_train": to("eval_before_training"),
-    "trainer.val_only": none("flow-grpo evaluate", False),
+    "trainer.val_only": none("use flow-grpo evaluate", False),
     "trainer.default_local_dir": none(IN_RUN),
 }
 COMMON_GROUPS = {
-    "*.profiler.*": "docs/performance.md",
-    "global_profiler.*": "docs/performance.md",
-    "actor_rollout_ref.ref.*": "the reference shares the policy's settings",
-    f"{ACTOR}.fsdp_config.*": "scripts/accelerate_configs/fsdp2.yaml has the settings of FSDP2",
+    "*.profiler.*": "see docs/performance.md",
+    "global_profiler.*": "see docs/performance.md",
+    "actor_rollout_ref.ref.*": "the reference policy uses the policy's settings",
+    f"{ACTOR}.fsdp_config.*": "configure FSDP2 in scripts/accelerate_configs/fsdp2.yaml",
     f"{ACTOR}.checkpoint.*": IN_RUN,
-    f"{ACTOR}.*micro_batch*": "bounds memory only; the trainer chooses",
-    f"{ACTOR}.*shuffle*": "samples are trained in the batches they were sampled in",
-    f"{ACTOR}.strategy": "accelerate's config selects DDP, DeepSpeed or FSDP2",
+    f"{ACTOR}.*micro_batch*": "limits memory only; set by the trainer",
+    f"{ACTOR}.*shuffle*": "training uses the batches of the rollout",
+    f"{ACTOR}.strategy": "the accelerate config selects DDP, DeepSpeed or FSDP2",
     f"{ACTOR}.*": "no counterpart",
-    f"{MODEL}.*": "transformers and diffusers decide how a model is loaded",
-    f"{ROLLOUT}.*": "there is no generation server to configure",
+    f"{MODEL}.*": "set by transformers and diffusers when loading the model",
+    f"{ROLLOUT}.*": "generation does not use a server",
     "actor_rollout_ref.*": NO_RAY,
-    "data.*": "docs/data.md describes the files",
-    "reward_model.*": "docs/judges.md and docs/reward_server.md describe served rewards",
-    "reward_manager.*": "rewards are combined by their weights in reward_fn",
-    "reward.*": "docs/judges.md and docs/reward_server.md describe served rewards",
-    "custom_reward_function.*": "custom_rewards names a function of yours; its arguments differ",
-    "algorithm.rollout_correction.*": "train.importance_cap corrects for the rollout's rounding",
+    "data.*": "see docs/data.md",
+    "reward_model.*": "see docs/judges.md and docs/reward_server.md",
+    "reward_manager.*": "reward_fn sets the weight of each reward",
+    "reward.*": "see docs/judges.md and docs/reward_server.md",
+    "custom_reward_function.*": "use custom_rewards; the function's signature differs",
+    "algorithm.rollout_correction.*": "see train.importance_cap",
     "trainer.*": NO_RAY,
     "transfer_queue.*": NO_RAY,
     "ray_kwargs.*": NO_RAY,
@@ -155,27 +155,27 @@ KEYS = {
             "seq-mean-token-sum-norm": "constant",
         },
     ),
-    f"{ACTOR}.entropy_coeff": none("there is no entropy bonus", 0, 0.0),
+    f"{ACTOR}.entropy_coeff": none("an entropy bonus is not supported", 0, 0.0),
     f"{ACTOR}.use_kl_loss": derived("train.kl_in"),
     f"{ACTOR}.kl_loss_coef": derived("train.beta"),
     f"{ACTOR}.kl_loss_type": derived("train.kl"),
     f"{ROLLOUT}.n": to("sample.group_size"),
     f"{ROLLOUT}.temperature": to("sample.temperature"),
-    f"{ROLLOUT}.top_p": none("the sampled policy is the trained one, without truncation", 1, 1.0),
-    f"{ROLLOUT}.top_k": none("the sampled policy is the trained one, without truncation", -1),
+    f"{ROLLOUT}.top_p": none("unsupported: rollouts sample the policy without truncation", 1, 1.0),
+    f"{ROLLOUT}.top_k": none("unsupported: rollouts sample the policy without truncation", -1),
     f"{ROLLOUT}.name": to("sample.engine", {"vllm": "vllm", "hf": "transformers"}),
     f"{ROLLOUT}.gpu_memory_utilization": derived("sample.vllm_memory"),
     f"{ROLLOUT}.tensor_model_parallel_size": derived("sample.vllm_tensor_parallel"),
-    f"{ROLLOUT}.multi_turn.enable": none("environment=FILE:CLASS is multi-turn", False),
-    f"{ROLLOUT}.multi_turn.max_assistant_turns": none("with an environment: sample.max_turns"),
+    f"{ROLLOUT}.multi_turn.enable": none("use environment=FILE:CLASS", False),
+    f"{ROLLOUT}.multi_turn.max_assistant_turns": none("with an environment, use sample.max_turns"),
     f"{ROLLOUT}.multi_turn.max_tool_response_length": none(
-        "with an environment: sample.max_observation_tokens"
+        "with an environment, use sample.max_observation_tokens"
     ),
     "critic.optim.lr": derived("train.critic_learning_rate"),
     "critic.cliprange_value": to("train.value_clip"),
     "trainer.critic_warmup": derived("train.critic_warmup"),
     "trainer.total_epochs": none(
-        "num_epochs counts rollouts: multiply the passes by rows / sample.questions_per_epoch"
+        "num_epochs counts rollouts: set it to epochs * rows / sample.questions_per_epoch"
     ),
 }
 GROUPS = {

@@ -183,15 +183,15 @@ def _find_lora_file(path: str | Path, field: str) -> Path:
             )
         if folder.name != SAFETENSORS_WEIGHTS_NAME:
             return folder
-        folder = folder.parent
-    peft_file, diffusers_file = folder / SAFETENSORS_WEIGHTS_NAME, folder / LORA_WEIGHT_NAME_SAFE
-    if peft_file.is_file() and not (folder / CONFIG_NAME).is_file():
+        found, folder = [folder], folder.parent
+    else:
+        found = sorted(folder.glob("*.safetensors"))
+    peft_file = folder / SAFETENSORS_WEIGHTS_NAME
+    if peft_file in found and not (folder / CONFIG_NAME).is_file():
         raise UserError(f"needs the {CONFIG_NAME} that PEFT saves with it", field=peft_file)
-    found = [p for p in (peft_file, diffusers_file) if p.is_file()]
-    found = found or sorted(folder.glob("*.safetensors"))
     if not found:
         reject_pickles(folder)
-        names = f"{diffusers_file.name}, {peft_file.name}"
+        names = f"{LORA_WEIGHT_NAME_SAFE}, {peft_file.name}"
         raise UserError(f"has neither a LoRA ({names}) nor a model", field=folder)
     if len(found) > 1:
         names = ", ".join(p.name for p in found[:3])

@@ -1,12 +1,12 @@
-// Page of an evaluation of responses: a table and a chart per data set, and the responses.
+// Page of an evaluation of responses: a table and a chart per dataset, and the responses.
 
 const PAGE_SIZE = 20; // questions
 const FILTERS = {
   all: ["all questions", () => true],
   differ: ["candidates differ", (marks) => new Set(marks).size > 1],
-  gained: ["wrong at first, later correct", (marks) => marks[0] === 0 && marks.some((mark) => mark > 0)],
-  lost: ["correct at first, later wrong", (marks) => marks[0] > 0 && marks.some((mark) => mark === 0)],
-  wrong: ["wrong for all", (marks) => marks.every((mark) => mark === 0)],
+  gained: ["gained: first candidate wrong, another correct", (marks) => marks[0] === 0 && marks.some((mark) => mark > 0)],
+  lost: ["lost: first candidate correct, another wrong", (marks) => marks[0] > 0 && marks.some((mark) => mark === 0)],
+  wrong: ["wrong for all candidates", (marks) => marks.every((mark) => mark === 0)],
 };
 const choice = { dataset: 0, filter: "all", page: 0 };
 
@@ -81,10 +81,10 @@ function drawResponses(data) {
   const start = choice.page * PAGE_SIZE, turn = (step) => () => { choice.page += step; drawResponses(data); byId("responses").scrollIntoView(); };
   const sets = Object.fromEntries(data.datasets.map((each, i) => [i, each.name]));
   const filters = Object.fromEntries(Object.entries(FILTERS).map(([key, [text]]) => [key, text]));
-  const note = dataset.questions.length < dataset.of ? ` (the page has the first ${dataset.questions.length} of ${dataset.of}; samples.jsonl has all)` : "";
+  const note = dataset.questions.length < dataset.of ? ` (showing the first ${dataset.questions.length} of ${dataset.of}; samples.jsonl contains all)` : "";
   refill(byId("responses"),
     el("div", { class: "bar" }, el("h2", { id: "responses-title", text: "Responses" }),
-      data.datasets.length > 1 ? selectOf("data set", sets, choice.dataset, (value) => { choice.dataset = Number(value); choice.page = 0; }) : null,
+      data.datasets.length > 1 ? selectOf("dataset", sets, choice.dataset, (value) => { choice.dataset = Number(value); choice.page = 0; }) : null,
       selectOf("filter", filters, choice.filter, (value) => { choice.filter = value; choice.page = 0; })),
     el("p", { class: "quiet", text: `${plural(found.length, "question")}${note}; correct: ${data.correct}` }),
     ...found.slice(start, start + PAGE_SIZE).map((question) => drawQuestion(data, question)),

@@ -77,7 +77,7 @@ class GetRewardScorer(Scorer):
         self._name, self._template = name, template
         if not isinstance(template, str) or any(each not in template for each in PLACEHOLDERS):
             raise UserError(
-                f"must be a text with {' and '.join(PLACEHOLDERS)}",
+                f"must be a string that contains {' and '.join(PLACEHOLDERS)}",
                 field=f"reward_options.{name}.template",
                 value=template,
             )
@@ -85,7 +85,7 @@ class GetRewardScorer(Scorer):
         urls = parse_urls(servers, field)
         if other := [url for url in urls if not url.endswith(GET_REWARD)]:
             raise UserError(
-                f"must end in {GET_REWARD} as the other servers of this reward",
+                f"must end in {GET_REWARD}, like the other servers of this reward",
                 field=field,
                 value=other[0],
             )

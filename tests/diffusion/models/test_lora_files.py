@@ -331,6 +331,16 @@ def test_metadata_must_be_an_object(diffusers_folder):
         read_lora(diffusers_folder)
 
 
+@pytest.mark.parametrize("folder", ["diffusers_folder", "peft_folder"])
+def test_a_directory_with_two_loras_is_rejected(folder, request):
+    folder = request.getfixturevalue(folder)
+    [file] = folder.glob("*.safetensors")
+    shutil.copyfile(file, folder / "other.safetensors")
+    with raises_user_error(file.name, "other.safetensors", field=str(folder)):
+        read_lora(folder)
+    assert read_lora(file).path == file
+
+
 @pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_lora_weights.bin", "lora.pt"])
 def test_a_pickle_is_never_opened(tiny_sd3, peft_folder, tmp_path, name):
     (peft_folder / "adapter_model.safetensors").unlink()
