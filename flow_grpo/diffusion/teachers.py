@@ -45,7 +45,9 @@ def load_teachers(fields: Mapping[str, str], train: Any, model: str) -> TeacherF
     """
     if not fields:
         return {}
-    folders, family = expert_folders_of_model(model), find_adapter(model).pipeline_class.__name__
+    folders, family = expert_folders_of_model(model), ""
+    if Path(model).is_dir():  # a caller of `build_session` may provide the model itself
+        family = find_adapter(model).pipeline_class.__name__
     run_layout = {"r": train.lora_rank, "lora_alpha": train.lora_alpha}
     layouts = dict.fromkeys(folders, run_layout)
     if train.lora_path:
