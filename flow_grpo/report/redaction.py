@@ -75,7 +75,7 @@ def redact(value: Any, folders: Sequence[str | Path] = (), name: str = "") -> An
         return value
     if value and SECRET_NAMES.search(name):
         return SECRET
-    # paths with spaces, which could not be told from text elsewhere
+    # paths with spaces, which could not be distinguished from text elsewhere
     value = WHOLE_PATHS.sub(lambda found: shorten_path(found[0].strip(), folders), value)
     return redact_text(value, folders)
 
