@@ -110,9 +110,7 @@ def test_an_unknown_command_is_reported_in_one_line(flow_grpo):
     assert done.returncode == 2
     assert done.stderr == "error: unknown command 'trian'; did you mean train?\n"
     done = flow_grpo("xyz")
-    assert done.stderr.startswith(
-        "error: unknown command 'xyz'; choose one of bench, benchmark, "
-    )
+    assert done.stderr.startswith("error: unknown command 'xyz'; choose one of bench, benchmark, ")
 
 
 def test_the_reward_server_and_the_version(flow_grpo):

@@ -449,7 +449,7 @@ def test_the_requested_format_gets_the_full_reward(model_and_data, tmp_path, nam
         )
     finally:
         session.close()
-    assert scores["avg"].tolist() == [1, 0]
+    assert scores["avg"].tolist() == [sum(config.reward_fn.values()), 0]
 
 
 def test_every_field_has_a_help_text():

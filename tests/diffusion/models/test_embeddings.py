@@ -187,7 +187,7 @@ def test_the_fingerprint_depends_on_every_value():
         assert fingerprint(changed) != before
 
 
-def test_a_lora_on_the_text_encoders_changes_the_keys(cached, monkeypatch):
+def test_a_lora_on_the_text_encoders_changes_the_keys(cached, monkeypatch, tmp_path):
     adapter = cached()
     before = adapter._cache.key("a")
 
@@ -195,7 +195,7 @@ def test_a_lora_on_the_text_encoders_changes_the_keys(cached, monkeypatch):
         pipeline.text_encoder.text_projection.weight.data += 1
 
     monkeypatch.setattr("flow_grpo.diffusion.models.base.attach_lora", load)
-    adapter.load_lora("anything")
+    adapter.load_lora(tmp_path)
     assert adapter._cache.key("a") != before
 
 
