@@ -1,4 +1,4 @@
-"""Flow-GRPO's config file: the presets of config/grpo.py with algorithm=dpo."""
+"""Presets of config/grpo.py with algorithm=dpo, under the name of Flow-GRPO's config file."""
 
 from ml_collections import ConfigDict
 

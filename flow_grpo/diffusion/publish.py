@@ -1,4 +1,4 @@
-"""Weights, samples and texts of a published diffusion run."""
+"""Collect the weights, samples and texts of a published diffusion run."""
 
 import inspect
 import json

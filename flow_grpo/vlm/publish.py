@@ -1,4 +1,4 @@
-"""Weights, samples and texts of a published VLM or language model run."""
+"""Collect the weights, samples and texts of a published VLM or language model run."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Flow-GRPO's names.
+"""Settings and commands of Flow-GRPO, mapped to ours.
 
 Read from github.com/yifan123/flow_grpo at ac4c86e and github.com/zhtmike/flow_grpo (a fork) at
 9745241: config/base.py, grpo.py, grpo_guard.py, dpo.py, sft.py; scripts/train_*.py;

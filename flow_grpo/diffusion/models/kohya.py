@@ -138,7 +138,7 @@ def from_kohya(
 
 @dataclass
 class _Layer:
-    """LoRA of one layer."""
+    """The LoRA tensors of one layer."""
 
     down: Tensor  # (rank, in)
     up: Tensor  # (out, rank)
