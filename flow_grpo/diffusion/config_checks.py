@@ -20,7 +20,8 @@ from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size, group_si
 from flow_grpo.diffusion.prompts import build_prompts
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import check_nonzero_weight
-from flow_grpo.training.plan import check_paths, count_processes
+from flow_grpo.rewards.config_checks import check_custom_reward_files
+from flow_grpo.training.plan import check_start, count_processes
 from flow_grpo.untrusted_files import flatten_fields
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def preflight_check(config: DiffusionConfig) -> None:
     settings = check_config(config)
     check_nonzero_advantages(settings)
     plan = build_plan(settings, count_processes())
-    check_paths(settings)
+    check_start(settings.logdir, settings.run_name, settings.resume, settings.train.lora_path)
+    check_custom_reward_files(settings)
     sources = parse_sources(settings.dataset)
     for source in sources:
         check_prompts_exist(source.path, settings.prompt_fn)

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from flow_grpo.config.custom import as_user_error
+from flow_grpo.config.settings import to_json
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.mixing import held_out_share, parse_sources, set_indices
 from flow_grpo.data.prompts import Prompt
@@ -166,7 +167,7 @@ def build_session(
         num_processes: Number of processes to plan for, if not the current one. Such a session can
             only be measured.
     """
-    check_same_goal(config)
+    check_same_goal(to_json(config))
     config = check_config(config)
     if load is None:  # sessions with a loader are only measured, so groups of one are fine
         check_nonzero_advantages(config)

@@ -17,8 +17,7 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.report.score_table import ScoreTable
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import build_rewards
+from flow_grpo.training.builder import build_accelerator, build_rewards
 from flow_grpo.training.candidates import Candidate, parse_candidates
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.training.lock import lock_output

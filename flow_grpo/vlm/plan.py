@@ -10,7 +10,8 @@ from flow_grpo.data.eval_dataset import name_eval_settings, parse_eval_sources
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.questions import check_questions_exist
 from flow_grpo.errors import UserError
-from flow_grpo.training.plan import Plan, check_paths, count_processes
+from flow_grpo.rewards.config_checks import check_custom_reward_files
+from flow_grpo.training.plan import Plan, check_start, count_processes
 from flow_grpo.vlm.fields import VlmConfig
 
 
@@ -122,7 +123,8 @@ def preflight_check(config: VlmConfig) -> None:
 
     config = resolve_settings_paths(config)
     plan = build_plan(config, count_processes())
-    check_paths(config)
+    check_start(config.logdir, config.run_name, config.resume, config.train.lora_path)
+    check_custom_reward_files(config)
     sources = parse_sources(config.dataset)
     for source in sources:
         check_questions_exist(source.path)
