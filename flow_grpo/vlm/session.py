@@ -179,7 +179,7 @@ def _open_run(
         check_vllm_platform(accelerator.device)
         check_vllm_support(config.pretrained.model, config.pretrained.revision, tensor_parallel)
     check_tensor_parallel(tensor_parallel, accelerator.num_processes)
-    plan = build_plan(config, num_processes or accelerator.num_processes)
+    plan = build_plan(config.sample, config.train, num_processes or accelerator.num_processes)
     run.open_folder(begin, plan.updates)
     return plan
 
