@@ -94,7 +94,7 @@ def evaluate_responses(
     temperature: float | None = None,
     correct: str = "",
 ) -> ScoreTable:
-    """Evaluate candidates on datasets; a killed evaluation continues if it is called again.
+    """Evaluate candidates on datasets; an interrupted evaluation resumes if it is called again.
 
     Args:
         config: The settings of a VLM run.
