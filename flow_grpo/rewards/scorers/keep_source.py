@@ -1,7 +1,8 @@
 """Score how well an edited image preserves its source, outside an optional mask.
 
 The score is SSIM (Wang et al., 2004), which needs no model, or the similarity of CLIP or DINOv2
-features."""
+features.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """Daemon threads and an event loop for scorers, which never delay the exit of the trainer.
 
-The threads of `concurrent.futures` would, while a scorer hangs."""
+The threads of `concurrent.futures` would, while a scorer hangs.
+"""
 
 import asyncio
 import functools
