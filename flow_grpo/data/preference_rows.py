@@ -110,10 +110,10 @@ class PreferenceLayout(RowLayout[PreferenceRow]):
         if any(layout <= {*names} for layout in layouts):
             return
         for layout in layouts:
-            if missing := sorted(layout - {*names}):
-                if len(missing) < len(layout):
-                    present = " and ".join(f'"{name}"' for name in sorted(layout & {*names}))
-                    raise UserError(f'has {present} but no column "{missing[0]}"', field=where)
+            missing, found = sorted(layout - {*names}), sorted(layout & {*names})
+            if missing and found:
+                present = " and ".join(f'"{name}"' for name in found)
+                raise UserError(f'has {present} but no column "{missing[0]}"', field=where)
         if {*IMAGE_COLUMNS}.isdisjoint(names):
             raise UserError(
                 f"has no images to compare, only {', '.join(names)}",

@@ -54,7 +54,12 @@ def test_pairs_with_several_rejected_and_probability(folder):
 
 
 def test_pick_a_pic(folder):
-    row = {"caption": "a", "jpg_0": "red.png", "jpg_1": "blue.png", "image_0_url": "https://x/0.png"}
+    row = {
+        "caption": "a",
+        "jpg_0": "red.png",
+        "jpg_1": "blue.png",
+        "image_0_url": "https://x/0.png",
+    }
     path = write(
         folder,
         row | {"label_0": 1.0, "label_1": 0.0},
