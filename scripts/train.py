@@ -168,7 +168,11 @@ def sample_current_epoch(session: Session, epoch: int) -> list[SampledBatch]:
 
 
 def sample_next_epoch(session: Session, epoch: int) -> list[SampledBatch] | None:
-    """Sample the next epoch while this one's rewards are computed, if `sample.async_depth`."""
+    """Sample `epoch` ahead, while the rewards of the previous one are still computed.
+
+    Returns:
+        This process's samples, or None without `sample.async_depth` and after the last epoch.
+    """
     if session.behaviour_snapshot is None or epoch >= session.config.num_epochs:
         return None
     with session.use_sampling_weights():
@@ -324,7 +328,13 @@ def compute_reward_gradient(
 
 
 def draw_epoch_prompts(session: Session, epoch: int, num_repeats: int = 1) -> list[SampleBatch]:
-    """Draw an epoch's prompts; return this process's batches, with groups `num_repeats` as big."""
+    """Draw an epoch's prompts and return this process's batches of samples to generate.
+
+    Args:
+        session: The training session.
+        epoch: Number of the epoch, which seeds the draw.
+        num_repeats: Factor by which the groups are larger than in training.
+    """
     plan, accelerator = session.plan, session.accelerator
     return build_epoch_batches(
         rows=len(session.prompts),
@@ -367,7 +377,7 @@ def gather_rewards(
     scores: list[dict[str, np.ndarray]],
     num_repeats: int = 1,
 ) -> ScoredSamples:
-    """Gather the scores of all processes; `num_repeats` as in `draw_epoch_prompts`."""
+    """Gather the rewards of all processes' samples; `num_repeats` as in `draw_epoch_prompts`."""
     index = np.concatenate([ids.index for ids in batches])
     rewards = gather_scores(session.accelerator, index, scores)
     groups = np.arange(len(rewards[TOTAL])) // (session.plan.group_size * num_repeats)

@@ -94,7 +94,7 @@ def evaluate_responses(
     temperature: float | None = None,
     correct: str = "",
 ) -> ScoreTable:
-    """Evaluate candidates on datasets; a killed evaluation continues if it is called again.
+    """Evaluate candidates on datasets; an interrupted evaluation resumes if it is called again.
 
     Args:
         config: The settings of a VLM run.
@@ -197,7 +197,9 @@ class ResponseEvaluation:
         self.cleanup = cleanup
 
     def run(self, candidates: Sequence[Candidate]) -> Responses:
-        """Complete the responses of all candidates and return them, on all processes.
+        """Generate the responses that the log lacks, score those without scores, and return all.
+
+        Called on all processes; each returns the responses of all candidates.
 
         Raises:
             RewardOutage: If too many scores of a candidate are missing.
@@ -280,6 +282,7 @@ class ResponseEvaluation:
             torch.cuda.empty_cache()
 
     def _environments(self, config: VlmConfig) -> EnvironmentPool:
+        """Return the environments of the episodes, which all candidates share."""
         if self.environments is None:
             self.environments = EnvironmentPool(
                 config.environment,
@@ -291,6 +294,7 @@ class ResponseEvaluation:
         return self.environments
 
     def _raise_on_outage(self, candidate: Candidate) -> None:
+        """Raise a RewardOutage if too large a fraction of a candidate's scores is missing."""
         own = [each.scores for key, each in self.known.items() if key.checkpoint == candidate.name]
         columns = {
             name: np.array([_to_float(scores.get(name, -np.inf)) for scores in own])
@@ -306,7 +310,7 @@ def _to_float(value: float | None) -> float:
 
 
 def parse_sampling(config: VlmConfig, n: int | None, temperature: float | None) -> Sampling:
-    """Return how to generate; raise a UserError for a temperature without `n`."""
+    """Combine `--n` and `--temperature`; raise a UserError for a temperature without `n`."""
     if n is None:
         if temperature is not None:
             raise UserError(
