@@ -18,29 +18,32 @@ from torch import Tensor
 
 from flow_grpo.data.captioned_images import load_captioned_images
 from flow_grpo.data.images import check_images
-from flow_grpo.data.prompts import Prompt, load_prompts
+from flow_grpo.data.prompts import Prompt, PromptLayout, load_prompts
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.diffusion.algorithms.forward_process import NoisedSamples, add_noise
-from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.models import Conditioning, ModelAdapter
 from flow_grpo.diffusion.models.base import latent_dtype
 from flow_grpo.diffusion.models.prompt_cache import PromptCache, encoder_identity
 from flow_grpo.diffusion.policy import Policy
-from flow_grpo.diffusion.prompts import row_layout
 from flow_grpo.errors import UserError
 from flow_grpo.losses import mean_square
 from flow_grpo.report.console import progress_bar
 from flow_grpo.training.distributed import raise_on_all_ranks
 
 
-def load_anchor_images(config: DiffusionConfig) -> list[Prompt]:
-    """Load the captions and images of `anchors.data`; empty if it is not set."""
-    source = config.anchors.data
+def load_anchor_images(source: str, layout: PromptLayout, prompt_fn: str) -> list[Prompt]:
+    """Load the captions and images of `anchors.data`; empty if it is not set.
+
+    Args:
+        source: `anchors.data`.
+        layout: Layout of its table, if it has one.
+        prompt_fn: Which of several tables to read, as for prompts.
+    """
     if not source:
         return []
     if captioned := _load_image_folder(source):
         return captioned
-    rows = load_prompts(source, "train", row_layout(config), config.prompt_fn)
+    rows = load_prompts(source, "train", layout, prompt_fn)
     for row in rows:
         if len(row.images) != 1:
             raise UserError(

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pyarrow
 import pytest
+from malicious_files import png_header
 from PIL import Image
 from pyarrow import parquet
+from user_errors import raises_user_error
 
 from flow_grpo.data.preference_checks import check_preferences
 from flow_grpo.data.preferences import (
@@ -17,8 +19,6 @@ from flow_grpo.data.preferences import (
     find_preferences,
     load_preferences,
 )
-from tests.support.malicious_files import png_header
-from tests.support.user_errors import raises_user_error
 
 SINGLE = SimpleNamespace(process_index=0, num_processes=1)
 PAIR = {"prompt": "a", "chosen": "red.png", "rejected": "blue.png"}
