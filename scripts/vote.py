@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,11 +74,9 @@ def main() -> None:
     if (args.out is None) == (args.summary is None):
         parser.error("pass either --out or --summary")
     command_line.set_up_logging()
-    if args.summary:
-        call = lambda: print(format_summary(read_votes(args.summary)))  # noqa: E731
-    else:
+    if args.summary is None:
         check_arguments(parser, args, options)
-        call = lambda: serve(args, options)  # noqa: E731
+    call = partial(serve, args, options) if args.out else partial(print_summary, args.summary)
     command_line.call_and_exit(call, debug=args.debug)
 
 
@@ -95,6 +94,11 @@ def check_arguments(parser: ScriptParser, args: Namespace, options: list[str]) -
         if value is not None and value < 1:
             parser.error(f"--{name}={value} must be at least 1")
         setattr(args, name, default if value is None else value)
+
+
+def print_summary(folder: Path) -> None:
+    """Print the win rates of a directory."""
+    print(format_summary(read_votes(folder)))
 
 
 def serve(args: Namespace, options: list[str]) -> None:

@@ -43,8 +43,7 @@ from flow_grpo.diffusion.source_images import (
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.frames import to_pil
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import build_rewards, suggest_on_oom
+from flow_grpo.training.builder import build_accelerator, build_rewards, suggest_on_oom
 from flow_grpo.training.candidates import Candidate
 from flow_grpo.votes.ballots import CHECKPOINTS, Ballot, stable_id
 from flow_grpo.votes.book import VoteBook
@@ -103,7 +102,7 @@ class PairGenerator:
         self._prompts = list({prompt.identity: prompt for prompt in prompts}.values())
         if repeated := len(prompts) - len(self._prompts):
             logger.info("%d repeated prompts are used once", repeated)
-        family = resolve_model_family(config)
+        family = resolve_model_family(config.pretrained)
         model = config.pretrained.model
         check_source_images(self._prompts, model, family, self._size, self._accelerator)
         self._votes, self._ahead = votes, ahead
@@ -233,7 +232,7 @@ class PairGenerator:
             CHECKPOINTS,
             config.pretrained.model,
             [_identity(each) for each in self._candidates],
-            [config.seed, config.sample.eval_num_steps, get_eval_guidance_scale(config)],
+            [config.seed, config.sample.eval_num_steps, get_eval_guidance_scale(config.sample)],
             [self._size.height, self._size.width],
             [prompt.prompt, prompt.negative_prompt, *map(image_digest, prompt.images)],
             number,

@@ -86,13 +86,15 @@ def format_summary(ballots: list[tuple[Ballot, list[Vote]]]) -> str:
     """Return a text with counts, a table of win rates, and the agreement of voters."""
     votes = [vote for _, each in ballots for vote in each]
     choices = Counter(vote.choice for vote in votes)
-    voters = len({vote.voter for vote in votes})
+    voters = Counter(vote.voter for vote in votes)
     answered = sum(bool(each) for _, each in ballots)
     asked = sum(not ballot.is_identical for ballot, _ in ballots)
     lines = [
-        f"{len(votes)} votes by {voters} voters on {answered} of {asked} pairs "
-        f"({choices['tie']} ties, {choices['skip']} skipped)"
+        f"{answered} of {asked} pairs answered: {len(votes)} votes, of them {choices['tie']} ties "
+        f"and {choices['skip']} skipped"
     ]
+    if voters:
+        lines.append("voters: " + ", ".join(f"{name} {n}" for name, n in voters.most_common()))
     if identical := len(ballots) - asked:
         lines.append(f"{identical} pairs of identical images were not asked")
     if rates := win_rates(ballots):

@@ -49,7 +49,8 @@ def test_agreement_compares_votes_of_different_voters_on_one_pair():
 def test_a_summary_shows_counts_and_rates():
     same = Ballot("g", "p", ("x", "x"), "checkpoints", ("base", "trained"))
     text = format_summary([*BALLOTS, (same, [])])
-    assert "9 votes by 3 voters on 5 of 6 pairs (2 ties, 2 skipped)" in text
+    for shown in ("5 of 6 pairs", "9 votes", "2 ties", "2 skipped", "v0 5, v1 3, v2 1"):
+        assert shown in text
     assert "68.8%" in text
     assert "1 of 3" in text
     assert format_summary([])
