@@ -84,9 +84,10 @@ class VoteBook:
                 self._ballot_log.append(record)
                 self._apply_ballot_record(record)
 
-    def has_ballot(self, ballot: str) -> bool:
+    def without_ballots(self, names: Iterable[str]) -> list[str]:
+        """Return the names that no ballot has, in order."""
         with self._lock:
-            return ballot in self._ballots
+            return [name for name in names if name not in self._ballots]
 
     def post_group(self, group: Group) -> None:
         """Store a run's group and its ballots durably; a repeated request changes nothing.

@@ -106,29 +106,30 @@ class PairGenerator:
         model = config.pretrained.model
         check_source_images(self._prompts, model, family, self._size, self._accelerator)
         self._votes, self._ahead = votes, ahead
-        self._plan = [
+        planned = [
             PlannedPair(self._pair_id(prompt, number), row, number)
             for number in range(rounds)
             for row, prompt in enumerate(self._prompts)
         ]
+        self._plan = {each.ballot: each for each in planned}
         self._reward = self._build_reward(reward) if reward else None
         self._models = CandidateModels(config, self._accelerator, self._candidates)
         with self._models.loaded(self._candidates[0]):
             pass  # rejects weights that do not fit the model
-        self._left = len(self._plan)
+        self._book: VoteBook | None = None
         self._problem = ""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, book: VoteBook, images: ImageFiles) -> None:
         """Start generating what the book does not have yet."""
-        self._update_left(book)
+        self._book = book
         self._thread = threading.Thread(target=self._run, args=(book, images), daemon=True)
         self._thread.start()
 
     def status(self) -> tuple[int, str]:
         """Return how many pairs are still to be generated, and why that stopped, or ""."""
-        return self._left, self._problem
+        return len(self._missing()), self._problem
 
     def close(self) -> None:
         """Stop after the pairs that are being generated."""
@@ -140,7 +141,7 @@ class PairGenerator:
 
     def _run(self, book: VoteBook, images: ImageFiles) -> None:
         try:
-            while (missing := self._update_left(book)) and not self._stopping.is_set():
+            while (missing := self._missing()) and not self._stopping.is_set():
                 ready = book.num_ready()
                 count = min(self._ahead - ready, max(FIRST_PAIRS, ready))
                 if count > 0:
@@ -155,11 +156,11 @@ class PairGenerator:
             else:
                 logger.exception("no more pairs are generated")
 
-    def _update_left(self, book: VoteBook) -> list[PlannedPair]:
+    def _missing(self) -> list[PlannedPair]:
         """Return the pairs of the plan that the book does not have."""
-        missing = [each for each in self._plan if not book.has_ballot(each.ballot)]
-        self._left = len(missing)
-        return missing
+        if self._book is None:
+            return list(self._plan.values())
+        return [self._plan[name] for name in self._book.without_ballots(self._plan)]
 
     def _generate(self, pairs: list[PlannedPair], images: ImageFiles) -> list[Ballot]:
         """Generate and store the images of some pairs; return their ballots."""
