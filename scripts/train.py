@@ -33,11 +33,16 @@ from flow_grpo.diffusion import dry_run
 from flow_grpo.diffusion.algorithms import Batch
 from flow_grpo.diffusion.algorithms.anchors import downsample_images, nearest_distances
 from flow_grpo.diffusion.algorithms.base import drop_zero_gradient
-from flow_grpo.diffusion.builders import build_dynamics, eval_image_size, image_size
+from flow_grpo.diffusion.builders import (
+    build_dynamics,
+    eval_image_size,
+    evaluation_memory_options,
+    image_size,
+    training_memory_options,
+)
 from flow_grpo.diffusion.data_anchor import DataBatch
 from flow_grpo.diffusion.evaluation import evaluate
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
-from flow_grpo.diffusion.plan import evaluation_memory_options, training_memory_options
 from flow_grpo.diffusion.results import write_training_samples
 from flow_grpo.diffusion.rollout import (
     Denoiser,
@@ -147,7 +152,7 @@ def train(session: Session) -> None:
         if is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
                 logged = [(s.ids, s.images) for s in samples if s.images is not None]
-                write_training_samples(session, done, logged, scored, credit)
+                write_training_samples(session, done, logged, scored, credit, config.log_images)
                 metrics |= run_evaluation(session, done)
         finish_epoch(session, done, metrics, timer)
 
@@ -163,7 +168,11 @@ def sample_current_epoch(session: Session, epoch: int) -> list[SampledBatch]:
 
 
 def sample_next_epoch(session: Session, epoch: int) -> list[SampledBatch] | None:
-    """Sample the next epoch while this one's rewards are computed, if `sample.async_depth`."""
+    """Sample `epoch` ahead, while the rewards of the previous one are still computed.
+
+    Returns:
+        This process's samples, or None without `sample.async_depth` and after the last epoch.
+    """
     if session.behaviour_snapshot is None or epoch >= session.config.num_epochs:
         return None
     with session.use_sampling_weights():
@@ -319,7 +328,13 @@ def compute_reward_gradient(
 
 
 def draw_epoch_prompts(session: Session, epoch: int, num_repeats: int = 1) -> list[SampleBatch]:
-    """Draw an epoch's prompts; return this process's batches, with groups `num_repeats` as big."""
+    """Draw an epoch's prompts and return this process's batches of samples to generate.
+
+    Args:
+        session: The training session.
+        epoch: Number of the epoch, which seeds the draw.
+        num_repeats: Factor by which the groups are larger than in training.
+    """
     plan, accelerator = session.plan, session.accelerator
     return build_epoch_batches(
         rows=len(session.prompts),
@@ -362,7 +377,7 @@ def gather_rewards(
     scores: list[dict[str, np.ndarray]],
     num_repeats: int = 1,
 ) -> ScoredSamples:
-    """Gather the scores of all processes; `num_repeats` as in `draw_epoch_prompts`."""
+    """Gather the rewards of all processes' samples; `num_repeats` as in `draw_epoch_prompts`."""
     index = np.concatenate([ids.index for ids in batches])
     rewards = gather_scores(session.accelerator, index, scores)
     groups = np.arange(len(rewards[TOTAL])) // (session.plan.group_size * num_repeats)

@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 
 from flow_grpo.benchmarks.protocol import PromptSource
 from flow_grpo.benchmarks.sources import PromptFiles
+from flow_grpo.data.chats import IMAGE_PLACEHOLDER
 from flow_grpo.data.columns import ColumnRules
 from flow_grpo.data.images import find_image
-from flow_grpo.data.questions import IMAGE_PLACEHOLDER, QUESTION_SUFFIXES, Question
+from flow_grpo.data.questions import QUESTION_SUFFIXES, Question
 from flow_grpo.data.rows import READERS, Row, RowLayout, to_jsonable
 from flow_grpo.errors import UserError
 from flow_grpo.untrusted_files import read_json
@@ -41,7 +42,11 @@ class RawLayout(RowLayout[Row]):
 
 
 def read_questions(files: PromptFiles, source: PromptSource) -> tuple[list[Question], list[str]]:
-    """Read the questions of a benchmark, and the category of each ("" without categories)."""
+    """Read the questions of a benchmark, and the category of each ("" without categories).
+
+    Raises:
+        UserError: If there are no questions, or a column is missing.
+    """
     questions, tags = [], []
     for path in files.files:
         for where, row in _rows(path):

@@ -13,18 +13,23 @@ MAX_FOLDERS = 128  # directories of uploads and outputs that are kept
 
 
 class UploadStore:
-    """Gradio's file directory, which keeps its initial content and the newest directories."""
+    """Gradio's upload directory; only its initial content and the newest uploads are kept."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.initial = folder, {*folder.iterdir()}
 
     def remove_old_folders(self) -> None:
+        """Delete all but the newest `MAX_FOLDERS` directories of uploads."""
         others = [path for path in self.folder.iterdir() if path not in self.initial]
         for path in sorted(others, key=_modified_time)[:-MAX_FOLDERS]:
             shutil.rmtree(path, ignore_errors=True)
 
     def read(self, upload: Any) -> bytes | None:
-        """Return the content of an upload, given as gradio's dict; never reads another file."""
+        """Return the content of an upload, given as gradio's dict; never reads another file.
+
+        Raises:
+            UserError: If the file is not in the directory or no longer exists.
+        """
         if upload is None:
             return None
         path = upload.get("path") if isinstance(upload, dict) else None

@@ -87,6 +87,9 @@ def build_scorers(
         options: Keyword arguments by name.
         policy: Retries and timeout.
         run: Name of the run, passed to reward classes that have a `run` parameter.
+
+    Raises:
+        UserError: For an unknown reward or option, or options of a reward that a server scores.
     """
     names = list(names)
     custom = custom or {}

@@ -121,7 +121,8 @@ def find_run(source: ExportSource, options: PublishOptions) -> PublishedRun:
     """Read the run that a checkpoint belongs to.
 
     Raises:
-        UserError: If the weights are not in a run directory, or it has no metrics.
+        UserError: If the weights are not in a run directory, it has no metrics, or `options.out`
+            exists.
     """
     reject_existing(options.out)
     if source.run is None:
@@ -237,6 +238,7 @@ def _compose(
 
 
 def _is_hub_dataset(dataset: str, run: PublishedRun) -> bool:
+    """Return whether `dataset` is a single hub id, not a local path or a mixture."""
     resolved = str(resolve_start_paths({"dataset": dataset}, run.folders)["dataset"])
     is_id = dataset.count("/") == 1 and not any(mark in dataset for mark in ":, ")
     return (

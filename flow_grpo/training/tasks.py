@@ -17,7 +17,7 @@ GENEVAL = ("facebook/mask2former-swin-small-coco-instance", "openai/clip-vit-lar
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run of a training script; the second run of a task starts from the model of the first."""
+    """One training run of a task; the second run of a task starts from the model of the first."""
 
     name: str  # of the run directory
     preset: str
@@ -26,11 +26,12 @@ class TrainingRun:
 
     @property
     def config(self) -> str:
-        """Return the value of --config, without a number of GPUs."""
+        """Return the value of `--config`, without the suffix that selects the number of GPUs."""
         return f"config/{'vlm' if self.vlm else 'grpo'}.py:{self.preset}"
 
     @property
     def script(self) -> str:
+        """Return the file name of the training script."""
         return "train_vlm.py" if self.vlm else "train.py"
 
 
@@ -60,7 +61,7 @@ TASKS: dict[str, Task] = {
         {"stabilityai/stable-diffusion-3.5-medium": 14.8},
         GENEVAL,
         gpus=8,
-        gpu_memory_gib=51.6,
+        gpu_memory_gib=51.5,
         run_gib=LORA_RUN_GIB,
     ),
     "sd3_ocr": Task(
@@ -69,7 +70,7 @@ TASKS: dict[str, Task] = {
         ("ocr",),
         {"stabilityai/stable-diffusion-3.5-medium": 14.8},
         gpus=8,
-        gpu_memory_gib=38.6,
+        gpu_memory_gib=38.5,
         run_gib=LORA_RUN_GIB,
     ),
     "sd3_pickscore": Task(
@@ -79,7 +80,7 @@ TASKS: dict[str, Task] = {
         {"stabilityai/stable-diffusion-3.5-medium": 14.8},
         PICKSCORE,
         gpus=8,
-        gpu_memory_gib=42.6,
+        gpu_memory_gib=42.5,
         run_gib=LORA_RUN_GIB,
     ),
     "flux_pickscore": Task(

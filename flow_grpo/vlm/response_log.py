@@ -86,6 +86,7 @@ class ResponseLog:
         self._append({**key._asdict(), "scores": own} for key, own in scores.items())
 
     def _append(self, rows: Any) -> None:
+        """Append rows as JSON lines and flush them to disk."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -102,7 +103,11 @@ def _drop_partial_line(path: Path) -> None:
 
 
 def read_responses(out: Path) -> Responses:
-    """Return all responses in the log, of any number of processes; empty without a log."""
+    """Return all responses in the log, of any number of processes; empty without a log.
+
+    Raises:
+        UserError: If a line of the log is invalid.
+    """
     found: Responses = {}
     scores: dict[ResponseKey, dict[str, float | None]] = {}
     for path in sorted((out / LOG_DIR).glob("responses-*.jsonl")):

@@ -50,7 +50,7 @@ ENVIRONMENT_VARIABLES = {
 
 
 def check_vllm_platform(device: torch.device) -> None:
-    """Reject a vLLM that was built for another device, before anything is loaded."""
+    """Reject a vLLM that was built for another device; make vLLM run in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are passed within the process
     for name, value in ENVIRONMENT_VARIABLES.items():
         os.environ.setdefault(name, value)
@@ -67,10 +67,10 @@ def check_vllm_platform(device: torch.device) -> None:
 
 
 def check_vllm_support(source: str, revision: str, tensor_parallel: int = 1) -> None:
-    """Reject a model that vLLM cannot sample for.
+    """Raise a UserError for a model that vLLM cannot sample for.
 
-    Either vLLM would preprocess its images differently, cannot load its experts, or cannot shard
-    its attention heads over `tensor_parallel` ranks.
+    That is the case if vLLM would preprocess its images differently, cannot load its experts, or
+    cannot shard its attention heads over `tensor_parallel` ranks.
     """
     family = find_family(source, revision)
     if not family.vllm:
