@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -116,6 +117,50 @@ class PromptEncoder:
         pairs = [next(remaining[kind]) for kind in order]
         vision_inputs, sources = zip(*pairs, strict=True) if pairs else ((), ())
         return self._with_positions(ids, vision_inputs, sources)
+
+    def encode_conversations(
+        self,
+        question: Question,
+        responses: Sequence[str],
+        images: Sequence[Image.Image] | None = None,
+    ) -> list[EncodedPrompt]:
+        """Return the whole conversation of a question and each of several given responses.
+
+        It ends with what the chat template writes after a response.
+
+        Args:
+            question: The question.
+            responses: Texts of the responses.
+            images: Images of the question, if they have been read already.
+        """
+        where = question.where
+        loaded = [read_image(source, where) for source in question.images]
+        loaded = loaded if images is None else list(images)
+        sources = question.images if images is None else tuple(map(id, images))
+        encoded: list[VisionInputs] = []
+        if loaded:
+            encoded = self.family.preprocess_images(self.image_processor, loaded)
+        counts = {IMAGE: [self.family.num_image_tokens(image) for image in encoded], VIDEO: []}
+        system = self._literal.escape_special_tokens(question.system, where)
+        before = [{"role": "system", "content": system}] if system else []
+        left = len(loaded)
+        for turn in question.history:
+            shown = turn.text.count(IMAGE_PLACEHOLDER)
+            left -= shown
+            text = self._literal.escape_special_tokens(turn.text, where)
+            before.append({"role": turn.role, "content": self._build_content(text, where, shown)})
+        text = self._literal.escape_special_tokens(question.text, where)
+        before.append({"role": "user", "content": self._build_content(text, where, left)})
+        conversations = []
+        for response in responses:
+            text = self._literal.escape_special_tokens(response, where)
+            # not `_build_content`: a placeholder in a response is plain text
+            content = text if self.image_processor is None else [{"type": "text", "text": text}]
+            messages = [*before, {"role": "assistant", "content": content}]
+            chat = self._render_chat(messages, where, add_generation_prompt=False)
+            ids = self._repeat_placeholders(self._tokenize(chat, where), counts, where)
+            conversations.append(self._with_positions(torch.tensor(ids), tuple(encoded), sources))
+        return conversations
 
     def _preprocess_images(self, sources: Sequence[ImageSource], where: str) -> list[VisionInputs]:
         loaded = [read_image(source, where) for source in sources]
@@ -336,7 +381,12 @@ class PromptEncoder:
         return ids
 
     def _render_chat(
-        self, messages: list[dict[str, Any]], where: str, selected: Sequence[FrameSelection] = ()
+        self,
+        messages: list[dict[str, Any]],
+        where: str,
+        selected: Sequence[FrameSelection] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Return the rendered chat; any error of the template becomes a UserError.
 
@@ -344,9 +394,12 @@ class PromptEncoder:
             messages: Messages of the chat.
             where: File and row of the question.
             selected: Frames of the chat's videos.
+            add_generation_prompt: Whether the chat ends with the start of a response.
         """
         try:
-            text = render_chat_template(self.tokenizer, messages)
+            text = render_chat_template(
+                self.tokenizer, messages, add_generation_prompt=add_generation_prompt
+            )
             text = self.family.complete_chat(text, selected)
             text.encode()  # reports lone surrogates more clearly than the tokenizer
             return text
