@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from flow_grpo.config.custom import as_user_error
+from flow_grpo.config.settings import to_json
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.mixing import held_out_share, parse_sources, set_indices
 from flow_grpo.data.prompts import Prompt
@@ -24,6 +25,7 @@ from flow_grpo.diffusion.builders import (
     check_sizes,
     eval_image_size,
     image_size,
+    memory_saving_options,
     resolve_model_family,
     resolve_model_path,
 )
@@ -39,9 +41,9 @@ from flow_grpo.diffusion.config_checks import (
 from flow_grpo.diffusion.data_anchor import DataAnchor, check_anchor_data, load_anchor_images
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
 from flow_grpo.diffusion.models import ModelAdapter, Size
-from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size, memory_saving_options
+from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size
 from flow_grpo.diffusion.policy import Policy
-from flow_grpo.diffusion.prompts import PromptSets, build_prompts
+from flow_grpo.diffusion.prompts import PromptSets, build_prompts, row_layout
 from flow_grpo.diffusion.rollout_gradients import RolloutGradients
 from flow_grpo.diffusion.smoke_test import smoke_test_algorithm, smoke_test_family
 from flow_grpo.diffusion.source_images import check_source_images, metadata_with_images
@@ -166,7 +168,7 @@ def build_session(
         num_processes: Number of processes to plan for, if not the current one. Such a session can
             only be measured.
     """
-    check_same_goal(config)
+    check_same_goal(to_json(config))
     config = check_config(config)
     if load is None:  # sessions with a loader are only measured, so groups of one are fine
         check_nonzero_advantages(config)
@@ -214,7 +216,7 @@ def _build_checked_plan(
         for line in collect_config_warnings(config):
             logger.warning(line)
     processes = num_processes or accelerator.num_processes
-    plan = build_plan(config, processes, algorithm.losses_per_sample)
+    plan = build_plan(config.sample, config.train, processes, algorithm.losses_per_sample)
     if algorithm.needs_whole_groups:
         plan.check_whole_groups(algorithm.name)
     check_rollout_gradients(config, algorithm, plan, accelerator)
@@ -228,7 +230,7 @@ def _load_run_data(run: SessionBuilder, plan: BatchPlan, *, has_model_files: boo
     config, accelerator = run.config, run.accelerator
     data = RunData(
         build_prompts(config, plan),
-        load_anchor_images(config),
+        load_anchor_images(config.anchors.data, row_layout(config), config.prompt_fn),
         image_size(config),
         eval_image_size(config),
     )
@@ -376,7 +378,7 @@ def build_algorithm(config: UncheckedConfig | DiffusionConfig) -> Algorithm:
         timestep_fraction=train.timestep_fraction,
         estimator=train.advantage,
         scale="batch" if sample.global_std else "group",
-        group_size=group_size(config),
+        group_size=group_size(sample, train),
         update_samples=train.batch_size * train.gradient_accumulation_steps,
         anchors=config.anchors,
         tasks=tuple(source.name for source in parse_sources(config.dataset)),
