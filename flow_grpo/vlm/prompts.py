@@ -140,10 +140,31 @@ class PromptEncoder:
         encoded: list[VisionInputs] = []
         if loaded:
             encoded = self.family.preprocess_images(self.image_processor, loaded)
-        counts = {IMAGE: [self.family.num_image_tokens(image) for image in encoded], VIDEO: []}
+        counts = [self.family.num_image_tokens(image) for image in encoded]
+        return [
+            self._with_positions(torch.tensor(ids), tuple(encoded), sources)
+            for ids in self._conversation_ids(question, responses, counts)
+        ]
+
+    def conversation_lengths(self, question: Question, responses: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each conversation, from the sizes of images only."""
+        counts = [self._count_image_tokens(source, question.where) for source in question.images]
+        return [len(ids) for ids in self._conversation_ids(question, responses, counts)]
+
+    def _conversation_ids(
+        self, question: Question, responses: Sequence[str], counts: list[int]
+    ) -> Iterator[list[int]]:
+        """Yield the token ids of a question with each response.
+
+        Args:
+            question: The question; its videos are not part of the conversation.
+            responses: Texts of the responses.
+            counts: Number of tokens of each image.
+        """
+        where = question.where
         system = self._literal.escape_special_tokens(question.system, where)
         before = [{"role": "system", "content": system}] if system else []
-        left = len(loaded)
+        left = len(counts)
         for turn in question.history:
             shown = turn.text.count(IMAGE_PLACEHOLDER)
             left -= shown
@@ -151,16 +172,14 @@ class PromptEncoder:
             before.append({"role": turn.role, "content": self._build_content(text, where, shown)})
         text = self._literal.escape_special_tokens(question.text, where)
         before.append({"role": "user", "content": self._build_content(text, where, left)})
-        conversations = []
         for response in responses:
             text = self._literal.escape_special_tokens(response, where)
             # not `_build_content`: a placeholder in a response is plain text
             content = text if self.image_processor is None else [{"type": "text", "text": text}]
             messages = [*before, {"role": "assistant", "content": content}]
             chat = self._render_chat(messages, where, add_generation_prompt=False)
-            ids = self._repeat_placeholders(self._tokenize(chat, where), counts, where)
-            conversations.append(self._with_positions(torch.tensor(ids), tuple(encoded), sources))
-        return conversations
+            ids = self._tokenize(chat, where)
+            yield self._repeat_placeholders(ids, {IMAGE: counts, VIDEO: []}, where)
 
     def _preprocess_images(self, sources: Sequence[ImageSource], where: str) -> list[VisionInputs]:
         loaded = [read_image(source, where) for source in sources]

@@ -10,7 +10,7 @@ from torch import nn
 
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.mixing import held_out_share, parse_sources
-from flow_grpo.data.responses import GivenResponse, ResponseLayout
+from flow_grpo.data.responses import GivenResponse
 from flow_grpo.errors import UserError
 from flow_grpo.training.builder import DTYPES, SessionBuilder, StartFinder
 from flow_grpo.training.config_changes import check_same_goal
@@ -21,23 +21,12 @@ from flow_grpo.vlm.attention import flex_attention_supported
 from flow_grpo.vlm.builders import check_media, load_encoder_and_model, load_policy_model
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.fields import VlmConfig
-from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.prompts import PromptEncoder
-from flow_grpo.vlm.questions import QuestionSets, build_questions, question_layout
+from flow_grpo.vlm.questions import QuestionSets
+from flow_grpo.vlm.reward_models.plan import PairPlan, build_pair_plan, build_pairs
 from flow_grpo.vlm.reward_models.policy import RewardModelPolicy
 
 logger = logging.getLogger("flow_grpo")
-
-
-@dataclass(frozen=True)
-class PairPlan(VlmBatchPlan):
-    """Numbers of pairs and updates of an epoch; a sample is a pair."""
-
-    def rows(self) -> dict[str, str]:
-        return {
-            "pairs per epoch": f"{self.questions}",
-            "pairs per update": f"{self.questions // self.updates_per_pass}",
-        }
 
 
 @dataclass(kw_only=True)
@@ -81,7 +70,7 @@ def build_session(
     check_same_goal(config)
     config = check_config(config)
     with SessionBuilder(config, autocast=False) as run:
-        plan = build_plan(config, run.accelerator.num_processes)
+        plan = build_pair_plan(config.sample, config.train, run.accelerator.num_processes)
         run.open_folder(begin, plan.updates)
         run.skip_rewards()
         data = build_pairs(config, plan)
@@ -107,32 +96,6 @@ def build_session(
             sets=data.sets,
             encoder=encoder,
         )
-
-
-def build_plan(config: VlmConfig, num_processes: int) -> PairPlan:
-    """Return the plan of a config; `sample.questions_per_epoch` is the number of pairs."""
-    return PairPlan(
-        num_processes=num_processes,
-        questions=config.sample.questions_per_epoch,
-        group_size=1,
-        updates_per_pass=config.train.updates_per_epoch,
-        inner_epochs=config.train.num_inner_epochs,
-        max_batch_size=config.sample.batch_size,
-    )
-
-
-def build_pairs(config: VlmConfig, plan: PairPlan) -> QuestionSets:
-    """Load the training and test pairs of all configured datasets."""
-    layout = question_layout(config)
-    pairs = ResponseLayout(
-        text=layout.text,
-        answer="",
-        image=layout.image,
-        video=layout.video,
-        metadata=layout.metadata,
-        kind="pairs",
-    )
-    return build_questions(config, plan, pairs)
 
 
 def reject_videos(rows: list[GivenResponse]) -> None:

@@ -56,9 +56,7 @@ def train(session: RewardModelSession) -> None:
     progress.epoch = max(progress.epoch, 0)
     for epoch in range(progress.epoch, config.num_epochs):
         done, timer = epoch + 1, Timer()
-        drawn = Rollout.draw(
-            session.plan, session.sets, config.seed, epoch, saved_passes(session)
-        )
+        drawn = Rollout.draw(session.plan, session.sets, config.seed, epoch, saved_passes(session))
         with timer("train"):
             metrics = train_epoch(session, epoch, drawn.rows)
         metrics["perf/pairs_per_s"] = session.plan.samples / timer.seconds["train"]
