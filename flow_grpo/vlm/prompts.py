@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -122,27 +121,23 @@ class PromptEncoder:
         self,
         question: Question,
         responses: Sequence[str],
-        images: Sequence[Image.Image] | None = None,
+        vision_inputs: Sequence[VisionInputs] | None = None,
     ) -> list[EncodedPrompt]:
         """Return the whole conversation of a question and each of several given responses.
 
         It ends with what the chat template writes after a response.
 
         Args:
-            question: The question.
+            question: The question, without videos.
             responses: Texts of the responses.
-            images: Images of the question, if they have been read already.
+            vision_inputs: Its images, if they are preprocessed already.
         """
-        where = question.where
-        loaded = [read_image(source, where) for source in question.images]
-        loaded = loaded if images is None else list(images)
-        sources = question.images if images is None else tuple(map(id, images))
-        encoded: list[VisionInputs] = []
-        if loaded:
-            encoded = self.family.preprocess_images(self.image_processor, loaded)
-        counts = [self.family.num_image_tokens(image) for image in encoded]
+        if vision_inputs is None:
+            vision_inputs = self._preprocess_images(question.images, question.where)
+        counts = [self.family.num_image_tokens(image) for image in vision_inputs]
+        sources = question.images or tuple(map(id, vision_inputs))
         return [
-            self._with_positions(torch.tensor(ids), tuple(encoded), sources)
+            self._with_positions(torch.tensor(ids), tuple(vision_inputs), sources)
             for ids in self._conversation_ids(question, responses, counts)
         ]
 

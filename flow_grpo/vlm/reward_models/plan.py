@@ -39,9 +39,7 @@ class PairPlan(VlmBatchPlan):
         }
 
 
-def build_pair_plan(
-    sample: VlmSampleConfig, train: VlmTrainConfig, num_processes: int
-) -> PairPlan:
+def build_pair_plan(sample: VlmSampleConfig, train: VlmTrainConfig, num_processes: int) -> PairPlan:
     """Return the plan of these settings; `sample.questions_per_epoch` is the number of pairs."""
     return PairPlan(
         num_processes=num_processes,

@@ -25,7 +25,7 @@ from flow_grpo.training.distributed import (
     raise_on_all_ranks,
 )
 from flow_grpo.training.finite import backward
-from flow_grpo.training.metrics import Loss, Timer, TrainingStats, peak_memory_gb, score_metrics
+from flow_grpo.training.metrics import Loss, Timer, TrainingStats, peak_memory_gb
 from flow_grpo.training.session import finish_epoch, is_due, run_training, training_metrics
 from flow_grpo.training.update import optimizer_step, set_learning_rates
 from flow_grpo.vlm.builders import memory_saving_options
@@ -174,14 +174,17 @@ def run_evaluation(session: RewardModelSession, epoch: int) -> dict[str, float]:
     write_scored_pairs(session, epoch, columns)
     difference = columns["chosen_score"] - columns["rejected_score"]
     margin = np.array([pair.margin for pair in pairs])
-    scores = {
-        TOTAL: (difference > 0).astype(float),
-        "margin": difference,
-        "loss": np.logaddexp(0, margin - difference),
-        **columns,
+    accurate = difference > 0
+    metrics = {
+        TOTAL: accurate.mean(),  # selects the best checkpoint
+        "accuracy": accurate.mean(),
+        "margin": difference.mean(),
+        "loss": np.logaddexp(0, margin - difference).mean(),
+        **{name: values.mean() for name, values in columns.items()},
     }
-    metrics = score_metrics("eval", scores, session.test_set_names())
-    metrics["eval/accuracy"] = metrics[f"eval/{TOTAL}"]  # selects the best checkpoint
+    sets = np.array(session.test_set_names())
+    metrics |= {f"{name}/accuracy": accurate[sets == name].mean() for name in np.unique(sets)}
+    metrics = {f"eval/{name}": float(value) for name, value in metrics.items()}
     return {**metrics, "data/held_out": session.held_out_share()}
 
 
