@@ -44,7 +44,9 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     backbone = MODEL_MAPPING[type(config)]
     base = backbone.__mro__[1]  # such as Qwen3VLPreTrainedModel
     name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
-    return type(name, (GenericForSequenceClassification, base), {"config_class": type(config)})
+    # transformers finds out in the module of a class what its layers support
+    attributes = {"config_class": type(config), "__module__": backbone.__module__}
+    return type(name, (GenericForSequenceClassification, base), attributes)
 
 
 def save_classifier(
