@@ -76,7 +76,11 @@ def build_scorers(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     policy: FailurePolicy = DEFAULT_POLICY,
 ) -> dict[str, Scorer]:
-    """Build the scorers by name, without retries; see `build_reward` for the arguments."""
+    """Build the scorers by name, without retries; see `build_reward` for the arguments.
+
+    Raises:
+        UserError: For an unknown reward or option, or options of a reward that a server scores.
+    """
     names = list(names)
     custom = custom or {}
     paths = {**REWARDS.paths, **custom}

@@ -179,7 +179,11 @@ def build_engine(
 
 
 def max_prompt_tokens(config: VlmConfig, model: nn.Module) -> int:
-    """Return the prompt length that leaves enough positions for all responses."""
+    """Return the prompt length that leaves enough positions for all responses.
+
+    Raises:
+        UserError: If prompts and responses do not fit into the model's context.
+    """
     positions = model.config.get_text_config().max_position_embeddings
     sample = config.sample
     available = positions - sample.max_new_tokens - later_turn_tokens(config)
