@@ -117,6 +117,11 @@ class SessionBuilder:
         self._rewards = raise_on_all_ranks(self.accelerator, build)
         self.cleanup_on_error.callback(close_scorers, *self._rewards)
 
+    def skip_rewards(self) -> None:
+        """Train without rewards, instead of `add_rewards`."""
+        self._rewards = [WeightedReward({}, {}), WeightedReward({}, {})]
+        self.cleanup_on_error.callback(close_scorers, *self._rewards)
+
     def add_policy(self, policy: BasePolicy) -> None:
         """Prepare the policy, its optimizer and the moving average of its weights."""
         optimizer = build_optimizer(
