@@ -19,6 +19,7 @@ from flow_grpo.rewards.config_checks import check_custom_reward_files
 from flow_grpo.training.plan import check_start, count_processes
 from flow_grpo.vlm.environment import load_environment_class
 from flow_grpo.vlm.fields import (
+    BRADLEY_TERRY,
     CRITIC_LEARNING_RATE,
     ENVIRONMENT,
     GAE,
@@ -29,6 +30,11 @@ from flow_grpo.vlm.fields import (
 from flow_grpo.vlm.losses import find_loss
 from flow_grpo.vlm.plan import build_plan
 from flow_grpo.vlm.questions import build_questions
+from flow_grpo.vlm.reward_models.plan import (
+    build_pair_plan,
+    build_pairs,
+    check_reward_model_config,
+)
 
 logger = logging.getLogger("flow_grpo")
 PER_REWARD_ESTIMATORS = ("gdpo", "pairwise")  # these normalize each reward separately
@@ -41,6 +47,8 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
     settings = VLM_SPEC.check(config)
     check_conditions(settings)
     _check_columns(settings)
+    if settings.train.loss == BRADLEY_TERRY:
+        return check_reward_model_config(settings)
     _check_unused_settings(settings)
     settings = _set_critic_defaults(_set_kl_defaults(_set_loss_defaults(settings)))
     _check_environment(settings)
@@ -99,7 +107,9 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
 def preflight_check(config: VlmConfig) -> None:
     """Check batch arithmetic, paths and data files before torch is imported."""
     config = resolve_settings_paths(config)
-    plan = build_plan(config.sample, config.train, count_processes())
+    is_reward_model = config.train.loss == BRADLEY_TERRY
+    plan_run = build_pair_plan if is_reward_model else build_plan
+    plan = plan_run(config.sample, config.train, count_processes())
     check_start(config.logdir, config.run_name, config.resume, config.train.lora_path)
     check_custom_reward_files(config)
     sources = parse_sources(config.dataset)
@@ -111,7 +121,8 @@ def preflight_check(config: VlmConfig) -> None:
             for source in tested:
                 check_questions_exist(source.path, ("test", "train"))
         sources = [*sources, *tested]
-    check_small_data_early(sources, lambda: build_questions(config, plan))
+    load = build_pairs if is_reward_model else build_questions
+    check_small_data_early(sources, lambda: load(config, plan))
 
 
 def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:
