@@ -148,7 +148,10 @@ def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:
 
 
 def _set_kl_defaults(settings: VlmConfig) -> VlmConfig:
-    """Set the default KL estimator if it is unset; see `losses.base.estimate_kl`."""
+    """Set the default KL estimator if it is unset; reject or warn of estimators that do not work.
+
+    See `losses.base.estimate_kl`.
+    """
     train = settings.train
     kl = train.kl or {"loss": "k3", "reward": "k1"}[train.kl_in]
     if train.beta > 0 and (kl, train.kl_in) == ("k1", "loss"):
@@ -169,7 +172,7 @@ def _set_kl_defaults(settings: VlmConfig) -> VlmConfig:
 
 
 def _set_critic_defaults(settings: VlmConfig) -> VlmConfig:
-    """Set the default learning rate of the value head, which only GAE has."""
+    """Set the default learning rate of the value head, which only GAE has; check its warm-up."""
     train = settings.train
     if train.advantage != GAE:
         return settings
