@@ -5,7 +5,8 @@
 
 One epoch: sample a group of responses to each question, score them, turn the scores into advantages
 and update the weights with a policy-gradient loss on the response tokens. The losses are in
-flow_grpo/vlm/losses.
+flow_grpo/vlm/losses. With train.loss=bradley_terry, a reward model is trained from pairs instead:
+flow_grpo/vlm/reward_models/training.py.
 """
 
 if __name__ == "__main__":
@@ -37,6 +38,7 @@ from flow_grpo.training.distributed import (
 from flow_grpo.training.finite import backward
 from flow_grpo.training.metrics import Timer, TrainingStats, peak_memory_gb, reward_metrics
 from flow_grpo.training.session import (
+    BaseSession,
     evaluation_metrics,
     finish_epoch,
     is_due,
@@ -55,11 +57,12 @@ from flow_grpo.vlm.advantages import (
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.critic import set_lr_scales
 from flow_grpo.vlm.dry_run import VlmDryRun
-from flow_grpo.vlm.fields import GAE, VLM_SPEC
+from flow_grpo.vlm.fields import BRADLEY_TERRY, GAE, VLM_SPEC
 from flow_grpo.vlm.losses import build_loss
 from flow_grpo.vlm.losses.base import UpdateCounts
 from flow_grpo.vlm.objective import Objective
 from flow_grpo.vlm.packing import PackedBatch, micro_batches, pack_responses
+from flow_grpo.vlm.reward_models.training import train_reward_model
 from flow_grpo.vlm.rollout import LENGTH, GenerationBatch, PendingResponses, Rollout
 from flow_grpo.vlm.sample_logging import write_response_samples
 from flow_grpo.vlm.session import VlmSession, build_session
@@ -67,8 +70,10 @@ from flow_grpo.vlm.session import VlmSession, build_session
 logger = logging.getLogger("flow_grpo")
 
 
-def main(config: ConfigDict) -> VlmSession:
+def main(config: ConfigDict) -> BaseSession:
     """Train with a config, from the start or a checkpoint, and return the finished session."""
+    if config.train.loss == BRADLEY_TERRY:
+        return train_reward_model(config)
     session = build_session(config)
     return run_training(session, train, memory_saving_options(session.config))
 
@@ -330,6 +335,10 @@ def train_update(
     """Accumulate the gradients of an update and take an optimizer step.
 
     Args:
+        session: State of the run.
+        rollout: The samples of the epoch.
+        objective: The loss.
+        tensors: Per-token tensors of this process's samples, by sample index.
         members: Mask of the update's samples, over all processes, (samples per epoch,).
         stats: Statistics of the epoch, to which those of the update are added.
         on_policy: Whether the weights are still those that sampled the epoch.

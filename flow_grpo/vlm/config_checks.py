@@ -19,6 +19,7 @@ from flow_grpo.rewards.config_checks import check_custom_reward_files
 from flow_grpo.training.plan import check_start, count_processes
 from flow_grpo.vlm.environment import load_environment_class
 from flow_grpo.vlm.fields import (
+    BRADLEY_TERRY,
     CRITIC_LEARNING_RATE,
     ENVIRONMENT,
     GAE,
@@ -29,6 +30,11 @@ from flow_grpo.vlm.fields import (
 from flow_grpo.vlm.losses import find_loss
 from flow_grpo.vlm.plan import build_plan
 from flow_grpo.vlm.questions import build_questions
+from flow_grpo.vlm.reward_models.plan import (
+    build_pair_plan,
+    build_pairs,
+    check_reward_model_config,
+)
 
 logger = logging.getLogger("flow_grpo")
 PER_REWARD_ESTIMATORS = ("gdpo", "pairwise")  # these normalize each reward separately
@@ -41,6 +47,8 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
     settings = VLM_SPEC.check(config)
     check_conditions(settings)
     _check_columns(settings)
+    if settings.train.loss == BRADLEY_TERRY:
+        return check_reward_model_config(settings)
     _check_unused_settings(settings)
     settings = _set_critic_defaults(_set_kl_defaults(_set_loss_defaults(settings)))
     _check_environment(settings)
@@ -99,7 +107,9 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
 def preflight_check(config: VlmConfig) -> None:
     """Check batch arithmetic, paths and data files before torch is imported."""
     config = resolve_settings_paths(config)
-    plan = build_plan(config.sample, config.train, count_processes())
+    is_reward_model = config.train.loss == BRADLEY_TERRY
+    plan_run = build_pair_plan if is_reward_model else build_plan
+    plan = plan_run(config.sample, config.train, count_processes())
     check_start(config.logdir, config.run_name, config.resume, config.train.lora_path)
     check_custom_reward_files(config)
     sources = parse_sources(config.dataset)
@@ -111,7 +121,8 @@ def preflight_check(config: VlmConfig) -> None:
             for source in tested:
                 check_questions_exist(source.path, ("test", "train"))
         sources = [*sources, *tested]
-    check_small_data_early(sources, lambda: build_questions(config, plan))
+    load = build_pairs if is_reward_model else build_questions
+    check_small_data_early(sources, lambda: load(config, plan))
 
 
 def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:
@@ -137,7 +148,10 @@ def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:
 
 
 def _set_kl_defaults(settings: VlmConfig) -> VlmConfig:
-    """Set the default KL estimator if it is unset; see `losses.base.estimate_kl`."""
+    """Set the default KL estimator if it is unset; reject or warn of estimators that do not work.
+
+    See `losses.base.estimate_kl`.
+    """
     train = settings.train
     kl = train.kl or {"loss": "k3", "reward": "k1"}[train.kl_in]
     if train.beta > 0 and (kl, train.kl_in) == ("k1", "loss"):
@@ -158,7 +172,7 @@ def _set_kl_defaults(settings: VlmConfig) -> VlmConfig:
 
 
 def _set_critic_defaults(settings: VlmConfig) -> VlmConfig:
-    """Set the default learning rate of the value head, which only GAE has."""
+    """Set the default learning rate of the value head, which only GAE has; check its warm-up."""
     train = settings.train
     if train.advantage != GAE:
         return settings

@@ -118,10 +118,20 @@ class QuestionSets:
         return replace(self, parts=parts, test=test), longest
 
 
-def build_questions(config: VlmConfig, plan: VlmBatchPlan) -> QuestionSets:
-    """Load the questions of all configured datasets."""
+def build_questions(
+    config: VlmConfig,
+    plan: VlmBatchPlan,
+    change_layout: Callable[[QuestionLayout], QuestionLayout] = lambda layout: layout,
+) -> QuestionSets:
+    """Load the questions of all configured datasets.
+
+    Args:
+        config: The settings.
+        plan: The batch arithmetic.
+        change_layout: Returns the layout to read instead of that of questions.
+    """
     sources = parse_sources(config.dataset)
-    layout = question_layout(config)
+    layout = change_layout(question_layout(config))
     hold_out = not config.eval_dataset
     pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
     trained = [question for train, _ in pairs for question in train]
@@ -132,7 +142,8 @@ def build_questions(config: VlmConfig, plan: VlmBatchPlan) -> QuestionSets:
             for source, (train, test) in zip(sources, pairs, strict=True)
         ]
     if config.eval_dataset:
-        test = load_eval_questions(config.eval_dataset, eval_question_layout(config), trained)
+        eval_layout = change_layout(eval_question_layout(config))
+        test = load_eval_questions(config.eval_dataset, eval_layout, trained)
     else:
         test = interleave(test for _, test in pairs)
     test = test[: config.eval_questions or None]
