@@ -12,6 +12,7 @@ from flow_grpo.data.questions import check_questions_exist
 from flow_grpo.errors import UserError
 from flow_grpo.training.plan import Plan, check_paths, count_processes
 from flow_grpo.vlm.fields import VlmConfig
+from flow_grpo.vlm.losses import GIVEN_LOSSES
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,12 @@ class VlmBatchPlan(Plan):
     updates_per_pass: int
     inner_epochs: int
     max_batch_size: int  # samples per process that are generated together
+    together: int = 1  # samples that must be in the same micro-batch: a pair of given responses
 
     def __post_init__(self) -> None:
         """Raise a UserError unless updates and processes divide the samples."""
         parts = self.updates_per_pass * self.num_processes
-        if self.samples % parts:
+        if self.samples % (parts * self.together):
             raise UserError(
                 f"x {self.num_processes} processes must divide the {self.samples} samples per "
                 f"epoch (sample.questions_per_epoch={self.questions} x sample.group_size="
@@ -74,7 +76,7 @@ class VlmBatchPlan(Plan):
 
     def _suggest_shorter_epoch(self, rows: int) -> str:
         """Return the override for an epoch of at most `rows` questions."""
-        parts = self.updates_per_pass * self.num_processes
+        parts = self.updates_per_pass * self.num_processes * self.together
         fewer = next((n for n in range(rows, 0, -1) if n * self.group_size % parts == 0), None)
         if fewer is None:
             return "lower sample.questions_per_epoch and train.updates_per_epoch"
@@ -94,13 +96,16 @@ def build_plan(config: VlmConfig, num_processes: int) -> VlmBatchPlan:
     """Return the batch plan of a config for this world size."""
     sample, train = config.sample, config.train
     check_tensor_parallel(sample.vllm_tensor_parallel, num_processes)
+    given = GIVEN_LOSSES.get(train.loss)
+    responses = 2 if given == "pairs" else 1
     return VlmBatchPlan(
         num_processes=num_processes,
         questions=sample.questions_per_epoch,
-        group_size=sample.group_size,
+        group_size=responses if given else sample.group_size,
         updates_per_pass=train.updates_per_epoch,
         inner_epochs=train.num_inner_epochs,
         max_batch_size=sample.batch_size,
+        together=responses,
     )
 
 

@@ -24,8 +24,10 @@ from flow_grpo.data.questions import (
     load_questions,
     load_split,
 )
+from flow_grpo.data.responses import GivenResponse, ResponseLayout, load_responses
 from flow_grpo.errors import UserError
 from flow_grpo.vlm.fields import VlmConfig
+from flow_grpo.vlm.losses import GIVEN_LOSSES
 from flow_grpo.vlm.plan import VlmBatchPlan
 
 logger = logging.getLogger("flow_grpo")
@@ -122,8 +124,11 @@ def build_questions(config: VlmConfig, plan: VlmBatchPlan) -> QuestionSets:
     """Load the questions of all configured datasets."""
     sources = parse_sources(config.dataset)
     layout = question_layout(config)
-    hold_out = not config.eval_dataset
-    pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
+    if config.train.loss in GIVEN_LOSSES:
+        pairs = [_load_given(config, source.path) for source in sources]
+    else:
+        hold_out = not config.eval_dataset
+        pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
     trained = [question for train, _ in pairs for question in train]
     check_media_columns(trained, layout)
     if len(sources) > 1:
@@ -136,6 +141,29 @@ def build_questions(config: VlmConfig, plan: VlmBatchPlan) -> QuestionSets:
     else:
         test = interleave(test for _, test in pairs)[: config.eval_questions or None]
     return QuestionSets(plan, sources, [train for train, _ in pairs], test)
+
+
+def _load_given(config: VlmConfig, source: str) -> tuple[list[GivenResponse], list[Question]]:
+    """Load the given responses of a dataset, and its test questions unless `eval_dataset` is set.
+
+    Test questions need no responses: those of the policy are scored by the rewards.
+    """
+    layout = question_layout(config)
+    given = ResponseLayout(
+        **vars(layout), response=config.response_key, kind=GIVEN_LOSSES[config.train.loss]
+    )
+    train = load_responses(source, given)
+    if config.eval_dataset:
+        return train, []
+    test = find_split(source, "test", layout)
+    if test is None:
+        raise UserError(
+            "has no test questions to evaluate on",
+            field="dataset",
+            value=source,
+            hint="set --config.eval_dataset to questions that the rewards can score",
+        )
+    return train, test
 
 
 def load_eval_questions(config: VlmConfig, train: Sequence[Question] = ()) -> list[Question]:
