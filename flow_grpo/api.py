@@ -138,7 +138,13 @@ def build_config(
     preset: str,
     fields: Mapping[str, Any],
 ) -> ConfigDict:
-    """Build the config of a preset with the arguments of `Trainer`."""
+    """Build the config of a preset with the arguments of `Trainer`.
+
+    Lists of prompts are written to a directory in `logdir`.
+
+    Raises:
+        UserError: If a field is unknown or invalid, or also set by an argument.
+    """
     DIFFUSION_SPEC.load_custom_classes(fields)
     given = {
         "model": model or None,

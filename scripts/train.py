@@ -33,11 +33,16 @@ from flow_grpo.diffusion import dry_run
 from flow_grpo.diffusion.algorithms import Batch
 from flow_grpo.diffusion.algorithms.anchors import downsample_images, nearest_distances
 from flow_grpo.diffusion.algorithms.base import drop_zero_gradient
-from flow_grpo.diffusion.builders import build_dynamics, eval_image_size, image_size
+from flow_grpo.diffusion.builders import (
+    build_dynamics,
+    eval_image_size,
+    evaluation_memory_options,
+    image_size,
+    training_memory_options,
+)
 from flow_grpo.diffusion.data_anchor import DataBatch
 from flow_grpo.diffusion.evaluation import evaluate
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
-from flow_grpo.diffusion.plan import evaluation_memory_options, training_memory_options
 from flow_grpo.diffusion.results import write_training_samples
 from flow_grpo.diffusion.rollout import (
     Denoiser,
@@ -119,7 +124,7 @@ def train(session: Session) -> None:
             next_samples = sample_next_epoch(session, done)
         with timer("reward_wait"):
             scored = collect_rewards(session, epoch, samples)
-        session.stop.check()
+        session.stop.check(now=True)  # otherwise a stop while people vote looks like an outage
         session.policy.count_passes(sum(s.sample_steps for s in samples))
         stop_on_outage(session, done, scored.rewards)
         if next_samples is None:  # otherwise the reward models are scoring the next epoch
@@ -147,7 +152,7 @@ def train(session: Session) -> None:
         if is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
                 logged = [(s.ids, s.images) for s in samples if s.images is not None]
-                write_training_samples(session, done, logged, scored, credit)
+                write_training_samples(session, done, logged, scored, credit, config.log_images)
                 metrics |= run_evaluation(session, done)
         finish_epoch(session, done, metrics, timer)
 

@@ -26,13 +26,18 @@ LOCATION_FIELDS = ("resume", "run_name", "logdir")  # name the run directory
 
 
 def load_run_config(run: Path, spec: TrainerSpec) -> ConfigDict:
-    """Return the config that `run` was trained with; settings added since have their defaults."""
+    """Return the config that `run` was trained with; settings added since have their defaults.
+
+    Raises:
+        UserError: If the run belongs to the other trainer, or its config.json is invalid.
+    """
     folders, config = read_start_folders(run), spec.get_config()
     saved = resolve_start_paths(read_saved_fields(run), folders)
     if script := spec.other_script(saved):
         [ours] = {*TRAINING_SCRIPTS.values()} - {script}
         raise UserError(f"was created by {script}, but a run of {ours} is needed", field=run)
-    _check_sections(run, saved, config)
+    sections = [name for name, value in config.items() if isinstance(value, ConfigDict)]
+    _check_sections(run, saved, sections)
     _reject_code_in_run(run, saved)
     if any(map(saved.get, CODE_FIELDS)):  # may be modules in them
         sys.path += [str(each) for each in folders if str(each) not in sys.path]
@@ -61,14 +66,14 @@ def load_run_config(run: Path, spec: TrainerSpec) -> ConfigDict:
     return config
 
 
-def _check_sections(run: Path, saved: dict[str, Any], config: ConfigDict) -> None:
+def _check_sections(run: Path, saved: dict[str, Any], sections: list[str]) -> None:
     """Reject a config.json without a model, or with another value in place of a section."""
     if "pretrained" not in saved:
         raise UserError(
             "is not the config of a run: 'pretrained' is missing", field=run / CONFIG_FILE
         )
-    for name, value in config.items():
-        if isinstance(value, ConfigDict) and not isinstance(saved.get(name, {}), dict):
+    for name in sections:
+        if not isinstance(saved.get(name, {}), dict):
             raise UserError(
                 f"is invalid: {name}={saved[name]!r:.40} must be a JSON object",
                 field=run / CONFIG_FILE,
@@ -146,7 +151,11 @@ def find_run_directory(path: Path) -> Path | None:
 
 
 def read_saved_fields(run: Path) -> dict[str, Any]:
-    """Read config.json of a run directory."""
+    """Read config.json of a run directory.
+
+    Raises:
+        UserError: If the directory is not a run, or its config.json is damaged.
+    """
     path = run / CONFIG_FILE
     if not run.is_dir():
         raise UserError(

@@ -34,10 +34,7 @@ Split = Literal["train", "test"]
 NO_COLUMN = "none"
 DELIMITERS = ",;\t"  # spreadsheets write ";" in locales with a decimal comma
 INSTALL_HINT = "pip install -e '.[data]'"
-PREFERENCE_COLUMN = (
-    "belongs to a preference dataset, while training compares samples of the policy",
-    "",
-)
+PREFERENCE_COLUMN = ("belongs to a preference dataset", "")
 logger = logging.getLogger("flow_grpo")
 
 
@@ -83,6 +80,11 @@ class RowLayout(ABC, Generic[T]):
     def from_arrow(self, row: Row) -> Row:
         """Convert the values of a row of an Arrow table."""
         return row
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """Columns of which a header has one."""
+        return (self.text,)
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -176,7 +178,7 @@ def _check_object(row: Any, layout: RowLayout, where: str) -> Row:
 def _read_csv(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
     """Yield (position, row) of a CSV file with a header; values are text, blank rows skipped."""
     text = read_text(path)
-    records = _csv_records(text, _delimiter(text, layout.text), path)
+    records = _csv_records(text, _delimiter(text, layout.text_columns), path)
     where, header = next(records, (str(path), []))
     header = [name.strip() for name in header]
     if not header:
@@ -193,13 +195,13 @@ def _read_csv(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
         yield where, dict(zip(header, values, strict=True))
 
 
-def _delimiter(text: str, column: str) -> str:
-    """Return the delimiter with which the header contains `column`; a comma if none does."""
+def _delimiter(text: str, columns: Collection[str]) -> str:
+    """Return the delimiter with which the header has one of `columns`; a comma if none does."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     with suppress(csv.Error):  # reported when the rows are read
         for delimiter in DELIMITERS:
             names = next(csv.reader([first], delimiter=delimiter), [])
-            if column in [name.strip() for name in names]:
+            if not {*columns}.isdisjoint(name.strip() for name in names):
                 return delimiter
     return DELIMITERS[0]
 
@@ -324,21 +326,29 @@ def warn_unread_files(folder: Path, split: str, read: Sequence[Path]) -> None:
 
 
 def missing_split_error(
-    source: str | Path, path: Path, split: str, what: str, *, found: Sequence[str], hint: str
+    source: str | Path,
+    path: Path,
+    split: str,
+    what: str,
+    *,
+    found: Sequence[str],
+    hint: str,
+    field: str = "dataset",
 ) -> UserError:
     """Return the error for a dataset without a split.
 
     Args:
-        source: Value of the setting `dataset`.
+        source: Value of the setting `field`.
         path: Its local directory.
         split: The missing split.
         what: What its rows are.
         found: Files that it has instead.
         hint: Which file to give.
+        field: Setting that names the dataset.
     """
     if not os.path.exists(path):
         rule, hint = "does not exist", join_hints(hint, did_you_mean_file(path))
     else:
         only = f", only {', '.join(found[:4])}" if found else ""
         rule = f"has no {split} {what}{only}"
-    return UserError(rule, field="dataset", value=str(source), hint=hint)
+    return UserError(rule, field=field, value=str(source), hint=hint)

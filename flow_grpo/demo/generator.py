@@ -33,8 +33,12 @@ from flow_grpo.report.grid import format_score
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.failure import NotApplicable
 from flow_grpo.rewards.frames import Sample, to_pil
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import build_rewards, eval_reward_weights, suggest_on_oom
+from flow_grpo.training.builder import (
+    build_accelerator,
+    build_rewards,
+    eval_reward_weights,
+    suggest_on_oom,
+)
 from flow_grpo.training.candidates import BASE, Candidate
 from flow_grpo.training.checkpoint import (
     BEST,
@@ -56,7 +60,11 @@ MAX_REASON_LENGTH = 200
 
 
 def list_weights(run: Path) -> dict[str, Path]:
-    """Return weight directories by display name, newest first, EMA weights before raw ones."""
+    """Return weight directories by display name, newest first, EMA weights before raw ones.
+
+    Raises:
+        UserError: If the run has no checkpoints yet.
+    """
     root, found = run / "checkpoints", {}
     best = (root / BEST).resolve()
     for checkpoint in reversed(list_checkpoints(root)):
@@ -145,7 +153,7 @@ class DemoGenerator:
         self.models = CandidateModels(config, self.accelerator, [self.base, *trained])
         with self.models.loaded(self.base):
             pass  # rejects a LoRA that does not fit the model
-        self.limits = DemoLimits.of(config, self.adapter.num_source_images)
+        self.limits = DemoLimits.of(config.sample, self.adapter.num_source_images)
         self._lock = threading.Lock()
 
     @property

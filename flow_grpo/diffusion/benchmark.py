@@ -48,8 +48,12 @@ from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.frames import to_uint8, uint8_to_pil
 from flow_grpo.rewards.registry import IMAGE_REWARDS
 from flow_grpo.rewards.weighted_reward import PendingScores
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import available_scorers, build_rewards, eval_reward_weights
+from flow_grpo.training.builder import (
+    available_scorers,
+    build_accelerator,
+    build_rewards,
+    eval_reward_weights,
+)
 from flow_grpo.training.candidates import Candidate
 from flow_grpo.training.distributed import call_on_main, is_sharded, raise_on_all_ranks
 from flow_grpo.training.lock import lock_output
@@ -82,7 +86,7 @@ def run_benchmark(
         RewardOutage: If a scorer fails on a whole batch; everything else is kept.
     """
     overrides, checked = overrides or Overrides(), with_eval_size(check_config(config))
-    family = resolve_model_family(checked)
+    family = resolve_model_family(checked.pretrained)
     family_name = family.__module__.rpartition(".")[2] if family else ""
     files = find_files(protocol.prompts, overrides.prompts)
     prompts, tags = read_prompts(files, protocol.prompts)
@@ -278,7 +282,8 @@ class _Run:
     def _finish(self, candidate: str, batch: _Batch | None) -> None:
         """Wait for the scores of a batch and write them; raise if a scorer failed on all of it.
 
-        A batch that an earlier start failed on is no reason to stop: it may never have a score.
+        It does not raise for a batch that already failed when the command was run before: the
+        batch may never get a score.
         """
         outage = ""
         if batch is not None:

@@ -1,4 +1,7 @@
-"""Build the model of a diffusion config and the parameters that it is sampled with."""
+"""Build the model of a diffusion config and the parameters that it is sampled with.
+
+Also the options to suggest when it runs out of memory.
+"""
 
 import logging
 from dataclasses import asdict, replace
@@ -8,7 +11,11 @@ from accelerate.utils import DistributedType
 
 from flow_grpo.data.hub import download_revision
 from flow_grpo.diffusion.config_checks import check_guidance_gradient
-from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.diffusion.fields import (
+    DiffusionConfig,
+    DiffusionModelConfig,
+    DiffusionSampleConfig,
+)
 from flow_grpo.diffusion.models import (
     GUIDANCE_2_FIELD,
     ModelAdapter,
@@ -20,6 +27,7 @@ from flow_grpo.diffusion.models import (
     load_adapter,
 )
 from flow_grpo.diffusion.models.experts import check_expert_folders, expert_folders_of_model
+from flow_grpo.diffusion.plan import BatchPlan
 from flow_grpo.diffusion.rollout import Dynamics
 from flow_grpo.errors import UserError
 from flow_grpo.perf.compile_utils import missing_compile_dependency
@@ -33,21 +41,20 @@ from flow_grpo.untrusted_files import flatten_fields
 logger = logging.getLogger("flow_grpo")
 
 
-def resolve_model_family(config: DiffusionConfig) -> type[ModelAdapter] | None:
+def resolve_model_family(pretrained: DiffusionModelConfig) -> type[ModelAdapter] | None:
     """Return the model's family, or None if it cannot be determined yet."""
-    pretrained = config.pretrained
     try:
         return find_adapter(download_revision(pretrained.model, pretrained.revision))
     except UserError:  # reported when the model is loaded
         return None
 
 
-def resolve_model_path(config: DiffusionConfig) -> str:
+def resolve_model_path(pretrained: DiffusionModelConfig) -> str:
     """Return the folder or hub id of the model; its name if the revision cannot be downloaded."""
     try:
-        return download_revision(config.pretrained.model, config.pretrained.revision)
+        return download_revision(pretrained.model, pretrained.revision)
     except UserError:  # reported when the model is loaded
-        return config.pretrained.model
+        return pretrained.model
 
 
 def can_compile(config: DiffusionConfig, accelerator: Accelerator) -> bool:
@@ -126,7 +133,7 @@ def build_dynamics(
 ) -> Dynamics:
     """Build the sampling dynamics; the defaults are those of an evaluation."""
     if guidance_scale is None:
-        guidance_scale = get_eval_guidance_scale(config)
+        guidance_scale = get_eval_guidance_scale(config.sample)
     return Dynamics(
         adapter.schedule(num_steps, *(size or eval_image_size(config))),
         kind=config.sample.sde_type,
@@ -137,10 +144,10 @@ def build_dynamics(
     )
 
 
-def get_eval_guidance_scale(config: DiffusionConfig) -> float:
+def get_eval_guidance_scale(sample: DiffusionSampleConfig) -> float:
     """Return the guidance scale of evaluations, by default that of the rollout."""
-    scale = config.sample.eval_guidance_scale
-    return config.sample.guidance_scale if scale is None else scale
+    scale = sample.eval_guidance_scale
+    return sample.guidance_scale if scale is None else scale
 
 
 def image_size(config: DiffusionConfig) -> Size:
@@ -175,3 +182,31 @@ def with_eval_size(config: DiffusionConfig) -> DiffusionConfig:
     height, width, _ = eval_image_size(config)
     own = {"eval_resolution": 0, "eval_height": 0, "eval_width": 0}
     return replace(config, height=height, width=width, **own)
+
+
+def memory_saving_options(config: DiffusionConfig) -> list[str]:
+    """Return the overrides that save memory and are not set yet."""
+    enabled = {
+        "train.gradient_checkpointing": config.train.gradient_checkpointing,
+        "offload_idle": config.offload_idle,
+    }
+    return [f"--config.{name}=True" for name, is_on in enabled.items() if not is_on]
+
+
+def training_memory_options(config: DiffusionConfig, plan: BatchPlan) -> list[str]:
+    """Return overrides that reduce the memory of training, to suggest after OOM."""
+    options = []
+    if smaller := plan.with_smaller_batches():
+        options.append(f"{plan.overrides_for(smaller)} (the same epoch, smaller batches)")
+    options += memory_saving_options(config)
+    # compiled code needs as much memory for sampling as for training
+    if config.compile and plan.sample_batch_size > plan.train_batch_size:
+        options.append("--config.compile=False")
+    return options
+
+
+def evaluation_memory_options(config: DiffusionConfig) -> list[str]:
+    """Return overrides that reduce the memory of an evaluation."""
+    size = config.sample.test_batch_size
+    batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
+    return batches + memory_saving_options(config)

@@ -26,8 +26,7 @@ from flow_grpo.diffusion.session import check_reward
 from flow_grpo.diffusion.source_images import check_source_images
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import build_rewards, eval_reward_weights
+from flow_grpo.training.builder import build_accelerator, build_rewards, eval_reward_weights
 from flow_grpo.training.candidates import BASE, Candidate
 from flow_grpo.training.distributed import raise_on_all_ranks
 from flow_grpo.training.session import find_outage
@@ -73,7 +72,7 @@ def evaluate_checkpoints(
     config = config_for(config, candidates)
     accelerator = build_accelerator(config)
     prompts = prompts or build_test_prompts(config)
-    model, family = config.pretrained.model, resolve_model_family(config)
+    model, family = config.pretrained.model, resolve_model_family(config.pretrained)
     check_source_images(prompts, model, family, image_size(config), accelerator)
     if num_images is None:
         num_images = config.log_images if config.frames > 1 else len(prompts)
@@ -154,6 +153,6 @@ def evaluation_metadata(config: DiffusionConfig, prompts: list[Prompt]) -> dict[
         "dataset": config.eval_dataset or config.dataset,
         "prompts": len(prompts),
         "steps": config.sample.eval_num_steps,
-        "guidance_scale": get_eval_guidance_scale(config),
+        "guidance_scale": get_eval_guidance_scale(config.sample),
         "seed": config.seed,
     }

@@ -1,6 +1,7 @@
 """Config rules over several fields, checked before anything is loaded."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size, group_si
 from flow_grpo.diffusion.prompts import build_prompts
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import check_nonzero_weight
-from flow_grpo.training.plan import check_paths, count_processes
+from flow_grpo.rewards.config_checks import check_custom_reward_files
+from flow_grpo.training.plan import check_start, count_processes
 from flow_grpo.untrusted_files import flatten_fields
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from flow_grpo.diffusion.algorithms import Algorithm
     from flow_grpo.diffusion.models import ModelAdapter
+    from flow_grpo.rewards.protocol import Scorer
 
 CPS_CLIP = 1e-5  # in all published settings with sde_type="cps"
 CPS_CLIP_WARNING = 1e-4
@@ -73,10 +76,10 @@ def check_config(config: UncheckedConfig | DiffusionConfig) -> DiffusionConfig:
             value=settings.anchors.kl_gate,
             hint="add one of weight 0 to reward_fn, e.g. {'ocr': 1.0, 'pickscore': 0.0}",
         )
-    if settings.anchors.diversity and group_size(settings) < 3:
+    if settings.anchors.diversity and group_size(settings.sample, settings.train) < 3:
         raise UserError(
             "weights samples by the distance to their nearest neighbour, which is the same for "
-            f"both samples of a group of {group_size_setting(settings)}",
+            f"both samples of a group of {group_size_setting(settings.sample, settings.train)}",
             field="anchors.diversity",
             value=True,
             hint="use groups of 3 or more",
@@ -88,8 +91,9 @@ def preflight_check(config: DiffusionConfig) -> None:
     """Check the config, batch arithmetic, paths and data files before torch is imported."""
     settings = check_config(config)
     check_nonzero_advantages(settings)
-    plan = build_plan(settings, count_processes())
-    check_paths(settings)
+    plan = build_plan(settings.sample, settings.train, count_processes())
+    check_start(settings.logdir, settings.run_name, settings.resume, settings.train.lora_path)
+    check_custom_reward_files(settings)
     sources = parse_sources(settings.dataset)
     for source in sources:
         check_prompts_exist(source.path, settings.prompt_fn)
@@ -113,7 +117,7 @@ def check_nonzero_advantages(settings: DiffusionConfig) -> None:
     if method not in METHODS_WITHOUT_REWARDS:
         check_nonzero_weight(settings)
     if (
-        group_size(settings) == 1
+        group_size(settings.sample, settings.train) == 1
         and method not in METHODS_WITHOUT_GROUPS
         and advantage not in CROSS_GROUP_ESTIMATORS
     ):
@@ -222,6 +226,37 @@ def check_groupwise_rewards(config: DiffusionConfig, rewards: set[str], plan: Ba
             )
 
 
+def check_interactive_rewards(
+    config: DiffusionConfig, scorers: "Mapping[str, Scorer]", plan: BatchPlan, frames: int
+) -> None:
+    """Reject settings with which people cannot be asked.
+
+    Args:
+        config: Settings.
+        scorers: Scorers that ask people, by name.
+        plan: Batch arithmetic of an epoch.
+        frames: Frames of a sample; more than one is a video.
+    """
+    for name, scorer in scorers.items():
+        if frames > 1:
+            raise UserError(
+                f"shows people images, but a sample is a video of {frames} frames",
+                field=f"reward {name!r}",
+                hint="use a reward that scores videos",
+            )
+        limit = config.distributed_timeout
+        if plan.num_processes > 1 and scorer.timeout >= limit:
+            margin = 600  # seconds for everything else
+            longer = math.ceil(scorer.timeout) + margin if math.isfinite(scorer.timeout) else "..."
+            raise UserError(
+                f"must be below distributed_timeout={limit}, after which {plan.num_processes} "
+                "processes no longer wait for each other",
+                field=f"reward_options.{name}.timeout",
+                value=scorer.timeout,
+                hint=f"lower it or set --config.distributed_timeout={longer}",
+            )
+
+
 def reject_groupwise_eval_rewards(rewards: set[str]) -> None:
     """Raise a UserError if there are any `rewards`; all compare the images of a group.
 
@@ -284,10 +319,13 @@ def check_ineffective_settings(settings: DiffusionConfig, algorithm: "Algorithm"
             value=True,
             hint="set it to False",
         )
-    if sample.sde_window_per == "group" and group_size(settings) % sample.train_batch_size:
+    if (
+        sample.sde_window_per == "group"
+        and group_size(settings.sample, settings.train) % sample.train_batch_size
+    ):
         raise UserError(
             f"needs sample.train_batch_size={sample.train_batch_size} to divide "
-            f"{group_size_setting(settings)}",
+            f"{group_size_setting(sample, settings.train)}",
             field="sample.sde_window_per",
             value="group",
         )

@@ -3,7 +3,7 @@
 import math
 from dataclasses import Field, dataclass, field, fields, replace
 
-from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.diffusion.fields import DiffusionSampleConfig, DiffusionTrainConfig
 from flow_grpo.errors import UserError
 from flow_grpo.training.plan import Plan
 
@@ -201,14 +201,15 @@ class BatchPlan(Plan):
         }
 
 
-def group_size(config: DiffusionConfig) -> int:
+def group_size(sample: DiffusionSampleConfig, train: DiffusionTrainConfig) -> int:
     """Return the number of trained samples per prompt."""
-    return 2 * config.train.keep_best_worst or config.sample.num_image_per_prompt
+    return 2 * train.keep_best_worst or sample.num_image_per_prompt
 
 
-def group_size_setting(config: DiffusionConfig) -> str:
+def group_size_setting(sample: DiffusionSampleConfig, train: DiffusionTrainConfig) -> str:
     """Return the setting that determines the size of a trained group, with its value."""
-    return _group_size_setting(group_size(config), from_selection=config.train.keep_best_worst > 0)
+    size = group_size(sample, train)
+    return _group_size_setting(size, from_selection=train.keep_best_worst > 0)
 
 
 def _group_size_setting(size: int, *, from_selection: bool) -> str:
@@ -217,51 +218,28 @@ def _group_size_setting(size: int, *, from_selection: bool) -> str:
     return f"sample.num_image_per_prompt={size}"
 
 
-def build_plan(config: DiffusionConfig, num_processes: int, trained_steps: int = 1) -> BatchPlan:
-    """Return the batch plan of a config.
+def build_plan(
+    sample: DiffusionSampleConfig,
+    train: DiffusionTrainConfig,
+    num_processes: int,
+    trained_steps: int = 1,
+) -> BatchPlan:
+    """Return the batch plan of a run.
 
     Args:
-        config: Settings.
+        sample: Section `sample` of the config.
+        train: Section `train` of the config.
         num_processes: World size.
         trained_steps: Denoising steps trained per sample.
     """
-    sample, train = config.sample, config.train
     return BatchPlan(
         num_processes=num_processes,
         sample_batch_size=sample.train_batch_size,
         batches_per_epoch=sample.num_batches_per_epoch,
-        group_size=group_size(config),
+        group_size=group_size(sample, train),
         train_batch_size=train.batch_size,
         accumulation_steps=train.gradient_accumulation_steps,
         inner_epochs=train.num_inner_epochs,
         trained_steps=trained_steps,
-        exploration_factor=sample.num_image_per_prompt // group_size(config),
+        exploration_factor=sample.num_image_per_prompt // group_size(sample, train),
     )
-
-
-def memory_saving_options(config: DiffusionConfig) -> list[str]:
-    """Return the overrides that save memory and are not set yet."""
-    enabled = {
-        "train.gradient_checkpointing": config.train.gradient_checkpointing,
-        "offload_idle": config.offload_idle,
-    }
-    return [f"--config.{name}=True" for name, is_on in enabled.items() if not is_on]
-
-
-def training_memory_options(config: DiffusionConfig, plan: BatchPlan) -> list[str]:
-    """Return overrides that reduce the memory of training, to suggest after OOM."""
-    options = []
-    if smaller := plan.with_smaller_batches():
-        options.append(f"{plan.overrides_for(smaller)} (the same epoch, smaller batches)")
-    options += memory_saving_options(config)
-    # compiled code needs as much memory for sampling as for training
-    if config.compile and plan.sample_batch_size > plan.train_batch_size:
-        options.append("--config.compile=False")
-    return options
-
-
-def evaluation_memory_options(config: DiffusionConfig) -> list[str]:
-    """Return overrides that reduce the memory of an evaluation."""
-    size = config.sample.test_batch_size
-    batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
-    return batches + memory_saving_options(config)

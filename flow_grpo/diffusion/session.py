@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from flow_grpo.config.custom import as_user_error
+from flow_grpo.config.settings import to_json
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.mixing import held_out_share, parse_sources, set_indices
 from flow_grpo.data.prompts import Prompt
@@ -24,6 +25,7 @@ from flow_grpo.diffusion.builders import (
     check_sizes,
     eval_image_size,
     image_size,
+    memory_saving_options,
     resolve_model_family,
     resolve_model_path,
 )
@@ -31,6 +33,7 @@ from flow_grpo.diffusion.config_checks import (
     check_config,
     check_groupwise_rewards,
     check_ineffective_settings,
+    check_interactive_rewards,
     check_nonzero_advantages,
     check_rollout_gradients,
     collect_config_warnings,
@@ -39,9 +42,9 @@ from flow_grpo.diffusion.config_checks import (
 from flow_grpo.diffusion.data_anchor import DataAnchor, check_anchor_data, load_anchor_images
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
 from flow_grpo.diffusion.models import ModelAdapter, Size
-from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size, memory_saving_options
+from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size
 from flow_grpo.diffusion.policy import Policy
-from flow_grpo.diffusion.prompts import PromptSets, build_prompts
+from flow_grpo.diffusion.prompts import PromptSets, build_prompts, row_layout
 from flow_grpo.diffusion.rollout_gradients import RolloutGradients
 from flow_grpo.diffusion.smoke_test import smoke_test_algorithm, smoke_test_family
 from flow_grpo.diffusion.source_images import check_source_images, metadata_with_images
@@ -166,7 +169,7 @@ def build_session(
         num_processes: Number of processes to plan for, if not the current one. Such a session can
             only be measured.
     """
-    check_same_goal(config)
+    check_same_goal(to_json(config))
     config = check_config(config)
     if load is None:  # sessions with a loader are only measured, so groups of one are fine
         check_nonzero_advantages(config)
@@ -214,7 +217,7 @@ def _build_checked_plan(
         for line in collect_config_warnings(config):
             logger.warning(line)
     processes = num_processes or accelerator.num_processes
-    plan = build_plan(config, processes, algorithm.losses_per_sample)
+    plan = build_plan(config.sample, config.train, processes, algorithm.losses_per_sample)
     if algorithm.needs_whole_groups:
         plan.check_whole_groups(algorithm.name)
     check_rollout_gradients(config, algorithm, plan, accelerator)
@@ -228,14 +231,14 @@ def _load_run_data(run: SessionBuilder, plan: BatchPlan, *, has_model_files: boo
     config, accelerator = run.config, run.accelerator
     data = RunData(
         build_prompts(config, plan),
-        load_anchor_images(config),
+        load_anchor_images(config.anchors.data, row_layout(config), config.prompt_fn),
         image_size(config),
         eval_image_size(config),
     )
     model = config.pretrained.model
-    family = resolve_model_family(config) if has_model_files else None
+    family = resolve_model_family(config.pretrained) if has_model_files else None
     if family is not None:  # before rewards are tried on images of this size
-        check_sizes(config, resolve_model_path(config))
+        check_sizes(config, resolve_model_path(config.pretrained))
     if has_model_files:
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
     check_anchor_data(data.anchor_images, model, family, accelerator)
@@ -258,7 +261,7 @@ def _load_checked_teachers(run: SessionBuilder, algorithm: Algorithm) -> Teacher
             value=train.lora_path,
             hint=f"set {algorithm.name}.start='model'",
         )
-    return load_teachers(algorithm.loras, train, resolve_model_path(run.config))
+    return load_teachers(algorithm.loras, train, resolve_model_path(run.config.pretrained))
 
 
 def _check_rewards(
@@ -271,6 +274,7 @@ def _check_rewards(
 ) -> None:
     """Check the rewards of training and evaluation with the algorithm, the plan and the prompts."""
     check_groupwise_rewards(config, reward.pairwise_rewards, plan)
+    check_interactive_rewards(config, reward.interactive_scorers, plan, data.size.frames)
     if algorithm.needs_reward_gradient:
         reward.check_differentiable(f"algorithm={algorithm.name!r}")
     reject_groupwise_eval_rewards(eval_reward.pairwise_rewards)
@@ -376,7 +380,7 @@ def build_algorithm(config: UncheckedConfig | DiffusionConfig) -> Algorithm:
         timestep_fraction=train.timestep_fraction,
         estimator=train.advantage,
         scale="batch" if sample.global_std else "group",
-        group_size=group_size(config),
+        group_size=group_size(sample, train),
         update_samples=train.batch_size * train.gradient_accumulation_steps,
         anchors=config.anchors,
         tasks=tuple(source.name for source in parse_sources(config.dataset)),

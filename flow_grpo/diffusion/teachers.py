@@ -126,6 +126,9 @@ def add_teachers(policy: Policy, files: TeacherFiles, start: Sequence[str]) -> N
     Args:
         files: From `load_teachers`.
         start: Paths of teachers whose average becomes the policy's weights; empty keeps them.
+
+    Raises:
+        UserError: If a teacher does not match the trained weights.
     """
     if not files:
         return

@@ -143,6 +143,9 @@ class DryRun(ABC):
         Args:
             folder: Directory that the reduced session writes to.
         """
+        session.reward.leave_out_people()
+        for name in session.reward.interactive_scorers:
+            logger.info("%-21s asks nobody now; waiting for people is not included", name)
         # the run's lock does not cover `folder`
         small = replace(self.shrink(session, folder), is_dry_run=True, lock=None)
         work, done = self.count_work(session), self.count_work(small)

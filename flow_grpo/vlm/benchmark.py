@@ -24,8 +24,7 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import close_scorers
 from flow_grpo.rewards.registry import TEXT_REWARDS
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import available_scorers, build_rewards
+from flow_grpo.training.builder import available_scorers, build_accelerator, build_rewards
 from flow_grpo.training.candidates import Candidate, parse_candidates
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.training.lock import lock_output
@@ -95,7 +94,9 @@ def run_benchmark(
             accelerator, lambda: build_rewards(checked, accelerator, weights)
         )
         cleanup.callback(close_scorers, reward)
-        raise_on_all_ranks(accelerator, lambda: check_reward(checked, reward, sets))
+        raise_on_all_ranks(
+            accelerator, lambda: check_reward(reward, sets, checked.sample.max_new_tokens)
+        )
         described = evaluation_settings(checked, candidates, sets, sampling, correctness, weights)
         folder = out / RESPONSES
 

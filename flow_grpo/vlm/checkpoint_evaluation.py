@@ -17,8 +17,7 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.report.score_table import ScoreTable
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import build_rewards
+from flow_grpo.training.builder import build_accelerator, build_rewards
 from flow_grpo.training.candidates import Candidate, parse_candidates
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.training.lock import lock_output
@@ -36,10 +35,11 @@ from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.environment import EnvironmentPool
 from flow_grpo.vlm.evaluation_candidates import check_candidates, settings_of
 from flow_grpo.vlm.evaluation_page import write_page
-from flow_grpo.vlm.evaluation_questions import EvaluationSet, load_evaluation_sets
+from flow_grpo.vlm.evaluation_questions import EvaluationSet, load_evaluation_sets, split_sources
 from flow_grpo.vlm.evaluation_results import EvaluationResults
 from flow_grpo.vlm.fields import ENVIRONMENT, VLLM, VlmConfig
 from flow_grpo.vlm.multi_turn import EpisodeRunner
+from flow_grpo.vlm.questions import build_test_questions, eval_question_layout
 from flow_grpo.vlm.response_generation import (
     ResponseScorer,
     Sampling,
@@ -120,7 +120,10 @@ def evaluate_responses(
             "evaluate.py does not support sharding; each process loads the complete model",
             hint="start it with torchrun",
         )
-    sets = load_evaluation_sets(config, datasets, limit=limit)
+    if datasets:
+        sets = load_evaluation_sets(datasets, eval_question_layout(config), limit=limit)
+    else:
+        sets = split_sources(*build_test_questions(config))
     check_media(config, [q for each in sets for q in each.questions], accelerator)
     sets = raise_on_all_ranks(accelerator, lambda: check_candidates(config, candidates, sets))
     with ExitStack() as cleanup:
@@ -128,7 +131,9 @@ def evaluate_responses(
             accelerator, lambda: build_rewards(config, accelerator, weights)
         )
         cleanup.callback(close_scorers, reward)
-        raise_on_all_ranks(accelerator, lambda: check_reward(config, reward, sets))
+        raise_on_all_ranks(
+            accelerator, lambda: check_reward(reward, sets, config.sample.max_new_tokens)
+        )
         settings = evaluation_settings(config, candidates, sets, sampling, correctness, weights)
         raise_on_all_ranks(
             accelerator, lambda: accelerator.is_main_process and _open(out, settings, cleanup)
@@ -331,7 +336,9 @@ def evaluation_weights(config: VlmConfig) -> dict[str, float]:
     return config.eval_reward_fn or trained
 
 
-def check_reward(config: VlmConfig, reward: WeightedReward, sets: Sequence[EvaluationSet]) -> None:
+def check_reward(
+    reward: WeightedReward, sets: Sequence[EvaluationSet], max_new_tokens: int
+) -> None:
     """Reject rewards that cannot score single responses to these questions."""
     for name in sorted(reward.pairwise_rewards):
         raise UserError(
@@ -340,7 +347,7 @@ def check_reward(config: VlmConfig, reward: WeightedReward, sets: Sequence[Evalu
             hint="set another reward with --config.eval_reward_fn",
         )
     for each in sets:
-        check_reward_inputs(reward, each.questions, config.sample.max_new_tokens)
+        check_reward_inputs(reward, each.questions, max_new_tokens)
 
 
 def evaluation_settings(

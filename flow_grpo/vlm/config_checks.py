@@ -8,11 +8,18 @@ from flow_grpo.config.paths import resolve_settings_paths
 from flow_grpo.config.settings import check_conditions, get_setting
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.data.early_checks import check_small_data_early
+from flow_grpo.data.eval_dataset import name_eval_settings, parse_eval_sources
+from flow_grpo.data.mixing import parse_sources
+from flow_grpo.data.questions import check_questions_exist
 from flow_grpo.data.rows import NO_COLUMN
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import REWARDS, TEXT_REWARDS, check_nonzero_weight
+from flow_grpo.rewards.config_checks import check_custom_reward_files
+from flow_grpo.training.plan import check_start, count_processes
 from flow_grpo.vlm.environment import load_environment_class
 from flow_grpo.vlm.fields import (
+    BRADLEY_TERRY,
     CRITIC_LEARNING_RATE,
     ENVIRONMENT,
     GAE,
@@ -20,8 +27,19 @@ from flow_grpo.vlm.fields import (
     VLM_SPEC,
     VlmConfig,
 )
+<<<<<<< HEAD
 from flow_grpo.vlm.losses import GIVEN_LOSSES, find_loss
 from flow_grpo.vlm.losses.base import DEFAULTS
+=======
+from flow_grpo.vlm.losses import find_loss
+from flow_grpo.vlm.plan import build_plan
+from flow_grpo.vlm.questions import build_questions
+from flow_grpo.vlm.reward_models.plan import (
+    build_pair_plan,
+    build_pairs,
+    check_reward_model_config,
+)
+>>>>>>> main
 
 logger = logging.getLogger("flow_grpo")
 PER_REWARD_ESTIMATORS = ("gdpo", "pairwise")  # these normalize each reward separately
@@ -47,6 +65,8 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
     settings = VLM_SPEC.check(config)
     check_conditions(settings)
     _check_columns(settings)
+    if settings.train.loss == BRADLEY_TERRY:
+        return check_reward_model_config(settings)
     _check_unused_settings(settings)
     settings = _set_critic_defaults(_set_kl_defaults(_set_loss_defaults(settings)))
     _check_environment(settings)
@@ -101,6 +121,27 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
             value=settings.min_pixels,
         )
     return resolve_settings_paths(settings)
+
+
+def preflight_check(config: VlmConfig) -> None:
+    """Check batch arithmetic, paths and data files before torch is imported."""
+    config = resolve_settings_paths(config)
+    is_reward_model = config.train.loss == BRADLEY_TERRY
+    plan_run = build_pair_plan if is_reward_model else build_plan
+    plan = plan_run(config.sample, config.train, count_processes())
+    check_start(config.logdir, config.run_name, config.resume, config.train.lora_path)
+    check_custom_reward_files(config)
+    sources = parse_sources(config.dataset)
+    for source in sources:
+        check_questions_exist(source.path)
+    if config.eval_dataset:
+        with name_eval_settings():
+            tested = parse_eval_sources(config.eval_dataset)
+            for source in tested:
+                check_questions_exist(source.path, ("test", "train"))
+        sources = [*sources, *tested]
+    load = build_pairs if is_reward_model else build_questions
+    check_small_data_early(sources, lambda: load(config, plan))
 
 
 def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:

@@ -24,6 +24,7 @@ from flow_grpo.vlm.losses import (
 
 THINK_PROMPT = "{question}\nThink first, between <think> and </think>. Then give the final answer "
 GAE = "gae"  # advantage estimator of PPO
+BRADLEY_TERRY = "bradley_terry"  # loss of reward models
 CRITIC_LEARNING_RATE = 9e-6  # LMM-R1's (openrlhf/cli/train_ppo_ray.py)
 ENVIRONMENT = "environment"  # name of the reward that the environment returns
 VLLM = "vllm"
@@ -147,9 +148,21 @@ class VlmTrainConfig(shared.TrainFields):
     loss: str = setting(
         "clip",
         'Policy loss: "clip" (PPO), "gspo" (one ratio per response) or "cispo" (clipped importance '
+<<<<<<< HEAD
         'weights, unclipped gradients). "sft", "dpo", "ipo" and "kto" train on given responses '
         "instead of a rollout; see docs/vlm/cold_start.md.",
         choices=BUILT_IN_LOSSES,
+=======
+        'weights, unclipped gradients). "bradley_terry" trains a reward model from pairs.',
+        choices=(*LOSS_NAMES, BRADLEY_TERRY),
+    )
+    center_scores: float = setting(
+        0.0,
+        'For loss="bradley_terry": weight of the squared sum of the scores of a pair, which keeps '
+        "their mean near 0 (0.01 in arXiv 2312.09244); 0 leaves the mean undetermined.",
+        at_least=0,
+        requires="train.loss=bradley_terry",
+>>>>>>> main
     )
     clip_low: float | None = setting(
         None,
@@ -438,7 +451,11 @@ def _config_with_custom_losses(losses: tuple[tuple[str, type], ...]) -> type:
         losses: (name, class) of each custom loss.
     """
     known = {each.name: each for each in fields(VlmTrainConfig)}
+<<<<<<< HEAD
     choices = (*BUILT_IN_LOSSES, *(name for name, _ in losses))
+=======
+    choices = (*LOSS_NAMES, BRADLEY_TERRY, *(name for name, _ in losses))
+>>>>>>> main
     own = {"loss": (str, setting("clip", known["loss"].metadata["help"], choices=choices))}
     added = [each for _, loss in losses for each in fields(loss) if each.name not in known]
     own |= {each.name: (each.type, copy(each)) for each in added}
@@ -472,7 +489,7 @@ VLM_SPEC = TrainerSpec(
         "custom_losses": "flow_grpo.vlm.plugins:register_loss",
         "custom_models": "flow_grpo.vlm.models:register_model",
     },
-    preflight_check="flow_grpo.vlm.plan:preflight_check",
+    preflight_check="flow_grpo.vlm.config_checks:preflight_check",
 )
 
 

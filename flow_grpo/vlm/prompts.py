@@ -118,6 +118,65 @@ class PromptEncoder:
         vision_inputs, sources = zip(*pairs, strict=True) if pairs else ((), ())
         return self._with_positions(ids, vision_inputs, sources)
 
+    def encode_conversations(
+        self,
+        question: Question,
+        responses: Sequence[str],
+        vision_inputs: Sequence[VisionInputs] | None = None,
+    ) -> list[EncodedPrompt]:
+        """Return the whole conversation of a question and each of several given responses.
+
+        It ends with what the chat template writes after a response.
+
+        Args:
+            question: The question, without videos.
+            responses: Texts of the responses.
+            vision_inputs: Its images, if they are preprocessed already.
+        """
+        if vision_inputs is None:
+            vision_inputs = self._preprocess_images(question.images, question.where)
+        counts = [self.family.num_image_tokens(image) for image in vision_inputs]
+        sources = question.images or tuple(map(id, vision_inputs))
+        return [
+            self._with_positions(torch.tensor(ids), tuple(vision_inputs), sources)
+            for ids in self._conversation_ids(question, responses, counts)
+        ]
+
+    def conversation_lengths(self, question: Question, responses: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each conversation, from the sizes of images only."""
+        counts = [self._count_image_tokens(source, question.where) for source in question.images]
+        return [len(ids) for ids in self._conversation_ids(question, responses, counts)]
+
+    def _conversation_ids(
+        self, question: Question, responses: Sequence[str], counts: list[int]
+    ) -> Iterator[list[int]]:
+        """Yield the token ids of a question with each response.
+
+        Args:
+            question: The question; its videos are not part of the conversation.
+            responses: Texts of the responses.
+            counts: Number of tokens of each image.
+        """
+        where = question.where
+        system = self._literal.escape_special_tokens(question.system, where)
+        before = [{"role": "system", "content": system}] if system else []
+        left = len(counts)
+        for turn in question.history:
+            shown = turn.text.count(IMAGE_PLACEHOLDER)
+            left -= shown
+            text = self._literal.escape_special_tokens(turn.text, where)
+            before.append({"role": turn.role, "content": self._build_content(text, where, shown)})
+        text = self._literal.escape_special_tokens(question.text, where)
+        before.append({"role": "user", "content": self._build_content(text, where, left)})
+        for response in responses:
+            text = self._literal.escape_special_tokens(response, where)
+            # not `_build_content`: a placeholder in a response is plain text
+            content = text if self.image_processor is None else [{"type": "text", "text": text}]
+            messages = [*before, {"role": "assistant", "content": content}]
+            chat = self._render_chat(messages, where, add_generation_prompt=False)
+            ids = self._tokenize(chat, where)
+            yield self._repeat_placeholders(ids, {IMAGE: counts, VIDEO: []}, where)
+
     def _preprocess_images(self, sources: Sequence[ImageSource], where: str) -> list[VisionInputs]:
         loaded = [read_image(source, where) for source in sources]
         return self.family.preprocess_images(self.image_processor, loaded) if loaded else []
@@ -376,7 +435,12 @@ class PromptEncoder:
         return ids
 
     def _render_chat(
-        self, messages: list[dict[str, Any]], where: str, selected: Sequence[FrameSelection] = ()
+        self,
+        messages: list[dict[str, Any]],
+        where: str,
+        selected: Sequence[FrameSelection] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Return the rendered chat; any error of the template becomes a UserError.
 
@@ -384,9 +448,12 @@ class PromptEncoder:
             messages: Messages of the chat.
             where: File and row of the question.
             selected: Frames of the chat's videos.
+            add_generation_prompt: Whether the chat ends with the start of a response.
         """
         try:
-            text = render_chat_template(self.tokenizer, messages)
+            text = render_chat_template(
+                self.tokenizer, messages, add_generation_prompt=add_generation_prompt
+            )
             text = self.family.complete_chat(text, selected)
             text.encode()  # reports lone surrogates more clearly than the tokenizer
             return text
