@@ -5,13 +5,9 @@
 
 One epoch: sample a group of responses to each question, score them, turn the scores into advantages
 and update the weights with a policy-gradient loss on the response tokens. The losses are in
-<<<<<<< HEAD
 flow_grpo/vlm/losses. Some of them train on given responses: the samples of an epoch then come from
-the data, without scores and advantages.
-=======
-flow_grpo/vlm/losses. With train.loss=bradley_terry, a reward model is trained from pairs instead:
-flow_grpo/vlm/reward_models/training.py.
->>>>>>> main
+the data, without scores and advantages. With train.loss=bradley_terry, a reward model is trained
+from pairs instead: flow_grpo/vlm/reward_models/training.py.
 """
 
 if __name__ == "__main__":
@@ -64,21 +60,13 @@ from flow_grpo.vlm.advantages import (
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.critic import set_lr_scales
 from flow_grpo.vlm.dry_run import VlmDryRun
-<<<<<<< HEAD
-from flow_grpo.vlm.fields import GAE, VLM_SPEC
+from flow_grpo.vlm.fields import BRADLEY_TERRY, GAE, VLM_SPEC
 from flow_grpo.vlm.given_responses import GivenObjective, estimate_mismatched_kl, given_rollout
 from flow_grpo.vlm.losses import build_loss
 from flow_grpo.vlm.losses.base import UpdateCounts
 from flow_grpo.vlm.objective import Objective
 from flow_grpo.vlm.packing import PackedBatch, Response, micro_batches, pack_responses
-=======
-from flow_grpo.vlm.fields import BRADLEY_TERRY, GAE, VLM_SPEC
-from flow_grpo.vlm.losses import build_loss
-from flow_grpo.vlm.losses.base import UpdateCounts
-from flow_grpo.vlm.objective import Objective
-from flow_grpo.vlm.packing import PackedBatch, micro_batches, pack_responses
 from flow_grpo.vlm.reward_models.training import train_reward_model
->>>>>>> main
 from flow_grpo.vlm.rollout import LENGTH, GenerationBatch, PendingResponses, Rollout
 from flow_grpo.vlm.sample_logging import write_response_samples
 from flow_grpo.vlm.session import VlmSession, build_session

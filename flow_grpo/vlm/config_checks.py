@@ -27,11 +27,8 @@ from flow_grpo.vlm.fields import (
     VLM_SPEC,
     VlmConfig,
 )
-<<<<<<< HEAD
 from flow_grpo.vlm.losses import GIVEN_LOSSES, find_loss
 from flow_grpo.vlm.losses.base import DEFAULTS
-=======
-from flow_grpo.vlm.losses import find_loss
 from flow_grpo.vlm.plan import build_plan
 from flow_grpo.vlm.questions import build_questions
 from flow_grpo.vlm.reward_models.plan import (
@@ -39,7 +36,6 @@ from flow_grpo.vlm.reward_models.plan import (
     build_pairs,
     check_reward_model_config,
 )
->>>>>>> main
 
 logger = logging.getLogger("flow_grpo")
 PER_REWARD_ESTIMATORS = ("gdpo", "pairwise")  # these normalize each reward separately

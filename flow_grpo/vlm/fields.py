@@ -148,13 +148,10 @@ class VlmTrainConfig(shared.TrainFields):
     loss: str = setting(
         "clip",
         'Policy loss: "clip" (PPO), "gspo" (one ratio per response) or "cispo" (clipped importance '
-<<<<<<< HEAD
         'weights, unclipped gradients). "sft", "dpo", "ipo" and "kto" train on given responses '
-        "instead of a rollout; see docs/vlm/cold_start.md.",
-        choices=BUILT_IN_LOSSES,
-=======
-        'weights, unclipped gradients). "bradley_terry" trains a reward model from pairs.',
-        choices=(*LOSS_NAMES, BRADLEY_TERRY),
+        'instead of a rollout; see docs/vlm/cold_start.md. "bradley_terry" trains a reward model '
+        "from pairs.",
+        choices=(*BUILT_IN_LOSSES, BRADLEY_TERRY),
     )
     center_scores: float = setting(
         0.0,
@@ -162,7 +159,6 @@ class VlmTrainConfig(shared.TrainFields):
         "their mean near 0 (0.01 in arXiv 2312.09244); 0 leaves the mean undetermined.",
         at_least=0,
         requires="train.loss=bradley_terry",
->>>>>>> main
     )
     clip_low: float | None = setting(
         None,
@@ -451,11 +447,7 @@ def _config_with_custom_losses(losses: tuple[tuple[str, type], ...]) -> type:
         losses: (name, class) of each custom loss.
     """
     known = {each.name: each for each in fields(VlmTrainConfig)}
-<<<<<<< HEAD
-    choices = (*BUILT_IN_LOSSES, *(name for name, _ in losses))
-=======
-    choices = (*LOSS_NAMES, BRADLEY_TERRY, *(name for name, _ in losses))
->>>>>>> main
+    choices = (*BUILT_IN_LOSSES, BRADLEY_TERRY, *(name for name, _ in losses))
     own = {"loss": (str, setting("clip", known["loss"].metadata["help"], choices=choices))}
     added = [each for _, loss in losses for each in fields(loss) if each.name not in known]
     own |= {each.name: (each.type, copy(each)) for each in added}

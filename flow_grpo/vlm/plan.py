@@ -5,14 +5,9 @@ import os
 from dataclasses import dataclass
 
 from flow_grpo.errors import UserError
-<<<<<<< HEAD
-from flow_grpo.training.plan import Plan, check_paths, count_processes
-from flow_grpo.vlm.fields import VlmConfig
-from flow_grpo.vlm.losses import GIVEN_LOSSES
-=======
 from flow_grpo.training.plan import Plan
 from flow_grpo.vlm.fields import VlmSampleConfig, VlmTrainConfig
->>>>>>> main
+from flow_grpo.vlm.losses import GIVEN_LOSSES
 
 
 @dataclass(frozen=True)

@@ -133,18 +133,12 @@ def build_questions(
         change_layout: Returns the layout to read instead of that of questions.
     """
     sources = parse_sources(config.dataset)
-<<<<<<< HEAD
-    layout = question_layout(config)
+    layout = change_layout(question_layout(config))
     if config.train.loss in GIVEN_LOSSES:
         pairs = [_load_given(config, source.path) for source in sources]
     else:
         hold_out = not config.eval_dataset
         pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
-=======
-    layout = change_layout(question_layout(config))
-    hold_out = not config.eval_dataset
-    pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
->>>>>>> main
     trained = [question for train, _ in pairs for question in train]
     check_media_columns(trained, layout)
     if len(sources) > 1:
@@ -161,19 +155,18 @@ def build_questions(
     return QuestionSets(plan, sources, [train for train, _ in pairs], test)
 
 
-<<<<<<< HEAD
 def _load_given(config: VlmConfig, source: str) -> tuple[list[GivenResponse], list[Question]]:
-    """Load the given responses of a dataset, and its test questions unless `eval_dataset` is set.
-
-    Test questions need no responses: those of the policy are scored by the rewards.
-    """
+    """Load given responses, and the test questions next to them unless `eval_dataset` is set."""
     layout = question_layout(config)
     given = ResponseLayout(
         **vars(layout), response=config.response_key, kind=GIVEN_LOSSES[config.train.loss]
     )
     train = load_responses(source, given)
-    if config.eval_dataset:
-        return train, []
+    return train, [] if config.eval_dataset else _load_test_split(source, layout)
+
+
+def _load_test_split(source: str, layout: QuestionLayout) -> list[Question]:
+    """Load the test questions next to given responses; they need no responses themselves."""
     test = find_split(source, "test", layout)
     if test is None:
         raise UserError(
@@ -182,12 +175,9 @@ def _load_given(config: VlmConfig, source: str) -> tuple[list[GivenResponse], li
             value=source,
             hint="set --config.eval_dataset to questions that the rewards can score",
         )
-    return train, test
+    return test
 
 
-def load_eval_questions(config: VlmConfig, train: Sequence[Question] = ()) -> list[Question]:
-    """Load the questions of `eval_dataset`; warn if some of them are among the training questions.
-=======
 def build_test_questions(config: VlmConfig) -> tuple[list[PromptSource], list[Question]]:
     """Load the questions that a run with this config evaluates, and return their sources too."""
     if config.eval_dataset:
@@ -195,7 +185,12 @@ def build_test_questions(config: VlmConfig) -> tuple[list[PromptSource], list[Qu
         test = load_eval_questions(config.eval_dataset, eval_question_layout(config))
     else:
         sources, layout = parse_sources(config.dataset), question_layout(config)
-        tests = [load_questions(source.path, config.seed, layout)[1] for source in sources]
+        tests = [
+            _load_test_split(source.path, layout)
+            if config.train.loss in GIVEN_LOSSES
+            else load_questions(source.path, config.seed, layout)[1]
+            for source in sources
+        ]
         if len(sources) > 1:
             named = zip(sources, tests, strict=True)
             tests = [tag_rows(test, source.name) for source, test in named]
@@ -207,7 +202,6 @@ def load_eval_questions(
     dataset: str, layout: QuestionLayout, train: Sequence[Question] = ()
 ) -> list[Question]:
     """Load the questions of an `eval_dataset`; warn if some are among the training questions.
->>>>>>> main
 
     Raises:
         UserError: Also if a media column that the config names is empty.

@@ -50,7 +50,7 @@ def logdirs(tmp_path_factory) -> dict[int, Path]:
     }
     # 2 processes x 4 = 1 process x 8
     given = {"dataset": str(small_vlm.write_given_data(folder / "given")), "num_epochs": 2}
-    given |= {"sample.max_new_tokens": 14, "sample.group_size": 8}
+    given |= {"sample.max_new_tokens": 14, "sample.group_size": 8, "eval_freq": 1}
     batches = {1: {"sample.batch_size": 8}, 2: {"sample.batch_size": 4}}
 
     def runs(processes: int) -> list[dict]:
