@@ -358,6 +358,10 @@ def train_update(
     """Accumulate the gradients of an update and take an optimizer step.
 
     Args:
+        session: State of the run.
+        rollout: The samples of the epoch.
+        objective: The loss.
+        tensors: Per-token tensors of this process's samples, by sample index.
         members: Mask of the update's samples, over all processes, (samples per epoch,).
         stats: Statistics of the epoch, to which those of the update are added.
         on_policy: Whether the weights are still those that sampled the epoch.
