@@ -165,7 +165,10 @@ def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:
 
 
 def _set_kl_defaults(settings: VlmConfig) -> VlmConfig:
-    """Set the default KL estimator if it is unset; see `losses.base.estimate_kl`."""
+    """Set the default KL estimator if it is unset; reject or warn of estimators that do not work.
+
+    See `losses.base.estimate_kl`.
+    """
     train = settings.train
     if train.loss in GIVEN_LOSSES:
         return settings
@@ -188,7 +191,7 @@ def _set_kl_defaults(settings: VlmConfig) -> VlmConfig:
 
 
 def _set_critic_defaults(settings: VlmConfig) -> VlmConfig:
-    """Set the default learning rate of the value head, which only GAE has."""
+    """Set the default learning rate of the value head, which only GAE has; check its warm-up."""
     train = settings.train
     if train.advantage != GAE:
         return settings
