@@ -227,7 +227,7 @@ def advice(
         script, file, ending = "train_vlm.py", f"vlm.py:{preset}", f"config/vlm.py:{preset} {gpus}"
     return [
         *lines,
-        f"`--dry_run` measures memory and hours on the {gpus} GPUs, or on one GPU as an estimate",
+        f"`--dry_run` measures memory and time on the {gpus} GPUs, or on one GPU as an estimate",
         f"for {gpus} (`--world_size`):",
         "",
         f"    bash scripts/single_node/train_multi_gpu.sh {ending}{options} --dry_run",

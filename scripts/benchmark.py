@@ -41,11 +41,10 @@ from untrained.encoders import check_full_encoder
 from untrained.full import FULL, build
 
 from flow_grpo.config import command_line
-from flow_grpo.diffusion.builders import build_adapter, image_size
+from flow_grpo.diffusion.builders import build_adapter, image_size, training_memory_options
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
 from flow_grpo.diffusion.models import ModelAdapter, find_adapter, resolve_adapter
 from flow_grpo.diffusion.models.sd3 import SD3Adapter
-from flow_grpo.diffusion.plan import training_memory_options
 from flow_grpo.diffusion.session import Session, build_algorithm, build_session
 from flow_grpo.errors import UserError, nearest
 from flow_grpo.perf.inductor import count_persistent_kernels

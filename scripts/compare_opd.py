@@ -33,11 +33,18 @@ STUDENT = f"{MIXED}+algorithm=opd+num_epochs=12+eval_freq=1"
 
 
 def teacher_runs(seed: int) -> dict[str, Run]:
+    """Return the runs of a seed's teachers, by task."""
     return {name: Run(SIGNS, preset, seed) for name, (_, preset) in TEACHERS.items()}
 
 
 def student_run(seed: int, logdir: Path, changes: str = "") -> Run:
-    """Return the run of the student of a seed's teachers, with `changes` of its settings."""
+    """Return the run of the student that a seed's teachers are distilled into.
+
+    Args:
+        seed: Seed of the teachers and of the student.
+        logdir: Directory of the runs.
+        changes: Settings in which it differs from other students: "name=value+name=value".
+    """
     folders = {
         name: str(logdir.resolve() / run.name / "checkpoints/latest/lora")
         for name, run in teacher_runs(seed).items()
@@ -47,6 +54,7 @@ def student_run(seed: int, logdir: Path, changes: str = "") -> Run:
 
 
 def student_name(changes: str) -> str:
+    """Return the name of a student, from the settings in which it differs."""
     return "+".join(filter(None, ["opd", changes]))
 
 

@@ -52,7 +52,7 @@ WEIGHTS = ("anchors.norm_guard", "anchors.data_weight", "awm.kl_beta")  # scaled
 
 
 def write_images(folder: Path) -> None:
-    """Write clean signs of training words with their captions, as a user's images would be."""
+    """Write clean signs of training words with captions in .txt files, for `anchors.data`."""
     prompts = (ROOT / "dataset/ocr/train.txt").read_text("utf-8").split("\n")
     prompts = np.random.default_rng(0).permutation([p for p in prompts if p])[:NUM_IMAGES].tolist()
     letters = torch.tensor([encode_word(parse_sign(prompt)) for prompt in prompts])
@@ -64,7 +64,7 @@ def write_images(folder: Path) -> None:
 
 
 def options(arm: str, strength: float, images: Path) -> list[str]:
-    """Return the overrides of an arm, with its weights scaled by `strength`."""
+    """Return the overrides of an arm of the experiment, with its weights scaled by `strength`."""
     fields = {k: v * strength if k in WEIGHTS else v for k, v in ARMS[arm].items()}
     if "anchors.data_weight" in fields:
         fields["anchors.data"] = images

@@ -79,6 +79,7 @@ def read(words: Sequence[str]) -> list[ForeignRun]:
 
 
 def _read_script(path: Path) -> list[ForeignRun]:
+    """Return the runs that a shell script, or a recipe of that path, starts."""
     if not path.exists() and (recipe := RECIPES.get(path.as_posix().removeprefix("./"))):
         found = [run] if (run := read_command(shlex.split(recipe))) else []
     else:
@@ -147,7 +148,7 @@ def answer(run: ForeignRun) -> str:
 
 
 def _expand(value: Any) -> Any:
-    """Return a path with the home directory, which our quoting would hide from the shell."""
+    """Expand a leading `~` or `$HOME`, which the shell would not expand in a quoted option."""
     if not isinstance(value, str) or not value.startswith(("~/", "$HOME/", "${HOME}/")):
         return value
     return str(Path.home() / value.partition("/")[2])

@@ -113,7 +113,7 @@ def reproduce(args: Namespace, overrides: list[str]) -> None:
 
 
 def check(task: Task, data: str | None, overrides: list[str], gpus: int, out: Path) -> None:
-    """Raise a UserError that lists every problem in a line of its own."""
+    """Print a line for each reason why the task cannot run here, and raise a UserError if any."""
     from flow_grpo.training.readiness import find_problems
 
     needs = [find_needs(run, run_overrides(task, run, data, overrides), gpus) for run in task.runs]
@@ -129,7 +129,10 @@ def check(task: Task, data: str | None, overrides: list[str], gpus: int, out: Pa
 
 
 def find_missing_prompts(benchmarks: Iterable[str]) -> list["Problem"]:  # noqa: F821
-    """Download the prompts of benchmarks; return those that cannot be had after training either."""
+    """Download the prompts of benchmarks, and return a problem for each that is unavailable.
+
+    Otherwise the run would fail only after training.
+    """
     from flow_grpo.benchmarks.protocol import get_protocol
     from flow_grpo.benchmarks.sources import find_files
     from flow_grpo.training.readiness import Problem
@@ -147,7 +150,7 @@ def find_missing_prompts(benchmarks: Iterable[str]) -> list["Problem"]:  # noqa:
 def run_overrides(
     task: Task, run: TrainingRun, data: str | None, overrides: list[str]
 ) -> list[str]:
-    """Return the config options of a run; those of the user come last and apply."""
+    """Return the config options of a run; the user's come last, so that they take precedence."""
     own = [f"--config.dataset={data}"] if data and run is task.runs[0] else []
     return [*run.overrides, *own, *overrides]
 

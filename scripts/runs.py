@@ -56,7 +56,7 @@ class Run:
         return f"{task}{self.label or self.method}{rate}-{self.seed}".replace("/", "_")
 
     def fields(self) -> dict[str, Any]:
-        """Return the overrides of the preset by the task and this run, except the seed."""
+        """Return the settings with which the task and this run override the preset, but no seed."""
         fields = dict(TASKS[self.task])
         if self.rate is not None:
             fields["train.learning_rate"] = self.rate

@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 
 from flow_grpo.benchmarks.protocol import PromptSource
 from flow_grpo.benchmarks.sources import PromptFiles
+from flow_grpo.data.chats import IMAGE_PLACEHOLDER
 from flow_grpo.data.columns import ColumnRules
 from flow_grpo.data.images import find_image
-from flow_grpo.data.questions import IMAGE_PLACEHOLDER, QUESTION_SUFFIXES, Question
+from flow_grpo.data.questions import QUESTION_SUFFIXES, Question
 from flow_grpo.data.rows import READERS, Row, RowLayout, to_jsonable
 from flow_grpo.errors import UserError
 from flow_grpo.untrusted_files import read_json

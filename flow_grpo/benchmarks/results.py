@@ -162,7 +162,7 @@ def collect_results(
         deviations: How they differ from the protocol.
         prompts: Text of each prompt.
         tags: Category of each prompt.
-        candidates: Their scores, the first is compared with.
+        candidates: Scores of each candidate; the others are compared with the first.
         responses: Texts to store with the samples, by candidate, (prompts, samples).
     """
     table = ScoreTable(unit="prompt" if protocol.trainer == "diffusion" else "question")

@@ -214,6 +214,7 @@ def select_scorers(
 
 
 def _unavailable(protocol: Protocol, name: str, reason: str) -> UserError:
+    """Return the UserError for a scorer of the protocol that cannot be built."""
     example = f"\"{{'{name}': 'my_judges.py:Judge'}}\""
     return UserError(
         f"is required by {protocol.name} but not available: {reason}",

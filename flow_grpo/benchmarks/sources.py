@@ -44,7 +44,7 @@ def find_files(
 
     Args:
         source: The pinned files.
-        given: File or folder of the user; its checksum may differ.
+        given: The user's own file or directory; its checksum may differ.
         option: Option that names it, for messages.
 
     Raises:

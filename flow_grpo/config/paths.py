@@ -58,14 +58,14 @@ def map_dataset_paths(dataset: str, change: Callable[[str], str] = resolve_path)
 
 
 def resolve_config_paths(config: ConfigDict) -> None:
-    """Make `dataset/ocr` and `assets/tiny-sd3` in a config work from any directory."""
+    """Resolve paths of bundled files in a config, such as `dataset/ocr`, from any directory."""
     config.dataset = map_dataset_paths(config.dataset)
     config.eval_dataset = map_dataset_paths(config.eval_dataset)
     config.pretrained.model = resolve_path(config.pretrained.model)
 
 
 def resolve_settings_paths(settings: SharedFields) -> SharedFields:
-    """Make `dataset/ocr` and `assets/tiny-sd3` in frozen settings work from any directory."""
+    """Resolve paths of bundled files in frozen settings, such as `dataset/ocr`."""
     model = replace(settings.pretrained, model=resolve_path(settings.pretrained.model))
     dataset = map_dataset_paths(settings.dataset)
     if dataset != settings.dataset and os.path.isabs(settings.dataset):

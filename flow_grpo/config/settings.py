@@ -154,8 +154,9 @@ def freeze(settings: type, config: Any) -> Any:
 
 
 def to_json(settings: Any) -> dict[str, Any]:
-    """Return settings as the JSON object that is written to config.json."""
-    return json.loads(json.dumps(asdict(settings), default=str))
+    """Return settings, also unchecked ones, as the JSON object that is written to config.json."""
+    fields = settings.to_dict() if isinstance(settings, ConfigDict) else asdict(settings)
+    return json.loads(json.dumps(fields, default=str))
 
 
 def check_settings(part: str, settings: Any) -> None:

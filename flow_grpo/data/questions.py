@@ -17,6 +17,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from flow_grpo.config.paths import check_dataset_available
+from flow_grpo.data.chats import (
+    IMAGE_PLACEHOLDER,
+    USER,
+    VIDEO_PLACEHOLDER,
+    Chat,
+    Turn,
+    parse_chat,
+)
 from flow_grpo.data.columns import (
     BINARY,
     CONVERSATION,
@@ -27,7 +35,6 @@ from flow_grpo.data.columns import (
     ColumnRules,
     has_binary,
     is_conversation,
-    is_empty,
 )
 from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name
 from flow_grpo.data.images import find_image, first_nonempty_column, listed_images, row_identity
@@ -49,13 +56,9 @@ from flow_grpo.data.rows import (
 from flow_grpo.data.videos import Video, find_videos
 from flow_grpo.errors import UserError
 from flow_grpo.images import ImageSource
-from flow_grpo.untrusted_files import parse_json
 
-IMAGE_PLACEHOLDER = "<image>"
-VIDEO_PLACEHOLDER = "<video>"
 QUESTION_SUFFIXES = (".jsonl", ".json", ".parquet")
 CHAT_COLUMN = "message"
-ROLE_ALIASES = {"human": "user"}  # ShareGPT
 QUESTION_COLUMNS = (CHAT_COLUMN, "question", "problem")  # in order of precedence
 VIDEO_COLUMNS = ("videos", "video")
 MAX_QUESTION = 500_000  # characters; about 128k tokens
@@ -87,6 +90,7 @@ class Question:
     where: str = ""  # file and line
     system: str = ""  # system prompt of this row
     videos: tuple[Video, ...] = ()  # like `images`
+    history: tuple[Turn, ...] = ()  # user and assistant turns before the text
 
     @property
     def shown(self) -> tuple[ImageSource, ...]:
@@ -154,30 +158,46 @@ class QuestionLayout(RowLayout[Question]):
         if name is None:
             wanted = f"{self.text!r} (input_key)" if self.text else join_with_or(QUESTION_COLUMNS)
             raise UserError(f"has no column {wanted}, only {', '.join(row)}", field=where)
-        image_column = first_nonempty_column(row, self.images)
-        video_column = first_nonempty_column(row, self.videos)
-        videos = row[video_column] if video_column else []
-        videos = videos if isinstance(videos, list) else [videos]
-        parsed = ParsedQuestion(row[name], listed_images(row, where, self.images), videos)
+        image_column, video_column, images, videos = self.find_media(row, where)
+        chat = Chat([Turn(USER, row[name])])
         if name == CHAT_COLUMN or is_conversation(row[name]):
-            parsed = _parse_chat(row[name], parsed, where, name)
-        check_text(parsed.text, name, where, MAX_QUESTION)
-        check_text(parsed.system, name, where, MAX_QUESTION, allow_blank=True)
+            chat = parse_chat(row[name], f'{where}: "{name}"', single_turn=True)
+        chat.add_columns(images, videos, f'{where}: "{name}"')
+        text = chat.turns[-1].text
+        check_text(text, name, where, MAX_QUESTION)
+        check_text(chat.system, name, where, MAX_QUESTION, allow_blank=True)
         used = {name, self.answer, self.answer.partition(".")[0], image_column, video_column}
         if name == CHAT_COLUMN and not self.text:
             used.add("question")  # LMM-R1's files repeat the text of the chat there
         self.reject_unused(row, used, where)
-        videos = find_videos(parsed.videos, row.get("fps"), folder, where)
-        _check_placeholders(parsed.text, IMAGE_PLACEHOLDER, len(parsed.images), "images", where)
-        _check_placeholders(parsed.text, VIDEO_PLACEHOLDER, len(videos), "videos", where)
+        images, videos = resolve_media(chat, row, text, folder, where)
         answer = _parse_answer(row, self.answer, where) if self.answer else ""
-        images = tuple(find_image(each, folder, where) for each in parsed.images)
         left_out = {*self.images, *self.videos}
         if name == CHAT_COLUMN:
             left_out.add(CHAT_COLUMN)
         rest = {k: v for k, v in row.items() if k not in left_out and not has_binary(v)}
-        metadata = {**to_jsonable(rest), "question": parsed.text, "answer": answer}
-        return Question(parsed.text, images, answer, metadata, where, parsed.system, videos)
+        metadata = {**to_jsonable(rest), "question": text, "answer": answer}
+        return Question(text, images, answer, metadata, where, chat.system, videos)
+
+    def find_media(
+        self, row: Row, where: str
+    ) -> tuple[str | None, str | None, list[Any], list[Any]]:
+        """Return the columns of the images and of the videos of a row, and their values."""
+        image_column = first_nonempty_column(row, self.images)
+        video_column = first_nonempty_column(row, self.videos)
+        videos = row[video_column] if video_column else []
+        videos = videos if isinstance(videos, list) else [videos]
+        return image_column, video_column, listed_images(row, where, self.images), videos
+
+
+def resolve_media(
+    chat: Chat, row: Row, text: str, folder: Path, where: str
+) -> tuple[tuple[ImageSource, ...], tuple[Video, ...]]:
+    """Return the images and videos of a chat; `text` must have a placeholder for each, or none."""
+    videos = find_videos(chat.videos, row.get("fps"), folder, where)
+    _check_placeholders(text, IMAGE_PLACEHOLDER, len(chat.images), "images", where)
+    _check_placeholders(text, VIDEO_PLACEHOLDER, len(videos), "videos", where)
+    return tuple(find_image(each, folder, where) for each in chat.images), videos
 
 
 DEFAULT_LAYOUT = QuestionLayout()
@@ -372,85 +392,3 @@ def _check_placeholders(text: str, placeholder: str, given: int, kind: str, wher
             field=where,
             hint=f"write {placeholder} once for each, or leave it out to show all of them first",
         )
-
-
-@dataclass
-class ParsedQuestion:
-    """Model inputs of a row, with images and videos still unresolved."""
-
-    text: Any
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
-    system: str = ""
-
-
-def _parse_chat(message: Any, columns: ParsedQuestion, where: str, name: str) -> ParsedQuestion:
-    """Return the question that the chat in column `name` ends with.
-
-    Its parts name images and videos, as in LMM-R1's files. If the chat has only placeholders
-    ("<image>" in text, or a part {"type": "image"} without a source, as in verl and TRL), they come
-    from the row's columns.
-    """
-    where = f'{where}: "{name}"'
-    chat = parse_json(message, where) if isinstance(message, str) else message
-    if not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
-        raise UserError("must be a list of turns, possibly as a JSON string", field=where)
-    roles = [turn.get("role", turn.get("from")) for turn in chat]
-    if [ROLE_ALIASES.get(role, role) for role in roles] not in (["user"], ["system", "user"]):
-        raise UserError(
-            f"has turns with the roles {', '.join(map(str, roles))}, but must be one user turn, "
-            "optionally preceded by a system turn",
-            field=where,
-        )
-    parsed = ParsedQuestion("")
-    for turn, role in zip(chat, roles, strict=True):
-        keys = ("role", "content") if "role" in turn else ("from", "value")  # OpenAI or ShareGPT
-        _reject_keys(turn, {*keys}, "turn", where)
-        content = turn.get(keys[1])
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-        if not isinstance(parts, list):
-            raise UserError("needs text or a list of parts in each turn", field=where)
-        parsed.text = "".join(_parse_part(part, parsed, where) for part in parts)
-        if role == "system":
-            parsed.system = parsed.text
-            placeholders = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)
-            if parsed.images or parsed.videos or any(p in parsed.text for p in placeholders):
-                raise UserError(
-                    "has an image or a video in its system turn",
-                    field=where,
-                    hint="move it to the user turn",
-                )
-    for kind, in_chat, in_columns in (
-        ("images", parsed.images, columns.images),
-        ("videos", parsed.videos, columns.videos),
-    ):
-        if in_chat and in_columns:
-            raise UserError(f"has {kind} in the chat and in a column; remove one", field=where)
-    parsed.images = parsed.images or columns.images
-    parsed.videos = parsed.videos or columns.videos
-    return parsed
-
-
-def _parse_part(part: Any, parsed: ParsedQuestion, where: str) -> str:
-    """Return the text of a part; add an image or video to `parsed` and return its placeholder."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        _reject_keys(part, {"type", "text"}, "part", where)
-        return part["text"]
-    if kind not in ("image", "image_url", "video"):
-        raise UserError(f"has a part that is not text, image or video: {part!r:.80}", field=where)
-    _reject_keys(part, {"type", kind}, "part", where)
-    source = part.get(kind)
-    if kind == "image_url" and isinstance(source, dict):
-        _reject_keys(source, {"url"}, "part", where)
-        source = source.get("url")
-    if source is not None:
-        (parsed.videos if kind == "video" else parsed.images).append(source)
-    return VIDEO_PLACEHOLDER if kind == "video" else IMAGE_PLACEHOLDER
-
-
-def _reject_keys(given: dict[str, Any], known: set[str], what: str, where: str) -> None:
-    """Reject unknown keys that have a value; parquet fills missing keys with None."""
-    for key, value in given.items():
-        if key not in known and not is_empty(value):
-            raise UserError(f'has a {what} with the unused key "{key}"; remove it', field=where)

@@ -127,7 +127,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read_text_lines(path: Path, layout: RowLayout) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a text file, whose only column may have any name."""
+    """Yield (position, line) of a text file, whose only column may have any name."""
     layout.check_columns([layout.text], str(path))
     for where, line in _lines(path):
         line = line.strip()
@@ -141,12 +141,13 @@ def _read_text_lines(path: Path, layout: RowLayout) -> Iterator[tuple[str, str]]
 
 
 def _read_json_lines(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
+    """Yield (position, row) of a JSON Lines file."""
     for where, line in _lines(path):
         yield where, _check_object(parse_json(line, where), layout, where)
 
 
 def _read_json_list(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a JSON file, which must be a list, with their positions."""
+    """Yield (position, row) of a JSON file, which must contain a list."""
     try:
         rows = read_json(path)
     except UserError as error:
@@ -173,7 +174,7 @@ def _check_object(row: Any, layout: RowLayout, where: str) -> Row:
 
 
 def _read_csv(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a CSV file with a header; values are text, and blank rows are skipped."""
+    """Yield (position, row) of a CSV file with a header; values are text, blank rows skipped."""
     text = read_text(path)
     records = _csv_records(text, _delimiter(text, layout.text), path)
     where, header = next(records, (str(path), []))
@@ -224,7 +225,7 @@ def _csv_records(text: str, delimiter: str, path: Path) -> Iterator[tuple[str, l
 
 
 def _read_parquet(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a parquet file, with images as bytes."""
+    """Yield (position, row) of a parquet file, with images as bytes."""
     parquet = import_or_hint("pyarrow.parquet", f"{path} needs pyarrow")
     try:
         names = select_columns(parquet.read_schema(path), layout, str(path))
@@ -246,7 +247,7 @@ def select_columns(schema: "pyarrow.Schema", layout: RowLayout, where: str) -> l
 
 
 def table_rows(table: "pyarrow.Table", layout: RowLayout, where: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of an Arrow table with their positions."""
+    """Yield (position, row) of an Arrow table; a position is `where` and the row's number."""
     for number, row in enumerate(table.to_pylist(), 1):
         yield f"{where} row {number}", layout.from_arrow(row)
 

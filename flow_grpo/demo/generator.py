@@ -33,8 +33,12 @@ from flow_grpo.report.grid import format_score
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.failure import NotApplicable
 from flow_grpo.rewards.frames import Sample, to_pil
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import build_rewards, eval_reward_weights, suggest_on_oom
+from flow_grpo.training.builder import (
+    build_accelerator,
+    build_rewards,
+    eval_reward_weights,
+    suggest_on_oom,
+)
 from flow_grpo.training.candidates import BASE, Candidate
 from flow_grpo.training.checkpoint import (
     BEST,

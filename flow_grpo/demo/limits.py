@@ -61,9 +61,9 @@ class DemoLimits:
         seed: Any,
         *images: bytes | None,
     ) -> GenerationRequest:
-        """Return the request; raise a UserError for an invalid value, of whatever type.
+        """Build a request from untrusted values; raise a UserError for an invalid one.
 
-        `weights` is looked up by the generator.
+        `weights` is not checked here: the generator looks it up.
         """
         return GenerationRequest(
             _check_prompt(prompt),

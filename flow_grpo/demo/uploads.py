@@ -13,12 +13,13 @@ MAX_FOLDERS = 128  # directories of uploads and outputs that are kept
 
 
 class UploadStore:
-    """Gradio's file directory, which keeps its initial content and the newest directories."""
+    """Gradio's upload directory; only its initial content and the newest uploads are kept."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.initial = folder, {*folder.iterdir()}
 
     def remove_old_folders(self) -> None:
+        """Delete all but the newest `MAX_FOLDERS` directories of uploads."""
         others = [path for path in self.folder.iterdir() if path not in self.initial]
         for path in sorted(others, key=_modified_time)[:-MAX_FOLDERS]:
             shutil.rmtree(path, ignore_errors=True)

@@ -48,8 +48,12 @@ from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.frames import to_uint8, uint8_to_pil
 from flow_grpo.rewards.registry import IMAGE_REWARDS
 from flow_grpo.rewards.weighted_reward import PendingScores
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import available_scorers, build_rewards, eval_reward_weights
+from flow_grpo.training.builder import (
+    available_scorers,
+    build_accelerator,
+    build_rewards,
+    eval_reward_weights,
+)
 from flow_grpo.training.candidates import Candidate
 from flow_grpo.training.distributed import call_on_main, is_sharded, raise_on_all_ranks
 from flow_grpo.training.lock import lock_output

@@ -1,4 +1,7 @@
-"""Build the model of a diffusion config and the parameters that it is sampled with."""
+"""Build the model of a diffusion config and the parameters that it is sampled with.
+
+Also the options to suggest when it runs out of memory.
+"""
 
 import logging
 from dataclasses import asdict, replace
@@ -20,6 +23,7 @@ from flow_grpo.diffusion.models import (
     load_adapter,
 )
 from flow_grpo.diffusion.models.experts import check_expert_folders, expert_folders_of_model
+from flow_grpo.diffusion.plan import BatchPlan
 from flow_grpo.diffusion.rollout import Dynamics
 from flow_grpo.errors import UserError
 from flow_grpo.perf.compile_utils import missing_compile_dependency
@@ -175,3 +179,31 @@ def with_eval_size(config: DiffusionConfig) -> DiffusionConfig:
     height, width, _ = eval_image_size(config)
     own = {"eval_resolution": 0, "eval_height": 0, "eval_width": 0}
     return replace(config, height=height, width=width, **own)
+
+
+def memory_saving_options(config: DiffusionConfig) -> list[str]:
+    """Return the overrides that save memory and are not set yet."""
+    enabled = {
+        "train.gradient_checkpointing": config.train.gradient_checkpointing,
+        "offload_idle": config.offload_idle,
+    }
+    return [f"--config.{name}=True" for name, is_on in enabled.items() if not is_on]
+
+
+def training_memory_options(config: DiffusionConfig, plan: BatchPlan) -> list[str]:
+    """Return overrides that reduce the memory of training, to suggest after OOM."""
+    options = []
+    if smaller := plan.with_smaller_batches():
+        options.append(f"{plan.overrides_for(smaller)} (the same epoch, smaller batches)")
+    options += memory_saving_options(config)
+    # compiled code needs as much memory for sampling as for training
+    if config.compile and plan.sample_batch_size > plan.train_batch_size:
+        options.append("--config.compile=False")
+    return options
+
+
+def evaluation_memory_options(config: DiffusionConfig) -> list[str]:
+    """Return overrides that reduce the memory of an evaluation."""
+    size = config.sample.test_batch_size
+    batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
+    return batches + memory_saving_options(config)

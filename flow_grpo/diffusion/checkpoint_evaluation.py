@@ -26,8 +26,7 @@ from flow_grpo.diffusion.session import check_reward
 from flow_grpo.diffusion.source_images import check_source_images
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import build_rewards, eval_reward_weights
+from flow_grpo.training.builder import build_accelerator, build_rewards, eval_reward_weights
 from flow_grpo.training.candidates import BASE, Candidate
 from flow_grpo.training.distributed import raise_on_all_ranks
 from flow_grpo.training.session import find_outage

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from flow_grpo.data.columns import IMAGE, IMAGE_SUFFIXES, SUFFIXES
 from flow_grpo.data.images import check_images
-from flow_grpo.data.prompts import Prompt, load_prompts
+from flow_grpo.data.prompts import Prompt, PromptLayout, load_prompts
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.diffusion.algorithms.forward_process import NoisedSamples, add_noise
-from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.image_latents import ImageLatents
 from flow_grpo.diffusion.models import Conditioning, ModelAdapter
 from flow_grpo.diffusion.policy import Policy
-from flow_grpo.diffusion.prompts import row_layout
 from flow_grpo.errors import UserError
 from flow_grpo.losses import mean_square
 from flow_grpo.report.console import progress_bar
@@ -32,9 +30,14 @@ from flow_grpo.training.distributed import raise_on_all_ranks
 from flow_grpo.untrusted_files import read_text
 
 
-def load_anchor_images(config: DiffusionConfig) -> list[Prompt]:
-    """Load the captions and images of `anchors.data`; empty if it is not set."""
-    source = config.anchors.data
+def load_anchor_images(source: str, layout: PromptLayout, prompt_fn: str) -> list[Prompt]:
+    """Load the captions and images of `anchors.data`; empty if it is not set.
+
+    Args:
+        source: `anchors.data`.
+        layout: Layout of its table, if it has one.
+        prompt_fn: Which of several tables to read, as for prompts.
+    """
     if not source:
         return []
     files = sorted(each for each in _list_files(source) if each.suffix.lower() in SUFFIXES[IMAGE])
@@ -47,7 +50,7 @@ def load_anchor_images(config: DiffusionConfig) -> list[Prompt]:
         )
     if files:
         return [_load_captioned_image(file) for file in files]
-    rows = load_prompts(source, "train", row_layout(config), config.prompt_fn)
+    rows = load_prompts(source, "train", layout, prompt_fn)
     for row in rows:
         if len(row.images) != 1:
             raise UserError(

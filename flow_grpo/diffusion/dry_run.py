@@ -10,9 +10,9 @@ from typing import ClassVar
 import numpy as np
 
 from flow_grpo.config.trainer_spec import UncheckedConfig
-from flow_grpo.diffusion.builders import eval_image_size, image_size
+from flow_grpo.diffusion.builders import eval_image_size, image_size, training_memory_options
 from flow_grpo.diffusion.config_checks import check_config
-from flow_grpo.diffusion.plan import BatchPlan, largest_divisor, training_memory_options
+from flow_grpo.diffusion.plan import BatchPlan, largest_divisor
 from flow_grpo.diffusion.session import Session, build_algorithm, build_session
 from flow_grpo.errors import UserError
 from flow_grpo.training.dry_run import (

@@ -158,7 +158,9 @@ class GivenImages:
         plan, each = self._plan, self._plan.images_per_row
         final = self._latents.encode(_flatten(row.images for row in rows))
         empty = final.new_zeros(len(final), 0)
-        conditioning = self._policy.denoiser.encode([row.prompt for row in rows for _ in row.images])
+        conditioning = self._policy.denoiser.encode(
+            [row.prompt for row in rows for _ in row.images]
+        )
         return Batch(
             Trajectory(final, range(0), empty, empty, conditioning),
             torch.tensor(_flatten(row.credit for row in rows), dtype=final.dtype),

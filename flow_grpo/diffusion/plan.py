@@ -3,10 +3,10 @@
 import math
 from dataclasses import Field, dataclass, field, fields, replace
 
-from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.diffusion.fields import DiffusionSampleConfig, DiffusionTrainConfig
+from flow_grpo.diffusion.preference_fields import PreferenceConfig
 from flow_grpo.errors import UserError
 from flow_grpo.training.plan import Plan
-
 
 SHARE_TOLERANCE = 1e-3  # of preferences.share, such as 0.333 for a third
 
@@ -77,6 +77,12 @@ class BatchPlan(Plan):
     def samples(self) -> int:
         """Samples per epoch, over all processes."""
         return self.sample_batch_size * self.batches_per_epoch * self.num_processes
+
+    @property
+    def given_samples_per_epoch(self) -> int:
+        """Images of `preferences` per epoch, over all processes."""
+        per_update = self.given_rows * self.images_per_row * self.num_processes
+        return per_update * self.updates_per_pass
 
     @property
     def groups(self) -> int:
@@ -223,9 +229,10 @@ class OfflinePlan(BatchPlan):
 
     def overrides_for(self, other: "BatchPlan") -> str:
         """Return the command-line overrides of the settings that have an effect."""
-        sampled = [f.name for f in fields(self) if f.metadata.get("config", "").startswith("sample")]
+        configs = {f.name: f.metadata.get("config", "") for f in fields(self)}
+        unused = [name for name, config in configs.items() if config.startswith("sample.")]
         return super().overrides_for(
-            replace(other, **{name: getattr(self, name) for name in sampled})
+            replace(other, **{name: getattr(self, name) for name in unused})
         )
 
     def check_whole_groups(self, algorithm: str) -> None:
@@ -251,14 +258,15 @@ class OfflinePlan(BatchPlan):
         }
 
 
-def group_size(config: DiffusionConfig) -> int:
+def group_size(sample: DiffusionSampleConfig, train: DiffusionTrainConfig) -> int:
     """Return the number of trained samples per prompt."""
-    return 2 * config.train.keep_best_worst or config.sample.num_image_per_prompt
+    return 2 * train.keep_best_worst or sample.num_image_per_prompt
 
 
-def group_size_setting(config: DiffusionConfig) -> str:
+def group_size_setting(sample: DiffusionSampleConfig, train: DiffusionTrainConfig) -> str:
     """Return the setting that determines the size of a trained group, with its value."""
-    return _group_size_setting(group_size(config), from_selection=config.train.keep_best_worst > 0)
+    size = group_size(sample, train)
+    return _group_size_setting(size, from_selection=train.keep_best_worst > 0)
 
 
 def _group_size_setting(size: int, *, from_selection: bool) -> str:
@@ -268,7 +276,8 @@ def _group_size_setting(size: int, *, from_selection: bool) -> str:
 
 
 def build_offline_plan(
-    config: DiffusionConfig,
+    train: DiffusionTrainConfig,
+    preferences: PreferenceConfig,
     num_processes: int,
     rows: int,
     *,
@@ -278,7 +287,8 @@ def build_offline_plan(
     """Return the plan of epochs of given images.
 
     Args:
-        config: Settings.
+        train: Section `train` of the config.
+        preferences: Section `preferences` of the config.
         num_processes: World size.
         rows: Number of pairs or images in the data.
         images_per_row: 2 for pairs.
@@ -287,7 +297,7 @@ def build_offline_plan(
     Raises:
         UserError: If an epoch is not a whole number of updates.
     """
-    train, per_epoch = config.train, config.preferences.per_epoch
+    per_epoch = preferences.per_epoch
     images = train.batch_size * train.gradient_accumulation_steps * num_processes
     noun = "pairs" if images_per_row == 2 else "images"
     per_update = max(1, images // images_per_row)
@@ -300,7 +310,7 @@ def build_offline_plan(
         raise UserError(
             f"has {rows} {noun}, which do not fill an update of {per_update} ({update})",
             field="preferences.data",
-            value=config.preferences.data,
+            value=preferences.data,
             hint="lower train.gradient_accumulation_steps or train.batch_size, or set "
             f"preferences.per_epoch={per_update} to use them several times per epoch",
         )
@@ -358,61 +368,34 @@ def given_rows_per_update(share: float, trained: int, images_per_row: int) -> in
 
 
 def build_plan(
-    config: DiffusionConfig,
+    sample: DiffusionSampleConfig,
+    train: DiffusionTrainConfig,
     num_processes: int,
     trained_steps: int = 1,
     *,
     given_rows: int = 0,
     images_per_row: int = 1,
 ) -> BatchPlan:
-    """Return the batch plan of a config.
+    """Return the batch plan of a run.
 
     Args:
-        config: Settings.
+        sample: Section `sample` of the config.
+        train: Section `train` of the config.
         num_processes: World size.
         trained_steps: Denoising steps trained per sample.
         given_rows: Pairs or images of `preferences` per update and process.
         images_per_row: 2 for pairs.
     """
-    sample, train = config.sample, config.train
     return BatchPlan(
         num_processes=num_processes,
         sample_batch_size=sample.train_batch_size,
         batches_per_epoch=sample.num_batches_per_epoch,
-        group_size=group_size(config),
+        group_size=group_size(sample, train),
         train_batch_size=train.batch_size,
         accumulation_steps=train.gradient_accumulation_steps,
         inner_epochs=train.num_inner_epochs,
         trained_steps=trained_steps,
-        exploration_factor=sample.num_image_per_prompt // group_size(config),
+        exploration_factor=sample.num_image_per_prompt // group_size(sample, train),
         given_rows=given_rows,
         images_per_row=images_per_row,
     )
-
-
-def memory_saving_options(config: DiffusionConfig) -> list[str]:
-    """Return the overrides that save memory and are not set yet."""
-    enabled = {
-        "train.gradient_checkpointing": config.train.gradient_checkpointing,
-        "offload_idle": config.offload_idle,
-    }
-    return [f"--config.{name}=True" for name, is_on in enabled.items() if not is_on]
-
-
-def training_memory_options(config: DiffusionConfig, plan: BatchPlan) -> list[str]:
-    """Return overrides that reduce the memory of training, to suggest after OOM."""
-    options = []
-    if smaller := plan.with_smaller_batches():
-        options.append(f"{plan.overrides_for(smaller)} (the same epoch, smaller batches)")
-    options += memory_saving_options(config)
-    # compiled code needs as much memory for sampling as for training
-    if config.compile and plan.sample_batch_size > plan.train_batch_size:
-        options.append("--config.compile=False")
-    return options
-
-
-def evaluation_memory_options(config: DiffusionConfig) -> list[str]:
-    """Return overrides that reduce the memory of an evaluation."""
-    size = config.sample.test_batch_size
-    batches = [f"--config.sample.test_batch_size={size // 2}"] if size > 1 else []
-    return batches + memory_saving_options(config)

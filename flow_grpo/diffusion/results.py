@@ -191,10 +191,14 @@ def write_training_samples(
     shown: list[tuple[SampleBatch, Tensor]],
     scored: ScoredSamples,
     credit: np.ndarray,
+    log_images: int,
 ) -> None:
-    """Write the first samples of this process: at least one whole group, if it has one."""
+    """Write the first samples of this process: at least one whole group, if it has one.
+
+    Args:
+        log_images: Number of samples; with 0, none is written.
+    """
     index = np.concatenate([ids.index for ids, _ in shown])
-    log_images = session.config.log_images
     count = max(log_images, session.plan.group_size) if log_images else 0
     prompts = [session.prompts[row] for ids, _ in shown for row in ids.row]
     write_samples(

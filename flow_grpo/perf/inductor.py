@@ -125,8 +125,7 @@ def allow_recompilations() -> None:
 
 
 def set_activation_budget() -> None:
-    """Let compiled blocks recompute activations beyond `ACTIVATION_MEMORY_BUDGET` in the backward
-    pass."""
+    """Let compiled blocks recompute activations that exceed `ACTIVATION_MEMORY_BUDGET`."""
     from torch._functorch import config
 
     _check_setting(config, "activation_memory_budget")

@@ -38,6 +38,7 @@ class ShownDataset:
     questions: list[ShownQuestion]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the data that the script of the page draws; long texts are truncated."""
         header, *rows = self.table
         return {
             "name": self.name,

@@ -111,9 +111,11 @@ def paired_difference(scores: np.ndarray, reference: np.ndarray) -> PairedDiffer
 def estimate(scores: np.ndarray, groups: np.ndarray | None = None) -> Estimate:
     """Return the mean of the finite scores with its standard error.
 
+    The standard error is NaN if a group has only one finite score.
+
     Args:
-        scores: (units,).
-        groups: Group of each unit, (units,), to average the means of the groups.
+        scores: Score of each prompt or question, (units,).
+        groups: Group of each score, (units,). If given, the mean is that of the groups' means.
     """
     finite = np.isfinite(scores)
     if groups is None:

@@ -64,10 +64,10 @@ def write_mp4(
     fps: float = FPS,
     **muxer_options: str,
 ) -> None:
-    """Encode frames as H.264 in MP4; needs `find_encoder`.
+    """Encode frames as H.264 in MP4; only if `find_encoder` finds PyAV with an H.264 encoder.
 
-    All browsers play it: its 4:2:0 chroma subsampling needs even sides, so the last row and column
-    are repeated if they are odd.
+    All browsers play the file. Its 4:2:0 chroma subsampling requires an even height and width, so
+    the last row or column is repeated where they are odd.
 
     Args:
         video: Frames of the same size.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from flow_grpo.config.custom import check_file_exists
 from flow_grpo.errors import UserError, did_you_mean
 from flow_grpo.rewards.registry import REWARDS
 
@@ -90,3 +91,10 @@ def check_reward_fields(settings: "RewardFields") -> None:
             )
     servers = [name for name, urls in settings.reward_servers.items() if urls]
     check_reward_names(names, settings.reward_options, settings.custom_rewards, servers)
+
+
+def check_custom_reward_files(settings: "RewardFields") -> None:
+    """Reject a custom reward in a file that does not exist, unless a server scores it."""
+    for name in (*settings.reward_fn, *settings.eval_reward_fn):
+        if name in settings.custom_rewards and not settings.reward_servers.get(name):
+            check_file_exists(settings.custom_rewards[name], f"reward {name!r}")

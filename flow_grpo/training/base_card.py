@@ -37,8 +37,8 @@ def describe_base_model(
     Args:
         model: Directory or hub id that the run used.
         revision: Revision of a hub id.
-        hub_id: Its hub id if `model` is a directory, by the user.
-        license: Licence by the user, in place of that of the model's card.
+        hub_id: Hub id of a local `model`, if the user gave one.
+        license: Licence that the user gave, in place of that of the model's card.
     """
     is_folder = Path(model).is_dir()
     snapshot = SNAPSHOT.search(Path(model).absolute().as_posix()) if is_folder else None
@@ -57,7 +57,7 @@ def describe_base_model(
 
 
 def _read_header(model: str, revision: str) -> dict[str, Any]:
-    """Return the YAML header of a model's card; empty if there is none or it cannot be had."""
+    """Return the YAML header of a model's card; empty if there is none or it cannot be read."""
     path = Path(model) / CARD_FILE
     try:
         if not Path(model).is_dir():

@@ -1,13 +1,18 @@
 """Build the parts of a session that do not depend on what is trained."""
 
+import logging
+import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, parse_flag_from_env
 
 from flow_grpo.config.fields import SharedFields
 from flow_grpo.config.settings import to_json
@@ -23,7 +28,7 @@ from flow_grpo.rewards import (
 )
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.training import trackers
-from flow_grpo.training.accelerator import build_accelerator
+from flow_grpo.training.accelerator import choose_device, configure_deepspeed
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.training.finite import find_nonfinite
 from flow_grpo.training.lock import RunLock
@@ -32,6 +37,8 @@ from flow_grpo.training.policy import BasePolicy
 from flow_grpo.training.resume import RunStart, load_training_state, prepare_run_directory
 from flow_grpo.training.snapshot import Ema
 from flow_grpo.training.stop_signals import StopSignals
+
+logger = logging.getLogger("flow_grpo")
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # part of torch's error when CPU memory is exhausted
@@ -111,7 +118,9 @@ class SessionBuilder:
 
     def add_policy(self, policy: BasePolicy) -> None:
         """Prepare the policy, its optimizer and the moving average of its weights."""
-        optimizer = build_optimizer(self.config, self.accelerator, policy)
+        optimizer = build_optimizer(
+            self.config.train, self.config.mixed_precision, self.accelerator, policy
+        )
         self._policy, self._optimizer = policy, policy.prepare(self.accelerator, optimizer)
         train, self._ema = self.config.train, None
         if train.ema:
@@ -163,6 +172,80 @@ class SessionBuilder:
                 field=checkpoint,
                 hint="remove it to resume from the previous checkpoint",
             )
+
+
+def build_accelerator(
+    config: SharedFields, *, accumulation_steps: int = 1, autocast: bool = True, **kwargs: Any
+) -> Accelerator:
+    """Return the accelerator of a run.
+
+    Args:
+        config: Settings of the run.
+        accumulation_steps: Micro-batches per update, for DeepSpeed.
+        autocast: False if the model casts by itself, in the same way for sampling and training.
+        kwargs: Further arguments of Accelerator.
+    """
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    on_cpu = choose_device(config.device, num_processes)
+    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    fsdp = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+    if deepspeed:
+        _check_deepspeed_config(config)
+    if fsdp and on_cpu:
+        raise UserError("FSDP needs GPUs: accelerate does not shard on CPUs", hint="use DeepSpeed")
+    # accelerate knows broadcast_buffers by its deprecated name only
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+    # buffers never change, and processes may run different numbers of forward passes
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    if num_processes > 1:
+        if config.reward_timeout >= config.distributed_timeout:
+            raise UserError(
+                f"must be below distributed_timeout={config.distributed_timeout}: processes wait "
+                "for each other's scores",
+                field="reward_timeout",
+                value=config.reward_timeout,
+            )
+        timeout = timedelta(seconds=config.distributed_timeout)
+        backend = "gloo" if on_cpu else "nccl"
+        handlers.append(InitProcessGroupKwargs(backend=backend, timeout=timeout))
+    # `accelerate launch` overwrites this variable, and DeepSpeed reads nothing else
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(accumulation_steps)
+    accelerator = Accelerator(
+        # cpu=True would turn DeepSpeed and FSDP into DDP
+        cpu=on_cpu and not (deepspeed or fsdp),
+        # DeepSpeed would cast LoRA to half precision, which cannot represent steps of 1e-4
+        mixed_precision="no" if deepspeed or not autocast else config.mixed_precision,
+        kwargs_handlers=handlers,
+        **kwargs,
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        configure_deepspeed(accelerator, config.train.max_grad_norm)
+    if on_cpu and config.mixed_precision != "no" and accelerator.is_main_process:
+        logger.warning(
+            "mixed_precision=%s is slow on a CPU, on some by a factor of hundreds; use "
+            "--config.mixed_precision=no",
+            config.mixed_precision,
+        )
+    return accelerator
+
+
+def _check_deepspeed_config(config: SharedFields) -> None:
+    """Reject settings that DeepSpeed ignores or does not support."""
+    if config.train.offload_optimizer:
+        raise UserError(
+            "is incompatible with DeepSpeed",
+            field="train.offload_optimizer",
+            value=True,
+            hint="set offload_optimizer_device: cpu in its accelerate config",
+        )
+    if config.mixed_precision == "fp16":
+        raise UserError(
+            "is not supported with DeepSpeed here",
+            field="mixed_precision",
+            value="fp16",
+            hint="use bf16",
+        )
 
 
 def check_base_precision(config: SharedFields, accelerator: Accelerator) -> None:

@@ -6,11 +6,9 @@ reused run name; it needs `resume_changed=True`. Settings are compared by their 
 that only one of the two configs has are skipped, because they were added or removed by an update.
 """
 
-import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from flow_grpo.config import paths
 from flow_grpo.config.config_dicts import FREE_FORM_FIELDS
 from flow_grpo.config.custom import CUSTOM_CLASS_FIELDS
 from flow_grpo.config.error_reporting import format_command
-from flow_grpo.config.fields import SharedFields
 from flow_grpo.config.migration import check_removed_fields
 from flow_grpo.config.saved_config import (
     CONFIG_FILE,
@@ -26,7 +23,6 @@ from flow_grpo.config.saved_config import (
     read_start_folders,
     resolve_start_paths,
 )
-from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.custom import current_import_path
 from flow_grpo.training.lora_targets import FIELD as LORA_TARGETS_FIELD
@@ -43,6 +39,7 @@ GOAL_FIELDS = (
     "pretrained.revision",
     "dataset",
     "eval_dataset",
+    "preferences.data",
     "reward_fn",
     "eval_reward_fn",
     "custom_rewards",
@@ -90,19 +87,20 @@ def compare_configs(
         log.warning("resumed with %s=%r instead of %r", name, now[name], before[name])
 
 
-def check_same_goal(config: UncheckedConfig | SharedFields) -> None:
+def check_same_goal(config: dict[str, Any]) -> None:
     """Reject a changed goal (`GOAL_FIELDS`) when the run of `run_name` is resumed.
 
     Call it before the settings are validated: otherwise the user would first be asked to correct
     settings of a method that the run cannot use.
+
+    Args:
+        config: Current settings, as they would be written to config.json.
     """
-    fields = config.to_dict() if isinstance(config, UncheckedConfig) else asdict(config)
-    fields = json.loads(json.dumps(fields, default=str))  # as in config.json: tuples become lists
-    if fields.get("resume") != "auto" or not fields.get("run_name"):
+    if config.get("resume") != "auto" or not config.get("run_name"):
         return
-    run = Path(str(fields.get("logdir", "")), str(fields["run_name"]))
+    run = Path(str(config.get("logdir", "")), str(config["run_name"]))
     try:
-        before, now = _read_previous_fields(run), flatten_config(fields)
+        before, now = _read_previous_fields(run), flatten_config(config)
     except (UserError, OSError, AttributeError):
         return  # validation reports it
     _reject_changed_goal(run, before, now, same_run=True)

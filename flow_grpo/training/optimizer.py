@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch.optim import Optimizer
 from transformers import get_scheduler
 
-from flow_grpo.config.fields import SharedFields, TrainFields
+from flow_grpo.config.fields import TrainFields
 from flow_grpo.errors import UserError
 from flow_grpo.training.policy import BasePolicy
 
@@ -64,10 +64,10 @@ def build_lr_schedule(train: TrainFields, updates: int) -> Callable[[int], float
 
 
 def build_optimizer(
-    config: SharedFields, accelerator: Accelerator, policy: BasePolicy
+    train: TrainFields, mixed_precision: str, accelerator: Accelerator, policy: BasePolicy
 ) -> Optimizer:
     """Return AdamW for the trained weights, with 8-bit or offloaded state if configured."""
-    train, groups = config.train, policy.parameter_groups()
+    groups = policy.parameter_groups()
     if train.use_8bit_adam:
         try:
             from bitsandbytes.optim import AdamW8bit
@@ -81,7 +81,7 @@ def build_optimizer(
         optimizer = AdamW8bit(groups, **adamw_kwargs(train))
     else:
         # with fp16 a fused step would hide from the EMA which updates were skipped
-        fused = accelerator.device.type == "cuda" and config.mixed_precision != "fp16"
+        fused = accelerator.device.type == "cuda" and mixed_precision != "fp16"
         optimizer = torch.optim.AdamW(groups, fused=fused, **adamw_kwargs(train))
     if train.offload_optimizer:
         offload_optimizer_state(optimizer)

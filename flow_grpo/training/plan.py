@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-from flow_grpo.config.custom import check_file_exists
-from flow_grpo.config.fields import SharedFields
 from flow_grpo.config.overrides import planned_world_size
 from flow_grpo.errors import UserError, did_you_mean_file, join_hints
 from flow_grpo.hub_access import check_hub_access, split_hub_id
@@ -39,17 +37,14 @@ def count_processes() -> int:
     return planned_world_size() or 1
 
 
-def check_paths(config: SharedFields) -> None:
+def check_start(logdir: str, run_name: str, resume: str, lora_path: str) -> None:
     """Reject an existing run name, and paths to start from that do not exist."""
-    folder = Path(config.logdir, config.run_name)
-    if config.run_name and not lock_path(folder).exists():  # else the lock decides
-        check_run_name_free(folder, config.resume)
-    if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
-        raise missing_checkpoint_error(config.resume, hint=did_you_mean_file(config.resume))
-    check_lora_path(config.train.lora_path)
-    for name in (*config.reward_fn, *config.eval_reward_fn):
-        if name in config.custom_rewards and not config.reward_servers.get(name):
-            check_file_exists(config.custom_rewards[name], f"reward {name!r}")
+    folder = Path(logdir, run_name)
+    if run_name and not lock_path(folder).exists():  # else the lock decides
+        check_run_name_free(folder, resume)
+    if resume not in ("none", "auto") and not os.path.exists(resume):
+        raise missing_checkpoint_error(resume, hint=did_you_mean_file(resume))
+    check_lora_path(lora_path)
 
 
 def check_lora_path(lora: str) -> None:

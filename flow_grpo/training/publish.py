@@ -237,6 +237,7 @@ def _compose(
 
 
 def _is_hub_dataset(dataset: str, run: PublishedRun) -> bool:
+    """Return whether `dataset` is a single hub id, not a local path or a mixture."""
     resolved = str(resolve_start_paths({"dataset": dataset}, run.folders)["dataset"])
     is_id = dataset.count("/") == 1 and not any(mark in dataset for mark in ":, ")
     return (

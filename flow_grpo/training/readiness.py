@@ -111,6 +111,7 @@ def _check_dataset(dataset: str) -> Iterator[Problem]:
 
 
 def _check_packages(rewards: set[str]) -> Iterator[Problem]:
+    """Yield a problem for each reward whose packages are not installed."""
     for reward in sorted(rewards & MODULES.keys()):
         modules, extra = MODULES[reward]
         if missing := [name for name in modules if find_spec(name) is None]:

@@ -17,7 +17,7 @@ GENEVAL = ("facebook/mask2former-swin-small-coco-instance", "openai/clip-vit-lar
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run of a training script; the second run of a task starts from the model of the first."""
+    """One training run of a task; the second run of a task starts from the model of the first."""
 
     name: str  # of the run directory
     preset: str
@@ -26,11 +26,12 @@ class TrainingRun:
 
     @property
     def config(self) -> str:
-        """Return the value of --config, without a number of GPUs."""
+        """Return the value of `--config`, without the suffix that selects the number of GPUs."""
         return f"config/{'vlm' if self.vlm else 'grpo'}.py:{self.preset}"
 
     @property
     def script(self) -> str:
+        """Return the file name of the training script."""
         return "train_vlm.py" if self.vlm else "train.py"
 
 

@@ -24,8 +24,7 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import UserError
 from flow_grpo.rewards import close_scorers
 from flow_grpo.rewards.registry import TEXT_REWARDS
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import available_scorers, build_rewards
+from flow_grpo.training.builder import available_scorers, build_accelerator, build_rewards
 from flow_grpo.training.candidates import Candidate, parse_candidates
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.training.lock import lock_output

@@ -17,8 +17,7 @@ from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.report.score_table import ScoreTable
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
-from flow_grpo.training.accelerator import build_accelerator
-from flow_grpo.training.builder import build_rewards
+from flow_grpo.training.builder import build_accelerator, build_rewards
 from flow_grpo.training.candidates import Candidate, parse_candidates
 from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
 from flow_grpo.training.lock import lock_output
@@ -36,10 +35,11 @@ from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.environment import EnvironmentPool
 from flow_grpo.vlm.evaluation_candidates import check_candidates, settings_of
 from flow_grpo.vlm.evaluation_page import write_page
-from flow_grpo.vlm.evaluation_questions import EvaluationSet, load_evaluation_sets
+from flow_grpo.vlm.evaluation_questions import EvaluationSet, load_evaluation_sets, split_sources
 from flow_grpo.vlm.evaluation_results import EvaluationResults
 from flow_grpo.vlm.fields import ENVIRONMENT, VLLM, VlmConfig
 from flow_grpo.vlm.multi_turn import EpisodeRunner
+from flow_grpo.vlm.questions import build_test_questions, eval_question_layout
 from flow_grpo.vlm.response_generation import (
     ResponseScorer,
     Sampling,
@@ -94,7 +94,7 @@ def evaluate_responses(
     temperature: float | None = None,
     correct: str = "",
 ) -> ScoreTable:
-    """Evaluate candidates on datasets; a killed evaluation continues if it is called again.
+    """Evaluate candidates on datasets; an interrupted evaluation resumes if it is called again.
 
     Args:
         config: The settings of a VLM run.
@@ -120,7 +120,10 @@ def evaluate_responses(
             "evaluate.py does not support sharding; each process loads the complete model",
             hint="start it with torchrun",
         )
-    sets = load_evaluation_sets(config, datasets, limit=limit)
+    if datasets:
+        sets = load_evaluation_sets(datasets, eval_question_layout(config), limit=limit)
+    else:
+        sets = split_sources(*build_test_questions(config))
     check_media(config, [q for each in sets for q in each.questions], accelerator)
     sets = raise_on_all_ranks(accelerator, lambda: check_candidates(config, candidates, sets))
     with ExitStack() as cleanup:
@@ -194,7 +197,9 @@ class ResponseEvaluation:
         self.cleanup = cleanup
 
     def run(self, candidates: Sequence[Candidate]) -> Responses:
-        """Complete the responses of all candidates and return them, on all processes.
+        """Generate the responses that the log lacks, score those without scores, and return all.
+
+        Called on all processes; each returns the responses of all candidates.
 
         Raises:
             RewardOutage: If too many scores of a candidate are missing.
@@ -277,6 +282,7 @@ class ResponseEvaluation:
             torch.cuda.empty_cache()
 
     def _environments(self, config: VlmConfig) -> EnvironmentPool:
+        """Return the environments of the episodes, which all candidates share."""
         if self.environments is None:
             self.environments = EnvironmentPool(
                 config.environment,
@@ -288,6 +294,7 @@ class ResponseEvaluation:
         return self.environments
 
     def _raise_on_outage(self, candidate: Candidate) -> None:
+        """Raise a RewardOutage if too large a fraction of a candidate's scores is missing."""
         own = [each.scores for key, each in self.known.items() if key.checkpoint == candidate.name]
         columns = {
             name: np.array([_to_float(scores.get(name, -np.inf)) for scores in own])
@@ -303,7 +310,7 @@ def _to_float(value: float | None) -> float:
 
 
 def parse_sampling(config: VlmConfig, n: int | None, temperature: float | None) -> Sampling:
-    """Return how to generate; raise a UserError for a temperature without `n`."""
+    """Combine `--n` and `--temperature`; raise a UserError for a temperature without `n`."""
     if n is None:
         if temperature is not None:
             raise UserError(

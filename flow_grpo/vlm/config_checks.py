@@ -8,9 +8,15 @@ from flow_grpo.config.paths import resolve_settings_paths
 from flow_grpo.config.settings import check_conditions
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.data.early_checks import check_small_data_early
+from flow_grpo.data.eval_dataset import name_eval_settings, parse_eval_sources
+from flow_grpo.data.mixing import parse_sources
+from flow_grpo.data.questions import check_questions_exist
 from flow_grpo.data.rows import NO_COLUMN
 from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import REWARDS, TEXT_REWARDS, check_nonzero_weight
+from flow_grpo.rewards.config_checks import check_custom_reward_files
+from flow_grpo.training.plan import check_start, count_processes
 from flow_grpo.vlm.environment import load_environment_class
 from flow_grpo.vlm.fields import (
     CRITIC_LEARNING_RATE,
@@ -21,6 +27,8 @@ from flow_grpo.vlm.fields import (
     VlmConfig,
 )
 from flow_grpo.vlm.losses import find_loss
+from flow_grpo.vlm.plan import build_plan
+from flow_grpo.vlm.questions import build_questions
 
 logger = logging.getLogger("flow_grpo")
 PER_REWARD_ESTIMATORS = ("gdpo", "pairwise")  # these normalize each reward separately
@@ -86,6 +94,24 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
             value=settings.min_pixels,
         )
     return resolve_settings_paths(settings)
+
+
+def preflight_check(config: VlmConfig) -> None:
+    """Check batch arithmetic, paths and data files before torch is imported."""
+    config = resolve_settings_paths(config)
+    plan = build_plan(config.sample, config.train, count_processes())
+    check_start(config.logdir, config.run_name, config.resume, config.train.lora_path)
+    check_custom_reward_files(config)
+    sources = parse_sources(config.dataset)
+    for source in sources:
+        check_questions_exist(source.path)
+    if config.eval_dataset:
+        with name_eval_settings():
+            tested = parse_eval_sources(config.eval_dataset)
+            for source in tested:
+                check_questions_exist(source.path, ("test", "train"))
+        sources = [*sources, *tested]
+    check_small_data_early(sources, lambda: build_questions(config, plan))
 
 
 def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:

@@ -276,8 +276,10 @@ class DecodingStep(nn.Module):
             functional_call(self, self.weights, inputs, tie_weights=False)
 
     def forward(self, slots: DecodingSlots, rows: int, columns: int, greedy: bool | None) -> None:
-        """Decode one token in each of the first `rows` slots, attending to the first `columns`
-        cache columns; write into `slots`."""
+        """Decode one token in each of the first `rows` slots and write it into `slots`.
+
+        Attention covers the first `columns` columns of the cache.
+        """
         cache, step = slots.cache, slots.step[:rows]
         cache.set_view(rows, columns)
         # a finished response that still occupies a slot may be past the columns in view

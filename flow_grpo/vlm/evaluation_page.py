@@ -46,6 +46,7 @@ def write_page(results: EvaluationResults, out: Path) -> None:
 
 
 def _shown_dataset(results: EvaluationResults, each: EvaluationSet, budget: float) -> ShownDataset:
+    """Collect the table, chart, questions and responses that the page shows of a dataset."""
     table, columns = results.tables[each.name], results.shown_columns()
     cells = {entry["name"]: entry["scores"] for entry in table.to_json()}
     questions, images = [], _Thumbnails(budget)

@@ -5,21 +5,14 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flow_grpo.config.paths import map_dataset_paths
 from flow_grpo.data.eval_dataset import parse_eval_sources
-from flow_grpo.data.mixing import (
-    PromptSource,
-    interleave,
-    parse_sources,
-    short_source_names,
-    tag_rows,
-)
-from flow_grpo.data.questions import Question, load_questions
+from flow_grpo.data.mixing import PromptSource, short_source_names
+from flow_grpo.data.questions import Question, QuestionLayout
 from flow_grpo.errors import UserError
-from flow_grpo.vlm.fields import VlmConfig
-from flow_grpo.vlm.questions import load_eval_questions, question_layout
+from flow_grpo.vlm.questions import load_eval_questions
 
 logger = logging.getLogger("flow_grpo")
 
@@ -39,18 +32,15 @@ class EvaluationSet:
 
 
 def load_evaluation_sets(
-    config: VlmConfig, datasets: Sequence[str], *, limit: int = 0
+    datasets: Sequence[str], layout: QuestionLayout, *, limit: int = 0
 ) -> list[EvaluationSet]:
-    """Load the datasets, by default the test set of the config, with a set for each source.
+    """Load the datasets of --dataset, with a set for each source.
 
     Args:
-        config: Checked settings.
         datasets: Values of --dataset, like those of `eval_dataset`.
-        limit: Number of questions to use from the start of each of `datasets`; 0 uses all.
-            `eval_questions` applies to the test set of the config.
+        layout: Layout of the datasets.
+        limit: Number of questions to use from the start of each dataset; 0 uses all.
     """
-    if not datasets:
-        return _split_sources(_test_sources(config), _load_test_questions(config))
     with _name_option():
         sources = [source for each in datasets for source in _parse_option(each)]
         paths = [source.path.rstrip("/") or "/" for source in sources]
@@ -59,8 +49,7 @@ def load_evaluation_sets(
                 raise UserError("is given twice", field="--dataset", value=path)
         sets = []
         for name, path in zip(short_source_names(paths), paths, strict=True):
-            own = replace(config, eval_dataset=path, eval_questions=0)
-            questions = load_eval_questions(own)
+            questions = load_eval_questions(path, layout)
             used = questions[: limit or None]
             if len(used) < len(questions):
                 logger.info("%s: the first %d of %d questions", name, len(used), len(questions))
@@ -96,27 +85,10 @@ def _parse_option(value: str) -> list[PromptSource]:
     return sources
 
 
-def _test_sources(config: VlmConfig) -> list[PromptSource]:
-    if config.eval_dataset:
-        return parse_eval_sources(config.eval_dataset)
-    return parse_sources(config.dataset)
-
-
-def _load_test_questions(config: VlmConfig) -> list[Question]:
-    """Return the questions that a run with this config evaluates."""
-    if config.eval_dataset:
-        return load_eval_questions(config)
-    sources, layout = parse_sources(config.dataset), question_layout(config)
-    tests = [load_questions(source.path, config.seed, layout)[1] for source in sources]
-    if len(sources) > 1:
-        tests = [tag_rows(test, source.name) for source, test in zip(sources, tests, strict=True)]
-    return interleave(tests)[: config.eval_questions or None]
-
-
-def _split_sources(
+def split_sources(
     sources: Sequence[PromptSource], questions: list[Question]
 ) -> list[EvaluationSet]:
-    """Return a set per source, which tagged questions name in their metadata."""
+    """Return a set per source of a test set; tagged questions name it in their metadata."""
     if len(sources) == 1:
         return [EvaluationSet(sources[0].name, sources[0].path, questions)]
     parts = {

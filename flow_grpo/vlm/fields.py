@@ -452,7 +452,7 @@ VLM_SPEC = TrainerSpec(
         "custom_losses": "flow_grpo.vlm.plugins:register_loss",
         "custom_models": "flow_grpo.vlm.models:register_model",
     },
-    preflight_check="flow_grpo.vlm.plan:preflight_check",
+    preflight_check="flow_grpo.vlm.config_checks:preflight_check",
 )
 
 

@@ -4,14 +4,9 @@ import math
 import os
 from dataclasses import dataclass
 
-from flow_grpo.config.paths import resolve_settings_paths
-from flow_grpo.data.early_checks import check_small_data_early
-from flow_grpo.data.eval_dataset import name_eval_settings, parse_eval_sources
-from flow_grpo.data.mixing import parse_sources
-from flow_grpo.data.questions import check_questions_exist
 from flow_grpo.errors import UserError
-from flow_grpo.training.plan import Plan, check_paths, count_processes
-from flow_grpo.vlm.fields import VlmConfig
+from flow_grpo.training.plan import Plan
+from flow_grpo.vlm.fields import VlmSampleConfig, VlmTrainConfig
 
 
 @dataclass(frozen=True)
@@ -90,9 +85,8 @@ class VlmBatchPlan(Plan):
         }
 
 
-def build_plan(config: VlmConfig, num_processes: int) -> VlmBatchPlan:
-    """Return the batch plan of a config for this world size."""
-    sample, train = config.sample, config.train
+def build_plan(sample: VlmSampleConfig, train: VlmTrainConfig, num_processes: int) -> VlmBatchPlan:
+    """Return the batch plan of a run for this world size."""
     check_tensor_parallel(sample.vllm_tensor_parallel, num_processes)
     return VlmBatchPlan(
         num_processes=num_processes,
@@ -114,22 +108,3 @@ def check_tensor_parallel(size: int, num_processes: int) -> None:
             value=size,
             hint=f"start a multiple of {size} processes on each node, or lower it",
         )
-
-
-def preflight_check(config: VlmConfig) -> None:
-    """Check batch arithmetic, paths and data files before torch is imported."""
-    from flow_grpo.vlm.questions import build_questions  # circular import
-
-    config = resolve_settings_paths(config)
-    plan = build_plan(config, count_processes())
-    check_paths(config)
-    sources = parse_sources(config.dataset)
-    for source in sources:
-        check_questions_exist(source.path)
-    if config.eval_dataset:
-        with name_eval_settings():
-            tested = parse_eval_sources(config.eval_dataset)
-            for source in tested:
-                check_questions_exist(source.path, ("test", "train"))
-        sources = [*sources, *tested]
-    check_small_data_early(sources, lambda: build_questions(config, plan))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from flow_grpo.data.questions import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Question
+from flow_grpo.data.chats import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from flow_grpo.data.questions import Question
 from flow_grpo.data.videos import FrameSelection, read_frames, select_frames
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.images import ImageSource, open_image, read_image

@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import partial
 
 from flow_grpo.data.columns import parse_column_names
-from flow_grpo.data.eval_dataset import load_eval_dataset, name_eval_settings
+from flow_grpo.data.eval_dataset import load_eval_dataset, name_eval_settings, parse_eval_sources
 from flow_grpo.data.mixing import (
     PromptSource,
     allocate_groups,
@@ -132,25 +132,42 @@ def build_questions(config: VlmConfig, plan: VlmBatchPlan) -> QuestionSets:
             for source, (train, test) in zip(sources, pairs, strict=True)
         ]
     if config.eval_dataset:
-        test = load_eval_questions(config, trained)
+        test = load_eval_questions(config.eval_dataset, eval_question_layout(config), trained)
     else:
-        test = interleave(test for _, test in pairs)[: config.eval_questions or None]
+        test = interleave(test for _, test in pairs)
+    test = test[: config.eval_questions or None]
     return QuestionSets(plan, sources, [train for train, _ in pairs], test)
 
 
-def load_eval_questions(config: VlmConfig, train: Sequence[Question] = ()) -> list[Question]:
-    """Load the questions of `eval_dataset`; warn if some of them are among the training questions.
+def build_test_questions(config: VlmConfig) -> tuple[list[PromptSource], list[Question]]:
+    """Load the questions that a run with this config evaluates, and return their sources too."""
+    if config.eval_dataset:
+        sources = parse_eval_sources(config.eval_dataset)
+        test = load_eval_questions(config.eval_dataset, eval_question_layout(config))
+    else:
+        sources, layout = parse_sources(config.dataset), question_layout(config)
+        tests = [load_questions(source.path, config.seed, layout)[1] for source in sources]
+        if len(sources) > 1:
+            named = zip(sources, tests, strict=True)
+            tests = [tag_rows(test, source.name) for source, test in named]
+        test = interleave(tests)
+    return sources, test[: config.eval_questions or None]
+
+
+def load_eval_questions(
+    dataset: str, layout: QuestionLayout, train: Sequence[Question] = ()
+) -> list[Question]:
+    """Load the questions of an `eval_dataset`; warn if some are among the training questions.
 
     Raises:
         UserError: Also if a media column that the config names is empty.
     """
-    layout = eval_question_layout(config)
     find = partial(find_split, layout=layout)
     load = partial(load_split, layout=layout)
-    test = load_eval_dataset(config.eval_dataset, train, find, load, "questions")
+    test = load_eval_dataset(dataset, train, find, load, "questions")
     with name_eval_settings():
         check_media_columns(test, layout)
-    return test[: config.eval_questions or None]
+    return test
 
 
 def question_layout(config: VlmConfig) -> QuestionLayout:

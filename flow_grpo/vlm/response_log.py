@@ -86,6 +86,7 @@ class ResponseLog:
         self._append({**key._asdict(), "scores": own} for key, own in scores.items())
 
     def _append(self, rows: Any) -> None:
+        """Append rows as JSON lines and flush them to disk."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)

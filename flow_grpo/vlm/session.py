@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
+from flow_grpo.config.settings import to_json
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.mixing import held_out_share, parse_sources
 from flow_grpo.data.questions import Question
@@ -134,7 +135,7 @@ def build_session(
         num_processes: World size to plan for if not the current one. Such a session can only be
             measured by a dry run.
     """
-    check_same_goal(config)
+    check_same_goal(to_json(config))
     config = check_config(config)
     if config.train.loss in config.custom_losses:
         loss = build_loss(config.train.loss, config.train)
@@ -178,7 +179,7 @@ def _open_run(
         check_vllm_platform(accelerator.device)
         check_vllm_support(config.pretrained.model, config.pretrained.revision, tensor_parallel)
     check_tensor_parallel(tensor_parallel, accelerator.num_processes)
-    plan = build_plan(config, num_processes or accelerator.num_processes)
+    plan = build_plan(config.sample, config.train, num_processes or accelerator.num_processes)
     run.open_folder(begin, plan.updates)
     return plan
 

@@ -11,7 +11,7 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
-from flow_grpo.data.questions import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from flow_grpo.data.chats import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from flow_grpo.errors import UserError
 
 ESCAPE, REJECT = "escape", "reject"  # choices of the `special_tokens` setting

@@ -67,10 +67,10 @@ def check_vllm_platform(device: torch.device) -> None:
 
 
 def check_vllm_support(source: str, revision: str, tensor_parallel: int = 1) -> None:
-    """Reject a model that vLLM cannot sample for.
+    """Raise a UserError for a model that vLLM cannot sample for.
 
-    Either vLLM would preprocess its images differently, cannot load its experts, or cannot shard
-    its attention heads over `tensor_parallel` ranks.
+    That is the case if vLLM would preprocess its images differently, cannot load its experts, or
+    cannot shard its attention heads over `tensor_parallel` ranks.
     """
     family = find_family(source, revision)
     if not family.vllm:

@@ -33,6 +33,7 @@ SECONDARY_EXIT_CODES = {-signal.SIGTERM, StoppedBySignal.exit_code, LostPeer.exi
 
 
 def main(launcher: str, arguments: list[str]) -> int:
+    """Launch the training processes and return the exit code of this script."""
     if os.environ["TORCH_CPP_LOG_LEVEL"] == "FATAL":
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     logging.disable(logging.ERROR)  # the launchers log the report that this script replaces
@@ -55,6 +56,7 @@ def main(launcher: str, arguments: list[str]) -> int:
 
 
 def launch(launcher: str, arguments: list[str]) -> None:
+    """Run the launcher in this process; it returns when the training processes have ended."""
     if launcher == "torchrun":
         from torch.distributed.run import parse_args, run
 

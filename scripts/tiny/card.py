@@ -96,6 +96,7 @@ def write_card(
     steps_done: dict[str, int],
     parameters: dict[str, int],
 ) -> None:
+    """Write the model card README.md: sizes, scores and the command that trained the model."""
     rows = "\n".join(f"| {setting} | {value:.2f} |" for setting, value in (scores or {}).items())
     measured = (
         f"The table shows the mean OCR score on {num_words} held-out words with {SAMPLING_STEPS} "

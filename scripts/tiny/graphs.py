@@ -36,6 +36,7 @@ def capture_cuda_graph(step: Step, generator: torch.Generator) -> Callable[[], T
 
 
 def _capture(step: Step, generator: torch.Generator) -> Callable[[], Tensor]:
+    """Warm up and capture a step as a CUDA graph; return a function that replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -42,6 +42,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def update(self, loss: Tensor) -> None:
+        """Take an optimizer step with clipped gradients, and update the EMA."""
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
@@ -74,7 +75,18 @@ def fit(
 ) -> list[dict]:
     """Train for `steps` or `seconds`, whichever ends first, and return the logged losses.
 
-    The learning-rate schedule ends with it. `step_at(i)` returns the step function for step i.
+    The learning-rate schedule is stretched to the same limit.
+
+    Args:
+        learner: The model and its optimizers.
+        step_at: Returns the function that runs step i and returns its loss.
+        steps: Maximum number of steps.
+        seconds: Time limit.
+        peak_lr: Largest learning rate.
+        name: Name for the progress bar and errors.
+
+    Raises:
+        RuntimeError: If a logged loss is not finite.
     """
     start = time.monotonic()
     log: list[dict] = []

@@ -105,6 +105,7 @@ class PromptPool:
     def batch(
         self, size: int, scene_share: float, t5_length: int, generator: torch.Generator
     ) -> Batch:
+        """Draw images with their tokens; a share `DROP_SHARE` gets the empty prompt."""
         images, rows = self.images(size, scene_share, generator)
         empty = len(self.prompts) - 1
         rows = rows.masked_fill(self._uniform(size, generator) < DROP_SHARE, empty)

@@ -42,6 +42,7 @@ TOY = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = Options(__doc__.splitlines()[0], out="assets/tiny-sd3", time_limit=540.0)
     add = parser.add_argument
     add("--vae-steps", type=int, default=4000)
@@ -66,6 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
+    """Build the small SD3 pipeline with random weights on the device."""
     pipeline = build_tiny_sd3(
         width=args.width,
         layers=args.layers,
@@ -83,6 +85,7 @@ def build_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train the small text-to-image model, evaluate it, and write it with its model card."""
     start = time.monotonic()
     args = parse_args(argv)
     device = torch.device(args.device)

@@ -58,6 +58,7 @@ def train_vae(
 
 
 def reconstruction_loss(decoded: Tensor, images: Tensor) -> Tensor:
+    """Return the L1 error plus weighted errors of edges, squares and hue."""
     error = decoded - images
     edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
     hue = error - error.mean(dim=1, keepdim=True)

@@ -50,8 +50,9 @@ def measure(edits: EditsOnGrey, tries: list[list[Image.Image]]) -> dict[str, flo
     """Return fractions of images that satisfy the rules, and of edits with correct samples.
 
     Returns:
-        `strict`: all rules hold; `asked`: those of the instruction; `kept`: those of the rest of
-        the scene; `strict` by kind of edit; edits with a correct sample, and with both kinds.
+        Fractions of images: `strict`, all rules hold, also for each kind of edit; `asked`, those
+        of the instruction hold; `kept`, those of the rest of the scene hold. Fractions of edits:
+        with at least one correct sample, and with both correct and wrong samples.
     """
     reward = GenEval(detector="shapes", score="strict")
     texts, tasks = [e.text for e, _ in edits], [geneval_task(e) for e, _ in edits]
@@ -85,6 +86,7 @@ def write_card(
     steps: int,
     parameters: dict[str, int],
 ) -> None:
+    """Write the model card README.md: sizes, scores and the command that trained the model."""
     values = {
         "sizes": format_parameters(parameters),
         "half": f"{args.wrong / 2:g}",

@@ -56,6 +56,7 @@ def source_images(edits: list[tuple[Edit, float]]) -> list[Image.Image]:
 
 
 def write(folder: Path, seed: int) -> None:
+    """Write the source images and a JSON Lines file of edits for each split."""
     folder.joinpath("images").mkdir(parents=True)
     for number, (split, count) in enumerate(SIZES.items()):
         edits = draw_edits(split, count, seed + number)
@@ -70,6 +71,7 @@ def write(folder: Path, seed: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Write the dataset to a new directory."""
     parser = ScriptParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("dataset/edits"), help="new directory")
     parser.add_argument("--seed", type=int, default=0)

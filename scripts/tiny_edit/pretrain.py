@@ -37,6 +37,7 @@ TOY = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = Options(__doc__.splitlines()[0], out="assets/tiny-edit", time_limit=300.0)
     add = parser.add_argument
     add("--steps", type=int, default=10**6, help="maximum; the time limit usually ends training")
@@ -124,6 +125,7 @@ def train(args: argparse.Namespace, pipeline: FluxKontextPipeline, end: float) -
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train the small editing model, evaluate it, and write it with its model card."""
     start = time.monotonic()
     args = parse_args(argv)
     device = torch.device(args.device)

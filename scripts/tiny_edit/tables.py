@@ -84,6 +84,7 @@ def tokenize(pipeline: FluxKontextPipeline, texts: list[str]) -> tuple[Tensor, T
 
 @torch.no_grad()
 def encode_all(vae: AutoencoderKL, scenes: list[Scene]) -> Tensor:
+    """Return the packed latents of all scenes on each background grey level."""
     painter = Painter(vae.device)
     shapes, colours = (numbers.to(vae.device) for numbers in encode_scenes(scenes))
     rows = []

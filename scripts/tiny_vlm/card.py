@@ -31,6 +31,7 @@ def write_card(
     batch_size: int,
     parameters: int,
 ) -> None:
+    """Write the model card README.md: size, accuracy and the command that trained the model."""
     by_task = "\n".join(
         f"| greedy, {task.replace('a picture', 'an image')} | {value:.3f} |"
         for task, value in results.greedy_by_task.items()

@@ -14,6 +14,7 @@ DEFAULT_SEED = 7
 
 
 def build(seed: int) -> dict[str, list[AskedQuestion]]:
+    """Draw the questions of each split: some with an image, and sums without one."""
     rng = random.Random(seed)
     sums = [
         AskedQuestion(t.text, None, t.first, t.second, SUM)
@@ -30,6 +31,7 @@ def build(seed: int) -> dict[str, list[AskedQuestion]]:
 
 
 def write(folder: Path, splits: dict[str, list[AskedQuestion]]) -> None:
+    """Write the images and a JSON Lines file of questions for each split."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         lines = []

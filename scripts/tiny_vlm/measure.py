@@ -16,6 +16,8 @@ ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True)
 class AskedQuestion:
+    """A question with its image, if any, and the two addends of its answer."""
+
     text: str
     image: Image.Image | None
     first: int  # first addend of the correct answer

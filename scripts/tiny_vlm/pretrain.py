@@ -31,6 +31,7 @@ TOY = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = Options(__doc__.splitlines()[0], out="assets/tiny-vlm", time_limit=440.0)
     add = parser.add_argument
     add("--steps", type=int, default=6000)
@@ -43,6 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace, model: torch.nn.Module, tables: TokenTables) -> list[dict]:
+    """Train on the log-probabilities of target responses; return the logged losses."""
     device = torch.device(args.device)
     cuda = device.type == "cuda"
     forward = StaticForward(model, tables.length, compiled=cuda)
@@ -72,6 +74,7 @@ def train(args: argparse.Namespace, model: torch.nn.Module, tables: TokenTables)
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train the small VLM, evaluate it, and write it with its model card."""
     start = time.monotonic()
     args = parse_args(argv)
     device = torch.device(args.device)

@@ -41,6 +41,7 @@ class Template:
 
 
 def _templates() -> tuple[Template, ...]:
+    """Return all questions: on one colour, one shape or two shapes, and sums."""
     shapes = range(len(SHAPES))
     colours = [
         Template(f"How many {colour} {SHAPES[s]}?", ONE_COLOUR, s, s, c)

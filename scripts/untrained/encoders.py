@@ -10,6 +10,7 @@ from untrained.vlm import SHAPES
 
 
 def _clip(width: int, layers: int, heads: int) -> dict[str, Any]:
+    """Return the config of a CLIP text encoder."""
     return {
         "vocab_size": 49408,
         "hidden_size": width,
@@ -21,6 +22,7 @@ def _clip(width: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 def _t5_xxl(vocabulary: int) -> dict[str, Any]:
+    """Return the config of a T5-XXL encoder with this vocabulary size."""
     return {
         "vocab_size": vocabulary,
         "d_model": 4096,
@@ -33,6 +35,7 @@ def _t5_xxl(vocabulary: int) -> dict[str, Any]:
 
 
 def _qwen3(width: int, inner: int, tied: bool) -> dict[str, Any]:
+    """Return the config of a Qwen3 text encoder: hidden size, MLP size, tied embeddings."""
     return {
         "vocab_size": 151936,
         "hidden_size": width,
@@ -71,6 +74,7 @@ DERIVED = ("layer_types", "dense_act_fn", "is_gated_act")  # computed from other
 
 
 def check_full_encoder(model: str) -> None:
+    """Raise a UserError if the text encoder of `model` has no published sizes here."""
     if model not in ENCODERS:
         raise UserError(
             f"supports only {', '.join(ENCODERS)}, not {model}",

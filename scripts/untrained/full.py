@@ -59,7 +59,11 @@ WAN22_VAE = {
 
 
 def klein(layers: int, single_layers: int, heads: int, text_width: int) -> FullSizeModel:
-    """Describe a FLUX.2-klein, whose text encoder has narrow layers but all that are read."""
+    """Describe a FLUX.2-klein of these sizes.
+
+    The pipeline reads hidden states of several text layers, so the text encoder keeps all of these
+    layers, with narrow MLPs.
+    """
     transformer = {
         "num_layers": layers,
         "num_single_layers": single_layers,

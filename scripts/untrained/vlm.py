@@ -29,6 +29,7 @@ ROPE_3 = {
 
 
 def _qwen2_5(width: int, inner: int, layers: int, heads: int, kv: int, tied: bool) -> dict:
+    """Return the config of a Qwen2.5-VL with these sizes of its language model."""
     text = {
         "vocab_size": 151936 if tied else 152064,
         "hidden_size": width,
@@ -50,6 +51,7 @@ def _qwen2_5(width: int, inner: int, layers: int, heads: int, kv: int, tied: boo
 
 
 def _qwen3(width: int, inner: int, layers: int, tower: dict[str, Any], tied: bool) -> dict:
+    """Return the config of a Qwen3-VL; `tower` has the sizes of the vision tower."""
     text = {
         "vocab_size": 151936,
         "hidden_size": width,
@@ -120,6 +122,7 @@ def build(name: str, device: torch.device, dtype: torch.dtype, **text: Any) -> n
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context manager that sets torch's default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -35,7 +35,7 @@ from flow_grpo.diffusion.session import build_session
 from flow_grpo.errors import UserError
 from flow_grpo.perf.compile_utils import missing_compile_dependency
 from flow_grpo.training.accelerator import choose_device
-from flow_grpo.vlm import plan as vlm_plan
+from flow_grpo.vlm import config_checks as vlm_checks
 from flow_grpo.vlm import presets as vlm_presets
 from flow_grpo.vlm.fields import VLM_SPEC
 
@@ -467,17 +467,15 @@ def test_small_question_files_are_checked_before_slow_imports(tmp_path):
     rows.write_text('{"question": "a", "answer": "b"}\n' * 12)
     config.dataset = str(rows)
     with pytest.raises(UserError, match=r"questions, .*sample\.questions_per_epoch=12$"):
-        vlm_plan.preflight_check(VLM_SPEC.check(config))
+        vlm_checks.preflight_check(VLM_SPEC.check(config))
     config.input_key = "prompt"
     with pytest.raises(UserError, match=r"rows\.jsonl:1 .*'prompt' \(input_key\)"):
-        vlm_plan.preflight_check(VLM_SPEC.check(config))
+        vlm_checks.preflight_check(VLM_SPEC.check(config))
 
 
 def test_preflight_checks_import_no_heavy_package():
     heavy = "[m for m in ('torch', 'transformers', 'diffusers', 'pyarrow') if m in sys.modules]"
-    code = (
-        "import sys, flow_grpo.diffusion.config_checks, flow_grpo.vlm.plan, flow_grpo.vlm.questions"
-    )
+    code = "import sys, flow_grpo.diffusion.config_checks, flow_grpo.vlm.config_checks"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print({heavy})"], capture_output=True, text=True, cwd=ROOT
     )
@@ -488,4 +486,4 @@ def test_a_missing_question_file_is_reported_early():
     config = vlm_presets.get_config("tiny_vlm")
     config.dataset = "dataset/no"
     with raises_user_error(field="dataset", value="dataset/no"):
-        vlm_plan.preflight_check(VLM_SPEC.check(config))
+        vlm_checks.preflight_check(VLM_SPEC.check(config))

@@ -20,7 +20,7 @@ from flow_grpo.data.hub import download_revision
 from flow_grpo.diffusion.config_checks import check_config
 from flow_grpo.diffusion.fields import get_config
 from flow_grpo.errors import UserError
-from flow_grpo.training.accelerator import build_accelerator
+from flow_grpo.training.builder import build_accelerator
 from flow_grpo.training.optimizer import build_lr_schedule, offload_optimizer_state
 
 DOWNLOAD = """

@@ -10,12 +10,8 @@ from hypothesis import strategies as st
 from user_errors import raises_user_error
 
 from flow_grpo.diffusion import presets
-from flow_grpo.diffusion.plan import (
-    BatchPlan,
-    evaluation_memory_options,
-    largest_divisor,
-    training_memory_options,
-)
+from flow_grpo.diffusion.builders import evaluation_memory_options, training_memory_options
+from flow_grpo.diffusion.plan import BatchPlan, largest_divisor
 from flow_grpo.errors import OutOfMemory, UserError
 from flow_grpo.training.builder import suggest_on_oom
 from flow_grpo.training.plan import count_processes

@@ -376,10 +376,10 @@ def test_changed_environment_options_prevent_a_resume(settings, tmp_path, other)
     config.environment_options = {"tool": False, "box": (1, 2)}
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text(json.dumps(to_json(check_config(config))))
-    check_same_goal(config)
+    check_same_goal(to_json(config))
     config.environment_options = ConfigDict(other)
     with raises_user_error("environment_options="):
-        check_same_goal(config)
+        check_same_goal(to_json(config))
 
 
 def test_missing_rewards_are_counted_and_the_run_continues(settings, tmp_path):

@@ -411,8 +411,8 @@ def test_an_invalid_tensor_parallel_size_is_rejected_before_loading(tmp_path, mo
     fields = {"sample.engine": "vllm", "sample.vllm_tensor_parallel": 2}
     config = VLM_SPEC.check(vlm_runs.make_config(**fields))
     with raises_user_error("(1)", field="sample.vllm_tensor_parallel", value=2):
-        build_plan(config, 1)
-    build_plan(config, 4)
+        build_plan(config.sample, config.train, 1)
+    build_plan(config.sample, config.train, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # on each of four nodes
     with raises_user_error("(1)", field="sample.vllm_tensor_parallel", value=2):
-        build_plan(config, 4)
+        build_plan(config.sample, config.train, 4)

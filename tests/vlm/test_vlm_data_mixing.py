@@ -14,8 +14,9 @@ from user_errors import raises_user_error
 from flow_grpo.data.mixing import set_indices
 from flow_grpo.data.questions import QuestionLayout
 from flow_grpo.data.rows import read_file
+from flow_grpo.vlm.config_checks import preflight_check
 from flow_grpo.vlm.fields import VLM_SPEC, get_config
-from flow_grpo.vlm.plan import VlmBatchPlan, build_plan, preflight_check
+from flow_grpo.vlm.plan import VlmBatchPlan, build_plan
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.questions import build_questions
 from flow_grpo.vlm.rollout import Rollout
@@ -203,7 +204,7 @@ def test_an_eval_dataset_replaces_the_test_split(tmp_path):
     config = get_config()
     config.dataset, config.eval_dataset = str(train), f"{other}@test,{train}"
     config.sample.questions_per_epoch = 10
-    plan = build_plan(config, 1)
+    plan = build_plan(config.sample, config.train, 1)
     with raises_user_error("--config.eval_answer_key"):
         config.eval_input_key = "text"
         build_questions(config, plan)

@@ -84,7 +84,8 @@ def translate_fields(
         chosen: Those that already have a value, which a translation does not override.
 
     Returns:
-        Our settings and values for each of them; empty for one that has to be omitted.
+        By setting of `given`, the settings and values to use instead; empty if it has to be
+        omitted. Settings that need no translation, or have none, are left out.
     """
     named = (given.get(name) for name in ("custom_rewards", "reward_servers"))
     custom = [
@@ -100,7 +101,13 @@ def translate_fields(
 
 
 def _translate_field(field: str, value: Any, custom: Container[str]) -> dict[str, Any] | None:
-    """Return our settings and values, or None; names of custom rewards are not translated."""
+    """Return the settings to use instead, {} to omit `field`, or None if it has no translation.
+
+    Args:
+        field: A setting of Flow-GRPO or of an earlier version.
+        value: Its value.
+        custom: Names of custom rewards, which are not translated.
+    """
     if field in UNSUPPORTED_FIELDS or field in REMOVED_FIELDS:
         return {}
     if field in RENAMED_FIELDS:

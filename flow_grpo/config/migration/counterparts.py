@@ -27,8 +27,9 @@ class Counterpart:
     Attributes:
         setting: Our setting; empty if there is none.
         note: Why there is none, and what to do instead.
-        values: Their values, mapped to ours or to several of our settings; None keeps the value.
-        derived: The project's `derive` computes our value, from several of their settings.
+        values: Its values, mapped to values of `setting` or to several of our settings; None keeps
+            the value.
+        derived: Whether the project's `derive` computes our value, from several of its settings.
         ignored: Values that change nothing here and need not be reported.
     """
 
@@ -45,7 +46,7 @@ def to(setting: str, values: Mapping[Any, Any] | None = None) -> Counterpart:
 
 
 def derived(setting: str) -> Counterpart:
-    """Return a counterpart whose value depends on several of their settings."""
+    """Return a counterpart whose value depends on several settings of the other trainer."""
     return Counterpart(setting, derived=True)
 
 
@@ -69,7 +70,7 @@ class Project:
         keys: Each of its settings.
         groups: Patterns of settings without a counterpart, with the reason.
         defaults: Its defaults, which apply to settings that are not given.
-        derive: Returns our settings that depend on several of its settings.
+        derive: Computes our settings that depend on several of its settings together.
         programs: Modules and scripts that identify its command lines.
         page: Its page below docs/migrating.
     """
@@ -191,7 +192,7 @@ def value_of(values: Mapping[str, Any], name: str, default: float = 0) -> float:
 
 
 def ratio(values: Mapping[str, Any], above: Sequence[str], below: Sequence[str]) -> int:
-    """Return a product of settings divided by another, at least 1; 0 if one is missing."""
+    """Return prod(above) / prod(below), rounded and at least 1; 0 if a setting is missing or 0."""
     top = math.prod(value_of(values, name) for name in above)
     bottom = math.prod(value_of(values, name) for name in below)
     return max(1, round(top / bottom)) if top and bottom else 0

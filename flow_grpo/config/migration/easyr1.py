@@ -228,7 +228,7 @@ DEFAULTS = {  # examples/config.yaml
 
 
 def derive(given: Mapping[str, Any]) -> Settings:
-    """Return our settings that depend on several of EasyR1's."""
+    """Compute our settings that depend on several of EasyR1's settings together."""
     ours = _derive_update(given)
     ours |= datasets_of(given["data.train_files"], given.get("data.val_files"))
     ours["log_with"] = trackers_of(given["trainer.logger"])
@@ -249,6 +249,7 @@ def derive(given: Mapping[str, Any]) -> Settings:
 
 
 def _derive_update(given: Mapping[str, Any]) -> Settings:
+    """Return the settings of the KL penalty, updates, LoRA, Adam and vLLM."""
     ours: Settings = {}
     if given["algorithm.disable_kl"]:
         ours["train.beta"] = 0.0

@@ -196,7 +196,7 @@ DEFAULTS = {
 
 
 def derive(given: Mapping[str, Any]) -> Settings:
-    """Return our settings that depend on several options."""
+    """Compute our settings that depend on several options together."""
     low, high = given["adam_betas"]
     ours: Settings = {
         "train.adam_beta1": float(low),
@@ -237,6 +237,7 @@ def derive(given: Mapping[str, Any]) -> Settings:
 
 
 def _derive_data(given: Mapping[str, Any]) -> Settings:
+    """Return the settings of the dataset mixture, question format and image sizes."""
     ours: Settings = {}
     sets = [each for each in str(given.get("prompt_data") or "").split(",") if each]
     shares = str(given.get("prompt_data_probs") or "").split(",")
@@ -254,6 +255,7 @@ def _derive_data(given: Mapping[str, Any]) -> Settings:
 
 
 def _derive_run(given: Mapping[str, Any]) -> Settings:
+    """Return the run name and directory, the trackers and the number of GPUs."""
     ours: Settings = {}
     folder, name = os.path.split(str(given.get("save_path") or "").rstrip("/"))
     if name := given.get("wandb_run_name") or name:

@@ -148,7 +148,7 @@ DEFAULTS = {
 
 
 def derive(given: Mapping[str, Any]) -> Settings:
-    """Return our settings that depend on several of theirs."""
+    """Compute our settings that depend on several of its settings together."""
     ours = {**derive_common(given), **_derive_batches(given), **_derive_rewards(given)}
     if f"{ACTOR}.use_kl_loss" in given or f"{ACTOR}.kl_loss_coef" in given:
         is_used = given.get(f"{ACTOR}.use_kl_loss", True)

@@ -91,6 +91,7 @@ def read_python_config(path: Path, preset: str) -> PythonConfig:
 
 
 def _functions(path: Path) -> dict[str, ast.FunctionDef | None]:
+    """Parse a Python file and return its top-level functions by name."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UserError(f"is larger than {MAX_FILE_BYTES} bytes", field=path)
@@ -134,6 +135,7 @@ class _Reader:
         return Section("")
 
     def _execute(self, statement: ast.stmt, variables: dict[str, Any]) -> None:
+        """Evaluate an assignment; update the settings or `variables`. Imports are ignored."""
         if isinstance(statement, ast.Assert | ast.Import | ast.Pass):
             return
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -205,6 +207,7 @@ class _Reader:
         return self.settings[name]
 
     def _binary(self, node: ast.BinOp, variables: dict[str, Any]) -> Any:
+        """Return the value of arithmetic on numbers or of a string concatenation."""
         left, right = self.evaluate(node.left, variables), self.evaluate(node.right, variables)
         both_numbers = all(isinstance(each, int | float) for each in (left, right))
         both_text = isinstance(node.op, ast.Add) and type(left) is type(right) is str
@@ -213,6 +216,7 @@ class _Reader:
         return OPERATORS[type(node.op)](left, right)
 
     def _call_of(self, node: ast.Call, variables: dict[str, Any]) -> Any:
+        """Return the value of a call: a preset function, `base.get_config` or a known function."""
         name = _dotted(node.func)
         if name in self.functions and not node.args:
             return self.call(name)

@@ -171,7 +171,7 @@ REWARDS = {  # trl/scripts/grpo.py: reward_funcs_registry
 
 
 def derive(given: Mapping[str, Any]) -> Settings:
-    """Return our settings that depend on several options, for one process."""
+    """Compute our settings that depend on several options together, for one process."""
     low = given["epsilon"]
     ours: Settings = {"train.clip_low": low, "train.clip_high": given.get("epsilon_high") or low}
     accumulation = value_of(given, "gradient_accumulation_steps", 1)

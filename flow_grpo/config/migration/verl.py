@@ -214,7 +214,7 @@ DEFAULTS = {
 
 
 def derive_common(given: Mapping[str, Any]) -> Settings:
-    """Return our settings that depend on several of verl's, for every trainer of it."""
+    """Compute our settings that depend on several of verl's together, for all of its trainers."""
     ours = datasets_of(given.get("data.train_files"), given.get("data.val_files"))
     if "trainer.logger" in given:
         ours["log_with"] = trackers_of(given["trainer.logger"])
@@ -242,7 +242,7 @@ def derive_common(given: Mapping[str, Any]) -> Settings:
 
 
 def derive(given: Mapping[str, Any]) -> Settings:
-    """Return our settings that depend on several of verl's."""
+    """Compute our settings that depend on several of verl's settings together."""
     ours = derive_common(given)
     if updates := ratio(given, ["data.train_batch_size"], [f"{ACTOR}.ppo_mini_batch_size"]):
         ours["train.updates_per_epoch"] = updates

@@ -161,7 +161,7 @@ def gardo_gate(scored: ScoredSamples, share: float) -> np.ndarray:
     """Return which samples GARDO applies the KL to, (N,) bool (He et al. 2025, arXiv 2512.24138).
 
     Args:
-        scored: Rewards of the epoch; those of weight 0 are the second opinion.
+        scored: Rewards of the epoch; those of weight 0 are not trained, and serve for comparison.
         share: Fraction of the samples to select at most: those that the training reward ranks
             furthest above their mean rank by the rewards of weight 0.
     """

@@ -188,6 +188,11 @@ class Algorithm:
         """Number of samples that one update trains on one process, given ones included."""
         return self.setup.update_samples + self.setup.given_samples
 
+    @property
+    def given_share(self) -> float:
+        """Fraction of the trained samples that are images given by `preferences`."""
+        return self.setup.given_samples / self.trained_samples
+
     def batches(self, update: list[Batch], size: int) -> list[Batch]:
         """Return the micro-batches to train in an update, by default those of the rollout.
 

@@ -7,8 +7,8 @@ images in general.
 
 Sources: jacklishufan/diffusion-kto, train_kto_sd_v1.5.py, lines 1440 to 1493 (`halo="sigmoid"`,
 `bce_offset="none"`; beta 1000, both weights 1, as the arguments' defaults). There z0 is the mean
-over the batch and all processes in one forward pass; here over the update, which takes one more pass
-without gradients, so that it depends neither on the batch size nor on the number of processes.
+over the batch and all processes in one forward pass; here over the update, which takes one more
+pass without gradients, so that it depends neither on the batch size nor on the number of processes.
 Online, a sample is liked if its reward is above the mean of its group.
 """
 

@@ -152,6 +152,7 @@ class _Layer:
 
 
 def _family_keys(family: str, where: str | Path) -> LoraKeys:
+    """Return the layer names of a family; raise a UserError if it is not supported."""
     if family not in FAMILY_KEYS:
         raise UserError(
             f"cannot be converted between the formats of diffusers and ComfyUI for {family}",

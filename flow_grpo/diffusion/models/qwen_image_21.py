@@ -111,8 +111,15 @@ class QwenImage21Adapter(QwenImageAdapter):
     def run_transformer(
         self, transformer: nn.Module, latents: Tensor, timestep: Tensor, text: Tensor, **cache: Any
     ) -> Tensor:
-        """Return the velocity of one sample as tokens, (1, HW, C), from latents (1, C, H, W),
-        timestep (1,) and text (1, L, D)."""
+        """Return the velocity of one sample as tokens, (1, HW, C).
+
+        Args:
+            transformer: The transformer, possibly wrapped.
+            latents: (1, C, H, W).
+            timestep: (1,).
+            text: Text embeddings, (1, L, D).
+            **cache: Arguments of the KV cache of the text.
+        """
         (height, width), length = latents.shape[2:], text.shape[1]
         # The image follows the text; the mask counts it in groups of four tokens.
         is_image = torch.arange(length + height * width // 4, device=latents.device) >= length

@@ -1,5 +1,8 @@
-"""How well an edited image preserves its source: SSIM (Wang et al., 2004), which needs no model, or
-the similarity of CLIP or DINOv2 features. Changes inside a mask are ignored."""
+"""Score how well an edited image preserves its source, outside an optional mask.
+
+The score is SSIM (Wang et al., 2004), which needs no model, or the similarity of CLIP or DINOv2
+features.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

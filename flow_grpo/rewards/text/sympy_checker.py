@@ -30,8 +30,8 @@ class CheckRequest(NamedTuple):
     """A request to a worker. Without an answer, it checks if the ground truth can be parsed."""
 
     answer: str | None
-    truth: str
-    seconds: float  # CPU time for each of the two
+    truth: str  # the ground truth
+    seconds: float  # CPU time limit for each of `answer` and `truth`
 
 
 class CpuTimeExceeded(BaseException):

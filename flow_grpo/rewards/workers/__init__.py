@@ -1,5 +1,7 @@
-"""Daemon threads: unlike those of `concurrent.futures`, they do not keep a trainer from exiting
-while a scorer hangs."""
+"""Daemon threads and an event loop for scorers, which never delay the exit of the trainer.
+
+The threads of `concurrent.futures` would, while a scorer hangs.
+"""
 
 import asyncio
 import functools

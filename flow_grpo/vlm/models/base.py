@@ -97,9 +97,9 @@ class Family:
         return DynamicCache()
 
     def complete_chat(self, chat: str, clips: Sequence[FrameSelection]) -> str:
-        """Complete a rendered template as the model's own processor would.
+        """Return a rendered chat template with the text that the model's processor adds to it.
 
-        Afterwards a video may have several placeholders.
+        Some processors replace the placeholder of a video by several ones with timestamps.
         """
         return chat
 

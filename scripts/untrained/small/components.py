@@ -58,6 +58,7 @@ def clip_tokenizer(words: list[str] | None = None, max_length: int = 32) -> CLIP
 
 
 def clip_config(tokenizer: CLIPTokenizer, width: int, layers: int) -> CLIPTextConfig:
+    """Return the config of a small CLIP text encoder for this tokenizer."""
     return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -84,7 +85,10 @@ def t5_tokenizer(words: Iterable[str] = ()) -> T5Tokenizer:
 
 
 def qwen_sizes(tokenizer: Qwen2Tokenizer, width: int, layers: int) -> dict[str, int]:
-    """Return config fields with narrow inner layers: some pipelines need 27 wide layers."""
+    """Return config fields of a Qwen text encoder.
+
+    Attention and MLP are narrow whatever the hidden size, because some pipelines need 27 layers.
+    """
     return dict(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -97,6 +101,7 @@ def qwen_sizes(tokenizer: Qwen2Tokenizer, width: int, layers: int) -> dict[str, 
 
 
 def t5_sizes(width: int, layers: int) -> dict[str, int]:
+    """Return config fields of a small T5 encoder."""
     return dict(d_model=width, d_kv=16, d_ff=2 * width, num_layers=layers, num_heads=2)
 
 

@@ -1,0 +1,295 @@
+"""Given responses: demonstrations, preference pairs and rated responses of language models.
+
+A row has a prompt and what training compares (TRL's dataset types, docs/source/dataset_formats.md):
+
+| rows            | columns                                                        |
+|-----------------|----------------------------------------------------------------|
+| demonstration   | `completion` or `response`, or a chat that ends with a response |
+| preference pair | `chosen` and `rejected`                                        |
+| rated response  | a demonstration with a boolean `label`                         |
+
+The prompt is text or a chat in `messages`, `conversations`, `prompt`, `question`, `problem` or
+LMM-R1's `message`, with images and videos as in questions. Responses are text or a list of turns
+that ends with an assistant turn; the turns before it are the prompt if no column has one.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+from flow_grpo.data.chats import (
+    ASSISTANT,
+    IMAGE_PLACEHOLDER,
+    USER,
+    VIDEO_PLACEHOLDER,
+    Chat,
+    Turn,
+    parse_chat,
+)
+from flow_grpo.data.columns import is_conversation, is_empty
+from flow_grpo.data.images import first_nonempty_column
+from flow_grpo.data.questions import (
+    CHAT_COLUMN,
+    MAX_QUESTION,
+    Question,
+    QuestionLayout,
+    load_split,
+    resolve_media,
+)
+from flow_grpo.data.rows import Row, check_text, join_with_or
+from flow_grpo.errors import UserError
+
+PROMPT_COLUMNS = (CHAT_COLUMN, "messages", "conversations", "prompt", "question", "problem")
+RESPONSE_COLUMNS = ("completion", "response")
+CHOSEN, REJECTED, LABEL = "chosen", "rejected", "label"
+# what training reads: demonstrations, pairs, or responses with a label
+ResponseKind = Literal["demonstrations", "pairs", "ratings"]
+RESPONSE_KINDS: tuple[ResponseKind, ...] = get_args(ResponseKind)
+logger = logging.getLogger("flow_grpo")
+
+
+@dataclass(frozen=True)
+class GivenResponse(Question):
+    """A question with a response, or with a preferred and a rejected one."""
+
+    response: str = ""  # the preferred one of a pair
+    rejected: str | None = None  # None unless the row is a pair
+    liked: bool = True
+
+    @property
+    def responses(self) -> tuple[str, ...]:
+        """The response, or the preferred and the rejected one."""
+        return (self.response,) if self.rejected is None else (self.response, self.rejected)
+
+
+@dataclass(frozen=True)
+class ResponseLayout(QuestionLayout):
+    """Row layout of given responses; see the module's docstring.
+
+    Args:
+        response: Column of the response; "" for the first of `RESPONSE_COLUMNS`.
+        kind: What training reads.
+    """
+
+    noun: ClassVar[str] = "response"
+    required: ClassVar[str] = "a prompt and a response"
+
+    response: str = ""
+    kind: ResponseKind = "demonstrations"
+
+    def parse(self, row: Row, folder: Path, where: str) -> GivenResponse:
+        """Convert a row to a given response; see `RowLayout.parse`."""
+        image_column, video_column, images, videos = self.find_media(row, where)
+        name = first_nonempty_column(row, self._resolve(self.text, PROMPT_COLUMNS))
+        if self.text and name is None:
+            raise UserError(
+                f"has no column {self.text!r} (input_key), only {', '.join(row)}", field=where
+            )
+        prompt = _parse_prompt(row[name], f'{where}: "{name}"') if name else Chat([])
+        used = {name, image_column, video_column, self.answer, self.answer.partition(".")[0]}
+        rejected, liked = None, True
+        if not is_empty(row.get(CHOSEN)) or not is_empty(row.get(REJECTED)):
+            prompt, response, rejected = _parse_pair(row, prompt, name, where)
+            used |= {CHOSEN, REJECTED}
+        elif self.kind == "pairs":
+            raise UserError(
+                f"needs the columns {CHOSEN} and {REJECTED}, got {', '.join(row)}", field=where
+            )
+        else:
+            column = first_nonempty_column(row, self._resolve(self.response, RESPONSE_COLUMNS))
+            response = self._parse_response(row, prompt, column, where)
+            used.add(column)
+            if self.kind == "ratings" or isinstance(row.get(LABEL), bool):
+                liked = _parse_label(row, where)
+                used.add(LABEL)
+        text = _check_prompt(prompt, name or CHOSEN, where)
+        self.reject_unused(row, used, where)
+        prompt.add_columns(images, videos, where)
+        _show_media_first(prompt)
+        shown = "".join(turn.text for turn in prompt.turns)
+        image_sources, video_sources = resolve_media(prompt, row, shown, folder, where)
+        answer = row.get(self.answer, "") if self.answer else ""
+        answer = str(answer) if isinstance(answer, str | int | float) else ""
+        return GivenResponse(
+            prompt.turns[-1].text,
+            image_sources,
+            answer,
+            {"question": text, "answer": answer},
+            where,
+            prompt.system,
+            video_sources,
+            tuple(prompt.turns[:-1]),
+            response=response,
+            rejected=rejected,
+            liked=liked,
+        )
+
+    def _parse_response(self, row: Row, prompt: Chat, column: str | None, where: str) -> str:
+        """Return the response in `column`, or remove and return the last turn of the prompt."""
+        in_chat = bool(prompt.turns) and prompt.turns[-1].role == ASSISTANT
+        if column is not None and in_chat:
+            raise UserError(
+                f'has a response in its chat and in column "{column}"',
+                field=where,
+                hint=f"remove one, or set --config.metadata_columns={column}",
+            )
+        if in_chat:
+            response = prompt.turns.pop().text
+            check_text(response, "assistant turn", where, MAX_QUESTION)
+            return response
+        if column is None:
+            wanted = f"column {self.response!r} (response_key)"
+            if not self.response:
+                wanted = f"column {join_with_or(RESPONSE_COLUMNS)}, and no chat ends with one"
+            raise UserError(
+                f"has no response: no {wanted}",
+                field=where,
+                hint=f"set --config.response_key to one of its columns: {', '.join(row)}",
+            )
+        before, response = _split_response(row[column], column, where)
+        if before:
+            raise UserError(
+                f'has a prompt in column "{column}"', field=where, hint="move it to the prompt"
+            )
+        return response
+
+
+def load_responses(source: str, layout: ResponseLayout) -> list[GivenResponse]:
+    """Load the training rows of a dataset, converted to what `layout.kind` needs.
+
+    Pairs become a liked and a disliked response for ratings. Demonstrations are the preferred and
+    the liked responses; how many others there were is logged.
+    """
+    rows = load_split(source, "train", layout)
+    kept = [each for row in rows for each in _convert(row, layout.kind)]
+    if left_out := len(rows) - len(kept):
+        logger.info("%s: leaving out %d disliked of %d responses", source, left_out, len(rows))
+    if not kept:
+        raise UserError(
+            f"has no liked response among its {len(rows)} rows", field="dataset", value=source
+        )
+    return kept
+
+
+def _convert(row: GivenResponse, kind: ResponseKind) -> Iterator[GivenResponse]:
+    """Yield what a row contributes to data of this kind."""
+    if kind == "pairs":
+        yield row
+    elif kind == "ratings" and row.rejected is not None:
+        yield replace(row, rejected=None)
+        yield replace(row, response=row.rejected, rejected=None, liked=False)
+    elif kind == "ratings" or row.liked:
+        yield replace(row, rejected=None)
+
+
+def _parse_prompt(value: Any, where: str) -> Chat:
+    """Return the chat in a prompt column; text is a user turn."""
+    if isinstance(value, list) or is_conversation(value):
+        return parse_chat(value, where)
+    if not isinstance(value, str):
+        raise UserError(f"needs text or a list of turns, got {value!r:.80}", field=where)
+    return Chat([Turn(USER, value)])
+
+
+def _split_response(value: Any, column: str, where: str) -> tuple[list[Turn], str]:
+    """Return the turns before a response, and the response; it is text or a list of turns."""
+    if not isinstance(value, list) and not is_conversation(value):
+        check_text(value, column, where, MAX_QUESTION)
+        return [], value
+    turns = parse_chat(value, f'{where}: "{column}"').turns
+    if not turns or turns[-1].role != ASSISTANT:
+        raise UserError("must end with an assistant turn", field=f'{where}: "{column}"')
+    check_text(turns[-1].text, column, where, MAX_QUESTION)
+    return turns[:-1], turns[-1].text
+
+
+def _parse_pair(row: Row, prompt: Chat, name: str | None, where: str) -> tuple[Chat, str, str]:
+    """Return the prompt of a pair, the preferred and the rejected response."""
+    given = {column: row.get(column) for column in (CHOSEN, REJECTED)}
+    is_text = all(isinstance(v, str) and not is_conversation(v) for v in given.values())
+    if is_text and not prompt.turns:
+        prompt, given = _split_common_prompt(given, where)
+    before, chosen = _split_response(given[CHOSEN], CHOSEN, where)
+    before_rejected, rejected = _split_response(given[REJECTED], REJECTED, where)
+    if before != before_rejected:
+        raise UserError(f"has different prompts in {CHOSEN} and {REJECTED}", field=where)
+    if before and not prompt.turns:
+        prompt = parse_chat(given[CHOSEN], f'{where}: "{CHOSEN}"')
+        prompt.turns.pop()
+    elif before and before != prompt.turns:
+        raise UserError(f'has different prompts in "{name}" and {CHOSEN}', field=where)
+    if chosen == rejected:
+        raise UserError(
+            f"has equal responses in {CHOSEN} and {REJECTED}: {chosen!r:.80}",
+            field=where,
+            hint="remove the row",
+        )
+    return prompt, chosen, rejected
+
+
+def _split_common_prompt(given: dict[str, str], where: str) -> tuple[Chat, dict[str, str]]:
+    """Split two texts into their common start, up to a space, and two responses.
+
+    This is TRL's implicit prompt of the standard format (trl/data_utils.py, extract_prompt), which
+    may also split a word.
+    """
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(*given.values(), strict=False))
+    common = re.sub(r"\S*$", "", "".join(character for character, _ in equal)).rstrip()
+    if not common:
+        raise UserError(
+            f"has no prompt, and {CHOSEN} and {REJECTED} have no common start",
+            field=where,
+            hint=f"add a column {join_with_or(PROMPT_COLUMNS)}",
+        )
+    rest = {name: text.removeprefix(common).lstrip() for name, text in given.items()}
+    return Chat([Turn(USER, common)]), rest
+
+
+def _parse_label(row: Row, where: str) -> bool:
+    """Return the label of a rated response, which must be a boolean."""
+    label = row.get(LABEL)
+    if not isinstance(label, bool):
+        raise UserError(
+            f'needs true or false in column "{LABEL}", got {label!r:.80}',
+            field=where,
+            hint="true: the response is liked",
+        )
+    return label
+
+
+def _check_prompt(prompt: Chat, name: str, where: str) -> str:
+    """Return the last user turn; reject a missing prompt, and one that is not user's turn."""
+    if not prompt.turns:
+        raise UserError(
+            f"has no prompt: no column {join_with_or(PROMPT_COLUMNS)}, and no turn before the "
+            "response",
+            field=where,
+            hint="add one, or set --config.input_key",
+        )
+    if prompt.turns[0].role != USER or prompt.turns[-1].role != USER:
+        roles = ", ".join(turn.role for turn in prompt.turns)
+        raise UserError(
+            f"has a prompt with the turns {roles}, but it must start and end with a user turn",
+            field=where,
+        )
+    for turn in prompt.turns:
+        check_text(turn.text, name, where, MAX_QUESTION)
+    check_text(prompt.system, name, where, MAX_QUESTION, allow_blank=True)
+    return prompt.turns[-1].text
+
+
+def _show_media_first(prompt: Chat) -> None:
+    """Write placeholders into the first of several turns, if there are none."""
+    if len(prompt.turns) == 1:
+        return
+    for placeholder, count in (
+        (IMAGE_PLACEHOLDER, len(prompt.images)),
+        (VIDEO_PLACEHOLDER, len(prompt.videos)),
+    ):
+        if not any(placeholder in turn.text for turn in prompt.turns):
+            first = prompt.turns[0]
+            prompt.turns[0] = first._replace(text=placeholder * count + first.text)
