@@ -10,7 +10,7 @@ trained.
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -124,25 +124,29 @@ def check_given_rows(
 class GivenImages:
     """The given images of a run, as micro-batches of its updates."""
 
-    def __init__(self, rows: list[GivenRow], policy: Policy, plan: BatchPlan, seed: int) -> None:
-        self.rows, self._policy, self._plan, self._seed = rows, policy, plan, seed
+    def __init__(self, rows: list[GivenRow], policy: Policy, seed: int) -> None:
+        self.rows, self._policy, self._seed = rows, policy, seed
         self._latents = ImageLatents(policy)
         self._order = lru_cache(maxsize=2)(self._permutation)
 
-    @cached_property
-    def prompts(self) -> list[Prompt]:
-        """The prompt of each row."""
-        return [row.prompt for row in self.rows]
+    def batches(self, plan: BatchPlan, epoch: int, update: int, process: int) -> list[Batch]:
+        """Return a process's micro-batches of an update.
 
-    def batches(self, epoch: int, update: int, process: int) -> list[Batch]:
-        """Return a process's micro-batches of an update of an epoch (counted without passes)."""
-        plan = self._plan
-        count = plan.given_rows * plan.num_processes
-        own = update * count + process * plan.given_rows + np.arange(plan.given_rows)
-        rows = [self._row(epoch * count * plan.updates_per_pass + each) for each in own.tolist()]
+        Args:
+            plan: The plan of the epoch.
+            epoch: The epoch, from 0.
+            update: Index of the update among those of a pass over the epoch.
+            process: Rank of the process.
+        """
+        per_update = plan.given_rows * plan.num_processes
+        first = update * per_update + process * plan.given_rows
+        positions = np.arange(first, first + plan.given_rows)
+        offset = epoch * per_update * plan.updates_per_pass
         size = max(1, plan.train_batch_size // plan.images_per_row)
-        parts = [slice(start, start + size) for start in range(0, len(rows), size)]
-        return [self._batch(rows[part], own[part]) for part in parts]
+        return [
+            self._batch(plan, [self._row(offset + each) for each in part.tolist()], part)
+            for part in (positions[i : i + size] for i in range(0, len(positions), size))
+        ]
 
     def _row(self, position: int) -> GivenRow:
         """Return the row at a position of the endless sequence of passes."""
@@ -153,9 +157,9 @@ class GivenImages:
         rng = numpy_rng(self._seed, Stream.PREFERENCES, number)
         return rng.permutation(len(self.rows)).tolist()
 
-    def _batch(self, rows: list[GivenRow], position: np.ndarray) -> Batch:
+    def _batch(self, plan: BatchPlan, rows: list[GivenRow], position: np.ndarray) -> Batch:
         """Return rows as samples; `position` is that of each row in the epoch, (rows,)."""
-        plan, each = self._plan, self._plan.images_per_row
+        each = plan.images_per_row
         final = self._latents.encode(_flatten(row.images for row in rows))
         empty = final.new_zeros(len(final), 0)
         conditioning = self._policy.denoiser.encode(

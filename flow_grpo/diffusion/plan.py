@@ -235,6 +235,18 @@ class OfflinePlan(BatchPlan):
             replace(other, **{name: getattr(self, name) for name in unused})
         )
 
+    def smallest(self, num_processes: int) -> "OfflinePlan":
+        """Return a plan of one update with the same batches, for a dry run."""
+        accumulated = min(2, self.accumulation_steps)  # whole pairs, as the plan has
+        return replace(
+            self,
+            num_processes=num_processes,
+            batches_per_epoch=accumulated,
+            accumulation_steps=accumulated,
+            inner_epochs=1,
+            given_rows=self.train_batch_size * accumulated // self.images_per_row,
+        )
+
     def check_whole_groups(self, algorithm: str) -> None:
         """Raise a UserError unless each process trains whole pairs in an update."""
         if self.samples_per_update % self.images_per_row:

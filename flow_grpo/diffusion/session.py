@@ -114,7 +114,7 @@ class Session(BaseSession):
         """Return this process's micro-batches of given images of an update of an epoch."""
         if self.given is None:
             return []
-        return self.given.batches(epoch, update, self.accelerator.process_index)
+        return self.given.batches(self.plan, epoch, update, self.accelerator.process_index)
 
     def test_set_names(self) -> list[str]:
         """Return the prompt set of each test prompt; empty if there is only one set."""
@@ -229,7 +229,7 @@ def build_session(
             rollout_gradients=rollout_gradients,
         )
         if given:
-            session.given = GivenImages(given, policy, plan, config.seed)
+            session.given = GivenImages(given, policy, config.seed)
         if data.anchor_images:
             weight = config.anchors.data_weight
             session.data_anchor = DataAnchor(data.anchor_images, policy, weight)
@@ -470,6 +470,8 @@ def build_algorithm(config: UncheckedConfig | DiffusionConfig) -> Algorithm:
 def _add_given_samples(algorithm: Algorithm, share: float) -> Algorithm:
     """Return the algorithm with given images as a `share` of what an update trains."""
     images_per_row = 2 if algorithm.given == "pairs" else 1
+    if not algorithm.trained_samples:  # groups are larger than an update, which the plan rejects
+        return algorithm
     rows = given_rows_per_update(share, algorithm.trained_samples, images_per_row)
     setup = replace(algorithm.setup, given_samples=rows * images_per_row)
     return type(algorithm)(algorithm.settings, setup)
