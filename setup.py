@@ -52,6 +52,7 @@ setup(
     package_data={
         "flow_grpo.benchmarks": ["protocols.toml"],
         "flow_grpo.report": ["*.html", "*.css", "scripts/*.js"],
+        "flow_grpo.votes": ["*.html", "*.css", "*.js"],
         "reward_server": ["openapi.json"],
     },
     cmdclass={"build_py": BuildWithShared},

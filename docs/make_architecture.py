@@ -17,6 +17,7 @@ PACKAGES = {
     "scripts": "training loops and tools",
     "api": "Trainer, evaluate",
     "demo": "web demo, gallery",
+    "votes": "voting page and server",
     "diffusion": "diffusion: algorithms/, models/",
     "vlm": "VLMs: losses/, models/",
     "training": "session, checkpoints, metrics",

@@ -74,7 +74,7 @@ def speed_table() -> str:
     theirs = ours[0]["flow_grpo"]
     columns = [theirs, *ours]
     rows = [
-        ["", "Flow-GRPO", "ours, bf16", "ours, FP8 base weights"],
+        ["", "Flow-GRPO", "this trainer, bf16", "this trainer, FP8 base weights"],
         ["sampling with VAE, s per image", *(seconds(c["sampling_s_per_image"]) for c in columns)],
         [
             "trained step with KL, s per sample",

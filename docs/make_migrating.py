@@ -19,17 +19,23 @@ from flow_grpo.report.console import markdown_table
 HERE = Path(__file__).parent / "migrating"
 INTRO = """# Settings of {name}
 
-    flow-grpo migrate COMMAND, SCRIPT.sh or CONFIG.yaml
+    flow-grpo migrate COMMAND            # or SCRIPT.sh, or CONFIG.yaml
 
-prints the equivalent command for {script} and the settings without a counterpart; nothing
-is executed. Unset settings take that trainer's defaults where they differ from ours. An option of
-this table on our own command line is an error that names the equivalent.
+{what}
+
+"Computed" means that the value depends on several settings, or that one setting becomes several.
 
 {source}
 
 | {name} | here |
 |---|---|
 """
+WHAT = (
+    "This prints the equivalent command for `scripts/{script}` and lists the settings without a "
+    "counterpart; nothing is executed. For settings that are not given, it sets the defaults of "
+    "{name} where they differ from those here. If you pass an option of this table to "
+    "`scripts/{script}` itself, the error names the equivalent."
+)
 WITHOUT = """
 ## Without counterpart
 
@@ -49,9 +55,10 @@ def settings_page(project: Project) -> str:
     """Return the page with the settings of a trainer."""
     mapped = {key: each for key, each in project.keys.items() if each.setting}
     absent = {key: each.note for key, each in project.keys.items() if not each.setting}
-    script = "`scripts/train.py`" if project.trainer == DIFFUSION else "`scripts/train_vlm.py`"
+    script = "train.py" if project.trainer == DIFFUSION else "train_vlm.py"
+    what = textwrap.fill(WHAT.format(name=project.name, script=script), 100)
     source = textwrap.fill(f"Source: {project.source}.", 100)
-    text = INTRO.format(name=project.name, script=script, source=source)
+    text = INTRO.format(name=project.name, what=what, source=source)
     text += "".join(f"| `{key}` | {describe(each)} |\n" for key, each in mapped.items())
     text += WITHOUT.format(name=project.name)
     rows = {**absent, **project.groups}
@@ -62,15 +69,15 @@ def describe(found: Counterpart) -> str:
     """Return our setting, with the values that have another name."""
     name = "launcher option" if found.setting in LAUNCH else f"`{found.setting}`"
     if found.derived:
-        return f"{name}, computed from several settings"
+        return f"{name}, computed"
     renamed = []
     for theirs, ours in (found.values or {}).items():
         if isinstance(ours, dict) and ours:
             shown = " ".join(f"{key}={value}" for key, value in ours.items())
-            renamed.append(f"`{theirs}` is `{shown}`")
+            renamed.append(f"`{theirs}` becomes `{shown}`")
         elif not isinstance(ours, dict) and ours != theirs:
-            renamed.append(f"`{theirs}` is `{ours}`")
-    return f"{name}: {', '.join(renamed)}" if renamed else name
+            renamed.append(f"`{theirs}` becomes `{ours}`")
+    return f"{name}: {', '.join(dict.fromkeys(renamed))}" if renamed else name
 
 
 def readmes_page() -> str:

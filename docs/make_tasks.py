@@ -214,11 +214,12 @@ def advice(
         size = f"at batch {batch}"
         if batch != own.train_batch_size:
             size += f" (the preset has {own.train_batch_size})"
-        rewards = f", {reward_gib} GiB of rewards" if reward_gib else ""
+        rewards = f", {reward_gib} GiB for the rewards" if reward_gib else ""
         total = peak + encoders + reward_gib
         lines += [
-            f"**Each GPU needs {total:.1f} GiB** {size}: {peak} GiB{rewards}, and {encoders} GiB",
-            "of text encoders, which `offload_idle=True` moves to the CPU during sampling.",
+            f"**Each GPU needs {total:.1f} GiB** {size}: {peak} GiB for sampling and",
+            f"training{rewards}, and {encoders} GiB for the text encoders, which",
+            "`offload_idle=True` moves to the CPU during sampling.",
         ]
     if gpus == 1:
         return lines

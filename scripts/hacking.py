@@ -72,7 +72,7 @@ def options(arm: str, strength: float, images: Path) -> list[str]:
 
 
 def row(name: str, folders: Sequence[Path], expected: np.ndarray) -> list[str]:
-    """Return the table row of one arm: first and last values, over seeds.
+    """Return the table row of one arm: reward, colour error and diversity, first -> last.
 
     Args:
         name: Name of the arm.

@@ -233,7 +233,7 @@ def write_results(out: Path, results: BenchmarkResults) -> None:
 
 
 def to_csv(results: BenchmarkResults) -> str:
-    """Return a row per candidate and column."""
+    """Return the results as CSV, with a row per candidate and column."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["benchmark", "candidate", "column", *CELL_KEYS, "difference", "deviations"])

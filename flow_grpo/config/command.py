@@ -38,6 +38,7 @@ COMMANDS = {  # name, as the script with underscores: summary
     SERVER: "Serve rewards over HTTP",
     "train": "Train a diffusion model with online reinforcement learning",
     "train-vlm": "Train a vision-language model with online reinforcement learning",
+    "vote": "Serve a page on which people choose the better of two images",
 }
 COPY = "cp"
 COPY_SUMMARY = "Copy a training loop (train or train_vlm) to a file of yours for editing"

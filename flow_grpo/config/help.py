@@ -3,6 +3,7 @@
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -33,15 +34,15 @@ def full_help(argv: list[str], spec: TrainerSpec, part: str) -> str:
         return "\n".join(spec.presets.PRESETS)
     paths = option_values(argv, "config")
     config = load_config(paths[-1], argv, spec) if paths else spec.get_config()
-    settings = describe_settings(config, spec, "" if part in ("", "all") else part)
+    settings = describe_settings(config.to_dict(), spec, "" if part in ("", "all") else part)
     return "\n".join(
         [*_describe_script(argv), "", "settings, with their values in this config:", settings]
     )
 
 
-def describe_settings(config: ConfigDict, spec: TrainerSpec, section: str = "") -> str:
+def describe_settings(values: dict[str, Any], spec: TrainerSpec, section: str = "") -> str:
     """Return `--config.NAME=VALUE` and the help of every setting, or of those of a section."""
-    help_texts, values = spec.help_texts(), config.to_dict()
+    help_texts = spec.help_texts()
     if section:
         sections = [name for name, value in values.items() if isinstance(value, dict)]
         if section not in sections:

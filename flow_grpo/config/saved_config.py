@@ -32,7 +32,8 @@ def load_run_config(run: Path, spec: TrainerSpec) -> ConfigDict:
     if script := spec.other_script(saved):
         [ours] = {*TRAINING_SCRIPTS.values()} - {script}
         raise UserError(f"was created by {script}, but a run of {ours} is needed", field=run)
-    _check_sections(run, saved, config)
+    sections = [name for name, value in config.items() if isinstance(value, ConfigDict)]
+    _check_sections(run, saved, sections)
     _reject_code_in_run(run, saved)
     if any(map(saved.get, CODE_FIELDS)):  # may be modules in them
         sys.path += [str(each) for each in folders if str(each) not in sys.path]
@@ -61,14 +62,14 @@ def load_run_config(run: Path, spec: TrainerSpec) -> ConfigDict:
     return config
 
 
-def _check_sections(run: Path, saved: dict[str, Any], config: ConfigDict) -> None:
+def _check_sections(run: Path, saved: dict[str, Any], sections: list[str]) -> None:
     """Reject a config.json without a model, or with another value in place of a section."""
     if "pretrained" not in saved:
         raise UserError(
             "is not the config of a run: 'pretrained' is missing", field=run / CONFIG_FILE
         )
-    for name, value in config.items():
-        if isinstance(value, ConfigDict) and not isinstance(saved.get(name, {}), dict):
+    for name in sections:
+        if not isinstance(saved.get(name, {}), dict):
             raise UserError(
                 f"is invalid: {name}={saved[name]!r:.40} must be a JSON object",
                 field=run / CONFIG_FILE,

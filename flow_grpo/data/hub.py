@@ -54,40 +54,46 @@ def download_revision(model: str, revision: str) -> str:
         ) from error
 
 
-def check_hub_dataset(source: str) -> tuple[str, str]:
-    """Return name and revision of a hub dataset after checking that it can be accessed."""
+def check_hub_dataset(source: str, field: str = "dataset") -> tuple[str, str]:
+    """Return name and revision of a hub dataset after checking that it can be accessed.
+
+    Args:
+        source: "owner/name" or "owner/name@revision".
+        field: Setting that names it.
+    """
     name, _, revision = source.removesuffix("@train").partition("@")
     check_hub_access(
-        "dataset", name, kind="dataset", revision=revision or DEFAULT_REVISION, file="README.md"
+        field, name, kind="dataset", revision=revision or DEFAULT_REVISION, file="README.md"
     )
     return name, revision or DEFAULT_REVISION
 
 
-def download_dataset(source: str, patterns: Sequence[str]) -> Path:
+def download_dataset(source: str, patterns: Sequence[str], field: str = "dataset") -> Path:
     """Download a dataset and return its directory in the hub's cache.
 
     Args:
         source: "owner/name" or "owner/name@revision"; EasyR1's "owner/name@train" is accepted too.
         patterns: Globs of the files to download.
+        field: Setting that names it.
     """
     from huggingface_hub import snapshot_download
 
-    name, revision = check_hub_dataset(source)
+    name, revision = check_hub_dataset(source, field)
     try:
         found = snapshot_download(
             name, repo_type="dataset", revision=revision, allow_patterns=list(patterns)
         )
     except Exception as error:  # many types: no network, unknown dataset, access denied
-        if message := hub_error_message(error, "dataset", name, kind="dataset"):
+        if message := hub_error_message(error, field, name, kind="dataset"):
             raise UserError(message) from error
         at = f" --revision {revision}" if revision != DEFAULT_REVISION else ""
         folder = Path(name).name
         raise UserError(
             f"is not a local path and cannot be downloaded from the hub ({first_line(error)})",
-            field="dataset",
+            field=field,
             value=source,
             hint=f"on a machine with network access run hf download {name} --repo-type dataset{at} "
-            f"--local-dir {folder} and set --config.dataset={folder}",
+            f"--local-dir {folder} and set --config.{field}={folder}",
         ) from error
     return Path(found)
 

@@ -127,7 +127,7 @@ def check_images(
         (width, height) of each image that this process decoded.
     """
     local = distinct_on_rank(((i, row.where) for row in rows for i in row.images), accelerator)
-    with _decoding_pool() as pool:
+    with decoding_pool() as pool:
         decoded = pool.imap(lambda item: read_image(*item).size, local)
         sizes = list(bar(decoded, "checking images", len(local)))
     return {source: size for (source, _), size in zip(local, sizes, strict=True)}
@@ -168,11 +168,11 @@ def check_masks(masked: Iterable[tuple[ImageSource, ImageSource, str]]) -> None:
                 hint="make both the same size",
             )
 
-    with _decoding_pool() as pool:
+    with decoding_pool() as pool:
         pool.map(check, masked)
 
 
-def _decoding_pool() -> ThreadPool:
+def decoding_pool() -> ThreadPool:
     """Return a thread pool: Pillow releases the GIL while it decodes."""
     return ThreadPool(min(8, os.cpu_count() or 1))
 

@@ -1,42 +1,69 @@
 """Row layouts of preference sets.
 
-The columns of a row tell which layout it has:
+The columns of a row tell its layout:
 
-- `chosen`, `rejected`: a pair; several rejected images are several pairs; `probability` of the
-  preference if it is uncertain;
+- `chosen`, `rejected`: a pair; several rejected images are several pairs; `probability` that the
+  preference holds, if it is uncertain;
 - `jpg_0`, `jpg_1`, `label_0`: Pick-a-Pic, with `label_0` 1, 0 or 0.5 for a tie;
+- `path1`, `path2`: HPDv3, whose first image is the preferred one;
+- a list of images and their `rank` (HPDv2, ImageReward; the lowest is the best) or
+  `human_preference` (HPDv2; 1 for the preferred image): all pairs that differ in it;
+- `ballot`, `choice` and so on: votes, `preference_votes`;
 - `image`, and `label` or `liked` (0 or 1): an image that was rated by itself;
 - `image` alone: a demonstration.
 
 The prompt is in `prompt` or `caption`. Source images of an editing model are in `source_image` or
-`source_images`, and in pairs also in `image` or `images`. Every other column is read as in a prompt
-set: negative prompt, mask and metadata.
+`source_images`; in rows whose `image` or `images` is not one of the above, also there. Every other
+column is read as in a prompt set: negative prompt, mask and metadata.
+
+The third-party layouts follow the code of their authors, or of a trainer that reads them:
+
+- Pick-a-Pic: SalesforceAIResearch/DiffusionDPO, train.py:782-786 and 857-860 (swapped if `label_0`
+  is 0; a label other than 0 and 1 is a tie), commit 5233e75;
+- HPDv2: tgxs002/HPSv2, README.md:258-280 for the columns, hpsv2/evaluation.py:98-104 for the order
+  of `rank`, commit 866735e;
+- HPDv3: opendilab/LightRFT, lightrft/datasets/hpdv3.py, `get_media_info` (`path1` is preferred).
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from flow_grpo.data.columns import ColumnRules, is_empty
+from flow_grpo.data.columns import ColumnRules, is_empty, parse_json_or_none
 from flow_grpo.data.images import IMAGE_COLUMNS, find_image, first_nonempty_column, listed_images
+from flow_grpo.data.preference_votes import (
+    BALLOT,
+    CHOICE,
+    UNDO,
+    Undo,
+    Vote,
+    parse_undo,
+    parse_vote,
+)
 from flow_grpo.data.prompts import Prompt, PromptLayout
 from flow_grpo.data.rows import Row, RowLayout, join_with_or
 from flow_grpo.errors import UserError
 from flow_grpo.images import ImageSource
 
-CHOSEN, REJECTED, PROBABILITY = "chosen", "rejected", "probability"
-FIRST, SECOND, LABEL = "jpg_0", "jpg_1", "label_0"
-RATINGS = ("liked", "label")
 PROMPT_COLUMNS = ("prompt", "caption")
 SOURCE_COLUMNS = ("source_images", "source_image")
-TIES, UNLABELLED = "ties", "unlabelled"  # why a row is left out
+CHOSEN, REJECTED, PROBABILITY = "chosen", "rejected", "probability"
+FIRST, SECOND, LABEL = "jpg_0", "jpg_1", "label_0"  # Pick-a-Pic
+BETTER, WORSE = "path1", "path2"  # HPDv3
+RANKED_IMAGES = ("file_path", "image_path", "generations", *IMAGE_COLUMNS)
+RANKS = {"human_preference": -1, "rank": 1, "ranking": 1}  # 1: the lowest is the best
+RATINGS = ("liked", "label")
+UNLABELLED, IDENTICAL = "unlabelled", "identical"  # why a row is left out
 # Columns of Pick-a-Pic that describe the images and their labels (dataset card of
-# yuvalkirstain/pickapic_v2): the images themselves are in jpg_0 and jpg_1.
+# yuvalkirstain/pickapic_v2); the images themselves are in jpg_0 and jpg_1.
 PICK_A_PIC_DETAILS = (
     *(f"image_{i}_{what}" for i in (0, 1) for what in ("uid", "url")),
     *("label_1", "best_image_uid", "are_different", "has_label"),
 )
+# columns of which a row needs all, by layout
+REQUIRED_COLUMNS = ({CHOSEN, REJECTED}, {FIRST, SECOND, LABEL}, {BETTER, WORSE})
 
 
 @dataclass(frozen=True)
@@ -50,20 +77,26 @@ class RatedImage:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Two images of a prompt, and the probability that the first one is preferred."""
+    """Two images of a prompt, and the probability that the first one is preferred.
+
+    Judgements of people (`judged`) may contradict each other; a pair that is given as chosen and
+    rejected may not.
+    """
 
     prompt: Prompt
     first: ImageSource
     second: ImageSource
     probability: float
+    judged: bool = False
 
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """What a row contains: judgements, rated images, or the reason why it is left out."""
+    """What a row contains: judgements, rated images, a vote, or the reason why it is left out."""
 
     judgements: list[Judgement] = field(default_factory=list)
     images: list[RatedImage] = field(default_factory=list)
+    vote: Vote | Undo | None = None
     left_out: tuple[str, ...] = ()
 
 
@@ -83,38 +116,45 @@ class _PromptPart(PromptLayout):
 
 @dataclass(frozen=True)
 class PreferenceLayout(RowLayout[PreferenceRow]):
-    """Row layout of preference sets; see the module."""
+    """Row layout of preference sets; see the module.
+
+    Args:
+        subfolder: Folder next to the file in which HPDv2 keeps the images of its split.
+    """
 
     noun: ClassVar[str] = "pair of images"
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".csv", ".parquet")
     rules: ClassVar[ColumnRules] = _PromptPart.rules
 
+    subfolder: str = ""
+
     @property
     def required(self) -> str:
-        return f'"{PROMPT_COLUMNS[0]}" and the images'
+        return f'"{PROMPT_COLUMNS[0]}", "{CHOSEN}" and "{REJECTED}"'
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        return PROMPT_COLUMNS
 
     def check_columns(self, names: Collection[str], where: str) -> None:
         """Reject a table or a JSON object without a prompt or without images."""
-        only = f", only {', '.join(names)}" if names else ""
+        if _is_vote(names):
+            return
         if not {*PROMPT_COLUMNS} & {*names}:
+            only = f", only {', '.join(names)}" if names else ""
             raise UserError(
                 f'has no column "{PROMPT_COLUMNS[0]}"{only}',
                 field=where,
                 hint=f'name the column of the prompts "{PROMPT_COLUMNS[0]}"',
             )
-        self._check_layout(names, where)
-
-    def _check_layout(self, names: Collection[str], where: str) -> None:
-        """Reject columns that are not those of any layout."""
-        layouts = ({CHOSEN, REJECTED}, {FIRST, SECOND, LABEL})
-        if any(layout <= {*names} for layout in layouts):
-            return
-        for layout in layouts:
-            missing, found = sorted(layout - {*names}), sorted(layout & {*names})
-            if missing and found:
+        for required in REQUIRED_COLUMNS:
+            missing, found = sorted(required - {*names}), sorted(required & {*names})
+            if found and not missing:
+                return
+            if found:
                 present = " and ".join(f'"{name}"' for name in found)
                 raise UserError(f'has {present} but no column "{missing[0]}"', field=where)
-        if {*IMAGE_COLUMNS}.isdisjoint(names):
+        if {*RANKED_IMAGES}.isdisjoint(names):
             raise UserError(
                 f"has no images to compare, only {', '.join(names)}",
                 field=where,
@@ -125,86 +165,156 @@ class PreferenceLayout(RowLayout[PreferenceRow]):
         """Convert a row; see `RowLayout.parse`."""
         assert isinstance(row, dict)  # text files are not read
         present = {name for name, value in row.items() if not is_empty(value)}
+        if _is_vote(present):
+            return self._parse_vote(row, folder, where)
         if {CHOSEN, REJECTED} & present:
             return self._parse_pair(row, folder, where)
         if {FIRST, SECOND} & present:
             return self._parse_pick_a_pic(row, folder, where)
+        if {BETTER, WORSE} & present:
+            return self._parse_hpdv3(row, folder, where)
+        if {*RANKS} & present - {*self.metadata}:
+            return self._parse_ranking(row, folder, where)
         return self._parse_rated(row, folder, where)
 
     def _parse_pair(self, row: Row, folder: Path, where: str) -> PreferenceRow:
         """Convert a row with one chosen and one or more rejected images."""
-        prompt = self._prompt(
-            row,
-            folder,
-            where,
-            (*SOURCE_COLUMNS, *IMAGE_COLUMNS),
-            used=(CHOSEN, REJECTED, PROBABILITY),
-        )
-        [chosen] = self._images(row, CHOSEN, folder, where, most=1)
+        prompt = self._prompt(row, folder, where, used=(CHOSEN, REJECTED, PROBABILITY))
+        chosen = self._image(row, CHOSEN, folder, where)
         rejected = self._images(row, REJECTED, folder, where)
+        if chosen in rejected:
+            raise UserError("has the same image as chosen and rejected", field=where)
         probability = 1.0
         if not is_empty(row.get(PROBABILITY)):
             probability = read_fraction(row[PROBABILITY], PROBABILITY, where)
         return PreferenceRow([Judgement(prompt, chosen, each, probability) for each in rejected])
 
     def _parse_pick_a_pic(self, row: Row, folder: Path, where: str) -> PreferenceRow:
-        """Convert a row of Pick-a-Pic.
-
-        Diffusion-DPO trains on rows whose label_0 is 0 or 1 and swaps the images if it is 0
-        (SalesforceAIResearch/DiffusionDPO, train.py, `preprocess_train`; commit 8d3ee5c).
-        """
-        sources = (*SOURCE_COLUMNS, *IMAGE_COLUMNS)
-        used = (FIRST, SECOND, LABEL, *PICK_A_PIC_DETAILS)
-        prompt = self._prompt(row, folder, where, sources, used=used)
-        if is_empty(row.get(LABEL)) or row.get("has_label") in (False, "False", "false"):
+        """Convert a row of Pick-a-Pic."""
+        prompt = self._prompt(row, folder, where, used=(FIRST, SECOND, LABEL, *PICK_A_PIC_DETAILS))
+        if is_empty(row.get(LABEL)) or str(row.get("has_label")).lower() == "false":
             return PreferenceRow(left_out=(UNLABELLED,))
         probability = read_fraction(row[LABEL], LABEL, where)
-        [first] = self._images(row, FIRST, folder, where, most=1)
-        [second] = self._images(row, SECOND, folder, where, most=1)
-        return PreferenceRow([Judgement(prompt, first, second, probability)])
+        images = [self._image(row, name, folder, where) for name in (FIRST, SECOND)]
+        return _judged(prompt, *images, probability)
+
+    def _parse_hpdv3(self, row: Row, folder: Path, where: str) -> PreferenceRow:
+        """Convert a row of HPDv3; its first image is the preferred one."""
+        prompt = self._prompt(row, folder, where, used=(BETTER, WORSE))
+        images = [self._image(row, name, folder, where) for name in (BETTER, WORSE)]
+        return _judged(prompt, *images, 1.0)
+
+    def _parse_ranking(self, row: Row, folder: Path, where: str) -> PreferenceRow:
+        """Convert a row with ranked images to all pairs of them."""
+        column = first_nonempty_column(row, [each for each in RANKS if each not in self.metadata])
+        listed = first_nonempty_column(row, RANKED_IMAGES) or RANKED_IMAGES[-1]
+        prompt = self._prompt(row, folder, where, used=(*RANKS, *RANKED_IMAGES))
+        images = self._images(row, listed, folder, where)
+        ranks = row[column]
+        if isinstance(ranks, str):  # a list in CSV
+            ranks = parse_json_or_none(ranks)
+        valid = isinstance(ranks, list) and all(
+            isinstance(rank, int | float) and rank == rank for rank in ranks
+        )
+        if not valid or len(ranks) != len(images) or len(images) < 2:
+            raise UserError(
+                f'needs one number for each of at least two images in column "{column}", got '
+                f"{row[column]!r:.80} for {len(images)}",
+                field=where,
+            )
+        rows = [
+            _judged(prompt, a, b, (1 + sign(RANKS[column] * (rank_b - rank_a))) / 2)
+            for (a, rank_a), (b, rank_b) in combinations(zip(images, ranks, strict=True), 2)
+        ]
+        return PreferenceRow(
+            [judgement for each in rows for judgement in each.judgements],
+            left_out=tuple(reason for each in rows for reason in each.left_out),
+        )
+
+    def _parse_vote(self, row: Row, folder: Path, where: str) -> PreferenceRow:
+        """Convert a line of votes.jsonl."""
+        if UNDO in row:
+            return PreferenceRow(vote=parse_undo(row, where))
+        inputs = {*PROMPT_COLUMNS, *SOURCE_COLUMNS, *IMAGE_COLUMNS} & {*row}
+        prompt = self._prompt({name: row[name] for name in inputs}, folder, where, used=())
+        decided = [
+            self._image(row, name, folder, where) if not is_empty(row.get(name)) else None
+            for name in (CHOSEN, REJECTED)
+        ]
+        return PreferenceRow(vote=parse_vote(row, prompt, *decided, where))
 
     def _parse_rated(self, row: Row, folder: Path, where: str) -> PreferenceRow:
         """Convert a row with one image; without a rating, it is a demonstration."""
         name = first_nonempty_column(row, IMAGE_COLUMNS) or IMAGE_COLUMNS[-1]
         ratings = [each for each in RATINGS if each not in self.metadata]
-        prompt = self._prompt(row, folder, where, SOURCE_COLUMNS, used=(*IMAGE_COLUMNS, *ratings))
-        [image] = self._images(row, name, folder, where, most=1)
+        prompt = self._prompt(row, folder, where, used=(*IMAGE_COLUMNS, *ratings))
+        image = self._image(row, name, folder, where)
         rating = first_nonempty_column(row, ratings)
         liked = True if rating is None else read_rating(row[rating], rating, where)
         return PreferenceRow(images=[RatedImage(prompt, image, liked)])
 
-    def _images(
-        self, row: Row, column: str, folder: Path, where: str, *, most: int | None = None
-    ) -> list[ImageSource]:
+    def _image(self, row: Row, column: str, folder: Path, where: str) -> ImageSource:
+        """Return the only image of a column."""
+        images = self._images(row, column, folder, where)
+        if len(images) > 1:
+            raise UserError(f'needs one image in column "{column}", got {len(images)}', field=where)
+        return images[0]
+
+    def _images(self, row: Row, column: str, folder: Path, where: str) -> list[ImageSource]:
         """Return the images of a column, of which there is at least one."""
         given = [] if is_empty(row.get(column)) else listed_images(row, where, (column,))
-        if not given or (most and len(given) > most):
-            count = f"exactly {most}" if most else "at least one"
-            raise UserError(
-                f'needs {count} image in column "{column}", got {len(given)}', field=where
-            )
-        return [find_image(each, folder, where, f"{column} image") for each in given]
+        if not given:
+            raise UserError(f'needs an image in column "{column}"', field=where)
+        return [self._find(each, column, folder, where) for each in given]
+
+    def _find(self, given: Any, column: str, folder: Path, where: str) -> ImageSource:
+        """Resolve an image; HPDv2 names those of train.json relative to the folder train."""
+        if isinstance(given, str) and self.subfolder and column in RANKED_IMAGES:
+            path = folder / self.subfolder / given
+            if not (folder / given).exists() and path.is_file():
+                return path
+        return find_image(given, folder, where, f"{column} image")
 
     def _prompt(
-        self,
-        row: Mapping[str, Any],
-        folder: Path,
-        where: str,
-        sources: tuple[str, ...],
-        *,
-        used: Collection[str],
+        self, row: Mapping[str, Any], folder: Path, where: str, *, used: Collection[str]
     ) -> Prompt:
-        """Return the prompt of a row: its text, source images and what is left of the columns."""
-        text = first_nonempty_column(dict(row), PROMPT_COLUMNS)
+        """Return the prompt of a row: its text, source images and what is left of the columns.
+
+        Args:
+            row: Values by column.
+            folder: Directory that relative paths start from.
+            where: File and row, the `field` of errors.
+            used: Columns that do not belong to the prompt.
+        """
+        rest = {name: value for name, value in row.items() if name not in used}
+        text = first_nonempty_column(rest, PROMPT_COLUMNS)
         if text is None:
             names = join_with_or(f'"{name}"' for name in PROMPT_COLUMNS)
             raise UserError(f"needs text in column {names}", field=where)
-        source = first_nonempty_column(dict(row), sources)
-        rest = {name: value for name, value in row.items() if name not in {*used, text, source}}
-        rest["prompt"] = row[text]
-        if source:
-            rest["images"] = row[source]
-        return _PromptPart(metadata=self.metadata, image="images").parse(rest, folder, where)
+        prompt = rest.pop(text)
+        source = first_nonempty_column(rest, (*SOURCE_COLUMNS, *IMAGE_COLUMNS))
+        images = {"images": rest.pop(source)} if source else {}
+        layout = _PromptPart(metadata=self.metadata, image="images")
+        return layout.parse({**rest, **images, "prompt": prompt}, folder, where)
+
+
+def _is_vote(names: Collection[str]) -> bool:
+    """Return whether a row is a line of votes.jsonl."""
+    return UNDO in names or {BALLOT, CHOICE} <= {*names}
+
+
+def _judged(
+    prompt: Prompt, first: ImageSource, second: ImageSource, probability: float
+) -> PreferenceRow:
+    """Return the judgement of a person, which is left out if both images are the same."""
+    if first == second:
+        return PreferenceRow(left_out=(IDENTICAL,))
+    return PreferenceRow([Judgement(prompt, first, second, probability, judged=True)])
+
+
+def sign(number: float) -> int:
+    """Return 1, 0 or -1."""
+    return (number > 0) - (number < 0)
 
 
 def read_fraction(value: Any, column: str, where: str) -> float:

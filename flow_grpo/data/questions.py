@@ -8,7 +8,6 @@ but is not used is rejected: flow_grpo/data/columns.py.
 
 import math
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,6 +52,7 @@ from flow_grpo.data.rows import (
     to_jsonable,
     warn_unread_files,
 )
+from flow_grpo.data.split_files import split_files
 from flow_grpo.data.videos import Video, find_videos
 from flow_grpo.errors import UserError
 from flow_grpo.images import ImageSource
@@ -70,10 +70,6 @@ QUESTION_PART_NAMES = """options option choices choice distractors distractor in
     incorrect_answer wrong_answers context passage paragraph article story hint hints input
     tools system system_prompt A B C D E F G H"""
 # names of a split in order of precedence
-SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
-    "train": ("train",),
-    "test": ("test", "validation", "val"),
-}
 DOWNLOAD_PATTERNS = [
     f"*{ending}" for ending in (*QUESTION_SUFFIXES, *IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 ]
@@ -279,7 +275,9 @@ def check_questions_exist(source: str, splits: Sequence[Split] = ("train",)) -> 
     """Reject a dataset that has none of `splits`, without reading it."""
     if _is_hub_dataset(source):
         check_hub_dataset(source)
-    elif not os.path.isfile(source) and not any(_split_files(Path(source), s) for s in splits):
+    elif not os.path.isfile(source) and not any(
+        split_files(Path(source), s, QUESTION_SUFFIXES) for s in splits
+    ):
         raise _missing_error(source, Path(source), splits[0])
 
 
@@ -293,38 +291,9 @@ def find_questions(
     """Read a split, or return None if it is missing; a single file is the training split."""
     if os.path.isfile(path):
         return read_file(path, layout) if split == "train" else None
-    files = _split_files(path, split)
+    files = split_files(path, split, QUESTION_SUFFIXES)
     warn_unread_files(path, split, files)
     return [question for file in files for question in read_file(file, layout)] or None
-
-
-def _split_files(path: Path, split: Split) -> list[Path]:
-    """Return the files of a split: one file, or the shards of a hub dataset.
-
-    Shards are named data/train-00000-of-00002.parquet or data/train/0000.parquet.
-    """
-    for name in SPLIT_NAMES[split]:
-        for folder in (path, path / "data"):
-            for ending in QUESTION_SUFFIXES:
-                if os.path.isfile(folder / f"{name}{ending}"):
-                    return [folder / f"{name}{ending}"]
-                if shards := sorted(folder.glob(f"{name}-*-of-*{ending}")):
-                    _check_all_shards(shards)
-                    return shards
-            if shards := sorted((folder / name).glob("*.parquet")):
-                return shards
-    return []
-
-
-def _check_all_shards(shards: list[Path]) -> None:
-    """Reject an incomplete download, which would otherwise go unnoticed."""
-    total = int(re.search(r"-of-(\d+)", shards[0].name)[1])
-    if len(shards) != total:
-        raise UserError(
-            f"has {len(shards)} of the {total} shards of {shards[0].name}",
-            field=shards[0].parent,
-            hint="download it again",
-        )
 
 
 def _missing_error(source: str | Path, path: Path, split: Split) -> UserError:

@@ -85,6 +85,11 @@ class RowLayout(ABC, Generic[T]):
         return row
 
     @property
+    def text_columns(self) -> tuple[str, ...]:
+        """Columns of which a header has one."""
+        return (self.text,)
+
+    @property
     def images(self) -> tuple[str, ...]:
         """Columns that may contain the images, in order of precedence."""
         return self._resolve(self.image, IMAGE_COLUMNS)
@@ -176,7 +181,7 @@ def _check_object(row: Any, layout: RowLayout, where: str) -> Row:
 def _read_csv(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
     """Yield (position, row) of a CSV file with a header; values are text, blank rows skipped."""
     text = read_text(path)
-    records = _csv_records(text, _delimiter(text, layout.text), path)
+    records = _csv_records(text, _delimiter(text, layout.text_columns), path)
     where, header = next(records, (str(path), []))
     header = [name.strip() for name in header]
     if not header:
@@ -193,13 +198,13 @@ def _read_csv(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
         yield where, dict(zip(header, values, strict=True))
 
 
-def _delimiter(text: str, column: str) -> str:
-    """Return the delimiter with which the header contains `column`; a comma if none does."""
+def _delimiter(text: str, columns: Collection[str]) -> str:
+    """Return the delimiter with which the header has one of `columns`; a comma if none does."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     with suppress(csv.Error):  # reported when the rows are read
         for delimiter in DELIMITERS:
             names = next(csv.reader([first], delimiter=delimiter), [])
-            if column in [name.strip() for name in names]:
+            if not {*columns}.isdisjoint(name.strip() for name in names):
                 return delimiter
     return DELIMITERS[0]
 
@@ -324,21 +329,29 @@ def warn_unread_files(folder: Path, split: str, read: Sequence[Path]) -> None:
 
 
 def missing_split_error(
-    source: str | Path, path: Path, split: str, what: str, *, found: Sequence[str], hint: str
+    source: str | Path,
+    path: Path,
+    split: str,
+    what: str,
+    *,
+    found: Sequence[str],
+    hint: str,
+    field: str = "dataset",
 ) -> UserError:
     """Return the error for a dataset without a split.
 
     Args:
-        source: Value of the setting `dataset`.
+        source: Value of the setting `field`.
         path: Its local directory.
         split: The missing split.
         what: What its rows are.
         found: Files that it has instead.
         hint: Which file to give.
+        field: Setting that names the dataset.
     """
     if not os.path.exists(path):
         rule, hint = "does not exist", join_hints(hint, did_you_mean_file(path))
     else:
         only = f", only {', '.join(found[:4])}" if found else ""
         rule = f"has no {split} {what}{only}"
-    return UserError(rule, field="dataset", value=str(source), hint=hint)
+    return UserError(rule, field=field, value=str(source), hint=hint)

@@ -149,7 +149,7 @@ class DemoGenerator:
         self.models = CandidateModels(config, self.accelerator, [self.base, *trained])
         with self.models.loaded(self.base):
             pass  # rejects a LoRA that does not fit the model
-        self.limits = DemoLimits.of(config, self.adapter.num_source_images)
+        self.limits = DemoLimits.of(config.sample, self.adapter.num_source_images)
         self._lock = threading.Lock()
 
     @property

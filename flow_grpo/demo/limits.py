@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flow_grpo.diffusion.builders import get_eval_guidance_scale
-from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.diffusion.fields import DiffusionSampleConfig
 from flow_grpo.errors import UserError
 from flow_grpo.images import InvalidImage, read_image
 
@@ -37,18 +37,18 @@ class DemoLimits:
     images: range = range(1)  # possible numbers of source images
 
     @classmethod
-    def of(cls, config: DiffusionConfig, images: range = range(1)) -> "DemoLimits":
-        """Return the limits for a config; values of the config itself are always allowed.
+    def of(cls, sample: DiffusionSampleConfig, images: range = range(1)) -> "DemoLimits":
+        """Return the limits for a run or model; its own values are always allowed.
 
         Args:
-            config: Config of the run or model.
+            sample: Section `sample` of its config.
             images: Allowed numbers of source images.
         """
-        steps = config.sample.eval_num_steps
+        steps = sample.eval_num_steps
         return cls(
             min(2, steps),  # some schedules do not support a single step
             max(MAX_STEPS, steps),
-            max(MAX_GUIDANCE, get_eval_guidance_scale(config)),
+            max(MAX_GUIDANCE, get_eval_guidance_scale(sample)),
             images,
         )
 

@@ -91,7 +91,7 @@ def build_page(generator: DemoGenerator, folder: Path) -> gr.Blocks:
             guidance = gr.Slider(
                 0,
                 limits.max_guidance,
-                get_eval_guidance_scale(config),
+                get_eval_guidance_scale(config.sample),
                 step=0.1,
                 label="Guidance",
                 min_width=190,

@@ -86,7 +86,7 @@ def run_benchmark(
         RewardOutage: If a scorer fails on a whole batch; everything else is kept.
     """
     overrides, checked = overrides or Overrides(), with_eval_size(check_config(config))
-    family = resolve_model_family(checked)
+    family = resolve_model_family(checked.pretrained)
     family_name = family.__module__.rpartition(".")[2] if family else ""
     files = find_files(protocol.prompts, overrides.prompts)
     prompts, tags = read_prompts(files, protocol.prompts)

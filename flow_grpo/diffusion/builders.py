@@ -11,7 +11,11 @@ from accelerate.utils import DistributedType
 
 from flow_grpo.data.hub import download_revision
 from flow_grpo.diffusion.config_checks import check_guidance_gradient
-from flow_grpo.diffusion.fields import DiffusionConfig
+from flow_grpo.diffusion.fields import (
+    DiffusionConfig,
+    DiffusionModelConfig,
+    DiffusionSampleConfig,
+)
 from flow_grpo.diffusion.models import (
     GUIDANCE_2_FIELD,
     ModelAdapter,
@@ -37,21 +41,20 @@ from flow_grpo.untrusted_files import flatten_fields
 logger = logging.getLogger("flow_grpo")
 
 
-def resolve_model_family(config: DiffusionConfig) -> type[ModelAdapter] | None:
+def resolve_model_family(pretrained: DiffusionModelConfig) -> type[ModelAdapter] | None:
     """Return the model's family, or None if it cannot be determined yet."""
-    pretrained = config.pretrained
     try:
         return find_adapter(download_revision(pretrained.model, pretrained.revision))
     except UserError:  # reported when the model is loaded
         return None
 
 
-def resolve_model_path(config: DiffusionConfig) -> str:
+def resolve_model_path(pretrained: DiffusionModelConfig) -> str:
     """Return the folder or hub id of the model; its name if the revision cannot be downloaded."""
     try:
-        return download_revision(config.pretrained.model, config.pretrained.revision)
+        return download_revision(pretrained.model, pretrained.revision)
     except UserError:  # reported when the model is loaded
-        return config.pretrained.model
+        return pretrained.model
 
 
 def can_compile(config: DiffusionConfig, accelerator: Accelerator) -> bool:
@@ -130,7 +133,7 @@ def build_dynamics(
 ) -> Dynamics:
     """Build the sampling dynamics; the defaults are those of an evaluation."""
     if guidance_scale is None:
-        guidance_scale = get_eval_guidance_scale(config)
+        guidance_scale = get_eval_guidance_scale(config.sample)
     return Dynamics(
         adapter.schedule(num_steps, *(size or eval_image_size(config))),
         kind=config.sample.sde_type,
@@ -141,10 +144,10 @@ def build_dynamics(
     )
 
 
-def get_eval_guidance_scale(config: DiffusionConfig) -> float:
+def get_eval_guidance_scale(sample: DiffusionSampleConfig) -> float:
     """Return the guidance scale of evaluations, by default that of the rollout."""
-    scale = config.sample.eval_guidance_scale
-    return config.sample.guidance_scale if scale is None else scale
+    scale = sample.eval_guidance_scale
+    return sample.guidance_scale if scale is None else scale
 
 
 def image_size(config: DiffusionConfig) -> Size:

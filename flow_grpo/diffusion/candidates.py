@@ -170,8 +170,9 @@ class CandidateModels:
 
     def _check_files(self, pipelines: Sequence[Candidate]) -> None:
         """Check files and settings before a model is loaded."""
-        model = resolve_model_path(self.config)
-        folders, family = expert_folders_of_model(model), resolve_model_family(self.config)
+        model = resolve_model_path(self.config.pretrained)
+        folders = expert_folders_of_model(model)
+        family = resolve_model_family(self.config.pretrained)
         name = family.pipeline_class.__name__ if family else ""
         for candidate in self._swapped:
             if candidate.weights:

@@ -72,7 +72,7 @@ def evaluate_checkpoints(
     config = config_for(config, candidates)
     accelerator = build_accelerator(config)
     prompts = prompts or build_test_prompts(config)
-    model, family = config.pretrained.model, resolve_model_family(config)
+    model, family = config.pretrained.model, resolve_model_family(config.pretrained)
     check_source_images(prompts, model, family, image_size(config), accelerator)
     if num_images is None:
         num_images = config.log_images if config.frames > 1 else len(prompts)
@@ -153,6 +153,6 @@ def evaluation_metadata(config: DiffusionConfig, prompts: list[Prompt]) -> dict[
         "dataset": config.eval_dataset or config.dataset,
         "prompts": len(prompts),
         "steps": config.sample.eval_num_steps,
-        "guidance_scale": get_eval_guidance_scale(config),
+        "guidance_scale": get_eval_guidance_scale(config.sample),
         "seed": config.seed,
     }

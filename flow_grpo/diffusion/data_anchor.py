@@ -15,7 +15,7 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
-from flow_grpo.data.columns import IMAGE, IMAGE_SUFFIXES, SUFFIXES
+from flow_grpo.data.captioned_images import load_captioned_images
 from flow_grpo.data.images import check_images
 from flow_grpo.data.prompts import Prompt, PromptLayout, load_prompts
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
@@ -27,7 +27,6 @@ from flow_grpo.errors import UserError
 from flow_grpo.losses import mean_square
 from flow_grpo.report.console import progress_bar
 from flow_grpo.training.distributed import raise_on_all_ranks
-from flow_grpo.untrusted_files import read_text
 
 
 def load_anchor_images(source: str, layout: PromptLayout, prompt_fn: str) -> list[Prompt]:
@@ -40,16 +39,8 @@ def load_anchor_images(source: str, layout: PromptLayout, prompt_fn: str) -> lis
     """
     if not source:
         return []
-    files = sorted(each for each in _list_files(source) if each.suffix.lower() in SUFFIXES[IMAGE])
-    if unsupported := [each.name for each in files if each.suffix.lower() not in IMAGE_SUFFIXES]:
-        raise UserError(
-            f"contains {unsupported[0]}, whose format is not supported",
-            field="anchors.data",
-            value=source,
-            hint=f"convert it to one of {', '.join(IMAGE_SUFFIXES)}, or move it elsewhere",
-        )
-    if files:
-        return [_load_captioned_image(file) for file in files]
+    if captioned := _load_image_folder(source):
+        return captioned
     rows = load_prompts(source, "train", layout, prompt_fn)
     for row in rows:
         if len(row.images) != 1:
@@ -61,25 +52,12 @@ def load_anchor_images(source: str, layout: PromptLayout, prompt_fn: str) -> lis
     return rows
 
 
-def _list_files(source: str) -> list[Path]:
-    """List the files of a folder that has no prompt table."""
+def _load_image_folder(source: str) -> list[Prompt]:
+    """Return the captioned images of a folder that has no prompt table."""
     folder = Path(source)
     if not os.path.isdir(folder) or any(folder.glob("train*.*")):
         return []
-    return list(folder.iterdir())
-
-
-def _load_captioned_image(file: Path) -> Prompt:
-    """Return an image with the caption in the .txt file next to it, which must not be empty."""
-    caption = file.with_suffix(".txt")
-    if not caption.is_file():
-        raise UserError(
-            "has no caption", field=file, hint=f"write one to {caption.name} next to it"
-        )
-    text = read_text(caption).strip()
-    if not text:
-        raise UserError("is empty", field=caption, hint=f"describe {file.name} in it")
-    return Prompt(text, images=(file,), where=str(caption))
+    return load_captioned_images(folder, "anchors.data")
 
 
 def check_anchor_data(

@@ -288,9 +288,9 @@ def _load_run_data(
         eval_image_size(config),
     )
     model = config.pretrained.model
-    family = resolve_model_family(config) if has_model_files else None
+    family = resolve_model_family(config.pretrained) if has_model_files else None
     if family is not None:  # before rewards are tried on images of this size
-        check_sizes(config, resolve_model_path(config))
+        check_sizes(config, resolve_model_path(config.pretrained))
     if has_model_files:
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
     check_anchor_data(data.anchor_images, model, family, accelerator)
@@ -321,7 +321,7 @@ def _load_checked_teachers(run: SessionBuilder, algorithm: Algorithm) -> Teacher
             value=train.lora_path,
             hint=f"set {algorithm.name}.start='model'",
         )
-    return load_teachers(algorithm.loras, train, resolve_model_path(run.config))
+    return load_teachers(algorithm.loras, train, resolve_model_path(run.config.pretrained))
 
 
 def _check_rewards(

@@ -139,7 +139,11 @@ def check_frame_rule(rule: Any, field: str) -> str:
 
 
 def resolve_frame_rule(name: str, scorer: Any, requested: str | None, *, custom: bool) -> str:
-    """Return the frame rule of reward `name`, given the one that the config requests."""
+    """Return the frame rule of reward `name`: the one the config requests, or the scorer's own.
+
+    Raises:
+        UserError: If the rule does not suit the scorer.
+    """
     own = check_frame_rule(scorer.frames, f"attribute {FRAMES_OPTION} of reward {name!r}")
     rule = reconcile_frame_rules(name, requested, own, custom=custom)
     if scorer.compares_groups and _frames_to_average(rule) > 1:

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, parse_flag_from_env
 
-from flow_grpo.config.fields import SharedFields
+from flow_grpo.config.fields import RewardFields, SharedFields
 from flow_grpo.config.settings import to_json
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.errors import OutOfMemory, UserError
@@ -284,12 +284,12 @@ def suggest_on_oom(advice: list[str]) -> Iterator[None]:
         raise OutOfMemory(reason, hint=f"{options}; see docs/memory.md") from error
 
 
-def eval_reward_weights(config: SharedFields) -> dict[str, float]:
+def eval_reward_weights(config: RewardFields) -> dict[str, float]:
     """Return the weights of the evaluation rewards, by default those of training."""
     return config.eval_reward_fn or config.reward_fn
 
 
-def available_scorers(config: SharedFields, builtin: Iterable[str]) -> dict[str, str]:
+def available_scorers(config: RewardFields, builtin: Iterable[str]) -> dict[str, str]:
     """Return the rewards that a config can use, with the origin of those that are not built in."""
     served = {name: "reward server" for name, urls in config.reward_servers.items() if urls}
     custom = {name: f"custom {path}" for name, path in config.custom_rewards.items()}
@@ -297,12 +297,12 @@ def available_scorers(config: SharedFields, builtin: Iterable[str]) -> dict[str,
 
 
 def build_rewards(
-    config: SharedFields, accelerator: Accelerator, *weights: dict[str, float]
+    config: RewardFields, accelerator: Accelerator, *weights: dict[str, float]
 ) -> list[WeightedReward]:
     """Build the training and evaluation rewards of a run; scorers that they share are built once.
 
     Args:
-        config: Settings of the run, whose reward fields are checked.
+        config: Settings of the rewards, which are checked.
         accelerator: Provides the device.
         *weights: Weights by reward name, one dict per `WeightedReward` to return.
     """

@@ -94,7 +94,9 @@ def run_benchmark(
             accelerator, lambda: build_rewards(checked, accelerator, weights)
         )
         cleanup.callback(close_scorers, reward)
-        raise_on_all_ranks(accelerator, lambda: check_reward(checked, reward, sets))
+        raise_on_all_ranks(
+            accelerator, lambda: check_reward(reward, sets, checked.sample.max_new_tokens)
+        )
         described = evaluation_settings(checked, candidates, sets, sampling, correctness, weights)
         folder = out / RESPONSES
 

@@ -131,7 +131,9 @@ def evaluate_responses(
             accelerator, lambda: build_rewards(config, accelerator, weights)
         )
         cleanup.callback(close_scorers, reward)
-        raise_on_all_ranks(accelerator, lambda: check_reward(config, reward, sets))
+        raise_on_all_ranks(
+            accelerator, lambda: check_reward(reward, sets, config.sample.max_new_tokens)
+        )
         settings = evaluation_settings(config, candidates, sets, sampling, correctness, weights)
         raise_on_all_ranks(
             accelerator, lambda: accelerator.is_main_process and _open(out, settings, cleanup)
@@ -334,7 +336,9 @@ def evaluation_weights(config: VlmConfig) -> dict[str, float]:
     return config.eval_reward_fn or trained
 
 
-def check_reward(config: VlmConfig, reward: WeightedReward, sets: Sequence[EvaluationSet]) -> None:
+def check_reward(
+    reward: WeightedReward, sets: Sequence[EvaluationSet], max_new_tokens: int
+) -> None:
     """Reject rewards that cannot score single responses to these questions."""
     for name in sorted(reward.pairwise_rewards):
         raise UserError(
@@ -343,7 +347,7 @@ def check_reward(config: VlmConfig, reward: WeightedReward, sets: Sequence[Evalu
             hint="set another reward with --config.eval_reward_fn",
         )
     for each in sets:
-        check_reward_inputs(reward, each.questions, config.sample.max_new_tokens)
+        check_reward_inputs(reward, each.questions, max_new_tokens)
 
 
 def evaluation_settings(

@@ -78,15 +78,17 @@ def check_candidates(
                 field = "--checkpoint" if candidate.kind == "lora" else "train.lora_path"
                 attach_lora(model, lora, field)
         limit = max_prompt_tokens(own, model)
-        sets = _check_prompts(own, build_encoder(own, processors, model), sets, limit)
+        sets = _check_prompts(
+            build_encoder(own, processors, model), sets, limit, drop=own.filter_overlong_prompts
+        )
     return list(sets)
 
 
 def _check_prompts(
-    config: VlmConfig, encoder: PromptEncoder, sets: Sequence[EvaluationSet], limit: int
+    encoder: PromptEncoder, sets: Sequence[EvaluationSet], limit: int, *, drop: bool
 ) -> list[EvaluationSet]:
-    """Reject prompts of more than `limit` tokens, or drop them with `filter_overlong_prompts`."""
-    if not config.filter_overlong_prompts:
+    """Reject prompts of more than `limit` tokens, or drop their questions."""
+    if not drop:
         for each in sets:
             encoder.check_prompt_lengths(each.questions, limit)
         return list(sets)

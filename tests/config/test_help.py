@@ -63,7 +63,7 @@ def test_every_setting_has_help():
 def test_settings_are_listed_with_their_values():
     config = get_config()
     config.sample.num_steps = 7
-    text = describe_settings(config, DIFFUSION_SPEC)
+    text = describe_settings(config.to_dict(), DIFFUSION_SPEC)
     help_texts = DIFFUSION_SPEC.help_texts()
     assert f"  --config.sample.num_steps=7\n        {help_texts['sample.num_steps']}" in text
     assert f"  --config.custom_rewards={{}}\n        {help_texts['custom_rewards']}" in text
@@ -72,11 +72,11 @@ def test_settings_are_listed_with_their_values():
     listed = re.findall(r"(?m)^  --config\.", text)
     assert len(listed) == len(list(flatten_fields(config.to_dict()))) + len(empty)
     of_nft = re.findall(
-        r"(?m)^  --config\.(.*?)=", describe_settings(config, DIFFUSION_SPEC, "nft")
+        r"(?m)^  --config\.(.*?)=", describe_settings(config.to_dict(), DIFFUSION_SPEC, "nft")
     )
     assert of_nft == sorted(f"nft.{name}" for name in config.nft)
     with raises_user_error("did you mean nft?", field="--help", value="ntf"):
-        describe_settings(config, DIFFUSION_SPEC, "ntf")
+        describe_settings(config.to_dict(), DIFFUSION_SPEC, "ntf")
 
 
 FLOW_GRPO = ("-m", "flow_grpo.config.command")

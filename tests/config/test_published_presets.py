@@ -79,7 +79,7 @@ def value_of(config: ConfigDict, field: str, gpus: int = 1) -> Any:
     if field == "trained":
         return build_algorithm(config).losses_per_sample
     if field == "eval_guidance":
-        return get_eval_guidance_scale(config)
+        return get_eval_guidance_scale(config.sample)
     if field in ("lora_targets", "negative_prompt"):
         [family] = [a for name, a in FAMILIES.items() if name in config.pretrained.model]
         return sorted(family.lora_targets) if field == "lora_targets" else family.negative_prompt

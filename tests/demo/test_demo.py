@@ -147,11 +147,11 @@ def test_valid_values_are_accepted():
 
 def test_values_of_the_config_are_within_the_limits():
     config = get_config()
-    assert DemoLimits.of(config) == DemoLimits(2, MAX_STEPS, MAX_GUIDANCE)
+    assert DemoLimits.of(config.sample) == DemoLimits(2, MAX_STEPS, MAX_GUIDANCE)
     config.sample.eval_num_steps, config.sample.guidance_scale = 80, 25.0
-    assert DemoLimits.of(config) == DemoLimits(2, 80, 25.0)
+    assert DemoLimits.of(config.sample) == DemoLimits(2, 80, 25.0)
     config.sample.eval_num_steps = 1
-    assert DemoLimits.of(config).min_steps == 1
+    assert DemoLimits.of(config.sample).min_steps == 1
 
 
 def test_all_weights_of_a_run_are_listed(run):

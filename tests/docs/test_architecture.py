@@ -32,6 +32,7 @@ BELOW = {
     "diffusion": {"training", "benchmarks", "report", "rewards", "data", "perf"},
     "vlm": {"training", "benchmarks", "report", "rewards", "data", "perf"},
     "demo": {"diffusion", "training", "report", "rewards", "data"},
+    "votes": {"diffusion", "training", "report", "rewards", "data"},
     "reward_server": {"rewards"},
 }
 

@@ -3,7 +3,6 @@
 python -m pytest -q -s --noconftest tests/gpu/test_flex_attention_gpu.py    on a machine with a GPU
 """
 
-import time
 from functools import partial
 
 import pytest
@@ -81,23 +80,19 @@ def test_outputs_and_gradients_match_a_dense_mask(heads, shared, width):
             assert off < max(1.5 * usual, 4e-3)
 
 
-def test_it_takes_less_memory_and_time_than_a_dense_mask():
+def test_it_takes_less_memory_than_a_dense_mask():
     segments = segments_of([(386, [512] * 16)])
     inputs, mask = inputs_of(segments, 16, 2, 128), segments != PADDING_SEGMENT
-    spent = {}
+    peak = {}
     for attend in (dense, flex):
         run(partial(attend, segments), inputs, mask)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        allocated, start = torch.cuda.memory_allocated(), time.perf_counter()
-        for _ in range(5):
-            run(partial(attend, segments), inputs, mask)
+        allocated = torch.cuda.memory_allocated()
+        run(partial(attend, segments), inputs, mask)
         torch.cuda.synchronize()
-        seconds = (time.perf_counter() - start) / 5
-        spent[attend] = seconds, torch.cuda.max_memory_allocated() - allocated
-        print(f"{attend.__name__}: {seconds * 1e3:.2f} ms, {spent[attend][1] / 2**20:.0f} MiB")
-    assert spent[flex][0] < spent[dense][0]
-    assert spent[flex][1] < spent[dense][1]
+        peak[attend] = torch.cuda.max_memory_allocated() - allocated
+    assert peak[flex] < peak[dense]
 
 
 def batch_of(model: torch.nn.Module, lengths: list[int]) -> PackedBatch:

@@ -209,7 +209,7 @@ class DgpoSettings(ForwardSettings):
     old_max_decay: float = setting(0.3, OLD_MAX_DECAY_HELP, at_least=0, below=1)
     old_most: float = alias_of("old_max_decay")  # until November 2026
     old_after: int = setting(
-        200, "Number of updates after which the old policy samples.", at_least=0
+        200, "Number of updates after which the old policy generates the samples.", at_least=0
     )
 
 

@@ -1,0 +1,304 @@
+"""The state of all ballots and votes: which to ask next, and what was answered.
+
+Files of the directory, each a log that only grows (see store.py):
+
+    votes.jsonl    one line per vote or undo; `preferences=` reads it
+    ballots.jsonl  {"ballot": ...}, {"group": ...}, {"withdrawn": key}, {"reopened": key}
+    images/        PNG files named by their content
+"""
+
+import heapq
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.votes.ballots import CHECKPOINTS, Ballot, Group, Vote
+from flow_grpo.votes.store import AppendLog
+
+logger = logging.getLogger("flow_grpo")
+VOTES_FILE, BALLOTS_FILE = "votes.jsonl", "ballots.jsonl"
+RESERVED_SECONDS = 120.0  # a ballot shown to one voter is offered to others last
+Order = Callable[[Ballot, list[Vote]], Any]
+
+
+class VoteConflict(Exception):
+    """A vote that contradicts an earlier one, or a group posted again with other content."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a voter has done and what is left for this voter."""
+
+    answered: int
+    left: int
+
+
+class VoteBook:
+    """All ballots and votes of a directory; safe to use from several threads.
+
+    Args:
+        folder: Directory of the logs; the caller holds its lock.
+        order: Sort key of ballots, given the votes on each; the smallest is asked first.
+    """
+
+    def __init__(self, folder: Path, order: Order) -> None:
+        self.folder, self._order = folder, order
+        self._lock = threading.RLock()
+        self._ballots: dict[str, Ballot] = {}
+        self._open: dict[str, Ballot] = {}  # ballots that need more votes
+        self._votes: dict[str, Vote] = {}  # by id, also undone ones
+        self._undone: set[str] = set()  # ids of votes
+        self._on_ballot: dict[str, dict[str, Vote]] = defaultdict(dict)  # ballot, voter
+        self._by_voter: dict[str, list[str]] = defaultdict(list)  # ids of votes that count, in time
+        self._groups: dict[str, Group] = {}
+        self._withdrawn: set[str] = set()  # keys
+        self._shown: dict[str, dict[str, float]] = defaultdict(dict)  # ballot, voter: time
+        self._ballot_log = AppendLog(folder / BALLOTS_FILE)
+        self._vote_log = AppendLog(folder / VOTES_FILE)
+        for record in self._ballot_log.records:
+            self._apply_ballot_record(record)
+        for record in self._vote_log.records:
+            self._apply_vote_record(record)
+
+    def close(self) -> None:
+        """Close the files after the request that is being written."""
+        with self._lock:
+            self._ballot_log.close()
+            self._vote_log.close()
+
+    # ballots
+
+    def add_ballot(self, ballot: Ballot) -> None:
+        """Store a ballot durably; one that is known is ignored."""
+        with self._lock:
+            if ballot.id not in self._ballots:
+                record = {"ballot": ballot.to_json()}
+                self._ballot_log.append(record)
+                self._apply_ballot_record(record)
+
+    def has_ballot(self, ballot: str) -> bool:
+        with self._lock:
+            return ballot in self._ballots
+
+    def post_group(self, group: Group) -> None:
+        """Store a run's group and its ballots durably; a repeated request changes nothing.
+
+        Raises:
+            VoteConflict: If the key is known with other images.
+        """
+        with self._lock:
+            known = self._groups.get(group.key)
+            if known is None:
+                record = {"group": group.to_json()}
+            elif known.digest != group.digest:
+                raise VoteConflict(f"the key {group.key!r} was posted with other content")
+            elif group.key in self._withdrawn:
+                record = {"reopened": group.key}
+            else:
+                return
+            self._ballot_log.append(record)
+            self._apply_ballot_record(record)
+
+    def withdraw_group(self, key: str) -> None:
+        """Stop asking a group's ballots, because its run no longer waits; votes are kept.
+
+        Raises:
+            KeyError: If the key is unknown.
+        """
+        with self._lock:
+            if key not in self._groups:
+                raise KeyError(key)
+            if key not in self._withdrawn:
+                record = {"withdrawn": key}
+                self._ballot_log.append(record)
+                self._apply_ballot_record(record)
+
+    def group_result(self, key: str) -> tuple[list[tuple[int, int, int, int, int]], bool]:
+        """Return (i, j, wins of i, wins of j, ties) of a group's pairs, and whether all are voted.
+
+        Identical images are a tie without a vote. Skips are answers without a verdict.
+
+        Raises:
+            KeyError: If the key is unknown.
+        """
+        with self._lock:
+            rows, done = [], True
+            for i, j, name in self._groups[key].pairs:
+                ballot = self._ballots[name]
+                if ballot.is_identical:
+                    rows.append((i, j, 0, 0, 1))
+                    continue
+                choices = [vote.choice for vote in self._on_ballot[name].values()]
+                done = done and len(choices) >= ballot.votes
+                rows.append((i, j, *(choices.count(c) for c in ("first", "second", "tie"))))
+            return rows, done
+
+    # votes
+
+    def cast(self, vote: Vote) -> bool:
+        """Store a vote durably; return whether it counts.
+
+        A repeated vote with the same id is counted once, and not at all if it was undone since.
+
+        Raises:
+            KeyError: If the ballot is unknown.
+            VoteConflict: If the voter has answered this ballot, or the id is that of another vote.
+        """
+        with self._lock:
+            ballot = self._ballots[vote.ballot]
+            if known := self._votes.get(vote.id):
+                if known != vote:
+                    raise VoteConflict("the id is that of another vote")
+                return vote.id not in self._undone
+            if vote.voter in self._on_ballot[vote.ballot]:
+                raise VoteConflict("this voter has answered this ballot")
+            record = vote.to_json(ballot, _now())
+            self._vote_log.append(record)
+            self._apply_vote_record(record)
+            return True
+
+    def undo(self, voter: str, vote: str | None = None) -> Vote | None:
+        """Undo a vote durably and return it.
+
+        Args:
+            voter: Name of the voter.
+            vote: Id of the vote, which makes a repeated request harmless; None: the last vote.
+
+        Returns:
+            The vote, also if it was undone before; None if there is none.
+        """
+        with self._lock:
+            last = self.last_vote(voter)
+            known = last if vote is None else self._votes.get(vote)
+            if known is None or known.voter != voter:
+                return None
+            if known.id not in self._undone:
+                record = {"undo": known.id, "voter": voter, "time": _now()}
+                self._vote_log.append(record)
+                self._apply_vote_record(record)
+            return known
+
+    def last_vote(self, voter: str) -> Vote | None:
+        """Return the voter's last vote that counts."""
+        with self._lock:
+            votes = self._by_voter.get(voter)
+            return self._votes[votes[-1]] if votes else None
+
+    def votes_by_ballot(self) -> list[tuple[Ballot, list[Vote]]]:
+        """Return the votes that count on each ballot."""
+        with self._lock:
+            return [(b, list(self._on_ballot[name].values())) for name, b in self._ballots.items()]
+
+    # what to ask
+
+    def next_ballots(self, voter: str, count: int) -> list[Ballot]:
+        """Return the ballots to show to a voter, and reserve them for a while.
+
+        First what the voter has undone, then what runs wait for, then by the order of the book.
+        Ballots that are on other voters' screens come last, as their votes may suffice.
+        """
+        now = time.monotonic()
+        recent = now - RESERVED_SECONDS
+        with self._lock:
+            undone = {self._votes[v].ballot for v in self._undone if self._votes[v].voter == voter}
+
+            def rank(ballot: Ballot) -> tuple:
+                """Return the sort key of a ballot for this voter."""
+                votes = list(self._on_ballot[ballot.id].values())
+                others = {who for who, at in self._shown[ballot.id].items() if at > recent}
+                others -= {voter, *self._on_ballot[ballot.id]}
+                is_reserved = len(votes) + len(others) >= ballot.votes
+                is_own = ballot.source == CHECKPOINTS
+                order = self._order(ballot, votes)
+                return ballot.id not in undone, is_reserved, is_own, order, ballot.id
+
+            found = heapq.nsmallest(count, self._left_for(voter), key=rank)
+            for ballot in found:
+                self._shown[ballot.id][voter] = now
+            return found
+
+    def progress(self, voter: str) -> Progress:
+        """Return what a voter has answered and what can be asked now."""
+        with self._lock:
+            answered = len(self._by_voter.get(voter, ()))
+            return Progress(answered, sum(1 for _ in self._left_for(voter)))
+
+    def num_ready(self) -> int:
+        """Return the number of own ballots left for the voter who has fewest left."""
+        with self._lock:
+            own = [b.id for b in self._open.values() if b.source == CHECKPOINTS]
+            answered: dict[str, int] = defaultdict(int)
+            for name in own:
+                for voter in self._on_ballot[name]:
+                    answered[voter] += 1
+            return len(own) - max(answered.values(), default=0)
+
+    def _left_for(self, voter: str) -> Iterable[Ballot]:
+        return (b for b in self._open.values() if voter not in self._on_ballot[b.id])
+
+    # the logs
+
+    def _apply_ballot_record(self, record: dict[str, Any]) -> None:
+        """Change the state as a line of ballots.jsonl says."""
+        if "ballot" in record:
+            self._add([Ballot.from_json(record["ballot"])])
+        elif "group" in record:
+            group = Group.from_json(record["group"])
+            self._groups[group.key] = group
+            self._add(group.ballots)
+        elif "withdrawn" in record:
+            self._withdrawn.add(record["withdrawn"])
+            for ballot in self._groups[record["withdrawn"]].ballots:
+                self._open.pop(ballot.id, None)
+        elif "reopened" in record:
+            self._withdrawn.discard(record["reopened"])
+            self._add(self._groups[record["reopened"]].ballots)
+
+    def _add(self, ballots: Iterable[Ballot]) -> None:
+        """Register ballots, and open those that need votes."""
+        for ballot in ballots:
+            self._ballots[ballot.id] = ballot
+            self._reopen_if_needed(ballot)
+
+    def _reopen_if_needed(self, ballot: Ballot) -> None:
+        if not ballot.is_identical and len(self._on_ballot[ballot.id]) < ballot.votes:
+            self._open[ballot.id] = ballot
+
+    def _apply_vote_record(self, record: dict[str, Any]) -> None:
+        """Change the state as a line of votes.jsonl says; an undo may repeat."""
+        if "undo" in record:
+            vote = self._votes.get(record["undo"])
+            if vote is None or vote.id in self._undone:
+                return
+            self._undone.add(vote.id)
+            self._on_ballot[vote.ballot].pop(vote.voter, None)
+            self._by_voter[vote.voter].remove(vote.id)
+            if vote.ballot in self._ballots and not self._is_withdrawn(vote.ballot):
+                self._reopen_if_needed(self._ballots[vote.ballot])
+            return
+        vote = Vote.from_json(record)
+        if vote.id in self._votes or vote.voter in self._on_ballot[vote.ballot]:
+            return
+        self._votes[vote.id] = vote
+        self._on_ballot[vote.ballot][vote.voter] = vote
+        self._by_voter[vote.voter].append(vote.id)
+        ballot = self._ballots.get(vote.ballot)
+        if ballot is None:
+            logger.warning("%s: vote %s is on an unknown ballot", VOTES_FILE, vote.id)
+        elif len(self._on_ballot[vote.ballot]) >= ballot.votes:
+            self._open.pop(vote.ballot, None)
+
+    def _is_withdrawn(self, ballot: str) -> bool:
+        return any(
+            ballot == each.id for key in self._withdrawn for each in self._groups[key].ballots
+        )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
