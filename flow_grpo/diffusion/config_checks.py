@@ -15,6 +15,7 @@ from flow_grpo.data.early_checks import check_small_data_early
 from flow_grpo.data.eval_dataset import name_eval_settings, parse_eval_sources
 from flow_grpo.data.mixing import parse_sources
 from flow_grpo.data.prompts import check_prompts_exist
+from flow_grpo.diffusion.algorithms import ALGORITHMS
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
 from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size, group_size_setting
 from flow_grpo.diffusion.prompts import build_prompts
@@ -30,6 +31,31 @@ if TYPE_CHECKING:
     from flow_grpo.diffusion.algorithms import Algorithm
     from flow_grpo.diffusion.models import ModelAdapter
 
+# Settings of rollouts and of what is computed from their rewards.
+OFFLINE_FIELDS = (
+    *(
+        f"sample.{name}"
+        for name in (
+            "num_steps",
+            "train_batch_size",
+            "num_image_per_prompt",
+            "num_batches_per_epoch",
+            "sde_type",
+            "noise_level",
+            "global_std",
+            "same_latent",
+            "sde_window_size",
+            "sde_window_range",
+            "sde_window_per",
+            "solver",
+            "explore_steps",
+            "async_depth",
+        )
+    ),
+    *(f"train.{name}" for name in ("advantage", "keep_best_worst", "keep_gradients", "cfg")),
+    "train.timestep_fraction",
+    "anchors.diversity",
+)
 CPS_CLIP = 1e-5  # in all published settings with sde_type="cps"
 CPS_CLIP_WARNING = 1e-4
 SDE_FIELDS = ("sample.sde_type", "sample.noise_level")
@@ -59,7 +85,7 @@ def check_config(config: UncheckedConfig | DiffusionConfig) -> DiffusionConfig:
             value=0,
             hint="set resolution, or both height and width",
         )
-    if sample.guidance_scale > 1 and not settings.train.cfg:
+    if sample.guidance_scale > 1 and not settings.train.cfg and not settings.is_offline:
         raise UserError(
             f"is incompatible with sample.guidance_scale={sample.guidance_scale}: the trained "
             "velocity would differ from the sampled one",
@@ -74,7 +100,11 @@ def check_config(config: UncheckedConfig | DiffusionConfig) -> DiffusionConfig:
             value=settings.anchors.kl_gate,
             hint="add one of weight 0 to reward_fn, e.g. {'ocr': 1.0, 'pickscore': 0.0}",
         )
-    if settings.anchors.diversity and group_size(settings.sample, settings.train) < 3:
+    if (
+        settings.anchors.diversity
+        and not settings.is_offline
+        and group_size(settings.sample, settings.train) < 3
+    ):
         raise UserError(
             "weights samples by the distance to their nearest neighbour, which is the same for "
             f"both samples of a group of {group_size_setting(settings.sample, settings.train)}",
@@ -89,7 +119,9 @@ def preflight_check(config: DiffusionConfig) -> None:
     """Check the config, batch arithmetic, paths and data files before torch is imported."""
     settings = check_config(config)
     check_nonzero_advantages(settings)
-    plan = build_plan(settings.sample, settings.train, count_processes())
+    plan = None
+    if not settings.is_offline:
+        plan = build_plan(settings.sample, settings.train, count_processes())
     check_start(settings.logdir, settings.run_name, settings.resume, settings.train.lora_path)
     check_custom_reward_files(settings)
     sources = parse_sources(settings.dataset)
@@ -101,7 +133,8 @@ def preflight_check(config: DiffusionConfig) -> None:
             for source in tested:
                 check_prompts_exist(source.path, settings.prompt_fn, ("test", "train"))
         sources = [*sources, *tested]
-    check_small_data_early(sources, lambda: build_prompts(settings, plan))
+    if plan is not None:
+        check_small_data_early(sources, lambda: build_prompts(settings, plan))
 
 
 def check_nonzero_advantages(settings: DiffusionConfig) -> None:
@@ -110,7 +143,7 @@ def check_nonzero_advantages(settings: DiffusionConfig) -> None:
     Custom methods are not checked, because they may assign credit in any way.
     """
     method, advantage = settings.algorithm, settings.train.advantage
-    if method in settings.custom_algorithms:
+    if method in settings.custom_algorithms or settings.is_offline:
         return
     if method not in METHODS_WITHOUT_REWARDS:
         check_nonzero_weight(settings)
@@ -125,6 +158,41 @@ def check_nonzero_advantages(settings: DiffusionConfig) -> None:
             field="sample.num_image_per_prompt",
             value=1,
             hint="raise it, or set train.advantage='reinforce_pp'",
+        )
+
+
+def check_preferences(settings: DiffusionConfig, algorithm: "type[Algorithm]") -> None:
+    """Reject `preferences` with a method or with settings that cannot train given images."""
+    if not settings.preferences.data:
+        return
+    if not algorithm.given:
+        known = [name for name in DIFFUSION_SPEC.algorithms() if ALGORITHMS[name].given]
+        raise UserError(
+            f"is incompatible with algorithm={settings.algorithm!r}, which trains rollouts",
+            field="preferences.data",
+            value=settings.preferences.data,
+            hint=f"use {', '.join(known[:-1])} or {known[-1]}",
+        )
+    if settings.frames > 1:
+        raise UserError(
+            "must be 1 with preferences.data, which has images",
+            field="frames",
+            value=settings.frames,
+        )
+    if settings.anchors.kl_gate:
+        raise UserError(
+            "is incompatible with preferences.data, whose images have no rewards",
+            field="anchors.kl_gate",
+            value=settings.anchors.kl_gate,
+            hint="set it to 0",
+        )
+    kl_type = getattr(settings.algorithm_settings, "kl_type", "velocity")
+    if settings.is_offline and kl_type != "velocity":
+        raise UserError(
+            "compares steps of a rollout, and preferences.share=1 has none",
+            field=f"{settings.algorithm}.kl_type",
+            value=kl_type,
+            hint="reset it to 'velocity'",
         )
 
 
@@ -278,7 +346,11 @@ def common_field_names(one: Any, other: Any) -> set[str]:
 def check_ineffective_settings(settings: DiffusionConfig, algorithm: "Algorithm") -> None:
     """Reject settings that are incompatible with the algorithm or changed without effect."""
     sample = settings.sample
-    if sample.same_latent and not algorithm.noisy_steps(np.random.default_rng(0), 0):
+    if (
+        sample.same_latent
+        and not settings.is_offline
+        and not algorithm.noisy_steps(np.random.default_rng(0), 0)
+    ):
         raise UserError(
             f"is incompatible with algorithm={algorithm.name!r}, which samples without noise: all "
             "samples of a group would be identical",
@@ -324,6 +396,8 @@ def check_guidance_gradient(settings: DiffusionConfig, model: "type[ModelAdapter
     """Reject `train.guidance_gradient` if the trained velocity is computed without guidance."""
     gradient = settings.train.guidance_gradient
     name, scale = "sample.guidance_scale", settings.sample.guidance_scale
+    if settings.is_offline:
+        name, scale = "preferences.share", 1.0  # unguided
     if (trained := getattr(settings.algorithm_settings, "train_guidance", None)) is not None:
         name, scale = f"{settings.algorithm}.train_guidance", trained
     if gradient != "both" and not model.is_guided(scale):
@@ -339,6 +413,8 @@ def _ineffective_settings(
     settings: DiffusionConfig, algorithm: "Algorithm"
 ) -> Iterator[tuple[Sequence[str], str]]:
     """Yield the names of settings that have no effect, and the reason."""
+    if settings.is_offline:
+        yield OFFLINE_FIELDS, "preferences.share=1, which has no rollouts"
     sample, advantage = settings.sample, settings.train.advantage
     name, method_settings = algorithm.name, algorithm.settings
     method, noisy = f"algorithm={name!r}", algorithm.noisy_steps(np.random.default_rng(0), 0)
