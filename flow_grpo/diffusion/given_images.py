@@ -9,15 +9,17 @@ trained.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
-from flow_grpo.data.images import check_images
-from flow_grpo.data.preferences import PreferenceSet, load_preferences
+from flow_grpo.data.columns import parse_column_names
+from flow_grpo.data.preference_checks import check_preferences
+from flow_grpo.data.preference_rows import PreferenceLayout
+from flow_grpo.data.preferences import PreferenceSet, find_preferences, load_preferences
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.diffusion.algorithms.base import Algorithm, Batch
@@ -54,7 +56,7 @@ def load_given_rows(config: DiffusionConfig, algorithm: Algorithm) -> list[Given
     source = config.preferences.data
     if not source:
         return []
-    found = load_preferences(source)
+    found = load_preferences(source, layout=_layout(config))
     if algorithm.given == "pairs":
         rows = _pairs(found, algorithm.name, source)
     elif algorithm.given == "rated":
@@ -70,6 +72,20 @@ def load_given_rows(config: DiffusionConfig, algorithm: Algorithm) -> list[Given
             hint="use algorithm=kto for disliked images",
         )
     return rows
+
+
+def load_held_out_rows(config: DiffusionConfig, algorithm: Algorithm) -> list[GivenRow]:
+    """Load the pairs of the test split of `preferences.data`; empty if there are none."""
+    source = config.preferences.data
+    if not source or algorithm.given != "pairs":
+        return []
+    found = find_preferences(source, "test", _layout(config))
+    rows = [] if found is None else _pairs(found, algorithm.name, source)
+    return rows[: config.eval_prompts or None]
+
+
+def _layout(config: DiffusionConfig) -> PreferenceLayout:
+    return PreferenceLayout(metadata=parse_column_names(config.metadata_columns))
 
 
 def _pairs(found: PreferenceSet, method: str, source: str) -> list[GivenRow]:
@@ -107,18 +123,25 @@ def _log_unused(count: int, kind: str, method: str) -> None:
 
 
 def check_given_rows(
-    rows: list[GivenRow], model: str, family: type[ModelAdapter] | None, accelerator: Accelerator
+    rows: list[GivenRow],
+    config: DiffusionConfig,
+    family: type[ModelAdapter] | None,
+    accelerator: Accelerator,
 ) -> None:
     """Reject models whose VAE cannot encode images, and invalid image files."""
+    model = config.pretrained.model
     if not rows:
         return
     if family and not family.encodes_images:
         raise UserError(
             f"contains images, but {model} generates videos", field=FIELD, hint="set it to ''"
         )
-    named = [replace(row.prompt, images=row.images) for row in rows]
+    allowed = config.preferences.unlike_sizes
     bar = partial(progress_bar, shown=accelerator.is_main_process)
-    raise_on_all_ranks(accelerator, lambda: check_images(named, accelerator, bar))
+    raise_on_all_ranks(
+        accelerator,
+        lambda: check_preferences(rows, accelerator, allow_unlike_sizes=allowed, bar=bar),
+    )
 
 
 class GivenImages:
@@ -144,7 +167,7 @@ class GivenImages:
         offset = epoch * per_update * plan.updates_per_pass
         size = max(1, plan.train_batch_size // plan.images_per_row)
         return [
-            self._batch(plan, [self._row(offset + each) for each in part.tolist()], part)
+            self.batch(plan, [self._row(offset + each) for each in part.tolist()], part)
             for part in (positions[i : i + size] for i in range(0, len(positions), size))
         ]
 
@@ -157,7 +180,7 @@ class GivenImages:
         rng = numpy_rng(self._seed, Stream.PREFERENCES, number)
         return rng.permutation(len(self.rows)).tolist()
 
-    def _batch(self, plan: BatchPlan, rows: list[GivenRow], position: np.ndarray) -> Batch:
+    def batch(self, plan: BatchPlan, rows: list[GivenRow], position: np.ndarray) -> Batch:
         """Return rows as samples; `position` is that of each row in the epoch, (rows,)."""
         each = plan.images_per_row
         final = self._latents.encode(_flatten(row.images for row in rows))

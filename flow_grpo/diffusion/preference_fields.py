@@ -31,6 +31,12 @@ class PreferenceConfig:
         at_least=0,
         requires={"preferences.data": "", "preferences.share=1.0": "the rollout sets the epoch"},
     )
+    unlike_sizes: bool = setting(
+        False,
+        "Accept pairs of images with different sizes; both are resized and cropped to the "
+        "training size.",
+        requires="preferences.data",
+    )
     density: str = setting(
         "logit_normal",
         "Distribution of the noise levels over the model's training schedule: "

@@ -46,7 +46,9 @@ from flow_grpo.diffusion.given_images import (
     GivenRow,
     check_given_rows,
     load_given_rows,
+    load_held_out_rows,
 )
+from flow_grpo.diffusion.held_out_pairs import HeldOutPairs
 from flow_grpo.diffusion.models import ModelAdapter, Size
 from flow_grpo.diffusion.plan import (
     BatchPlan,
@@ -97,6 +99,7 @@ class Session(BaseSession):
     policy: Policy
     behaviour_snapshot: Snapshot | None  # weights that sampled the epoch to be trained next
     given: GivenImages | None = None  # images trained besides the samples, or instead of them
+    held_out: HeldOutPairs | None = None  # given pairs that are not trained
     data_anchor: DataAnchor | None = None  # images trained alongside the samples
     rollout_gradients: RolloutGradients | None = None  # gradients computed while sampling
 
@@ -115,6 +118,12 @@ class Session(BaseSession):
         if self.given is None:
             return []
         return self.given.batches(self.plan, epoch, update, self.accelerator.process_index)
+
+    def measure_held_out(self) -> dict[str, float]:
+        """Return the metrics of the held-out pairs, if there are any. Call it on all processes."""
+        if self.held_out is None:
+            return {}
+        return self.held_out.measure(self.algorithm, self.plan, self.accelerator, self.config.seed)
 
     def test_set_names(self) -> list[str]:
         """Return the prompt set of each test prompt; empty if there is only one set."""
@@ -171,13 +180,15 @@ class RunData:
 
     prompts: PromptSets
     given: list[GivenRow]
+    held_out: list[GivenRow]
     anchor_images: list[Prompt]
     size: Size
     eval_size: Size
 
     @property
     def all_prompts(self) -> list[Prompt]:
-        return [*self.prompts.train, *self.prompts.test, *(row.prompt for row in self.given)]
+        given = (row.prompt for row in (*self.given, *self.held_out))
+        return [*self.prompts.train, *self.prompts.test, *given]
 
 
 def build_session(
@@ -207,7 +218,8 @@ def build_session(
         given = load_given_rows(config, algorithm)
         plan = _build_checked_plan(run, algorithm, num_processes, len(given))
         run.open_folder(begin, plan.updates)
-        data = _load_run_data(run, plan, given, has_model_files=load is None)
+        held_out = load_held_out_rows(config, algorithm)
+        data = _load_run_data(run, plan, given, held_out, has_model_files=load is None)
         teachers = _load_checked_teachers(run, algorithm)
         run.add_rewards(partial(_check_rewards, config, algorithm, plan, data))
         policy = _build_policy(run, algorithm, data, load or build_adapter)
@@ -230,6 +242,8 @@ def build_session(
         )
         if given:
             session.given = GivenImages(given, policy, config.seed)
+        if data.held_out:
+            session.held_out = HeldOutPairs(data.held_out, session.given, policy)
         if data.anchor_images:
             weight = config.anchors.data_weight
             session.data_anchor = DataAnchor(data.anchor_images, policy, weight)
@@ -276,13 +290,19 @@ def _build_checked_plan(
 
 
 def _load_run_data(
-    run: SessionBuilder, plan: BatchPlan, given: list[GivenRow], *, has_model_files: bool
+    run: SessionBuilder,
+    plan: BatchPlan,
+    given: list[GivenRow],
+    held_out: list[GivenRow],
+    *,
+    has_model_files: bool,
 ) -> RunData:
     """Load prompts and anchor images and check that the model accepts them and `given` ones."""
     config, accelerator = run.config, run.accelerator
     data = RunData(
         load_run_prompts(config, plan, given),
         given,
+        held_out,
         load_anchor_images(config.anchors.data, row_layout(config), config.prompt_fn),
         image_size(config),
         eval_image_size(config),
@@ -294,7 +314,7 @@ def _load_run_data(
     if has_model_files:
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
     check_anchor_data(data.anchor_images, model, family, accelerator)
-    check_given_rows(given, model, family, accelerator)
+    check_given_rows([*given, *held_out], config, family, accelerator)
     return data
 
 
