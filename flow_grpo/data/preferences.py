@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flow_grpo.config.paths import check_dataset_available
 from flow_grpo.data.captioned_images import load_captioned_images
 from flow_grpo.data.columns import IMAGE_SUFFIXES
 from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name
@@ -112,6 +113,7 @@ def find_preferences(
     source: str | Path, split: Split = "train", layout: PreferenceLayout = DEFAULT_LAYOUT
 ) -> PreferenceSet | None:
     """Load a split like `load_preferences`, or return None if it is missing, as "test" may be."""
+    check_dataset_available(str(source), FIELD)
     path = Path(source)
     if is_hub_name(str(source).partition("@")[0]):
         path = download_dataset(str(source), DOWNLOAD_PATTERNS, FIELD)
@@ -127,6 +129,7 @@ def find_preferences(
 
 def check_preferences_exist(source: str) -> None:
     """Reject a preference set that does not exist, without reading it."""
+    check_dataset_available(source, FIELD)
     if is_hub_name(source.partition("@")[0]):
         check_hub_dataset(source, FIELD)
     elif not os.path.isfile(source) and not os.path.isdir(source):
