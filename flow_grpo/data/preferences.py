@@ -19,6 +19,7 @@ from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name
 from flow_grpo.data.images import row_identity
 from flow_grpo.data.preference_rows import (
     CHOSEN,
+    IDENTICAL,
     REJECTED,
     Judgement,
     PreferenceLayout,
@@ -201,7 +202,12 @@ def _combine(rows: Iterable[PreferenceRow], source: str) -> PreferenceSet:
     ballots, left_out_votes = count_votes(row.vote for row in rows if row.vote)
     left_out += left_out_votes
     given = [judgement for row in rows for judgement in row.judgements]
-    given += [Judgement(b.prompt, b.first, b.second, b.share, judged=True) for b in ballots]
+    for ballot in ballots:
+        if ballot.first == ballot.second:
+            left_out[IDENTICAL] += 1
+        else:
+            images = (ballot.first, ballot.second)
+            given.append(Judgement(ballot.prompt, *images, ballot.share, judged=True))
     pairs = []
     for judgement in _join_judgements(given):
         if judgement.probability == 0.5:

@@ -153,6 +153,10 @@ def vote(number: int, row: dict, *, ballot: str = "x", voter: str = "") -> dict:
         ([vote(1, AGAINST, voter="ann"), vote(2, VOTE, voter="ann")], "red", 1, {}),
         ([vote(1, VOTE), vote(2, TIE, ballot="y")], "red", 1, {"ties": 1}),
         (
+            [vote(1, VOTE), vote(2, VOTE | {"rejected": "red.png"}, ballot="y")],
+            "red", 1, {"identical": 1},
+        ),
+        (
             [vote(1, VOTE), *(vote(n, VOTE | {"prompt": "b"}, ballot="y") for n in (2, 3)),
              vote(4, AGAINST | {"prompt": "b"}, ballot="y"),
              vote(5, AGAINST | {"prompt": "b"}, ballot="y")],
