@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
+from flow_grpo.config.config_dicts import SHORTHANDS
 from flow_grpo.config.error_reporting import (
     STOP_SIGNALS,
     exit_on_user_error,
@@ -126,6 +127,7 @@ def parse_command_line(
     if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
         argv = [argv[0], f"--config={default}", *argv[1:]]
     argv = [weigh_listed_rewards(arg) for arg in _resolve_config_options(argv, spec.preset_file)]
+    argv = [_expand_shorthand(arg) for arg in argv]
 
     def parse_and_check() -> None:
         """Print help and exit if it is requested; else parse the flags and check the config."""
@@ -336,6 +338,13 @@ def reject_other_runs(argv: list[str], option: str, spec: TrainerSpec) -> None:
 def _option_paths(argv: list[str], option: str) -> list[str]:
     """Return the values of an option, whole and split at commas: a name may contain one."""
     return [path for value in option_values(argv, option) for path in (value, *value.split(","))]
+
+
+def _expand_shorthand(arg: str) -> str:
+    """Return the option of a section's main setting: --config.preferences=PATH names its data."""
+    option, equals, value = arg.partition("=")
+    name = SHORTHANDS.get(option.removeprefix("--config."))
+    return f"--config.{name}{equals}{value}" if name and option.startswith("--config.") else arg
 
 
 def _resolve_config_options(argv: list[str], presets: str = "") -> list[str]:
