@@ -117,7 +117,8 @@ def parse_command_line(
         "config", help_string="path/to/config.py or path/to/config.py:preset"
     )
     flags.DEFINE_bool("debug", False, "Show the traceback of a user error.")
-    argv = sys.argv
+    # in place, because ml_collections reads the names of overrides from there
+    sys.argv[:] = argv = [_expand_shorthand(arg) for arg in sys.argv]
     if dry_run:
         flags.DEFINE_bool("dry_run", False, DRY_RUN_HELP)
         flags.DEFINE_integer("world_size", None, WORLD_SIZE_HELP, lower_bound=1)
@@ -127,7 +128,6 @@ def parse_command_line(
     if default and not any(re.match(r"--config(=|$)", arg) for arg in argv):
         argv = [argv[0], f"--config={default}", *argv[1:]]
     argv = [weigh_listed_rewards(arg) for arg in _resolve_config_options(argv, spec.preset_file)]
-    argv = [_expand_shorthand(arg) for arg in argv]
 
     def parse_and_check() -> None:
         """Print help and exit if it is requested; else parse the flags and check the config."""
