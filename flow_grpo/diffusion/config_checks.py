@@ -413,6 +413,12 @@ def _ineffective_settings(
     settings: DiffusionConfig, algorithm: "Algorithm"
 ) -> Iterator[tuple[Sequence[str], str]]:
     """Yield the names of settings that have no effect, and the reason."""
+    given = ("preferences.per_epoch", "preferences.density")
+    if not settings.preferences.data:
+        unused = ("preferences.share", "preferences.unlike_sizes", *given)
+        yield unused, "preferences.data=''"
+    elif not settings.is_offline:
+        yield given, f"preferences.share={settings.preferences.share}, where the rollout sets them"
     if settings.is_offline:
         yield OFFLINE_FIELDS, "preferences.share=1, which has no rollouts"
     sample, advantage = settings.sample, settings.train.advantage

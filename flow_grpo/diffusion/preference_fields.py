@@ -22,20 +22,17 @@ class PreferenceConfig:
         "without any rollout; below 1, the rest of each update are samples.",
         above=0,
         at_most=1,
-        requires="preferences.data",
     )
     per_epoch: int = setting(
         0,
         "Pairs (dpo, ipo) or images (kto, sft) per epoch; 0 uses as many as fill whole updates, "
-        "and the remaining ones come first in the next epoch.",
+        "and the remaining ones come first in the next epoch. Needs share=1.",
         at_least=0,
-        requires={"preferences.data": "", "preferences.share=1.0": "the rollout sets the epoch"},
     )
     unlike_sizes: bool = setting(
         False,
         "Accept pairs of images with different sizes; both are resized and cropped to the "
         "training size.",
-        requires="preferences.data",
     )
     density: str = setting(
         "logit_normal",
@@ -43,5 +40,4 @@ class PreferenceConfig:
         '"logit_normal" (SD3) or "uniform". With share below 1, the levels are those of the '
         "rollout.",
         choices=DENSITIES,
-        requires={"preferences.data": "", "preferences.share=1.0": "samples set the levels"},
     )

@@ -68,34 +68,6 @@ def _tiny_forward(algorithm: str, rate: float = 1e-3, epochs: int = 9, **own: An
 
 
 TINY: dict[str, FieldValues] = {
-    # Offline DPO on pairs of signs, which scripts/make_sign_pairs.py writes: docs/preferences.md.
-    "tiny_pairs": {
-        "pretrained": {"model": "assets/tiny-sd3"},
-        "height": 32,
-        "width": 96,
-        "max_sequence_length": 8,
-        "log_images": 24,
-        "compile": False,
-        "algorithm": "dpo",
-        "preferences": {"data": "dataset/sign_pairs"},
-        "dataset": "dataset/ocr",  # its held-out words are evaluated
-        "reward_fn": {"ocr": 1.0},
-        "sample": {
-            "eval_num_steps": 10,
-            "test_batch_size": 32,
-            "guidance_scale": 1.0,
-            "sde_window_size": 0,
-        },
-        "num_epochs": 2,
-        "eval_freq": 1,
-        "train": {
-            "batch_size": 32,  # 16 pairs
-            "gradient_accumulation_steps": 1,
-            "learning_rate": 6e-4,
-            "ema_update_interval": 1,
-        },
-        "dpo": {"times": 1, "beta": 500.0},
-    },
     # The small model in the repository learns to render words that OCR can read.
     "tiny_ocr": {
         "pretrained": {"model": "assets/tiny-sd3"},
@@ -224,6 +196,28 @@ TINY: dict[str, FieldValues] = {
             "nft": {"times": 2},
             BATCHES: {"groups": 16, "group_size": 8, "max_batch": 32},
         },
+    },
+    # Given images, such as preference pairs: --config.preferences=PATH; the prompts are evaluated.
+    "tiny_offline": {
+        "algorithm": "dpo",
+        "pretrained": {"model": "assets/tiny-sd3"},
+        "height": 32,
+        "width": 96,
+        "max_sequence_length": 8,
+        "num_epochs": 10,
+        "eval_freq": 2,
+        "log_images": 24,
+        "dataset": "dataset/ocr",
+        "reward_fn": {"ocr": 1.0},
+        "compile": False,
+        "sample": {"eval_num_steps": 10, "test_batch_size": 32, "guidance_scale": 1.0},
+        "train": {
+            "batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-4,
+            "ema_update_interval": 1,
+        },
+        "dpo": {"times": 1},
     },
     # Words and scenes in one run; each prompt is scored by the reward that applies to it.
     "tiny_mixed": {

@@ -17,7 +17,7 @@ def run(tmp_path_factory) -> Runner:
     folder = tmp_path_factory.mktemp("example")
     make_sign_pairs.write_pairs(folder / "pairs", PAIRS, HELD_OUT, flaw="blurred")
     run = Runner(folder / "logs", preferences__data=folder / "pairs", num_epochs=1)
-    done = run(config="config/grpo.py:tiny_pairs", eval_prompts=HELD_OUT, dpo__beta=100.0)
+    done = run(config="config/grpo.py:tiny_offline", eval_prompts=HELD_OUT, dpo__beta=100.0)
     assert done.returncode == 0, done.stderr
     return run
 

@@ -302,12 +302,12 @@ class KtoSettings(ForwardSettings):
         "sooner and keep the policy closer to the reference.",
         above=0,
     )
-    like_weight: float = setting(1.0, "Weight of liked images.", at_least=0)
+    like_weight: float = setting(1.0, "Weight of liked images.", above=0)
     dislike_weight: float = setting(
         1.0,
         "Weight of disliked images. If there are n times as many of one kind, give the other one n "
         "times the weight.",
-        at_least=0,
+        above=0,
     )
 
 
