@@ -80,7 +80,10 @@ class PromptLayout(RowLayout[Prompt]):
                 ("conversations", "conversation", "messages", "system", "system_prompt"),
                 ("belongs to a chat", "write all of it into the prompt"),
             ),
-            **dict.fromkeys(("chosen", "rejected"), PREFERENCE_COLUMN),
+            **dict.fromkeys(
+                ("chosen", "rejected"),
+                (PREFERENCE_COLUMN[0], "train on it with --config.preferences.data=PATH"),
+            ),
         },
     )
 

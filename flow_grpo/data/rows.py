@@ -34,10 +34,7 @@ Split = Literal["train", "test"]
 NO_COLUMN = "none"
 DELIMITERS = ",;\t"  # spreadsheets write ";" in locales with a decimal comma
 INSTALL_HINT = "pip install -e '.[data]'"
-PREFERENCE_COLUMN = (
-    "belongs to a preference dataset, while training compares samples of the policy",
-    "",
-)
+PREFERENCE_COLUMN = ("belongs to a preference dataset", "")
 logger = logging.getLogger("flow_grpo")
 
 

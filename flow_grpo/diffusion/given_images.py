@@ -9,19 +9,18 @@ trained.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
-from flow_grpo.data.images import check_images
+from flow_grpo.data.preference_checks import check_preferences
 from flow_grpo.data.preferences import PreferenceSet, load_preferences
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.diffusion.algorithms.base import Algorithm, Batch
-from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.image_latents import ImageLatents
 from flow_grpo.diffusion.models import ModelAdapter
 from flow_grpo.diffusion.plan import BatchPlan
@@ -45,15 +44,26 @@ class GivenRow:
     credit: tuple[float, ...]
 
 
-def load_given_rows(config: DiffusionConfig, algorithm: Algorithm) -> list[GivenRow]:
-    """Load the rows of `preferences.data` that the algorithm trains; empty if it is not set.
+@dataclass(frozen=True)
+class GivenData:
+    """A preference set and its rows as an algorithm trains them; empty if none is given."""
+
+    found: PreferenceSet
+    rows: list[GivenRow]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [row.prompt for row in self.rows]
+
+
+def load_given_data(source: str, algorithm: Algorithm) -> GivenData:
+    """Load `preferences.data`, and the rows of it that the algorithm trains.
 
     Raises:
-        UserError: If there are none, or the set contains images that would not be used.
+        UserError: If there are none.
     """
-    source = config.preferences.data
     if not source:
-        return []
+        return GivenData(PreferenceSet([], []), [])
     found = load_preferences(source)
     if algorithm.given == "pairs":
         rows = _pairs(found, algorithm.name, source)
@@ -69,7 +79,7 @@ def load_given_rows(config: DiffusionConfig, algorithm: Algorithm) -> list[Given
             value=source,
             hint="use algorithm=kto for disliked images",
         )
-    return rows
+    return GivenData(found, rows)
 
 
 def _pairs(found: PreferenceSet, method: str, source: str) -> list[GivenRow]:
@@ -106,19 +116,24 @@ def _log_unused(count: int, kind: str, method: str) -> None:
         logger.info("%-21s %d %s images, which %s does not use", FIELD, count, kind, method)
 
 
-def check_given_rows(
-    rows: list[GivenRow], model: str, family: type[ModelAdapter] | None, accelerator: Accelerator
+def check_given_data(
+    data: GivenData,
+    model: str,
+    family: type[ModelAdapter] | None,
+    accelerator: Accelerator,
+    *,
+    unlike_sizes: bool,
 ) -> None:
-    """Reject models whose VAE cannot encode images, and invalid image files."""
-    if not rows:
+    """Reject models whose VAE cannot encode images, and invalid images and pairs."""
+    if not data.rows:
         return
     if family and not family.encodes_images:
         raise UserError(
             f"contains images, but {model} generates videos", field=FIELD, hint="set it to ''"
         )
-    named = [replace(row.prompt, images=row.images) for row in rows]
     bar = partial(progress_bar, shown=accelerator.is_main_process)
-    raise_on_all_ranks(accelerator, lambda: check_images(named, accelerator, bar))
+    check = partial(check_preferences, allow_unlike_sizes=unlike_sizes, bar=bar)
+    raise_on_all_ranks(accelerator, lambda: check(data.found, accelerator))
 
 
 class GivenImages:

@@ -16,6 +16,10 @@ class PreferenceConfig:
         "Preference pairs, rated images or demonstrations to train on: a directory, file or hub "
         "name; see docs/preferences.md. For algorithm=dpo, ipo, kto and sft.",
     )
+    unlike_sizes: bool = setting(
+        False,
+        "Accept pairs of images with different sizes: resizing then loses more of one of them.",
+    )
     share: float = setting(
         1.0,
         "Fraction of the trained images that are given ones. 1 trains on given images only, "

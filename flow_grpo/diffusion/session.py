@@ -42,10 +42,10 @@ from flow_grpo.diffusion.config_checks import (
 from flow_grpo.diffusion.data_anchor import DataAnchor, check_anchor_data, load_anchor_images
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
 from flow_grpo.diffusion.given_images import (
+    GivenData,
     GivenImages,
-    GivenRow,
-    check_given_rows,
-    load_given_rows,
+    check_given_data,
+    load_given_data,
 )
 from flow_grpo.diffusion.models import ModelAdapter, Size
 from flow_grpo.diffusion.plan import (
@@ -170,14 +170,14 @@ class RunData:
     """The prompts and images of a run, checked."""
 
     prompts: PromptSets
-    given: list[GivenRow]
+    given: GivenData
     anchor_images: list[Prompt]
     size: Size
     eval_size: Size
 
     @property
     def all_prompts(self) -> list[Prompt]:
-        return [*self.prompts.train, *self.prompts.test, *(row.prompt for row in self.given)]
+        return [*self.prompts.train, *self.prompts.test, *self.given.prompts]
 
 
 def build_session(
@@ -204,8 +204,8 @@ def build_session(
         smoke_test_algorithm(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)
     losses_per_update = algorithm.batch_count(config.train.batch_size) * algorithm.losses_per_sample
     with SessionBuilder(config, accumulation_steps=losses_per_update) as run:
-        given = load_given_rows(config, algorithm)
-        plan = _build_checked_plan(run, algorithm, num_processes, len(given))
+        given = load_given_data(config.preferences.data, algorithm)
+        plan = _build_checked_plan(run, algorithm, num_processes, len(given.rows))
         run.open_folder(begin, plan.updates)
         data = _load_run_data(run, plan, given, has_model_files=load is None)
         teachers = _load_checked_teachers(run, algorithm)
@@ -228,8 +228,8 @@ def build_session(
             behaviour_snapshot=behaviour_snapshot,
             rollout_gradients=rollout_gradients,
         )
-        if given:
-            session.given = GivenImages(given, policy, config.seed)
+        if given.rows:
+            session.given = GivenImages(given.rows, policy, config.seed)
         if data.anchor_images:
             weight = config.anchors.data_weight
             session.data_anchor = DataAnchor(data.anchor_images, policy, weight)
@@ -276,12 +276,12 @@ def _build_checked_plan(
 
 
 def _load_run_data(
-    run: SessionBuilder, plan: BatchPlan, given: list[GivenRow], *, has_model_files: bool
+    run: SessionBuilder, plan: BatchPlan, given: GivenData, *, has_model_files: bool
 ) -> RunData:
     """Load prompts and anchor images and check that the model accepts them and `given` ones."""
     config, accelerator = run.config, run.accelerator
     data = RunData(
-        load_run_prompts(config, plan, given),
+        load_run_prompts(config, plan, given.prompts),
         given,
         load_anchor_images(config.anchors.data, row_layout(config), config.prompt_fn),
         image_size(config),
@@ -294,7 +294,8 @@ def _load_run_data(
     if has_model_files:
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
     check_anchor_data(data.anchor_images, model, family, accelerator)
-    check_given_rows(given, model, family, accelerator)
+    unlike_sizes = config.preferences.unlike_sizes
+    check_given_data(given, model, family, accelerator, unlike_sizes=unlike_sizes)
     return data
 
 
@@ -302,7 +303,7 @@ def load_run_prompts(config: DiffusionConfig, plan: BatchPlan, given: list[Given
     """Load the prompts of rollouts and evaluations; without rollouts, those of the given images."""
     if not config.is_offline:
         return build_prompts(config, plan)
-    return PromptSets([row.prompt for row in given], build_test_prompts(config), [(len(given), 0)])
+    return PromptSets(given, build_test_prompts(config), [(len(given), 0)])
 
 
 def _load_checked_teachers(run: SessionBuilder, algorithm: Algorithm) -> TeacherFiles:
