@@ -299,7 +299,7 @@ def _load_run_data(
     return data
 
 
-def load_run_prompts(config: DiffusionConfig, plan: BatchPlan, given: list[GivenRow]) -> PromptSets:
+def load_run_prompts(config: DiffusionConfig, plan: BatchPlan, given: list[Prompt]) -> PromptSets:
     """Load the prompts of rollouts and evaluations; without rollouts, those of the given images."""
     if not config.is_offline:
         return build_prompts(config, plan)
