@@ -203,7 +203,8 @@ UNTRIED_FIELDS = {
         train.clip_range train.clip_range_low train.clip_range_high""",
     "the algorithm": "algorithm",
     "needs images or rewards": """anchors.data anchors.data_weight anchors.kl_gate
-        preferences.data preferences.share preferences.per_epoch preferences.density""",
+        preferences.data preferences.share preferences.per_epoch preferences.density
+        preferences.unlike_sizes""",
     "equivalent to reset_epochs": "anchors.reset_kl",
     "acts only on non-finite gradients": "train.max_skipped_updates",
 }

@@ -7,24 +7,17 @@ accepts them.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from flow_grpo.data.images import decoding_pool
-from flow_grpo.data.prompts import Prompt
+from flow_grpo.data.images import check_masks, decoding_pool
+from flow_grpo.data.preferences import ComparedImages, PreferenceSet
 from flow_grpo.errors import UserError
 from flow_grpo.images import ImageSource, read_image
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-class RowWithTargets(Protocol):
-    """A row of a preference set: a pair of images, or a single one."""
-
-    prompt: Prompt
-    images: tuple[ImageSource, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class Pixels:
 
 
 def check_preferences(
-    rows: Sequence[RowWithTargets],
+    found: PreferenceSet,
     accelerator: "Accelerator",
     *,
     allow_unlike_sizes: bool = False,
@@ -48,7 +41,7 @@ def check_preferences(
     Rows are divided among the processes, so only one of them may raise.
 
     Args:
-        rows: Pairs and single images.
+        found: The set.
         accelerator: Gives rank and world size.
         allow_unlike_sizes: Accept pairs of images with different sizes.
         bar: Wraps an iterable in a progress bar, given its label and length.
@@ -56,19 +49,21 @@ def check_preferences(
     Raises:
         UserError: If an image cannot be read, or a pair has equal images or unlike sizes.
     """
-    rows = rows[accelerator.process_index :: accelerator.num_processes]
+    part = slice(accelerator.process_index, None, accelerator.num_processes)
+    pairs, images = found.pairs[part], found.images[part]
     first_rows: dict[ImageSource, str] = {}
-    for row in rows:
-        for image in row.images:
-            first_rows.setdefault(image, row.prompt.where)
+    for row in (*pairs, *images):
+        targets = (row.chosen, row.rejected) if isinstance(row, ComparedImages) else (row.image,)
+        for source in (*targets, *row.prompt.images):
+            first_rows.setdefault(source, row.prompt.where)
     with decoding_pool() as pool:
         decoded = pool.imap(lambda item: _read_pixels(*item), first_rows.items())
         pixels = list(bar(decoded, "checking preferences", len(first_rows)))
     by_source = dict(zip(first_rows, pixels, strict=True))
-    for row in rows:
-        if len(row.images) == 2:
-            chosen, rejected = (by_source[image] for image in row.images)
-            _check_pair(chosen, rejected, row.prompt.where, allow_unlike_sizes)
+    for pair in pairs:
+        _check_pair(by_source[pair.chosen], by_source[pair.rejected], pair, allow_unlike_sizes)
+    prompts = [row.prompt for row in (*pairs, *images)]
+    check_masks([(p.mask, p.images[0], p.where) for p in prompts if p.mask])
 
 
 def _read_pixels(image: ImageSource, where: str) -> Pixels:
@@ -77,15 +72,19 @@ def _read_pixels(image: ImageSource, where: str) -> Pixels:
     return Pixels(*decoded.size, hashlib.sha256(decoded.tobytes()).digest())
 
 
-def _check_pair(chosen: Pixels, rejected: Pixels, where: str, allow_unlike_sizes: bool) -> None:
+def _check_pair(
+    chosen: Pixels, rejected: Pixels, pair: ComparedImages, allow_unlike_sizes: bool
+) -> None:
     """Raise a UserError for two images with the same pixels, or of unlike sizes."""
     if chosen == rejected:
-        raise UserError("has two images with the same pixels", field=where, hint="remove the row")
+        raise UserError(
+            "has two images with the same pixels", field=pair.prompt.where, hint="remove the row"
+        )
     sizes = [f"{each.width} x {each.height}" for each in (chosen, rejected)]
     if sizes[0] != sizes[1] and not allow_unlike_sizes:
         raise UserError(
             f"prefers an image of {sizes[0]} pixels to one of {sizes[1]}",
-            field=where,
+            field=pair.prompt.where,
             hint="make both the same size, or set --config.preferences.unlike_sizes=True to resize "
             "and crop both to the training size",
         )

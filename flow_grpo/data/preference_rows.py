@@ -78,11 +78,6 @@ class RatedImage:
     image: ImageSource
     liked: bool
 
-    @property
-    def images(self) -> tuple[ImageSource]:
-        """The image, as a tuple."""
-        return (self.image,)
-
 
 @dataclass(frozen=True)
 class Judgement:

@@ -57,11 +57,6 @@ class ComparedImages:
     rejected: ImageSource
     probability: float = 1.0
 
-    @property
-    def images(self) -> tuple[ImageSource, ImageSource]:
-        """The preferred image and the other one."""
-        return self.chosen, self.rejected
-
 
 @dataclass(frozen=True)
 class PreferenceSet:

@@ -1,19 +1,20 @@
 """Config rules over several fields, checked before anything is loaded."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flow_grpo.config.fields import UNQUANTIZED
-from flow_grpo.config.paths import resolve_settings_paths
+from flow_grpo.config.paths import resolve_path, resolve_settings_paths
 from flow_grpo.config.settings import check_conditions
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.early_checks import check_small_data_early
 from flow_grpo.data.eval_dataset import name_eval_settings, parse_eval_sources
 from flow_grpo.data.mixing import parse_sources
+from flow_grpo.data.preferences import check_preferences_exist
 from flow_grpo.data.prompts import check_prompts_exist
 from flow_grpo.diffusion.algorithms import ALGORITHMS
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
@@ -112,6 +113,8 @@ def check_config(config: UncheckedConfig | DiffusionConfig) -> DiffusionConfig:
             value=True,
             hint="use groups of 3 or more",
         )
+    data = resolve_path(settings.preferences.data)
+    settings = replace(settings, preferences=replace(settings.preferences, data=data))
     return resolve_settings_paths(settings)
 
 
@@ -127,6 +130,8 @@ def preflight_check(config: DiffusionConfig) -> None:
     sources = parse_sources(settings.dataset)
     for source in sources:
         check_prompts_exist(source.path, settings.prompt_fn)
+    if settings.preferences.data:
+        check_preferences_exist(settings.preferences.data)
     if settings.eval_dataset:
         with name_eval_settings():
             tested = parse_eval_sources(settings.eval_dataset)
@@ -415,8 +420,7 @@ def _ineffective_settings(
     """Yield the names of settings that have no effect, and the reason."""
     given = ("preferences.per_epoch", "preferences.density")
     if not settings.preferences.data:
-        unused = ("preferences.share", "preferences.unlike_sizes", *given)
-        yield unused, "preferences.data=''"
+        yield ("preferences.share", "preferences.unlike_sizes", *given), "preferences.data=''"
     elif not settings.is_offline:
         yield given, f"preferences.share={settings.preferences.share}, where the rollout sets them"
     if settings.is_offline:

@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from flow_grpo.data.columns import parse_column_names
 from flow_grpo.data.preference_checks import check_preferences
 from flow_grpo.data.preference_rows import PreferenceLayout
 from flow_grpo.data.preferences import PreferenceSet, find_preferences, load_preferences
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.diffusion.algorithms.base import Algorithm, Batch
-from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.image_latents import ImageLatents
 from flow_grpo.diffusion.models import ModelAdapter
 from flow_grpo.diffusion.plan import BatchPlan
@@ -47,16 +45,32 @@ class GivenRow:
     credit: tuple[float, ...]
 
 
-def load_given_rows(config: DiffusionConfig, algorithm: Algorithm) -> list[GivenRow]:
-    """Load the rows of `preferences.data` that the algorithm trains; empty if it is not set.
+@dataclass(frozen=True)
+class GivenData:
+    """A preference set and its rows as an algorithm trains them; empty if none is given."""
+
+    found: PreferenceSet
+    rows: list[GivenRow]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [row.prompt for row in self.rows]
+
+
+def load_given_data(source: str, algorithm: Algorithm, layout: PreferenceLayout) -> GivenData:
+    """Load `preferences.data`, and the rows of it that the algorithm trains.
+
+    Args:
+        source: `preferences.data`; "" for none.
+        algorithm: Method of the run.
+        layout: Columns to read.
 
     Raises:
-        UserError: If there are none, or the set contains images that would not be used.
+        UserError: If there are none.
     """
-    source = config.preferences.data
     if not source:
-        return []
-    found = load_preferences(source, layout=_layout(config))
+        return GivenData(PreferenceSet([], []), [])
+    found = load_preferences(source, layout=layout)
     if algorithm.given == "pairs":
         rows = _pairs(found, algorithm.name, source)
     elif algorithm.given == "rated":
@@ -71,21 +85,25 @@ def load_given_rows(config: DiffusionConfig, algorithm: Algorithm) -> list[Given
             value=source,
             hint="use algorithm=kto for disliked images",
         )
-    return rows
+    return GivenData(found, rows)
 
 
-def load_held_out_rows(config: DiffusionConfig, algorithm: Algorithm) -> list[GivenRow]:
-    """Load the pairs of the test split of `preferences.data`; empty if there are none."""
-    source = config.preferences.data
-    if not source or algorithm.given != "pairs":
-        return []
-    found = find_preferences(source, "test", _layout(config))
-    rows = [] if found is None else _pairs(found, algorithm.name, source)
-    return rows[: config.eval_prompts or None]
+def load_held_out_pairs(
+    source: str, algorithm: Algorithm, layout: PreferenceLayout, most: int
+) -> GivenData:
+    """Load the pairs of the test split of `preferences.data`; empty if there are none.
 
-
-def _layout(config: DiffusionConfig) -> PreferenceLayout:
-    return PreferenceLayout(metadata=parse_column_names(config.metadata_columns))
+    Args:
+        source: `preferences.data`; "" for none.
+        algorithm: Method of the run; only those that compare pairs use them.
+        layout: Columns to read.
+        most: Number of pairs that are used; 0 for all.
+    """
+    found = find_preferences(source, "test", layout) if source else None
+    if found is None or algorithm.given != "pairs":
+        return GivenData(PreferenceSet([], []), [])
+    found = PreferenceSet(found.pairs[: most or None], [])
+    return GivenData(found, _pairs(found, algorithm.name, source))
 
 
 def _pairs(found: PreferenceSet, method: str, source: str) -> list[GivenRow]:
@@ -122,26 +140,24 @@ def _log_unused(count: int, kind: str, method: str) -> None:
         logger.info("%-21s %d %s images, which %s does not use", FIELD, count, kind, method)
 
 
-def check_given_rows(
-    rows: list[GivenRow],
-    config: DiffusionConfig,
+def check_given_data(
+    data: GivenData,
+    model: str,
     family: type[ModelAdapter] | None,
     accelerator: Accelerator,
+    *,
+    unlike_sizes: bool,
 ) -> None:
-    """Reject models whose VAE cannot encode images, and invalid image files."""
-    model = config.pretrained.model
-    if not rows:
+    """Reject models whose VAE cannot encode images, and invalid images and pairs."""
+    if not data.rows:
         return
     if family and not family.encodes_images:
         raise UserError(
             f"contains images, but {model} generates videos", field=FIELD, hint="set it to ''"
         )
-    allowed = config.preferences.unlike_sizes
     bar = partial(progress_bar, shown=accelerator.is_main_process)
-    raise_on_all_ranks(
-        accelerator,
-        lambda: check_preferences(rows, accelerator, allow_unlike_sizes=allowed, bar=bar),
-    )
+    check = partial(check_preferences, allow_unlike_sizes=unlike_sizes, bar=bar)
+    raise_on_all_ranks(accelerator, lambda: check(data.found, accelerator))
 
 
 class GivenImages:

@@ -16,6 +16,10 @@ class PreferenceConfig:
         "Preference pairs, rated images or demonstrations to train on: a directory, file or hub "
         "name; see docs/preferences.md. For algorithm=dpo, ipo, kto and sft.",
     )
+    unlike_sizes: bool = setting(
+        False,
+        "Accept pairs of images with different sizes: resizing then loses more of one of them.",
+    )
     share: float = setting(
         1.0,
         "Fraction of the trained images that are given ones. 1 trains on given images only, "
@@ -28,11 +32,6 @@ class PreferenceConfig:
         "Pairs (dpo, ipo) or images (kto, sft) per epoch; 0 uses as many as fill whole updates, "
         "and the remaining ones come first in the next epoch. Needs share=1.",
         at_least=0,
-    )
-    unlike_sizes: bool = setting(
-        False,
-        "Accept pairs of images with different sizes; both are resized and cropped to the "
-        "training size.",
     )
     density: str = setting(
         "logit_normal",

@@ -13,7 +13,9 @@ from PIL import Image
 from flow_grpo.config.custom import as_user_error
 from flow_grpo.config.settings import to_json
 from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.data.columns import parse_column_names
 from flow_grpo.data.mixing import held_out_share, parse_sources, set_indices
+from flow_grpo.data.preference_rows import PreferenceLayout
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.diffusion.algorithms import ALGORITHMS, Algorithm, Batch, Setup
@@ -42,11 +44,11 @@ from flow_grpo.diffusion.config_checks import (
 from flow_grpo.diffusion.data_anchor import DataAnchor, check_anchor_data, load_anchor_images
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
 from flow_grpo.diffusion.given_images import (
+    GivenData,
     GivenImages,
-    GivenRow,
-    check_given_rows,
-    load_given_rows,
-    load_held_out_rows,
+    check_given_data,
+    load_given_data,
+    load_held_out_pairs,
 )
 from flow_grpo.diffusion.held_out_pairs import HeldOutPairs
 from flow_grpo.diffusion.models import ModelAdapter, Size
@@ -179,15 +181,15 @@ class RunData:
     """The prompts and images of a run, checked."""
 
     prompts: PromptSets
-    given: list[GivenRow]
-    held_out: list[GivenRow]
+    given: GivenData
+    held_out: GivenData  # pairs
     anchor_images: list[Prompt]
     size: Size
     eval_size: Size
 
     @property
     def all_prompts(self) -> list[Prompt]:
-        given = (row.prompt for row in (*self.given, *self.held_out))
+        given = [*self.given.prompts, *self.held_out.prompts]
         return [*self.prompts.train, *self.prompts.test, *given]
 
 
@@ -215,11 +217,10 @@ def build_session(
         smoke_test_algorithm(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)
     losses_per_update = algorithm.batch_count(config.train.batch_size) * algorithm.losses_per_sample
     with SessionBuilder(config, accumulation_steps=losses_per_update) as run:
-        given = load_given_rows(config, algorithm)
-        plan = _build_checked_plan(run, algorithm, num_processes, len(given))
+        given = load_given_data(config.preferences.data, algorithm, _preference_layout(config))
+        plan = _build_checked_plan(run, algorithm, num_processes, len(given.rows))
         run.open_folder(begin, plan.updates)
-        held_out = load_held_out_rows(config, algorithm)
-        data = _load_run_data(run, plan, given, held_out, has_model_files=load is None)
+        data = _load_run_data(run, algorithm, plan, given, has_model_files=load is None)
         teachers = _load_checked_teachers(run, algorithm)
         run.add_rewards(partial(_check_rewards, config, algorithm, plan, data))
         policy = _build_policy(run, algorithm, data, load or build_adapter)
@@ -240,10 +241,10 @@ def build_session(
             behaviour_snapshot=behaviour_snapshot,
             rollout_gradients=rollout_gradients,
         )
-        if given:
-            session.given = GivenImages(given, policy, config.seed)
-        if data.held_out:
-            session.held_out = HeldOutPairs(data.held_out, session.given, policy)
+        if given.rows:
+            session.given = GivenImages(given.rows, policy, config.seed)
+        if data.held_out.rows:
+            session.held_out = HeldOutPairs(data.held_out.rows, session.given, policy)
         if data.anchor_images:
             weight = config.anchors.data_weight
             session.data_anchor = DataAnchor(data.anchor_images, policy, weight)
@@ -291,18 +292,20 @@ def _build_checked_plan(
 
 def _load_run_data(
     run: SessionBuilder,
+    algorithm: Algorithm,
     plan: BatchPlan,
-    given: list[GivenRow],
-    held_out: list[GivenRow],
+    given: GivenData,
     *,
     has_model_files: bool,
 ) -> RunData:
     """Load prompts and anchor images and check that the model accepts them and `given` ones."""
     config, accelerator = run.config, run.accelerator
     data = RunData(
-        load_run_prompts(config, plan, given),
+        load_run_prompts(config, plan, given.prompts),
         given,
-        held_out,
+        load_held_out_pairs(
+            config.preferences.data, algorithm, _preference_layout(config), config.eval_prompts
+        ),
         load_anchor_images(config.anchors.data, row_layout(config), config.prompt_fn),
         image_size(config),
         eval_image_size(config),
@@ -314,15 +317,22 @@ def _load_run_data(
     if has_model_files:
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
     check_anchor_data(data.anchor_images, model, family, accelerator)
-    check_given_rows([*given, *held_out], config, family, accelerator)
+    unlike_sizes = config.preferences.unlike_sizes
+    for each in (given, data.held_out):
+        check_given_data(each, model, family, accelerator, unlike_sizes=unlike_sizes)
     return data
 
 
-def load_run_prompts(config: DiffusionConfig, plan: BatchPlan, given: list[GivenRow]) -> PromptSets:
+def _preference_layout(config: DiffusionConfig) -> PreferenceLayout:
+    """Return the layout of preference files with the columns that a config names."""
+    return PreferenceLayout(metadata=parse_column_names(config.metadata_columns))
+
+
+def load_run_prompts(config: DiffusionConfig, plan: BatchPlan, given: list[Prompt]) -> PromptSets:
     """Load the prompts of rollouts and evaluations; without rollouts, those of the given images."""
     if not config.is_offline:
         return build_prompts(config, plan)
-    return PromptSets([row.prompt for row in given], build_test_prompts(config), [(len(given), 0)])
+    return PromptSets(given, build_test_prompts(config), [(len(given), 0)])
 
 
 def _load_checked_teachers(run: SessionBuilder, algorithm: Algorithm) -> TeacherFiles:

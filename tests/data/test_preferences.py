@@ -245,10 +245,10 @@ class TestDecoding:
     def check(self, folder: Path, row: dict, **options) -> str:
         path = write(folder, PAIR | {"prompt": "another"}, row)
         found = load_preferences(path)
-        check_preferences([*found.pairs, *found.images], SINGLE, **options)
+        check_preferences(found, SINGLE, **options)
         return f"{path}:2"
 
-    @pytest.mark.parametrize("column", ["chosen", "rejected"])
+    @pytest.mark.parametrize("column", ["rejected", "source_image"])
     def test_damaged_images(self, folder, column):
         (folder / "bad.png").write_bytes((folder / "gray.png").read_bytes()[:60])
         with raises_user_error("pairs.jsonl:2", "bad.png"):
@@ -276,10 +276,10 @@ class TestDecoding:
         """The damaged image is in the second row."""
         (folder / "bad.png").write_bytes(b"none")
         path = write(folder, PAIR, PAIR | {"rejected": "bad.png"})
-        pairs = load_preferences(path).pairs
-        check_preferences(pairs, SimpleNamespace(process_index=0, num_processes=2))
+        found = load_preferences(path)
+        check_preferences(found, SimpleNamespace(process_index=0, num_processes=2))
         with raises_user_error("pairs.jsonl:2", "bad.png"):
-            check_preferences(pairs, SimpleNamespace(process_index=1, num_processes=2))
+            check_preferences(found, SimpleNamespace(process_index=1, num_processes=2))
 
 
 def test_rated_images_and_demonstrations(folder):
