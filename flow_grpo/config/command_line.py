@@ -118,7 +118,7 @@ def parse_command_line(
     )
     flags.DEFINE_bool("debug", False, "Show the traceback of a user error.")
     # in place, because ml_collections reads the names of overrides from there
-    sys.argv[:] = argv = [_expand_shorthand(arg) for arg in sys.argv]
+    sys.argv[:] = argv = [expand_shorthand(arg) for arg in sys.argv]
     if dry_run:
         flags.DEFINE_bool("dry_run", False, DRY_RUN_HELP)
         flags.DEFINE_integer("world_size", None, WORLD_SIZE_HELP, lower_bound=1)
@@ -340,7 +340,7 @@ def _option_paths(argv: list[str], option: str) -> list[str]:
     return [path for value in option_values(argv, option) for path in (value, *value.split(","))]
 
 
-def _expand_shorthand(arg: str) -> str:
+def expand_shorthand(arg: str) -> str:
     """Return the option of a section's main setting: --config.preferences=PATH names its data."""
     option, equals, value = arg.partition("=")
     name = SHORTHANDS.get(option.removeprefix("--config."))
