@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from runner import Runner
 
-PAIRS, HELD_OUT = 48, 8
+PAIRS, HELD_OUT = 48, 6
 
 
 @pytest.fixture(scope="module")
