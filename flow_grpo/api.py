@@ -122,9 +122,13 @@ def evaluate(
     """Score checkpoints as scripts/evaluate.py does.
 
     Args:
+        model: As for `Trainer`.
         out: New folder for tables and images.
         checkpoints: Paths, or "base" for the model without training.
-        prompts: Prompts to sample. Other arguments are those of `Trainer`.
+        rewards: As for `Trainer`.
+        prompts: Prompts to sample, in the same form as for `Trainer`.
+        preset: As for `Trainer`.
+        **fields: As for `Trainer`.
 
     Returns:
         The mean of each reward, by checkpoint.
@@ -148,7 +152,13 @@ def build_config(
     fields: Mapping[str, Any],
     preferences: Preferences | None = None,
 ) -> ConfigDict:
-    """Build the config of a preset with the arguments of `Trainer`."""
+    """Build the config of a preset with the arguments of `Trainer`.
+
+    Lists of prompts are written to a directory in `logdir`.
+
+    Raises:
+        UserError: If a field is unknown or invalid, or also set by an argument.
+    """
     DIFFUSION_SPEC.load_custom_classes(fields)
     given = {
         "model": model or None,

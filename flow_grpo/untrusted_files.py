@@ -15,7 +15,11 @@ MAX_NESTING = 100  # of JSON values, because code that traverses them recurses
 
 
 def read_text(path: Path) -> str:
-    """Read UTF-8 text with unchanged newlines, as CSV needs them."""
+    """Read UTF-8 text with unchanged newlines, as CSV needs them.
+
+    Raises:
+        UserError: If the file is too large, or is not UTF-8 text.
+    """
     if (size := path.stat().st_size) > MAX_BYTES:
         raise UserError(
             f"has {size:,} bytes, but at most {MAX_BYTES:,} are read",

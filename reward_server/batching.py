@@ -135,7 +135,10 @@ class Batcher:
         return sum(running.overdue for running in list(self._calls)) == len(self._threads)
 
     def fail_overdue(self) -> None:
-        """Fail the jobs of overdue calls; must be called regularly."""
+        """Fail the jobs of overdue calls, and all queued jobs if every thread hangs.
+
+        Must be called regularly.
+        """
         with self._condition:
             started_before = time.monotonic() - self._timeout
             late = [c for c in self._calls if not c.overdue and c.started < started_before]

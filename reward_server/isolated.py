@@ -66,6 +66,9 @@ def build_worker(name: str, **settings: Any) -> Callable[[Batch | None], WorkerR
     """Build the scorer in the child process and return the function that handles batches.
 
     The function returns (frames, kind) of the scorer for None.
+
+    Raises:
+        UserError: If the scorer cannot be built.
     """
     try:
         scorer = build_scorer(name, **settings)

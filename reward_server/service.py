@@ -212,6 +212,9 @@ class Service:
         """Score a small sample with each reward, so that no request waits for models to load.
 
         A scorer with concurrent calls gets one sample per worker.
+
+        Raises:
+            UserError: If a reward fails.
         """
         for name, served in self.served_rewards.items():
             concurrent = served.scorer.concurrent_calls > 1

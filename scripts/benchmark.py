@@ -181,6 +181,9 @@ def benchmark_clone(config: ConfigDict) -> dict[str, Any]:
     """Return the fields of the JSON line for Flow-GRPO's own functions, those of --against.
 
     They run in a separate process, which frees its GPU memory on exit.
+
+    Raises:
+        UserError: If that process fails.
     """
     request = json.loads(config.to_json_best_effort())
     request |= {

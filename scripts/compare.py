@@ -63,6 +63,9 @@ def read_run(folder: Path, also: str = "") -> list[Epoch]:
     Args:
         folder: The run directory, or a metrics file without its .jsonl suffix.
         also: A reward that was evaluated but not trained.
+
+    Raises:
+        UserError: If the run lacks the first evaluation, or a metric that is needed.
     """
     epochs, seconds = [], 0.0
     metrics_file = folder.parent / f"{folder.name}.jsonl"
@@ -85,7 +88,11 @@ def read_run(folder: Path, also: str = "") -> list[Epoch]:
 
 
 def truncate_run(run: list[Epoch], passes: int) -> list[Epoch]:
-    """Return the epochs up to the last evaluation at or below `passes`."""
+    """Return the epochs up to the last evaluation at or below `passes`.
+
+    Raises:
+        UserError: If `passes` is before the first evaluation.
+    """
     evaluated = [i for i, e in enumerate(run) if e.reward is not None and e.passes <= passes]
     if not evaluated:
         raise UserError(

@@ -425,7 +425,7 @@ def updates_equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def main() -> int:
-    """Try all algorithms and print the counts; return 1 if something is unexpected."""
+    """Try all algorithms and log the counts; return 1 if anything is unexpected."""
     parser = ScriptParser(description=__doc__.splitlines()[0])
     names = [name for name in ALGORITHMS if name != "opd"]  # opd needs teacher files
     parser.add_argument("algorithms", nargs="*", default=names, metavar="ALGORITHM")

@@ -170,7 +170,10 @@ def find_test(name: str) -> str:
 
 
 def surviving_mutants(name: str) -> tuple[int, list[Mutant]]:
-    """Return the number of mutants of flow_grpo/<name>.py, and those that pass its unit tests."""
+    """Run mutmut on flow_grpo/<name>.py; return the number of mutants and those that survive.
+
+    It works on a fresh copy of the repository in build/mutants.
+    """
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
     for part in ("flow_grpo", "scripts", "tests", "assets", "dataset", "reward_server", "docs"):

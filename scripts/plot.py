@@ -26,7 +26,11 @@ EVALUATION_DIR = re.compile(r"eval-(\d+)")  # a directory of a run's samples
 
 
 def read_curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
-    """Return the epochs and values of a metric."""
+    """Return the epochs and values of a metric.
+
+    Raises:
+        UserError: If no row has the metric.
+    """
     rows = read_metrics(run)
     points = [(row["epoch"], row[metric]) for row in rows if row.get(metric) is not None]
     if not points:

@@ -179,7 +179,7 @@ def roll_out(
         next_samples = sample_next_epoch(session, epoch + 1)
     with timer("reward_wait"):
         scored = collect_rewards(session, epoch, samples)
-    session.stop.check()
+    session.stop.check(now=True)  # otherwise a stop while people vote looks like an outage
     session.policy.count_passes(sum(s.sample_steps for s in samples))
     stop_on_outage(session, epoch + 1, scored.rewards)
     if next_samples is None:  # otherwise the reward models are scoring the next epoch
@@ -454,6 +454,8 @@ def train_epoch(
     dropped. Each inner epoch shuffles the updates; the samples of an update stay the same.
 
     Args:
+        session: State of the run.
+        epoch: Number of the epoch, which seeds the order of the updates.
         samples: This process's sampling batches.
         credit: Weights of all samples of the epoch, (samples per epoch,).
 

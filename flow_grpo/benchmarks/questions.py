@@ -42,7 +42,11 @@ class RawLayout(RowLayout[Row]):
 
 
 def read_questions(files: PromptFiles, source: PromptSource) -> tuple[list[Question], list[str]]:
-    """Read the questions of a benchmark, and the category of each ("" without categories)."""
+    """Read the questions of a benchmark, and the category of each ("" without categories).
+
+    Raises:
+        UserError: If there are no questions, or a column is missing.
+    """
     questions, tags = [], []
     for path in files.files:
         for where, row in _rows(path):

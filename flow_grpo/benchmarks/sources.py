@@ -105,6 +105,9 @@ def read_prompts(files: PromptFiles, source: PromptSource) -> tuple[list[Prompt]
 
     Returns:
         The prompts in the order of the files, and the category of each, "" without categories.
+
+    Raises:
+        UserError: If there are no prompts, or the column of the categories is missing.
     """
     layout = PromptLayout(source.column or "prompt")
     is_whole_file = source.is_glob and not source.tag and len(files.files) == source.count

@@ -26,7 +26,11 @@ LOCATION_FIELDS = ("resume", "run_name", "logdir")  # name the run directory
 
 
 def load_run_config(run: Path, spec: TrainerSpec) -> ConfigDict:
-    """Return the config that `run` was trained with; settings added since have their defaults."""
+    """Return the config that `run` was trained with; settings added since have their defaults.
+
+    Raises:
+        UserError: If the run belongs to the other trainer, or its config.json is invalid.
+    """
     folders, config = read_start_folders(run), spec.get_config()
     saved = resolve_start_paths(read_saved_fields(run), folders)
     if script := spec.other_script(saved):
@@ -147,7 +151,11 @@ def find_run_directory(path: Path) -> Path | None:
 
 
 def read_saved_fields(run: Path) -> dict[str, Any]:
-    """Read config.json of a run directory."""
+    """Read config.json of a run directory.
+
+    Raises:
+        UserError: If the directory is not a run, or its config.json is damaged.
+    """
     path = run / CONFIG_FILE
     if not run.is_dir():
         raise UserError(

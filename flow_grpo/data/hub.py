@@ -30,6 +30,9 @@ def download_revision(model: str, revision: str) -> str:
     """Download a revision of a diffusion pipeline and return its directory.
 
     The default revision is not downloaded here: `model` is returned unchanged.
+
+    Raises:
+        UserError: If `model` is a local directory, or the revision cannot be downloaded.
     """
     if revision == DEFAULT_REVISION:
         return model

@@ -8,12 +8,15 @@ A row has a prompt and what training compares (TRL's dataset types, docs/source/
 | preference pair | `chosen` and `rejected`                                        |
 | rated response  | a demonstration with a boolean `label`                         |
 
+A pair may have a `margin`, by which the preferred response is better; reward models read it.
+
 The prompt is text or a chat in `messages`, `conversations`, `prompt`, `question`, `problem` or
 LMM-R1's `message`, with images and videos as in questions. Responses are text or a list of turns
 that ends with an assistant turn; the turns before it are the prompt if no column has one.
 """
 
 import logging
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -45,7 +48,7 @@ from flow_grpo.errors import UserError
 
 PROMPT_COLUMNS = (CHAT_COLUMN, "messages", "conversations", "prompt", "question", "problem")
 RESPONSE_COLUMNS = ("completion", "response")
-CHOSEN, REJECTED, LABEL = "chosen", "rejected", "label"
+CHOSEN, REJECTED, LABEL, MARGIN = "chosen", "rejected", "label", "margin"
 # what training reads: demonstrations, pairs, or responses with a label
 ResponseKind = Literal["demonstrations", "pairs", "ratings"]
 RESPONSE_KINDS: tuple[ResponseKind, ...] = get_args(ResponseKind)
@@ -59,6 +62,7 @@ class GivenResponse(Question):
     response: str = ""  # the preferred one of a pair
     rejected: str | None = None  # None unless the row is a pair
     liked: bool = True
+    margin: float = 0.0  # of a pair: how much better the preferred response is
 
     @property
     def responses(self) -> tuple[str, ...]:
@@ -91,10 +95,11 @@ class ResponseLayout(QuestionLayout):
             )
         prompt = _parse_prompt(row[name], f'{where}: "{name}"') if name else Chat([])
         used = {name, image_column, video_column, self.answer, self.answer.partition(".")[0]}
-        rejected, liked = None, True
+        rejected, liked, margin = None, True, 0.0
         if not is_empty(row.get(CHOSEN)) or not is_empty(row.get(REJECTED)):
             prompt, response, rejected = _parse_pair(row, prompt, name, where)
-            used |= {CHOSEN, REJECTED}
+            margin = _parse_margin(row, where)
+            used |= {CHOSEN, REJECTED, MARGIN}
         elif self.kind == "pairs":
             raise UserError(
                 f"needs the columns {CHOSEN} and {REJECTED}, got {', '.join(row)}", field=where
@@ -126,6 +131,7 @@ class ResponseLayout(QuestionLayout):
             response=response,
             rejected=rejected,
             liked=liked,
+            margin=margin,
         )
 
     def _parse_response(self, row: Row, prompt: Chat, column: str | None, where: str) -> str:
@@ -247,6 +253,19 @@ def _split_common_prompt(given: dict[str, str], where: str) -> tuple[Chat, dict[
         )
     rest = {name: text.removeprefix(common).lstrip() for name, text in given.items()}
     return Chat([Turn(USER, common)]), rest
+
+
+def _parse_margin(row: Row, where: str) -> float:
+    """Return the margin of a pair, a finite number; 0 if it has none."""
+    margin = row.get(MARGIN)
+    if is_empty(margin):
+        return 0.0
+    valid = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not valid or not math.isfinite(margin):
+        raise UserError(
+            f'needs a finite number in column "{MARGIN}", got {margin!r:.80}', field=where
+        )
+    return float(margin)
 
 
 def _parse_label(row: Row, where: str) -> bool:

@@ -60,7 +60,11 @@ MAX_REASON_LENGTH = 200
 
 
 def list_weights(run: Path) -> dict[str, Path]:
-    """Return weight directories by display name, newest first, EMA weights before raw ones."""
+    """Return weight directories by display name, newest first, EMA weights before raw ones.
+
+    Raises:
+        UserError: If the run has no checkpoints yet.
+    """
     root, found = run / "checkpoints", {}
     best = (root / BEST).resolve()
     for checkpoint in reversed(list_checkpoints(root)):

@@ -135,7 +135,11 @@ def build_page(generator: DemoGenerator, folder: Path) -> gr.Blocks:
 
 
 def serve(page: gr.Blocks, folder: Path, host: str, port: int, *, uploads: bool = False) -> str:
-    """Serve the page in the background and return its URL."""
+    """Serve the page in the background and return its URL.
+
+    Raises:
+        UserError: If the port is in use.
+    """
     theme = gr.themes.Default(primary_hue="blue", font=FONTS, font_mono=FONTS)
     try:
         page.launch(

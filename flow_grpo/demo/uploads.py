@@ -25,7 +25,11 @@ class UploadStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def read(self, upload: Any) -> bytes | None:
-        """Return the content of an upload, given as gradio's dict; never reads another file."""
+        """Return the content of an upload, given as gradio's dict; never reads another file.
+
+        Raises:
+            UserError: If the file is not in the directory or no longer exists.
+        """
         if upload is None:
             return None
         path = upload.get("path") if isinstance(upload, dict) else None

@@ -282,7 +282,8 @@ class _Run:
     def _finish(self, candidate: str, batch: _Batch | None) -> None:
         """Wait for the scores of a batch and write them; raise if a scorer failed on all of it.
 
-        A batch that an earlier start failed on is no reason to stop: it may never have a score.
+        It does not raise for a batch that already failed when the command was run before: the
+        batch may never get a score.
         """
         outage = ""
         if batch is not None:

@@ -1,6 +1,7 @@
 """Config rules over several fields, checked before anything is loaded."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from flow_grpo.diffusion.algorithms import Algorithm
     from flow_grpo.diffusion.models import ModelAdapter
+    from flow_grpo.rewards.protocol import Scorer
 
 # Settings of rollouts and of what is computed from their rewards.
 OFFLINE_FIELDS = (
@@ -294,6 +296,37 @@ def check_groupwise_rewards(config: DiffusionConfig, rewards: set[str], plan: Ba
                 field="train.advantage",
                 value="remax",
                 hint="use 'pairwise'",
+            )
+
+
+def check_interactive_rewards(
+    config: DiffusionConfig, scorers: "Mapping[str, Scorer]", plan: BatchPlan, frames: int
+) -> None:
+    """Reject settings with which people cannot be asked.
+
+    Args:
+        config: Settings.
+        scorers: Scorers that ask people, by name.
+        plan: Batch arithmetic of an epoch.
+        frames: Frames of a sample; more than one is a video.
+    """
+    for name, scorer in scorers.items():
+        if frames > 1:
+            raise UserError(
+                f"shows people images, but a sample is a video of {frames} frames",
+                field=f"reward {name!r}",
+                hint="use a reward that scores videos",
+            )
+        limit = config.distributed_timeout
+        if plan.num_processes > 1 and scorer.timeout >= limit:
+            margin = 600  # seconds for everything else
+            longer = math.ceil(scorer.timeout) + margin if math.isfinite(scorer.timeout) else "..."
+            raise UserError(
+                f"must be below distributed_timeout={limit}, after which {plan.num_processes} "
+                "processes no longer wait for each other",
+                field=f"reward_options.{name}.timeout",
+                value=scorer.timeout,
+                hint=f"lower it or set --config.distributed_timeout={longer}",
             )
 
 

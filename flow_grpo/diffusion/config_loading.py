@@ -38,7 +38,11 @@ def load_run_config(
 def load_config_file(
     path: str, options: list[str], spec: TrainerSpec = DIFFUSION_SPEC
 ) -> ConfigDict:
-    """Load path/to/config.py, path/to/config.py:preset or a preset by name."""
+    """Load path/to/config.py, path/to/config.py:preset or a preset by name.
+
+    Raises:
+        UserError: If the config belongs to another kind of model.
+    """
     argument = f"--config={resolve_config_file(path, spec.preset_file)}"
     config = overrides.load_checked_config([sys.argv[0], argument, *options], spec)
     if spec.other_script(config):
@@ -73,7 +77,11 @@ def check_eval_fields(options: Sequence[str], config: ConfigDict) -> None:
 def apply_overrides(
     config: ConfigDict, options: list[str], spec: TrainerSpec = DIFFUSION_SPEC
 ) -> ConfigDict:
-    """Apply options of the form --config.FIELD=VALUE."""
+    """Apply options of the form --config.FIELD=VALUE.
+
+    Raises:
+        UserError: If a field is unknown, or a value has the wrong type.
+    """
     for option in options:
         name, equals, value = option.removeprefix("--config.").partition("=")
         overrides.check_field_name(name, config, spec, value if equals else None)

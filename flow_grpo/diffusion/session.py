@@ -35,6 +35,7 @@ from flow_grpo.diffusion.config_checks import (
     check_config,
     check_groupwise_rewards,
     check_ineffective_settings,
+    check_interactive_rewards,
     check_nonzero_advantages,
     check_preferences,
     check_rollout_gradients,
@@ -364,6 +365,7 @@ def _check_rewards(
 ) -> None:
     """Check the rewards of training and evaluation with the algorithm, the plan and the prompts."""
     check_groupwise_rewards(config, reward.pairwise_rewards, plan)
+    check_interactive_rewards(config, reward.interactive_scorers, plan, data.size.frames)
     if algorithm.needs_reward_gradient:
         reward.check_differentiable(f"algorithm={algorithm.name!r}")
     reject_groupwise_eval_rewards(eval_reward.pairwise_rewards)

@@ -124,8 +124,12 @@ def add_teachers(policy: Policy, files: TeacherFiles, start: Sequence[str]) -> N
     """Add the teachers as snapshots of the policy.
 
     Args:
+        policy: The policy whose `loras` get the teachers.
         files: From `load_teachers`.
         start: Paths of teachers whose average becomes the policy's weights; empty keeps them.
+
+    Raises:
+        UserError: If a teacher does not match the trained weights.
     """
     if not files:
         return

@@ -38,7 +38,11 @@ MAX_RESPONSE_LENGTH = 4000  # characters; samples.jsonl has the full text
 
 
 def write_report(folders: list[Path], out: Path) -> None:
-    """Write the report of one or more run directories to the file `out`."""
+    """Write the report of one or more run directories to the file `out`.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
     if out.is_dir():
         raise UserError("is a directory", field=out, hint="pass a file with --out")
     page = render_page(build_report_data(folders))

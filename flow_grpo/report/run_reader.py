@@ -104,7 +104,11 @@ class RunData:
 
 
 def read_runs(folders: list[Path]) -> list[RunData]:
-    """Read runs, named by what distinguishes their paths."""
+    """Read runs, named by what distinguishes their paths.
+
+    Raises:
+        UserError: If a run is passed twice.
+    """
     paths = [folder.resolve() for folder in folders]
     if len({*paths}) < len(paths):
         raise UserError("the same run was passed twice", hint="pass each run once")

@@ -102,7 +102,11 @@ class ReportServer(ThreadingHTTPServer):
 
 
 def build_server(folders: list[Path], host: str, port: int) -> ReportServer:
-    """Return a server of the page and its data; it serves no other file."""
+    """Return a server of the page and its data; it serves no other file.
+
+    Raises:
+        UserError: If the port cannot be used.
+    """
     watcher = ReportWatcher(folders)
 
     class Handler(BaseHTTPRequestHandler):

@@ -43,7 +43,11 @@ def current_import_path(path: str) -> str:
 
 
 def import_scorer(name: str, path: str) -> Any:
-    """Return the function, object or class at `path`, the reward called `name`."""
+    """Return the function, object or class at `path`, the reward called `name`.
+
+    Raises:
+        UserError: If the import fails, or the object is not callable.
+    """
     path = current_import_path(path)
     module, _, attribute = str(path).rpartition(":")
     reward = f"reward {name!r}"

@@ -183,13 +183,16 @@ def load_image_processor(source: str, *, option: str) -> Any:
 
 
 def find_file(source: str, names: tuple[str, ...], *, option: str, kind: str) -> Path:
-    """Return the path of a weight file.
+    """Return the path of a weight file, which is downloaded if it is on the hub.
 
     Args:
         source: A file, or a folder or hub repository that contains one.
         names: File names to look for; the hub has the first.
         option: Name of the option with the value `source`.
         kind: What is loaded, with its article, for messages.
+
+    Raises:
+        UserError: If there is no such file.
     """
     path = Path(source)
     if path.is_file():

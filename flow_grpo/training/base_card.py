@@ -57,7 +57,7 @@ def describe_base_model(
 
 
 def _read_header(model: str, revision: str) -> dict[str, Any]:
-    """Return the YAML header of a model's card; empty if there is none or it cannot be read."""
+    """Return the YAML header of a model's card, read from disk or the hub; empty if unavailable."""
     path = Path(model) / CARD_FILE
     try:
         if not Path(model).is_dir():

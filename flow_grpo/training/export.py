@@ -86,7 +86,11 @@ class ExportSource:
         return run if (run / "config.json").is_file() and self.step is not None else None
 
     def trained_model(self) -> tuple[str, str]:
-        """Return model and revision that the run started from."""
+        """Return model and revision that the run started from.
+
+        Raises:
+            UserError: If the weights are not in a run directory.
+        """
         hint = "pass --model"
         if self.run is None:
             raise UserError(
@@ -120,7 +124,11 @@ def reject_nonfinite(weights: Path, model: nn.Module, dtype: torch.dtype) -> Non
 
 
 def write_folder_atomically(out: Path, fill: Callable[[Path], None]) -> None:
-    """Create the directory `out` completely or not at all; `fill` writes its content."""
+    """Create the directory `out` completely or not at all; `fill` writes its content.
+
+    Raises:
+        UserError: If the directory cannot be written.
+    """
     partial = out.with_name(f".partial-{out.name}")
     try:
         shutil.rmtree(partial, ignore_errors=True)

@@ -103,6 +103,9 @@ def step_if_finite(accelerator: Accelerator, optimizer: Optimizer, norm: float) 
 
     Gradients are cleared in both cases. A skipped step changes neither weights nor optimizer
     state; with fp16 it lowers the loss scale.
+
+    Raises:
+        UserError: If DeepSpeed has already applied an update with a non-finite gradient.
     """
     finite = math.isfinite(norm)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

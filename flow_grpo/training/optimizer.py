@@ -36,7 +36,11 @@ def build_lr_schedule(train: TrainFields, updates: int) -> Callable[[int], float
     It has no other state, so there is nothing to save.
 
     Args:
+        train: The run's `train` settings.
         updates: Total number of updates of the run.
+
+    Raises:
+        UserError: If the warmup is longer than the run, or `lr_min_ratio` has no effect.
     """
     if train.lr_min_ratio and train.lr_scheduler != "cosine":
         raise UserError(
@@ -66,7 +70,11 @@ def build_lr_schedule(train: TrainFields, updates: int) -> Callable[[int], float
 def build_optimizer(
     train: TrainFields, mixed_precision: str, accelerator: Accelerator, policy: BasePolicy
 ) -> Optimizer:
-    """Return AdamW for the trained weights, with 8-bit or offloaded state if configured."""
+    """Return AdamW for the trained weights, with 8-bit or offloaded state if configured.
+
+    Raises:
+        UserError: If bitsandbytes is needed and not installed.
+    """
     groups = policy.parameter_groups()
     if train.use_8bit_adam:
         try:

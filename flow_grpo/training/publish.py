@@ -121,7 +121,8 @@ def find_run(source: ExportSource, options: PublishOptions) -> PublishedRun:
     """Read the run that a checkpoint belongs to.
 
     Raises:
-        UserError: If the weights are not in a run directory, or it has no metrics.
+        UserError: If the weights are not in a run directory, it has no metrics, or `options.out`
+            exists.
     """
     reject_existing(options.out)
     if source.run is None:

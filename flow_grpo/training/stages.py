@@ -114,7 +114,11 @@ def run_stages(state: StageState, stages: Sequence[Stage]) -> None:
 
 
 def wait_for_writer(run: Path, seconds: float = WRITER_SECONDS) -> None:
-    """Wait for a process left over from an interrupted start to save and exit."""
+    """Wait for a process left over from an interrupted start to save and exit.
+
+    Raises:
+        UserError: If the process is still running after `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while (writer := find_writer(run)) is not None:
         if time.monotonic() > deadline:

@@ -61,7 +61,7 @@ TASKS: dict[str, Task] = {
         {"stabilityai/stable-diffusion-3.5-medium": 14.8},
         GENEVAL,
         gpus=8,
-        gpu_memory_gib=51.6,
+        gpu_memory_gib=51.5,
         run_gib=LORA_RUN_GIB,
     ),
     "sd3_ocr": Task(
@@ -70,7 +70,7 @@ TASKS: dict[str, Task] = {
         ("ocr",),
         {"stabilityai/stable-diffusion-3.5-medium": 14.8},
         gpus=8,
-        gpu_memory_gib=38.6,
+        gpu_memory_gib=38.5,
         run_gib=LORA_RUN_GIB,
     ),
     "sd3_pickscore": Task(
@@ -80,7 +80,7 @@ TASKS: dict[str, Task] = {
         {"stabilityai/stable-diffusion-3.5-medium": 14.8},
         PICKSCORE,
         gpus=8,
-        gpu_memory_gib=42.6,
+        gpu_memory_gib=42.5,
         run_gib=LORA_RUN_GIB,
     ),
     "flux_pickscore": Task(

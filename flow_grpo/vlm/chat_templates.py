@@ -156,7 +156,12 @@ def install_bounded_environment() -> None:
             clear()
 
 
-def render_chat_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
+def render_chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
     """Render the chat template with a limit on executed lines.
 
     The limit counts steps instead of seconds, so that it does not depend on the machine's load.
@@ -171,6 +176,8 @@ def render_chat_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict
 
     sys.settrace(watch)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     finally:
         sys.settrace(before)

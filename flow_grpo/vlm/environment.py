@@ -163,7 +163,11 @@ def _encode_png(image: Image.Image) -> bytes:
 
 
 def load_environment_class(path: str) -> type:
-    """Import the class that the `environment` setting names."""
+    """Import the class that the `environment` setting names.
+
+    Raises:
+        UserError: If the import fails, or the class lacks `reset` or `step`.
+    """
     found = import_object(path, "environment", f"environment={path!r}")
     methods = [getattr(found, name, None) for name in ("reset", "step")]
     if not isinstance(found, type) or not all(map(callable, methods)):

@@ -98,7 +98,11 @@ def select_lora_layers(family: Family, text: str, freeze_vision: bool) -> list[s
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config and the tensors of a PEFT adapter."""
+    """Return the config and the tensors of a PEFT adapter.
+
+    Raises:
+        UserError: If a file is missing or damaged.
+    """
     config, weights = folder / CONFIG_NAME, folder / SAFETENSORS_WEIGHTS_NAME
     for file in (config, weights):
         if not file.is_file():
@@ -119,7 +123,11 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Merge the LoRA of `attach_lora` into the weights and restore the plain layers."""
+    """Merge the LoRA of `attach_lora` into the weights and restore the plain layers.
+
+    Raises:
+        UserError: If the merged weights are not finite.
+    """
     for name, layer in [*model.named_modules()]:
         if isinstance(layer, lora.LoraLayer):
             try:

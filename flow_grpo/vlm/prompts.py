@@ -111,11 +111,71 @@ class PromptEncoder:
             IMAGE: zip(images, question.images, strict=True),
             VIDEO: zip(videos, question.videos, strict=True),
         }
-        parts = self._user_content(question) if question.shown else []
+        contents = self._user_contents(question) if question.shown else []
+        parts = [part for content in contents for part in content]
         order = [part["type"] for part in parts if part["type"] != "text"]
         pairs = [next(remaining[kind]) for kind in order]
         vision_inputs, sources = zip(*pairs, strict=True) if pairs else ((), ())
         return self._with_positions(ids, vision_inputs, sources)
+
+    def encode_conversations(
+        self,
+        question: Question,
+        responses: Sequence[str],
+        vision_inputs: Sequence[VisionInputs] | None = None,
+    ) -> list[EncodedPrompt]:
+        """Return the whole conversation of a question and each of several given responses.
+
+        It ends with what the chat template writes after a response.
+
+        Args:
+            question: The question, without videos.
+            responses: Texts of the responses.
+            vision_inputs: Its images, if they are preprocessed already.
+        """
+        if vision_inputs is None:
+            vision_inputs = self._preprocess_images(question.images, question.where)
+        counts = [self.family.num_image_tokens(image) for image in vision_inputs]
+        sources = question.images or tuple(map(id, vision_inputs))
+        return [
+            self._with_positions(torch.tensor(ids), tuple(vision_inputs), sources)
+            for ids in self._conversation_ids(question, responses, counts)
+        ]
+
+    def conversation_lengths(self, question: Question, responses: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each conversation, from the sizes of images only."""
+        counts = [self._count_image_tokens(source, question.where) for source in question.images]
+        return [len(ids) for ids in self._conversation_ids(question, responses, counts)]
+
+    def _conversation_ids(
+        self, question: Question, responses: Sequence[str], counts: list[int]
+    ) -> Iterator[list[int]]:
+        """Yield the token ids of a question with each response.
+
+        Args:
+            question: The question; its videos are not part of the conversation.
+            responses: Texts of the responses.
+            counts: Number of tokens of each image.
+        """
+        where = question.where
+        system = self._literal.escape_special_tokens(question.system, where)
+        before = [{"role": "system", "content": system}] if system else []
+        left = len(counts)
+        for turn in question.history:
+            shown = turn.text.count(IMAGE_PLACEHOLDER)
+            left -= shown
+            text = self._literal.escape_special_tokens(turn.text, where)
+            before.append({"role": turn.role, "content": self._build_content(text, where, shown)})
+        text = self._literal.escape_special_tokens(question.text, where)
+        before.append({"role": "user", "content": self._build_content(text, where, left)})
+        for response in responses:
+            text = self._literal.escape_special_tokens(response, where)
+            # not `_build_content`: a placeholder in a response is plain text
+            content = text if self.image_processor is None else [{"type": "text", "text": text}]
+            messages = [*before, {"role": "assistant", "content": content}]
+            chat = self._render_chat(messages, where, add_generation_prompt=False)
+            ids = self._tokenize(chat, where)
+            yield self._repeat_placeholders(ids, {IMAGE: counts, VIDEO: []}, where)
 
     def _preprocess_images(self, sources: Sequence[ImageSource], where: str) -> list[VisionInputs]:
         loaded = [read_image(source, where) for source in sources]
@@ -274,10 +334,45 @@ class PromptEncoder:
             position += next(counts) if ids[position] == self.family.image_token else 1
         return collapsed
 
-    def _user_content(self, question: Question) -> Any:
-        text = self._literal.escape_special_tokens(question.text, question.where)
-        text = self._format.replace(QUESTION_PLACEHOLDER, text)
-        return self._build_content(text, question.where, len(question.images), len(question.videos))
+    def encode_response(self, text: str, where: str, stop: int) -> Tensor:
+        """Return the tokens (T,) of a given response, as if the policy had sampled it.
+
+        A tag that the template opens, and a stop token at the end, may be part of the text or not.
+
+        Args:
+            text: The response.
+            where: File and row, the `field` of errors.
+            stop: Id of the stop token to append.
+        """
+        text = text.removesuffix(self.tokenizer.decode([stop]))
+        if self._response_prefix and text.startswith(self._response_prefix):
+            text = text.removeprefix(self._response_prefix).lstrip("\n")
+        ids = self._literal.encode(self._literal.escape_special_tokens(text, where))
+        return torch.tensor([*ids, stop])
+
+    def stop_token(self, stop: Sequence[int]) -> int:
+        """Return the one of `stop` that the template writes after a response, or the first."""
+        where = "a response"
+        messages = [
+            {"role": "user", "content": self._build_content("?", where)},
+            {"role": "assistant", "content": self._build_content(RESPONSE_PLACEHOLDER, where)},
+        ]
+        _, _, after = self._render_chat(messages, where).partition(RESPONSE_PLACEHOLDER)
+        return next((token for token in self._literal.encode(after) if token in stop), stop[0])
+
+    def _user_contents(self, question: Question) -> list[Any]:
+        """Return the contents of the turns of a question, the last of which has its text."""
+        where = question.where
+        texts = [self._literal.escape_special_tokens(turn.text, where) for turn in question.history]
+        last = self._literal.escape_special_tokens(question.text, where)
+        texts.append(self._format.replace(QUESTION_PLACEHOLDER, last))
+        counts = [(text.count(IMAGE_PLACEHOLDER), text.count(VIDEO_PLACEHOLDER)) for text in texts]
+        if not question.history:
+            counts = [(len(question.images), len(question.videos))]
+        return [
+            self._build_content(text, where, *count)
+            for text, count in zip(texts, counts, strict=True)
+        ]
 
     def _build_content(self, text: str, where: str, images: int = 0, videos: int = 0) -> Any:
         """Return the content of a chat message.
@@ -310,8 +405,12 @@ class PromptEncoder:
             self._literal.escape_special_tokens(question.system, question.where) or self._system
         )
         messages = [{"role": "system", "content": system}] if system else []
-        content = self._user_content(question)
-        messages.append({"role": "user", "content": content})
+        roles = [*(turn.role for turn in question.history), "user"]
+        contents = self._user_contents(question)
+        messages += [
+            {"role": role, "content": content}
+            for role, content in zip(roles, contents, strict=True)
+        ]
         text = self._render_chat(messages, question.where, selected)
         self._response_prefix = THINK_TAG if text.rstrip().endswith(THINK_TAG) else ""
         return self._tokenize(text, question.where)
@@ -336,7 +435,12 @@ class PromptEncoder:
         return ids
 
     def _render_chat(
-        self, messages: list[dict[str, Any]], where: str, selected: Sequence[FrameSelection] = ()
+        self,
+        messages: list[dict[str, Any]],
+        where: str,
+        selected: Sequence[FrameSelection] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Return the rendered chat; any error of the template becomes a UserError.
 
@@ -344,9 +448,12 @@ class PromptEncoder:
             messages: Messages of the chat.
             where: File and row of the question.
             selected: Frames of the chat's videos.
+            add_generation_prompt: Whether the chat ends with the start of a response.
         """
         try:
-            text = render_chat_template(self.tokenizer, messages)
+            text = render_chat_template(
+                self.tokenizer, messages, add_generation_prompt=add_generation_prompt
+            )
             text = self.family.complete_chat(text, selected)
             text.encode()  # reports lone surrogates more clearly than the tokenizer
             return text

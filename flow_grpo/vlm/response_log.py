@@ -103,7 +103,11 @@ def _drop_partial_line(path: Path) -> None:
 
 
 def read_responses(out: Path) -> Responses:
-    """Return all responses in the log, of any number of processes; empty without a log."""
+    """Return all responses in the log, of any number of processes; empty without a log.
+
+    Raises:
+        UserError: If a line of the log is invalid.
+    """
     found: Responses = {}
     scores: dict[ResponseKey, dict[str, float | None]] = {}
     for path in sorted((out / LOG_DIR).glob("responses-*.jsonl")):

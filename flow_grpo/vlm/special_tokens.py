@@ -40,7 +40,11 @@ class LiteralText:
         self._find_mark = re.compile(f"([{''.join(marks.values())}])" if marks else NO_MATCH)
 
     def escape_special_tokens(self, text: str, where: str) -> str:
-        """Replace each special token with a private-use character."""
+        """Replace each special token with a private-use character.
+
+        Raises:
+            UserError: For reserved characters, and with `reject` for a special token.
+        """
         if found := self._find_mark.search(text):
             raise UserError(
                 f"contains the private-use character {found[0]!a}, which is reserved",

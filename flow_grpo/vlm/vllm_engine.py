@@ -50,7 +50,7 @@ ENVIRONMENT_VARIABLES = {
 
 
 def check_vllm_platform(device: torch.device) -> None:
-    """Reject a vLLM that was built for another device, before anything is loaded."""
+    """Reject a vLLM that was built for another device; make vLLM run in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are passed within the process
     for name, value in ENVIRONMENT_VARIABLES.items():
         os.environ.setdefault(name, value)

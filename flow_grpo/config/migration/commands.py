@@ -48,7 +48,11 @@ def read_shell_script(path: Path) -> list[ForeignRun]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of at most `MAX_FILE_BYTES`."""
+    """Return the text of a file of at most `MAX_FILE_BYTES`.
+
+    Raises:
+        UserError: If the file is larger, or cannot be read as text.
+    """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UserError(f"is larger than {MAX_FILE_BYTES} bytes", field=path)
@@ -105,7 +109,11 @@ def read_overrides(words: Sequence[str]) -> ForeignRun | None:
 
 
 def read_yaml(path: Path) -> ForeignRun:
-    """Return the settings of a YAML file, of the trainer that has most of them."""
+    """Return the settings of a YAML file, of the trainer that has most of them.
+
+    Raises:
+        UserError: If the file is not YAML, or has no setting of a known trainer.
+    """
     import yaml  # slow
 
     try:

@@ -68,6 +68,9 @@ def register_model(field: str, name: str, found: Any) -> None:
         field: Config field that names the class, for messages.
         name: Name of its pipeline class, as in model_index.json.
         found: The class.
+
+    Raises:
+        UserError: If the class does not define `pipeline_class`, or adapts another one than `name`.
     """
     check_class(field, found, ModelAdapter)
     if not hasattr(found, "pipeline_class"):

@@ -33,7 +33,11 @@ class DeQA(ModelScorer):
     revision: str = "main"  # a commit, to pin the code that was reviewed
 
     def load(self) -> nn.Module:
-        """Load the model, which executes code of its repository, if `trust_remote_code` is set."""
+        """Load the model, which executes code of its repository, if `trust_remote_code` is set.
+
+        Raises:
+            UserError: If `trust_remote_code` is not set, or the model is not DeQA-Score.
+        """
         if self.trust_remote_code is not True:
             raise UserError(
                 "executes Python code from its repository",

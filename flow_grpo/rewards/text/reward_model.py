@@ -1,24 +1,51 @@
 """Reward models: sequence classifiers of transformers that score a question and its response."""
 
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
+from flow_grpo.config.custom import import_object
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import Failed
 from flow_grpo.rewards.frozen_model import FrozenModel
 from flow_grpo.rewards.loading import explain_load_errors, load_network
 from flow_grpo.rewards.option_checks import check_choice
-from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput
+from flow_grpo.rewards.protocol import MetadataRows, Scorer, ScorerOutput, images_in_metadata
 from flow_grpo.rewards.text.scorers import check_responses
 
 KIND = "a sequence-classification model"
 PADDING_VALUES = {"attention_mask": 0, "token_type_ids": 0}  # other inputs get the pad token
+# imported for models with a vision encoder only: their image processing is in a layer above this
+FIND_VISION_CLASSIFIER = "flow_grpo.vlm.reward_models.scorer:find_vision_classifier"
+
+
+class Classifier(Protocol):
+    """A sequence classifier with its tokenizer.
+
+    Attributes:
+        config: Config of the network.
+        network: The network.
+        limit: Maximum number of tokens.
+        takes_images: Whether questions may have images.
+    """
+
+    config: PretrainedConfig
+    network: nn.Module
+    limit: int
+    takes_images: bool
+
+    def encode(self, question: str, response: str, images: list[Image.Image]) -> Sized:
+        """Return the tokens of a question and its response; raise UserError if invalid."""
+
+    def logits(self, batch: Sequence[Any], device: str) -> Tensor:
+        """Return the logits of encoded texts, (N, labels)."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -26,7 +53,8 @@ class RewardModel(FrozenModel, Scorer):
     """Score responses with an `AutoModelForSequenceClassification`.
 
     Question and response are formatted with the model's chat template, or encoded as a text pair if
-    it has none. The score is the single logit, or the probability of `label`.
+    it has none. The score is the single logit, or the probability of `label`. Vision-language
+    models also see the images of the question.
 
     Args:
         model: Model directory or hub id.
@@ -47,21 +75,17 @@ class RewardModel(FrozenModel, Scorer):
 
     def load(self) -> nn.Module:
         """Load the tokenizer and the model; reject other architectures and unknown labels."""
-        from transformers import AutoTokenizer
-
         with explain_load_errors("model", self.model, KIND):
             config = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
-            tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
-        known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-        if type(config) not in known:
-            raise UserError(
-                f"must be {KIND}, not {config.model_type}", field="model", value=self.model
-            )
-        network = load_network(known[type(config)], self.model, dtype=self.torch_dtype, kind=KIND)
-        self.tokenizer, self._label_index = tokenizer, self._find_label(network.config)
-        text_config = network.config.get_text_config()
-        limits = (tokenizer.model_max_length, getattr(text_config, "max_position_embeddings", 0))
-        longest = min(limit for limit in limits if limit > 0)
+        classifier_class: type[Classifier] | None = None
+        if hasattr(config, "vision_config"):
+            find = import_object(FIND_VISION_CLASSIFIER, "model", "reward_model")
+            classifier_class = find(config)
+        build = classifier_class or TextClassifier
+        self._classifier: Classifier = build(config, self.model, self.torch_dtype)
+        self.reads_images = self._classifier.takes_images
+        self._label_index = self._find_label(self._classifier.config)
+        longest = self._classifier.limit
         if not 0 <= self.max_length <= longest:
             raise UserError(
                 f"must be from 0 (the model's maximum) to {longest}",
@@ -69,26 +93,33 @@ class RewardModel(FrozenModel, Scorer):
                 value=self.max_length,
             )
         self.max_length = self.max_length or longest
-        self._pad_token_id = text_config.pad_token_id
-        return network
+        return self._classifier.network
 
     def __call__(
         self, responses: list[str], questions: list[str], metadata: MetadataRows
     ) -> ScorerOutput:
         """Return the scores, (N,); `Failed` for responses with too many tokens."""
         check_responses("reward_model", responses)
-        encoded = [self._tokenize(*pair) for pair in zip(questions, responses, strict=True)]
-        lengths = [len(each["input_ids"]) for each in encoded]
-        scores: list[float] = [
-            Failed(f"{n} tokens are more than max_length={self.max_length}") for n in lengths
-        ]
-        # sorted by length to reduce padding
-        fitting = [i for i, n in enumerate(lengths) if n <= self.max_length]
-        fitting.sort(key=lengths.__getitem__)
+        scores: list[float] = [Failed("it was not scored")] * len(responses)
+        encoded: dict[int, Sized] = {}
+        for i, (question, response, row) in enumerate(
+            zip(questions, responses, metadata, strict=True)
+        ):
+            try:
+                tokens = self._classifier.encode(question, response, images_in_metadata(row))
+            except UserError as error:
+                scores[i] = Failed(str(error))
+                continue
+            if len(tokens) <= self.max_length:
+                encoded[i] = tokens
+            else:
+                reason = f"{len(tokens)} tokens are more than max_length={self.max_length}"
+                scores[i] = Failed(reason)
+        order = sorted(encoded, key=lambda i: len(encoded[i]))  # to reduce padding
         self.network.to(self.device)
-        for part in self.batch_slices(len(fitting)):
-            values = self._score([encoded[i] for i in fitting[part]]).tolist()
-            for i, value in zip(fitting[part], values, strict=True):
+        for part in self.batch_slices(len(order)):
+            values = self._score([encoded[i] for i in order[part]]).tolist()
+            for i, value in zip(order[part], values, strict=True):
                 scores[i] = value
         return scores
 
@@ -103,34 +134,78 @@ class RewardModel(FrozenModel, Scorer):
         check_choice("label", self.label, names)
         return names.index(self.label)
 
-    def _tokenize(self, question: str, response: str) -> dict[str, list[int]]:
+    @torch.inference_mode()
+    def _score(self, batch: list[Any]) -> Tensor:
+        """Return the scores of encoded texts, shape (N,)."""
+        logits = self._classifier.logits(batch, self.device).float()  # (N, labels)
+        if self._label_index is None:
+            return logits[:, 0]
+        return logits.softmax(-1)[:, self._label_index]
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """The tokenizer's output for a text, one list of numbers per input of the model."""
+
+    inputs: dict[str, list[int]]
+
+    def __len__(self) -> int:
+        return len(self.inputs["input_ids"])
+
+
+class TextClassifier:
+    """A sequence classifier of transformers for text.
+
+    Args:
+        config: Its config.
+        source: Model directory or hub id.
+        dtype: Dtype of the weights.
+    """
+
+    takes_images = False
+
+    def __init__(self, config: PretrainedConfig, source: str, dtype: torch.dtype) -> None:
+        from transformers import AutoTokenizer
+
+        with explain_load_errors("model", source, KIND):
+            self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        if type(config) not in known:
+            raise UserError(f"must be {KIND}, not {config.model_type}", field="model", value=source)
+        self.network = load_network(known[type(config)], source, dtype=dtype, kind=KIND)
+        self.config = self.network.config
+        text_config = self.config.get_text_config()
+        limits = (
+            self.tokenizer.model_max_length,
+            getattr(text_config, "max_position_embeddings", 0),
+        )
+        self.limit = min(limit for limit in limits if limit > 0)
+        self._pad_token_id = text_config.pad_token_id
+
+    def encode(self, question: str, response: str, images: list[Image.Image]) -> TextTokens:
         """Return the tokenizer's output for a question and its response."""
         if not self.tokenizer.chat_template:
-            return dict(self.tokenizer(question, response))
+            return TextTokens(dict(self.tokenizer(question, response)))
         chat = [
             {"role": "user", "content": question},
             {"role": "assistant", "content": response},
         ]
         text = self.tokenizer.apply_chat_template(chat, tokenize=False)
-        return dict(self.tokenizer(text, add_special_tokens=False))
+        return TextTokens(dict(self.tokenizer(text, add_special_tokens=False)))
 
-    @torch.inference_mode()
-    def _score(self, encoded: list[dict[str, list[int]]]) -> Tensor:
-        """Return the scores of tokenized texts, shape (N,)."""
+    def logits(self, batch: Sequence[TextTokens], device: str) -> Tensor:
+        """Return the logits of tokenized texts, (N, labels)."""
         pad = self._pad_token_id
         if pad is None:  # choose a token that no text of the batch contains
-            used = {token for each in encoded for token in each["input_ids"]}
+            used = {token for each in batch for token in each.inputs["input_ids"]}
             pad = next(token for token in range(len(used) + 1) if token not in used)
-            self.network.config.get_text_config().pad_token_id = pad
+            self.config.get_text_config().pad_token_id = pad
         inputs = {
             name: pad_sequence(
-                [torch.tensor(each[name]) for each in encoded],
+                [torch.tensor(each.inputs[name]) for each in batch],
                 batch_first=True,
                 padding_value=PADDING_VALUES.get(name, pad),
-            ).to(self.device)
-            for name in encoded[0]
+            ).to(device)
+            for name in batch[0].inputs
         }
-        logits = self.network(**inputs).logits.float()  # (N, labels)
-        if self._label_index is None:
-            return logits[:, 0]
-        return logits.softmax(-1)[:, self._label_index]
+        return self.network(**inputs).logits

@@ -45,7 +45,11 @@ MODEL_KIND = "a language model"
 
 
 def register_model(field: str, name: str, found: Any) -> None:
-    """Register a user-defined family, possibly replacing a built-in one."""
+    """Register a user-defined family, possibly replacing a built-in one.
+
+    Raises:
+        UserError: If the class does not list `name` in its `names`.
+    """
     check_class(field, found, Family)
     if name not in found.names:
         raise UserError(f"must list {name!r} in its `names`, which are {found.names}", field=field)
@@ -63,7 +67,11 @@ def _find_family_class(config: PretrainedConfig) -> type[Family] | None:
 
 
 def find_family(source: str, revision: str = "main") -> type[Family]:
-    """Return the family of a model directory or hub id without reading the weights."""
+    """Return the family of a model directory or hub id without reading the weights.
+
+    Raises:
+        UserError: If no family supports the model.
+    """
     with explain_load_errors("pretrained.model", source, MODEL_KIND, VLM_SPEC.models()):
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         raw, _ = config.get_config_dict(source, revision=revision)

@@ -1,0 +1,88 @@
+"""Reward models as sequence classifiers of transformers: a backbone and a linear `score` head.
+
+`AutoModelForSequenceClassification` has a class for most language models and for few
+vision-language models. For the others a subclass of transformers' own generic classifier is built,
+which has the name, config and weight names that such a class of transformers would have.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
+
+from flow_grpo.errors import UserError
+from flow_grpo.vlm.expert_layout import published_layout
+
+SCORE_WEIGHT = "score.weight"  # (1, hidden size)
+UNUSED_PREFIX = "lm_head."  # of a language model, which a classifier does not have
+
+
+def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the sequence classifier for the config of a language or vision-language model.
+
+    Raises:
+        UserError: transformers has no classifier for a language model. Its generic one would work,
+            but the files could not be loaded without this package.
+    """
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if type(config) in known:
+        return known[type(config)]
+    if not hasattr(config, "vision_config"):
+        raise UserError(
+            f"is a {config.model_type} model, for which transformers has no sequence classifier",
+            field="pretrained.model",
+            hint="use a Qwen, Llama, Gemma or Mistral model",
+        )
+    backbone = MODEL_MAPPING[type(config)]
+    base = backbone.__mro__[1]  # such as Qwen3VLPreTrainedModel
+    name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
+    # transformers finds out in the module of a class what its layers support
+    attributes = {"config_class": type(config), "__module__": backbone.__module__}
+    return type(name, (GenericForSequenceClassification, base), attributes)
+
+
+def save_classifier(
+    folder: Path,
+    config: PretrainedConfig,
+    weights: dict[str, Tensor],
+    processors: list[Any],
+    pad_token_id: int | None,
+) -> None:
+    """Write a reward model that transformers loads.
+
+    Args:
+        folder: Directory to write.
+        config: Config of the language or vision-language model.
+        weights: Its weights and `SCORE_WEIGHT`.
+        processors: Tokenizer and image processor.
+        pad_token_id: Padding token, which transformers skips to find the last token.
+    """
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    config.get_text_config().pad_token_id = pad_token_id
+    with torch.device("meta"):
+        classifier = classifier_class(config)(config)
+    weights = {name: w for name, w in weights.items() if not name.startswith(UNUSED_PREFIX)}
+    with published_layout(classifier, weights):
+        classifier.save_pretrained(folder, state_dict=weights)
+    for part in processors:
+        part.save_pretrained(folder)
+
+
+def score_head(width: int, dtype: torch.dtype, seed: int) -> nn.Linear:
+    """Return a new head without bias, which would cancel in the difference of two scores.
+
+    It is initialized as OpenRLHF does (openrlhf/models/model.py, line 170, commit 3c3be62).
+    """
+    head = nn.Linear(width, 1, bias=False, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.normal_(head.weight, std=1 / (width + 1), generator=generator)
+    return head

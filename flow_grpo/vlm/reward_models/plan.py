@@ -1,0 +1,85 @@
+"""Batch arithmetic, data and settings of a run that trains a reward model; without torch."""
+
+from dataclasses import dataclass, replace
+
+from flow_grpo.config.paths import resolve_settings_paths
+from flow_grpo.config.settings import get_setting
+from flow_grpo.config.trackers import parse_trackers
+from flow_grpo.data.questions import QuestionLayout
+from flow_grpo.data.responses import ResponseLayout
+from flow_grpo.errors import UserError, check_model_folder
+from flow_grpo.vlm.fields import BRADLEY_TERRY, VlmConfig, VlmSampleConfig, VlmTrainConfig
+from flow_grpo.vlm.plan import VlmBatchPlan
+from flow_grpo.vlm.questions import QuestionSets, build_questions
+
+# Settings of responses that the model samples, and of their rewards: nothing is sampled.
+UNUSED_SETTINGS = (
+    "system_prompt",
+    "environment",
+    "reward_fn",
+    "eval_reward_fn",
+    "sample.engine",
+    "sample.refills",
+    "train.beta",
+    "train.advantage",
+    "train.aggregation",
+    "train.clip_low",
+    "train.clip_high",
+)
+
+
+@dataclass(frozen=True)
+class PairPlan(VlmBatchPlan):
+    """Numbers of pairs and updates of an epoch; a sample is a pair."""
+
+    def rows(self) -> dict[str, str]:
+        return {
+            "pairs per epoch": f"{self.questions}",
+            "pairs per update": f"{self.questions // self.updates_per_pass}",
+        }
+
+
+def build_pair_plan(sample: VlmSampleConfig, train: VlmTrainConfig, num_processes: int) -> PairPlan:
+    """Return the plan of these settings; `sample.questions_per_epoch` is the number of pairs."""
+    return PairPlan(
+        num_processes=num_processes,
+        questions=sample.questions_per_epoch,
+        group_size=1,
+        updates_per_pass=train.updates_per_epoch,
+        inner_epochs=train.num_inner_epochs,
+        max_batch_size=sample.batch_size,
+    )
+
+
+def build_pairs(config: VlmConfig, plan: PairPlan) -> QuestionSets:
+    """Load the training and test pairs of all configured datasets."""
+    return build_questions(config, plan, pair_layout)
+
+
+def pair_layout(layout: QuestionLayout) -> ResponseLayout:
+    """Return the layout of pairs whose prompts have the layout of questions."""
+    return ResponseLayout(
+        text=layout.text,
+        answer="",
+        image=layout.image,
+        video=layout.video,
+        metadata=layout.metadata,
+        kind="pairs",
+    )
+
+
+def check_reward_model_config(settings: VlmConfig) -> VlmConfig:
+    """Reject settings without effect; return the settings without rewards and with full paths."""
+    default = type(settings)()
+    for name in UNUSED_SETTINGS:
+        value, unset = get_setting(settings, name), get_setting(default, name)
+        if value not in ({}, unset):  # {} in settings that were checked before
+            raise UserError(
+                f"has no effect with train.loss={BRADLEY_TERRY!r}, which samples no responses",
+                field=name,
+                value=value,
+                hint=f"reset it to {unset!r}",
+            )
+    parse_trackers(settings.log_with)
+    check_model_folder(settings.pretrained.model, "preprocessor_config.json")
+    return resolve_settings_paths(replace(settings, reward_fn={}, eval_reward_fn={}))

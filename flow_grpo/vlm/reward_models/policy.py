@@ -1,0 +1,69 @@
+"""The trained reward model: a language or vision-language model with a score head."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from flow_grpo.training.distributed import gather_state_dict
+from flow_grpo.vlm.packing import PackedBatch
+from flow_grpo.vlm.policy import VlmPolicy
+from flow_grpo.vlm.reward_models.classifier import SCORE_WEIGHT, save_classifier, score_head
+
+SCORE_FILE = "score.safetensors"  # next to a LoRA
+
+
+class RewardModelPolicy(VlmPolicy):
+    """A model whose value head returns the score of a conversation at its last token.
+
+    Args:
+        model: The transformers model, from `load_model`.
+        pad_token_id: Padding token of the saved model; None if it has none.
+        seed: Seed of the head, and of a new LoRA.
+        settings: Arguments of `VlmPolicy`.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, pad_token_id: int | None, seed: int = 0, **settings: Any
+    ) -> None:
+        super().__init__(model, with_value=True, seed=seed, **settings)
+        head = self.network.value
+        self.network.value = score_head(head.in_features, head.weight.dtype, seed).to(model.device)
+        if model.lm_head.weight is not model.get_input_embeddings().weight:
+            model.lm_head.requires_grad_(False)  # a score does not depend on it
+        self._pad_token_id = pad_token_id
+        self._score_weight: dict[str, Tensor] = {}
+
+    def scores(self, batch: PackedBatch) -> Tensor:
+        """Return the scores of packed responses with gradients, (R,)."""
+        return self.forward_tokens(batch)["values"][:, 0]
+
+    def scores_no_grad(self, batch: PackedBatch) -> Tensor:
+        """Return the scores of packed responses, (R,); call it in `gathered_weights`."""
+        return self.forward_tokens_no_grad(batch)["values"][:, 0]
+
+    def describe(self) -> str:
+        return super().describe().replace("a value head", "a score head")
+
+    def save(self, folder: Path, prefix: str = "") -> None:
+        """Write `<prefix>model/`, which transformers loads, or `<prefix>lora/` with the head.
+
+        `flow-grpo export` merges a LoRA.
+        """
+        weight = {SCORE_WEIGHT: self.network.value.weight}
+        self._score_weight = gather_state_dict(weight)
+        super().save(folder, prefix)
+
+    def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        super()._write_lora(folder, weights)
+        save_file(self._score_weight, folder / SCORE_FILE, metadata={"format": "pt"})
+
+    def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
+        save_classifier(
+            folder / f"{prefix}model",
+            self.model.config,
+            {**weights, **self._score_weight},
+            self._processors,
+            self._pad_token_id,
+        )
