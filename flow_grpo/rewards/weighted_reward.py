@@ -71,6 +71,11 @@ class WeightedReward:
         return {name for name, scorer in self.scorers.items() if scorer.compares_groups}
 
     @property
+    def reads_images(self) -> bool:
+        """Whether metadata must have the images of questions."""
+        return any(scorer.reads_images for scorer in self.scorers.values())
+
+    @property
     def kind(self) -> str:
         """Kind of the last samples: "image" or "answer" (response texts)."""
         return next(iter(self._guarded_scorers.values())).kind
