@@ -11,7 +11,7 @@ from flow_grpo.rewards.custom import import_scorer
 from flow_grpo.rewards.failure import DEFAULT_POLICY, FailurePolicy
 from flow_grpo.rewards.frames import FRAMES_OPTION, resolve_frame_rule, split_frame_rules
 from flow_grpo.rewards.protocol import GET_REWARD, Scorer, as_scorer, constructor_parameters
-from flow_grpo.rewards.registry import REWARDS
+from flow_grpo.rewards.registry import OWN_CLIENTS, REWARDS
 from flow_grpo.rewards.weighted_reward import WeightedReward
 from flow_grpo.rewards.workers.guard import GuardedScorer
 
@@ -75,8 +75,18 @@ def build_scorers(
     servers: Mapping[str, str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     policy: FailurePolicy = DEFAULT_POLICY,
+    run: str = "",
 ) -> dict[str, Scorer]:
-    """Build the scorers by name, without retries; see `build_reward` for the arguments.
+    """Build the scorers by name, without retries.
+
+    Args:
+        names: Rewards to build.
+        device: As in `build_reward`, like the others.
+        custom: Further rewards.
+        servers: URLs of reward servers.
+        options: Keyword arguments by name.
+        policy: Retries and timeout.
+        run: Name of the run, passed to reward classes that have a `run` parameter.
 
     Raises:
         UserError: For an unknown reward or option, or options of a reward that a server scores.
@@ -87,6 +97,8 @@ def build_scorers(
     servers = {name: urls for name, urls in (servers or {}).items() if urls}
     rules, options = split_frame_rules(options or {})
     check_reward_names(names, options, custom, servers)
+    for name in servers.keys() & {*OWN_CLIENTS} - {*custom}:
+        options[name] = {"url": servers.pop(name), **options.get(name, {})}
     for name, urls in servers.items():
         allowed = {"template"} if speaks_get_reward(urls) else set()
         if options.get(name, {}).keys() - allowed:
@@ -107,7 +119,8 @@ def build_scorers(
                 name, servers[name], policy, rules.get(name), options.get(name, {})
             )
         try:
-            scorer = _instantiate(name, found[name], options.get(name, {}), device, policy)
+            provided = {"device": device, "policy": policy, "run": run}
+            scorer = _instantiate(name, found[name], options.get(name, {}), provided)
         except UserError as error:
             raise _qualify_option_hint(error, name) from error.__cause__
         scorer = as_scorer(scorer)
@@ -165,7 +178,7 @@ def _build_remote(
 
 
 def _instantiate(
-    name: str, scorer: Any, options: Mapping[str, Any], device: str, policy: FailurePolicy
+    name: str, scorer: Any, options: Mapping[str, Any], provided: Mapping[str, Any]
 ) -> Any:
     """Return the scorer of a reward: an instance of a class, or a function or object unchanged.
 
@@ -173,8 +186,7 @@ def _instantiate(
         name: Name of the reward.
         scorer: What its import path names.
         options: Options of the reward; only classes have any.
-        device: Passed to a class that has a `device` parameter.
-        policy: Passed to a class that has a `policy` parameter.
+        provided: Values for parameters of these names, if the class has them and no option does.
 
     Raises:
         UserError: For an unknown option.
@@ -195,7 +207,6 @@ def _instantiate(
             field=f"reward_options.{name}.{unknown[0]}",
             hint=did_you_mean(unknown[0], [*parameters, FRAMES_OPTION]),
         )
-    provided = {"device": device, "policy": policy}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
     if missing := [n for n in required if n not in {*provided, *options}]:

@@ -74,6 +74,8 @@ class Scorer:
         concurrent_calls: How many calls a reward server may make at the same time.
         handles_retries: Whether the scorer retries and keeps the deadline itself; it is then
             called once per batch.
+        interactive: Whether people give the scores. Its batches are scored concurrently, without a
+            time limit but its own `timeout`, and test calls and dry runs leave it out.
         unavailable_reason: Why it cannot score at present, reported by a reward server; or "".
         score_pixels: For differentiable rewards, the function (pixels, prompts) -> scores (N,),
             with pixels (N, 3, H, W) in [0, 1].
@@ -85,6 +87,8 @@ class Scorer:
     reads_images = False
     concurrent_calls = 1
     handles_retries = False
+    interactive = False
+    timeout = math.inf
     unavailable_reason = ""
     score_pixels: "Callable[[Tensor, list[str]], Tensor] | None" = None
 

@@ -10,6 +10,7 @@ IMAGE_REWARDS = {
     "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
     "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",
     "hpsv2": "flow_grpo.rewards.scorers.clip:HpsV2",
+    "human": "flow_grpo.rewards.judges.human:HumanVotes",
     "imagereward": "flow_grpo.rewards.scorers.imagereward:ImageReward",
     "jpeg_compressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_incompressibility",
@@ -30,4 +31,6 @@ TEXT_REWARDS = {
     "overlong": "flow_grpo.rewards.text:Overlong",
     "reward_model": "flow_grpo.rewards.text.reward_model:RewardModel",
 }
+# Built in, and computed elsewhere: their option `url` is what `reward_servers` has for them.
+OWN_CLIENTS = ("human",)
 REWARDS: Registry[Any] = Registry("reward", dict(sorted({**IMAGE_REWARDS, **TEXT_REWARDS}.items())))

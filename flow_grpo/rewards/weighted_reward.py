@@ -1,6 +1,6 @@
 """Score a batch with several rewards in the background, and return their weighted sum."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,11 @@ class WeightedReward:
     def reads_images(self) -> bool:
         """Whether metadata must have the images of questions."""
         return any(scorer.reads_images for scorer in self.scorers.values())
+
+    @property
+    def interactive_scorers(self) -> dict[str, Scorer]:
+        """The scorers that ask people, by name."""
+        return {name: scorer for name, scorer in self.scorers.items() if scorer.interactive}
 
     @property
     def kind(self) -> str:
@@ -195,11 +200,14 @@ class WeightedReward:
     ) -> None:
         """Call each local scorer with two copies of `sample` and the first prompt it applies to.
 
-        Two samples expose a scorer that returns one number per batch.
+        Two samples expose a scorer that returns one number per batch. Scorers that retry by
+        themselves, such as those of servers, are not called. Errors as in
+        `GuardedScorer.smoke_test`.
         """
         rows = self.applicable_rows(prompts, metadata)
         for name, guarded in self._guarded_scorers.items():
-            if rows[name] and not guarded.scorer.handles_retries:  # servers may be slow
+            scorer = guarded.scorer  # servers and people may be slow
+            if rows[name] and not scorer.handles_retries and not scorer.interactive:
                 row = rows[name][0]
                 guarded.smoke_test([sample] * 2, [prompts[row]] * 2, [metadata[row]] * 2)
 
@@ -234,6 +242,16 @@ class WeightedReward:
         """Free the GPU memory of scorers with `offload`, between epochs."""
         for scorer in self.scorers.values():
             scorer.release_memory()
+
+    def stop_waiting_if(self, interrupted: Callable[[], bool]) -> None:
+        """Set a function that returns whether to stop waiting for people; their scores are NaN."""
+        for guarded in self._guarded_scorers.values():
+            guarded.interrupted = interrupted
+
+    def leave_out_people(self) -> None:
+        """Score as if people found all images equal, for dry runs."""
+        for guarded in self._guarded_scorers.values():
+            guarded.is_dry_run = True
 
     def silence_errors(self) -> None:
         """Stop logging errors of batches that are still being scored."""

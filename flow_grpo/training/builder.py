@@ -109,7 +109,8 @@ class SessionBuilder:
         weights = trained, self.config.eval_reward_fn or trained
 
         def build() -> list[WeightedReward]:
-            rewards = build_rewards(self.config, self.accelerator, *weights)
+            name = self._start.folder.name
+            rewards = build_rewards(self.config, self.accelerator, *weights, run=name)
             check(*rewards)
             return rewards
 
@@ -153,6 +154,8 @@ class SessionBuilder:
             accelerator, lambda: self._lock and prepare_run_directory(start, self._as_json)
         )
         reward, eval_reward = self._rewards
+        stop = StopSignals(accelerator)
+        reward.stop_waiting_if(lambda: stop.received)
         return {
             "config": self.config,
             "accelerator": accelerator,
@@ -164,7 +167,7 @@ class SessionBuilder:
             "ema": self._ema,
             "folder": start.folder,
             "progress": progress,
-            "stop": StopSignals(accelerator),
+            "stop": stop,
             "lock": self._lock,
         }
 
@@ -302,7 +305,7 @@ def available_scorers(config: RewardFields, builtin: Iterable[str]) -> dict[str,
 
 
 def build_rewards(
-    config: RewardFields, accelerator: Accelerator, *weights: dict[str, float]
+    config: RewardFields, accelerator: Accelerator, *weights: dict[str, float], run: str = ""
 ) -> list[WeightedReward]:
     """Build the training and evaluation rewards of a run; scorers that they share are built once.
 
@@ -310,6 +313,7 @@ def build_rewards(
         config: Settings of the rewards, which are checked.
         accelerator: Provides the device.
         *weights: Weights by reward name, one dict per `WeightedReward` to return.
+        run: Name of the run.
     """
     check_reward_fields(config)
     policy = FailurePolicy(config.reward_retries, config.reward_timeout)
@@ -320,6 +324,7 @@ def build_rewards(
         servers=config.reward_servers,
         options=config.reward_options,
         policy=policy,
+        run=run,
     )
     guarded = guard_scorers(scorers, policy)
     return [WeightedReward(guarded, each) for each in weights]

@@ -103,6 +103,7 @@ class DryRun(ABC):
         """Measure a few batches without writing anything.
 
         Args:
+            config: Settings of the run.
             world_size: Number of processes to plan for, if not the current one. The current
                 processes measure batches of the planned size.
         """
@@ -143,6 +144,9 @@ class DryRun(ABC):
         Args:
             folder: Directory that the reduced session writes to.
         """
+        session.reward.leave_out_people()
+        for name in session.reward.interactive_scorers:
+            logger.info("%-21s asks nobody now; waiting for people is not included", name)
         # the run's lock does not cover `folder`
         small = replace(self.shrink(session, folder), is_dry_run=True, lock=None)
         work, done = self.count_work(session), self.count_work(small)

@@ -39,18 +39,19 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def check(self) -> None:
+    def check(self, *, now: bool = False) -> None:
         """Raise StopRequested if any process received a signal. Call it on all, between steps.
 
         With several processes the flag of the previous check decides, because reading the current
-        one would wait for the device.
+        one would wait for the device; `now` reads it nevertheless.
         """
         received = self.received
         if self._accelerator.num_processes > 1:
             flag = to_device(torch.tensor(float(received)), self._accelerator.device)
-            previous = self._previous_flag
-            self._previous_flag = start_copy_to_cpu(self._accelerator.reduce(flag, "sum"))
-            received = previous is not None and previous().item() > 0
+            current = start_copy_to_cpu(self._accelerator.reduce(flag, "sum"))
+            decisive = current if now else self._previous_flag
+            self._previous_flag = current
+            received = decisive is not None and decisive().item() > 0
         if received:
             raise StopRequested
 

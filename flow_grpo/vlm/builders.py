@@ -98,7 +98,11 @@ def build_encoder(
 
 
 def load_policy_model(config: VlmConfig, accelerator: Accelerator) -> nn.Module:
-    """Load the model of the config; reject one that exceeds the memory of the GPU."""
+    """Load the model of the config.
+
+    Before the weights are read, a model that exceeds the memory of the GPU and unknown names of
+    LoRA layers are rejected.
+    """
     source, device = config.pretrained.model, accelerator.device
     precision, dtype = config.pretrained.base_precision, DTYPES[config.mixed_precision]
     if device.type == "cuda":
@@ -229,6 +233,9 @@ def check_reward_inputs(
     reward: WeightedReward, questions: list[Question], max_new_tokens: int
 ) -> None:
     """Check a reward's inputs and run it once, before the model is loaded."""
+    for name, scorer in reward.interactive_scorers.items():  # they get no test call
+        if scorer.kind == "image":
+            raise UserError("compares images, not responses", field=f"reward {name!r}")
     texts = [q.text for q in questions]
     metadata = [reward_metadata(q, 0, max_new_tokens) for q in questions]
     reward.check(texts, metadata, [q.where for q in questions])

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ NOT_RETRIED = (
     ArithmeticError,
 )
 DOWN_TIMEOUT_FRACTION = 0.1  # of the timeout, to wait for an earlier batch that hangs
+INTERRUPT_SECONDS = 0.5  # between checks for a stop while people are asked
+DRY_RUN_SCORE = 0.5  # the mean of win rates
 NON_FINITE_IMAGE = Failed("its pixels are not finite (NaN)")
 
 
@@ -55,7 +57,8 @@ class GuardedScorer:
 
     A batch whose call raises is retried as the policy says; then all its scores are `Failed`. After
     that, batches get a single attempt until one succeeds, so that a dead reward does not cost its
-    whole timeout for every batch. A scorer with `handles_retries` is called once.
+    whole timeout for every batch. A scorer with `handles_retries` is called once. Batches of an
+    `interactive` scorer are scored concurrently.
     """
 
     def __init__(self, name: str, scorer: Any, policy: FailurePolicy) -> None:
@@ -64,6 +67,8 @@ class GuardedScorer:
         self.last_error = ""
         self.kind = self.scorer.kind  # of the last samples
         self.closed = False  # failures are no longer logged
+        self.is_dry_run = False  # people are not asked
+        self.interrupted: Callable[[], bool] = lambda: False  # no longer wait for people
         self._policy = policy
         # batches that failed because of the scorer's code; -inf once a batch has succeeded
         self.permanent_errors = 0
@@ -75,6 +80,8 @@ class GuardedScorer:
         self, images: ImagesFuture, prompts: list[str], metadata: MetadataRows
     ) -> "Future[BatchScores]":
         """Queue a batch; images that are None get `NON_FINITE_IMAGE` as their score."""
+        if self.scorer.interactive:  # people should see all batches at once
+            return run_in_thread(lambda: self._score(images, prompts, metadata))
         return self.thread.submit(lambda: self._score(images, prompts, metadata))
 
     def smoke_test(self, samples: Samples, prompts: list[str], metadata: MetadataRows) -> None:
@@ -125,6 +132,8 @@ class GuardedScorer:
 
     def _score_with_retries(self, *batch: Any) -> BatchScores:
         """Score a batch of columns, retrying as the policy says; raise the last error."""
+        if self.scorer.interactive:
+            return self._ask_people(batch)
         if self.scorer.handles_retries:
             # the scorer enforces its deadline; this limit stops servers that send byte by byte
             return self._score_once(batch, timeout=1.1 * self._policy.timeout + 5)
@@ -140,6 +149,17 @@ class GuardedScorer:
                 message = f"reward {self.name!r} failed ({describe_error(error)})"
                 if self.closed or is_permanent_error(error) or not attempts.wait(message):
                     raise
+
+    def _ask_people(self, batch: Sequence[Any]) -> BatchScores:
+        """Score a batch by an interactive scorer; raise TimeoutError when the run is stopped."""
+        if self.is_dry_run:
+            return BatchScores([DRY_RUN_SCORE] * len(batch[0]))
+        running = run_in_thread(lambda: score(self.scorer, *batch))
+        while not running.done():
+            wait([running], INTERRUPT_SECONDS)
+            if self.interrupted():
+                raise TimeoutError("the run was stopped")
+        return running.result()
 
     def _score_once(self, batch: Sequence[Any], timeout: float) -> BatchScores:
         """Score a batch in a new thread; raise TimeoutError after `timeout` seconds.
@@ -159,7 +179,7 @@ class GuardedScorer:
     def _record_failures(self, values: Sequence[float]) -> None:
         """Log how many samples have no score, and keep the last reason in `last_error`."""
         missing = [v for v in values if math.isnan(v)]
-        if missing and not self.closed:
+        if missing and not self.closed and not self.interrupted():
             self.last_error = getattr(missing[-1], "reason", "no score and no reason")
             counts = f"{len(missing)} of {len(values)} {self.kind}s"
             log.warning(

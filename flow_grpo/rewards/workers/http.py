@@ -30,7 +30,20 @@ class ServersUnavailable(Exception):
 
 
 class RequestRejected(Exception):
-    """A server rejected the request and would reject it again."""
+    """A server rejected the request and would reject it again.
+
+    Attributes:
+        status: HTTP status.
+        code: The server's code for the error, if it sent one.
+    """
+
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class ServerError(Exception):
+    """A response that reports a failure of the server."""
 
 
 def parse_urls(text: str, field: str) -> list[str]:
@@ -99,7 +112,33 @@ class ServerGroup:
 
     def get(self, url: str, path: str, timeout: float) -> Any:
         """Return the JSON response of one server, after a single attempt."""
-        return self._parse_response(self._session.get(url + path, timeout=timeout))
+        return self.send("GET", url, path, timeout)
+
+    def send(
+        self,
+        method: str,
+        url: str,
+        path: str,
+        timeout: float | tuple[float, float],
+        body: Any = None,
+    ) -> Any:
+        """Return the JSON response of one server, after a single attempt.
+
+        Args:
+            method: "GET", "POST" or "DELETE".
+            url: The server.
+            path: Path on the server.
+            timeout: Seconds to wait for a connection and then for the response; two numbers if
+                they differ.
+            body: JSON to send; None for none.
+
+        Raises:
+            requests.RequestException: There was no response.
+            ServerError: The server failed, or sent no JSON.
+            RequestRejected: The server rejected the request.
+        """
+        response = self._session.request(method, url + path, json=body, timeout=timeout)
+        return self._parse_response(response)
 
     def post(self, path: str, body: dict[str, Any], *, deadline: float, start: int = 0) -> Any:
         """Return the JSON response to `body`.
@@ -126,15 +165,16 @@ class ServerGroup:
             busy, last = None, None
             for number, url in enumerate(order):
                 # split the remaining time, so that a hanging server leaves some for the others
-                left = fraction * (deadline - time.monotonic()) / (len(order) - number)
+                left = max(0.1, fraction * (deadline - time.monotonic()) / (len(order) - number))
+                limits = (min(CONNECT_TIMEOUT, left / CONNECT_ATTEMPTS), left)
                 try:
-                    parsed = self._parse_response(self._post(url + path, body, max(0.1, left)))
+                    parsed = self.send("POST", url, path, limits, body)
                     self._down_reason = ""
                     return parsed
                 except _ServerBusy as error:
                     busy, last = error, f"{url}: {error}"
-                except (requests.RequestException, _ServerError) as error:
-                    last = f"{url}: {_describe_failure(error)}"
+                except (requests.RequestException, ServerError) as error:
+                    last = f"{url}: {describe_failure(error)}"
                 if time.monotonic() >= deadline:
                     break
             if not attempts.wait(last, busy.wait if busy else None):  # busy uses up no attempt
@@ -144,23 +184,19 @@ class ServerGroup:
                 self._down_reason = f"{last}, after {effort}"
                 raise ServersUnavailable(self._down_reason)
 
-    def _post(self, url: str, body: dict[str, Any], timeout: float) -> requests.Response:
-        connect = min(CONNECT_TIMEOUT, timeout / CONNECT_ATTEMPTS)
-        return self._session.post(url, json=body, timeout=(connect, timeout))
-
     def _parse_response(self, response: requests.Response) -> Any:
         """Return the JSON of a response, or raise the error for its status.
 
         Raises:
             _ServerBusy: The server asks to retry later.
-            _ServerError: The server failed; another one may succeed.
+            ServerError: The server failed; another one may succeed.
             RequestRejected: The request itself is at fault.
         """
         if response.ok:
             try:
                 return response.json()
             except ValueError as error:
-                raise _ServerError("the response is not JSON") from error
+                raise ServerError("the response is not JSON") from error
         details = _error_body(response)
         message = details.get("message", response.reason or "")
         message = f"answered {response.status_code} {message}".rstrip()
@@ -168,8 +204,13 @@ class ServerGroup:
             raise _ServerBusy(message, response.headers.get("Retry-After", ""))
         server_failed = response.status_code >= 500 and details.get("code") != "scorer_broken"
         if server_failed or response.status_code == REQUEST_TIMEOUT:
-            raise _ServerError(message)
-        raise RequestRejected(f"{response.url.split('?')[0]} {message}")
+            raise ServerError(message)
+        code = details.get("code")
+        raise RequestRejected(
+            f"{response.url.split('?')[0]} {message}",
+            response.status_code,
+            code if isinstance(code, str) else "",
+        )
 
     def _any_server_up(self, deadline: float) -> bool:
         """Return whether any server responds to the probe before the deadline."""
@@ -182,7 +223,7 @@ class ServerGroup:
                 return True
             except RequestRejected:  # not every server has the path, but this one responds
                 return True
-            except (requests.RequestException, _ServerError):
+            except (requests.RequestException, ServerError):
                 continue
         return False
 
@@ -199,11 +240,7 @@ class _BearerAuth(requests.auth.AuthBase):
         return request
 
 
-class _ServerError(Exception):
-    """A response that reports a failure of the server."""
-
-
-class _ServerBusy(_ServerError):
+class _ServerBusy(ServerError):
     """A response that asks to retry later, after `wait` seconds."""
 
     def __init__(self, message: str, retry_after: str) -> None:
@@ -222,7 +259,7 @@ def _error_body(response: requests.Response) -> dict[str, Any]:
         return {}
 
 
-def _describe_failure(error: Exception) -> str:
+def describe_failure(error: Exception) -> str:
     """Return why a request failed, in a few words."""
     if isinstance(error, requests.ConnectTimeout):
         return f"no connection within {CONNECT_TIMEOUT:g} s"
@@ -230,4 +267,4 @@ def _describe_failure(error: Exception) -> str:
         return "no response in time"
     if isinstance(error, requests.ConnectionError):
         return "cannot connect" if "Max retries" in str(error) else "the connection was lost"
-    return str(error) if isinstance(error, _ServerError) else describe_error(error)
+    return str(error) if isinstance(error, ServerError) else describe_error(error)
