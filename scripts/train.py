@@ -615,12 +615,14 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
             keep_images=config.log_images,
             between_batches=session.stop.check,
         )
+        held_out = session.measure_held_out()
     prompts = [p.prompt for p in session.test_prompts]
     write_samples(
         session, "eval", epoch, result.images, result.sources, prompt=prompts, **result.scores
     )
     session.eval_reward.release_memory()
-    return evaluation_metrics(session, epoch, result.scores, session.test_set_names())
+    scores = evaluation_metrics(session, epoch, result.scores, session.test_set_names())
+    return scores | held_out
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import torch
 from accelerate import Accelerator
 
 from flow_grpo.data.preference_checks import check_preferences
-from flow_grpo.data.preferences import PreferenceSet, load_preferences
+from flow_grpo.data.preference_rows import PreferenceLayout
+from flow_grpo.data.preferences import PreferenceSet, find_preferences, load_preferences
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.diffusion.algorithms.base import Algorithm, Batch
@@ -56,15 +57,20 @@ class GivenData:
         return [row.prompt for row in self.rows]
 
 
-def load_given_data(source: str, algorithm: Algorithm) -> GivenData:
+def load_given_data(source: str, algorithm: Algorithm, layout: PreferenceLayout) -> GivenData:
     """Load `preferences.data`, and the rows of it that the algorithm trains.
+
+    Args:
+        source: `preferences.data`; "" for none.
+        algorithm: Method of the run.
+        layout: Columns to read.
 
     Raises:
         UserError: If there are none.
     """
     if not source:
         return GivenData(PreferenceSet([], []), [])
-    found = load_preferences(source)
+    found = load_preferences(source, layout=layout)
     if algorithm.given == "pairs":
         rows = _pairs(found, algorithm.name, source)
     elif algorithm.given == "rated":
@@ -80,6 +86,24 @@ def load_given_data(source: str, algorithm: Algorithm) -> GivenData:
             hint="use algorithm=kto for disliked images",
         )
     return GivenData(found, rows)
+
+
+def load_held_out_pairs(
+    source: str, algorithm: Algorithm, layout: PreferenceLayout, most: int
+) -> GivenData:
+    """Load the pairs of the test split of `preferences.data`; empty if there are none.
+
+    Args:
+        source: `preferences.data`; "" for none.
+        algorithm: Method of the run; only those that compare pairs use them.
+        layout: Columns to read.
+        most: Number of pairs that are used; 0 for all.
+    """
+    found = find_preferences(source, "test", layout) if source else None
+    if found is None or algorithm.given != "pairs":
+        return GivenData(PreferenceSet([], []), [])
+    found = PreferenceSet(found.pairs[: most or None], [])
+    return GivenData(found, _pairs(found, algorithm.name, source))
 
 
 def _pairs(found: PreferenceSet, method: str, source: str) -> list[GivenRow]:
@@ -159,7 +183,7 @@ class GivenImages:
         offset = epoch * per_update * plan.updates_per_pass
         size = max(1, plan.train_batch_size // plan.images_per_row)
         return [
-            self._batch(plan, [self._row(offset + each) for each in part.tolist()], part)
+            self.batch(plan, [self._row(offset + each) for each in part.tolist()], part)
             for part in (positions[i : i + size] for i in range(0, len(positions), size))
         ]
 
@@ -172,7 +196,7 @@ class GivenImages:
         rng = numpy_rng(self._seed, Stream.PREFERENCES, number)
         return rng.permutation(len(self.rows)).tolist()
 
-    def _batch(self, plan: BatchPlan, rows: list[GivenRow], position: np.ndarray) -> Batch:
+    def batch(self, plan: BatchPlan, rows: list[GivenRow], position: np.ndarray) -> Batch:
         """Return rows as samples; `position` is that of each row in the epoch, (rows,)."""
         each = plan.images_per_row
         final = self._latents.encode(_flatten(row.images for row in rows))

@@ -204,17 +204,18 @@ TINY: dict[str, FieldValues] = {
         "height": 32,
         "width": 96,
         "max_sequence_length": 8,
-        "num_epochs": 10,
-        "eval_freq": 2,
+        "num_epochs": 2,
+        "eval_freq": 1,
         "log_images": 24,
         "dataset": "dataset/ocr",
         "reward_fn": {"ocr": 1.0},
         "compile": False,
         "sample": {"eval_num_steps": 10, "test_batch_size": 32, "guidance_scale": 1.0},
         "train": {
-            "batch_size": 8,
-            "gradient_accumulation_steps": 2,
-            "learning_rate": 1e-4,
+            "batch_size": 32,  # 16 pairs
+            "gradient_accumulation_steps": 1,
+            # 2e-4 ranks 95 % of held-out pairs correctly after an epoch, but samples hardly change.
+            "learning_rate": 6e-4,
             "ema_update_interval": 1,
         },
         "dpo": {"times": 1},

@@ -13,7 +13,9 @@ from PIL import Image
 from flow_grpo.config.custom import as_user_error
 from flow_grpo.config.settings import to_json
 from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.data.columns import parse_column_names
 from flow_grpo.data.mixing import held_out_share, parse_sources, set_indices
+from flow_grpo.data.preference_rows import PreferenceLayout
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.diffusion.algorithms import ALGORITHMS, Algorithm, Batch, Setup
@@ -47,7 +49,9 @@ from flow_grpo.diffusion.given_images import (
     GivenImages,
     check_given_data,
     load_given_data,
+    load_held_out_pairs,
 )
+from flow_grpo.diffusion.held_out_pairs import HeldOutPairs
 from flow_grpo.diffusion.models import ModelAdapter, Size
 from flow_grpo.diffusion.plan import (
     BatchPlan,
@@ -98,6 +102,7 @@ class Session(BaseSession):
     policy: Policy
     behaviour_snapshot: Snapshot | None  # weights that sampled the epoch to be trained next
     given: GivenImages | None = None  # images trained besides the samples, or instead of them
+    held_out: HeldOutPairs | None = None  # given pairs that are not trained
     data_anchor: DataAnchor | None = None  # images trained alongside the samples
     rollout_gradients: RolloutGradients | None = None  # gradients computed while sampling
 
@@ -116,6 +121,12 @@ class Session(BaseSession):
         if self.given is None:
             return []
         return self.given.batches(self.plan, epoch, update, self.accelerator.process_index)
+
+    def measure_held_out(self) -> dict[str, float]:
+        """Return the metrics of the held-out pairs, if there are any. Call it on all processes."""
+        if self.held_out is None:
+            return {}
+        return self.held_out.measure(self.algorithm, self.plan, self.accelerator, self.config.seed)
 
     def test_set_names(self) -> list[str]:
         """Return the prompt set of each test prompt; empty if there is only one set."""
@@ -172,13 +183,15 @@ class RunData:
 
     prompts: PromptSets
     given: GivenData
+    held_out: GivenData  # pairs
     anchor_images: list[Prompt]
     size: Size
     eval_size: Size
 
     @property
     def all_prompts(self) -> list[Prompt]:
-        return [*self.prompts.train, *self.prompts.test, *self.given.prompts]
+        given = [*self.given.prompts, *self.held_out.prompts]
+        return [*self.prompts.train, *self.prompts.test, *given]
 
 
 def build_session(
@@ -205,10 +218,10 @@ def build_session(
         smoke_test_algorithm(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)
     losses_per_update = algorithm.batch_count(config.train.batch_size) * algorithm.losses_per_sample
     with SessionBuilder(config, accumulation_steps=losses_per_update) as run:
-        given = load_given_data(config.preferences.data, algorithm)
+        given = load_given_data(config.preferences.data, algorithm, _preference_layout(config))
         plan = _build_checked_plan(run, algorithm, num_processes, len(given.rows))
         run.open_folder(begin, plan.updates)
-        data = _load_run_data(run, plan, given, has_model_files=load is None)
+        data = _load_run_data(run, algorithm, plan, given, has_model_files=load is None)
         teachers = _load_checked_teachers(run, algorithm)
         run.add_rewards(partial(_check_rewards, config, algorithm, plan, data))
         policy = _build_policy(run, algorithm, data, load or build_adapter)
@@ -231,6 +244,8 @@ def build_session(
         )
         if given.rows:
             session.given = GivenImages(given.rows, policy, config.seed)
+        if data.held_out.rows:
+            session.held_out = HeldOutPairs(data.held_out.rows, session.given, policy)
         if data.anchor_images:
             weight = config.anchors.data_weight
             session.data_anchor = DataAnchor(data.anchor_images, policy, weight)
@@ -277,13 +292,21 @@ def _build_checked_plan(
 
 
 def _load_run_data(
-    run: SessionBuilder, plan: BatchPlan, given: GivenData, *, has_model_files: bool
+    run: SessionBuilder,
+    algorithm: Algorithm,
+    plan: BatchPlan,
+    given: GivenData,
+    *,
+    has_model_files: bool,
 ) -> RunData:
     """Load prompts and anchor images and check that the model accepts them and `given` ones."""
     config, accelerator = run.config, run.accelerator
     data = RunData(
         load_run_prompts(config, plan, given.prompts),
         given,
+        load_held_out_pairs(
+            config.preferences.data, algorithm, _preference_layout(config), config.eval_prompts
+        ),
         load_anchor_images(config.anchors.data, row_layout(config), config.prompt_fn),
         image_size(config),
         eval_image_size(config),
@@ -296,8 +319,14 @@ def _load_run_data(
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
     check_anchor_data(data.anchor_images, model, family, accelerator)
     unlike_sizes = config.preferences.unlike_sizes
-    check_given_data(given, model, family, accelerator, unlike_sizes=unlike_sizes)
+    for each in (given, data.held_out):
+        check_given_data(each, model, family, accelerator, unlike_sizes=unlike_sizes)
     return data
+
+
+def _preference_layout(config: DiffusionConfig) -> PreferenceLayout:
+    """Return the layout of preference files with the columns that a config names."""
+    return PreferenceLayout(metadata=parse_column_names(config.metadata_columns))
 
 
 def load_run_prompts(config: DiffusionConfig, plan: BatchPlan, given: list[Prompt]) -> PromptSets:
