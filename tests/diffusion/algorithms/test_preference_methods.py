@@ -156,8 +156,8 @@ def test_an_uncertain_preference_by_hand():
 
 
 def test_ipo_by_hand():
-    """Margin 1.45 as of dpo: (1.45 - .5)^2. Gradient 2 * .95 times that of the margin, -5 (v - u) of
-    the winner, (-.2, .2), and 5 (v - u) of the loser, (.4, .2), in both rows of the pair.
+    """Margin 1.45 as of dpo: (1.45 - .5)^2. Gradient 2 * .95 times that of the margin, -5 (v - u)
+    of the winner, (-.2, .2), and 5 (v - u) of the loser, (.4, .2), in both rows of the pair.
     With p = .75, (1.45 - .25)^2."""
     velocity = pixels([0.8, 0.2], [0.4, 0.2])
     at, algorithm = at_noise_level(0.5, **dpo_pair()), method("ipo", beta=10.0)
@@ -171,17 +171,17 @@ def test_ipo_by_hand():
 
 
 def test_kto_by_hand():
-    """Gains .21 and -.08, z0 = .065: both values are 10 * .145 = 1.45, 1 - sigmoid(1.45) = .189999.
-    Gradient -.189999 * .810001 = -.153899 times -10 (v - u) of the liked image and 10 (v - u) of the
-    disliked one, whose weight is a half."""
+    """Gains .21 and -.08, z0 = .065: both values are 10 * .145 = 1.45, 1 - sigmoid(1.45) = .190002.
+    Gradient -.190002 * .809998 = -.153901 times -10 (v - u) of the liked image and 10 (v - u) of
+    the disliked one, whose weight is a half."""
     velocity = pixels([0.8, 0.2], [0.4, 0.2])
     at = at_noise_level(0.5, **dpo_pair())
     at = SamplesWithReferencePoint(**vars(at), reference_point=numbers(0.065, 0.065))
     algorithm = method("kto", beta=10.0, dislike_weight=0.5)
     loss, gradient, columns = objective(algorithm, velocity, at, 1.0, -1.0)
-    assert loss == pytest.approx([0.189999, 0.095], abs=1e-6)
-    assert gradient[0] == pytest.approx([-0.307799, 0.307799], abs=1e-6)
-    assert gradient[1] == pytest.approx([-0.307799, -0.153899], abs=1e-6)
+    assert loss == pytest.approx([0.190002, 0.095001], abs=1e-6)
+    assert gradient[0] == pytest.approx([-0.307802, 0.307802], abs=1e-6)
+    assert gradient[1] == pytest.approx([-0.307802, -0.153901], abs=1e-6)
     assert columns["accuracy"].tolist() == [1, 1]
     assert (columns["chosen_error"].tolist(), columns["rejected_error"].tolist()) == (
         pytest.approx([0.04]),
