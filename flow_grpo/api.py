@@ -113,9 +113,13 @@ def evaluate(
     """Score checkpoints as scripts/evaluate.py does.
 
     Args:
+        model: As for `Trainer`.
         out: New folder for tables and images.
         checkpoints: Paths, or "base" for the model without training.
-        prompts: Prompts to sample. Other arguments are those of `Trainer`.
+        rewards: As for `Trainer`.
+        prompts: Prompts to sample, in the same form as for `Trainer`.
+        preset: As for `Trainer`.
+        **fields: As for `Trainer`.
 
     Returns:
         The mean of each reward, by checkpoint.

@@ -15,7 +15,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 
 
 class Metrics:
-    """The metrics of a server; all are labelled by reward."""
+    """The Prometheus metrics of a server: those of scoring, by reward, and those of the process."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()

@@ -33,6 +33,7 @@ def write_results(out: Path, *parts: str, without: Sequence[str] = ()) -> None:
     """Write OUT.md and print it.
 
     Args:
+        out: Path of the file without its suffix.
         parts: Paragraphs, which are followed by the command line of this script.
         without: Options to omit from the command line.
     """

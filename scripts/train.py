@@ -423,6 +423,8 @@ def train_epoch(
     dropped. Each inner epoch shuffles the updates; the samples of an update stay the same.
 
     Args:
+        session: State of the run.
+        epoch: Number of the epoch, which seeds the order of the updates.
         samples: This process's sampling batches.
         credit: Weights of all samples of the epoch, (samples per epoch,).
 

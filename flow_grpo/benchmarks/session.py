@@ -148,6 +148,8 @@ def resolve_settings(
     """Return the settings of an evaluation, and how they deviate from the protocol.
 
     Args:
+        protocol: The benchmark.
+        overrides: Settings that the user changed.
         family: Family of the model.
         available: Built-in rewards and those that the user passes, with the origin of the latter.
         num_prompts: Prompts that are used.

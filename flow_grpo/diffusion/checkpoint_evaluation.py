@@ -47,6 +47,7 @@ def evaluate_checkpoints(
     """Score checkpoints and write the results to a new folder.
 
     Args:
+        config: Config of the model and of the evaluation.
         checkpoints: "base" for the model without training, or paths and hub ids of checkpoints,
             LoRAs and models, see `locate_weights`.
         out: Folder to create.

@@ -29,7 +29,7 @@ def write_comfyui(file: LoraFile, family: str, out: Path) -> None:
     tensors = file.for_model(TRANSFORMER)
     converted = to_kohya(tensors, file.settings, family, file.path)
     restored, settings = from_kohya(converted, family, file.path)
-    before, after = outputs(tensors, file.settings or {}), outputs(restored, settings)
+    before, after = lora_outputs(tensors, file.settings or {}), lora_outputs(restored, settings)
     for layer, expected in before.items():
         found = after.get(layer)
         if found is None or not torch.allclose(
@@ -40,8 +40,8 @@ def write_comfyui(file: LoraFile, family: str, out: Path) -> None:
     save_file({k: v.contiguous() for k, v in converted.items()}, out, metadata={"format": "pt"})
 
 
-def outputs(tensors: dict[str, Tensor], settings: dict) -> dict[str, Tensor]:
-    """Return (alpha / rank) B A x of each layer for a fixed random x, by layer."""
+def lora_outputs(tensors: dict[str, Tensor], settings: dict) -> dict[str, Tensor]:
+    """Return what a LoRA adds to the output of each layer, for a fixed random input, by layer."""
     found = {}
     ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
     for name, down in tensors.items():

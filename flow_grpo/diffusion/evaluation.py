@@ -63,8 +63,13 @@ def evaluate(
     """Sample and score every prompt once, split over the processes.
 
     Args:
+        denoiser: Model and sampling dynamics.
+        reward: Scores the samples.
+        prompts: All prompts, the same on all processes.
+        accelerator: Rank, world size and device.
         size: Height and width of the images, and the number of frames.
         batch_size: Upper limit, per process; exact if the model is compiled.
+        seed: Seed of the noise; each prompt has its own.
         keep_images: Number of prompts whose images are returned.
         between_batches: Called the same number of times on all processes.
     """

@@ -94,7 +94,10 @@ class BatchPlan(Plan):
         return self.micro_batches // self.accumulation_steps
 
     def with_smaller_batches(self) -> "BatchPlan | None":
-        """Return the same epoch and updates in less memory; None if batches are of one sample."""
+        """Return a plan of the same epoch and updates with the next smaller batch size.
+
+        None if batches are of one sample already.
+        """
         train_size = self.train_batch_size
         if train_size == 1:
             return None

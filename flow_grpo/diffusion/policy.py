@@ -139,6 +139,7 @@ class Policy(BasePolicy):
         Args:
             latents: (B, C, H, W).
             timestep: (B,).
+            conditioning: Encoded prompts of the samples.
             guidance: Guidance scale; that of the rollout by default.
         """
         self.count_passes(len(latents), backward=True, guidance=guidance)
@@ -175,6 +176,8 @@ class Policy(BasePolicy):
             which: The weights to use.
             latents: (B, S, C, H, W).
             steps: Indices in the schedule, (B, S).
+            conditioning: Encoded prompts of the samples.
+            guidance: Guidance scale; that of the rollout by default.
         """
         timesteps = torch.tensor(self.dynamics.schedule.timesteps)[torch.from_numpy(steps)]
         timesteps = to_device(timesteps, latents.device)

@@ -196,6 +196,11 @@ def write_training_samples(
     """Write the first samples of this process: at least one whole group, if it has one.
 
     Args:
+        session: The training session.
+        epoch: Number in the name of the directory.
+        shown: Sample indices and decoded images of this process's first batches.
+        scored: Rewards of all samples of the epoch.
+        credit: Advantage of all samples of the epoch, (N,).
         log_images: Number of samples; with 0, none is written.
     """
     index = np.concatenate([ids.index for ids, _ in shown])

@@ -292,8 +292,10 @@ def take_step(
     """Take one step of the schedule along `velocity`.
 
     Args:
+        dynamics: Schedule, step rule and noise level.
         i: Index of the step, or one per sample, (B,).
         latents: (B, C, H, W), like `velocity` and `next_latents`.
+        velocity: Model output at `latents`.
         stochastic: Whether to use the SDE rule of `dynamics`; the ODE otherwise.
         next_latents: Where the step led when it was sampled; given in training.
         noise: Noise of a new step, (B, C, H, W).

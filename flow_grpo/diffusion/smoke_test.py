@@ -33,6 +33,7 @@ def smoke_test_algorithm(algorithm: Algorithm, field: str, weights: Mapping[str,
     """Sample, score and train two groups as an epoch of the run would.
 
     Args:
+        algorithm: The algorithm; a new instance of its class is tested.
         field: Config field that names the algorithm, for error messages.
         weights: Weights of the run's rewards, which are replaced by random scores.
     """

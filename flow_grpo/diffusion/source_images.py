@@ -31,8 +31,11 @@ def check_source_images(
     """Reject unsupported numbers of images and invalid files; log how many are cropped.
 
     Args:
+        prompts: Training and test prompts.
+        model: Name of the model, for messages.
         family: Model family; None accepts any number of images.
         size: Size that images are resized and cropped to.
+        accelerator: Divides the images among the processes.
     """
     for prompt in prompts if family else ():
         check_image_count(prompt, model, family.num_source_images)

@@ -124,6 +124,7 @@ def add_teachers(policy: Policy, files: TeacherFiles, start: Sequence[str]) -> N
     """Add the teachers as snapshots of the policy.
 
     Args:
+        policy: The policy whose `loras` get the teachers.
         files: From `load_teachers`.
         start: Paths of teachers whose average becomes the policy's weights; empty keeps them.
 

@@ -86,8 +86,12 @@ def image_grid(
     """Return a grid with each image below its caption and score.
 
     Args:
-        images: Images, enlarged by an integer factor to at least `min_width`; None leaves a gap.
-        headings: Repeated over the columns.
+        images: Images; None leaves a gap.
+        captions: Text above each image.
+        scores: Text after each caption, which is truncated first.
+        headings: Text at the top of the columns, repeated over them.
+        columns: Images per row.
+        min_width: Images are enlarged by an integer factor to at least this width.
     """
     width, height = _scaled_size(images, min_width)
     cell = width + CELL_GAP, height + LINE_HEIGHT + CELL_GAP
@@ -114,7 +118,10 @@ def comparison_grid(
     """Return a grid with a row per prompt, below its text, and a column per heading.
 
     Args:
+        columns: Image of each prompt, by heading; None leaves a gap.
+        prompts: Text of each row.
         scores: Lines of text below each image, by heading.
+        min_width: Images are enlarged by an integer factor to at least this width.
     """
     width, height = _scaled_size([image for own in columns.values() for image in own], min_width)
     lines = max((len(own) for rows in scores.values() for own in rows), default=0)

@@ -195,7 +195,9 @@ class WeightedReward:
     ) -> None:
         """Call each local scorer with two copies of `sample` and the first prompt it applies to.
 
-        Two samples expose a scorer that returns one number per batch.
+        Two samples expose a scorer that returns one number per batch. Scorers that retry by
+        themselves, such as those of servers, are not called. Errors as in
+        `GuardedScorer.smoke_test`.
         """
         rows = self.applicable_rows(prompts, metadata)
         for name, guarded in self._guarded_scorers.items():

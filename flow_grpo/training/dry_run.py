@@ -103,6 +103,7 @@ class DryRun(ABC):
         """Measure a few batches without writing anything.
 
         Args:
+            config: Settings of the run.
             world_size: Number of processes to plan for, if not the current one. The current
                 processes measure batches of the planned size.
         """

@@ -172,7 +172,11 @@ class RunLock:
         return True
 
     def _take_over(self) -> bool:
-        """Replace a dead holder; return False if the lock changed meanwhile."""
+        """Replace a dead holder; return False if the lock changed meanwhile.
+
+        Raises:
+            UserError: If the holder is alive, or the lock is not a regular file.
+        """
         try:
             mode = self.path.lstat().st_mode
         except FileNotFoundError:

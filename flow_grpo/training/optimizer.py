@@ -36,6 +36,7 @@ def build_lr_schedule(train: TrainFields, updates: int) -> Callable[[int], float
     It has no other state, so there is nothing to save.
 
     Args:
+        train: The run's `train` settings.
         updates: Total number of updates of the run.
 
     Raises:

@@ -92,7 +92,7 @@ def lock_path(folder: Path) -> Path:
 
 
 def check_run_name_free(folder: Path, resume: str) -> None:
-    """Reject a new run whose directory exists, unless the launcher restarted it."""
+    """Reject a new run whose directory exists, unless torchrun restarted it or it may resume."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # --max_restarts
     if folder.exists() and resume != "auto" and not restarts:
         raise UserError(

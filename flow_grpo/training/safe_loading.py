@@ -89,7 +89,8 @@ def reject_unsafe_files(accelerator: Accelerator, checkpoint: Path) -> None:
 def weights_only_loading(accelerator: Accelerator) -> Iterator[None]:
     """Restrict torch.load to tensors and plain values, also where a library calls it.
 
-    accelerate and DeepSpeed ask for more; torch's environment variables take precedence.
+    accelerate and DeepSpeed call torch.load with `weights_only=False`; torch's environment
+    variables, which are set here, take precedence over that.
     """
     only_weights = patch_environment(
         TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0"

@@ -266,7 +266,10 @@ def finish_epoch(
     """Record a finished epoch: save a checkpoint if due, then log its metrics.
 
     Args:
+        session: State of the run.
+        epoch: Number of finished epochs.
         metrics: Metrics of the epoch.
+        timer: Times of the phases of the epoch, to which that of saving is added.
         ends: Whether the run ends with this epoch although more are configured.
     """
     config, progress = session.config, session.progress
@@ -368,7 +371,9 @@ def write_samples(
     Call it on all processes; only the main process writes.
 
     Args:
+        session: State of the run.
         kind: "train" or "eval".
+        epoch: Number in the name of the directory.
         images: Samples to write; None for one without an image.
         sources: Input images of each sample, for image editing.
         columns: Further columns of samples.jsonl, such as `prompt` and the scores.

@@ -98,7 +98,11 @@ def build_encoder(
 
 
 def load_policy_model(config: VlmConfig, accelerator: Accelerator) -> nn.Module:
-    """Load the model of the config; reject one that exceeds the memory of the GPU."""
+    """Load the model of the config.
+
+    Before the weights are read, a model that exceeds the memory of the GPU and unknown names of
+    LoRA layers are rejected.
+    """
     source, device = config.pretrained.model, accelerator.device
     precision, dtype = config.pretrained.base_precision, DTYPES[config.mixed_precision]
     if device.type == "cuda":

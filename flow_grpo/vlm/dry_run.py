@@ -71,7 +71,8 @@ class VlmDryRun(DryRun):
         device = small.accelerator.device
         timer = Timer(device)
         rollout = self.sample(small, epoch, timer)
-        raise_on_outage(small, rollout.rewards)
+        if small.given is None:
+            raise_on_outage(small, rollout.rewards)
         small.reward.release_memory()
         with timer("train"):
             tensors = self.compute_rollout_log_probs(small, rollout)
@@ -101,7 +102,7 @@ def smallest_valid_plan(plan: VlmBatchPlan, num_processes: int) -> VlmBatchPlan:
     size, same_size = plan.batch_size, num_processes == plan.num_processes
     for batches in range(2, plan.batches if same_size else plan.group_size + 2):
         samples = batches * size * num_processes
-        if samples % plan.group_size == 0:
+        if samples % plan.group_size == 0 and batches * size % plan.together == 0:
             return replace(
                 plan,
                 num_processes=num_processes,

@@ -108,7 +108,11 @@ def write_adapter(run: PublishedRun, folder: Path) -> None:
 
 
 def _copy_model(weights: Path, folder: Path) -> dict[str, str]:
-    """Copy a full model and its processors after checking the values."""
+    """Copy a full model and its processors, without private data and with checked weights.
+
+    Returns:
+        A description of each file, by name.
+    """
     check_files_finite(weights)
     files = {}
     for path in sorted(each for pattern in MODEL_FILES for each in weights.glob(pattern)):

@@ -24,7 +24,10 @@ class Batch:
 
 
 def sign_words(size: int, seed: int) -> list[str]:
-    """Return training words, without the held-out ones."""
+    """Draw `size` texts for signs, without the held-out words.
+
+    A fraction `WORD_SHARE` are training words; the others are three to six random capitals.
+    """
     rng = random.Random(seed)
     train, test = split_words()
     held_out = set(test)

@@ -134,7 +134,9 @@ def run_recording(**fields: Any) -> None:
         lines.append(
             {
                 "tokens": {i: sample.tokens.tolist() for i, sample in rollout.samples.items()},
-                "rewards": {i: rollout.scores["avg"][i] for i in rollout.samples},
+                "rewards": {
+                    i: rollout.scores["avg"][i] for i in rollout.samples if "avg" in rollout.scores
+                },
                 "images": [],
             }
         )

@@ -199,7 +199,7 @@ def ratio(values: Mapping[str, Any], above: Sequence[str], below: Sequence[str])
 
 
 def dataset_of(train: Any, test: Any = None) -> str:
-    """Return our `dataset` for their files: a hub name, a directory, or the training file.
+    """Return our `dataset` for the files of another trainer: a hub name, a directory or a file.
 
     `owner/name@train` is a hub name with a split, and `dir/train.x` with `dir/test.x` a directory.
     """

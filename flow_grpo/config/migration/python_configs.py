@@ -118,7 +118,10 @@ class _Reader:
         self.depth = 0
 
     def call(self, name: str) -> Section:
-        """Evaluate a function, which returns the config."""
+        """Evaluate a function, which returns the config.
+
+        Statements that cannot be evaluated are added to `skipped`.
+        """
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise UserError(f"function {name} calls itself")

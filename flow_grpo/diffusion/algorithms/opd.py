@@ -106,7 +106,10 @@ class Opd(Algorithm):
         return batches
 
     def prepare(self, policy: "Policy", batch: Batch) -> dict[str, Tensor]:
-        """Return the velocities of each sample's teacher and of the anchor, (B, T, C, H, W)."""
+        """Return the velocities of each sample's teacher ("teacher") and of the anchor ("anchor").
+
+        Both are (B, T, C, H, W); the anchor is missing if `anchor_beta` is 0.
+        """
         s, trajectory = self.settings, batch.trajectory
         latents = trajectory.latents[:, :-1]
         steps = np.tile(trajectory.steps, (len(batch), 1))

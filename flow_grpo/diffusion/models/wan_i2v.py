@@ -50,7 +50,10 @@ class WanImageToVideoAdapter(WanAdapter):
         inputs: Inputs,
         guidance_scale: float,
     ) -> Tensor:
-        """Concatenate channels: the latents, a mask of given frames, and the given latents."""
+        """Run the transformer on the latents, a mask of given frames and the given latents.
+
+        All three are concatenated along the channels.
+        """
         source = inputs["source"].transpose(1, 2).unflatten(2, latents.shape[2:])
         given = torch.zeros_like(latents[:, : self.vae.config.scale_factor_temporal])
         given[:, :, 0] = 1
