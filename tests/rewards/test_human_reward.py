@@ -79,6 +79,17 @@ def test_groups_are_separate_and_a_skipped_pair_is_unscored(server, human):
     assert all(map(math.isnan, scores[[0, 2, 4]]))
 
 
+def test_edits_of_one_source_are_a_group_and_show_it(server, human):
+    sources = [Image.new("RGB", (8, 8), color) for color in ("red", "blue", "red", "blue")]
+    metadata = [{"source": source} for source in sources]
+    pending = human().submit(GREYS[:4], ["edited"] * 4, metadata)
+    voter = Voter(server)
+    wait_until(lambda: len(voter.shown()) == 2)
+    assert len({tuple(each["sources"]) for each in voter.shown()}) == 2
+    voter.vote_on_all()
+    assert pending.result()["human"].tolist() == [0, 0, 1, 1]
+
+
 def test_batches_are_asked_at_the_same_time(server, human):
     reward = human()
     first, second = ask(reward, "first batch", 2), ask(reward, "second batch", 2)
