@@ -73,7 +73,7 @@ def check_reward_model_config(settings: VlmConfig) -> VlmConfig:
     default = type(settings)()
     for name in UNUSED_SETTINGS:
         value, unset = get_setting(settings, name), get_setting(default, name)
-        if value not in ({}, unset):  # {} in settings that were checked before
+        if value and value != unset:  # {} in settings that were checked before
             raise UserError(
                 f"has no effect with train.loss={BRADLEY_TERRY!r}, which samples no responses",
                 field=name,
