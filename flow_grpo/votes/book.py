@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.votes.ballots import CHECKPOINTS, Ballot, Group, Vote
-from flow_grpo.votes.store import AppendLog
+from flow_grpo.votes.store import AppendLog, read_log
 
 logger = logging.getLogger("flow_grpo")
 VOTES_FILE, BALLOTS_FILE = "votes.jsonl", "ballots.jsonl"
@@ -45,9 +45,10 @@ class VoteBook:
     Args:
         folder: Directory of the logs; the caller holds its lock.
         order: Sort key of ballots, given the votes on each; the smallest is asked first.
+        read_only: Read the logs of another process, which may be writing; nothing can be added.
     """
 
-    def __init__(self, folder: Path, order: Order) -> None:
+    def __init__(self, folder: Path, order: Order, *, read_only: bool = False) -> None:
         self.folder, self._order = folder, order
         self._lock = threading.RLock()
         self._ballots: dict[str, Ballot] = {}
@@ -59,11 +60,12 @@ class VoteBook:
         self._groups: dict[str, Group] = {}
         self._withdrawn: set[str] = set()  # keys
         self._shown: dict[str, dict[str, float]] = defaultdict(dict)  # ballot, voter: time
-        self._ballot_log = AppendLog(folder / BALLOTS_FILE)
-        self._vote_log = AppendLog(folder / VOTES_FILE)
-        for record in self._ballot_log.records:
+        if not read_only:
+            self._ballot_log = AppendLog(folder / BALLOTS_FILE)
+            self._vote_log = AppendLog(folder / VOTES_FILE)
+        for record in read_log(folder / BALLOTS_FILE):
             self._apply_ballot_record(record)
-        for record in self._vote_log.records:
+        for record in read_log(folder / VOTES_FILE):
             self._apply_vote_record(record)
 
     def close(self) -> None:
@@ -82,9 +84,10 @@ class VoteBook:
                 self._ballot_log.append(record)
                 self._apply_ballot_record(record)
 
-    def has_ballot(self, ballot: str) -> bool:
+    def without_ballots(self, names: Iterable[str]) -> list[str]:
+        """Return the names that no ballot has, in order."""
         with self._lock:
-            return ballot in self._ballots
+            return [name for name in names if name not in self._ballots]
 
     def post_group(self, group: Group) -> None:
         """Store a run's group and its ballots durably; a repeated request changes nothing.
