@@ -130,7 +130,7 @@ def generate_responses(
     batch_size: int,
     seed: int,
 ) -> None:
-    """Generate responses, each with random numbers of its own, and submit them to the rewards.
+    """Generate responses, each with its own random numbers, and submit them to the rewards.
 
     Call it on all processes; each generates a part of `keys`.
 
