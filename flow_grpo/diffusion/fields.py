@@ -295,8 +295,8 @@ class DiffusionConfig(shared.SharedFields):
     )
     use_lora: bool = setting(
         True,
-        "False trains all weights of the transformer; a KL then needs a float32 copy of the "
-        "initial weights.",
+        "Train LoRA. False trains all weights of the transformer; a KL then needs a float32 copy "
+        "of the initial weights.",
     )
     dataset: str = setting(
         "dataset/ocr",

@@ -317,8 +317,8 @@ class VlmConfig(shared.SharedFields):
     )
     use_lora: bool = setting(
         True,
-        "False trains all weights, in float32 with Adam: 16 bytes per parameter instead of 2 in "
-        "bf16. A KL then also needs a frozen copy.",
+        "Train LoRA. False trains all weights, in float32 with Adam: 16 bytes per parameter "
+        "instead of 2 in bf16. A KL then also needs a frozen copy.",
     )
     dataset: str = setting(
         "dataset/shapes_qa",

@@ -400,7 +400,10 @@ class PromptEncoder:
         return content
 
     def token_ids(self, question: Question, selected: Sequence[FrameSelection] = ()) -> list[int]:
-        """Return the token ids of the rendered chat, with one placeholder per image."""
+        """Return the token ids of the rendered chat, with one placeholder per image.
+
+        If the template opens a <think> tag, `decode` will prepend it to responses from now on.
+        """
         system = (
             self._literal.escape_special_tokens(question.system, question.where) or self._system
         )

@@ -48,14 +48,13 @@ class VoteServer:
         self.process.kill()
         self.process.communicate()
 
-    def post(self, key: str, *prompts: str, votes: int = 1) -> None:
-        """Post a pair of a dark and a bright image for each prompt."""
-        images = [level for _ in prompts for level in (20, 220)]
+    def post(self, key: str, *prompts: str, votes: int = 1, colors=("#222", "#ddd")) -> None:
+        """Post a pair of images for each prompt, by default a dark and a bright one."""
         body = {
             "run": "test",
             "key": key,
             "prompts": [prompt for prompt in prompts for _ in range(2)],
-            "images": [png(level + i) for i, level in enumerate(images)],
+            "images": [png(color, i) for i in range(len(prompts)) for color in colors],
             "votes_per_pair": votes,
         }
         assert requests.post(f"{self.url}api/groups", json=body, timeout=60).ok
@@ -67,9 +66,10 @@ class VoteServer:
         return [row for row in read_log(self.folder / "votes.jsonl") if row["voter"] == voter]
 
 
-def png(level: int) -> str:
+def png(color: str, number: int) -> str:
+    """Return an image of one color and a size that depends on the number."""
     file = io.BytesIO()
-    Image.new("RGB", (16, 16), (level,) * 3).save(file, "PNG")
+    Image.new("RGB", (16, 16 + number), color).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -226,3 +226,14 @@ def test_a_killed_server_loses_no_vote_and_counts_none_twice(browser, server):
     assert server.result("kill")["done"]
     assert len(server.votes("ann")) == 7  # those before the kill are as they were
     assert not page.problems
+
+
+def test_the_scripted_voter_of_the_example_prefers_green(server):
+    server.post("green", "a", "b", "c", colors=("#080", "#f8f"))
+    command = [sys.executable, "examples/color_voter.py", server.url, "--votes=3", "--name=greta"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)
+    assert done.stdout == "3 votes\n", done.stderr
+    assert server.result("green") == {
+        "pairs": [[i, i + 1, 1, 0, 0] for i in (0, 2, 4)],
+        "done": True,
+    }

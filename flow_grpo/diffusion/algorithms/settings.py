@@ -341,7 +341,7 @@ class NftSettings(ForwardSettings):
     """Settings of `Nft`."""
 
     times: int = setting(
-        9, "Noise levels trained per sample: 9 of the 10 levels of the rollout.", at_least=1
+        9, "Noise levels trained per sample, by default 9 of the 10 of the rollout.", at_least=1
     )
     beta: float = setting(
         1.0,
