@@ -26,7 +26,7 @@ def make_rows() -> list[dict[str, str]]:
         wrong = f"<think>{terms}</think><answer>{total + 1}</answer>"
         for thought, rejected in (
             (terms, f"{terms}={total}"),
-            (f"{terms}={total}", wrong),
+            (f"is {total}", wrong),
             (f"{total}", f"{total}"),
         ):
             chosen = f"<think>{thought}</think><answer>{total}</answer>"

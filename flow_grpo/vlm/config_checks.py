@@ -27,8 +27,7 @@ from flow_grpo.vlm.fields import (
     VLM_SPEC,
     VlmConfig,
 )
-from flow_grpo.vlm.losses import GIVEN_LOSSES, find_loss
-from flow_grpo.vlm.losses.base import DEFAULTS
+from flow_grpo.vlm.losses import DEFAULTS, GIVEN_LOSSES, find_loss
 from flow_grpo.vlm.plan import build_plan
 from flow_grpo.vlm.questions import build_questions
 from flow_grpo.vlm.reward_models.plan import (

@@ -34,6 +34,8 @@ GIVEN_LOSSES: "Mapping[str, ResponseKind]" = {
     "ipo": "pairs",
     "kto": "ratings",
 }
+# values of `train` settings that are unset, for policy losses that have no others
+DEFAULTS = {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token", "beta": 0.0}
 LOSS_NAMES = tuple(name for name in BUILT_IN_LOSSES if name not in GIVEN_LOSSES)
 Aggregation = Literal["token", "sequence", "constant"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)

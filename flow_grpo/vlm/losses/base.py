@@ -23,10 +23,6 @@ MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 
 
-# values of `train` settings that are unset, for policy losses that have no others
-DEFAULTS = {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token", "beta": 0.0}
-
-
 @dataclass(frozen=True)
 class TrainLoss:
     """Base class of all losses; its fields are the `train` settings that it reads."""

@@ -73,7 +73,7 @@ def check_reward_model_config(settings: VlmConfig) -> VlmConfig:
     default = type(settings)()
     for name in UNUSED_SETTINGS:
         value, unset = get_setting(settings, name), get_setting(default, name)
-        if value != unset:
+        if value != unset and value != 0:  # 0 is the value of an unset train.beta
             raise UserError(
                 f"has no effect with train.loss={BRADLEY_TERRY!r}, which samples no responses",
                 field=name,
