@@ -26,6 +26,7 @@ from PIL import Image
 
 from flow_grpo import atomic_io
 from flow_grpo.config import command_line, overrides
+from flow_grpo.config.config_dicts import SHORTHANDS
 from flow_grpo.config.paths import ROOT, resolve_config_paths
 from flow_grpo.data.columns import has_binary
 from flow_grpo.data.preference_rows import PREFERENCE_IMAGES, PreferenceLayout
@@ -173,6 +174,8 @@ def build_config(
             raise UserError(rule, field=name, value=fields[name], hint="pass only one of them")
     config = presets.get_config(preset)
     for name, value in fields.items():
+        if isinstance(value, str | Path):
+            name, value = SHORTHANDS.get(name, name), str(value)
         overrides.check_field_name(name, config, DIFFUSION_SPEC)
         try:
             config.update_from_flattened_dict({name: value})

@@ -73,7 +73,10 @@ def main() -> None:
     args, options = parser.parse_with_overrides()
     if (args.out is None) == (args.summary is None):
         parser.error("pass either --out or --summary")
-    command_line.set_up_logging()
+    if args.checkpoint:
+        command_line.set_up_logging()
+    else:  # in a second, without torch
+        command_line.log_to_stdout()
     if args.summary is None:
         check_arguments(parser, args, options)
     call = partial(serve, args, options) if args.out else partial(print_summary, args.summary)

@@ -220,6 +220,11 @@ def set_up_logging() -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
     # raised by diffusers without a network
     warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
+    log_to_stdout()
+
+
+def log_to_stdout() -> None:
+    """Set up our own logging only, for scripts that start without torch."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("flow_grpo")
