@@ -3,8 +3,8 @@
     python docs/make_benchmarks.py
 
 Tables: `speed` (SD3.5-medium and Flow-GRPO), `fp8`, `caps` and `small` (torch's memory capped),
-`models`, `offline` (DPO on given pairs), and `vlm3b` and `vlm7b` (with TRL). tests/docs/test_docs.py checks that the pages are
-up to date.
+`models`, `offline` (DPO on given pairs), and `vlm3b` and `vlm7b` (with TRL).
+tests/docs/test_docs.py checks that the pages are up to date.
 """
 
 import json
