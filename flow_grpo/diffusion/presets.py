@@ -212,8 +212,8 @@ TINY: dict[str, FieldValues] = {
         "compile": False,
         "sample": {"eval_num_steps": 10, "test_batch_size": 32, "guidance_scale": 1.0},
         "train": {
-            "batch_size": 32,  # 16 pairs
-            "gradient_accumulation_steps": 1,
+            "batch_size": 8,
+            "gradient_accumulation_steps": 4,  # 16 pairs per update
             # 2e-4 ranks 95 % of held-out pairs correctly after an epoch, but samples hardly change.
             "learning_rate": 6e-4,
             "ema_update_interval": 1,
