@@ -59,7 +59,7 @@ def apply_optimizations(
             for parent, groups in shared_inputs.items():
                 for names in groups:
                     share_lora_input(getattr(block, parent), names)
-            block.compile(fullgraph=True, dynamic=False)
+            compile_block(block)
         if decoder is not None:
             decoder.compile(dynamic=False)
     if graphs:  # last: captures the transformer as it is by now
@@ -67,6 +67,19 @@ def apply_optimizations(
         active.append("CUDA graphs")
     if active:
         logger.info("%-21s %s", "optimisations", ", ".join(active))
+
+
+def compile_block(block: nn.Module) -> None:
+    """Compile a transformer block as one graph.
+
+    Hooks of the block itself stay outside the graph: FSDP2 gathers and frees the block's weights in
+    them, which the compiler cannot trace. For the same reason torchtitan compiles its blocks before
+    it shards them (`parallelize_llama` in torchtitan/models/llama3/infra/parallelize.py).
+    """
+    if block._forward_pre_hooks or block._forward_hooks:
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+    else:
+        block.compile(fullgraph=True, dynamic=False)
 
 
 class SharedInputLoraLinear(lora.Linear):

@@ -151,6 +151,28 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP
 
 
+def compile_obstacle(accelerator: Accelerator, blocks: Iterable[nn.Module]) -> str:
+    """Return why transformer blocks cannot be compiled with sharded weights, or "".
+
+    A graph cannot contain the hooks that gather weights. Those of FSDP2 belong to the block, and
+    run before and after its graph; ZeRO-3 adds hooks to every layer within the block.
+
+    Args:
+        accelerator: The accelerator that sharded the weights.
+        blocks: The transformer blocks, after sharding.
+    """
+    if not is_sharded(accelerator):
+        return ""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "ZeRO-3 gathers the weights layer by layer (FSDP2 compiles)"
+    if accelerator.state.fsdp_plugin.fsdp_version != 2:
+        return "FSDP1 is not supported (set fsdp_version: 2)"
+    layers = [layer for block in blocks for layer in block.modules() if layer is not block]
+    if any(layer._forward_pre_hooks for layer in layers):
+        return "FSDP2 shards layers within a block (set fsdp_transformer_layer_cls_to_wrap to it)"
+    return ""
+
+
 def needs_equal_passes(accelerator: Accelerator) -> bool:
     """Return whether a backward pass needs all processes (DeepSpeed, FSDP).
 

@@ -497,7 +497,9 @@ class ModelAdapter(ABC):
     def blocks(self) -> list[nn.Module]:
         """Return the transformer's repeated blocks, which are quantized and compiled."""
         names = self.transformer._repeated_blocks or self.transformer._no_split_modules
-        return [m for m in self.transformer.modules() if type(m).__name__ in names]
+        # FSDP2 gives a block that it shards a class of another name
+        kinds = {*names, *(f"FSDP{name}" for name in names)}
+        return [m for m in self.transformer.modules() if type(m).__name__ in kinds]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
