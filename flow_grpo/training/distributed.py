@@ -204,6 +204,22 @@ def register_external_weight(module: nn.Module, weight: Tensor) -> None:
         deepspeed.zero.register_external_parameter(module, weight)
 
 
+def free_weights_after_forward(module: nn.Module) -> None:
+    """Make FSDP2 free all gathered weights after each forward pass; other modules are unchanged.
+
+    It would keep those of the root module until the next backward pass, and compute with them even
+    if the sharded weights are replaced in between, e.g. by their moving average or the reference.
+    """
+    if hasattr(module, "set_reshard_after_forward"):
+        module.set_reshard_after_forward(True)
+
+
+def unsharded_class_name(module: nn.Module) -> str:
+    """Return the name of a module's class, which FSDP2 replaces by a subclass with a prefix."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if hasattr(module, "set_reshard_after_forward") else name
+
+
 def to_full_tensor(tensor: Tensor) -> Tensor:
     """Return an unsharded copy of a tensor that FSDP2 may have sharded."""
     tensor = tensor.detach()

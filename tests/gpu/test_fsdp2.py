@@ -108,10 +108,9 @@ def test_fsdp2_trains_like_a_single_process_and_resumes(logdir, kind):
     weights = "transformer" if kind == "transformer" else "lora"
     file = {"lora": "pytorch_lora_weights", "transformer": "diffusion_pytorch_model"}[weights]
     for prefix in ("", "ema_"):
+        name = f"{prefix}{weights}/{file}.safetensors"
         first, second = (
-            load_file(
-                logdir / f"{kind}-{how}/checkpoints/latest/{prefix}{weights}" / f"{file}.safetensors"
-            )
+            load_file(logdir / f"{kind}-{how}/checkpoints/latest" / name)
             for how in ("single", "sharded")
         )
         assert first.keys() == second.keys()

@@ -14,7 +14,8 @@ from untrained.small.sd3 import build as build_tiny_sd3
 
 from flow_grpo.diffusion.models.sd3 import SD3Adapter
 from flow_grpo.perf.optimize import compile_block
-from flow_grpo.training.distributed import compile_obstacle
+from flow_grpo.training.distributed import compile_obstacle, free_weights_after_forward
+from flow_grpo.training.snapshot import Snapshot
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,3 +105,19 @@ def test_hooks_within_a_block_prevent_compilation():
         assert shown in compile_obstacle(accelerator, blocks)
     state.deepspeed_plugin.zero_stage = 2
     assert compile_obstacle(accelerator, blocks) == ""
+
+
+def test_swapped_weights_reach_the_root_module():
+    """FSDP2 would compute with the weights that it gathered before the exchange."""
+    blocks = nn.Sequential(Block(), nn.Linear(4, 4))
+    fully_shard(blocks[0])
+    fully_shard(blocks)
+    free_weights_after_forward(blocks)
+    zero = Snapshot(dict(blocks.named_parameters()), "zero")
+    for copy in zero.copy:
+        copy.zero_()
+    x = torch.ones(1, 4)
+    before = blocks(x).detach()
+    with zero.applied():
+        assert not blocks(x).any()
+    assert torch.equal(blocks(x), before)
