@@ -58,6 +58,7 @@ def finish(*processes: subprocess.Popen) -> None:
         _, errors = process.communicate(timeout=200)
         assert process.returncode == 0, errors.decode()
         assert b"compile=True is ignored" not in errors
+        assert b"could not be compiled" not in errors
 
 
 def launched(engine: str = "fsdp2") -> tuple[str, ...]:

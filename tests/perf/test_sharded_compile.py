@@ -78,6 +78,24 @@ def test_hooks_stay_outside_the_graph(monkeypatch):
     assert torch.equal(sharded(x), x)
 
 
+def test_blocks_that_cannot_be_compiled_run_in_eager_mode(caplog, monkeypatch):
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
+        raise NotImplementedError("no kernel")
+
+    x = torch.ones(1, 4)
+    sharded = build_blocks()
+    expected = sharded(x)
+    for block in sharded:
+        fully_shard(block)
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    for block in sharded:
+        compile_block(block)
+    with caplog.at_level("WARNING"):
+        assert torch.equal(sharded(x), expected)
+    assert len(caplog.records) == 2
+
+
 def test_sharded_blocks_are_found_and_may_be_compiled():
     adapter = SD3Adapter(build_tiny_sd3(layers=2), max_sequence_length=4)
     blocks = adapter.blocks()
