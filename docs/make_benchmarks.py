@@ -3,8 +3,8 @@
     python docs/make_benchmarks.py
 
 Tables: `speed` (SD3.5-medium and Flow-GRPO), `fp8`, `caps` and `small` (torch's memory capped),
-`models`, and `vlm3b` and `vlm7b` (with TRL). tests/docs/test_docs.py checks that the pages are
-up to date.
+`models`, `offline` (DPO on given pairs), and `vlm3b` and `vlm7b` (with TRL).
+tests/docs/test_docs.py checks that the pages are up to date.
 """
 
 import json
@@ -15,7 +15,13 @@ from typing import Any
 from flow_grpo.report.console import markdown_table
 
 HERE = Path(__file__).parent
-PAGES = ("performance.md", "memory.md", "model_benchmarks.md", "vlm/performance.md")
+PAGES = (
+    "performance.md",
+    "memory.md",
+    "model_benchmarks.md",
+    "preferences.md",
+    "vlm/performance.md",
+)
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(?=<!-- end -->)", re.S)
 NAMES = {
     "sd3.5-medium": "SD3.5-medium",
@@ -181,6 +187,20 @@ def models_table() -> str:
     return markdown_table(rows)
 
 
+def offline_table() -> str:
+    """Offline DPO of SD3.5-medium and the plain diffusers loop of the same call."""
+    rows = [["", "images per batch", "pairs/s", "TFLOP/s relative to a bf16 matmul", "peak GiB"]]
+    for line in read("offline_dpo"):
+        precision = "FP8 base weights" if "base_precision=fp8" in line["command"] else "bf16"
+        columns = {f"this trainer, {precision}": line, "plain diffusers loop": line.get("plain")}
+        for name, found in columns.items():
+            if found:
+                rate, share = found["pairs_per_s"]["median"], 100 * found["share"]
+                row = [str(line["train_batch"]), f"{rate:.1f}", f"{share:.0f} %"]
+                rows.append([name, *row, f"{found['peak_gib']:.1f}"])
+    return markdown_table(rows)
+
+
 def vlm_table(rows: tuple[tuple[str, str, bool, bool], ...]) -> str:
     """Time and memory per response, from the newest line of each command."""
     newest = {line["command"]: line for line in read("vlm")}
@@ -204,6 +224,7 @@ TABLES = {
     "caps": caps_table,
     "small": small_table,
     "models": models_table,
+    "offline": offline_table,
     "vlm3b": lambda: vlm_table(ROWS_3B),
     "vlm7b": lambda: vlm_table(ROWS_7B),
 }

@@ -1,4 +1,4 @@
-"""Write the tables of docs/results/README.md and vlm.md from the metrics files in that directory.
+"""Write the tables of `PAGES` in docs/results from the metrics files in that directory.
 
     python docs/make_results.py
 
@@ -21,7 +21,7 @@ from typing import Any
 from flow_grpo.report.console import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
-PAGES = ("README.md", "vlm.md")
+PAGES = ("README.md", "vlm.md", "preferences.md")
 PLACE = re.compile(r"(<!-- runs (\S+) (\S+)(.*?)\n(.*?)-->\n).*?(<!-- end -->)", re.S)
 Row = dict[str, Any]
 

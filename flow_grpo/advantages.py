@@ -158,35 +158,6 @@ def win_rates(wins: np.ndarray) -> np.ndarray:
     return np.where(verdicts > 0, np.nansum(wins, axis=1) / np.maximum(verdicts, 1), np.nan)
 
 
-def comparison_pairs(count: int, per_sample: int) -> list[tuple[int, int]]:
-    """Choose which samples of a group to compare, if comparing all pairs would cost too much.
-
-    The design is a circulant graph: sample i meets its neighbours i + 1, i + 2, ... on a ring, so
-    that it is connected and depends on nothing but the numbers. Pairs of different samples come
-    first, so that the first verdicts are spread over the whole group.
-
-    Args:
-        count: Samples of the group.
-        per_sample: Comparisons of each sample, at least 2; if both numbers are odd, one sample gets
-            one more. With `count` - 1 or more, all pairs are compared.
-
-    Returns:
-        Pairs (i, j), i < j, each once.
-    """
-    if per_sample < 2:
-        raise ValueError(f"per_sample={per_sample} must be at least 2 for a connected design")
-    half, per_sample = count // 2, min(per_sample, count - 1)
-    distances = dict.fromkeys(range(1, per_sample // 2 + 1), range(count))
-    if per_sample % 2:  # opposite samples of the ring
-        distances[half] = range(count - half)
-    pairs = {}
-    for distance, starts in distances.items():
-        for i in sorted(starts, key=lambda i: i // distance % 2):
-            j = (i + distance) % count
-            pairs[min(i, j), max(i, j)] = None
-    return list(pairs)
-
-
 def _group_win_rates(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Return the fraction of the other scored samples of its group that each sample beats, (N,).
 

@@ -26,9 +26,12 @@ from PIL import Image
 
 from flow_grpo import atomic_io
 from flow_grpo.config import command_line, overrides
+from flow_grpo.config.config_dicts import SHORTHANDS
 from flow_grpo.config.paths import ROOT, resolve_config_paths
 from flow_grpo.data.columns import has_binary
+from flow_grpo.data.preference_rows import PREFERENCE_IMAGES, PreferenceLayout
 from flow_grpo.data.prompts import MASK_COLUMN, PromptLayout
+from flow_grpo.data.rows import RowLayout
 from flow_grpo.diffusion import presets
 from flow_grpo.diffusion.checkpoint_evaluation import evaluate_checkpoints
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
@@ -43,11 +46,13 @@ from flow_grpo.untrusted_files import parse_json
 Reward = str | Callable
 Rewards = Sequence[Reward | tuple[Reward, float]] | Mapping[Reward, float]
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
+Preferences = str | Path | Sequence[Mapping[str, Any]]
 FIELDS_OF_ARGUMENTS = {
     "model": "pretrained.model",
     "rewards": "reward_fn",
     "prompts": "dataset",
     "test_prompts": "eval_dataset",
+    "preferences": "preferences.data",
 }
 
 
@@ -68,6 +73,8 @@ class Trainer:
         rewards: Names or functions, as a list, a list of (reward, weight) or {reward: weight}.
         prompts: Path of a dataset, or a list of texts or dicts.
         test_prompts: Held-out prompts; split off `prompts` by default. Only if `prompts` is a list.
+        preferences: Pairs, rated images or demonstrations to train on: a path, or a list of dicts
+            with paths, bytes or PIL images. Use preset="tiny_offline" or a preset of your own.
         preset: Preset that the remaining settings come from.
         **fields: Config fields by full name: `**{"train.learning_rate": 1e-4}`.
     """
@@ -79,6 +86,7 @@ class Trainer:
         rewards: Rewards | None = None,
         prompts: Prompts | None = None,
         test_prompts: Sequence[str | Mapping[str, Any]] | None = None,
+        preferences: Preferences | None = None,
         preset: str = "tiny_ocr",
         **fields: Any,
     ) -> None:
@@ -88,7 +96,9 @@ class Trainer:
                 field="test_prompts",
                 hint="pass prompts as a list, or a directory with a train and a test file",
             )
-        self.config = build_config(model, rewards, prompts, test_prompts, preset, fields)
+        self.config = build_config(
+            model, rewards, prompts, test_prompts, preset, fields, preferences
+        )
 
     def train(self) -> TrainingResult:
         """Run scripts/train.py with this config."""
@@ -141,6 +151,7 @@ def build_config(
     test_prompts: Prompts | None,
     preset: str,
     fields: Mapping[str, Any],
+    preferences: Preferences | None = None,
 ) -> ConfigDict:
     """Build the config of a preset with the arguments of `Trainer`.
 
@@ -155,6 +166,7 @@ def build_config(
         "rewards": rewards,
         "prompts": prompts,
         "test_prompts": test_prompts,
+        "preferences": preferences,
     }
     for argument, name in FIELDS_OF_ARGUMENTS.items():
         if given[argument] is not None and name in fields:
@@ -162,6 +174,8 @@ def build_config(
             raise UserError(rule, field=name, value=fields[name], hint="pass only one of them")
     config = presets.get_config(preset)
     for name, value in fields.items():
+        if isinstance(value, str | Path):
+            name, value = SHORTHANDS.get(name, name), str(value)
         overrides.check_field_name(name, config, DIFFUSION_SPEC)
         try:
             config.update_from_flattened_dict({name: value})
@@ -181,6 +195,10 @@ def build_config(
         if test_prompts is not None:
             sets["test"] = test_prompts
         config.dataset = str(_write_prompts(Path(config.logdir), sets, row_layout(config)))
+    if isinstance(preferences, str | Path):
+        config.preferences.data = str(preferences)
+    elif preferences is not None:
+        config.preferences.data = str(_write_preferences(Path(config.logdir), preferences))
     resolve_config_paths(config)
     return config
 
@@ -232,8 +250,27 @@ def _write_prompts(
         if not lines:
             raise UserError("are empty", field=f"{split} prompts", hint="pass at least one")
         files[f"{split}.jsonl"] = "".join(lines)
+    return _write_folder(logdir, "prompts", files)
+
+
+def _write_preferences(logdir: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write preferences to a folder like prompts."""
+    if isinstance(rows, str | Mapping) or not all(isinstance(row, Mapping) for row in rows):
+        raise UserError("must be a list of dicts", field="preferences")
+    layout = PreferenceLayout()
+    lines = [
+        _row_to_line(dict(row), f"preference {n}", layout, PREFERENCE_IMAGES)
+        for n, row in enumerate(rows, 1)
+    ]
+    if not lines:
+        raise UserError("is empty", field="preferences", hint="pass at least one pair or image")
+    return _write_folder(logdir, "preferences", {"train.jsonl": "".join(lines)})
+
+
+def _write_folder(logdir: Path, kind: str, files: Mapping[str, str]) -> Path:
+    """Write text files to a folder named by their hash."""
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
-    folder = logdir / f"prompts-{digest}"
+    folder = logdir / f"{kind}-{digest}"
     try:
         atomic_io.make_directories(folder)
         for name, text in files.items():
@@ -250,7 +287,18 @@ def _to_jsonl_line(prompt: str | Mapping[str, Any], where: str, layout: PromptLa
         rule = f"must be a string or a dict with a prompt, not {prompt!r:.80}"
         raise UserError(rule, field=where)
     row = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
-    files = (*layout.images, MASK_COLUMN)
+    return _row_to_line(row, where, layout, (*layout.images, MASK_COLUMN))
+
+
+def _row_to_line(row: dict[str, Any], where: str, layout: RowLayout, files: Sequence[str]) -> str:
+    """Return a row as a line of a JSON Lines file.
+
+    Args:
+        row: Values by column.
+        where: Names the row in the UserError.
+        layout: Rules for columns with images that are not read.
+        files: Columns that contain images.
+    """
     try:
         binary = {name: value for name, value in row.items() if has_binary(value)}
         layout.reject_unused(binary, files, where)

@@ -107,7 +107,13 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         items = service.served_rewards.items()
         states = [{"name": name, "ready": served.ready} for name, served in items]
         clips = [name for name, served in items if served.scorer.frames == WHOLE_VIDEO]
-        content = {"rewards": states, "clips": clips, "limits": vars(service.limits)}
+        readers = [name for name, served in items if served.scorer.reads_images]
+        content = {
+            "rewards": states,
+            "clips": clips,
+            "reads_images": readers,
+            "limits": vars(service.limits),
+        }
         return errors.json_response(content)
 
     @app.get(

@@ -49,7 +49,7 @@ class MemoryBudget:
         return Lease(self, size, scratch_bytes)
 
     def free(self, size: int) -> None:
-        """Return reserved bytes, and wake up requests that wait for them."""
+        """Give back reserved bytes, and wake up requests that wait for them."""
         with self._freed:
             self._used -= size
             self._freed.notify_all()

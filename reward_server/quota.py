@@ -61,7 +61,7 @@ class ImageQuota:
                 reservation.pixels += pixels
 
     def release(self, reservation: "Reservation") -> None:
-        """Return the images and pixels of a reservation."""
+        """Give back the images and pixels of a reservation."""
         with self._lock:
             self.images -= reservation.images
             self._pixels -= reservation.pixels

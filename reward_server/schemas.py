@@ -149,6 +149,7 @@ class LimitValues(BaseModel):
 class RewardList(BaseModel):
     rewards: list[RewardState]
     clips: list[str] = Field(description="rewards that score whole videos, not single frames")
+    reads_images: list[str] = Field(description="rewards of responses that need `sources`")
     limits: LimitValues
 
 

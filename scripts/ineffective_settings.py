@@ -74,6 +74,8 @@ ALGORITHM_BASE: dict[str, Fields] = {
     "mix": {"clip_range": 0.1, "window_size": 2, "every": 1},
     "dgpo": {"times": 2, "old_after": 0},
     "dpo": {"times": 2},
+    "ipo": {"times": 2},
+    "kto": {"times": 2},
     "sft": {"times": 2},
     "rwr": {"times": 2},
     "nft": {"times": 2},
@@ -200,7 +202,9 @@ UNTRIED_FIELDS = {
     "aliases of fields that are tried": """train.beta train.kl_type train.adv_clip_max
         train.clip_range train.clip_range_low train.clip_range_high""",
     "the algorithm": "algorithm",
-    "needs images or rewards": "anchors.data anchors.data_weight anchors.kl_gate",
+    "needs images or rewards": """anchors.data anchors.data_weight anchors.kl_gate
+        preferences.data preferences.share preferences.per_epoch preferences.density
+        preferences.unlike_sizes""",
     "equivalent to reset_epochs": "anchors.reset_kl",
     "acts only on non-finite gradients": "train.max_skipped_updates",
 }

@@ -55,6 +55,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "diffusion/algorithms/leap": ("leap", "algorithm_gradients"),
     "diffusion/algorithms/dgpo": (*PREFERENCE, "forward_methods"),
     "diffusion/algorithms/dpo": PREFERENCE,
+    "diffusion/algorithms/ipo": PREFERENCE,
+    "diffusion/algorithms/kto": PREFERENCE,
     "diffusion/algorithms/sft": PREFERENCE,
     "diffusion/algorithms/rwr": PREFERENCE,
     "diffusion/algorithms/opd": ("opd", "algorithm_gradients", "algorithm_settings"),

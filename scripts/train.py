@@ -1,11 +1,12 @@
-"""Train a flow-matching model with online reinforcement learning.
+"""Train a flow-matching model with online reinforcement learning, or on given images.
 
     python scripts/train.py --config config/grpo.py:PRESET [--config.sample.num_steps=8 ...]
     accelerate launch scripts/train.py --config ... [--dry_run [--world_size=N]]
 
 One epoch: sample a group of images per prompt, score them, turn the scores into one weight per
 sample (`credit`; for GRPO, the advantage) and update the weights of the model. What differs between
-algorithms is in flow_grpo/diffusion/algorithms.
+algorithms is in flow_grpo/diffusion/algorithms. Images given by `preferences` are trained besides
+the samples, or, with `preferences.share=1`, instead of them.
 """
 
 if __name__ == "__main__":
@@ -17,7 +18,7 @@ if __name__ == "__main__":
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -96,6 +97,16 @@ class SampledBatch:
     sample_steps: int  # denoising steps taken, summed over the samples
 
 
+@dataclass
+class Rollout:
+    """The samples of an epoch; empty without rollouts (`preferences.share=1`)."""
+
+    samples: list[SampledBatch] = field(default_factory=list)  # of this process
+    scored: ScoredSamples | None = None
+    credit: np.ndarray = field(default_factory=lambda: np.empty(0))  # (samples per epoch,)
+    next_samples: list[SampledBatch] | None = None  # of the next epoch, if sampled ahead
+
+
 def main(config: ConfigDict) -> Session:
     """Train with a config, from the start or a checkpoint, and return the finished session."""
     session = build_session(config)
@@ -115,21 +126,14 @@ def train(session: Session) -> None:
         finish_epoch(session, 0, metrics, timer)
     progress.epoch = max(progress.epoch, 0)
 
-    next_samples = None
+    rollout = Rollout()
     for epoch in range(progress.epoch, config.num_epochs):
         done = epoch + 1
         timer = Timer()
-        with timer("sample"):
-            samples = next_samples or sample_current_epoch(session, epoch)
-            next_samples = sample_next_epoch(session, done)
-        with timer("reward_wait"):
-            scored = collect_rewards(session, epoch, samples)
-        session.stop.check(now=True)  # otherwise a stop while people vote looks like an outage
-        session.policy.count_passes(sum(s.sample_steps for s in samples))
-        stop_on_outage(session, done, scored.rewards)
-        if next_samples is None:  # otherwise the reward models are scoring the next epoch
-            session.reward.release_memory()
-        credit = algorithm.anchors.reweight(algorithm.credit(scored), scored)
+        if not config.is_offline:
+            rollout = roll_out(session, epoch, rollout.next_samples, timer)
+        samples, credit = rollout.samples, rollout.credit
+        session.stop.check()
         if not algorithm.old_is_behaviour:
             session.snapshot_behaviour_weights()
         with timer("train"):
@@ -141,20 +145,47 @@ def train(session: Session) -> None:
             training |= algorithm.anchors.maybe_reset_reference(session.policy, training)
             progress.algorithm = algorithm.state_dict()
 
+        images = session.plan.samples + session.plan.given_samples_per_epoch
         metrics = {
-            **reward_metrics(scored.rewards, scored.groups),
+            **rollout_metrics(session, rollout),
             **training,
-            **diversity_metrics(session, samples),
-            "perf/images_per_s": session.plan.samples / sum(timer.seconds.values()),
+            "perf/images_per_s": images / sum(timer.seconds.values()),
             "perf/peak_mem_gb": peak_memory_gb(session.accelerator.device),
             "perf/passes": reduce_pass_count(session),
         }
         if is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
                 logged = [(s.ids, s.images) for s in samples if s.images is not None]
-                write_training_samples(session, done, logged, scored, credit, config.log_images)
+                if rollout.scored is not None:
+                    count = config.log_images
+                    write_training_samples(session, done, logged, rollout.scored, credit, count)
                 metrics |= run_evaluation(session, done)
         finish_epoch(session, done, metrics, timer)
+
+
+def roll_out(
+    session: Session, epoch: int, samples: list[SampledBatch] | None, timer: Timer
+) -> Rollout:
+    """Sample and score an epoch, and sample the next one if that runs ahead.
+
+    Args:
+        session: State of the run.
+        epoch: The epoch, from 0.
+        samples: Its samples, if it was sampled ahead.
+        timer: Gets the seconds of sampling and of waiting for rewards.
+    """
+    with timer("sample"):
+        samples = samples or sample_current_epoch(session, epoch)
+        next_samples = sample_next_epoch(session, epoch + 1)
+    with timer("reward_wait"):
+        scored = collect_rewards(session, epoch, samples)
+    session.stop.check(now=True)  # otherwise a stop while people vote looks like an outage
+    session.policy.count_passes(sum(s.sample_steps for s in samples))
+    stop_on_outage(session, epoch + 1, scored.rewards)
+    if next_samples is None:  # otherwise the reward models are scoring the next epoch
+        session.reward.release_memory()
+    credit = session.algorithm.anchors.reweight(session.algorithm.credit(scored), scored)
+    return Rollout(samples, scored, credit, next_samples)
 
 
 def sample_current_epoch(session: Session, epoch: int) -> list[SampledBatch]:
@@ -416,7 +447,7 @@ def compute_remax_baselines(
 def train_epoch(
     session: Session, epoch: int, samples: list[SampledBatch], credit: np.ndarray
 ) -> dict[str, float]:
-    """Update the weights on the samples of an epoch.
+    """Update the weights on the samples of an epoch, and on given images.
 
     Micro-batches are slices of the sampling batches, in the same order: with equal batch sizes the
     ratio before the first update is exactly 1, apart from rounding where zero-gradient samples are
@@ -434,14 +465,14 @@ def train_epoch(
     config, plan, progress = session.config, session.plan, session.progress
     stats = TrainingStats()
     applied_before = progress.applied
-    staleness = progress.step - samples[0].policy_step
+    staleness = progress.step - samples[0].policy_step if samples else 0
     updates = split_into_updates(session, samples, credit)
     for inner in range(plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner).permutation(len(updates))
         for n, u in enumerate(order, 1):
             train_update(
                 session,
-                updates[u],
+                [*updates[u], *session.given_batches(epoch, int(u))],
                 stats,
                 seed=(config.seed, epoch, inner),
                 index=int(u),
@@ -449,6 +480,8 @@ def train_epoch(
                 name=f"epoch {epoch + 1} train {n}/{len(order)}",
             )
     metrics = training_metrics(session, stats)
+    if session.given is not None:
+        metrics["data/given"] = session.algorithm.given_share
     if session.algorithm.trust_radius:
         metrics["train/clip_range"] = session.algorithm.trust_radius
     if starts := [s.trajectory.steps[0] for s in samples if s.trajectory.steps]:
@@ -535,7 +568,17 @@ def split_into_updates(
             tasks = session.tasks(s.ids.row[part])
             group = index // plan.group_size
             micro_batches.append(Batch(s.trajectory[part], weights, index, group, tasks=tasks))
-    return [micro_batches[i : i + per_update] for i in range(0, len(micro_batches), per_update)]
+    starts = [u * per_update for u in range(plan.updates_per_pass)]
+    return [micro_batches[start : start + per_update] for start in starts]
+
+
+def rollout_metrics(session: Session, rollout: Rollout) -> dict[str, float]:
+    """Return the metrics of rewards and samples; {} without a rollout."""
+    scored = rollout.scored
+    if scored is None:
+        return {}
+    rewards = reward_metrics(scored.rewards, scored.groups)
+    return rewards | diversity_metrics(session, rollout.samples)
 
 
 def diversity_metrics(session: Session, samples: list[SampledBatch]) -> dict[str, float]:
@@ -572,12 +615,14 @@ def run_evaluation(session: Session, epoch: int) -> dict[str, float]:
             keep_images=config.log_images,
             between_batches=session.stop.check,
         )
+        held_out = session.measure_held_out()
     prompts = [p.prompt for p in session.test_prompts]
     write_samples(
         session, "eval", epoch, result.images, result.sources, prompt=prompts, **result.scores
     )
     session.eval_reward.release_memory()
-    return evaluation_metrics(session, epoch, result.scores, session.test_set_names())
+    scores = evaluation_metrics(session, epoch, result.scores, session.test_set_names())
+    return scores | held_out
 
 
 if __name__ == "__main__":

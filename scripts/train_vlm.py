@@ -5,8 +5,9 @@
 
 One epoch: sample a group of responses to each question, score them, turn the scores into advantages
 and update the weights with a policy-gradient loss on the response tokens. The losses are in
-flow_grpo/vlm/losses. With train.loss=bradley_terry, a reward model is trained from pairs instead:
-flow_grpo/vlm/reward_models/training.py.
+flow_grpo/vlm/losses. Some of them train on given responses: the samples of an epoch then come from
+the data, without scores and advantages. With train.loss=bradley_terry, a reward model is trained
+from pairs instead: flow_grpo/vlm/reward_models/training.py.
 """
 
 if __name__ == "__main__":
@@ -18,6 +19,7 @@ if __name__ == "__main__":
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -34,6 +36,7 @@ from flow_grpo.training.distributed import (
     gather_scores,
     is_sharded,
     pad_micro_batches,
+    raise_on_all_ranks,
 )
 from flow_grpo.training.finite import backward
 from flow_grpo.training.metrics import Timer, TrainingStats, peak_memory_gb, reward_metrics
@@ -58,10 +61,11 @@ from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.critic import set_lr_scales
 from flow_grpo.vlm.dry_run import VlmDryRun
 from flow_grpo.vlm.fields import BRADLEY_TERRY, GAE, VLM_SPEC
+from flow_grpo.vlm.given_responses import GivenObjective, estimate_mismatched_kl, given_rollout
 from flow_grpo.vlm.losses import build_loss
 from flow_grpo.vlm.losses.base import UpdateCounts
 from flow_grpo.vlm.objective import Objective
-from flow_grpo.vlm.packing import PackedBatch, micro_batches, pack_responses
+from flow_grpo.vlm.packing import PackedBatch, Response, micro_batches, pack_responses
 from flow_grpo.vlm.reward_models.training import train_reward_model
 from flow_grpo.vlm.rollout import LENGTH, GenerationBatch, PendingResponses, Rollout
 from flow_grpo.vlm.sample_logging import write_response_samples
@@ -99,11 +103,13 @@ def train(session: VlmSession) -> None:
     for epoch in range(progress.epoch, config.num_epochs):
         done, timer = epoch + 1, Timer()
         rollout = sample_epoch(session, epoch, timer)
-        stop_on_outage(session, done, rollout.rewards)
+        metrics = rollout.metrics()
+        if session.given is None:
+            stop_on_outage(session, done, rollout.rewards)
+            metrics |= reward_metrics(rollout.rewards, rollout.groups)
         session.reward.release_memory()
         has_advantages = rollout.is_trained.any()
         solved = not has_advantages and rollout.all_questions_drawn
-        metrics = {**reward_metrics(rollout.rewards, rollout.groups), **rollout.metrics()}
         if has_advantages:
             with timer("train"):
                 tensors = compute_rollout_log_probs(session, rollout)
@@ -113,7 +119,7 @@ def train(session: VlmSession) -> None:
         metrics["perf/peak_mem_gb"] = peak_memory_gb(session.accelerator.device)
         if solved or is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
-                if has_advantages:
+                if has_advantages and session.given is None:
                     save_training_samples(session, done, rollout, tensors)
                 metrics |= run_evaluation(session, done)
         session.progress.questions = [state.to_json() for state in rollout.passes]
@@ -130,13 +136,16 @@ def train(session: VlmSession) -> None:
 
 
 def sample_epoch(session: VlmSession, epoch: int, timer: Timer) -> Rollout:
-    """Sample and score the responses of an epoch.
+    """Sample and score the responses of an epoch, or take the given ones, which have no scores.
 
     With `sample.refills`, questions whose responses all have a zero advantage, not counting a KL
     penalty in the reward, are replaced by other questions.
     """
     config, plan, train = session.config, session.plan, session.config.train
     reward, accelerator = session.reward, session.accelerator
+    if session.given is not None:
+        with timer("data"):
+            return raise_on_all_ranks(accelerator, lambda: given_rollout(session, epoch))
     rollout = Rollout.draw(plan, session.sets, config.seed, epoch, session.progress.questions)
     missing = np.arange(plan.samples)  # indices of the samples to draw
     for attempt in range(config.sample.refills + 1):
@@ -209,9 +218,10 @@ def compute_rollout_log_probs(session: VlmSession, rollout: Rollout) -> dict[int
     Returns:
         Per-token tensors by sample index.
     """
-    train, policy = session.config.train, session.policy
+    train, policy, given = session.config.train, session.policy, session.given
     tensors = {
-        index: ResponseTensors(sample.log_probs) for index, sample in rollout.samples.items()
+        index: ResponseTensors(sample.log_probs, liked=given is None or given.liked[sample.row])
+        for index, sample in rollout.samples.items()
     }
     needs_forward = session.recomputes_old_log_probs or train.advantage == GAE
     with_reference = train.beta > 0
@@ -225,15 +235,19 @@ def compute_rollout_log_probs(session: VlmSession, rollout: Rollout) -> dict[int
             for part, batch in packed_batches(session, rollout, own):
                 scores = policy.forward_tokens_no_grad(batch) if needs_forward else {}
                 if with_reference:
-                    scores["reference_log_probs"] = policy.reference_log_probs(batch)
+                    reference = policy.reference_log_probs(batch, given=given is not None)
+                    scores["reference_log_probs"] = reference
                 for row, index in enumerate(part):
                     mask = batch.mask[row]
                     new = {name: column[row][mask].cpu() for name, column in scores.items()}
                     old = tensors[index].old_log_probs
                     if session.recomputes_old_log_probs:
                         old = new["log_probs"]
-                    tensors[index] = ResponseTensors(
-                        old, new.get("reference_log_probs"), new.get("values")
+                    tensors[index] = replace(
+                        tensors[index],
+                        old_log_probs=old,
+                        reference_log_probs=new.get("reference_log_probs"),
+                        values=new.get("values"),
                     )
     return tensors
 
@@ -244,8 +258,11 @@ def assign_advantages(
     """Set the advantages in `tensors`, and importance weights if the engine's policy deviates.
 
     Returns:
-        Metrics of that deviation; empty if the engine's log-probabilities are exact.
+        Metrics of that deviation; empty if the engine's log-probabilities are exact. Given
+        responses have neither.
     """
+    if session.given is not None:
+        return {}
     train, accelerator, metrics = session.config.train, session.accelerator, {}
     if not session.rollout_engine.exact_log_probs:
         metrics = set_importance_weights(accelerator, rollout, tensors, train.importance_cap)
@@ -287,13 +304,7 @@ def train_epoch(
     """
     config, plan, progress = session.config, session.plan, session.progress
     critic_only = epoch < config.train.critic_warmup
-    objective = Objective(
-        build_loss(config.train.loss, config.train),
-        config.train,
-        max_new_tokens=session.max_response_tokens,
-        importance_weighted=not session.rollout_engine.exact_log_probs,
-        critic_only=critic_only,
-    )
+    objective = build_objective(session, critic_only=critic_only)
     if objective.uses_critic:
         set_lr_scales(session.optimizer, config.train, warmup=critic_only)
     stats = TrainingStats()
@@ -316,15 +327,27 @@ def train_epoch(
     metrics = training_metrics(session, stats)
     if objective.uses_critic:
         metrics["train/critic_lr"] = session.optimizer.param_groups[1]["lr"]
-    if objective.policy.clip_range is not None:
-        metrics["train/clip_range"] = objective.policy.clip_range
-    return metrics
+    return metrics | objective.derived_metrics(metrics)
+
+
+def build_objective(session: VlmSession, *, critic_only: bool) -> Objective | GivenObjective:
+    """Return the objective of sampled or of given responses."""
+    train, max_new_tokens = session.config.train, session.max_response_tokens
+    if session.given is not None:
+        return GivenObjective(session.given, max_new_tokens)
+    return Objective(
+        build_loss(train.loss, train),
+        train,
+        max_new_tokens=max_new_tokens,
+        importance_weighted=not session.rollout_engine.exact_log_probs,
+        critic_only=critic_only,
+    )
 
 
 def train_update(
     session: VlmSession,
     rollout: Rollout,
-    objective: Objective,
+    objective: Objective | GivenObjective,
     tensors: dict[int, ResponseTensors],
     members: np.ndarray,
     stats: TrainingStats,
@@ -346,6 +369,11 @@ def train_update(
     """
     accelerator, lengths = session.accelerator, rollout.scores[LENGTH]
     counts = UpdateCounts(tokens=float(lengths[members].sum()), responses=float(members.sum()))
+    given = session.given
+    if given is not None and given.loss.needs_mismatched_kl:
+        pack = partial(packed_responses, session)
+        kl = estimate_mismatched_kl(session, rollout, members, pack)
+        counts = replace(counts, mismatched_kl=kl)
     own = [index for index in sorted(tensors) if members[index]]
     batches = batches_with_gradient(session, rollout, objective, tensors, own)
     trained = [index for part, _ in batches for index in part]
@@ -363,11 +391,13 @@ def train_update(
     for (part, batch), counted in steps:
         # a rank without samples runs padding batches because the other ranks wait for it
         counted = counted and bool(own)
-        scores = session.policy.forward_tokens(batch, critic_only=objective.critic_only)
+        scores = session.policy.forward_tokens(
+            batch, critic_only=objective.critic_only, given=given is not None
+        )
         loss = objective.loss(batch, scores, [tensors[i] for i in part], counts)
         # gradients are averaged over processes, so scale the loss by their number
         scale = session.plan.num_processes * float(counted)
-        backward(accelerator, loss.per_sample.sum() / counts.tokens * scale)
+        backward(accelerator, loss.per_sample.sum() / objective.num_terms(counts) * scale)
         loss = loss if counted else loss.without_samples()
         stats.add(loss, on_policy=on_policy)
     if objective.critic_only:
@@ -378,7 +408,7 @@ def train_update(
 def batches_with_gradient(
     session: VlmSession,
     rollout: Rollout,
-    objective: Objective,
+    objective: Objective | GivenObjective,
     tensors: dict[int, ResponseTensors],
     own: list[int],
 ) -> list[tuple[list[int], PackedBatch]]:
@@ -397,10 +427,18 @@ def packed_batches(
 ) -> Iterator[tuple[list[int], PackedBatch]]:
     """Yield the micro-batches of the samples `index`, in order, each with its sample indices."""
     shares_prompt = session.policy.network.family.shares_prompt
-    pad = session.rollout_engine.pad
     responses = [rollout.response(i, shares_prompt=shares_prompt) for i in index]
+    parts = micro_batches(responses, session.config.train.tokens_per_batch, session.plan.together)
+    for part in parts:
+        packed = pack_responses(responses[part], session.rollout_engine.pad)
+        yield index[part], packed.to(session.accelerator.device)
+
+
+def packed_responses(session: VlmSession, responses: list[Response]) -> Iterator[PackedBatch]:
+    """Yield the micro-batches of responses, in order."""
     for part in micro_batches(responses, session.config.train.tokens_per_batch):
-        yield index[part], pack_responses(responses[part], pad).to(session.accelerator.device)
+        packed = pack_responses(responses[part], session.rollout_engine.pad)
+        yield packed.to(session.accelerator.device)
 
 
 def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:

@@ -6,7 +6,6 @@ from hypothesis.extra.numpy import arrays
 
 from flow_grpo.advantages import (
     ESTIMATORS,
-    comparison_pairs,
     compute_advantages,
     group_softmax,
     keep_best_worst,
@@ -205,28 +204,6 @@ def test_pairwise_compares_within_groups_only():
     out = compute_advantages(r, g, estimator="pairwise", scale="batch", eps=0)
     expected = [1.195229, -1.195229, -0.597614, -0.597614, 1.195229, 0]
     np.testing.assert_allclose(out, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 24])
-@pytest.mark.parametrize("per_sample", [2, 3, 4, 7, 23])
-def test_a_design_compares_each_sample_equally_often_and_connects_all(count, per_sample):
-    pairs = comparison_pairs(count, per_sample)
-    assert len(set(pairs)) == len(pairs)
-    assert all(0 <= i < j < count for i, j in pairs)
-    wanted = min(per_sample, count - 1)
-    times = [sum(k in pair for pair in pairs) for k in range(count)]
-    assert sorted(times) == [wanted] * (count - 1) + [wanted + count % 2 * (wanted % 2)]
-    reached = {0}
-    for _ in range(count):
-        reached |= {k for pair in pairs if reached & {*pair} for k in pair}
-    assert reached == {*range(count)}
-    # the first half of a ring's verdicts covers the group
-    assert len({k for pair in pairs[: count // 2] for k in pair}) == count // 2 * 2
-
-
-def test_a_design_without_a_ring_is_rejected():
-    with pytest.raises(ValueError, match="per_sample=1 "):
-        comparison_pairs(8, 1)
 
 
 def test_pairwise_sums_the_win_rates_of_each_reward():

@@ -1,5 +1,6 @@
 """The Python API for training and evaluation, as used in a notebook."""
 
+import io
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ from server_process import wait_until
 from user_errors import raises_user_error
 
 import flow_grpo
+from flow_grpo.data.preferences import load_preferences
 from flow_grpo.data.prompts import PromptLayout, load_prompts
 from flow_grpo.errors import UserError
 from flow_grpo.images import read_image
@@ -134,6 +136,28 @@ def test_image_paths_are_relative_to_the_working_directory(tmp_path, monkeypatch
     found = [p.images for p in load_prompts(trainer.config.dataset, "train")]
     paths = [(tmp_path / "a.png",), (tmp_path / "b.png", tmp_path / "a.png")]
     assert found == [*paths, (b"\0\0\0",), (b"\1",)]
+
+
+def test_preferences_may_be_pil_images_bytes_and_paths(tmp_path):
+    red, blue = (Image.new("RGB", (4, 4), color) for color in ("red", "blue"))
+    red.save(tmp_path / "red.png")
+    content = (tmp_path / "red.png").read_bytes()
+    rows = [
+        {"prompt": "a", "chosen": red, "rejected": [blue, tmp_path / "red.png"]},
+        {"prompt": "b", "image": content, "source_image": blue, "style": "flat"},
+    ]
+    fields = {"logdir": str(tmp_path), "preset": "tiny_offline"}
+    trainer = flow_grpo.Trainer(preferences=rows, **fields)
+    found = load_preferences(trainer.config.preferences.data)
+    colors = [Image.open(io.BytesIO(p.chosen)).getpixel((0, 0)) for p in found.pairs]
+    assert colors == [(255, 0, 0)] * 2
+    assert found.pairs[1].rejected == tmp_path / "red.png"
+    [demonstration] = found.images
+    assert demonstration.image == content
+    assert len(demonstration.prompt.images) == 1
+    for wrong in ({"prompt": "a"}, [], ["a"]):
+        with raises_user_error(field="preferences"):
+            flow_grpo.Trainer(preferences=wrong, **fields)
 
 
 def test_images_of_prompts_may_be_pil_images_in_any_column(tmp_path):

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
+from flow_grpo.config.config_dicts import SHORTHANDS
 from flow_grpo.config.error_reporting import (
     STOP_SIGNALS,
     exit_on_user_error,
@@ -116,7 +117,8 @@ def parse_command_line(
         "config", help_string="path/to/config.py or path/to/config.py:preset"
     )
     flags.DEFINE_bool("debug", False, "Show the traceback of a user error.")
-    argv = sys.argv
+    # in place, because ml_collections reads the names of overrides from there
+    sys.argv[:] = argv = [expand_shorthand(arg) for arg in sys.argv]
     if dry_run:
         flags.DEFINE_bool("dry_run", False, DRY_RUN_HELP)
         flags.DEFINE_integer("world_size", None, WORLD_SIZE_HELP, lower_bound=1)
@@ -218,6 +220,11 @@ def set_up_logging() -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
     # raised by diffusers without a network
     warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
+    log_to_stdout()
+
+
+def log_to_stdout() -> None:
+    """Set up our own logging only, for scripts that start without torch."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("flow_grpo")
@@ -336,6 +343,13 @@ def reject_other_runs(argv: list[str], option: str, spec: TrainerSpec) -> None:
 def _option_paths(argv: list[str], option: str) -> list[str]:
     """Return the values of an option, whole and split at commas: a name may contain one."""
     return [path for value in option_values(argv, option) for path in (value, *value.split(","))]
+
+
+def expand_shorthand(arg: str) -> str:
+    """Return the option of a section's main setting: --config.preferences=PATH names its data."""
+    option, equals, value = arg.partition("=")
+    name = SHORTHANDS.get(option.removeprefix("--config."))
+    return f"--config.{name}{equals}{value}" if name and option.startswith("--config.") else arg
 
 
 def _resolve_config_options(argv: list[str], presets: str = "") -> list[str]:

@@ -21,6 +21,8 @@ FREE_FORM_FIELDS = (
     *CUSTOM_CLASS_FIELDS,
     "environment_options",
 )
+# Sections that may be given as the value of their main setting.
+SHORTHANDS = {"preferences": "preferences.data"}
 FIELD_TYPES = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
@@ -36,6 +38,7 @@ PATH_FIELDS = (
     "run_name",
     "resume",
     "pretrained.model",
+    "preferences.data",
     "train.lora_path",
 )
 MAX_FILE_NAME_BYTES = 255  # of all Linux file systems

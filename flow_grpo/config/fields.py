@@ -122,7 +122,7 @@ class RewardFields:
     reward_options: dict = setting(
         {},
         'Keyword arguments of reward classes: {"ocr": {"engine": "rapidocr"}}. All rewards accept '
-        '"frames", the frames of a video it scores: "first", "middle", "mean of N" or "clip".',
+        '"frames", the frames of a video to score: "first", "middle", "mean of N" or "clip".',
     )
     reward_servers: dict = reward_servers_setting(())
     reward_retries: int = setting(

@@ -42,7 +42,7 @@ from flow_grpo.data.preference_votes import (
     parse_undo,
     parse_vote,
 )
-from flow_grpo.data.prompts import Prompt, PromptLayout
+from flow_grpo.data.prompts import MASK_COLUMN, Prompt, PromptLayout
 from flow_grpo.data.rows import Row, RowLayout, join_with_or
 from flow_grpo.errors import UserError
 from flow_grpo.images import ImageSource
@@ -53,6 +53,10 @@ CHOSEN, REJECTED, PROBABILITY = "chosen", "rejected", "probability"
 FIRST, SECOND, LABEL = "jpg_0", "jpg_1", "label_0"  # Pick-a-Pic
 BETTER, WORSE = "path1", "path2"  # HPDv3
 RANKED_IMAGES = ("file_path", "image_path", "generations", *IMAGE_COLUMNS)
+PREFERENCE_IMAGES = (
+    *(CHOSEN, REJECTED, FIRST, SECOND, BETTER, WORSE, MASK_COLUMN),
+    *(*RANKED_IMAGES, *SOURCE_COLUMNS),
+)
 RANKS = {"human_preference": -1, "rank": 1, "ranking": 1}  # 1: the lowest is the best
 RATINGS = ("liked", "label")
 UNLABELLED, IDENTICAL = "unlabelled", "identical"  # why a row is left out

@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flow_grpo.config.paths import check_dataset_available
 from flow_grpo.data.captioned_images import load_captioned_images
 from flow_grpo.data.columns import IMAGE_SUFFIXES
 from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name
 from flow_grpo.data.images import row_identity
 from flow_grpo.data.preference_rows import (
     CHOSEN,
+    IDENTICAL,
     REJECTED,
     Judgement,
     PreferenceLayout,
@@ -107,6 +109,7 @@ def find_preferences(
     source: str | Path, split: Split = "train", layout: PreferenceLayout = DEFAULT_LAYOUT
 ) -> PreferenceSet | None:
     """Load a split like `load_preferences`, or return None if it is missing, as "test" may be."""
+    check_dataset_available(str(source), FIELD)
     path = Path(source)
     if is_hub_name(str(source).partition("@")[0]):
         path = download_dataset(str(source), DOWNLOAD_PATTERNS, FIELD)
@@ -122,6 +125,7 @@ def find_preferences(
 
 def check_preferences_exist(source: str) -> None:
     """Reject a preference set that does not exist, without reading it."""
+    check_dataset_available(source, FIELD)
     if is_hub_name(source.partition("@")[0]):
         check_hub_dataset(source, FIELD)
     elif not os.path.isfile(source) and not os.path.isdir(source):
@@ -193,7 +197,12 @@ def _combine(rows: Iterable[PreferenceRow], source: str) -> PreferenceSet:
     ballots, left_out_votes = count_votes(row.vote for row in rows if row.vote)
     left_out += left_out_votes
     given = [judgement for row in rows for judgement in row.judgements]
-    given += [Judgement(b.prompt, b.first, b.second, b.share, judged=True) for b in ballots]
+    for ballot in ballots:
+        if ballot.first == ballot.second:
+            left_out[IDENTICAL] += 1
+        else:
+            images = (ballot.first, ballot.second)
+            given.append(Judgement(ballot.prompt, *images, ballot.share, judged=True))
     pairs = []
     for judgement in _join_judgements(given):
         if judgement.probability == 0.5:

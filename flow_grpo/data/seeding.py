@@ -31,6 +31,7 @@ class Stream(IntEnum):
     HOLD_OUT = 9  # no key; the held-out split
     DATA = 10  # key: epoch, inner epoch, update, position; images of `anchors.data`
     QUESTIONS = 11  # key: index of the data set, index of the pass
+    PREFERENCES = 12  # key: index of the pass; order of given images
 
 
 def _seed_sequence(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:

@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flow_grpo.config.fields import UNQUANTIZED
-from flow_grpo.config.paths import resolve_settings_paths
+from flow_grpo.config.paths import resolve_path, resolve_settings_paths
 from flow_grpo.config.settings import check_conditions
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.early_checks import check_small_data_early
 from flow_grpo.data.eval_dataset import name_eval_settings, parse_eval_sources
 from flow_grpo.data.mixing import parse_sources
+from flow_grpo.data.preferences import check_preferences_exist
 from flow_grpo.data.prompts import check_prompts_exist
+from flow_grpo.diffusion.algorithms import ALGORITHMS
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
 from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size, group_size_setting
 from flow_grpo.diffusion.prompts import build_prompts
@@ -32,6 +34,31 @@ if TYPE_CHECKING:
     from flow_grpo.diffusion.models import ModelAdapter
     from flow_grpo.rewards.protocol import Scorer
 
+# Settings of rollouts and of what is computed from their rewards.
+OFFLINE_FIELDS = (
+    *(
+        f"sample.{name}"
+        for name in (
+            "num_steps",
+            "train_batch_size",
+            "num_image_per_prompt",
+            "num_batches_per_epoch",
+            "sde_type",
+            "noise_level",
+            "global_std",
+            "same_latent",
+            "sde_window_size",
+            "sde_window_range",
+            "sde_window_per",
+            "solver",
+            "explore_steps",
+            "async_depth",
+        )
+    ),
+    *(f"train.{name}" for name in ("advantage", "keep_best_worst", "keep_gradients", "cfg")),
+    "train.timestep_fraction",
+    "anchors.diversity",
+)
 CPS_CLIP = 1e-5  # in all published settings with sde_type="cps"
 CPS_CLIP_WARNING = 1e-4
 SDE_FIELDS = ("sample.sde_type", "sample.noise_level")
@@ -61,7 +88,7 @@ def check_config(config: UncheckedConfig | DiffusionConfig) -> DiffusionConfig:
             value=0,
             hint="set resolution, or both height and width",
         )
-    if sample.guidance_scale > 1 and not settings.train.cfg:
+    if sample.guidance_scale > 1 and not settings.train.cfg and not settings.is_offline:
         raise UserError(
             f"is incompatible with sample.guidance_scale={sample.guidance_scale}: the trained "
             "velocity would differ from the sampled one",
@@ -76,7 +103,11 @@ def check_config(config: UncheckedConfig | DiffusionConfig) -> DiffusionConfig:
             value=settings.anchors.kl_gate,
             hint="add one of weight 0 to reward_fn, e.g. {'ocr': 1.0, 'pickscore': 0.0}",
         )
-    if settings.anchors.diversity and group_size(settings.sample, settings.train) < 3:
+    if (
+        settings.anchors.diversity
+        and not settings.is_offline
+        and group_size(settings.sample, settings.train) < 3
+    ):
         raise UserError(
             "weights samples by the distance to their nearest neighbour, which is the same for "
             f"both samples of a group of {group_size_setting(settings.sample, settings.train)}",
@@ -84,6 +115,8 @@ def check_config(config: UncheckedConfig | DiffusionConfig) -> DiffusionConfig:
             value=True,
             hint="use groups of 3 or more",
         )
+    data = resolve_path(settings.preferences.data)
+    settings = replace(settings, preferences=replace(settings.preferences, data=data))
     return resolve_settings_paths(settings)
 
 
@@ -91,19 +124,24 @@ def preflight_check(config: DiffusionConfig) -> None:
     """Check the config, batch arithmetic, paths and data files before torch is imported."""
     settings = check_config(config)
     check_nonzero_advantages(settings)
-    plan = build_plan(settings.sample, settings.train, count_processes())
+    plan = None
+    if not settings.is_offline:
+        plan = build_plan(settings.sample, settings.train, count_processes())
     check_start(settings.logdir, settings.run_name, settings.resume, settings.train.lora_path)
     check_custom_reward_files(settings)
     sources = parse_sources(settings.dataset)
     for source in sources:
         check_prompts_exist(source.path, settings.prompt_fn)
+    if settings.preferences.data:
+        check_preferences_exist(settings.preferences.data)
     if settings.eval_dataset:
         with name_eval_settings():
             tested = parse_eval_sources(settings.eval_dataset)
             for source in tested:
                 check_prompts_exist(source.path, settings.prompt_fn, ("test", "train"))
         sources = [*sources, *tested]
-    check_small_data_early(sources, lambda: build_prompts(settings, plan))
+    if plan is not None:
+        check_small_data_early(sources, lambda: build_prompts(settings, plan))
 
 
 def check_nonzero_advantages(settings: DiffusionConfig) -> None:
@@ -112,7 +150,7 @@ def check_nonzero_advantages(settings: DiffusionConfig) -> None:
     Custom methods are not checked, because they may assign credit in any way.
     """
     method, advantage = settings.algorithm, settings.train.advantage
-    if method in settings.custom_algorithms:
+    if method in settings.custom_algorithms or settings.is_offline:
         return
     if method not in METHODS_WITHOUT_REWARDS:
         check_nonzero_weight(settings)
@@ -127,6 +165,41 @@ def check_nonzero_advantages(settings: DiffusionConfig) -> None:
             field="sample.num_image_per_prompt",
             value=1,
             hint="raise it, or set train.advantage='reinforce_pp'",
+        )
+
+
+def check_preferences(settings: DiffusionConfig, algorithm: "type[Algorithm]") -> None:
+    """Reject `preferences` with a method or with settings that cannot train given images."""
+    if not settings.preferences.data:
+        return
+    if not algorithm.given:
+        known = [name for name in DIFFUSION_SPEC.algorithms() if ALGORITHMS[name].given]
+        raise UserError(
+            f"is incompatible with algorithm={settings.algorithm!r}, which trains rollouts",
+            field="preferences.data",
+            value=settings.preferences.data,
+            hint=f"use {', '.join(known[:-1])} or {known[-1]}",
+        )
+    if settings.frames > 1:
+        raise UserError(
+            "must be 1 with preferences.data, which has images",
+            field="frames",
+            value=settings.frames,
+        )
+    if settings.anchors.kl_gate:
+        raise UserError(
+            "is incompatible with preferences.data, whose images have no rewards",
+            field="anchors.kl_gate",
+            value=settings.anchors.kl_gate,
+            hint="set it to 0",
+        )
+    kl_type = getattr(settings.algorithm_settings, "kl_type", "velocity")
+    if settings.is_offline and kl_type != "velocity":
+        raise UserError(
+            "compares steps of a rollout, and preferences.share=1 has none",
+            field=f"{settings.algorithm}.kl_type",
+            value=kl_type,
+            hint="reset it to 'velocity'",
         )
 
 
@@ -311,7 +384,11 @@ def common_field_names(one: Any, other: Any) -> set[str]:
 def check_ineffective_settings(settings: DiffusionConfig, algorithm: "Algorithm") -> None:
     """Reject settings that are incompatible with the algorithm or changed without effect."""
     sample = settings.sample
-    if sample.same_latent and not algorithm.noisy_steps(np.random.default_rng(0), 0):
+    if (
+        sample.same_latent
+        and not settings.is_offline
+        and not algorithm.noisy_steps(np.random.default_rng(0), 0)
+    ):
         raise UserError(
             f"is incompatible with algorithm={algorithm.name!r}, which samples without noise: all "
             "samples of a group would be identical",
@@ -357,6 +434,8 @@ def check_guidance_gradient(settings: DiffusionConfig, model: "type[ModelAdapter
     """Reject `train.guidance_gradient` if the trained velocity is computed without guidance."""
     gradient = settings.train.guidance_gradient
     name, scale = "sample.guidance_scale", settings.sample.guidance_scale
+    if settings.is_offline:
+        name, scale = "preferences.share", 1.0  # unguided
     if (trained := getattr(settings.algorithm_settings, "train_guidance", None)) is not None:
         name, scale = f"{settings.algorithm}.train_guidance", trained
     if gradient != "both" and not model.is_guided(scale):
@@ -372,6 +451,13 @@ def _ineffective_settings(
     settings: DiffusionConfig, algorithm: "Algorithm"
 ) -> Iterator[tuple[Sequence[str], str]]:
     """Yield the names of settings that have no effect, and the reason."""
+    given = ("preferences.per_epoch", "preferences.density")
+    if not settings.preferences.data:
+        yield ("preferences.share", "preferences.unlike_sizes", *given), "preferences.data=''"
+    elif not settings.is_offline:
+        yield given, f"preferences.share={settings.preferences.share}, where the rollout sets them"
+    if settings.is_offline:
+        yield OFFLINE_FIELDS, "preferences.share=1, which has no rollouts"
     sample, advantage = settings.sample, settings.train.advantage
     name, method_settings = algorithm.name, algorithm.settings
     method, noisy = f"algorithm={name!r}", algorithm.noisy_steps(np.random.default_rng(0), 0)

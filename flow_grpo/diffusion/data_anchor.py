@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -21,9 +20,8 @@ from flow_grpo.data.images import check_images
 from flow_grpo.data.prompts import Prompt, PromptLayout, load_prompts
 from flow_grpo.data.seeding import Stream, numpy_rng, torch_generator
 from flow_grpo.diffusion.algorithms.forward_process import NoisedSamples, add_noise
+from flow_grpo.diffusion.image_latents import ImageLatents
 from flow_grpo.diffusion.models import Conditioning, ModelAdapter
-from flow_grpo.diffusion.models.base import latent_dtype
-from flow_grpo.diffusion.models.prompt_cache import PromptCache, encoder_identity
 from flow_grpo.diffusion.policy import Policy
 from flow_grpo.errors import UserError
 from flow_grpo.losses import mean_square
@@ -93,17 +91,11 @@ class DataBatch:
 
 
 class DataAnchor:
-    """Captioned images and their flow-matching loss.
-
-    Each image is encoded once; latents are cached in memory, and on disk if prompts are.
-    """
+    """Captioned images and their flow-matching loss."""
 
     def __init__(self, rows: list[Prompt], policy: Policy, weight: float) -> None:
         self.rows, self.policy, self.weight = rows, policy, weight
-        adapter = policy.adapter
-        encoder = {"vae": adapter.vae} if adapter.prompt_cache else {}
-        identity = encoder_identity(encoder, {}, device=adapter.device, size=adapter.source_size)
-        self._latents = PromptCache(adapter.prompt_cache, identity)
+        self._latents = ImageLatents(policy)
 
     def batches(
         self, seed: tuple[int, ...], size: int, count: int, process: int, processes: int
@@ -120,7 +112,7 @@ class DataAnchor:
             rngs = [numpy_rng(*key) for key in keys]
             rows = [self.rows[rng.integers(len(self.rows))] for rng in rngs]
             steps = np.array([[rng.integers(len(schedule))] for rng in rngs])
-            x0 = torch.cat([self._encode_image(row) for row in rows])
+            x0 = self._latents.encode([image for row in rows for image in row.images])
             generators = [torch_generator(*key) for key in keys]
             texts = self.policy.adapter.encode([row.prompt for row in rows], None)
             yield DataBatch(add_noise(schedule, x0, steps, generators)[0], texts)
@@ -136,14 +128,3 @@ class DataAnchor:
             guidance=adapter.guidance_threshold if adapter.is_guided(scale) else scale,
         )
         return mean_square(velocity - batch.noised.target)
-
-    def _encode_image(self, row: Prompt) -> Tensor:
-        """Return the VAE latents of an anchor image, (1, C, H, W), cached."""
-        [image] = row.images
-        adapter = self.policy.adapter
-        name = self._latents.name("", row.images)
-        found = self._latents.find([name]).get(name)
-        if found is None:
-            found = self._latents.add(name, {"latents": adapter.encode_image_latents(image)})
-        latents = found["latents"][None].to(latent_dtype(self.policy.transformer))
-        return latents.to(adapter.device)

@@ -1,6 +1,7 @@
 """Dry run of scripts/train.py: measure an epoch with the fewest batches that form whole groups."""
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,8 +13,8 @@ import numpy as np
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.diffusion.builders import eval_image_size, image_size, training_memory_options
 from flow_grpo.diffusion.config_checks import check_config
-from flow_grpo.diffusion.plan import BatchPlan, largest_divisor
-from flow_grpo.diffusion.session import Session, build_algorithm, build_session
+from flow_grpo.diffusion.plan import BatchPlan, OfflinePlan, largest_divisor
+from flow_grpo.diffusion.session import Session, build_session
 from flow_grpo.errors import UserError
 from flow_grpo.training.dry_run import (
     DryRun,
@@ -75,31 +76,40 @@ class DiffusionDryRun(DryRun):
             for name in session.reward.pairwise_rewards:
                 plan.check_groupwise_reward(name)
 
-        plan = smallest_valid_plan(session.plan, check_plan, session.accelerator.num_processes)
-        steps = {"gradient_accumulation_steps": plan.accumulation_steps}
-        config = replace(session.config, train=replace(session.config.train, **steps))
+        processes = session.accelerator.num_processes
+        if isinstance(session.plan, OfflinePlan):
+            plan = session.plan.smallest(processes)
+        else:
+            plan = smallest_valid_plan(session.plan, check_plan, processes)
+        if session.config.is_offline:
+            size = {"given_samples": plan.samples_per_update}
+        else:
+            size = {"update_samples": plan.samples_per_update}
+            size["given_samples"] = plan.given_rows * plan.images_per_row
+        algorithm = session.algorithm
         return replace(
             session,
             plan=plan,
-            algorithm=build_algorithm(config),
+            algorithm=type(algorithm)(algorithm.settings, replace(algorithm.setup, **size)),
             prompt_sets=[(len(session.prompts), plan.groups)],
             folder=folder,
         )
 
     def run_epoch(self, small: Session, epoch: int) -> MeasuredEpoch:
         """Sample, score and train one reduced epoch, with random credit, and measure it."""
-        timer = Timer(small.accelerator.device)
-        with timer("sample"):
-            samples = self.sample(small, epoch)
-        with timer("reward_wait"):
-            scored = self.collect_rewards(small, epoch, samples)
-        raise_on_outage(small, scored.rewards)
+        timer, samples = Timer(small.accelerator.device), []
+        if not small.config.is_offline:
+            with timer("sample"):
+                samples = self.sample(small, epoch)
+            with timer("reward_wait"):
+                scored = self.collect_rewards(small, epoch, samples)
+            raise_on_outage(small, scored.rewards)
         with timer("train"):
             small.reward.release_memory()
             small.snapshot_behaviour_weights()
             credit = np.random.default_rng(epoch).standard_normal(small.plan.samples)
             self.train(small, epoch, samples, credit)
-        bytes_per_batch = tensor_bytes([s.trajectory for s in samples]) / len(samples)
+        bytes_per_batch = tensor_bytes([s.trajectory for s in samples]) / max(1, len(samples))
         if small.rollout_gradients is not None and small.accelerator.device.type == "cpu":
             bytes_per_batch += small.rollout_gradients.bytes_per_sample
         return MeasuredEpoch(timer.seconds, bytes_per_batch)
@@ -132,6 +142,7 @@ def smallest_valid_plan(
                 batches_per_epoch=batches,
                 accumulation_steps=accumulated,
                 inner_epochs=1,
+                given_rows=math.ceil(plan.given_rows * accumulated / plan.accumulation_steps),
             )
             check_plan(small)
             return small

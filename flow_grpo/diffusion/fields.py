@@ -16,6 +16,7 @@ from flow_grpo.config.settings import alias_of, section, setting
 from flow_grpo.config.trainer_spec import TrainerSpec
 from flow_grpo.diffusion.algorithms import ALGORITHMS
 from flow_grpo.diffusion.algorithms.settings import MAX_GUIDANCE, SETTINGS, AnchorConfig
+from flow_grpo.diffusion.preference_fields import PreferenceConfig
 from flow_grpo.rewards import REWARDS, check_reward_fields, option_names
 
 MAX_STEPS = 1000  # with more, noise levels coincide in half precision
@@ -294,8 +295,8 @@ class DiffusionConfig(shared.SharedFields):
     )
     use_lora: bool = setting(
         True,
-        "False trains all weights of the transformer; a KL then needs a float32 copy of the "
-        "initial weights.",
+        "Train LoRA. False trains all weights of the transformer; a KL then needs a float32 copy "
+        "of the initial weights.",
     )
     dataset: str = setting(
         "dataset/ocr",
@@ -340,6 +341,12 @@ class DiffusionConfig(shared.SharedFields):
     sample: DiffusionSampleConfig = section(DiffusionSampleConfig)
     train: DiffusionTrainConfig = section(DiffusionTrainConfig)
     anchors: AnchorConfig = section(AnchorConfig)
+    preferences: PreferenceConfig = section(PreferenceConfig)
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether only given images are trained, so that there are no rollouts."""
+        return bool(self.preferences.data) and self.preferences.share == 1
 
     @property
     def algorithm_settings(self) -> Any:

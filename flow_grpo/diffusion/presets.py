@@ -197,6 +197,29 @@ TINY: dict[str, FieldValues] = {
             BATCHES: {"groups": 16, "group_size": 8, "max_batch": 32},
         },
     },
+    # Given images, such as preference pairs: --config.preferences=PATH; the prompts are evaluated.
+    "tiny_offline": {
+        "algorithm": "dpo",
+        "pretrained": {"model": "assets/tiny-sd3"},
+        "height": 32,
+        "width": 96,
+        "max_sequence_length": 8,
+        "num_epochs": 2,
+        "eval_freq": 1,
+        "log_images": 24,
+        "dataset": "dataset/ocr",
+        "reward_fn": {"ocr": 1.0},
+        "compile": False,
+        "sample": {"eval_num_steps": 10, "test_batch_size": 32, "guidance_scale": 1.0},
+        "train": {
+            "batch_size": 8,
+            "gradient_accumulation_steps": 4,  # 16 pairs per update
+            # 2e-4 ranks 95 % of held-out pairs correctly after an epoch, but samples hardly change.
+            "learning_rate": 6e-4,
+            "ema_update_interval": 1,
+        },
+        "dpo": {"times": 1},
+    },
     # Words and scenes in one run; each prompt is scored by the reward that applies to it.
     "tiny_mixed": {
         PARENT_KEY: "tiny_geneval",

@@ -83,8 +83,8 @@ def _load_train_and_test(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Return the training and test prompts of a source; warn about duplicates.
 
-    Without a test split, a part of the training prompts is held out, unless the evaluation has a
-    dataset of its own.
+    Without a test split, a part of the training prompts is held out, unless the evaluation has its
+    own dataset.
     """
     train = _load_split(config, source, "train", load_prompts)
     if config.eval_dataset:

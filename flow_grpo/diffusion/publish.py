@@ -270,7 +270,7 @@ def _guidance_argument(adapter: type[ModelAdapter] | None, scale: float) -> str:
 
 
 def _find_adapter(run: PublishedRun) -> type[ModelAdapter] | None:
-    """Return the family of the base model; None if its files are not at hand."""
+    """Return the family of the base model; None if its files are unavailable."""
     try:
         return find_adapter(run.model_path)
     except UserError as error:

@@ -166,7 +166,8 @@ class RolloutGradients:
     def assign_weighted_gradient(self, batches: list[Batch]) -> list[Loss]:
         """Set `.grad` to the sum of the samples' gradients times their advantages.
 
-        The sum includes the regularization and is averaged over processes.
+        The sum includes the regularization and is averaged over processes. The gradients of these
+        samples are then discarded.
 
         Returns:
             The losses of the samples' steps.

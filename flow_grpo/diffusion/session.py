@@ -13,10 +13,12 @@ from PIL import Image
 from flow_grpo.config.custom import as_user_error
 from flow_grpo.config.settings import to_json
 from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.data.columns import parse_column_names
 from flow_grpo.data.mixing import held_out_share, parse_sources, set_indices
+from flow_grpo.data.preference_rows import PreferenceLayout
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.data.seeding import Stream, numpy_rng
-from flow_grpo.diffusion.algorithms import ALGORITHMS, Algorithm, Setup
+from flow_grpo.diffusion.algorithms import ALGORITHMS, Algorithm, Batch, Setup
 from flow_grpo.diffusion.builders import (
     build_adapter,
     build_dynamics,
@@ -35,16 +37,36 @@ from flow_grpo.diffusion.config_checks import (
     check_ineffective_settings,
     check_interactive_rewards,
     check_nonzero_advantages,
+    check_preferences,
     check_rollout_gradients,
     collect_config_warnings,
     reject_groupwise_eval_rewards,
 )
 from flow_grpo.diffusion.data_anchor import DataAnchor, check_anchor_data, load_anchor_images
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
+from flow_grpo.diffusion.given_images import (
+    GivenData,
+    GivenImages,
+    check_given_data,
+    load_given_data,
+    load_held_out_pairs,
+)
+from flow_grpo.diffusion.held_out_pairs import HeldOutPairs
 from flow_grpo.diffusion.models import ModelAdapter, Size
-from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size
+from flow_grpo.diffusion.plan import (
+    BatchPlan,
+    build_offline_plan,
+    build_plan,
+    given_rows_per_update,
+    group_size,
+)
 from flow_grpo.diffusion.policy import Policy
-from flow_grpo.diffusion.prompts import PromptSets, build_prompts, row_layout
+from flow_grpo.diffusion.prompts import (
+    PromptSets,
+    build_prompts,
+    build_test_prompts,
+    row_layout,
+)
 from flow_grpo.diffusion.rollout_gradients import RolloutGradients
 from flow_grpo.diffusion.smoke_test import smoke_test_algorithm, smoke_test_family
 from flow_grpo.diffusion.source_images import check_source_images, metadata_with_images
@@ -64,6 +86,7 @@ from flow_grpo.training.session import BaseSession
 from flow_grpo.training.snapshot import Reference, Snapshot
 
 logger = logging.getLogger("flow_grpo")
+TRAINING_STEPS = 1000  # noise levels of given images: those of the models' pretraining
 
 
 @dataclass(kw_only=True)
@@ -78,6 +101,8 @@ class Session(BaseSession):
     algorithm: Algorithm
     policy: Policy
     behaviour_snapshot: Snapshot | None  # weights that sampled the epoch to be trained next
+    given: GivenImages | None = None  # images trained besides the samples, or instead of them
+    held_out: HeldOutPairs | None = None  # given pairs that are not trained
     data_anchor: DataAnchor | None = None  # images trained alongside the samples
     rollout_gradients: RolloutGradients | None = None  # gradients computed while sampling
 
@@ -90,6 +115,18 @@ class Session(BaseSession):
         key = keys[self.config.sample.sde_window_per]
         rng = numpy_rng(self.config.seed, Stream.WINDOW, epoch, *key)
         return self.algorithm.noisy_steps(rng, epoch)
+
+    def given_batches(self, epoch: int, update: int) -> list[Batch]:
+        """Return this process's micro-batches of given images of an update of an epoch."""
+        if self.given is None:
+            return []
+        return self.given.batches(self.plan, epoch, update, self.accelerator.process_index)
+
+    def measure_held_out(self) -> dict[str, float]:
+        """Return the metrics of the held-out pairs, if there are any. Call it on all processes."""
+        if self.held_out is None:
+            return {}
+        return self.held_out.measure(self.algorithm, self.plan, self.accelerator, self.config.seed)
 
     def test_set_names(self) -> list[str]:
         """Return the prompt set of each test prompt; empty if there is only one set."""
@@ -145,13 +182,16 @@ class RunData:
     """The prompts and images of a run, checked."""
 
     prompts: PromptSets
+    given: GivenData
+    held_out: GivenData  # pairs
     anchor_images: list[Prompt]
     size: Size
     eval_size: Size
 
     @property
     def all_prompts(self) -> list[Prompt]:
-        return [*self.prompts.train, *self.prompts.test]
+        given = [*self.given.prompts, *self.held_out.prompts]
+        return [*self.prompts.train, *self.prompts.test, *given]
 
 
 def build_session(
@@ -178,9 +218,10 @@ def build_session(
         smoke_test_algorithm(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)
     losses_per_update = algorithm.batch_count(config.train.batch_size) * algorithm.losses_per_sample
     with SessionBuilder(config, accumulation_steps=losses_per_update) as run:
-        plan = _build_checked_plan(run, algorithm, num_processes)
+        given = load_given_data(config.preferences.data, algorithm, _preference_layout(config))
+        plan = _build_checked_plan(run, algorithm, num_processes, len(given.rows))
         run.open_folder(begin, plan.updates)
-        data = _load_run_data(run, plan, has_model_files=load is None)
+        data = _load_run_data(run, algorithm, plan, given, has_model_files=load is None)
         teachers = _load_checked_teachers(run, algorithm)
         run.add_rewards(partial(_check_rewards, config, algorithm, plan, data))
         policy = _build_policy(run, algorithm, data, load or build_adapter)
@@ -201,6 +242,10 @@ def build_session(
             behaviour_snapshot=behaviour_snapshot,
             rollout_gradients=rollout_gradients,
         )
+        if given.rows:
+            session.given = GivenImages(given.rows, policy, config.seed)
+        if data.held_out.rows:
+            session.held_out = HeldOutPairs(data.held_out.rows, session.given, policy)
         if data.anchor_images:
             weight = config.anchors.data_weight
             session.data_anchor = DataAnchor(data.anchor_images, policy, weight)
@@ -209,15 +254,35 @@ def build_session(
 
 
 def _build_checked_plan(
-    run: SessionBuilder, algorithm: Algorithm, num_processes: int | None
+    run: SessionBuilder, algorithm: Algorithm, num_processes: int | None, given: int
 ) -> BatchPlan:
-    """Plan the batches of an epoch and check the settings that depend on the hardware."""
+    """Plan the batches of an epoch and check the settings that depend on the hardware.
+
+    Args:
+        run: Builder of the session.
+        algorithm: Determines what is trained.
+        num_processes: World size to plan for, if not the current one.
+        given: Number of given pairs or images.
+    """
     config, accelerator = run.config, run.accelerator
     if accelerator.is_main_process:
         for line in collect_config_warnings(config):
             logger.warning(line)
     processes = num_processes or accelerator.num_processes
-    plan = build_plan(config.sample, config.train, processes, algorithm.losses_per_sample)
+    steps, images_per_row = algorithm.losses_per_sample, 2 if algorithm.given == "pairs" else 1
+    if config.is_offline:
+        plan = build_offline_plan(
+            config.train,
+            config.preferences,
+            processes,
+            given,
+            images_per_row=images_per_row,
+            trained_steps=steps,
+        )
+    else:
+        rows = algorithm.setup.given_samples // images_per_row
+        given_part = {"given_rows": rows, "images_per_row": images_per_row}
+        plan = build_plan(config.sample, config.train, processes, steps, **given_part)
     if algorithm.needs_whole_groups:
         plan.check_whole_groups(algorithm.name)
     check_rollout_gradients(config, algorithm, plan, accelerator)
@@ -226,11 +291,22 @@ def _build_checked_plan(
     return plan
 
 
-def _load_run_data(run: SessionBuilder, plan: BatchPlan, *, has_model_files: bool) -> RunData:
-    """Load prompts and anchor images and check that the model accepts them."""
+def _load_run_data(
+    run: SessionBuilder,
+    algorithm: Algorithm,
+    plan: BatchPlan,
+    given: GivenData,
+    *,
+    has_model_files: bool,
+) -> RunData:
+    """Load prompts and anchor images and check that the model accepts them and `given` ones."""
     config, accelerator = run.config, run.accelerator
     data = RunData(
-        build_prompts(config, plan),
+        load_run_prompts(config, plan, given.prompts),
+        given,
+        load_held_out_pairs(
+            config.preferences.data, algorithm, _preference_layout(config), config.eval_prompts
+        ),
         load_anchor_images(config.anchors.data, row_layout(config), config.prompt_fn),
         image_size(config),
         eval_image_size(config),
@@ -242,7 +318,22 @@ def _load_run_data(run: SessionBuilder, plan: BatchPlan, *, has_model_files: boo
     if has_model_files:
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
     check_anchor_data(data.anchor_images, model, family, accelerator)
+    unlike_sizes = config.preferences.unlike_sizes
+    for each in (given, data.held_out):
+        check_given_data(each, model, family, accelerator, unlike_sizes=unlike_sizes)
     return data
+
+
+def _preference_layout(config: DiffusionConfig) -> PreferenceLayout:
+    """Return the layout of preference files with the columns that a config names."""
+    return PreferenceLayout(metadata=parse_column_names(config.metadata_columns))
+
+
+def load_run_prompts(config: DiffusionConfig, plan: BatchPlan, given: list[Prompt]) -> PromptSets:
+    """Load the prompts of rollouts and evaluations; without rollouts, those of the given images."""
+    if not config.is_offline:
+        return build_prompts(config, plan)
+    return PromptSets(given, build_test_prompts(config), [(len(given), 0)])
 
 
 def _load_checked_teachers(run: SessionBuilder, algorithm: Algorithm) -> TeacherFiles:
@@ -278,7 +369,8 @@ def _check_rewards(
     if algorithm.needs_reward_gradient:
         reward.check_differentiable(f"algorithm={algorithm.name!r}")
     reject_groupwise_eval_rewards(eval_reward.pairwise_rewards)
-    check_reward(reward, data.prompts.train, data.size)
+    if not config.is_offline:
+        check_reward(reward, data.prompts.train, data.size)
     check_reward(eval_reward, data.prompts.test, data.eval_size)
 
 
@@ -293,8 +385,12 @@ def _build_policy(
     if family in config.custom_models:
         prompt = data.prompts.train[0]
         smoke_test_family(adapter, prompt, data.size, sample, f"custom_models.{family}")
-    guidance = {"guidance_scale": sample.guidance_scale, "solver": sample.solver}
-    dynamics = build_dynamics(config, adapter, sample.num_steps, size=data.size, **guidance)
+    steps = TRAINING_STEPS if config.is_offline else sample.num_steps
+    scale = sample.guidance_scale
+    if config.is_offline and adapter.is_guided(scale):  # unguided, as in pretraining
+        scale = adapter.guidance_threshold
+    guidance = {"guidance_scale": scale, "solver": sample.solver}
+    dynamics = build_dynamics(config, adapter, steps, size=data.size, **guidance)
     return Policy(
         adapter,
         replace(dynamics, max_guidance=algorithm.max_guidance),
@@ -372,8 +468,9 @@ def build_algorithm(config: UncheckedConfig | DiffusionConfig) -> Algorithm:
     config = DIFFUSION_SPEC.freeze(config)
     sample, train = config.sample, config.train
     chosen = ALGORITHMS[config.algorithm]
+    offline, update = config.is_offline, train.batch_size * train.gradient_accumulation_steps
     setup = Setup(
-        num_steps=sample.num_steps,
+        num_steps=TRAINING_STEPS if offline else sample.num_steps,
         sde_type=sample.sde_type,
         window_size=sample.sde_window_size,
         window_range=tuple(sample.sde_window_range),
@@ -381,7 +478,9 @@ def build_algorithm(config: UncheckedConfig | DiffusionConfig) -> Algorithm:
         estimator=train.advantage,
         scale="batch" if sample.global_std else "group",
         group_size=group_size(sample, train),
-        update_samples=train.batch_size * train.gradient_accumulation_steps,
+        update_samples=0 if offline else update,
+        given_samples=update if offline else 0,
+        density=config.preferences.density if offline else "",
         anchors=config.anchors,
         tasks=tuple(source.name for source in parse_sources(config.dataset)),
     )
@@ -389,9 +488,22 @@ def build_algorithm(config: UncheckedConfig | DiffusionConfig) -> Algorithm:
     field = f"custom_algorithms.{chosen.name}"
     with as_user_error(field, chosen) if is_custom else nullcontext():
         try:
+            check_preferences(config, chosen)
             algorithm = chosen(config.algorithm_settings, setup)
+            if config.preferences.data and not offline:
+                algorithm = _add_given_samples(algorithm, config.preferences.share)
             algorithm.check()
         except ValueError as error:
             raise UserError(str(error)) from error
     check_ineffective_settings(config, algorithm)
     return algorithm
+
+
+def _add_given_samples(algorithm: Algorithm, share: float) -> Algorithm:
+    """Return the algorithm with given images as a `share` of what an update trains."""
+    images_per_row = 2 if algorithm.given == "pairs" else 1
+    if not algorithm.trained_samples:  # groups are larger than an update, which the plan rejects
+        return algorithm
+    rows = given_rows_per_update(share, algorithm.trained_samples, images_per_row)
+    setup = replace(algorithm.setup, given_samples=rows * images_per_row)
+    return type(algorithm)(algorithm.settings, setup)

@@ -52,7 +52,10 @@ class RemainingTime:
     seconds: float = 0.0
 
     def left(self, record: Record, last: int) -> float:
-        """Return the seconds until the last epoch is done; 0 if unknown."""
+        """Add an epoch to the estimate; return the seconds until epoch `last` is done.
+
+        Call it once per epoch. The result is 0 if no epoch has been timed yet.
+        """
         if record["epoch"] > 0:
             self.epochs += 1
             self.seconds += sum(seconds_by_phase(record).values())

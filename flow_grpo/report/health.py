@@ -37,6 +37,8 @@ MAX_FALL, FALL_EPOCHS = {"reward": 1.0, "eval": 0.5}, 2
 MAX_LOST_GAIN, LOST_EVALS = 1 / 3, 3  # fraction of the gain, evaluations in a row
 MAX_NORM_GROWTH = 1.5  # relative to the initial velocity norm
 MAX_NORM_RATIO = 1.15  # relative to the reference's velocity norm at the same states
+# Error of preferred images above the reference's, as a fraction of it, and epochs in a row
+MAX_CHOSEN_RISE, CHOSEN_EPOCHS = 0.1, 2
 MAX_RESETS_IN_A_ROW = 3  # epochs with a reset of the reference
 
 REWARD_MEAN = f"reward/{TOTAL}"
@@ -425,6 +427,25 @@ def check_norm_ratio(rows: Rows) -> Iterator[Problem]:
                 f"velocities are {now:.3g} times as long as the reference's: images become harsh",
                 "set anchors.norm_guard, or a larger one; look for damage in samples/",
             )
+
+
+@health_check("preferred images", "train/chosen_change", "train/chosen_error")
+def check_preferred_images(rows: Rows) -> Iterator[Problem]:
+    """Check for a rising error of preferred images: they become less likely, not only others."""
+
+    def has_risen(row: Record) -> bool:
+        change = row["train/chosen_change"]
+        return change > MAX_CHOSEN_RISE * (row["train/chosen_error"] - change)
+
+    for row in streaks(rows, has_risen, CHOSEN_EPOCHS):
+        change = row["train/chosen_change"]
+        rise = change / (row["train/chosen_error"] - change)
+        yield (
+            row,
+            f"the error of preferred images is {100 * rise:.3g} % above the reference's: the model "
+            "unlearns them, even if the margin grows",
+            "raise `beta` of the algorithm or lower train.learning_rate, or use algorithm=ipo",
+        )
 
 
 @health_check("reference resets", "train/reference_reset")

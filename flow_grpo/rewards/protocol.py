@@ -37,7 +37,8 @@ MetadataRows = list[dict[str, Any]]  # one dict per sample
 ScorerOutput = list[float] | tuple[list[float], dict[str, list[float]]]
 
 PAIRWISE_FRAMES = "middle"  # several frames of one sample would compete with each other
-SOURCE = "source"  # metadata key: the PIL image (or images) that an edited image was made from
+# metadata key: the PIL image (or images) that an edited image was made from, or of a question
+SOURCE = "source"
 MASK = "mask"  # metadata key: PIL image, white where the source may change
 GET_REWARD = "/get_reward"  # path of OpenRLHF's protocol (workers/get_reward.py)
 RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
@@ -68,6 +69,8 @@ class Scorer:
             lists of PIL images.
         compares_groups: Whether samples of a prompt are compared with each other. The scorer is
             then called with whole groups and returns win rates.
+        reads_images: Whether the metadata of a response must have the images of its question, under
+            `SOURCE`.
         concurrent_calls: How many calls a reward server may make at the same time.
         handles_retries: Whether the scorer retries and keeps the deadline itself; it is then
             called once per batch.
@@ -81,6 +84,7 @@ class Scorer:
     kind = "image"
     frames = DEFAULT_FRAMES
     compares_groups = False
+    reads_images = False
     concurrent_calls = 1
     handles_retries = False
     interactive = False

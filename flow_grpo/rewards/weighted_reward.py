@@ -71,6 +71,11 @@ class WeightedReward:
         return {name for name, scorer in self.scorers.items() if scorer.compares_groups}
 
     @property
+    def reads_images(self) -> bool:
+        """Whether metadata must have the images of questions."""
+        return any(scorer.reads_images for scorer in self.scorers.values())
+
+    @property
     def interactive_scorers(self) -> dict[str, Scorer]:
         """The scorers that ask people, by name."""
         return {name: scorer for name, scorer in self.scorers.items() if scorer.interactive}

@@ -39,6 +39,7 @@ GOAL_FIELDS = (
     "pretrained.revision",
     "dataset",
     "eval_dataset",
+    "preferences.data",
     "reward_fn",
     "eval_reward_fn",
     "custom_rewards",

@@ -130,7 +130,7 @@ def wait_for_writer(run: Path, seconds: float = WRITER_SECONDS) -> None:
 def run_command(name: str, command: Sequence[str | Path]) -> None:
     """Run a command and forward stop signals to it.
 
-    It runs in a session of its own, so that Ctrl-C reaches it once, from here. If this process is
+    It runs in its own session, so that Ctrl-C reaches it once, from here. If this process is
     killed, the kernel sends the command SIGTERM (on Linux).
     """
     received: list[int] = []

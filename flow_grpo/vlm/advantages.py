@@ -30,6 +30,7 @@ class ResponseTensors:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     importance: Tensor | None = None  # importance weights, if the engine is not exact
+    liked: bool = True  # label of a given response
 
 
 def stack_padded(tensors: Sequence[ResponseTensors], name: str, mask: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from flow_grpo.vlm.models import (
 )
 from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.prompts import PromptEncoder
-from flow_grpo.vlm.rollout import RolloutEngine, reward_metadata
+from flow_grpo.vlm.rollout import RolloutEngine, image_metadata, reward_metadata
 from flow_grpo.vlm.vllm_engine import build_vllm_engine, reject_videos
 
 
@@ -239,6 +239,9 @@ def check_reward_inputs(
     texts = [q.text for q in questions]
     metadata = [reward_metadata(q, 0, max_new_tokens) for q in questions]
     reward.check(texts, metadata, [q.where for q in questions])
+    for rows in reward.applicable_rows(texts, metadata).values():
+        for row in rows[:1]:  # the one of the smoke test
+            metadata[row] |= image_metadata(reward, [questions[row]])[0]
     reward.smoke_test_with("No idea.", texts, metadata)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from flow_grpo.config.paths import resolve_settings_paths
-from flow_grpo.config.settings import check_conditions
+from flow_grpo.config.settings import check_conditions, get_setting
 from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.data.early_checks import check_small_data_early
@@ -27,7 +27,7 @@ from flow_grpo.vlm.fields import (
     VLM_SPEC,
     VlmConfig,
 )
-from flow_grpo.vlm.losses import find_loss
+from flow_grpo.vlm.losses import DEFAULTS, GIVEN_LOSSES, find_loss
 from flow_grpo.vlm.plan import build_plan
 from flow_grpo.vlm.questions import build_questions
 from flow_grpo.vlm.reward_models.plan import (
@@ -39,6 +39,19 @@ from flow_grpo.vlm.reward_models.plan import (
 logger = logging.getLogger("flow_grpo")
 PER_REWARD_ESTIMATORS = ("gdpo", "pairwise")  # these normalize each reward separately
 QUESTION_PLACEHOLDER = "{question}"
+# settings of the rollout and of policy losses, which losses of given responses do not read
+ROLLOUT_SETTINGS = (
+    "environment",
+    *(f"sample.{name}" for name in ("group_size", "temperature", "refills")),
+    *(
+        f"train.{name}"
+        for name in (
+            *("recompute_old", "importance_cap", "clip_low", "clip_high", "dual_clip"),
+            *("kl", "kl_in", "clamp_log_ratios", "advantage", "advantage_scale", "discount"),
+            *("gae_decay", "value_weight", "value_clip", "critic_learning_rate", "critic_warmup"),
+        )
+    ),
+)
 MIN_VLLM_TEMPERATURE, MAX_VLLM_TEMPERATURE = 0.01, 2.0  # vLLM changes temperatures outside these
 
 
@@ -87,7 +100,8 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
             value=train.kl_in,
             hint="use train.kl_in='loss'",
         )
-    if sample.group_size == 1 and train.advantage not in ("reinforce_pp", "remax", GAE):
+    compares_group = train.advantage not in ("reinforce_pp", "remax", GAE)
+    if sample.group_size == 1 and compares_group:
         raise UserError(
             f"must be at least 2 with train.advantage={train.advantage!r}, which compares the "
             "responses of a group",
@@ -128,10 +142,12 @@ def preflight_check(config: VlmConfig) -> None:
 def _set_loss_defaults(settings: VlmConfig) -> VlmConfig:
     """Set unset fields to the defaults of the loss."""
     train, loss = settings.train, find_loss(settings.train.loss)
-    unset = {
-        name: value for name, value in loss.default_settings.items() if getattr(train, name) is None
-    }
+    is_given = train.loss in GIVEN_LOSSES
+    defaults = {**({} if is_given else DEFAULTS), **loss.default_settings}
+    unset = {name: value for name, value in defaults.items() if getattr(train, name) is None}
     train = replace(train, **unset)
+    if is_given:
+        return replace(settings, train=train)
     if max(train.clip_low, train.clip_high) > loss.max_clip_range:
         options = " ".join(
             f"--config.train.{name}={value}" for name, value in loss.default_settings.items()
@@ -153,6 +169,8 @@ def _set_kl_defaults(settings: VlmConfig) -> VlmConfig:
     See `losses.base.estimate_kl`.
     """
     train = settings.train
+    if train.loss in GIVEN_LOSSES:
+        return settings
     kl = train.kl or {"loss": "k3", "reward": "k1"}[train.kl_in]
     if train.beta > 0 and (kl, train.kl_in) == ("k1", "loss"):
         raise UserError(
@@ -225,6 +243,9 @@ def _check_unused_settings(settings: VlmConfig) -> None:
     train, default = settings.train, type(settings.train)()
     if train.loss in settings.custom_losses:  # it may read any setting
         return
+    if train.loss in GIVEN_LOSSES:
+        _check_given(settings)
+        return
     unused = []
     if train.advantage != GAE:
         unused += ["discount", "gae_decay", "value_weight", "value_clip"]
@@ -238,6 +259,39 @@ def _check_unused_settings(settings: VlmConfig) -> None:
                 value=value,
                 hint=f"reset it to {getattr(default, name)!r}",
             )
+
+
+def _check_given(settings: VlmConfig) -> None:
+    """Reject settings that losses of given responses do not read, other than defaults."""
+    loss, default = settings.train.loss, type(settings)()
+    unused = [*ROLLOUT_SETTINGS]
+    if loss != "sft":
+        unused.append("train.aggregation")
+    elif settings.train.beta:
+        unused.append("train.beta")
+    for name in unused:
+        if (value := get_setting(settings, name)) != get_setting(default, name):
+            raise UserError(
+                f"has no effect with train.loss={loss!r}, which trains on given responses",
+                field=name,
+                value=value,
+                hint=f"reset it to {get_setting(default, name)!r}",
+            )
+    if loss != "sft" and settings.train.beta == 0:
+        raise UserError(
+            f"must be above 0 with train.loss={loss!r}",
+            field="train.beta",
+            value=settings.train.beta,
+        )
+    per_update = settings.sample.questions_per_epoch // settings.train.updates_per_epoch
+    if loss == "kto" and per_update < 2:
+        raise UserError(
+            "must be at least 2 per update with train.loss='kto', which estimates the KL from "
+            "mismatched prompts and responses of an update",
+            field="sample.questions_per_epoch",
+            value=settings.sample.questions_per_epoch,
+            hint="raise it, or lower train.updates_per_epoch",
+        )
 
 
 def _check_rewards(settings: VlmConfig) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from flow_grpo.config.trainer_spec import UncheckedConfig
+from flow_grpo.errors import UserError
 from flow_grpo.training.dry_run import (
     DryRun,
     MeasuredEpoch,
@@ -21,6 +22,7 @@ from flow_grpo.training.time_estimate import RemainingWork
 from flow_grpo.vlm.advantages import ResponseTensors
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.config_checks import check_config
+from flow_grpo.vlm.fields import BRADLEY_TERRY
 from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.rollout import LENGTH, Rollout
 from flow_grpo.vlm.session import VlmSession, build_session
@@ -41,6 +43,12 @@ class VlmDryRun(DryRun):
     evaluate: Callable[[VlmSession, int], dict[str, float]]
 
     def build(self, config: UncheckedConfig, num_processes: int | None = None) -> VlmSession:
+        if config.train.loss == BRADLEY_TERRY:
+            raise UserError(
+                "does not support training of a reward model",
+                field="--dry_run",
+                hint="set --config.num_epochs=1 and a small --config.sample.questions_per_epoch",
+            )
         return build_without_writing(config, check_config, build_session, num_processes)
 
     def describe(self, session: VlmSession) -> str:
@@ -71,7 +79,8 @@ class VlmDryRun(DryRun):
         device = small.accelerator.device
         timer = Timer(device)
         rollout = self.sample(small, epoch, timer)
-        raise_on_outage(small, rollout.rewards)
+        if small.given is None:
+            raise_on_outage(small, rollout.rewards)
         small.reward.release_memory()
         with timer("train"):
             tensors = self.compute_rollout_log_probs(small, rollout)
@@ -101,7 +110,7 @@ def smallest_valid_plan(plan: VlmBatchPlan, num_processes: int) -> VlmBatchPlan:
     size, same_size = plan.batch_size, num_processes == plan.num_processes
     for batches in range(2, plan.batches if same_size else plan.group_size + 2):
         samples = batches * size * num_processes
-        if samples % plan.group_size == 0:
+        if samples % plan.group_size == 0 and batches * size % plan.together == 0:
             return replace(
                 plan,
                 num_processes=num_processes,

@@ -83,7 +83,10 @@ class _Thumbnails:
         self.left = budget
 
     def of(self, question: Question) -> list[str]:
-        """Return the images and some video frames of a question as data URIs."""
+        """Return the images and some video frames of a question as data URIs.
+
+        Their size is subtracted from the budget; the list is empty once it is spent.
+        """
         if self.left <= 0:
             return []
         images = [read_image(source, question.where) for source in question.images]

@@ -14,7 +14,13 @@ from flow_grpo.config import fields as shared
 from flow_grpo.config.settings import section, setting
 from flow_grpo.config.trainer_spec import TrainerSpec
 from flow_grpo.rewards import REWARDS, TEXT_REWARDS, check_reward_fields, option_names
-from flow_grpo.vlm.losses import AGGREGATIONS, KL_ESTIMATORS, LOSS_NAMES, LOSSES
+from flow_grpo.vlm.losses import (
+    AGGREGATIONS,
+    BUILT_IN_LOSSES,
+    GIVEN_LOSSES,
+    KL_ESTIMATORS,
+    LOSSES,
+)
 
 THINK_PROMPT = "{question}\nThink first, between <think> and </think>. Then give the final answer "
 GAE = "gae"  # advantage estimator of PPO
@@ -142,8 +148,10 @@ class VlmTrainConfig(shared.TrainFields):
     loss: str = setting(
         "clip",
         'Policy loss: "clip" (PPO), "gspo" (one ratio per response) or "cispo" (clipped importance '
-        'weights, unclipped gradients). "bradley_terry" trains a reward model from pairs.',
-        choices=(*LOSS_NAMES, BRADLEY_TERRY),
+        'weights, unclipped gradients). "sft", "dpo", "ipo" and "kto" train on given responses '
+        'instead of a rollout; see docs/vlm/cold_start.md. "bradley_terry" trains a reward model '
+        "from pairs.",
+        choices=(*BUILT_IN_LOSSES, BRADLEY_TERRY),
     )
     center_scores: float = setting(
         0.0,
@@ -177,10 +185,17 @@ class VlmTrainConfig(shared.TrainFields):
         '(Dr. GRPO). Unset, "token", or "sequence" for loss="gspo".',
         choices=AGGREGATIONS,
     )
-    beta: float = setting(
-        0.0,
-        "Weight of the KL to the reference policy; 0 needs no reference.",
+    beta: float | None = setting(
+        None,
+        "Weight of the KL to the reference policy; 0 needs no reference. Unset, 0, or 0.1 for the "
+        'losses "dpo", "ipo" and "kto", where it scales the log-ratios.',
         at_least=0,
+    )
+    desirable_weight: float = setting(
+        1.0, "Weight of the loss of liked responses.", at_least=0, requires="train.loss=kto"
+    )
+    undesirable_weight: float = setting(
+        1.0, "Weight of the loss of disliked responses.", at_least=0, requires="train.loss=kto"
     )
     kl: str | None = setting(
         None,
@@ -302,8 +317,8 @@ class VlmConfig(shared.SharedFields):
     )
     use_lora: bool = setting(
         True,
-        "False trains all weights, in float32 with Adam: 16 bytes per parameter instead of 2 in "
-        "bf16. A KL then also needs a frozen copy.",
+        "Train LoRA. False trains all weights, in float32 with Adam: 16 bytes per parameter "
+        "instead of 2 in bf16. A KL then also needs a frozen copy.",
     )
     dataset: str = setting(
         "dataset/shapes_qa",
@@ -326,6 +341,12 @@ class VlmConfig(shared.SharedFields):
     answer_key: str = setting(
         "answer",
         "Column of the reference answer that rewards compare with; empty if no reward needs one.",
+    )
+    response_key: str = setting(
+        "",
+        "Column of a given response; empty uses completion or response, or the assistant turn that "
+        "ends the conversation.",
+        requires=f"train.loss={'|'.join(GIVEN_LOSSES)}",
     )
     eval_input_key: str | None = setting(
         None,
@@ -375,7 +396,7 @@ class VlmConfig(shared.SharedFields):
     filter_overlong_prompts: bool = setting(
         False,
         "Skip questions whose prompts exceed max_prompt_length, with a warning, instead of "
-        "rejecting the dataset.",
+        "rejecting the dataset; also given responses of more than sample.max_new_tokens.",
     )
     reward_fn: dict = setting(
         {"math_answer": 0.9, "answer_format": 0.1},
@@ -414,7 +435,7 @@ class VlmConfig(shared.SharedFields):
 
 def settings() -> type:
     """Return the dataclass of all settings, including those of custom losses."""
-    custom = tuple((name, LOSSES[name]) for name in LOSSES if name not in LOSS_NAMES)
+    custom = tuple((name, LOSSES[name]) for name in LOSSES if name not in BUILT_IN_LOSSES)
     return _config_with_custom_losses(custom) if custom else VlmConfig
 
 
@@ -426,7 +447,7 @@ def _config_with_custom_losses(losses: tuple[tuple[str, type], ...]) -> type:
         losses: (name, class) of each custom loss.
     """
     known = {each.name: each for each in fields(VlmTrainConfig)}
-    choices = (*LOSS_NAMES, BRADLEY_TERRY, *(name for name, _ in losses))
+    choices = (*BUILT_IN_LOSSES, BRADLEY_TERRY, *(name for name, _ in losses))
     own = {"loss": (str, setting("clip", known["loss"].metadata["help"], choices=choices))}
     added = [each for _, loss in losses for each in fields(loss) if each.name not in known]
     own |= {each.name: (each.type, copy(each)) for each in added}

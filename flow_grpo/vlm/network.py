@@ -63,20 +63,25 @@ class PolicyModel(nn.Module):
             model.get_decoder().config._attn_implementation = PACKED_ATTENTION
         self.runs_in_lockstep = False  # True if weights are sharded: ranks wait for every layer
 
-    def forward(self, batch: PackedBatch, *, critic_only: bool = False) -> dict[str, Tensor]:
+    def forward(
+        self, batch: PackedBatch, *, critic_only: bool = False, given: bool = False
+    ) -> dict[str, Tensor]:
         """Compute the log-probabilities and values of R packed responses.
 
         Args:
             batch: The packed responses.
             critic_only: Whether the gradient of the values stops at the value head.
+            given: Whether the responses are not samples of the policy, which cannot sample banned
+                tokens. Then these have a probability too, as in other trainers.
 
         Returns:
-            `log_probs` (R, T) and, with a value head, `values` (R, T); 0 for padding.
+            `log_probs` (R, T), with `given` `is_top1` (R, T): whether each token is the most likely
+            one, and, with a value head, `values` (R, T); 0 for padding.
         """
         hidden = self.hidden_states(batch.inputs)
         chosen = hidden[batch.row[:, None], batch.column][batch.mask]  # (tokens, width)
-        log_probs = self.token_log_probs(chosen, batch.tokens[batch.mask])
-        out = {"log_probs": scatter_to_mask(log_probs, batch.mask)}
+        scores = self.token_scores(chosen, batch.tokens[batch.mask], given=given)
+        out = {name: scatter_to_mask(own, batch.mask) for name, own in scores.items()}
         if self.value is not None:
             features = chosen.detach() if critic_only else chosen
             values = self.value(features.to(self.value.weight.dtype))[:, 0]
@@ -108,27 +113,38 @@ class PolicyModel(nn.Module):
         with self.autocast(positions.device):
             return self.model.model(position_ids=positions, **arguments).last_hidden_state
 
-    def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return log-probabilities (N,) of tokens (N,) given hidden states (N, width).
+    def token_scores(
+        self, hidden: Tensor, tokens: Tensor, *, given: bool = False
+    ) -> dict[str, Tensor]:
+        """Return `log_probs` of tokens (N,) given hidden states (N, width); see `forward`.
 
         Large inputs are processed in checkpointed chunks, so that not all logits exist at once.
         """
 
-        def chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
-            return self.log_probs(hidden).gather(-1, tokens[:, None])[:, 0]
+        def chunk(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            log_probs = self.log_probs(hidden, with_banned=given)
+            chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
+            return (chosen, log_probs.argmax(-1) == tokens) if given else (chosen,)
 
         size = max(1, MAX_CHUNK_LOGITS // self.model.config.get_text_config().vocab_size)
-        if len(hidden) <= size:
-            return chunk(hidden, tokens)
-        pairs = zip(hidden.split(size), tokens.split(size), strict=True)
-        return torch.cat([checkpoint(chunk, *pair, use_reentrant=False) for pair in pairs])
-
-    def log_probs(self, hidden: Tensor) -> Tensor:
-        """Return log-probabilities (N, vocabulary), at least float32; banned tokens have -inf."""
-        logits = self._logits(hidden) / self.temperature
-        logits.index_fill_(
-            -1, _cached_indices(tuple(self.banned_token_ids), logits.device), -torch.inf
+        pairs = list(zip(hidden.split(size), tokens.split(size), strict=True))
+        parts = (
+            [chunk(*pairs[0])]
+            if len(pairs) == 1
+            else [checkpoint(chunk, *pair, use_reentrant=False) for pair in pairs]
         )
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        return dict(zip(("log_probs", "is_top1"), columns, strict=False))
+
+    def log_probs(self, hidden: Tensor, *, with_banned: bool = False) -> Tensor:
+        """Return log-probabilities (N, vocabulary), at least float32.
+
+        Banned tokens have -inf, unless `with_banned`.
+        """
+        logits = self._logits(hidden) / self.temperature
+        if not with_banned:
+            banned = _cached_indices(tuple(self.banned_token_ids), logits.device)
+            logits.index_fill_(-1, banned, -torch.inf)
         return logits.log_softmax(-1).to(torch.promote_types(hidden.dtype, torch.float32))
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -23,6 +23,15 @@ class Objective:
     importance_weighted: bool  # True if the engine's log-probabilities differ from the policy's
     critic_only: bool = False  # use the value loss only (train.critic_warmup)
 
+    def derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics that are not means over an epoch: the clip range, if there is one."""
+        clip_range = self.policy.clip_range
+        return {} if clip_range is None else {"train/clip_range": clip_range}
+
+    def num_terms(self, counts: UpdateCounts) -> float:
+        """Return the number of terms that the loss of an update averages."""
+        return counts.tokens
+
     @property
     def kl_in_loss(self) -> bool:
         return self.settings.beta > 0 and self.settings.kl_in == "loss"

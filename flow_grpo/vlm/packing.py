@@ -183,21 +183,44 @@ def _build_inputs(
     )
 
 
-def micro_batches(responses: Sequence[Response], budget: int) -> Iterator[slice]:
+def micro_batches(responses: Sequence[Response], budget: int, together: int = 1) -> Iterator[slice]:
     """Yield slices of consecutive responses for micro-batches of limited size.
 
-    The rows of a micro-batch, padded to the longest, have at most `budget` tokens, unless a single
-    response already exceeds it.
+    The rows of a micro-batch, padded to the longest, have at most `budget` tokens, unless the
+    smallest possible one already exceeds it.
+
+    Args:
+        responses: Responses in order.
+        budget: Maximum number of tokens.
+        together: Number of consecutive responses that must be in the same micro-batch.
     """
-    start, rows, longest, row_length, question = 0, 0, 0, 0, None
-    for i, response in enumerate(responses):
-        joins = response.question == question  # the same row as the previous response
-        length = response.length + (row_length if joins else len(response.prompt))
-        if i > start and (rows + (not joins)) * max(longest, length) > budget:
+    start, size = 0, _PackedSize()
+    for i in range(0, len(responses), together):
+        unit = responses[i : i + together]
+        extended = size.extended(unit)
+        if i > start and extended.rows * extended.longest > budget:
             yield slice(start, i)
-            start, rows, longest, joins = i, 0, 0, False
-            length = len(response.prompt) + response.length
-        rows, longest = rows + (not joins), max(longest, length)
-        row_length, question = length, response.question
+            start, extended = i, _PackedSize().extended(unit)
+        size = extended
     if start < len(responses):
         yield slice(start, len(responses))
+
+
+@dataclass(frozen=True)
+class _PackedSize:
+    """Size of packed responses."""
+
+    rows: int = 0
+    longest: int = 0  # tokens of the longest row
+    row_length: int = 0  # tokens of the last row
+    question: int | None = None  # of the last row
+
+    def extended(self, responses: Sequence[Response]) -> "_PackedSize":
+        """Return the size with further responses."""
+        rows, longest, length, question = self.rows, self.longest, self.row_length, self.question
+        for response in responses:
+            joins = response.question == question  # the same row as the previous response
+            length = response.length + (length if joins else len(response.prompt))
+            rows, longest = rows + (not joins), max(longest, length)
+            question = response.question
+        return _PackedSize(rows, longest, length, question)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flow_grpo.errors import UserError
 from flow_grpo.training.plan import Plan
 from flow_grpo.vlm.fields import VlmSampleConfig, VlmTrainConfig
+from flow_grpo.vlm.losses import GIVEN_LOSSES
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,12 @@ class VlmBatchPlan(Plan):
     updates_per_pass: int
     inner_epochs: int
     max_batch_size: int  # samples per process that are generated together
+    together: int = 1  # samples that must be in the same micro-batch: a pair of given responses
 
     def __post_init__(self) -> None:
         """Raise a UserError unless updates and processes divide the samples."""
         parts = self.updates_per_pass * self.num_processes
-        if self.samples % parts:
+        if self.samples % (parts * self.together):
             raise UserError(
                 f"x {self.num_processes} processes must divide the {self.samples} samples per "
                 f"epoch (sample.questions_per_epoch={self.questions} x sample.group_size="
@@ -69,7 +71,7 @@ class VlmBatchPlan(Plan):
 
     def _suggest_shorter_epoch(self, rows: int) -> str:
         """Return the override for an epoch of at most `rows` questions."""
-        parts = self.updates_per_pass * self.num_processes
+        parts = self.updates_per_pass * self.num_processes * self.together
         fewer = next((n for n in range(rows, 0, -1) if n * self.group_size % parts == 0), None)
         if fewer is None:
             return "lower sample.questions_per_epoch and train.updates_per_epoch"
@@ -88,13 +90,16 @@ class VlmBatchPlan(Plan):
 def build_plan(sample: VlmSampleConfig, train: VlmTrainConfig, num_processes: int) -> VlmBatchPlan:
     """Return the batch plan of a run for this world size."""
     check_tensor_parallel(sample.vllm_tensor_parallel, num_processes)
+    given = GIVEN_LOSSES.get(train.loss)
+    responses = 2 if given == "pairs" else 1
     return VlmBatchPlan(
         num_processes=num_processes,
         questions=sample.questions_per_epoch,
-        group_size=sample.group_size,
+        group_size=responses if given else sample.group_size,
         updates_per_pass=train.updates_per_epoch,
         inner_epochs=train.num_inner_epochs,
         max_batch_size=sample.batch_size,
+        together=responses,
     )
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from flow_grpo.config.custom import check_class, check_settings_class
 from flow_grpo.errors import UserError
-from flow_grpo.vlm.fields import VlmTrainConfig
-from flow_grpo.vlm.losses import LOSS_NAMES, LOSSES
+from flow_grpo.vlm.fields import BRADLEY_TERRY, VlmTrainConfig
+from flow_grpo.vlm.losses import BUILT_IN_LOSSES, LOSSES
 from flow_grpo.vlm.losses.base import VlmLoss
 
 
@@ -21,7 +21,7 @@ def register_loss(field: str, name: str, found: Any) -> None:
     Raises:
         UserError: If the name is taken or the class does not have the interface of `VlmLoss`.
     """
-    if name in LOSS_NAMES:
+    if name in (*BUILT_IN_LOSSES, BRADLEY_TERRY):
         raise UserError("is the name of a built-in loss", field=field, hint="choose another")
     check_class(field, found, VlmLoss)
     check_settings_class(field, found, [each.name for each in fields(VlmTrainConfig)])

@@ -168,12 +168,15 @@ class VlmPolicy(BasePolicy):
             return nullcontext()
         return borrow_weights(self.full_model, self.network)
 
-    def forward_tokens(self, batch: PackedBatch, *, critic_only: bool = False) -> dict[str, Tensor]:
+    def forward_tokens(
+        self, batch: PackedBatch, *, critic_only: bool = False, given: bool = False
+    ) -> dict[str, Tensor]:
         """Compute log-probabilities, and values with a value head, with gradients.
 
         Args:
             batch: R packed responses.
             critic_only: Whether the gradient of the values stops at the value head.
+            given: Whether the responses are not samples of the policy; see `PolicyModel.forward`.
 
         Returns:
             `log_probs` and `values`, (R, T) each.
@@ -181,21 +184,23 @@ class VlmPolicy(BasePolicy):
         self.network.eval()
         if self._activation_checkpointing:
             enable_activation_checkpointing(self.network)
-        return self.module(batch, critic_only=critic_only)
+        return self.module(batch, critic_only=critic_only, given=given)
 
     @torch.no_grad()
-    def forward_tokens_no_grad(self, batch: PackedBatch) -> dict[str, Tensor]:
+    def forward_tokens_no_grad(
+        self, batch: PackedBatch, *, given: bool = False
+    ) -> dict[str, Tensor]:
         """Return the result of `forward_tokens`, without gradients; call in `gathered_weights`."""
         self.full_model.eval()
-        return self.full_model(batch)
+        return self.full_model(batch, given=given)
 
     @torch.no_grad()
-    def reference_log_probs(self, batch: PackedBatch) -> Tensor:
+    def reference_log_probs(self, batch: PackedBatch, *, given: bool = False) -> Tensor:
         """Return the log-probabilities (R, T) under the reference policy."""
         if self._frozen_reference is not None:
-            return self._frozen_reference(batch)["log_probs"]
+            return self._frozen_reference(batch, given=given)["log_probs"]
         with self._initial_lora.applied():
-            return self.full_model(batch)["log_probs"]
+            return self.full_model(batch, given=given)["log_probs"]
 
     def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
         self.model.save_pretrained(folder, state_dict=weights)

@@ -145,6 +145,19 @@ PRESETS: dict[str, FieldValues] = {
         "eval_questions": 0,
         "num_epochs": 8,
     },
+    # The same model copies given responses: one pass over 200 of them, without a rollout.
+    "tiny_text_sft": {
+        PARENT_KEY: "tiny_text",
+        "dataset": "dataset/sum_responses",
+        "eval_dataset": "dataset/sums",
+        "num_epochs": 2,
+        "eval_freq": 1,
+        "save_freq": 0,
+        "sample": {"questions_per_epoch": 100},
+        "train": {"loss": "sft", "updates_per_epoch": 10},
+    },
+    "tiny_text_dpo": {PARENT_KEY: "tiny_text_sft", "train": {"loss": "dpo"}},
+    "tiny_text_kto": {PARENT_KEY: "tiny_text_sft", "train": {"loss": "kto"}},
     **FULL,
 }
 MODELS = preset_models(PRESETS)

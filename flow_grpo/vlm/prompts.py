@@ -111,7 +111,8 @@ class PromptEncoder:
             IMAGE: zip(images, question.images, strict=True),
             VIDEO: zip(videos, question.videos, strict=True),
         }
-        parts = self._user_content(question) if question.shown else []
+        contents = self._user_contents(question) if question.shown else []
+        parts = [part for content in contents for part in content]
         order = [part["type"] for part in parts if part["type"] != "text"]
         pairs = [next(remaining[kind]) for kind in order]
         vision_inputs, sources = zip(*pairs, strict=True) if pairs else ((), ())
@@ -333,10 +334,45 @@ class PromptEncoder:
             position += next(counts) if ids[position] == self.family.image_token else 1
         return collapsed
 
-    def _user_content(self, question: Question) -> Any:
-        text = self._literal.escape_special_tokens(question.text, question.where)
-        text = self._format.replace(QUESTION_PLACEHOLDER, text)
-        return self._build_content(text, question.where, len(question.images), len(question.videos))
+    def encode_response(self, text: str, where: str, stop: int) -> Tensor:
+        """Return the tokens (T,) of a given response, as if the policy had sampled it.
+
+        A tag that the template opens, and a stop token at the end, may be part of the text or not.
+
+        Args:
+            text: The response.
+            where: File and row, the `field` of errors.
+            stop: Id of the stop token to append.
+        """
+        text = text.removesuffix(self.tokenizer.decode([stop]))
+        if self._response_prefix and text.startswith(self._response_prefix):
+            text = text.removeprefix(self._response_prefix).lstrip("\n")
+        ids = self._literal.encode(self._literal.escape_special_tokens(text, where))
+        return torch.tensor([*ids, stop])
+
+    def stop_token(self, stop: Sequence[int]) -> int:
+        """Return the one of `stop` that the template writes after a response, or the first."""
+        where = "a response"
+        messages = [
+            {"role": "user", "content": self._build_content("?", where)},
+            {"role": "assistant", "content": self._build_content(RESPONSE_PLACEHOLDER, where)},
+        ]
+        _, _, after = self._render_chat(messages, where).partition(RESPONSE_PLACEHOLDER)
+        return next((token for token in self._literal.encode(after) if token in stop), stop[0])
+
+    def _user_contents(self, question: Question) -> list[Any]:
+        """Return the contents of the turns of a question, the last of which has its text."""
+        where = question.where
+        texts = [self._literal.escape_special_tokens(turn.text, where) for turn in question.history]
+        last = self._literal.escape_special_tokens(question.text, where)
+        texts.append(self._format.replace(QUESTION_PLACEHOLDER, last))
+        counts = [(text.count(IMAGE_PLACEHOLDER), text.count(VIDEO_PLACEHOLDER)) for text in texts]
+        if not question.history:
+            counts = [(len(question.images), len(question.videos))]
+        return [
+            self._build_content(text, where, *count)
+            for text, count in zip(texts, counts, strict=True)
+        ]
 
     def _build_content(self, text: str, where: str, images: int = 0, videos: int = 0) -> Any:
         """Return the content of a chat message.
@@ -364,13 +400,20 @@ class PromptEncoder:
         return content
 
     def token_ids(self, question: Question, selected: Sequence[FrameSelection] = ()) -> list[int]:
-        """Return the token ids of the rendered chat, with one placeholder per image."""
+        """Return the token ids of the rendered chat, with one placeholder per image.
+
+        If the template opens a <think> tag, `decode` will prepend it to responses from now on.
+        """
         system = (
             self._literal.escape_special_tokens(question.system, question.where) or self._system
         )
         messages = [{"role": "system", "content": system}] if system else []
-        content = self._user_content(question)
-        messages.append({"role": "user", "content": content})
+        roles = [*(turn.role for turn in question.history), "user"]
+        contents = self._user_contents(question)
+        messages += [
+            {"role": role, "content": content}
+            for role, content in zip(roles, contents, strict=True)
+        ]
         text = self._render_chat(messages, question.where, selected)
         self._response_prefix = THINK_TAG if text.rstrip().endswith(THINK_TAG) else ""
         return self._tokenize(text, question.where)

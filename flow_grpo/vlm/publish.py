@@ -180,7 +180,7 @@ def describe_usage(run: PublishedRun, options: PublishOptions, task: str | None)
 
 
 def _task(run: PublishedRun) -> str | None:
-    """Return the task by the config of the base model; None if it is not at hand."""
+    """Return the task by the config of the base model; None if it is unavailable."""
     try:
         path = cached_file(run.model_path, "config.json", revision=run.revision)
         config = read_json(Path(path)) if path else {}

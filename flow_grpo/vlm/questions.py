@@ -24,8 +24,10 @@ from flow_grpo.data.questions import (
     load_questions,
     load_split,
 )
+from flow_grpo.data.responses import GivenResponse, ResponseLayout, load_responses
 from flow_grpo.errors import UserError
 from flow_grpo.vlm.fields import VlmConfig
+from flow_grpo.vlm.losses import GIVEN_LOSSES
 from flow_grpo.vlm.plan import VlmBatchPlan
 
 logger = logging.getLogger("flow_grpo")
@@ -132,8 +134,11 @@ def build_questions(
     """
     sources = parse_sources(config.dataset)
     layout = change_layout(question_layout(config))
-    hold_out = not config.eval_dataset
-    pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
+    if config.train.loss in GIVEN_LOSSES:
+        pairs = [_load_given(config, source.path) for source in sources]
+    else:
+        hold_out = not config.eval_dataset
+        pairs = [load_questions(s.path, config.seed, layout, hold_out=hold_out) for s in sources]
     trained = [question for train, _ in pairs for question in train]
     check_media_columns(trained, layout)
     if len(sources) > 1:
@@ -150,6 +155,29 @@ def build_questions(
     return QuestionSets(plan, sources, [train for train, _ in pairs], test)
 
 
+def _load_given(config: VlmConfig, source: str) -> tuple[list[GivenResponse], list[Question]]:
+    """Load given responses, and the test questions next to them unless `eval_dataset` is set."""
+    layout = question_layout(config)
+    given = ResponseLayout(
+        **vars(layout), response=config.response_key, kind=GIVEN_LOSSES[config.train.loss]
+    )
+    train = load_responses(source, given)
+    return train, [] if config.eval_dataset else _load_test_split(source, layout)
+
+
+def _load_test_split(source: str, layout: QuestionLayout) -> list[Question]:
+    """Load the test questions next to given responses; they need no responses themselves."""
+    test = find_split(source, "test", layout)
+    if test is None:
+        raise UserError(
+            "has no test questions to evaluate on",
+            field="dataset",
+            value=source,
+            hint="set --config.eval_dataset to questions that the rewards can score",
+        )
+    return test
+
+
 def build_test_questions(config: VlmConfig) -> tuple[list[PromptSource], list[Question]]:
     """Load the questions that a run with this config evaluates, and return their sources too."""
     if config.eval_dataset:
@@ -157,7 +185,12 @@ def build_test_questions(config: VlmConfig) -> tuple[list[PromptSource], list[Qu
         test = load_eval_questions(config.eval_dataset, eval_question_layout(config))
     else:
         sources, layout = parse_sources(config.dataset), question_layout(config)
-        tests = [load_questions(source.path, config.seed, layout)[1] for source in sources]
+        tests = [
+            _load_test_split(source.path, layout)
+            if config.train.loss in GIVEN_LOSSES
+            else load_questions(source.path, config.seed, layout)[1]
+            for source in sources
+        ]
         if len(sources) > 1:
             named = zip(sources, tests, strict=True)
             tests = [tag_rows(test, source.name) for source, test in named]

@@ -22,7 +22,13 @@ from flow_grpo.vlm.response_log import (
     Responses,
     scores_to_json,
 )
-from flow_grpo.vlm.rollout import GenerationBatch, RolloutEngine, Sample, reward_metadata
+from flow_grpo.vlm.rollout import (
+    GenerationBatch,
+    RolloutEngine,
+    Sample,
+    image_metadata,
+    reward_metadata,
+)
 
 MAX_PENDING = 2  # batches that are scored while the next one is generated
 
@@ -68,10 +74,12 @@ class ResponseScorer:
         """Start scoring responses; wait for earlier ones if there are too many."""
         self.reward.raise_if_failing()
         asked = [self.questions[key.dataset][key.row] for key in responses]
+        images = image_metadata(self.reward, asked)
         metadata = [
             reward_metadata(question, each.tokens, self.max_tokens)
+            | shown
             | ({"environment": each.episode} if each.episode else {})
-            for question, each in zip(asked, responses.values(), strict=True)
+            for question, each, shown in zip(asked, responses.values(), images, strict=True)
         ]
         texts = [each.answer for each in responses.values()]
         scores = self.reward.submit(texts, [question.text for question in asked], metadata)
@@ -122,7 +130,7 @@ def generate_responses(
     batch_size: int,
     seed: int,
 ) -> None:
-    """Generate responses, each with random numbers of its own, and submit them to the rewards.
+    """Generate responses, each with its own random numbers, and submit them to the rewards.
 
     Call it on all processes; each generates a part of `keys`.
 

@@ -16,7 +16,9 @@ from flow_grpo.data.mixing import allocate_groups, set_indices
 from flow_grpo.data.passes import PassState, restore_pass_states, take_rows
 from flow_grpo.data.questions import Question
 from flow_grpo.data.seeding import Stream, numpy_rng
+from flow_grpo.images import read_image
 from flow_grpo.rewards import TOTAL, PendingScores, WeightedReward
+from flow_grpo.rewards.protocol import SOURCE
 from flow_grpo.vlm.packing import Conversation, Response
 from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.policy import VlmPolicy
@@ -318,6 +320,23 @@ def reward_metadata(question: Question, tokens: int, max_new_tokens: int) -> dic
     return {**question.metadata, "answer": question.answer, **lengths}
 
 
+def image_metadata(reward: WeightedReward, questions: Iterable[Question]) -> list[dict[str, Any]]:
+    """Return the images of each question as metadata, {} if no reward reads them.
+
+    Equal questions share the image objects.
+    """
+    if not reward.reads_images:
+        return [{} for _ in questions]
+    found: dict[int, dict[str, Any]] = {}
+    rows = []
+    for question in questions:
+        if id(question) not in found:
+            images = [read_image(source, question.where) for source in question.images]
+            found[id(question)] = {SOURCE: images} if images else {}
+        rows.append(found[id(question)])
+    return rows
+
+
 @dataclass
 class PendingResponses:
     """Submitted samples, with optional greedy responses to their questions (the ReMax baseline)."""
@@ -338,10 +357,12 @@ class PendingResponses:
         """Start scoring the samples and greedy responses; `result` waits for the scores."""
         greedy = greedy or []
         both = [*samples, *greedy]
+        images = image_metadata(reward, [questions[s.row] for s in both])
         metadata = [
             reward_metadata(questions[s.row], len(s.tokens), max_new_tokens)
+            | shown
             | (s.episode.to_reward_metadata() if s.episode else {})
-            for s in both
+            for s, shown in zip(both, images, strict=True)
         ]
         texts = [questions[s.row].text for s in both]
         return cls(samples, greedy, reward.submit([s.text for s in both], texts, metadata))

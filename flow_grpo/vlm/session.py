@@ -27,6 +27,7 @@ from flow_grpo.vlm.builders import (
     check_media,
     check_reward_inputs,
     check_rewards_apply,
+    eos_token_ids,
     load_encoder_and_model,
     load_policy_model,
     max_prompt_tokens,
@@ -34,7 +35,8 @@ from flow_grpo.vlm.builders import (
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.environment import EnvironmentPool
 from flow_grpo.vlm.fields import ENVIRONMENT, VLLM, VlmConfig
-from flow_grpo.vlm.losses import build_loss
+from flow_grpo.vlm.given_responses import GivenResponses, tokenize_responses
+from flow_grpo.vlm.losses import GIVEN_LOSSES, build_loss
 from flow_grpo.vlm.losses.base import smoke_test_loss
 from flow_grpo.vlm.multi_turn import EpisodeRunner
 from flow_grpo.vlm.plan import VlmBatchPlan, build_plan, check_tensor_parallel
@@ -64,6 +66,7 @@ class VlmSession(BaseSession):
     policy: VlmPolicy
     rollout_engine: RolloutEngine
     episode_runner: EpisodeRunner | None  # None without an environment
+    given: GivenResponses | None = None  # None with a rollout
 
     @property
     def sizes(self) -> list[int]:
@@ -117,6 +120,8 @@ class VlmSession(BaseSession):
     @property
     def recomputes_old_log_probs(self) -> bool:
         """Return whether training recomputes the log-probabilities of the behaviour policy."""
+        if self.given is not None:
+            return False
         return self.config.train.recompute_old or not self.rollout_engine.exact_log_probs
 
 
@@ -149,6 +154,7 @@ def build_session(
             config, [*data.train, *data.test], load or load_policy_model, run.accelerator
         )
         data, longest_prompt = _check_prompt_lengths(config, data, encoder, model, run.accelerator)
+        data, given = _tokenize_given(config, data, encoder, model, run.accelerator)
         policy = build_policy(config, encoder, model, run.accelerator)
         logger.info("%-21s %s", "trained", policy.describe())
         run.add_policy(policy)
@@ -162,6 +168,7 @@ def build_session(
         return VlmSession(
             **run.finish(),
             episode_runner=episode_runner,
+            given=given,
             plan=plan,
             questions=data.train,
             test_questions=data.test,
@@ -200,8 +207,9 @@ def _add_rewards(
     limit = config.sample.max_new_tokens
 
     def check_rewards(reward: WeightedReward, eval_reward: WeightedReward) -> None:
-        check_reward_inputs(reward, data.train, limit)
-        check_rewards_apply(reward, data.train)
+        if config.train.loss not in GIVEN_LOSSES:
+            check_reward_inputs(reward, data.train, limit)
+            check_rewards_apply(reward, data.train)
         check_reward_inputs(eval_reward, data.test, limit)
 
     # the environment's reward comes first: it has the best explanation of a failed episode
@@ -239,6 +247,30 @@ def _check_prompt_lengths(
         )
     data.log_sizes()
     return data, longest
+
+
+def _tokenize_given(
+    config: VlmConfig,
+    data: QuestionSets,
+    encoder: PromptEncoder,
+    model: nn.Module,
+    accelerator: Accelerator,
+) -> tuple[QuestionSets, GivenResponses | None]:
+    """Drop or reject overlong responses; return the questions and the given responses, if any."""
+    if config.train.loss not in GIVEN_LOSSES:
+        return data, None
+    data, tokens = raise_on_all_ranks(
+        accelerator,
+        lambda: tokenize_responses(
+            data,
+            encoder,
+            eos_token_ids(model, encoder.tokenizer),
+            config.sample.max_new_tokens,
+            drop=config.filter_overlong_prompts,
+        ),
+    )
+    loss = build_loss(config.train.loss, config.train)
+    return data, GivenResponses(loss, tokens, [row.liked for row in data.train])
 
 
 def _check_fsdp() -> None:

@@ -9,21 +9,23 @@ Files of the directory, each a log that only grows (see store.py):
 
 import heapq
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from flow_grpo.votes.ballots import CHECKPOINTS, Ballot, Group, Vote
-from flow_grpo.votes.store import AppendLog
+from flow_grpo.votes.store import AppendLog, read_log
 
 logger = logging.getLogger("flow_grpo")
 VOTES_FILE, BALLOTS_FILE = "votes.jsonl", "ballots.jsonl"
 RESERVED_SECONDS = 120.0  # a ballot shown to one voter is offered to others last
+SILENT_SECONDS = 60.0  # after which a run that does not ask for its votes is taken for dead
 Order = Callable[[Ballot, list[Vote]], Any]
 
 
@@ -45,9 +47,10 @@ class VoteBook:
     Args:
         folder: Directory of the logs; the caller holds its lock.
         order: Sort key of ballots, given the votes on each; the smallest is asked first.
+        read_only: Read the logs of another process, which may be writing; nothing can be added.
     """
 
-    def __init__(self, folder: Path, order: Order) -> None:
+    def __init__(self, folder: Path, order: Order, *, read_only: bool = False) -> None:
         self.folder, self._order = folder, order
         self._lock = threading.RLock()
         self._ballots: dict[str, Ballot] = {}
@@ -57,13 +60,16 @@ class VoteBook:
         self._on_ballot: dict[str, dict[str, Vote]] = defaultdict(dict)  # ballot, voter
         self._by_voter: dict[str, list[str]] = defaultdict(list)  # ids of votes that count, in time
         self._groups: dict[str, Group] = {}
+        self._group_of: dict[str, str] = {}  # key, by the id of the ballot
         self._withdrawn: set[str] = set()  # keys
+        self._heard: dict[str, float] = {}  # key: when its run last asked, or this server started
         self._shown: dict[str, dict[str, float]] = defaultdict(dict)  # ballot, voter: time
-        self._ballot_log = AppendLog(folder / BALLOTS_FILE)
-        self._vote_log = AppendLog(folder / VOTES_FILE)
-        for record in self._ballot_log.records:
+        if not read_only:
+            self._ballot_log = AppendLog(folder / BALLOTS_FILE)
+            self._vote_log = AppendLog(folder / VOTES_FILE)
+        for record in read_log(folder / BALLOTS_FILE):
             self._apply_ballot_record(record)
-        for record in self._vote_log.records:
+        for record in read_log(folder / VOTES_FILE):
             self._apply_vote_record(record)
 
     def close(self) -> None:
@@ -82,9 +88,10 @@ class VoteBook:
                 self._ballot_log.append(record)
                 self._apply_ballot_record(record)
 
-    def has_ballot(self, ballot: str) -> bool:
+    def without_ballots(self, names: Iterable[str]) -> list[str]:
+        """Return the names that no ballot has, in order."""
         with self._lock:
-            return ballot in self._ballots
+            return [name for name in names if name not in self._ballots]
 
     def post_group(self, group: Group) -> None:
         """Store a run's group and its ballots durably; a repeated request changes nothing.
@@ -93,6 +100,7 @@ class VoteBook:
             VoteConflict: If the key is known with other images.
         """
         with self._lock:
+            self._heard[group.key] = time.monotonic()
             known = self._groups.get(group.key)
             if known is None:
                 record = {"group": group.to_json()}
@@ -128,6 +136,8 @@ class VoteBook:
             KeyError: If the key is unknown.
         """
         with self._lock:
+            if key in self._groups:
+                self._heard[key] = time.monotonic()
             rows, done = [], True
             for i, j, name in self._groups[key].pairs:
                 ballot = self._ballots[name]
@@ -239,8 +249,13 @@ class VoteBook:
                     answered[voter] += 1
             return len(own) - max(answered.values(), default=0)
 
-    def _left_for(self, voter: str) -> Iterable[Ballot]:
-        return (b for b in self._open.values() if voter not in self._on_ballot[b.id])
+    def _left_for(self, voter: str) -> Iterator[Ballot]:
+        """Yield what can be asked: pairs of checkpoints, and of runs that still wait for them."""
+        silent = time.monotonic() - SILENT_SECONDS
+        for ballot in self._open.values():
+            heard = self._heard.get(self._group_of.get(ballot.id, ""), math.inf)
+            if voter not in self._on_ballot[ballot.id] and heard > silent:
+                yield ballot
 
     # the logs
 
@@ -251,6 +266,8 @@ class VoteBook:
         elif "group" in record:
             group = Group.from_json(record["group"])
             self._groups[group.key] = group
+            self._group_of |= {ballot.id: group.key for ballot in group.ballots}
+            self._heard.setdefault(group.key, time.monotonic())
             self._add(group.ballots)
         elif "withdrawn" in record:
             self._withdrawn.add(record["withdrawn"])
@@ -295,9 +312,7 @@ class VoteBook:
             self._open.pop(vote.ballot, None)
 
     def _is_withdrawn(self, ballot: str) -> bool:
-        return any(
-            ballot == each.id for key in self._withdrawn for each in self._groups[key].ballots
-        )
+        return self._group_of.get(ballot) in self._withdrawn
 
 
 def _now() -> str:

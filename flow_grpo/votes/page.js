@@ -135,7 +135,7 @@ async function showBallot() {
   ["left", "right"].forEach((side, i) => {
     const image = $(side).querySelector("img");
     image.src = loaded[i].src;
-    image.alt = `${side === "left" ? "Left" : "Right"} image: ${ballot.prompt}`;
+    image.alt = `Image ${i + 1} (${side}): ${ballot.prompt}`;
     image.classList.toggle("small", loaded[i].naturalWidth < MIN_SMOOTH_WIDTH);
   });
   $("sources").replaceChildren(...loaded.slice(2).map(each => {

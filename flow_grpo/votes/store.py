@@ -34,7 +34,7 @@ class AppendLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records = _repair(path)  # as of opening
+        _repair(path)
         self._lock = threading.Lock()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._size = os.fstat(self._file).st_size
@@ -70,23 +70,19 @@ def read_log(path: Path) -> list[Record]:
     return [record for record, _ in _parse_lines(path)]
 
 
-def _repair(path: Path) -> list[Record]:
-    """Return the records of a log after removing or completing a damaged last line."""
+def _repair(path: Path) -> None:
+    """Remove or complete a damaged last line."""
     if not path.exists():
-        return []
-    parsed = list(_parse_lines(path))
-    end = parsed[-1][1] if parsed else 0
-    data = path.read_bytes()
-    if end == len(data) + 1:  # only the newline is missing
+        return
+    end = max((end for _, end in _parse_lines(path)), default=0)
+    size = path.stat().st_size
+    if end == size + 1:  # only the newline is missing
         with path.open("ab") as file:
             file.write(b"\n")
-    elif end < len(data):
-        logger.warning(
-            "%s: removed an incomplete last line of %d bytes", path.name, len(data) - end
-        )
+    elif end < size:
+        logger.warning("%s: removed an incomplete last line of %d bytes", path.name, size - end)
         with path.open("r+b") as file:
             file.truncate(end)
-    return [record for record, _ in parsed]
 
 
 def _parse_lines(path: Path) -> Iterator[tuple[Record, int]]:

@@ -141,7 +141,7 @@ pipeline_tag: text-to-image
 from diffusers import StableDiffusion3Pipeline
 
 pipeline = StableDiffusion3Pipeline.from_pretrained("assets/tiny-sd3")
-picture = pipeline(
+image = pipeline(
     'a sign that says "HELLO"', height=32, width=96, num_inference_steps=10, guidance_scale=1.0
 ).images[0]
 ```

@@ -151,7 +151,7 @@ from diffusers import FluxKontextPipeline
 from PIL import Image
 
 pipeline = FluxKontextPipeline.from_pretrained("assets/tiny-edit")
-picture = pipeline(
+edited = pipeline(
     image=Image.open("dataset/edits/images/test-000.png"),
     prompt="make the triangle purple",
     height=32,

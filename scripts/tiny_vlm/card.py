@@ -79,7 +79,7 @@ content = [{{"type": "image"}}, {{"type": "text", "text": "How many red circles?
 text = processor.apply_chat_template(
     [{{"role": "user", "content": content}}], add_generation_prompt=True
 )
-inputs = processor(text=[text], images=[Image.open("picture.png")], return_tensors="pt")
+inputs = processor(text=[text], images=[Image.open("image.png")], return_tensors="pt")
 tokens = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
 print(processor.tokenizer.batch_decode(tokens, skip_special_tokens=True))
 ```

@@ -74,7 +74,10 @@ def draw_scenes(
 
 
 def paint(scenes: Scenes, rng: RandomNumbers, noise: float = 0.0) -> Tensor:
-    """Return images (N, 3, HEIGHT, WIDTH), multiples of 1/255, with noise up to `noise`."""
+    """Return images (N, 3, HEIGHT, WIDTH), multiples of 1/255.
+
+    Each image has uniform noise of a random width, at most `noise`.
+    """
     n, device = len(scenes.first), scenes.filled.device
     radius = 6 + 4 * rng.uniform(n, SLOTS)
     x = SLOT_WIDTH / 2 + (2 * rng.uniform(n, SLOTS) - 1) * (SLOT_WIDTH / 2 - 0.5 - radius)

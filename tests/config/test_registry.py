@@ -9,7 +9,7 @@ from flow_grpo.config.registry import Registry
 from flow_grpo.diffusion.models import ADAPTERS
 from flow_grpo.rewards import REWARDS
 from flow_grpo.vlm.losses import LOSSES
-from flow_grpo.vlm.losses.base import VlmLoss
+from flow_grpo.vlm.losses.base import TrainLoss
 from flow_grpo.vlm.models import FAMILIES
 
 
@@ -48,7 +48,7 @@ def test_built_in_entries_are_registered_under_their_own_names():
         assert adapter.pipeline_class.__name__ == name
     for name, family in FAMILIES.items():
         assert name in family.names
-    assert all(issubclass(loss, VlmLoss) for loss in LOSSES.values())
+    assert all(issubclass(loss, TrainLoss) for loss in LOSSES.values())
 
 
 @pytest.mark.parametrize("path", REWARDS.paths.values())

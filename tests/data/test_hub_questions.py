@@ -1,6 +1,7 @@
 """Questions from the hub, and local directories with the layout of a hub data set."""
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from PIL import Image
 from pyarrow import parquet
 from user_errors import raises_user_error
 
+from flow_grpo.data.preferences import load_preferences
 from flow_grpo.data.questions import load_questions
 from flow_grpo.training.export import ExportSource
 from flow_grpo.vlm import export
@@ -102,6 +104,19 @@ def test_the_error_for_a_missing_training_split_lists_the_files(tmp_path):
     name = "data/testmini-00000-of-00001.parquet"
     with raises_user_error(name, field="dataset", value=str(tmp_path)):
         load_questions(tmp_path, seed=0)
+
+
+def test_a_preference_set_on_the_hub_may_have_tables_and_image_files(cache):
+    snapshot = make_repo(cache)
+    for name in ("red", "blue"):
+        Image.new("RGB", (8, 8), name).save(snapshot / f"{name}.png")
+    row = {"prompt": "a", "chosen": "red.png", "rejected": "blue.png"}
+    (snapshot / "train.jsonl").write_text(json.dumps(row))
+    for name in ("someone/geometry", "someone/geometry@main"):
+        [pair] = load_preferences(name).pairs
+        assert pair.chosen == snapshot / "red.png"
+    with raises_user_error(field="preferences.data", value="someone/other"):
+        load_preferences("someone/other")
 
 
 @pytest.mark.parametrize("name", ["someone/geometry", "someone/geometry@train"])

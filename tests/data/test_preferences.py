@@ -153,6 +153,10 @@ def vote(number: int, row: dict, *, ballot: str = "x", voter: str = "") -> dict:
         ([vote(1, AGAINST, voter="ann"), vote(2, VOTE, voter="ann")], "red", 1, {}),
         ([vote(1, VOTE), vote(2, TIE, ballot="y")], "red", 1, {"ties": 1}),
         (
+            [vote(1, VOTE), vote(2, VOTE | {"rejected": "red.png"}, ballot="y")],
+            "red", 1, {"identical": 1},
+        ),
+        (
             [vote(1, VOTE), *(vote(n, VOTE | {"prompt": "b"}, ballot="y") for n in (2, 3)),
              vote(4, AGAINST | {"prompt": "b"}, ballot="y"),
              vote(5, AGAINST | {"prompt": "b"}, ballot="y")],
@@ -240,7 +244,8 @@ class TestDecoding:
 
     def check(self, folder: Path, row: dict, **options) -> str:
         path = write(folder, PAIR | {"prompt": "another"}, row)
-        check_preferences(load_preferences(path), SINGLE, **options)
+        found = load_preferences(path)
+        check_preferences(found, SINGLE, **options)
         return f"{path}:2"
 
     @pytest.mark.parametrize("column", ["rejected", "source_image"])

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from runner import ROOT
 
 from flow_grpo.config.command import COPY, LOOPS, list_commands
+from flow_grpo.config.command_line import expand_shorthand
 from flow_grpo.diffusion import config_checks as diffusion_checks
 from flow_grpo.diffusion import presets as diffusion_presets
 from flow_grpo.diffusion.plan import BatchPlan
@@ -279,6 +280,7 @@ def check_config(script: str, path: str, options: list[str], monkeypatch) -> Non
     ]
     if any("path/to/" in o for o in options if re.match("--config.custom_[alm]", o)):
         options = []  # a custom class that does not exist may add fields and values
+    options = [expand_shorthand(option) for option in options]
     monkeypatch.setattr(sys, "argv", [script, *options])  # ml_collections reads sys.argv
     config_flags.DEFINE_config_dict("config", config, flag_values=values)
     values(sys.argv)
@@ -286,6 +288,8 @@ def check_config(script: str, path: str, options: list[str], monkeypatch) -> Non
         vlm_checks.check_config(values.config)
         return
     settings = diffusion_checks.check_config(values.config)
+    if settings.is_offline:  # its batches depend on the data
+        return
     numbers = {f.name: f.metadata["config"] for f in fields(BatchPlan) if "config" in f.metadata}
     found = {name: getattr(getattr(settings, s), f) for name, (s, f) in split(numbers).items()}
     processes = re.search(r"_(\d+)gpu$", path)

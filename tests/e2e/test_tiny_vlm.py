@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flow_grpo.vlm.losses import LOSS_NAMES
+from flow_grpo.vlm.losses import BUILT_IN_LOSSES
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_an_invalid_field_is_a_one_line_error(short):
     for fields, message in (
         (
             {"train__loss": "ppo"},
-            f"train.loss='ppo' must be one of {', '.join(map(repr, LOSS_NAMES))}",
+            f"train.loss='ppo' must be one of {', '.join(map(repr, BUILT_IN_LOSSES))}",
         ),
         ({"dataset": "nowhere"}, "dataset='nowhere'"),
         (

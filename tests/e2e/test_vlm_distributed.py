@@ -27,6 +27,24 @@ RUNS = {
     "episodes": EPISODES,
     "ppo": {"train.advantage": "gae", "train.beta": 0.1, "train.kl_in": "reward", **WARMUP},
 }
+# given responses; two processes stop after the first epoch and resume
+GIVEN = {
+    "sft": {"train.loss": "sft", "train.ema": True, "train.ema_update_interval": 1},
+    "dpo": {"train.loss": "dpo", **FULL},
+    "kto": {"train.loss": "kto", "train.undesirable_weight": 0.5, "train.tokens_per_batch": 40},
+}
+# without rollouts: pairs of responses train a reward model
+PAIR_RUNS = {
+    "pairs": {
+        **FULL,
+        "num_epochs": 2,
+        "train.loss": "bradley_terry",
+        "train.center_scores": 0.01,
+        "sample.questions_per_epoch": 8,
+        "eval_freq": 1,
+        "eval_questions": 0,
+    },
+}
 # in two processes only: rank 1 fails in batches of one, after an evaluation on rank 0
 BROKEN = {"run_name": "broken", "reward": "broken_on_rank_1", "sample.batch_size": 1}
 BROKEN |= {"eval_questions": 1}
@@ -43,12 +61,23 @@ def logdirs(tmp_path_factory) -> dict[int, Path]:
         "exact": True,
     }
     # 2 processes x 4 = 1 process x 8
+    given = {"dataset": str(small_vlm.write_given_data(folder / "given")), "num_epochs": 2}
+    given |= {"sample.max_new_tokens": 14, "sample.group_size": 8, "eval_freq": 1}
     batches = {1: {"sample.batch_size": 8}, 2: {"sample.batch_size": 4}}
 
     def runs(processes: int) -> list[dict]:
         shared = {**common, **batches[processes], "logdir": str(folder / str(processes))}
-        return [{**shared, "run_name": name, **fields} for name, fields in RUNS.items()]
+        pairs = {"dataset": str(folder / "pairs")}
+        found = [{**shared, "run_name": name, **fields} for name, fields in RUNS.items()]
+        found += [{**shared, "run_name": n, **fields, **pairs} for n, fields in PAIR_RUNS.items()]
+        for name, fields in GIVEN.items():
+            own = {**shared, **given, "run_name": name, **fields}
+            found += (
+                [own] if processes == 1 else [{**own, "num_epochs": 1}, {**own, "resume": "auto"}]
+            )
+        return found
 
+    small_vlm.write_pairs(folder / "pairs")
     vlm_runs.run_on_two_processes([*runs(2), {**runs(2)[0], **BROKEN}])
     for run_fields in runs(1):
         vlm_runs.run_recording(**run_fields)
@@ -99,7 +128,9 @@ def test_a_process_without_images_does_not_block_the_other(logdirs):
     assert {True, False} in updates
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "float32"])
+@pytest.mark.parametrize(
+    "name", [name for name in [*RUNS, *PAIR_RUNS, *GIVEN] if name != "float32"]
+)
 def test_two_processes_train_the_same_weights_as_one(logdirs, name):
     """The runs are in float64 and agree to the last digits."""
     lines, weights = [], []

@@ -299,6 +299,18 @@ def test_anchor_metrics_are_checked(check, column, values, epoch):
     assert (found.epoch if found else None) == epoch
 
 
+@pytest.mark.parametrize(
+    ("change", "epoch"),
+    [([0, 0.06, 0.06], 3), ([0, 0.06, 0.04, 0.06], None), ([0.05, 0.05, -0.2], None)],
+)
+def test_the_error_of_preferred_images_rises_by_at_most_a_tenth(change, epoch):
+    """Of 0.5 of the reference; twice in a row."""
+    error = [0.5 + each for each in change]
+    columns = {"train__chosen_change": change, "train__chosen_error": error}
+    found = only("preferred images", rows(**columns))
+    assert (found.epoch if found else None) == epoch
+
+
 def test_runs_of_any_length_and_method_can_be_checked():
     assert run_checks([]) == []
     assert only("failed rewards", rows(reward__failed=[3], reward__samples=[4])).epoch == 1

@@ -327,6 +327,43 @@ def write_data(folder: Path, train: int = 8, test: int = 4) -> Path:
     return folder
 
 
+def write_pairs(folder: Path, train: int = 8, test: int = 4) -> Path:
+    """Write preference pairs about the three questions; a preferred response has no "s"."""
+    examples = questions(folder)
+    for split, count in {"train": train, "test": test}.items():
+        rows = [
+            {
+                "prompt": examples[i % 3].text,
+                "images": [path.name for path in examples[i % 3].images],
+                "chosen": f"It is {i}" if i % 2 else f"{i}",
+                "rejected": f"It is {'s' * i} {i}s.",
+                "margin": i / 8,
+            }
+            for i in range(count)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def write_given_data(folder: Path, train: int = 8) -> Path:
+    """Write preference pairs of unlike lengths on the three questions, and test questions."""
+    write_data(folder, test=2)
+    examples, pairs = questions(folder), [("1", "three"), ("Two of them", "2"), ("ab", "abcdefgh")]
+    rows = [
+        {
+            "question": examples[i % 3].text,
+            "images": [path.name for path in examples[i % 3].images],
+            "chosen": f"{pairs[i % 3][0]}{i}",
+            "rejected": pairs[i % 3][1],
+        }
+        for i in range(train)
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "train.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
 def write_text_data(folder: Path) -> Path:
     """Write a dataset of questions without images."""
     folder.mkdir()

@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from flow_grpo.errors import RewardOutage
-from flow_grpo.vlm.fields import get_config
+from flow_grpo.vlm.fields import BRADLEY_TERRY, get_config
 from flow_grpo.vlm.policy import VlmPolicy
+from flow_grpo.vlm.reward_models import training as reward_models
 from flow_grpo.vlm.session import VlmSession, build_session
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -82,10 +83,14 @@ def in_float64() -> Iterator[None]:
 def run(exact: bool = False, **fields: Any) -> VlmSession:
     """Train with these dotted config fields, and return the closed session."""
     load = (lambda *_: small_vlm.build().double()) if exact else None
+    config, build, train = make_config(**fields), build_session, train_vlm.train
+    if config.train.loss == BRADLEY_TERRY:
+        config.reward_fn = get_config().reward_fn
+        build, train = reward_models.build_session, reward_models.train
     with in_float64() if exact else nullcontext():
-        session = build_session(make_config(**fields), load=load)
+        session = build(config, load=load)
         try:
-            train_vlm.train(session)
+            train(session)
         finally:
             session.close()
     return session
@@ -134,16 +139,19 @@ def run_recording(**fields: Any) -> None:
         lines.append(
             {
                 "tokens": {i: sample.tokens.tolist() for i, sample in rollout.samples.items()},
-                "rewards": {i: rollout.scores["avg"][i] for i in rollout.samples},
+                "rewards": {
+                    i: rollout.scores["avg"][i] for i in rollout.samples if "avg" in rollout.scores
+                },
                 "images": [],
             }
         )
         return prepare(session, rollout)
 
     def recording_forward(policy, batch, **settings):
-        lines[-1]["images"].append(
-            [sessions[0].progress.step, batch.inputs.image_indices is not None]
-        )
+        if lines:  # empty without a rollout
+            lines[-1]["images"].append(
+                [sessions[0].progress.step, batch.inputs.image_indices is not None]
+            )
         return forward(policy, batch, **settings)
 
     train_vlm.compute_rollout_log_probs, VlmPolicy.forward_tokens = (

@@ -17,7 +17,13 @@ from flow_grpo.losses import PolicyLoss
 from flow_grpo.vlm.advantages import compute_gae, compute_token_rewards
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.fields import get_config
-from flow_grpo.vlm.losses import AGGREGATIONS, KL_ESTIMATORS, LOSS_NAMES, build_loss
+from flow_grpo.vlm.losses import (
+    AGGREGATIONS,
+    BUILT_IN_LOSSES,
+    KL_ESTIMATORS,
+    LOSS_NAMES,
+    build_loss,
+)
 from flow_grpo.vlm.losses.base import (
     UpdateCounts,
     VlmLoss,
@@ -393,7 +399,7 @@ def test_documented_example_is_a_valid_loss(tmp_path, monkeypatch):
 
 
 def test_unknown_names_are_rejected():
-    with raises_user_error(", ".join(LOSS_NAMES), field="train.loss", value="ppo"):
+    with raises_user_error(", ".join(BUILT_IN_LOSSES), field="train.loss", value="ppo"):
         policy_loss("ppo", NEW, OLD, ADVANTAGES, MASK)
     for call, known in (
         (lambda: token_weights("mean", MASK, COUNTS, 8), AGGREGATIONS),

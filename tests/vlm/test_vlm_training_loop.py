@@ -25,7 +25,7 @@ from flow_grpo.vlm.advantages import ResponseTensors
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.critic import split_saved_param_groups
-from flow_grpo.vlm.losses import AGGREGATIONS, LOSS_NAMES
+from flow_grpo.vlm.losses import AGGREGATIONS, BUILT_IN_LOSSES, LOSS_NAMES
 from flow_grpo.vlm.losses.base import UpdateCounts
 from flow_grpo.vlm.objective import Objective
 from flow_grpo.vlm.packing import PackedBatch
@@ -360,7 +360,7 @@ def test_batches_have_about_equal_sizes(samples, limit, size):
     [
         (
             {"train.loss": "ppo"},
-            f"train.loss='ppo' must be one of {', '.join(map(repr, LOSS_NAMES))}",
+            f"train.loss='ppo' must be one of {', '.join(map(repr, BUILT_IN_LOSSES))}",
         ),
         ({"train.advantage": "vine"}, "train.advantage='vine' must be one of"),
         ({"train.dual_clip": 1.1}, "train.dual_clip=1.1 must be above 1 + train.clip_high=1.2"),

@@ -2,9 +2,11 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from flow_grpo.votes import book as book_module
 from flow_grpo.votes.ask import ORDERS
 from flow_grpo.votes.ballots import Ballot, Group, Vote, ring_pairs
 from flow_grpo.votes.book import Progress, VoteBook, VoteConflict
@@ -168,6 +170,25 @@ def test_each_image_of_a_ring_has_as_many_pairs(count, per_image):
     degrees = {sum(i in pair for pair in pairs) for i in range(count)}
     wanted = min(per_image, count - 1)
     assert degrees == {wanted + (wanted * count) % 2}
+
+
+def test_a_run_that_is_silent_is_not_asked_for_until_it_asks_again(tmp_path, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=1000.0)
+    monkeypatch.setattr(book_module, "time", clock)
+    votes = book(tmp_path, ballot("a"))
+    votes.post_group(group())
+    clock.now += book_module.SILENT_SECONDS - 1
+    assert asked(votes, "ann") == ["key0", "key1", "a"]
+    votes.group_result("key")
+    clock.now += book_module.SILENT_SECONDS - 1
+    assert votes.progress("ann").left == 3
+    clock.now += 1
+    assert asked(votes, "ann") == ["a"]
+    assert vote(votes, "late", "key0")  # was on a screen
+    again = VoteBook(tmp_path, ORDERS["random"])  # the run may still live
+    assert asked(again, "bob") == ["key1", "a"]
+    votes.post_group(group())
+    assert asked(votes, "bob") == ["key1", "a"]
 
 
 def test_what_is_drawn_ahead_counts_for_the_fastest_voter(tmp_path):

@@ -23,6 +23,8 @@ ALGORITHMS: "Registry[type[Algorithm]]" = Registry(
         "dppo": f"{__name__}.dppo:Dppo",
         "grpo": f"{__name__}.grpo:Grpo",
         "grpo_guard": f"{__name__}.grpo_guard:GrpoGuard",
+        "ipo": f"{__name__}.ipo:Ipo",
+        "kto": f"{__name__}.kto:Kto",
         "leap": f"{__name__}.leap:Leap",
         "mix": f"{__name__}.mix:Mix",
         "nft": f"{__name__}.nft:Nft",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from flow_grpo.diffusion.policy import Policy
 
 
+# What a method learns from of the images that `preferences` gives.
+GivenKind = Literal["", "pairs", "rated", "demonstrations"]
+NoiseDensity = Literal["", "logit_normal", "uniform"]
+
+
 @dataclass(frozen=True)
 class Setup:
     """Parts of the config outside the algorithm's own section that it may read."""
@@ -38,6 +43,8 @@ class Setup:
     update_samples: int = 16  # per update and process
     anchors: AnchorConfig = section(AnchorConfig)
     tasks: tuple[str, ...] = ("all",)  # names of the prompt sets
+    given_samples: int = 0  # images of `preferences` per update and process, besides the samples
+    density: NoiseDensity = ""  # of the noise levels; "": evenly over those of the schedule
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,8 @@ class Algorithm:
     # Trajectories keep all their states and the gradient of the reward at the final latents.
     needs_reward_gradient: ClassVar[bool] = False
     losses_per_sample: int = 1
+    # Given images that it can train on instead of samples, see `flow_grpo.diffusion.given_images`.
+    given: ClassVar[GivenKind] = ""
     kl_setting: ClassVar[str] = ""  # name of the setting with the initial KL weight, if any
     kl_weight: float = 0.0  # current weight; `kl_target` adapts it
     max_guidance: float = 0.0  # largest guidance scale used besides that of the rollout
@@ -123,7 +132,7 @@ class Algorithm:
     def check(self) -> None:
         """Raise a UserError for incompatible settings; a ValueError is reported the same way."""
         setup, target = self.setup, getattr(self.settings, "kl_target", 0.0)
-        if self.needs_whole_groups and setup.group_size < 2:
+        if self.needs_whole_groups and setup.update_samples and setup.group_size < 2:
             raise UserError(
                 f"must be at least 2 for algorithm={self.name!r}, which compares within groups",
                 field="sample.num_image_per_prompt",
@@ -176,8 +185,13 @@ class Algorithm:
 
     @property
     def trained_samples(self) -> int:
-        """Number of samples that one update trains on one process."""
-        return self.setup.update_samples
+        """Number of samples that one update trains on one process, given ones included."""
+        return self.setup.update_samples + self.setup.given_samples
+
+    @property
+    def given_share(self) -> float:
+        """Fraction of the trained samples that are images given by `preferences`."""
+        return self.setup.given_samples / self.trained_samples
 
     def batches(self, update: list[Batch], size: int) -> list[Batch]:
         """Return the micro-batches to train in an update, by default those of the rollout.

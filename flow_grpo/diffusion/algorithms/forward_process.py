@@ -28,7 +28,9 @@ Papers: DiffusionNFT (arXiv 2509.16117), AWM (arXiv 2509.25050), DGPO (arXiv 251
 Diffusion-DPO (arXiv 2311.12908), V-GRPO (arXiv 2604.23380).
 """
 
+import math
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -163,9 +165,10 @@ class ForwardProcessAlgorithm(Algorithm):
         seed, *rest = batch.seed
         rngs = [numpy_rng(seed, Stream.TIMES, *rest, key) for key in keys]
         span = num_steps - s.skip_first - s.skip_last
-        return keys, s.skip_first + np.stack(
-            [sample_stratified_steps(rng, span, s.times) for rng in rngs]
-        )
+        draw = sample_stratified_steps
+        if self.setup.density == "logit_normal":
+            draw = sample_logit_normal_steps
+        return keys, s.skip_first + np.stack([draw(rng, span, s.times) for rng in rngs])
 
     def no_grad_velocities(
         self, policy: "Policy", which: "PolicyWeights", at: NoisedSamples, batch: Batch
@@ -253,6 +256,18 @@ def sample_stratified_steps(rng: np.random.Generator, steps: int, count: int) ->
     Every step is equally likely.
     """
     return (np.arange(count) * steps + rng.integers(steps)) // count
+
+
+def sample_logit_normal_steps(rng: np.random.Generator, steps: int, count: int) -> np.ndarray:
+    """Return `count` steps whose position in the schedule is logit-normal, one per quantile range.
+
+    The density is that of SD3 and of the DPO script of Flow-GRPO (yifan123/flow_grpo,
+    scripts/train_sd3_dpo.py, `compute_density_for_timestep_sampling`: mean 0, deviation 1, of the
+    index in the shifted schedule of 1,000 steps); one random offset for all quantiles.
+    """
+    quantiles = (np.arange(count) + max(rng.random(), 1e-12)) / count
+    logits = [NormalDist().inv_cdf(quantile) for quantile in quantiles.tolist()]
+    return np.array([int(steps / (1 + math.exp(-logit))) for logit in logits])
 
 
 def old_policy_decay(updates: int, *, rate: float, start: int, maximum: float) -> float:

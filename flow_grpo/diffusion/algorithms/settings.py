@@ -121,7 +121,7 @@ class ForwardSettings:
     noise_per: Literal["sample", "group"] = setting(
         "sample",
         'Draw noise and noise levels per "sample", or once per "group" (V-GRPO), so that losses '
-        'within a group differ only by the samples. dgpo and dpo always use "group".',
+        'within a group differ only by the samples. dgpo, dpo and ipo always use "group".',
         choices=("sample", "group"),
     )
     train_guidance: float | None = setting(
@@ -281,6 +281,37 @@ class GuardSettings(GrpoSettings):
 
 
 @dataclass(frozen=True)
+class IpoSettings(ForwardSettings):
+    """Settings of `Ipo`."""
+
+    beta: float = setting(
+        2000.0,
+        "Inverse of the preference margin to reach; larger values keep the policy closer to the "
+        "reference.",
+        above=0,
+    )
+
+
+@dataclass(frozen=True)
+class KtoSettings(ForwardSettings):
+    """Settings of `Kto`."""
+
+    beta: float = setting(
+        1000.0,
+        "Scale of the change of an image's error in the value function; larger values saturate "
+        "sooner and keep the policy closer to the reference.",
+        above=0,
+    )
+    like_weight: float = setting(1.0, "Weight of liked images.", above=0)
+    dislike_weight: float = setting(
+        1.0,
+        "Weight of disliked images. If there are n times as many of one kind, give the other one n "
+        "times the weight.",
+        above=0,
+    )
+
+
+@dataclass(frozen=True)
 class LeapSettings(ForwardSettings):
     """Settings of `Leap`."""
 
@@ -310,7 +341,7 @@ class NftSettings(ForwardSettings):
     """Settings of `Nft`."""
 
     times: int = setting(
-        9, "Noise levels trained per sample: 9 of the 10 levels of the rollout.", at_least=1
+        9, "Noise levels trained per sample, by default 9 of the 10 of the rollout.", at_least=1
     )
     beta: float = setting(
         1.0,
@@ -411,6 +442,8 @@ SETTINGS: dict[str, type] = {
     "dppo": DppoSettings,
     "grpo": GrpoSettings,
     "grpo_guard": GuardSettings,
+    "ipo": IpoSettings,
+    "kto": KtoSettings,
     "leap": LeapSettings,
     "mix": MixSettings,
     "nft": NftSettings,

@@ -1,4 +1,4 @@
-"""Online supervised fine-tuning: flow matching on the best sample of each group."""
+"""Supervised fine-tuning: flow matching on the best sample of each group, or on given images."""
 
 import numpy as np
 from torch import Tensor
@@ -11,13 +11,14 @@ from flow_grpo.losses import mean_square
 
 
 class Sft(ForwardProcessAlgorithm):
-    """Online supervised fine-tuning: flow matching on the best sample of each group."""
+    """Supervised fine-tuning: flow matching on the best sample of each group, or given images."""
 
     name = "sft"
     Settings = ForwardSettings
     needs_whole_groups = True
     overrides_credit = True
     zero_loss_without_credit = True
+    given = "demonstrations"
 
     def credit(self, scored: ScoredSamples) -> np.ndarray:
         """Return 1 for the best of each group and 0 otherwise, also for all of equal ones."""
@@ -25,10 +26,10 @@ class Sft(ForwardProcessAlgorithm):
 
     @property
     def trained_samples(self) -> int:
-        return self.setup.update_samples // self.setup.group_size
+        return self.setup.update_samples // self.setup.group_size + self.setup.given_samples
 
     def batches(self, update: list[Batch], size: int) -> list[Batch]:
-        """Return batches of the best sample of each group of the update."""
+        """Return batches of the best sample of each group; a given image is a group of its own."""
         samples = Batch.concat(update)
         credit = samples.credit.numpy()
         best = np.array([rows[credit[rows].argmax()] for rows in samples.rows_by_group()])

@@ -1,6 +1,6 @@
 """Base of the model adapters: device placement, prompts, guidance, optimizations, weight files.
 
-Each model family is a subclass in a file of its own; see docs/adding_models.md.
+Each model family is a subclass in its own file; see docs/adding_models.md.
 """
 
 import copy

@@ -66,7 +66,7 @@ def to_kohya(
 ) -> dict[str, Tensor]:
     """Return the tensors of a LoRA under names that ComfyUI applies at full strength.
 
-    ComfyUI loads each of the two transformers of Wan 2.2 A14B with a LoRA file of its own: convert
+    ComfyUI loads each of the two transformers of Wan 2.2 A14B with its own LoRA file: convert
     the LoRA of each transformer on its own.
 
     Args:
@@ -224,7 +224,7 @@ def _split(
 def _fuse(key: str, parts: list[_Layer | None], where: str | Path) -> _Layer:
     """Return one LoRA for a matrix whose rows are several layers.
 
-    Each layer has columns of `up` of its own, so that the product is that of the layers. A layer
+    Each layer has its own columns of `up`, so that the product is that of the layers. A layer
     without LoRA has zeros.
     """
     given = [part for part in parts if part is not None]

@@ -28,7 +28,7 @@ class WanAdapter(ModelAdapter):
     shared_inputs = {"attn1": (("to_q", "to_k", "to_v"),), "attn2": (("to_k", "to_v"),)}  # noqa: RUF012
 
     def select_transformer(self, pipeline: DiffusionPipeline) -> nn.Module:
-        """Return the transformer, or both of Wan 2.2 A14B as `Experts`."""
+        """Return the transformer, or both of Wan 2.2 A14B as `Experts`, without CUDA graphs."""
         ratio = pipeline.config.get("boundary_ratio")
         if ratio is None:
             return pipeline.transformer

@@ -143,8 +143,7 @@ def _split_into_groups(prompts: Sequence[str], metadata: MetadataRows) -> list[G
     groups: dict[tuple, Group] = {}
     for row, (prompt, own) in enumerate(zip(prompts, metadata, strict=True)):
         sources = images_in_metadata(own, SOURCE)
-        # the samples of a group share the image objects
-        key = (prompt, *map(id, sources))
+        key = (prompt, *map(_digest, sources))
         groups.setdefault(key, Group([], prompt, sources)).rows.append(row)
     return list(groups.values())
 

@@ -127,7 +127,7 @@ class OcrScorer(PooledScorer):
 
 
 def default_workers() -> int:
-    """Return the number of usable CPU cores divided by the ranks on this machine."""
+    """Return the usable CPU cores per rank of this machine, from 1 to `MAX_DEFAULT_WORKERS`."""
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux only
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -89,7 +89,8 @@ class RemoteScorer(Scorer):
             itertools.repeat(STARTUP_POLL_SECONDS), time.monotonic() + STARTUP_TIMEOUT
         )
         replies = [self._query_server(url, attempts) for url in urls]
-        rules, limits = zip(*replies, strict=True)
+        rules, limits, image_readers = zip(*replies, strict=True)
+        self.reads_images = any(image_readers)
         if len(set(rules)) > 1:
             raise UserError(
                 f"is inconsistent: some of {', '.join(urls)} take whole videos and some images",
@@ -150,8 +151,8 @@ class RemoteScorer(Scorer):
             reason = describe_error(error)
         return BatchScores([Failed(reason)] * len(samples))
 
-    def _query_server(self, url: str, attempts: RetryTimer) -> tuple[str, dict[str, int]]:
-        """Return the frame rule and the limits of a server.
+    def _query_server(self, url: str, attempts: RetryTimer) -> tuple[str, dict[str, int], bool]:
+        """Return the frame rule and the limits of a server, and whether the reward reads images.
 
         Raises:
             UserError: The server does not respond or does not offer the reward.
@@ -161,7 +162,8 @@ class RemoteScorer(Scorer):
             try:
                 response = self._servers.get(url, "/v1/rewards", STARTUP_TIMEOUT)
                 names = [reward["name"] for reward in response["rewards"]]
-                video_rewards = response.get("clips", ())  # older servers do not send it
+                video_rewards = response.get("clips", ())  # older servers do not send these
+                image_readers = response.get("reads_images", ())
                 limits = response["limits"]
                 break
             except RequestRejected as error:
@@ -179,7 +181,8 @@ class RemoteScorer(Scorer):
             raise UserError(
                 f"does not serve {self.name!r}, only {', '.join(names)}", field=field, value=url
             )
-        return WHOLE_VIDEO if self.name in video_rewards else DEFAULT_FRAMES, limits
+        rule = WHOLE_VIDEO if self.name in video_rewards else DEFAULT_FRAMES
+        return rule, limits, self.name in image_readers
 
 
 def _encode_sample(sample: Sample | str) -> str | list[str]:

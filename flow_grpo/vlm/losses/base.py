@@ -24,13 +24,11 @@ MAX_K3 = 10.0
 
 
 @dataclass(frozen=True)
-class VlmLoss:
-    """Base class of policy losses; its fields are the `train` settings that it reads."""
+class TrainLoss:
+    """Base class of all losses; its fields are the `train` settings that it reads."""
 
-    # defaults of `train` settings that are unset
-    default_settings: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"}
-    )
+    # values of `train` settings that are unset
+    default_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     max_clip_range: ClassVar[float] = math.inf  # a wider range never clips
 
     @classmethod
@@ -45,6 +43,11 @@ class VlmLoss:
             if each.default is MISSING or hasattr(settings, each.name)
         ]
         return cls(**{name: getattr(settings, name) for name in names})
+
+
+@dataclass(frozen=True)
+class VlmLoss(TrainLoss):
+    """Base class of policy losses."""
 
     @property
     def clip_range(self) -> float | None:
@@ -119,10 +122,11 @@ def log_ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class UpdateCounts:
-    """Number of tokens and of responses in an update, over all processes."""
+    """Numbers of an update, over all processes."""
 
     tokens: float
     responses: float
+    mismatched_kl: float = 0.0  # KTO's estimate of the KL; see kto.py
 
 
 def token_weights(

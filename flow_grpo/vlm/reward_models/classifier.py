@@ -6,8 +6,6 @@ which has the name, config and weight names that such a class of transformers wo
 """
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +16,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
+from flow_grpo.data.questions import Question
 from flow_grpo.errors import UserError
-from flow_grpo.vlm.expert_layout import published_layout
+from flow_grpo.vlm.prompts import PromptEncoder
 
 SCORE_WEIGHT = "score.weight"  # (1, hidden size)
+SCORE_FILE = "score.safetensors"  # has it, next to a LoRA
 UNUSED_PREFIX = "lm_head."  # of a language model, which a classifier does not have
 
 
@@ -49,20 +49,14 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return type(name, (GenericForSequenceClassification, base), attributes)
 
 
-def save_classifier(
-    folder: Path,
-    config: PretrainedConfig,
-    weights: dict[str, Tensor],
-    processors: list[Any],
-    pad_token_id: int | None,
-) -> None:
-    """Write a reward model that transformers loads.
+def build_classifier(
+    config: PretrainedConfig, weights: dict[str, Tensor], pad_token_id: int | None
+) -> PreTrainedModel:
+    """Return the sequence classifier of a language model and a head.
 
     Args:
-        folder: Directory to write.
         config: Config of the language or vision-language model.
-        weights: Its weights and `SCORE_WEIGHT`.
-        processors: Tokenizer and image processor.
+        weights: Its weights and `SCORE_WEIGHT`, which the classifier then uses.
         pad_token_id: Padding token, which transformers skips to find the last token.
     """
     config = copy.deepcopy(config)
@@ -71,10 +65,19 @@ def save_classifier(
     with torch.device("meta"):
         classifier = classifier_class(config)(config)
     weights = {name: w for name, w in weights.items() if not name.startswith(UNUSED_PREFIX)}
-    with published_layout(classifier, weights):
-        classifier.save_pretrained(folder, state_dict=weights)
-    for part in processors:
-        part.save_pretrained(folder)
+    classifier.load_state_dict(weights, assign=True)
+    return classifier
+
+
+def find_pad_token(encoder: PromptEncoder) -> int | None:
+    """Return the tokenizer's padding token, or None if conversations end with it.
+
+    transformers scores the last token that is not padding, which would be another token than the
+    one that is trained.
+    """
+    pad = encoder.tokenizer.pad_token_id
+    [conversation] = encoder.encode_conversations(Question("?"), ["?"])
+    return None if pad == int(conversation.ids[-1]) else pad
 
 
 def score_head(width: int, dtype: torch.dtype, seed: int) -> nn.Linear:

@@ -1,6 +1,6 @@
 """Batch arithmetic, data and settings of a run that trains a reward model; without torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flow_grpo.config.paths import resolve_settings_paths
 from flow_grpo.config.settings import get_setting
@@ -69,11 +69,11 @@ def pair_layout(layout: QuestionLayout) -> ResponseLayout:
 
 
 def check_reward_model_config(settings: VlmConfig) -> VlmConfig:
-    """Reject settings without effect; return the settings without rewards and with full paths."""
+    """Reject settings without effect; return the settings with bundled paths resolved."""
     default = type(settings)()
     for name in UNUSED_SETTINGS:
         value, unset = get_setting(settings, name), get_setting(default, name)
-        if value not in ({}, unset):  # {} in settings that were checked before
+        if value != unset and value != 0:  # 0 is the value of an unset train.beta
             raise UserError(
                 f"has no effect with train.loss={BRADLEY_TERRY!r}, which samples no responses",
                 field=name,
@@ -82,4 +82,4 @@ def check_reward_model_config(settings: VlmConfig) -> VlmConfig:
             )
     parse_trackers(settings.log_with)
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
-    return resolve_settings_paths(replace(settings, reward_fn={}, eval_reward_fn={}))
+    return resolve_settings_paths(settings)

@@ -7,11 +7,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flow_grpo.training.distributed import gather_state_dict
+from flow_grpo.vlm.expert_layout import published_layout
 from flow_grpo.vlm.packing import PackedBatch
 from flow_grpo.vlm.policy import VlmPolicy
-from flow_grpo.vlm.reward_models.classifier import SCORE_WEIGHT, save_classifier, score_head
-
-SCORE_FILE = "score.safetensors"  # next to a LoRA
+from flow_grpo.vlm.reward_models.classifier import (
+    SCORE_FILE,
+    SCORE_WEIGHT,
+    build_classifier,
+    score_head,
+)
 
 
 class RewardModelPolicy(VlmPolicy):
@@ -60,10 +64,9 @@ class RewardModelPolicy(VlmPolicy):
         save_file(self._score_weight, folder / SCORE_FILE, metadata={"format": "pt"})
 
     def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
-        save_classifier(
-            folder / f"{prefix}model",
-            self.model.config,
-            {**weights, **self._score_weight},
-            self._processors,
-            self._pad_token_id,
-        )
+        weights = {**weights, **self._score_weight}
+        classifier = build_classifier(self.model.config, weights, self._pad_token_id)
+        with published_layout(classifier, weights):
+            classifier.save_pretrained(folder / f"{prefix}model")
+        for part in self._processors:
+            part.save_pretrained(folder / f"{prefix}model")

@@ -23,6 +23,7 @@ from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.fields import VlmConfig
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.questions import QuestionSets
+from flow_grpo.vlm.reward_models.classifier import find_pad_token
 from flow_grpo.vlm.reward_models.plan import PairPlan, build_pair_plan, build_pairs
 from flow_grpo.vlm.reward_models.policy import RewardModelPolicy
 
@@ -85,7 +86,7 @@ def build_session(
             run.accelerator, lambda: check_lengths(config, data, encoder, limit)
         )
         data.log_sizes()
-        policy = build_policy(config, encoder, model, data.train[0], run.accelerator)
+        policy = build_policy(config, encoder, model, run.accelerator)
         logger.info("%-21s %s", "trained", policy.describe())
         run.add_policy(policy)
         return RewardModelSession(
@@ -134,7 +135,6 @@ def build_policy(
     config: VlmConfig,
     encoder: PromptEncoder,
     model: nn.Module,
-    example: GivenResponse,
     accelerator: Accelerator,
 ) -> RewardModelPolicy:
     """Set up LoRA or all weights for training, and the score head."""
@@ -147,7 +147,7 @@ def build_policy(
     )
     return RewardModelPolicy(
         model,
-        pad_token_id=find_pad_token(encoder, example),
+        pad_token_id=find_pad_token(encoder),
         processors=[encoder.tokenizer, encoder.image_processor],
         use_lora=config.use_lora,
         rank=train.lora_rank,
@@ -160,14 +160,3 @@ def build_policy(
         flex_attention=flex_attention,
         seed=config.seed,
     )
-
-
-def find_pad_token(encoder: PromptEncoder, example: GivenResponse) -> int | None:
-    """Return the tokenizer's padding token, or None if conversations end with it.
-
-    transformers scores the last token that is not padding, which would be another token than the
-    one that is trained.
-    """
-    pad = encoder.tokenizer.pad_token_id
-    [conversation] = encoder.encode_conversations(example, example.responses[:1])
-    return None if pad == int(conversation.ids[-1]) else pad

@@ -21,6 +21,8 @@ WIDE = {
     "leap": {"times": 3, "kl_beta": 0.3, "discount": 0.5},
     "dgpo": {"times": 3, "clip_range": 1e3, "beta": 5.0, "kl_beta": 0.3, "kl_type": "flow_grpo"},
     "dpo": {"times": 3, "beta": 20.0, "kl_beta": 0.3},
+    "ipo": {"times": 3, "beta": 20.0, "kl_beta": 0.3},
+    "kto": {"times": 3, "beta": 20.0, "dislike_weight": 0.5, "kl_beta": 0.3},
     "sft": {"times": 3, "kl_beta": 0.3, "kl_type": "flow_grpo"},
     "rwr": {"times": 3, "kl_beta": 0.3, "kl_type": "gaussian"},
 }
@@ -29,7 +31,13 @@ WIDE["opd"] = {
     "distance": "flow_grpo",
     "anchor_beta": 0.3,
 }
-CREDIT = {"dpo": (1, -1, -1, 1), "sft": (0, 1, 1, 0), "rwr": (0.4, 1.6, 1.9, 0.1)}
+CREDIT = {
+    "dpo": (1, -1, -0.6, 0.6),
+    "ipo": (1, -1, -0.6, 0.6),
+    "kto": (1, -1, -1, 1),
+    "sft": (0, 1, 1, 0),
+    "rwr": (0.4, 1.6, 1.9, 0.1),
+}
 SETUP = {"num_steps": STEPS, "group_size": 2, "update_samples": 4}
 
 

@@ -106,7 +106,7 @@ def test_it_equals_the_kl_of_trajectory_algorithms_at_these_steps(name, kind, ru
 @pytest.mark.parametrize("name", FORWARD)
 def test_the_default_is_exactly_the_velocity_difference(name):
     assert method(name).settings.kl_type == "velocity"
-    assert method(name, kl_beta=0.0).needs_reference == (name in ("dpo", "dgpo"))
+    assert method(name, kl_beta=0.0).needs_reference == (name in ("dpo", "dgpo", "ipo", "kto"))
     generator = torch.Generator().manual_seed(0)
     velocity, reference = torch.randn(2, 3, 4, 8, 8, generator=generator)
     at = at_noise_level(0.5, velocity, reference=reference)

@@ -31,7 +31,7 @@ FORWARD = [
     for name in METHODS  # leap trains states of the rollout: test_leap.py
     if issubclass(ALGORITHMS[name], ForwardProcessAlgorithm) and name != "leap"
 ]
-GROUPS = ["dgpo", "dpo"]  # share noise
+GROUPS = ["dgpo", "dpo", "ipo"]  # share noise
 
 
 TARGET, VELOCITY, OLD = pixels([1.0, 0.0]), pixels([0.4, 0.2]), pixels([0.2, 0.4])

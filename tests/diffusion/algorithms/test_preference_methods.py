@@ -1,5 +1,5 @@
-"""dgpo, dpo, sft and rwr, which compare the samples of a group, against numbers worked out by hand
-from their formulas. Velocities have two pixels, so that a mean is half a sum."""
+"""dgpo, dpo, ipo, kto, sft and rwr, which compare samples, against numbers worked out by hand from
+their formulas. Velocities have two pixels, so that a mean is half a sum."""
 
 import json
 import math
@@ -22,6 +22,8 @@ from user_errors import raises_user_error
 
 from flow_grpo.diffusion.algorithms.base import Batch, ScoredSamples, drop_zero_gradient
 from flow_grpo.diffusion.algorithms.dgpo import WeightedSamples
+from flow_grpo.diffusion.algorithms.forward_process import sample_logit_normal_steps
+from flow_grpo.diffusion.algorithms.kto import SamplesWithReferencePoint
 
 SETUP = {"num_steps": STEPS, "group_size": 2, "update_samples": 4}
 
@@ -139,6 +141,102 @@ def test_dpo_by_hand():
     assert gradient[1] == pytest.approx([-0.759997, -0.379999], abs=1e-5)
     assert columns["margin"].tolist() == pytest.approx([1.45] * 2)
     assert columns["accuracy"].tolist() == [1, 1]
+
+
+def test_an_uncertain_preference_by_hand():
+    """p = .75: .75 * .210723 + .25 * 1.660723."""
+    velocity = pixels([0.8, 0.2], [0.4, 0.2])
+    at = at_noise_level(0.5, **dpo_pair())
+    loss, _, columns = objective(method("dpo", beta=10.0), velocity, at, 0.5, -0.5)
+    assert loss == pytest.approx([0.573223] * 2, abs=1e-6)
+    assert columns["chosen_error"].tolist() == pytest.approx([0.04] * 2)
+    assert columns["rejected_error"].tolist() == pytest.approx([0.1] * 2)
+    assert columns["chosen_change"].tolist() == pytest.approx([-0.21] * 2)
+    assert columns["rejected_change"].tolist() == pytest.approx([0.08] * 2)
+
+
+def test_ipo_by_hand():
+    """Margin 1.45 as of dpo: (1.45 - .5)^2. Gradient 2 * .95 times that of the margin, -5 (v - u)
+    of the winner, (-.2, .2), and 5 (v - u) of the loser, (.4, .2), in both rows of the pair.
+    With p = .75, (1.45 - .25)^2."""
+    velocity = pixels([0.8, 0.2], [0.4, 0.2])
+    at, algorithm = at_noise_level(0.5, **dpo_pair()), method("ipo", beta=10.0)
+    loss, gradient, columns = objective(algorithm, velocity, at, 1.0, -1.0)
+    assert loss == pytest.approx([0.9025] * 2)
+    assert gradient[0] == pytest.approx([3.8, -3.8])
+    assert gradient[1] == pytest.approx([7.6, 3.8])
+    assert columns["margin"].tolist() == pytest.approx([1.45] * 2)
+    assert objective(algorithm, velocity, at, 0.5, -0.5)[0] == pytest.approx([1.44] * 2)
+    assert objective(algorithm, velocity, at, 0.0, 0.0)[:2] == ([0, 0], [[0, 0], [0, 0]])
+
+
+def test_kto_by_hand():
+    """Gains .21 and -.08, z0 = .065: both values are 10 * .145 = 1.45, 1 - sigmoid(1.45) = .190002.
+    Gradient -.190002 * .809998 = -.153901 times -10 (v - u) of the liked image and 10 (v - u) of
+    the disliked one, whose weight is a half."""
+    velocity = pixels([0.8, 0.2], [0.4, 0.2])
+    at = at_noise_level(0.5, **dpo_pair())
+    at = SamplesWithReferencePoint(**vars(at), reference_point=numbers(0.065, 0.065))
+    algorithm = method("kto", beta=10.0, dislike_weight=0.5)
+    loss, gradient, columns = objective(algorithm, velocity, at, 1.0, -1.0)
+    assert loss == pytest.approx([0.190002, 0.095001], abs=1e-6)
+    assert gradient[0] == pytest.approx([-0.307802, 0.307802], abs=1e-6)
+    assert gradient[1] == pytest.approx([-0.307802, -0.153901], abs=1e-6)
+    assert columns["accuracy"].tolist() == [1, 1]
+    assert (columns["chosen_error"].tolist(), columns["rejected_error"].tolist()) == (
+        pytest.approx([0.04]),
+        pytest.approx([0.1]),
+    )
+    loss, gradient, columns = objective(algorithm, velocity, at, 0.0, -1.0)
+    assert (loss[0], gradient[0], len(columns["chosen_error"])) == (0, [0, 0], 0)
+
+
+def test_ktos_reference_point_is_that_of_all_rated_images_of_the_update():
+    """The mean gain of three of four images, as the second one has no rating; at least 0."""
+    algorithm = method("kto", SETUP, times=2)
+    policy, batch = rollout(algorithm, moved=0.1)
+    batch = replace(batch, credit=numbers(1.0, 0.0, -1.0, 1.0))
+    parts = [part for part, _ in algorithm.iter_prepared(policy, [batch])]
+    prepared = [at for _, at in algorithm.iter_prepared(policy, [batch[:1], batch[1:]])]
+    points = torch.cat([at.reference_point for at in prepared])
+    assert points.min() == points.max()
+    gains = []
+    for part, at in algorithm.iter_prepared(policy, parts):
+        for j in range(2):
+            columns = algorithm.loss(policy, part, at, j).columns
+            gains += [-columns["chosen_change"], -columns["rejected_change"]]
+    mean = torch.cat(gains).mean().item()
+    assert len(torch.cat(gains)) == 6
+    assert points[0, 0].item() == pytest.approx(max(0.0, mean), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "sft"])
+def test_given_images_join_those_of_the_rollout(name):
+    """Two groups of four samples, and given images: a pair, or two groups of one."""
+    algorithm = method(name, {"group_size": 4, "update_samples": 8, "given_samples": 2})
+    scored = ScoredSamples({"a": np.arange(8.0)}, np.repeat([0, 1], 4), {"a": 1.0})
+    online = samples_with_credit(*algorithm.credit(scored).tolist(), groups=[0] * 4 + [1] * 4)
+    pair = algorithm.given == "pairs"
+    given = samples_with_credit(1.0, -1.0 if pair else 1.0, groups=[2, 2] if pair else [2, 3])
+    given = replace(given, index=given.index + 8)
+    batches = algorithm.batches([online[:4], online[4:], given], 4)
+    trained = {"dpo": [3, 0, 7, 4, 8, 9], "sft": [3, 7, 8, 9], "kto": [*range(10)]}
+    trained["ipo"] = trained["dpo"]
+    assert np.concatenate([each.index for each in batches]).tolist() == trained[name]
+    assert len(trained[name]) == algorithm.trained_samples
+    assert len(batches) == algorithm.batch_count(4)
+    assert algorithm.given_share == pytest.approx(2 / len(trained[name]))
+
+
+def test_logit_normal_steps_are_stratified():
+    """Quantiles of one level per draw: the middle half of the schedule has probability
+    Phi(log 3) - Phi(-log 3) = .728, of a uniform density .5."""
+    rng = np.random.default_rng(0)
+    drawn = np.stack([sample_logit_normal_steps(rng, 1000, 4) for _ in range(2000)])
+    assert (np.diff(drawn, axis=1) > 0).all()
+    assert 0 <= drawn.min() < drawn.max() < 1000
+    assert ((drawn >= 250) & (drawn < 750)).mean() == pytest.approx(0.728, abs=0.01)
+    assert [(drawn[:, i] < 500).all() for i in range(4)] == [True, True, False, False]
 
 
 def test_dpo_of_the_wrong_order_by_hand():
