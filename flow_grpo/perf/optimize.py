@@ -95,7 +95,7 @@ def _compile_method(method: Callable) -> Callable:
         except compiler_errors() as error:
             if chosen is method:
                 raise
-            logger.warning("a block could not be compiled and will be slower: %s", first_line(error))
+            logger.warning("a block could not be compiled and is slower: %s", first_line(error))
             chosen = method
             return method(*args, **options)
 
