@@ -411,7 +411,7 @@ def _optimize_adapter(
     config, accelerator = run.config, run.accelerator
     adapter.apply_optimizations(
         fold=not is_sharded(accelerator),  # sharded engines gather weights layer by layer
-        compiled=can_compile(config, accelerator),
+        compiled=can_compile(config, accelerator, adapter.blocks()),
         graphs=can_use_cuda_graphs(config, accelerator)
         # a captured graph has no mask for samples without a source image,
         and len({len(p.images) for p in data.all_prompts}) == 1

@@ -331,6 +331,8 @@ def check_script(path: Path, arguments: list[str], monkeypatch) -> None:
     if "Parser(" in source or "command_line" not in source:
         return
     source += (ROOT / "flow_grpo/config/command_line.py").read_text("utf-8")
+    if "import benchmark as" in source:  # its options are options of this script
+        source += (ROOT / "scripts/benchmark.py").read_text("utf-8")
     known = {"help", *re.findall(r'\bDEFINE_\w+\(\s*"(\w+)"', source)}
     names = {a.removeprefix("--").partition("=")[0] for a in arguments if a.startswith("--")}
     assert {name for name in names if not name.startswith("config.")} <= known
