@@ -16,7 +16,8 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
+FILE = Path(__file__)
+ROOT = FILE.parents[2]
 WEIGHTS = ROOT / "assets/tiny-sd3/transformer/diffusion_pytorch_model.safetensors"
 KINDS = {
     "lora": {"use_lora": True, "train__beta": 0.04},
@@ -78,15 +79,15 @@ def norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 @pytest.fixture(scope="module")
-def logdir(tmp_path_factory) -> Path:
-    """Train every kind with and without FSDP2, concurrently because imports take most time."""
+def logdir(tmp_path_factory, request) -> Path:
+    """Train the selected kinds with and without FSDP2, concurrently: imports take most time."""
     folder = tmp_path_factory.mktemp("logs")
-
+    kinds = [item.callspec.params["kind"] for item in request.session.items if item.path == FILE]
     finish(
-        *(start(folder, f"{k}-single", sys.executable, **KINDS[k]) for k in KINDS),
-        *(start(folder, f"{k}-sharded", *launched(), **KINDS[k], num_epochs=2) for k in KINDS),
+        *(start(folder, f"{k}-single", sys.executable, **KINDS[k]) for k in kinds),
+        *(start(folder, f"{k}-sharded", *launched(), **KINDS[k], num_epochs=2) for k in kinds),
     )
-    finish(*(start(folder, f"{k}-sharded", *launched(), **KINDS[k], resume="auto") for k in KINDS))
+    finish(*(start(folder, f"{k}-sharded", *launched(), **KINDS[k], resume="auto") for k in kinds))
     return folder
 
 
