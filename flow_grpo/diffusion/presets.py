@@ -198,7 +198,7 @@ TINY: dict[str, FieldValues] = {
         },
     },
     # Given images, such as preference pairs: --config.preferences=PATH; the prompts are evaluated.
-    # Without one, the pairs of scripts/make_sign_pairs.py; an error if they do not exist.
+    # Without it, the pairs of scripts/make_sign_pairs.py, or an error that says how to get them.
     "tiny_offline": {
         "algorithm": "dpo",
         "pretrained": {"model": "assets/tiny-sd3"},
