@@ -1,4 +1,4 @@
-"""Votes of people: the lines of votes.jsonl, and what the votes on a ballot say.
+"""Parse the lines of votes.jsonl, and compute the result of the votes on each ballot.
 
 A ballot shows two images of a prompt. A line is a vote, or the undoing of an earlier one:
 
@@ -47,7 +47,7 @@ class Undo:
 
 @dataclass(frozen=True)
 class BallotResult:
-    """The share of the votes on a ballot that prefer its first image; a tie is half a vote."""
+    """Fraction of the votes on a ballot that prefer its first image; a tie is half a vote."""
 
     prompt: Prompt
     first: ImageSource
@@ -91,8 +91,8 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 def count_votes(lines: Iterable[Vote | Undo]) -> tuple[list[BallotResult], Counter[str]]:
     """Return the result of each ballot with a decided vote, and the number of votes left out.
 
-    A vote that was sent twice counts once; if a person voted again on the same ballot, the later
-    vote counts.
+    A vote that was sent twice counts once. If a voter voted twice on the same ballot, the later one
+    counts.
     """
     lines = list(lines)
     votes = {line.id: line for line in lines if isinstance(line, Vote)}
@@ -121,7 +121,7 @@ def _ballot_result(decided: list[Vote], ties: int) -> BallotResult:
     for vote in decided:
         if {vote.chosen, vote.rejected} != {shown.chosen, shown.rejected}:
             raise UserError(
-                f'has other images than {shown.where} for the ballot "{vote.ballot:.80}"',
+                f'has different images for the ballot "{vote.ballot:.80}" than {shown.where}',
                 field=vote.where,
             )
     wins = sum(vote.chosen == shown.chosen for vote in decided)
