@@ -53,13 +53,8 @@ from flow_grpo.diffusion.given_images import (
 )
 from flow_grpo.diffusion.held_out_pairs import HeldOutPairs
 from flow_grpo.diffusion.models import ModelAdapter, Size
-from flow_grpo.diffusion.plan import (
-    BatchPlan,
-    build_offline_plan,
-    build_plan,
-    given_rows_per_update,
-    group_size,
-)
+from flow_grpo.diffusion.offline_plan import build_offline_plan, given_rows_per_update
+from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size
 from flow_grpo.diffusion.policy import Policy
 from flow_grpo.diffusion.prompts import (
     PromptSets,
