@@ -49,6 +49,7 @@ from flow_grpo.diffusion.session import Session, build_algorithm, build_session
 from flow_grpo.errors import UserError, nearest
 from flow_grpo.perf.inductor import count_persistent_kernels
 from flow_grpo.training.builder import DTYPES, suggest_on_oom
+from flow_grpo.training.distributed import is_sharded
 from flow_grpo.training.metrics import peak_memory_gb
 
 MODEL = flags.DEFINE_string(
@@ -362,6 +363,7 @@ def settings(session: Session) -> dict[str, Any]:
         "precision": config.mixed_precision,
         "base_precision": config.pretrained.base_precision,
         "encoder_precision": config.pretrained.encoder_precision,
+        "sharded": is_sharded(session.accelerator),
         "compile": session.adapter.compiled,
         "cuda_graphs": session.adapter.uses_cuda_graphs,
         "gradient_checkpointing": config.train.gradient_checkpointing,

@@ -2,8 +2,9 @@
 
 python scripts/make_sum_responses.py --out new/sum_responses
 
-The preferred response has the tags that the rewards parse, with one of three thoughts; the rejected
-one is right without them, as the most likely response of assets/tiny-text, or wrong.
+The preferred response is the correct one of the four forms of assets/tiny-text; the rejected one
+is correct without tags, as the model's most likely response or as the result alone, or wrong. Each
+of the 72 questions occurs in two or three pairs.
 """
 
 import argparse
@@ -17,19 +18,15 @@ PAIRS, SEED = 200, 0
 
 
 def make_rows() -> list[dict[str, str]]:
-    """Return pairs of the training questions in random order, each with a response only once."""
+    """Return distinct pairs of the training questions in random order."""
     lines = (ROOT / "dataset/sums/train.jsonl").read_text("utf-8").splitlines()
     rows = []
     for row in map(json.loads, lines):
         total = int(row["answer"])
         terms = re.search(r"(\d+\+\d+)", row["question"])[1]
         wrong = f"<think>{terms}</think><answer>{total + 1}</answer>"
-        for thought, rejected in (
-            (terms, f"{terms}={total}"),
-            (f"is {total}", wrong),
-            (f"{total}", f"{total}"),
-        ):
-            chosen = f"<think>{thought}</think><answer>{total}</answer>"
+        chosen = f"<think>{terms}</think><answer>{total}</answer>"
+        for rejected in (f"{terms}={total}", wrong, f"{total}"):
             rows.append({"question": row["question"], "chosen": chosen, "rejected": rejected})
     random.Random(SEED).shuffle(rows)
     return rows[:PAIRS]

@@ -138,7 +138,8 @@ def _ballot_result(decided: list[Vote], ties: int) -> BallotResult:
         images = {vote.chosen, vote.rejected}
         if images != {shown.chosen, shown.rejected} or vote.prompt != shown.prompt:
             raise UserError(
-                f'has another prompt or other images than {shown.where} for the ballot "{vote.ballot:.80}"',
+                f"has another prompt or other images than {shown.where} for the ballot "
+                f'"{vote.ballot:.80}"',
                 field=vote.where,
             )
     wins = sum(vote.chosen == shown.chosen for vote in decided)

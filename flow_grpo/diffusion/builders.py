@@ -4,10 +4,12 @@ Also the options to suggest when it runs out of memory.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
 
 from flow_grpo.data.hub import download_revision
 from flow_grpo.diffusion.config_checks import check_guidance_gradient
@@ -34,7 +36,7 @@ from flow_grpo.perf.compile_utils import missing_compile_dependency
 from flow_grpo.perf.quantization import UNQUANTIZED
 from flow_grpo.sde import Solver
 from flow_grpo.training.builder import DTYPES
-from flow_grpo.training.distributed import is_sharded
+from flow_grpo.training.distributed import compile_obstacle, is_sharded
 from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.untrusted_files import flatten_fields
 
@@ -57,13 +59,25 @@ def resolve_model_path(pretrained: DiffusionModelConfig) -> str:
         return pretrained.model
 
 
-def can_compile(config: DiffusionConfig, accelerator: Accelerator) -> bool:
-    """Return whether to compile the model; log a warning if a dependency is missing."""
-    if not config.compile or accelerator.device.type != "cuda" or is_sharded(accelerator):
+def can_compile(
+    config: DiffusionConfig, accelerator: Accelerator, blocks: Sequence[nn.Module]
+) -> bool:
+    """Return whether to compile the model; log a warning if something prevents it.
+
+    Args:
+        config: Settings of the run.
+        accelerator: The accelerator that prepared the model.
+        blocks: The transformer blocks, after sharding.
+    """
+    if not config.compile or accelerator.device.type != "cuda":
         return False
-    if missing := missing_compile_dependency():
-        logger.warning("compile=True is ignored: %s is missing; the run will be slower", missing)
-    return not missing
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return False  # not yet run on a GPU
+    missing = missing_compile_dependency()
+    reason = f"{missing} is missing" if missing else compile_obstacle(accelerator, blocks)
+    if reason:
+        logger.warning("compile=True is ignored: %s; the run will be slower", reason)
+    return not reason
 
 
 def can_use_cuda_graphs(config: DiffusionConfig, accelerator: Accelerator) -> bool:

@@ -1,5 +1,6 @@
 """The trained policy: LoRA on the transformer or all its weights, and snapshots to compare with."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from diffusers.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft import LoraConfig
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from flow_grpo.diffusion.models import Conditioning, ModelAdapter
 from flow_grpo.diffusion.models.base import latent_dtype
@@ -20,6 +21,7 @@ from flow_grpo.diffusion.rollout import Denoiser, Dynamics
 from flow_grpo.perf.lora import lora_layers
 from flow_grpo.perf.transfer import to_device
 from flow_grpo.sde import Step
+from flow_grpo.training.distributed import unsharded_class_name
 from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.training.policy import BasePolicy, upcast_parameters
 from flow_grpo.training.snapshot import Snapshot
@@ -231,5 +233,14 @@ class Policy(BasePolicy):
         """Write the transformer's config and `weights`, in a subdirectory for each expert."""
         for subfolder, expert, tensors in iter_experts(self.transformer, weights):
             target = folder / f"{prefix}transformer" / subfolder
-            expert.save_config(target)
+            _save_config(expert, target)
             save_file(tensors, target / SAFETENSORS_WEIGHTS_NAME)
+
+
+def _save_config(transformer: nn.Module, folder: Path) -> None:
+    """Write the config with the name of the class that diffusers knows, without FSDP2's prefix."""
+    transformer.save_config(folder)
+    path = folder / CONFIG_NAME
+    config = json.loads(path.read_text("utf-8"))
+    config["_class_name"] = unsharded_class_name(transformer)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")

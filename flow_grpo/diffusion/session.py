@@ -53,13 +53,8 @@ from flow_grpo.diffusion.given_images import (
 )
 from flow_grpo.diffusion.held_out_pairs import HeldOutPairs
 from flow_grpo.diffusion.models import ModelAdapter, Size
-from flow_grpo.diffusion.plan import (
-    BatchPlan,
-    build_offline_plan,
-    build_plan,
-    given_rows_per_update,
-    group_size,
-)
+from flow_grpo.diffusion.offline_plan import build_offline_plan, given_rows_per_update
+from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size
 from flow_grpo.diffusion.policy import Policy
 from flow_grpo.diffusion.prompts import (
     PromptSets,
@@ -411,7 +406,7 @@ def _optimize_adapter(
     config, accelerator = run.config, run.accelerator
     adapter.apply_optimizations(
         fold=not is_sharded(accelerator),  # sharded engines gather weights layer by layer
-        compiled=can_compile(config, accelerator),
+        compiled=can_compile(config, accelerator, adapter.blocks()),
         graphs=can_use_cuda_graphs(config, accelerator)
         # a captured graph has no mask for samples without a source image,
         and len({len(p.images) for p in data.all_prompts}) == 1

@@ -300,9 +300,9 @@ def has_triton() -> bool:
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that a compiled function raises if its code cannot be generated."""
+    """Return the exceptions that a compiled function raises if it cannot be compiled."""
     try:
-        from torch._dynamo.exc import BackendCompilerFailed
+        from torch._dynamo.exc import TorchDynamoException
     except ImportError:
         return (RuntimeError,)
-    return (BackendCompilerFailed,)
+    return (TorchDynamoException,)

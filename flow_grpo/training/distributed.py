@@ -108,7 +108,7 @@ def gather_rows(
         padded = accelerator.pad_across_processes(tensor, dim=0, pad_index=fill)
         return accelerator.gather(padded).cpu()
 
-    index = gather(index, -1)
+    index = gather(index.long(), -1)  # an empty one may have been made with another dtype
     order = torch.argsort(index, stable=True)
     order = order[index[order] >= 0]
     return index[order], {name: gather(rows, 0)[order] for name, rows in columns.items()}
@@ -151,6 +151,28 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP
 
 
+def compile_obstacle(accelerator: Accelerator, blocks: Iterable[nn.Module]) -> str:
+    """Return why transformer blocks cannot be compiled with sharded weights, or "".
+
+    A graph cannot contain the hooks that gather weights. Those of FSDP2 belong to the block, and
+    run before and after its graph; ZeRO-3 adds hooks to every layer within the block.
+
+    Args:
+        accelerator: The accelerator that sharded the weights.
+        blocks: The transformer blocks, after sharding.
+    """
+    if not is_sharded(accelerator):
+        return ""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "ZeRO-3 gathers the weights layer by layer (FSDP2 compiles)"
+    if accelerator.state.fsdp_plugin.fsdp_version != 2:
+        return "FSDP1 is not supported (set fsdp_version: 2)"
+    layers = [layer for block in blocks for layer in block.modules() if layer is not block]
+    if any(layer._forward_pre_hooks for layer in layers):
+        return "FSDP2 shards layers within a block (set fsdp_transformer_layer_cls_to_wrap to it)"
+    return ""
+
+
 def needs_equal_passes(accelerator: Accelerator) -> bool:
     """Return whether a backward pass needs all processes (DeepSpeed, FSDP).
 
@@ -180,6 +202,22 @@ def register_external_weight(module: nn.Module, weight: Tensor) -> None:
         import deepspeed
 
         deepspeed.zero.register_external_parameter(module, weight)
+
+
+def free_weights_after_forward(module: nn.Module) -> None:
+    """Make FSDP2 free all gathered weights after each forward pass; other modules are unchanged.
+
+    It would keep those of the root module until the next backward pass, and compute with them even
+    if the sharded weights are replaced in between, e.g. by their moving average or the reference.
+    """
+    if hasattr(module, "set_reshard_after_forward"):
+        module.set_reshard_after_forward(True)
+
+
+def unsharded_class_name(module: nn.Module) -> str:
+    """Return the name of a module's class, which FSDP2 replaces by a subclass with a prefix."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if hasattr(module, "set_reshard_after_forward") else name
 
 
 def to_full_tensor(tensor: Tensor) -> Tensor:

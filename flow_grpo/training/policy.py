@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from flow_grpo.errors import UserError
 from flow_grpo.perf.lora import lora_layers
-from flow_grpo.training.distributed import gather_state_dict
+from flow_grpo.training.distributed import free_weights_after_forward, gather_state_dict
 from flow_grpo.training.lora_files import check_same_tensors
 
 ADAPTER_NAME = "default"  # PEFT's name for an unnamed adapter
@@ -78,6 +78,7 @@ class BasePolicy:
     def prepare(self, accelerator: Accelerator, optimizer: Optimizer) -> Optimizer:
         """Wrap the network for distributed training and return the wrapped optimizer."""
         self.module, optimizer = accelerator.prepare(self.network, optimizer)
+        free_weights_after_forward(self.module)
         accelerator.register_save_state_pre_hook(self._save_trained)
         accelerator.register_load_state_pre_hook(self._load_trained)
         return optimizer

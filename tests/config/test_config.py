@@ -101,16 +101,15 @@ def test_when_compilation_and_cuda_graphs_are_used(monkeypatch, caplog):
     monkeypatch.setattr("flow_grpo.diffusion.builders.missing_compile_dependency", lambda: "")
     config = base.get_config()
     several = on_gpu(distributed_type=DistributedType.MULTI_GPU)
-    assert can_compile(config, on_gpu())
+    assert can_compile(config, on_gpu(), [])
     assert can_use_cuda_graphs(config, on_gpu())
-    assert can_compile(config, several)
+    assert can_compile(config, several, [])
     assert can_use_cuda_graphs(config, several)
     on_cpu = on_gpu(device=torch.device("cpu"))
-    assert not can_compile(config, on_cpu)
+    assert not can_compile(config, on_cpu, [])
     assert not can_use_cuda_graphs(config, on_cpu)
     for sharded in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         assert not can_use_cuda_graphs(config, on_gpu(distributed_type=sharded))
-    assert not can_compile(config, on_gpu(distributed_type=DistributedType.FSDP))
     config.train.gradient_checkpointing = True
     assert not can_use_cuda_graphs(config, on_gpu())
     config.train.gradient_checkpointing, config.cuda_graphs = False, False
@@ -119,11 +118,11 @@ def test_when_compilation_and_cuda_graphs_are_used(monkeypatch, caplog):
     assert not can_use_cuda_graphs(config, on_gpu())
     monkeypatch.setattr("flow_grpo.diffusion.builders.missing_compile_dependency", lambda: "Triton")
     with caplog.at_level("WARNING"):
-        assert not can_compile(config, on_gpu())
+        assert not can_compile(config, on_gpu(), [])
     assert "Triton is missing" in caplog.text
     config.compile = False
     caplog.clear()
-    assert not can_compile(config, on_gpu())
+    assert not can_compile(config, on_gpu(), [])
     assert not caplog.text
 
 

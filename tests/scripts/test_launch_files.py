@@ -31,6 +31,7 @@ KINDS = {
     "deepspeed_zero2": "DEEPSPEED",
     "deepspeed_zero3": "DEEPSPEED",
     "fsdp2": "FSDP",
+    "fsdp2_hybrid": "FSDP",
 }
 
 

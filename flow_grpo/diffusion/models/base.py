@@ -38,6 +38,7 @@ from flow_grpo.images import ImageSource, resize_and_crop
 from flow_grpo.perf.optimize import SharedInputGroups, apply_optimizations
 from flow_grpo.perf.quantization import UNQUANTIZED, at_full_precision, quantize_linears
 from flow_grpo.perf.transfer import to_device
+from flow_grpo.training.distributed import unsharded_class_name
 from flow_grpo.training.lora_files import resolve_lora_path
 
 IMAGE_QKV = ("to_q", "to_k", "to_v")  # layers with the same input
@@ -497,7 +498,7 @@ class ModelAdapter(ABC):
     def blocks(self) -> list[nn.Module]:
         """Return the transformer's repeated blocks, which are quantized and compiled."""
         names = self.transformer._repeated_blocks or self.transformer._no_split_modules
-        return [m for m in self.transformer.modules() if type(m).__name__ in names]
+        return [m for m in self.transformer.modules() if unsharded_class_name(m) in names]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
