@@ -66,6 +66,16 @@ PICK_A_PIC_DETAILS = (
     *(f"image_{i}_{what}" for i in (0, 1) for what in ("uid", "url")),
     *("label_1", "best_image_uid", "are_different", "has_label"),
 )
+# Columns that say how good an image is, in rows whose layout does not read them: an image that
+# somebody disliked would be imitated.
+JUDGEMENTS = (
+    *("like", "likes", "is_liked", "dislike", "dislikes", "disliked", "is_disliked", "labels"),
+    *("rating", "ratings", "vote", "votes", "preference", "preferences", "winner", "weight"),
+    *(*RATINGS, *RANKS, LABEL, PROBABILITY),
+)
+READ_COLUMNS = (
+    f'write "liked" for one image, "{PROBABILITY}" for "{CHOSEN}" and "{REJECTED}", or "ranking"'
+)
 # columns of which a row needs all, by layout
 REQUIRED_COLUMNS = ({CHOSEN, REJECTED}, {FIRST, SECOND, LABEL}, {BETTER, WORSE})
 
@@ -114,7 +124,8 @@ class _PromptPart(PromptLayout):
             name: why
             for name, why in PromptLayout.rules.reserved.items()
             if name not in (CHOSEN, REJECTED)
-        },
+        }
+        | dict.fromkeys(JUDGEMENTS, ("is named like a judgement of the images", READ_COLUMNS)),
     )
 
 
@@ -253,8 +264,16 @@ class PreferenceLayout(RowLayout[PreferenceRow]):
         ratings = [each for each in RATINGS if each not in self.metadata]
         prompt = self._prompt(row, folder, where, used=(*IMAGE_COLUMNS, *ratings))
         image = self._image(row, name, folder, where)
-        rating = first_nonempty_column(row, ratings)
-        liked = True if rating is None else read_rating(row[rating], rating, where)
+        rated = {column: row[column] for column in ratings if column in row}
+        if empty := [column for column, value in rated.items() if is_empty(value)]:
+            raise UserError(
+                f'has no value in column "{empty[0]}"',
+                field=where,
+                hint="write 0 or 1, or put demonstrations into a file without this column",
+            )
+        if len({read_rating(value, column, where) for column, value in rated.items()}) > 1:
+            raise UserError("is both liked and disliked", field=where, hint="remove one column")
+        liked = all(read_rating(value, column, where) for column, value in rated.items())
         return PreferenceRow(images=[RatedImage(prompt, image, liked)])
 
     def _image(self, row: Row, column: str, folder: Path, where: str) -> ImageSource:

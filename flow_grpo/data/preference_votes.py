@@ -11,7 +11,7 @@ A ballot shows two images of a prompt. A line is a vote, or the undoing of an ea
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flow_grpo.data.prompts import Prompt
@@ -39,9 +39,10 @@ class Vote:
 
 @dataclass(frozen=True)
 class Undo:
-    """The undoing of a vote."""
+    """The undoing of a vote by its voter."""
 
     vote: str
+    voter: str
     where: str
 
 
@@ -57,7 +58,7 @@ class BallotResult:
 
 def parse_undo(row: Mapping[str, Any], where: str) -> Undo:
     """Read the line that undoes a vote."""
-    return Undo(_text(row, UNDO, where), where)
+    return Undo(_text(row, UNDO, where), _text(row, VOTER, where), where)
 
 
 def parse_vote(
@@ -93,10 +94,25 @@ def count_votes(lines: Iterable[Vote | Undo]) -> tuple[list[BallotResult], Count
 
     A vote that was sent twice counts once; if a person voted again on the same ballot, the later
     vote counts.
+
+    Raises:
+        UserError: If votes with the same id or on the same ballot differ, or a line undoes a vote
+            that is unknown or another person's.
     """
-    lines = list(lines)
-    votes = {line.id: line for line in lines if isinstance(line, Vote)}
-    undone = {line.vote for line in lines if isinstance(line, Undo)} & votes.keys()
+    votes: dict[str, Vote] = {}
+    undone = set()
+    for line in lines:
+        if isinstance(line, Vote):
+            first = votes.setdefault(line.id, line)
+            if replace(first, where=line.where) != line:
+                raise UserError(f"has the id of {first.where} with other content", field=line.where)
+        elif line.vote not in votes or votes[line.vote].voter != line.voter:
+            raise UserError(
+                f'undoes "{line.vote:.80}", which is not an earlier vote of {line.voter:.80}',
+                field=line.where,
+            )
+        else:
+            undone.add(line.vote)
     left_out = Counter({UNDONE: len(undone)} if undone else {})
     latest = {(v.ballot, v.voter): v for v in votes.values() if v.id not in undone}
     ballots: dict[str, list[Vote]] = defaultdict(list)
@@ -119,9 +135,11 @@ def _ballot_result(decided: list[Vote], ties: int) -> BallotResult:
     """Return the result of a ballot's votes, of which at least one is decided."""
     shown = decided[0]
     for vote in decided:
-        if {vote.chosen, vote.rejected} != {shown.chosen, shown.rejected}:
+        images = {vote.chosen, vote.rejected}
+        if images != {shown.chosen, shown.rejected} or vote.prompt != shown.prompt:
             raise UserError(
-                f'has other images than {shown.where} for the ballot "{vote.ballot:.80}"',
+                f"has another prompt or other images than {shown.where} for the ballot "
+                f'"{vote.ballot:.80}"',
                 field=vote.where,
             )
     wins = sum(vote.chosen == shown.chosen for vote in decided)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from flow_grpo.config.paths import check_dataset_available
 from flow_grpo.data.captioned_images import load_captioned_images
-from flow_grpo.data.columns import IMAGE_SUFFIXES
+from flow_grpo.data.columns import IMAGE, IMAGE_SUFFIXES
+from flow_grpo.data.columns import SUFFIXES as SUFFIXES_OF
 from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name
 from flow_grpo.data.images import row_identity
 from flow_grpo.data.preference_rows import (
@@ -154,9 +155,13 @@ def _load_image_folders(folder: Path) -> list[PreferenceRow]:
     if not os.path.isdir(folder / CHOSEN):
         images = load_captioned_images(folder, FIELD)
         return [PreferenceRow(images=[_demonstration(image)]) for image in images]
+    rejected: dict[str, list[Path]] = defaultdict(list)
+    for file in sorted((folder / REJECTED).glob("*")):
+        if file.suffix.lower() in SUFFIXES_OF[IMAGE]:
+            rejected[file.stem].append(file)
     rows = []
     for image in map(_demonstration, load_captioned_images(folder / CHOSEN, FIELD)):
-        others = [each for each in sorted((folder / REJECTED).glob("*")) if _same_name(each, image)]
+        others = rejected.pop(image.image.stem, [])
         if len(others) != 1:
             names = ", ".join(each.name for each in others) or "none"
             raise UserError(
@@ -164,16 +169,17 @@ def _load_image_folders(folder: Path) -> list[PreferenceRow]:
                 field=image.image,
             )
         rows.append(PreferenceRow([Judgement(image.prompt, image.image, others[0], 1.0)]))
+    if rejected:
+        raise UserError(
+            f"needs an image of the same name in {folder / CHOSEN}",
+            field=next(iter(rejected.values()))[0],
+        )
     return rows
 
 
 def _demonstration(captioned: Prompt) -> RatedImage:
     [image] = captioned.images
     return RatedImage(replace(captioned, images=()), image, liked=True)
-
-
-def _same_name(file: Path, image: RatedImage) -> bool:
-    return file.stem == image.image.stem and file.suffix.lower() in IMAGE_SUFFIXES
 
 
 def _missing_error(source: str | Path, split: Split) -> UserError:

@@ -18,6 +18,7 @@ bodies must be declared as JSON, and on a loopback address the Host header is ch
 import hmac
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -252,26 +253,30 @@ def build_server(service: VoteService, host: str, port: int) -> ReportServer:
             kind = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if kind != "application/json":  # what a form of another web page cannot send
                 raise Rejected(415, "unsupported_type", "send Content-Type: application/json")
-            length = self.headers.get("Content-Length", "")
-            if not length.isascii() or not length.isdecimal():
+            length = self._content_length()
+            if length is None:
                 raise Rejected(411, "length_required", "send Content-Length")
-            if int(length) > most:
+            if length > most:
                 raise Rejected(413, "body_too_large", f"at most {most} bytes are allowed")
             self.body_read = True
-            body = self.rfile.read(int(length))
-            if len(body) < int(length):
+            body = self.rfile.read(length)
+            if len(body) < length:
                 raise Rejected(400, "incomplete_body", "the body ended early")
             try:
                 return parse_json(body, "the body")
             except UserError as error:
                 raise Rejected(400, "malformed_json", str(error)) from error
 
+        def _content_length(self) -> int | None:
+            """Return the Content-Length; None if it is missing or invalid."""
+            length = self.headers.get("Content-Length", "")
+            return int(length) if re.fullmatch("[0-9]{1,18}", length) else None
+
         def _drain(self) -> None:
             """Read the rest of a short body: otherwise closing the connection loses the answer."""
-            length = self.headers.get("Content-Length", "")
-            if self.body_read or not (length.isascii() and length.isdecimal()):
+            if self.body_read:
                 return
-            left = min(int(length), MAX_DRAINED_BYTES)
+            left = min(self._content_length() or 0, MAX_DRAINED_BYTES)
             with suppress(OSError):
                 while left > 0 and (chunk := self.rfile.read(min(left, 2**16))):
                     left -= len(chunk)
