@@ -302,7 +302,7 @@ def check_groupwise_rewards(config: DiffusionConfig, rewards: set[str], plan: Ba
 def check_interactive_rewards(
     config: DiffusionConfig, scorers: "Mapping[str, Scorer]", plan: BatchPlan, frames: int
 ) -> None:
-    """Reject settings with which people cannot be asked.
+    """Reject settings that are incompatible with rewards from human votes.
 
     Args:
         config: Settings.
@@ -313,7 +313,7 @@ def check_interactive_rewards(
     for name, scorer in scorers.items():
         if frames > 1:
             raise UserError(
-                f"shows people images, but a sample is a video of {frames} frames",
+                f"supports images only, but a sample is a video of {frames} frames",
                 field=f"reward {name!r}",
                 hint="use a reward that scores videos",
             )
