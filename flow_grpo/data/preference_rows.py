@@ -66,13 +66,23 @@ PICK_A_PIC_DETAILS = (
     *(f"image_{i}_{what}" for i in (0, 1) for what in ("uid", "url")),
     *("label_1", "best_image_uid", "are_different", "has_label"),
 )
+# Columns that say how good an image is, in rows whose layout does not read them: an image that
+# somebody disliked would be imitated.
+JUDGEMENTS = (
+    *("like", "likes", "is_liked", "dislike", "dislikes", "disliked", "is_disliked", "labels"),
+    *("rating", "ratings", "vote", "votes", "preference", "preferences", "winner", "weight"),
+    *(*RATINGS, *RANKS, LABEL, PROBABILITY),
+)
+READ_COLUMNS = (
+    f'write "liked" for one image, "{PROBABILITY}" for "{CHOSEN}" and "{REJECTED}", or "ranking"'
+)
 # columns of which a row needs all, by layout
 REQUIRED_COLUMNS = ({CHOSEN, REJECTED}, {FIRST, SECOND, LABEL}, {BETTER, WORSE})
 
 
 @dataclass(frozen=True)
 class RatedImage:
-    """A prompt with an image that was liked or disliked; a demonstration is liked."""
+    """A prompt with an image that was liked or disliked; a demonstration counts as liked."""
 
     prompt: Prompt
     image: ImageSource
@@ -96,7 +106,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """What a row contains: judgements, rated images, a vote, or the reason why it is left out."""
+    """Content of a row: judgements, rated images or a vote, or why it is left out."""
 
     judgements: list[Judgement] = field(default_factory=list)
     images: list[RatedImage] = field(default_factory=list)
@@ -114,13 +124,14 @@ class _PromptPart(PromptLayout):
             name: why
             for name, why in PromptLayout.rules.reserved.items()
             if name not in (CHOSEN, REJECTED)
-        },
+        }
+        | dict.fromkeys(JUDGEMENTS, ("is named like a judgement of the images", READ_COLUMNS)),
     )
 
 
 @dataclass(frozen=True)
 class PreferenceLayout(RowLayout[PreferenceRow]):
-    """Row layout of preference sets; see the module.
+    """Row layout of preference sets; see the module docstring.
 
     Args:
         subfolder: Folder next to the file in which HPDv2 keeps the images of its split.
@@ -253,8 +264,16 @@ class PreferenceLayout(RowLayout[PreferenceRow]):
         ratings = [each for each in RATINGS if each not in self.metadata]
         prompt = self._prompt(row, folder, where, used=(*IMAGE_COLUMNS, *ratings))
         image = self._image(row, name, folder, where)
-        rating = first_nonempty_column(row, ratings)
-        liked = True if rating is None else read_rating(row[rating], rating, where)
+        rated = {column: row[column] for column in ratings if column in row}
+        if empty := [column for column, value in rated.items() if is_empty(value)]:
+            raise UserError(
+                f'has no value in column "{empty[0]}"',
+                field=where,
+                hint="write 0 or 1, or put demonstrations into a file without this column",
+            )
+        if len({read_rating(value, column, where) for column, value in rated.items()}) > 1:
+            raise UserError("is both liked and disliked", field=where, hint="remove one column")
+        liked = all(read_rating(value, column, where) for column, value in rated.items())
         return PreferenceRow(images=[RatedImage(prompt, image, liked)])
 
     def _image(self, row: Row, column: str, folder: Path, where: str) -> ImageSource:
@@ -282,7 +301,7 @@ class PreferenceLayout(RowLayout[PreferenceRow]):
     def _prompt(
         self, row: Mapping[str, Any], folder: Path, where: str, *, used: Collection[str]
     ) -> Prompt:
-        """Return the prompt of a row: its text, source images and what is left of the columns.
+        """Return the prompt of a row: its text, source images and remaining columns.
 
         Args:
             row: Values by column.
@@ -310,7 +329,7 @@ def _is_vote(names: Collection[str]) -> bool:
 def _judged(
     prompt: Prompt, first: ImageSource, second: ImageSource, probability: float
 ) -> PreferenceRow:
-    """Return the judgement of a person, which is left out if both images are the same."""
+    """Return a human judgement, or leave the row out if both images are the same."""
     if first == second:
         return PreferenceRow(left_out=(IDENTICAL,))
     return PreferenceRow([Judgement(prompt, first, second, probability, judged=True)])

@@ -1,4 +1,4 @@
-"""Votes of people: the lines of votes.jsonl, and what the votes on a ballot say.
+"""Parse the lines of votes.jsonl, and compute the result of the votes on each ballot.
 
 A ballot shows two images of a prompt. A line is a vote, or the undoing of an earlier one:
 
@@ -11,7 +11,7 @@ A ballot shows two images of a prompt. A line is a vote, or the undoing of an ea
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flow_grpo.data.prompts import Prompt
@@ -39,15 +39,16 @@ class Vote:
 
 @dataclass(frozen=True)
 class Undo:
-    """The undoing of a vote."""
+    """The undoing of a vote by its voter."""
 
     vote: str
+    voter: str
     where: str
 
 
 @dataclass(frozen=True)
 class BallotResult:
-    """The share of the votes on a ballot that prefer its first image; a tie is half a vote."""
+    """Fraction of the votes on a ballot that prefer its first image; a tie is half a vote."""
 
     prompt: Prompt
     first: ImageSource
@@ -57,7 +58,7 @@ class BallotResult:
 
 def parse_undo(row: Mapping[str, Any], where: str) -> Undo:
     """Read the line that undoes a vote."""
-    return Undo(_text(row, UNDO, where), where)
+    return Undo(_text(row, UNDO, where), _text(row, VOTER, where), where)
 
 
 def parse_vote(
@@ -91,12 +92,27 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 def count_votes(lines: Iterable[Vote | Undo]) -> tuple[list[BallotResult], Counter[str]]:
     """Return the result of each ballot with a decided vote, and the number of votes left out.
 
-    A vote that was sent twice counts once; if a person voted again on the same ballot, the later
-    vote counts.
+    A vote that was sent twice counts once. If a voter voted twice on the same ballot, the later one
+    counts.
+
+    Raises:
+        UserError: If votes with the same id or on the same ballot differ, or a line undoes a vote
+            that is unknown or of another voter.
     """
-    lines = list(lines)
-    votes = {line.id: line for line in lines if isinstance(line, Vote)}
-    undone = {line.vote for line in lines if isinstance(line, Undo)} & votes.keys()
+    votes: dict[str, Vote] = {}
+    undone = set()
+    for line in lines:
+        if isinstance(line, Vote):
+            first = votes.setdefault(line.id, line)
+            if replace(first, where=line.where) != line:
+                raise UserError(f"has the id of {first.where} with other content", field=line.where)
+        elif line.vote not in votes or votes[line.vote].voter != line.voter:
+            raise UserError(
+                f'undoes "{line.vote:.80}", which is not an earlier vote of {line.voter:.80}',
+                field=line.where,
+            )
+        else:
+            undone.add(line.vote)
     left_out = Counter({UNDONE: len(undone)} if undone else {})
     latest = {(v.ballot, v.voter): v for v in votes.values() if v.id not in undone}
     ballots: dict[str, list[Vote]] = defaultdict(list)
@@ -119,9 +135,11 @@ def _ballot_result(decided: list[Vote], ties: int) -> BallotResult:
     """Return the result of a ballot's votes, of which at least one is decided."""
     shown = decided[0]
     for vote in decided:
-        if {vote.chosen, vote.rejected} != {shown.chosen, shown.rejected}:
+        images = {vote.chosen, vote.rejected}
+        if images != {shown.chosen, shown.rejected} or vote.prompt != shown.prompt:
             raise UserError(
-                f'has other images than {shown.where} for the ballot "{vote.ballot:.80}"',
+                f'has a different prompt or different images for the ballot "{vote.ballot:.80}" '
+                f"than {shown.where}",
                 field=vote.where,
             )
     wins = sum(vote.chosen == shown.chosen for vote in decided)

@@ -1,8 +1,8 @@
-"""Preference sets: given images of which people, or a rule, preferred one to another.
+"""Preference sets: images that people, or a rule, have compared or rated.
 
 A set has pairs (a prompt with a preferred and a rejected image) and rated images (a prompt with an
 image that was liked or disliked; a demonstration is a liked image). `preference_rows` reads the
-columns of its files, `preference_checks` decodes the images; docs/preferences.md describes both.
+columns of its files, and `preference_checks` decodes the images; see docs/preferences.md.
 """
 
 import logging
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from flow_grpo.config.paths import check_dataset_available
 from flow_grpo.data.captioned_images import load_captioned_images
-from flow_grpo.data.columns import IMAGE_SUFFIXES
+from flow_grpo.data.columns import IMAGE, IMAGE_SUFFIXES
+from flow_grpo.data.columns import SUFFIXES as SUFFIXES_OF
 from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name
 from flow_grpo.data.images import row_identity
 from flow_grpo.data.preference_rows import (
@@ -133,7 +134,7 @@ def check_preferences_exist(source: str) -> None:
 
 
 def _split_files(path: Path, split: Split) -> list[Path]:
-    """Return the tables of a split; a single file, or the votes of a folder, are for training."""
+    """Return the tables of a split; a single file and the votes of a folder are training data."""
     if os.path.isfile(path):
         return [path] if split == "train" else []
     if files := split_files(path, split, SUFFIXES):
@@ -154,9 +155,13 @@ def _load_image_folders(folder: Path) -> list[PreferenceRow]:
     if not os.path.isdir(folder / CHOSEN):
         images = load_captioned_images(folder, FIELD)
         return [PreferenceRow(images=[_demonstration(image)]) for image in images]
+    rejected: dict[str, list[Path]] = defaultdict(list)
+    for file in sorted((folder / REJECTED).glob("*")):
+        if file.suffix.lower() in SUFFIXES_OF[IMAGE]:
+            rejected[file.stem].append(file)
     rows = []
     for image in map(_demonstration, load_captioned_images(folder / CHOSEN, FIELD)):
-        others = [each for each in sorted((folder / REJECTED).glob("*")) if _same_name(each, image)]
+        others = rejected.pop(image.image.stem, [])
         if len(others) != 1:
             names = ", ".join(each.name for each in others) or "none"
             raise UserError(
@@ -164,16 +169,17 @@ def _load_image_folders(folder: Path) -> list[PreferenceRow]:
                 field=image.image,
             )
         rows.append(PreferenceRow([Judgement(image.prompt, image.image, others[0], 1.0)]))
+    if rejected:
+        raise UserError(
+            f"needs an image of the same name in {folder / CHOSEN}",
+            field=next(iter(rejected.values()))[0],
+        )
     return rows
 
 
 def _demonstration(captioned: Prompt) -> RatedImage:
     [image] = captioned.images
     return RatedImage(replace(captioned, images=()), image, liked=True)
-
-
-def _same_name(file: Path, image: RatedImage) -> bool:
-    return file.stem == image.image.stem and file.suffix.lower() in IMAGE_SUFFIXES
 
 
 def _missing_error(source: str | Path, split: Split) -> UserError:
@@ -187,7 +193,7 @@ def _missing_error(source: str | Path, split: Split) -> UserError:
 
 
 def _combine(rows: Iterable[PreferenceRow], source: str) -> PreferenceSet:
-    """Join the judgements of each pair of images, count the votes, and leave out ties.
+    """Merge the judgements of each pair of images, count the votes, and leave out ties.
 
     Raises:
         UserError: If rows contradict each other, or nothing is left.
@@ -212,7 +218,7 @@ def _combine(rows: Iterable[PreferenceRow], source: str) -> PreferenceSet:
     found = PreferenceSet(pairs, [image for row in rows for image in row.images], dict(left_out))
     shown = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items())
     if not found.pairs and not found.images:
-        rule = "has no pair of images to train on"
+        rule = "contains no pairs and no rated images"
         raise UserError(f"{rule}: {shown} left out" if shown else rule, field=source)
     if shown:
         logger.info("%s: left out %s", source, shown)

@@ -71,8 +71,6 @@ def can_compile(
     """
     if not config.compile or accelerator.device.type != "cuda":
         return False
-    if accelerator.distributed_type == DistributedType.FSDP:
-        return False  # not yet run on a GPU
     missing = missing_compile_dependency()
     reason = f"{missing} is missing" if missing else compile_obstacle(accelerator, blocks)
     if reason:

@@ -13,7 +13,8 @@ import numpy as np
 from flow_grpo.config.trainer_spec import UncheckedConfig
 from flow_grpo.diffusion.builders import eval_image_size, image_size, training_memory_options
 from flow_grpo.diffusion.config_checks import check_config
-from flow_grpo.diffusion.plan import BatchPlan, OfflinePlan, largest_divisor
+from flow_grpo.diffusion.offline_plan import OfflinePlan
+from flow_grpo.diffusion.plan import BatchPlan, largest_divisor
 from flow_grpo.diffusion.session import Session, build_session
 from flow_grpo.errors import UserError
 from flow_grpo.training.dry_run import (

@@ -283,9 +283,8 @@ class DiffusionConfig(shared.SharedFields):
     )
     compile: bool = setting(
         True,
-        "Compile the transformer blocks and the VAE with torch.compile, on a GPU without sharded "
-        "weights (ZeRO-3, FSDP). This takes a minute or two, and sampling then needs as much "
-        "memory as training.",
+        "Compile the transformer blocks and the VAE with torch.compile, on a GPU and without "
+        "ZeRO-3. This takes a minute or two, and sampling then needs as much memory as training.",
     )
     cuda_graphs: bool = setting(
         True,

@@ -53,13 +53,8 @@ from flow_grpo.diffusion.given_images import (
 )
 from flow_grpo.diffusion.held_out_pairs import HeldOutPairs
 from flow_grpo.diffusion.models import ModelAdapter, Size
-from flow_grpo.diffusion.plan import (
-    BatchPlan,
-    build_offline_plan,
-    build_plan,
-    given_rows_per_update,
-    group_size,
-)
+from flow_grpo.diffusion.offline_plan import build_offline_plan, given_rows_per_update
+from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size
 from flow_grpo.diffusion.policy import Policy
 from flow_grpo.diffusion.prompts import (
     PromptSets,
@@ -472,7 +467,7 @@ def build_algorithm(config: UncheckedConfig | DiffusionConfig) -> Algorithm:
     setup = Setup(
         num_steps=TRAINING_STEPS if offline else sample.num_steps,
         sde_type=sample.sde_type,
-        window_size=sample.sde_window_size,
+        window_size=0 if offline else sample.sde_window_size,
         window_range=tuple(sample.sde_window_range),
         timestep_fraction=train.timestep_fraction,
         estimator=train.advantage,

@@ -108,7 +108,7 @@ def gather_rows(
         padded = accelerator.pad_across_processes(tensor, dim=0, pad_index=fill)
         return accelerator.gather(padded).cpu()
 
-    index = gather(index, -1)
+    index = gather(index.long(), -1)  # an empty one may have been made with another dtype
     order = torch.argsort(index, stable=True)
     order = order[index[order] >= 0]
     return index[order], {name: gather(rows, 0)[order] for name, rows in columns.items()}

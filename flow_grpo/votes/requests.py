@@ -24,18 +24,18 @@ class Rejected(Exception):
         self.status, self.code = status, code
 
 
-def check_voter(value: Any) -> str:
-    """Return a voter's name in normal form (NFC, single blanks)."""
+def check_voter(value: Any, field: str = "voter") -> str:
+    """Return a name in normal form (NFC, single blanks)."""
     if not isinstance(value, str):
-        raise _invalid("voter", "must be text", value)
+        raise _invalid(field, "must be text", value)
     name = unicodedata.normalize("NFC", " ".join(value.split()))
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise _invalid("voter", f"must have 1 to {MAX_NAME} printable characters", value)
+        raise _invalid(field, f"must have 1 to {MAX_NAME} printable characters", value)
     return name
 
 
 def check_id(value: Any, field: str) -> str:
-    """Return an id made by a client or by this server."""
+    """Return an id that a client has sent, if it is valid; raise `Rejected` otherwise."""
     if not isinstance(value, str) or not ID.fullmatch(value):
         raise _invalid(field, "must be 1 to 200 letters, digits or any of . _ : -", value)
     return value
@@ -64,7 +64,7 @@ def parse_group(body: dict[str, Any], images: ImageFiles) -> Group:
     """
     names = {"run", "key", "prompts", "images", "sources", "votes_per_pair", "pairs_per_image"}
     _check_fields(body, names)
-    key, run = check_id(body.get("key"), "key"), check_voter(body.get("run"))
+    key, run = check_id(body.get("key"), "key"), check_voter(body.get("run"), "run")
     prompts = _check_list(body.get("prompts"), "prompts")
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, str) or len(prompt) > MAX_PROMPT:

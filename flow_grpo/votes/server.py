@@ -9,7 +9,7 @@
     GET    /api/groups/KEY  {"pairs": [[i, j, wins of i, wins of j, ties], ...], "done": bool}
     DELETE /api/groups/KEY  the run no longer waits
 
-Each answer is sent after its content is on disk. Errors are {"error": {"code", "message"}}. With a
+A response is sent after its content is on disk. Errors are {"error": {"code", "message"}}. With a
 token, everything but the static page needs "Authorization: Bearer TOKEN"; no cookies are used.
 Requests that another web page could send without the browser asking for permission are rejected:
 bodies must be declared as JSON, and on a loopback address the Host header is checked.
@@ -18,6 +18,7 @@ bodies must be declared as JSON, and on a loopback address the Host header is ch
 import hmac
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -64,13 +65,13 @@ LEFT_TO_DRAW = Callable[[], tuple[int, str]]
 
 
 class VoteService:
-    """What the server serves.
+    """Handles the requests of pages and runs, independently of HTTP.
 
     Args:
         book: Ballots and votes.
         images: Their images.
         token: Token that clients must send, if any.
-        undrawn: Returns how many pairs are still to be generated, and why that stopped, if so.
+        undrawn: Returns the number of pairs to be generated, and why generation stopped, or "".
         waits_for_runs: Whether ballots come from runs only, so that there may always be more.
     """
 
@@ -103,7 +104,7 @@ class VoteService:
         }
 
     def vote(self, body: Any) -> dict[str, Any]:
-        """Store a vote; a repeated one is harmless."""
+        """Store a vote; repeated requests have no effect."""
         try:
             return {"counted": self.book.cast(parse_vote(body))}
         except KeyError as error:
@@ -132,7 +133,7 @@ class VoteService:
         return {"pairs": pairs, "done": done}
 
     def withdraw_group(self, key: str) -> dict[str, Any]:
-        """Stop asking about a group."""
+        """Stop showing the pairs of a group."""
         self.book.withdraw_group(key)
         return {"withdrawn": key}
 
@@ -252,26 +253,30 @@ def build_server(service: VoteService, host: str, port: int) -> ReportServer:
             kind = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if kind != "application/json":  # what a form of another web page cannot send
                 raise Rejected(415, "unsupported_type", "send Content-Type: application/json")
-            length = self.headers.get("Content-Length", "")
-            if not length.isascii() or not length.isdecimal():
+            length = self._content_length()
+            if length is None:
                 raise Rejected(411, "length_required", "send Content-Length")
-            if int(length) > most:
+            if length > most:
                 raise Rejected(413, "body_too_large", f"at most {most} bytes are allowed")
             self.body_read = True
-            body = self.rfile.read(int(length))
-            if len(body) < int(length):
+            body = self.rfile.read(length)
+            if len(body) < length:
                 raise Rejected(400, "incomplete_body", "the body ended early")
             try:
                 return parse_json(body, "the body")
             except UserError as error:
                 raise Rejected(400, "malformed_json", str(error)) from error
 
+        def _content_length(self) -> int | None:
+            """Return the Content-Length; None if it is missing or invalid."""
+            length = self.headers.get("Content-Length", "")
+            return int(length) if re.fullmatch("[0-9]{1,18}", length) else None
+
         def _drain(self) -> None:
             """Read the rest of a short body: otherwise closing the connection loses the answer."""
-            length = self.headers.get("Content-Length", "")
-            if self.body_read or not (length.isascii() and length.isdecimal()):
+            if self.body_read:
                 return
-            left = min(int(length), MAX_DRAINED_BYTES)
+            left = min(self._content_length() or 0, MAX_DRAINED_BYTES)
             with suppress(OSError):
                 while left > 0 and (chunk := self.rfile.read(min(left, 2**16))):
                     left -= len(chunk)
@@ -305,10 +310,10 @@ def build_server(service: VoteService, host: str, port: int) -> ReportServer:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"cannot be listened on ({host}): {reason}",
+            f"cannot be opened on {host}: {reason}",
             field="--port",
             value=port,
-            hint="choose another",
+            hint="choose another port",
         ) from error
 
 

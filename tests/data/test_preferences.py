@@ -141,6 +141,10 @@ def vote(number: int, row: dict, *, ballot: str = "x", voter: str = "") -> dict:
     return row | {"id": f"v{number}", "ballot": ballot, "voter": voter or f"voter {number}"}
 
 
+def undo(number: int, voter: str = "") -> dict:
+    return {"undo": f"v{number}", "voter": voter or f"voter {number}"}
+
+
 @pytest.mark.parametrize(
     ("lines", "chosen", "probability", "left_out"),
     [
@@ -149,7 +153,7 @@ def vote(number: int, row: dict, *, ballot: str = "x", voter: str = "") -> dict:
         ([vote(1, VOTE), vote(2, AGAINST), vote(3, AGAINST)], "blue", 2 / 3, {}),
         ([vote(1, VOTE), vote(2, TIE)], "red", 3 / 4, {}),
         ([vote(1, VOTE), vote(2, SKIP)], "red", 1, {"skipped": 1}),
-        ([vote(1, AGAINST), {"undo": "v1"}, vote(2, VOTE)], "red", 1, {"undone": 1}),
+        ([vote(1, AGAINST), undo(1), vote(2, VOTE)], "red", 1, {"undone": 1}),
         ([vote(1, AGAINST, voter="ann"), vote(2, VOTE, voter="ann")], "red", 1, {}),
         ([vote(1, VOTE), vote(2, TIE, ballot="y")], "red", 1, {"ties": 1}),
         (
@@ -185,6 +189,10 @@ def test_votes_on_edits(folder):
         (vote(2, TIE) | {"choice": "first"}, "chosen"),
         (vote(2, VOTE | {"rejected": "gray.png"}), "votes.jsonl:1"),
         (vote(2, VOTE) | {"voter": None}, "voter"),
+        (vote(2, VOTE | {"prompt": "b"}), "votes.jsonl:1"),
+        (vote(1, AGAINST), "votes.jsonl:1"),
+        (undo(1, voter="somebody else"), "v1"),
+        (undo(7), "v7"),
     ],
 )
 def test_invalid_votes(folder, line, shown):
@@ -227,8 +235,11 @@ def test_folders_of_images(folder):
     (folder / "chosen" / "1.txt").write_text("a")
     [pair] = load_preferences(folder).pairs
     assert (pair.prompt.prompt, pair.chosen.parent.name) == ("a", "chosen")
-    (folder / "rejected" / "1.png").unlink()
+    (folder / "rejected" / "1.png").rename(folder / "rejected" / "2.png")
     with raises_user_error(field=str(folder / "chosen" / "1.png")):
+        load_preferences(folder)
+    shutil.copy(folder / "red.png", folder / "rejected" / "1.png")
+    with raises_user_error(field=str(folder / "rejected" / "2.png")):
         load_preferences(folder)
 
 
@@ -322,6 +333,11 @@ def test_source_images_of_edits(folder):
         ({"prompt": "a", "image": "red.png", "label": 0.4}, ["0.4"]),
         ({"prompt": "a", "winner": "red.png", "loser": "blue.png"}, ["winner"]),
         (PAIR | {"depth_image": "gray.png"}, ["depth_image"]),
+        (PAIR | {"label": 0}, ["label"]),
+        ({"prompt": "a", "image": "red.png", "Disliked": 1}, ["Disliked"]),
+        ({"prompt": "a", "image": "red.png", "probability": 0.1}, ["probability"]),
+        ({"prompt": "a", "image": "red.png", "label": None}, ["label"]),
+        ({"prompt": "a", "image": "red.png", "label": 0, "liked": 1}, ["liked"]),
         (PAIR | {"rejected": "red.png"}, ["rejected"]),
         (PAIR | {"chosen": ["red.png", "gray.png"]}, ["chosen"]),
         ({"prompt": "a", "file_path": ["red.png"], "rank": [1]}, ["rank"]),

@@ -3,15 +3,20 @@
 from dataclasses import replace
 
 import pytest
+import small_vlm
+from algorithm_fixtures import small_policy
 from PIL import Image
 from user_errors import raises_user_error
 
 from flow_grpo.api import build_config
 from flow_grpo.config.command_line import expand_shorthand
 from flow_grpo.data.preferences import DEFAULT_LAYOUT
+from flow_grpo.data.prompts import Prompt
+from flow_grpo.diffusion.config_checks import collect_config_warnings
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, get_config
-from flow_grpo.diffusion.given_images import load_given_data
-from flow_grpo.diffusion.plan import build_offline_plan, given_rows_per_update
+from flow_grpo.diffusion.given_images import GivenImages, GivenRow, load_given_data
+from flow_grpo.diffusion.models import Size
+from flow_grpo.diffusion.offline_plan import build_offline_plan, given_rows_per_update
 from flow_grpo.diffusion.session import build_algorithm
 
 SECTIONS = DIFFUSION_SPEC.freeze(get_config())
@@ -78,10 +83,54 @@ def test_settings_without_effect_on_given_images_are_rejected(fields, field):
         build_algorithm(offline(**fields))
 
 
+def test_settings_of_an_online_preset_are_rejected_at_once():
+    settings = {"sample.num_steps": 4, "sample.sde_window_size": 2}
+    with raises_user_error(*settings):
+        build_algorithm(offline(**settings))
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "ipo", "kto", "sft"])
+def test_the_small_preset_trains_one_noise_level_with_each_method(algorithm):
+    """Settings that the methods share are no reason for a warning."""
+    config = build_config("", None, None, None, "tiny_offline", {"algorithm": algorithm})
+    settings = DIFFUSION_SPEC.freeze(config)
+    assert settings.preferences.data
+    assert settings.algorithm_settings.times == 1
+    assert not collect_config_warnings(settings)
+    other = "ipo" if algorithm == "kto" else "kto"
+    config[other].times = 3
+    [line] = collect_config_warnings(DIFFUSION_SPEC.freeze(config))
+    assert line.startswith(f"{other}.times=3 ")
+
+
 def test_the_section_may_be_given_as_its_data():
     config = build_config("", None, None, None, "tiny_offline", {"preferences": "pairs"})
     assert config.preferences.data == "pairs"
     assert expand_shorthand("--config.preferences=pairs") == "--config.preferences.data=pairs"
+
+
+def test_every_pass_uses_each_pair_once(monkeypatch):
+    """Passes of 7 pairs go on across the epochs of 2 updates x 2 processes x 2 pairs."""
+    policy = small_policy()
+    monkeypatch.setattr(policy.adapter, "source_size", Size(16, 24))
+    image = small_vlm.encode_image(Image.new("RGB", (24, 16)))
+    rows = [GivenRow(Prompt("a"), (image, image), (i, -i)) for i in range(1, 8)]
+    given, epochs = GivenImages(rows, policy, seed=0), plan(7, 2, per_epoch=8, batch=2)
+    used = []
+    for epoch in range(7):
+        batches = [
+            batch
+            for update in range(2)
+            for process in range(2)
+            for batch in given.batches(epochs, epoch, update, process)
+        ]
+        assert [index for batch in batches for index in batch.index] == [*range(16)]
+        assert [group for batch in batches for group in batch.group[::2]] == [*range(8)]
+        assert all((batch.credit[::2] == -batch.credit[1::2]).all() for batch in batches)
+        used += [credit for batch in batches for credit in batch.credit[::2].tolist()]
+    passes = [used[i : i + 7] for i in range(0, len(used), 7)]
+    assert all(sorted(each) == [*range(1, 8)] for each in passes)
+    assert len({*map(tuple, passes)}) == 8
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "kto"])

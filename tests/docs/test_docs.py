@@ -23,6 +23,7 @@ from flow_grpo.config.command import COPY, LOOPS, list_commands
 from flow_grpo.config.command_line import expand_shorthand
 from flow_grpo.diffusion import config_checks as diffusion_checks
 from flow_grpo.diffusion import presets as diffusion_presets
+from flow_grpo.diffusion.fields import DIFFUSION_SPEC
 from flow_grpo.diffusion.plan import BatchPlan
 from flow_grpo.vlm import config_checks as vlm_checks
 from flow_grpo.vlm import presets as vlm_presets
@@ -269,6 +270,8 @@ def get_config(path: str, script: str) -> ConfigDict:
     if path == "..." or preset == "PRESET":
         file, preset = ("vlm", "tiny_vlm") if "vlm" in script else ("grpo", "tiny_ocr")
         file = f"config/{file}.py"
+    if file == "config/base.py":  # all fields at their defaults
+        return DIFFUSION_SPEC.get_config()
     return CONFIGS[file].get_config(preset)
 
 

@@ -2,9 +2,11 @@
 
 import json
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import given_runs
+import numpy as np
 import pytest
 import small_vlm
 import torch
@@ -16,6 +18,7 @@ from flow_grpo.data.chats import Turn
 from flow_grpo.data.questions import Question
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.fields import get_config
+from flow_grpo.vlm.given_responses import estimate_mismatched_kl
 from flow_grpo.vlm.losses import GIVEN_LOSSES, build_loss
 from flow_grpo.vlm.losses.base import UpdateCounts
 from flow_grpo.vlm.losses.given import GivenBatch
@@ -99,6 +102,40 @@ def test_an_update_equals_trls(tmp_path, case):
     )
     for name, value in recorded["metrics"].items():
         assert found.metrics[f"train/{name}"] == pytest.approx(value, abs=1e-5), name
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ktos_kl_is_that_of_each_prompt_with_the_response_before_it(sign):
+    """Samples 0, 2 and 3 are an update, and 3 is another process's. Log-ratios of (prompt,
+    response): 3 of (0, 3), 5 of (2, 0), 7 of (3, 2), and 100 of all others; a mean below 0 is 0."""
+    ratios = torch.full((4, 4), 100.0)
+    ratios[0, 3], ratios[2, 0], ratios[3, 2] = 3.0, 5.0, 7.0
+    prompts = [EncodedPrompt(torch.tensor([i]), torch.zeros(1, 1), 1) for i in range(4)]
+    tokens = [(torch.tensor([i]),) for i in range(4)]
+
+    def log_probs(batch: Response, *, given: bool) -> torch.Tensor:
+        assert given
+        return sign * ratios[batch.prompt.ids, batch.tokens][:, None] - 1
+
+    session = SimpleNamespace(
+        given=SimpleNamespace(tokens=tokens),
+        policy=SimpleNamespace(
+            gathered_weights=nullcontext,
+            forward_tokens_no_grad=lambda batch, given: {
+                "log_probs": log_probs(batch, given=given)
+            },
+            reference_log_probs=lambda batch, given: torch.full((1, 1), -1.0),
+        ),
+        accelerator=SimpleNamespace(device="cpu", reduce=lambda own: own + sign * ratios[3, 2]),
+    )
+    rollout = SimpleNamespace(
+        samples={0: None, 2: None},
+        row_of=lambda index: index,
+        response=lambda index, shares_prompt: Response(index, prompts[index], tokens[index][0]),
+    )
+    members = np.array([True, False, True, True])
+    found = estimate_mismatched_kl(session, rollout, members, pack=list)
+    assert found == pytest.approx(5.0 if sign > 0 else 0.0)
 
 
 def test_pairs_stay_in_one_micro_batch():

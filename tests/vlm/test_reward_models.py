@@ -15,11 +15,11 @@ from flow_grpo.data.responses import GivenResponse
 from flow_grpo.rewards.text.reward_model import RewardModel
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.fields import get_config
-from flow_grpo.vlm.packing import Response, pack_responses
+from flow_grpo.vlm.packing import Response, micro_batches, pack_responses
 from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.reward_models.classifier import classifier_class
 from flow_grpo.vlm.reward_models.loss import bradley_terry_loss
-from flow_grpo.vlm.reward_models.pairs import as_responses, pair_micro_batches
+from flow_grpo.vlm.reward_models.pairs import as_responses
 from flow_grpo.vlm.reward_models.policy import RewardModelPolicy
 
 IMAGES = [small_vlm.random_image(seed, *size) for seed, size in enumerate([(32, 48), (16, 32)])]
@@ -153,8 +153,9 @@ def test_pairs_share_a_row_and_are_never_split():
     pairs = pack(policy, encoder)
     assert all(first.question == second.question for first, second in pairs)
     longest = max(len(a.prompt) + a.length + b.length for a, b in pairs)
-    for budget, expected in ((1, [1, 1, 1]), (2 * longest, [2, 1]), (3 * longest, [3])):
-        parts = list(pair_micro_batches(pairs, budget))
+    responses = [response for pair in pairs for response in pair]
+    for budget, expected in ((1, [2, 2, 2]), (2 * longest, [4, 2]), (3 * longest, [6])):
+        parts = list(micro_batches(responses, budget, together=2))
         assert [part.stop - part.start for part in parts] == expected
 
 

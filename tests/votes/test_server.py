@@ -151,7 +151,7 @@ def test_only_images_of_ballots_are_served(server):
         ({"prompts": ["a", "b", 3]}, 422, "prompts[2]"),
         ({"sources": [None, png(0)[:60], None]}, 422, "sources[1]"),
         ({"key": "../x"}, 422, "key"),
-        ({"run": ""}, 422, "voter"),
+        ({"run": ""}, 422, "run"),
         ({"votes_per_pair": 0}, 422, "votes_per_pair"),
         ({"pairs_per_image": True}, 422, "pairs_per_image"),
         ({"other": 1}, 422, "other"),
@@ -180,6 +180,8 @@ def test_invalid_requests_are_rejected(server):
     typed = {**TOKEN, "Content-Type": "application/json"}
     for data, status in {"{": 400, "[" * 2000: 400, "x" * 2**17: 413}.items():
         assert server.request("POST", "/api/vote", None, typed, data=data).status_code == status
+    long = {**typed, "Content-Length": "9" * 5000}
+    assert server.request("POST", "/api/vote", None, long).status_code == 411
     for path in ("/api/groups/none", "/api/groups/", "/api/next?voter=", "/a"):
         assert server.request("GET", path).status_code in (404, 422)
     assert server.request("PUT", "/api/vote", vote).status_code == 501

@@ -266,7 +266,7 @@ def sample_logit_normal_steps(rng: np.random.Generator, steps: int, count: int) 
     index in the shifted schedule of 1,000 steps); one random offset for all quantiles.
     """
     quantiles = (np.arange(count) + max(rng.random(), 1e-12)) / count
-    logits = [NormalDist().inv_cdf(quantile) for quantile in quantiles.tolist()]
+    logits = [NormalDist().inv_cdf(min(each, 1 - 1e-12)) for each in quantiles.tolist()]
     return np.array([int(steps / (1 + math.exp(-logit))) for logit in logits])
 
 

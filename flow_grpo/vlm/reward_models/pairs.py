@@ -11,7 +11,7 @@ So the question and its images are computed once per pair. A response is scored 
 precedes its last sampled one; a token that no row contains therefore ends each conversation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 import torch
@@ -64,28 +64,3 @@ def _as_response(number: int, whole: EncodedPrompt, common: int) -> Response:
         sampled=torch.arange(len(whole) - common + 1) == len(whole) - common,
     )
     return Response(number, prompt, unseen, rest)
-
-
-def pair_micro_batches(pairs: Sequence[Sequence[Response]], budget: int) -> Iterator[slice]:
-    """Yield slices of consecutive pairs whose rows have at most `budget` tokens with padding.
-
-    A single pair may have more.
-    """
-    start, rows, longest = 0, 0, 0
-    for i, pair in enumerate(pairs):
-        own = _row_lengths(pair)
-        if i > start and (rows + len(own)) * max(longest, *own) > budget:
-            yield slice(start, i)
-            start, rows, longest = i, 0, 0
-        rows, longest = rows + len(own), max(longest, *own)
-    if start < len(pairs):
-        yield slice(start, len(pairs))
-
-
-def _row_lengths(pair: Sequence[Response]) -> list[int]:
-    """Return the number of tokens of each row of a pair."""
-    lengths: dict[int, int] = {}
-    for response in pair:
-        known = lengths.get(response.question, len(response.prompt))
-        lengths[response.question] = known + response.length
-    return list(lengths.values())

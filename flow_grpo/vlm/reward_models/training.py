@@ -29,14 +29,12 @@ from flow_grpo.training.metrics import Loss, Timer, TrainingStats, peak_memory_g
 from flow_grpo.training.session import finish_epoch, is_due, run_training, training_metrics
 from flow_grpo.training.update import optimizer_step, set_learning_rates
 from flow_grpo.vlm.builders import memory_saving_options
-from flow_grpo.vlm.packing import PackedBatch, Response, pack_responses
+from flow_grpo.vlm.packing import PackedBatch, Response, micro_batches, pack_responses
 from flow_grpo.vlm.reward_models.loss import bradley_terry_loss
-from flow_grpo.vlm.reward_models.pairs import UNSEEN_TOKEN, as_responses, pair_micro_batches
+from flow_grpo.vlm.reward_models.pairs import UNSEEN_TOKEN, as_responses
 from flow_grpo.vlm.reward_models.session import RewardModelSession, build_session
 from flow_grpo.vlm.rollout import Rollout
 from flow_grpo.vlm.sample_logging import write_response_samples
-
-Pair = list[Response]  # the preferred response and the rejected one
 
 
 def train_reward_model(config: UncheckedConfig) -> RewardModelSession:
@@ -143,14 +141,13 @@ def packed_batches(
 ) -> Iterator[tuple[list[int], PackedBatch]]:
     """Yield the micro-batches of whole pairs, each with the indices of its pairs."""
     shares_prompt = session.policy.network.family.shares_prompt
-    encoded: list[Pair] = []
+    responses: list[Response] = []  # the preferred one of each pair, then the rejected one
     for number, pair in enumerate(pairs):
         both = session.encoder.encode_conversations(pair, pair.responses)
-        encoded.append(as_responses(number, both, shares_prompt=shares_prompt))
-    for part in pair_micro_batches(encoded, session.config.train.tokens_per_batch):
-        responses = [response for pair in encoded[part] for response in pair]
-        batch = pack_responses(responses, UNSEEN_TOKEN).to(session.accelerator.device)
-        yield list(range(len(pairs)))[part], batch
+        responses += as_responses(number, both, shares_prompt=shares_prompt)
+    for part in micro_batches(responses, session.config.train.tokens_per_batch, together=2):
+        batch = pack_responses(responses[part], UNSEEN_TOKEN).to(session.accelerator.device)
+        yield list(range(part.start // 2, part.stop // 2)), batch
 
 
 def run_evaluation(session: RewardModelSession, epoch: int) -> dict[str, float]:
