@@ -368,10 +368,11 @@ def collect_config_warnings(settings: DiffusionConfig) -> list[str]:
         common = common_field_names(method_settings, unused)
         aliases = {each.name for each in fields(unused) if "alias_of" in each.metadata}
         for name, value in asdict(unused).items():
-            if name not in aliases and value != defaults[name]:
+            same = name in common and getattr(method_settings, name) == value
+            if name not in aliases and value != defaults[name] and not same:
                 line = f"{other}.{name}={value} has no effect: algorithm={settings.algorithm!r}"
-                meant = name in common and getattr(method_settings, name) != value
-                lines.append(f"{line}; set {settings.algorithm}.{name} instead" if meant else line)
+                hint = f"; set {settings.algorithm}.{name} instead" if name in common else ""
+                lines.append(line + hint)
     return list(dict.fromkeys(lines))
 
 
@@ -427,7 +428,10 @@ def check_ineffective_settings(settings: DiffusionConfig, algorithm: "Algorithm"
         if changed:
             assignments = ", ".join(f"{name}={given[name]!r}" for name in changed)
             values = ", ".join(repr(defaults[name]) for name in changed)
-            raise UserError(f"{assignments} have no effect with {reason}; reset them to {values}")
+            hint = f"reset them to {values}"
+            if names is OFFLINE_FIELDS:
+                hint = f"start from config/base.py instead of a preset, or {hint}"
+            raise UserError(f"{assignments} have no effect with {reason}", hint=hint)
 
 
 def check_guidance_gradient(settings: DiffusionConfig, model: "type[ModelAdapter]") -> None:
