@@ -1,9 +1,9 @@
-"""Write preference pairs of signs for the small model: a crisp sign and a flawed one.
+"""Render preference pairs of signs for the small model: a crisp sign and a flawed one.
 
     python scripts/make_sign_pairs.py --out dataset/sign_pairs
 
 Both images of a pair show the sign of the prompt in the same colours. The rejected one is blurred,
-pale or misspelled by one letter; the column `flaw` says which. The words of train.jsonl are those
+pale or misspelled by one letter, as the column `flaw` states. The words of train.jsonl are those
 of dataset/ocr/train.txt, and the words of test.jsonl the held-out ones of test.txt.
 """
 
@@ -62,7 +62,7 @@ def write_split(folder: Path, split: str, words: list[str], flaws: list[str], se
 
 
 def write_pairs(folder: Path, pairs: int, held_out: int, flaw: str = "", seed: int = 0) -> None:
-    """Write both splits; `flaw` is that of all rejected images, or "" for all of them."""
+    """Write both splits; all rejected images have the given flaw, or each of them if it is ""."""
     shares = [name for name, (share, _) in FLAWS.items() for _ in range(share)]
     kinds = [flaw] if flaw else shares
     train, test = split_words(0)

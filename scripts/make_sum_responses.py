@@ -1,10 +1,10 @@
 """Write given responses to the sums in dataset/sums: 200 preference pairs.
 
-python scripts/make_sum_responses.py --out new/sum_responses
+    python scripts/make_sum_responses.py --out new/sum_responses
 
-The preferred response is the correct one of the four forms of assets/tiny-text; the rejected one
-is correct without tags, as the model's most likely response or as the result alone, or wrong. Each
-of the 72 questions occurs in two or three pairs.
+The chosen response is the correct one of the four forms of assets/tiny-text. The rejected one is
+wrong, or correct without tags: the most likely response of the model, or the result alone. Each of
+the 72 questions occurs in two or three pairs.
 """
 
 import argparse

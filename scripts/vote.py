@@ -6,9 +6,9 @@
     python scripts/vote.py --summary votes       # win rates so far
 
 One checkpoint generates two images per prompt, two checkpoints one each from the same noise. Votes
-are appended to votes.jsonl in --out, which --config.preferences reads; the same command continues.
-Settings come from --config or the first checkpoint's run; --config.FIELD=VALUE overrides them. The
-page is served to this machine only, unless --host is given.
+are appended to votes.jsonl in --out, which --config.preferences reads. Run the same command again
+to continue. Settings come from --config or the first checkpoint's run; --config.FIELD=VALUE
+overrides them. The page is served to this machine only, unless --host is given.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ def main() -> None:
     """Parse the command line; serve the page or print a summary."""
     parser = ScriptParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--out", type=Path, help="directory of the votes; an existing one is continued")
-    add("--summary", type=Path, metavar="DIR", help="print the win rates of a directory, and exit")
+    add("--out", type=Path, help="directory of votes and images; an existing one is continued")
+    add("--summary", type=Path, metavar="DIR", help="print a summary of a directory and exit")
     add(
         "--checkpoint",
         action="append",
@@ -55,18 +55,18 @@ def main() -> None:
     )
     add("--prompts", type=Path, help="a .txt, .jsonl, .csv or .parquet file")
     add("--config", help="path/to/config.py:preset; default: the run of the first checkpoint")
-    add("--pairs_per_prompt", type=int, help="with different noise; default 1")
-    add("--votes_per_pair", type=int, help="of different voters; default 1")
-    add("--ahead", type=int, help="pairs that are generated before they are asked; default 32")
+    add("--pairs_per_prompt", type=int, help="pairs per prompt, from different noise; default 1")
+    add("--votes_per_pair", type=int, help="votes per pair, from different voters; default 1")
+    add("--ahead", type=int, help="pairs generated in advance; default 32")
     add(
         "--ask",
         choices=list(ORDERS),
         default="random",
-        help="which pairs first: random (default), disagreement (voters are split, or nobody has "
-        "voted) or margin (of --reward is smallest)",
+        help="order of the pairs: random (default), disagreement (first those on which voters are "
+        "split, then those without votes) or margin (smallest difference in --reward first)",
     )
     add("--reward", help="reward for --ask margin")
-    add("--host", default=LOCAL, help=f"default {LOCAL}; addresses of a network need --token-env")
+    add("--host", default=LOCAL, help=f"default {LOCAL}; other addresses need --token-env")
     add("--port", type=int, default=PORT, help=f"default {PORT}; 0: any free port")
     add("--token-env", metavar="NAME", help="environment variable with the required token")
     add("--debug", action="store_true", help="show tracebacks of user errors")
@@ -86,12 +86,12 @@ def main() -> None:
 def check_arguments(parser: ScriptParser, args: Namespace, options: list[str]) -> None:
     """Reject options without effect and values out of range, and set defaults."""
     if bool(args.checkpoint) != bool(args.prompts):
-        parser.error("--checkpoint and --prompts need each other")
+        parser.error("--checkpoint and --prompts must be used together")
     needs_models = [name for name in (*PAIR_DEFAULTS, "config", "reward") if getattr(args, name)]
     if not args.checkpoint and (needs_models or options):
         parser.error(f"{(options or [f'--{needs_models[0]}'])[0]} needs --checkpoint")
     if bool(args.reward) != (args.ask == "margin"):
-        parser.error("--reward and --ask margin need each other")
+        parser.error("--reward and --ask margin must be used together")
     for name, default in PAIR_DEFAULTS.items():
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -152,10 +152,10 @@ def build_generator(args: Namespace, options: list[str]) -> "PairGenerator":
         run = next(filter(None, map(find_run_directory, named)), None)
         if run is None:
             raise UserError(
-                "is not in a run directory, whose config would be used",
+                "is not in a run directory, so its config is unknown",
                 field="--checkpoint",
                 value=args.checkpoint,
-                hint="name a config with --config",
+                hint="pass a config with --config",
             )
         config = load_run_config(run, options)
     check_eval_fields(options, config)
@@ -185,7 +185,7 @@ def read_token(args: Namespace) -> str | None:
             "is reachable from other machines and needs a token",
             field="--host",
             value=args.host,
-            hint="set an environment variable to one and name it with --token-env",
+            hint="put one in an environment variable and name it with --token-env",
         )
     return token or None
 

@@ -27,6 +27,8 @@ UNBUNDLED_DATASETS = {  # used by presets but not part of the repository; how to
     "dataset/counting_edit": OWN_DATA_HINT,
     "dataset/pickscore": CLONE_HINT,
     "dataset/sharegpt4o_image_mini": OWN_DATA_HINT,
+    "dataset/sign_pairs": "pass your own data, --config.preferences=PATH (docs/preferences.md), or "
+    "create it: python scripts/make_sign_pairs.py --out dataset/sign_pairs",
     "dataset/text_math": "use your own questions: --config.dataset=path/to/data (docs/vlm/data.md)",
 }
 _PACKAGE = Path(__file__).parents[1]

@@ -1,9 +1,9 @@
 """Decode the images of a preference set before anything expensive starts.
 
-Images are resized to cover the training size and cropped at the center, as source images and
-`anchors.data` are. Two images of unlike sizes would lose different parts or be blurred differently,
-which would be learned in place of what people preferred, so they are rejected unless the user
-accepts them.
+Images are resized to cover the training size and center-cropped, like source images and
+`anchors.data`. Two images of different sizes would be cropped or blurred differently, and the model
+would learn this difference instead of the preference. Such pairs are therefore rejected, unless
+`preferences.unlike_sizes` is set.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def check_preferences(
     allow_unlike_sizes: bool = False,
     bar: Callable[[Iterable, str, int], Iterable] = lambda items, name, total: items,
 ) -> None:
-    """Decode every image once, and compare the two of each pair.
+    """Decode every image once, and compare the two images of each pair.
 
     Rows are divided among the processes, so only one of them may raise.
 
@@ -67,7 +67,7 @@ def check_preferences(
 
 
 def _read_pixels(image: ImageSource, where: str) -> Pixels:
-    """Decode an image."""
+    """Decode an image; return its size and a digest of its pixels."""
     decoded = read_image(image, where)
     return Pixels(*decoded.size, hashlib.sha256(decoded.tobytes()).digest())
 
@@ -83,7 +83,7 @@ def _check_pair(
     sizes = [f"{each.width} x {each.height}" for each in (chosen, rejected)]
     if sizes[0] != sizes[1] and not allow_unlike_sizes:
         raise UserError(
-            f"prefers an image of {sizes[0]} pixels to one of {sizes[1]}",
+            f"has a chosen image of {sizes[0]} pixels and a rejected one of {sizes[1]}",
             field=pair.prompt.where,
             hint="make both the same size, or set --config.preferences.unlike_sizes=True to resize "
             "and crop both to the training size",

@@ -82,7 +82,7 @@ REQUIRED_COLUMNS = ({CHOSEN, REJECTED}, {FIRST, SECOND, LABEL}, {BETTER, WORSE})
 
 @dataclass(frozen=True)
 class RatedImage:
-    """A prompt with an image that was liked or disliked; a demonstration is liked."""
+    """A prompt with an image that was liked or disliked; a demonstration counts as liked."""
 
     prompt: Prompt
     image: ImageSource
@@ -106,7 +106,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """What a row contains: judgements, rated images, a vote, or the reason why it is left out."""
+    """Content of a row: judgements, rated images or a vote, or why it is left out."""
 
     judgements: list[Judgement] = field(default_factory=list)
     images: list[RatedImage] = field(default_factory=list)
@@ -131,7 +131,7 @@ class _PromptPart(PromptLayout):
 
 @dataclass(frozen=True)
 class PreferenceLayout(RowLayout[PreferenceRow]):
-    """Row layout of preference sets; see the module.
+    """Row layout of preference sets; see the module docstring.
 
     Args:
         subfolder: Folder next to the file in which HPDv2 keeps the images of its split.
@@ -301,7 +301,7 @@ class PreferenceLayout(RowLayout[PreferenceRow]):
     def _prompt(
         self, row: Mapping[str, Any], folder: Path, where: str, *, used: Collection[str]
     ) -> Prompt:
-        """Return the prompt of a row: its text, source images and what is left of the columns.
+        """Return the prompt of a row: its text, source images and remaining columns.
 
         Args:
             row: Values by column.
@@ -329,7 +329,7 @@ def _is_vote(names: Collection[str]) -> bool:
 def _judged(
     prompt: Prompt, first: ImageSource, second: ImageSource, probability: float
 ) -> PreferenceRow:
-    """Return the judgement of a person, which is left out if both images are the same."""
+    """Return a human judgement, or leave the row out if both images are the same."""
     if first == second:
         return PreferenceRow(left_out=(IDENTICAL,))
     return PreferenceRow([Judgement(prompt, first, second, probability, judged=True)])

@@ -1,4 +1,4 @@
-"""Votes of people: the lines of votes.jsonl, and what the votes on a ballot say.
+"""Parse the lines of votes.jsonl, and compute the result of the votes on each ballot.
 
 A ballot shows two images of a prompt. A line is a vote, or the undoing of an earlier one:
 
@@ -48,7 +48,7 @@ class Undo:
 
 @dataclass(frozen=True)
 class BallotResult:
-    """The share of the votes on a ballot that prefer its first image; a tie is half a vote."""
+    """Fraction of the votes on a ballot that prefer its first image; a tie is half a vote."""
 
     prompt: Prompt
     first: ImageSource
@@ -92,12 +92,12 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 def count_votes(lines: Iterable[Vote | Undo]) -> tuple[list[BallotResult], Counter[str]]:
     """Return the result of each ballot with a decided vote, and the number of votes left out.
 
-    A vote that was sent twice counts once; if a person voted again on the same ballot, the later
-    vote counts.
+    A vote that was sent twice counts once. If a voter voted twice on the same ballot, the later one
+    counts.
 
     Raises:
         UserError: If votes with the same id or on the same ballot differ, or a line undoes a vote
-            that is unknown or another person's.
+            that is unknown or of another voter.
     """
     votes: dict[str, Vote] = {}
     undone = set()
@@ -138,8 +138,8 @@ def _ballot_result(decided: list[Vote], ties: int) -> BallotResult:
         images = {vote.chosen, vote.rejected}
         if images != {shown.chosen, shown.rejected} or vote.prompt != shown.prompt:
             raise UserError(
-                f"has another prompt or other images than {shown.where} for the ballot "
-                f'"{vote.ballot:.80}"',
+                f'has a different prompt or different images for the ballot "{vote.ballot:.80}" '
+                f"than {shown.where}",
                 field=vote.where,
             )
     wins = sum(vote.chosen == shown.chosen for vote in decided)

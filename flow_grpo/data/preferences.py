@@ -1,8 +1,8 @@
-"""Preference sets: given images of which people, or a rule, preferred one to another.
+"""Preference sets: images that people, or a rule, have compared or rated.
 
 A set has pairs (a prompt with a preferred and a rejected image) and rated images (a prompt with an
 image that was liked or disliked; a demonstration is a liked image). `preference_rows` reads the
-columns of its files, `preference_checks` decodes the images; docs/preferences.md describes both.
+columns of its files, and `preference_checks` decodes the images; see docs/preferences.md.
 """
 
 import logging
@@ -134,7 +134,7 @@ def check_preferences_exist(source: str) -> None:
 
 
 def _split_files(path: Path, split: Split) -> list[Path]:
-    """Return the tables of a split; a single file, or the votes of a folder, are for training."""
+    """Return the tables of a split; a single file and the votes of a folder are training data."""
     if os.path.isfile(path):
         return [path] if split == "train" else []
     if files := split_files(path, split, SUFFIXES):
@@ -193,7 +193,7 @@ def _missing_error(source: str | Path, split: Split) -> UserError:
 
 
 def _combine(rows: Iterable[PreferenceRow], source: str) -> PreferenceSet:
-    """Join the judgements of each pair of images, count the votes, and leave out ties.
+    """Merge the judgements of each pair of images, count the votes, and leave out ties.
 
     Raises:
         UserError: If rows contradict each other, or nothing is left.
@@ -218,7 +218,7 @@ def _combine(rows: Iterable[PreferenceRow], source: str) -> PreferenceSet:
     found = PreferenceSet(pairs, [image for row in rows for image in row.images], dict(left_out))
     shown = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items())
     if not found.pairs and not found.images:
-        rule = "has no pair of images to train on"
+        rule = "contains no pairs and no rated images"
         raise UserError(f"{rule}: {shown} left out" if shown else rule, field=source)
     if shown:
         logger.info("%s: left out %s", source, shown)

@@ -302,18 +302,18 @@ def check_groupwise_rewards(config: DiffusionConfig, rewards: set[str], plan: Ba
 def check_interactive_rewards(
     config: DiffusionConfig, scorers: "Mapping[str, Scorer]", plan: BatchPlan, frames: int
 ) -> None:
-    """Reject settings with which people cannot be asked.
+    """Reject settings that are incompatible with rewards from human votes.
 
     Args:
         config: Settings.
-        scorers: Scorers that ask people, by name.
+        scorers: Scorers that wait for human votes, by name.
         plan: Batch arithmetic of an epoch.
         frames: Frames of a sample; more than one is a video.
     """
     for name, scorer in scorers.items():
         if frames > 1:
             raise UserError(
-                f"shows people images, but a sample is a video of {frames} frames",
+                f"supports images only, but a sample is a video of {frames} frames",
                 field=f"reward {name!r}",
                 hint="use a reward that scores videos",
             )
@@ -368,10 +368,11 @@ def collect_config_warnings(settings: DiffusionConfig) -> list[str]:
         common = common_field_names(method_settings, unused)
         aliases = {each.name for each in fields(unused) if "alias_of" in each.metadata}
         for name, value in asdict(unused).items():
-            if name not in aliases and value != defaults[name]:
+            same = name in common and getattr(method_settings, name) == value
+            if name not in aliases and value != defaults[name] and not same:
                 line = f"{other}.{name}={value} has no effect: algorithm={settings.algorithm!r}"
-                meant = name in common and getattr(method_settings, name) != value
-                lines.append(f"{line}; set {settings.algorithm}.{name} instead" if meant else line)
+                hint = f"; set {settings.algorithm}.{name} instead" if name in common else ""
+                lines.append(line + hint)
     return list(dict.fromkeys(lines))
 
 
@@ -427,7 +428,10 @@ def check_ineffective_settings(settings: DiffusionConfig, algorithm: "Algorithm"
         if changed:
             assignments = ", ".join(f"{name}={given[name]!r}" for name in changed)
             values = ", ".join(repr(defaults[name]) for name in changed)
-            raise UserError(f"{assignments} have no effect with {reason}; reset them to {values}")
+            hint = f"reset them to {values}"
+            if names is OFFLINE_FIELDS:
+                hint = f"start from config/base.py instead of a preset, or {hint}"
+            raise UserError(f"{assignments} have no effect with {reason}", hint=hint)
 
 
 def check_guidance_gradient(settings: DiffusionConfig, model: "type[ModelAdapter]") -> None:

@@ -1,10 +1,10 @@
 """Given images to train on: preference pairs, rated images and demonstrations.
 
-A row becomes one or two samples with a final latent and a credit, like those of a rollout, and goes
-through the same updates. Rows are used in passes: each pass is a permutation of the set, and an
-update takes the next ones, divided equally among the processes. Noise and levels are keyed by the
-position of the sample in the epoch. So neither world size, batch size nor resuming changes what is
-trained.
+A row becomes one sample, or two for a pair, each with final latents and a credit. These samples go
+through the same updates as those of a rollout. Each pass over the dataset uses a new permutation of
+its rows. An update takes the next rows and divides them equally among the processes. Noise and
+noise levels are keyed by the position of the sample in the epoch. Therefore, the world size, the
+batch size and resuming do not change what is trained.
 """
 
 import logging
@@ -47,7 +47,7 @@ class GivenRow:
 
 @dataclass(frozen=True)
 class GivenData:
-    """A preference set and its rows as an algorithm trains them; empty if none is given."""
+    """A preference set and the rows that an algorithm trains; empty without `preferences.data`."""
 
     found: PreferenceSet
     rows: list[GivenRow]
@@ -58,7 +58,7 @@ class GivenData:
 
 
 def load_given_data(source: str, algorithm: Algorithm, layout: PreferenceLayout) -> GivenData:
-    """Load `preferences.data`, and the rows of it that the algorithm trains.
+    """Load `preferences.data` and convert it to the rows that the algorithm trains.
 
     Args:
         source: `preferences.data`; "" for none.
@@ -66,7 +66,7 @@ def load_given_data(source: str, algorithm: Algorithm, layout: PreferenceLayout)
         layout: Columns to read.
 
     Raises:
-        UserError: If there are none.
+        UserError: If there are no such rows.
     """
     if not source:
         return GivenData(PreferenceSet([], []), [])
@@ -80,7 +80,7 @@ def load_given_data(source: str, algorithm: Algorithm, layout: PreferenceLayout)
         _log_unused(len(found.rated()) - len(rows), "disliked or rejected", algorithm.name)
     if not rows:
         raise UserError(
-            f"has no image to imitate, which algorithm={algorithm.name!r} needs",
+            f"contains no liked image, but algorithm={algorithm.name!r} requires some",
             field=FIELD,
             value=source,
             hint="use algorithm=kto for disliked images",
@@ -97,7 +97,7 @@ def load_held_out_pairs(
         source: `preferences.data`; "" for none.
         algorithm: Method of the run; only those that compare pairs use them.
         layout: Columns to read.
-        most: Number of pairs that are used; 0 for all.
+        most: Maximum number of pairs; 0 for all.
     """
     found = find_preferences(source, "test", layout) if source else None
     if found is None or algorithm.given != "pairs":
@@ -109,7 +109,7 @@ def load_held_out_pairs(
 def _pairs(found: PreferenceSet, method: str, source: str) -> list[GivenRow]:
     if not found.pairs:
         raise UserError(
-            f"has no pairs, which algorithm={method!r} compares",
+            f"contains no pairs, but algorithm={method!r} requires some",
             field=FIELD,
             value=source,
             hint="use algorithm=kto for rated images, or sft for demonstrations",
@@ -127,7 +127,7 @@ def _rated(found: PreferenceSet, method: str, source: str) -> list[GivenRow]:
     if len({each.liked for each in rated}) == 1:
         only = "liked" if rated[0].liked else "disliked"
         raise UserError(
-            f"has {only} images only, but algorithm={method!r} needs both kinds",
+            f"contains only {only} images, but algorithm={method!r} requires both kinds",
             field=FIELD,
             value=source,
             hint="use algorithm=sft for demonstrations" if rated[0].liked else "add liked images",
@@ -137,7 +137,7 @@ def _rated(found: PreferenceSet, method: str, source: str) -> list[GivenRow]:
 
 def _log_unused(count: int, kind: str, method: str) -> None:
     if count:
-        logger.info("%-21s %d %s images, which %s does not use", FIELD, count, kind, method)
+        logger.info("%-21s %d %s images are not used by %s", FIELD, count, kind, method)
 
 
 def check_given_data(
@@ -161,7 +161,7 @@ def check_given_data(
 
 
 class GivenImages:
-    """The given images of a run, as micro-batches of its updates."""
+    """Micro-batches of given images for the updates of a run."""
 
     def __init__(self, rows: list[GivenRow], policy: Policy, seed: int) -> None:
         self.rows, self._policy, self._seed = rows, policy, seed

@@ -1,4 +1,4 @@
-"""Held-out pairs: how often the policy prefers the chosen image, on pairs that are not trained.
+"""Held-out pairs: measure how often the policy prefers the chosen image of pairs not trained.
 
 The implicit reward of an image is how much lower its flow-matching error is with the policy than
 with the reference. A pair is judged correctly if the chosen image has the higher implicit reward,
@@ -34,12 +34,12 @@ class HeldOutPairs:
     def measure(
         self, algorithm: PairAlgorithm, plan: BatchPlan, accelerator: Accelerator, seed: int
     ) -> dict[str, float]:
-        """Return mean margin and accuracy; a margin of 0, as at the start, counts half.
+        """Return the mean margin and the accuracy; margins of 0 count as half correct.
 
         Args:
             algorithm: Method of the run, which defines the margin.
             plan: Determines the batch size.
-            accelerator: Gives rank and world size; call it on all processes.
+            accelerator: Gives rank and world size; this method is collective.
             seed: Seed of the run.
         """
         world, rank = accelerator.num_processes, accelerator.process_index

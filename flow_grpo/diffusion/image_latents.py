@@ -1,4 +1,4 @@
-"""VAE latents of given images, each encoded once: cached in memory, and on disk if prompts are."""
+"""VAE latents of given images, cached in memory and, with `prompt_cache`, on disk."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from flow_grpo.perf.transfer import to_device
 
 
 class ImageLatents:
-    """Encodes images as the latents of samples."""
+    """Encode images as VAE latents and cache them."""
 
     def __init__(self, policy: Policy) -> None:
         adapter = policy.adapter
@@ -22,7 +22,7 @@ class ImageLatents:
     def encode(self, images: list[ImageSource]) -> Tensor:
         """Return the latents of images, (B, C, H, W), on the device of the model.
 
-        Images are encoded one at a time: the last bits depend on the batch size.
+        Images are encoded one at a time, because the last bits depend on the batch size.
         """
         adapter = self._policy.adapter
         latents = []

@@ -1,4 +1,4 @@
-"""Settings of training on given images: section `preferences` of a diffusion run."""
+"""Settings of offline training on images: section `preferences` of a diffusion run."""
 
 from dataclasses import dataclass
 
@@ -9,28 +9,29 @@ DENSITIES = ("logit_normal", "uniform")
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """Given images to train on, instead of samples or in addition to them."""
+    """Dataset of images to train on, instead of rollout samples or in addition to them."""
 
     data: str = setting(
         "",
-        "Preference pairs, rated images or demonstrations to train on: a directory, file or hub "
-        "name; see docs/preferences.md. For algorithm=dpo, ipo, kto and sft.",
+        "Dataset of preference pairs, rated images or demonstrations: a directory, file or hub "
+        "name; see docs/preferences.md. Requires algorithm=dpo, ipo, kto or sft.",
     )
     unlike_sizes: bool = setting(
         False,
-        "Accept pairs of images with different sizes: resizing then loses more of one of them.",
+        "Accept pairs of images with different sizes, although resizing and cropping then change "
+        "one of them more than the other.",
     )
     share: float = setting(
         1.0,
-        "Fraction of the trained images that are given ones. 1 trains on given images only, "
-        "without any rollout; below 1, the rest of each update are samples.",
+        "Fraction of the trained images that come from preferences.data. 1 trains offline, without "
+        "rollouts; below 1, the rest of each update are rollout samples.",
         above=0,
         at_most=1,
     )
     per_epoch: int = setting(
         0,
         "Pairs (dpo, ipo) or images (kto, sft) per epoch; 0 uses as many as fill whole updates, "
-        "and the remaining ones come first in the next epoch. Needs share=1.",
+        "and the next epoch starts with the remaining ones. Requires share=1.",
         at_least=0,
     )
     density: str = setting(

@@ -198,6 +198,7 @@ TINY: dict[str, FieldValues] = {
         },
     },
     # Given images, such as preference pairs: --config.preferences=PATH; the prompts are evaluated.
+    # Without it, the pairs of scripts/make_sign_pairs.py, or an error that says how to get them.
     "tiny_offline": {
         "algorithm": "dpo",
         "pretrained": {"model": "assets/tiny-sd3"},
@@ -218,7 +219,8 @@ TINY: dict[str, FieldValues] = {
             "learning_rate": 6e-4,
             "ema_update_interval": 1,
         },
-        "dpo": {"times": 1},
+        "preferences": {"data": "dataset/sign_pairs"},
+        **{name: {"times": 1} for name in ("dpo", "ipo", "kto", "sft")},
     },
     # Words and scenes in one run; each prompt is scored by the reward that applies to it.
     "tiny_mixed": {

@@ -467,7 +467,7 @@ def build_algorithm(config: UncheckedConfig | DiffusionConfig) -> Algorithm:
     setup = Setup(
         num_steps=TRAINING_STEPS if offline else sample.num_steps,
         sde_type=sample.sde_type,
-        window_size=sample.sde_window_size,
+        window_size=0 if offline else sample.sde_window_size,
         window_range=tuple(sample.sde_window_range),
         timestep_fraction=train.timestep_fraction,
         estimator=train.advantage,

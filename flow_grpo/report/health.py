@@ -431,7 +431,7 @@ def check_norm_ratio(rows: Rows) -> Iterator[Problem]:
 
 @health_check("preferred images", "train/chosen_change", "train/chosen_error")
 def check_preferred_images(rows: Rows) -> Iterator[Problem]:
-    """Check for a rising error of preferred images: they become less likely, not only others."""
+    """Check whether preferred images become less likely than under the reference policy."""
 
     def has_risen(row: Record) -> bool:
         change = row["train/chosen_change"]

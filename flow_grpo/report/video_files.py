@@ -39,13 +39,13 @@ def find_encoder() -> ModuleType | None:
 def save_video(
     video: Sequence[Image.Image], folder: Path, name: str, *, animated_image: bool = False
 ) -> str:
-    """Save a video as an MP4 or GIF file and return the file's name.
+    """Save a video as MP4, or as GIF without an H.264 encoder; return the file's name.
 
     Args:
         video: Frames of the same size.
         folder: Existing directory.
         name: Name of the file without its suffix.
-        animated_image: Save a GIF in any case, where only images can be shown.
+        animated_image: Always save a GIF, for pages that can show images only.
     """
     if animated_image or find_encoder() is None:
         first, *rest = _quantize_frames(video)

@@ -152,7 +152,7 @@ def published_layout(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterato
 
 
 def _published_conversions(model: nn.Module) -> list[Any]:
-    """Return the conversions from the published layout, regardless of how the model was loaded."""
+    """Return transformers' weight conversions from the published layout of the model's class."""
     # only some files have the prefix, so `save_pretrained` ignores these changes as well
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     return _without_shape_check(c for c in conversions if not isinstance(c, PrefixChange))

@@ -187,8 +187,8 @@ class VlmTrainConfig(shared.TrainFields):
     )
     beta: float | None = setting(
         None,
-        "Weight of the KL to the reference policy; 0 needs no reference. Unset, 0, or 0.1 for the "
-        'losses "dpo", "ipo" and "kto", where it scales the log-ratios.',
+        "Weight of the KL to the reference policy; 0 needs no reference. For the losses "
+        '"dpo", "ipo" and "kto", the scale of the log-ratios. Unset, 0.1 for these losses, else 0.',
         at_least=0,
     )
     desirable_weight: float = setting(
@@ -344,7 +344,7 @@ class VlmConfig(shared.SharedFields):
     )
     response_key: str = setting(
         "",
-        "Column of a given response; empty uses completion or response, or the assistant turn that "
+        "Column of the response; empty uses completion or response, or the assistant turn that "
         "ends the conversation.",
         requires=f"train.loss={'|'.join(GIVEN_LOSSES)}",
     )
@@ -395,8 +395,8 @@ class VlmConfig(shared.SharedFields):
     )
     filter_overlong_prompts: bool = setting(
         False,
-        "Skip questions whose prompts exceed max_prompt_length, with a warning, instead of "
-        "rejecting the dataset; also given responses of more than sample.max_new_tokens.",
+        "Skip questions whose prompts exceed max_prompt_length, and given responses of more than "
+        "sample.max_new_tokens tokens, with a warning, instead of rejecting the dataset.",
     )
     reward_fn: dict = setting(
         {"math_answer": 0.9, "answer_format": 0.1},

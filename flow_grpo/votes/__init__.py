@@ -1,1 +1,1 @@
-"""Human votes on pairs of images: durable store, HTTP server, web page and drawing of pairs."""
+"""Human votes on pairs of images: durable store, HTTP server, web page and generation of pairs."""

@@ -14,7 +14,7 @@ CHECKPOINTS = "checkpoints"  # the source of ballots that this server's own mode
 
 @dataclass(frozen=True)
 class Ballot:
-    """One question: which of two images of a prompt is better?
+    """A question to voters: which of two images of a prompt is better?
 
     Images are file names relative to the directory of the votes. Voters never see `candidates`.
     """
@@ -49,7 +49,7 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Vote:
-    """A voter's answer to a ballot, with the id that the page made for it."""
+    """A voter's answer to a ballot, with an id that the page has generated."""
 
     id: str
     ballot: str
@@ -75,7 +75,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Group:
-    """Images that a run posted and waits for.
+    """Images that a run has posted, and whose votes it waits for.
 
     Attributes:
         pairs: (index of the first image, of the second, id of the ballot).

@@ -1,6 +1,6 @@
-"""The state of all ballots and votes: which to ask next, and what was answered.
+"""State of all ballots and votes: which ballots to show next, and which votes count.
 
-Files of the directory, each a log that only grows (see store.py):
+The directory contains append-only logs (see store.py) and images:
 
     votes.jsonl    one line per vote or undo; `preferences=` reads it
     ballots.jsonl  {"ballot": ...}, {"group": ...}, {"withdrawn": key}, {"reopened": key}
@@ -24,8 +24,8 @@ from flow_grpo.votes.store import AppendLog, read_log
 
 logger = logging.getLogger("flow_grpo")
 VOTES_FILE, BALLOTS_FILE = "votes.jsonl", "ballots.jsonl"
-RESERVED_SECONDS = 120.0  # a ballot shown to one voter is offered to others last
-SILENT_SECONDS = 60.0  # after which a run that does not ask for its votes is taken for dead
+RESERVED_SECONDS = 120.0  # during which a ballot shown to one voter comes last for others
+SILENT_SECONDS = 60.0  # after which a run that has not polled its votes is considered dead
 Order = Callable[[Ballot, list[Vote]], Any]
 
 
@@ -35,7 +35,7 @@ class VoteConflict(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a voter has done and what is left for this voter."""
+    """Number of ballots that a voter has answered, and that are left for this voter."""
 
     answered: int
     left: int
@@ -46,8 +46,8 @@ class VoteBook:
 
     Args:
         folder: Directory of the logs; the caller holds its lock.
-        order: Sort key of ballots, given the votes on each; the smallest is asked first.
-        read_only: Read the logs of another process, which may be writing; nothing can be added.
+        order: Sort key of ballots, given the votes on each; the smallest is shown first.
+        read_only: Read the logs, which another process may be writing; nothing can be added.
     """
 
     def __init__(self, folder: Path, order: Order, *, read_only: bool = False) -> None:
@@ -73,7 +73,7 @@ class VoteBook:
             self._apply_vote_record(record)
 
     def close(self) -> None:
-        """Close the files after the request that is being written."""
+        """Close the files, after the current write."""
         with self._lock:
             self._ballot_log.close()
             self._vote_log.close()
@@ -81,7 +81,7 @@ class VoteBook:
     # ballots
 
     def add_ballot(self, ballot: Ballot) -> None:
-        """Store a ballot durably; one that is known is ignored."""
+        """Store a ballot durably; a known ballot is ignored."""
         with self._lock:
             if ballot.id not in self._ballots:
                 record = {"ballot": ballot.to_json()}
@@ -89,15 +89,15 @@ class VoteBook:
                 self._apply_ballot_record(record)
 
     def without_ballots(self, names: Iterable[str]) -> list[str]:
-        """Return the names that no ballot has, in order."""
+        """Return the ids that no stored ballot has, in order."""
         with self._lock:
             return [name for name in names if name not in self._ballots]
 
     def post_group(self, group: Group) -> None:
-        """Store a run's group and its ballots durably; a repeated request changes nothing.
+        """Store a run's group and its ballots durably; repeated requests change nothing.
 
         Raises:
-            VoteConflict: If the key is known with other images.
+            VoteConflict: If the key was posted with other content.
         """
         with self._lock:
             self._heard[group.key] = time.monotonic()
@@ -114,7 +114,7 @@ class VoteBook:
             self._apply_ballot_record(record)
 
     def withdraw_group(self, key: str) -> None:
-        """Stop asking a group's ballots, because its run no longer waits; votes are kept.
+        """Stop showing a group's ballots, because its run no longer waits; votes are kept.
 
         Raises:
             KeyError: If the key is unknown.
@@ -128,9 +128,9 @@ class VoteBook:
                 self._apply_ballot_record(record)
 
     def group_result(self, key: str) -> tuple[list[tuple[int, int, int, int, int]], bool]:
-        """Return (i, j, wins of i, wins of j, ties) of a group's pairs, and whether all are voted.
+        """Return (i, j, wins of i, wins of j, ties) of a group's pairs, and whether it is complete.
 
-        Identical images are a tie without a vote. Skips are answers without a verdict.
+        Identical images are a tie without a vote. A skip completes a pair like any other vote.
 
         Raises:
             KeyError: If the key is unknown.
@@ -154,11 +154,11 @@ class VoteBook:
     def cast(self, vote: Vote) -> bool:
         """Store a vote durably; return whether it counts.
 
-        A repeated vote with the same id is counted once, and not at all if it was undone since.
+        A vote that is sent again with the same id counts once, or not at all if it was undone.
 
         Raises:
             KeyError: If the ballot is unknown.
-            VoteConflict: If the voter has answered this ballot, or the id is that of another vote.
+            VoteConflict: If the voter has answered this ballot, or another vote has this id.
         """
         with self._lock:
             ballot = self._ballots[vote.ballot]
@@ -205,13 +205,14 @@ class VoteBook:
         with self._lock:
             return [(b, list(self._on_ballot[name].values())) for name, b in self._ballots.items()]
 
-    # what to ask
+    # what to show
 
     def next_ballots(self, voter: str, count: int) -> list[Ballot]:
-        """Return the ballots to show to a voter, and reserve them for a while.
+        """Return the ballots to show to a voter next, and reserve them for a while.
 
-        First what the voter has undone, then what runs wait for, then by the order of the book.
-        Ballots that are on other voters' screens come last, as their votes may suffice.
+        Ballots whose vote this voter has undone come first, then those that runs wait for, then the
+        others in the order of the book. Ballots on other voters' screens come last, because their
+        votes may suffice.
         """
         now = time.monotonic()
         recent = now - RESERVED_SECONDS
@@ -234,13 +235,13 @@ class VoteBook:
             return found
 
     def progress(self, voter: str) -> Progress:
-        """Return what a voter has answered and what can be asked now."""
+        """Return how many ballots a voter has answered and how many can be shown now."""
         with self._lock:
             answered = len(self._by_voter.get(voter, ()))
             return Progress(answered, sum(1 for _ in self._left_for(voter)))
 
     def num_ready(self) -> int:
-        """Return the number of own ballots left for the voter who has fewest left."""
+        """Return the number of checkpoint ballots left for the voter who has answered most."""
         with self._lock:
             own = [b.id for b in self._open.values() if b.source == CHECKPOINTS]
             answered: dict[str, int] = defaultdict(int)
@@ -250,7 +251,7 @@ class VoteBook:
             return len(own) - max(answered.values(), default=0)
 
     def _left_for(self, voter: str) -> Iterator[Ballot]:
-        """Yield what can be asked: pairs of checkpoints, and of runs that still wait for them."""
+        """Yield the ballots that can be shown: of checkpoints, and of runs that still wait."""
         silent = time.monotonic() - SILENT_SECONDS
         for ballot in self._open.values():
             heard = self._heard.get(self._group_of.get(ballot.id, ""), math.inf)
@@ -260,7 +261,7 @@ class VoteBook:
     # the logs
 
     def _apply_ballot_record(self, record: dict[str, Any]) -> None:
-        """Change the state as a line of ballots.jsonl says."""
+        """Update the state with a line of ballots.jsonl."""
         if "ballot" in record:
             self._add([Ballot.from_json(record["ballot"])])
         elif "group" in record:
@@ -288,7 +289,7 @@ class VoteBook:
             self._open[ballot.id] = ballot
 
     def _apply_vote_record(self, record: dict[str, Any]) -> None:
-        """Change the state as a line of votes.jsonl says; an undo may repeat."""
+        """Update the state with a line of votes.jsonl; an undo may be repeated."""
         if "undo" in record:
             vote = self._votes.get(record["undo"])
             if vote is None or vote.id in self._undone:

@@ -1,4 +1,4 @@
-"""PNG files of ballots, named by their content, and images that runs post."""
+"""PNG files of ballots, named by a hash of their pixels, and decoding of posted images."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ POSTED_FORMATS = ("PNG", "WEBP", "JPEG")
 
 
 class ImageFiles:
-    """Writes images of a directory once each and finds them by name.
+    """Writes each image of a directory once, and finds images by name.
 
     Args:
         folder: Directory of the votes.
@@ -69,7 +69,7 @@ def decode_posted(text: object, where: str) -> Callable[[], Image.Image]:
     Both raise UserError; `where` is its JSON path.
     """
     if not isinstance(text, str):
-        raise UserError("must be a base64 text", field=where)
+        raise UserError("must be a base64 string", field=where)
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:

@@ -7,8 +7,8 @@ const KEYS = {ArrowLeft: "left", ArrowRight: "right", ArrowDown: "tie", t: "tie"
               z: "undo", Backspace: "undo"};
 const MESSAGES = {
   wait: "Waiting for the next images…",
-  done: "All pairs are answered. Thank you!",
-  failed: "No more images can be generated; see the log of the server.",
+  done: "All pairs have been answered. Thank you!",
+  failed: "Image generation has failed; see the log of the server.",
 };
 const STORED = "flow_grpo.votes.";  // prefix in localStorage
 const PENDING = STORED + "pending.";
@@ -44,7 +44,7 @@ async function request(path, options = {}) {
     } catch (error) {
       if (!(error instanceof TypeError)) throw error;  // TypeError: no connection
     }
-    $("connection").textContent = "No connection. Your votes are kept and will be sent.";
+    $("connection").textContent = "No connection. Your votes are saved and will be sent later.";
     $("connection").hidden = false;
     await sleep(wait);
   }
@@ -59,7 +59,7 @@ async function requestJson(path, options) {
       if (response.status === 401) {
         token = "";
         localStorage.removeItem(STORED + "token");
-        say("Open the link with the token that you were given.");
+        say("Open the link that you were given. It contains the access token.");
         await new Promise(() => {});  // until the page is opened again
       }
       return {error: content.error || {message: response.statusText}};

@@ -1,9 +1,8 @@
 """Generate pairs of images ahead of the voters, in the background.
 
 The plan is fixed: for round k, every prompt once. Two checkpoints generate one image each from the
-noise (seed, prompt, k); a single one generates two, from the noises 2k and 2k + 1. Each pair has an
-id made from all that determines it, so a restart continues where it stopped, and voters wait for
-nothing that another run of the server has generated.
+noise (seed, prompt, k); a single one generates two, from the noises 2k and 2k + 1. The id of a pair
+is a hash of everything that determines it, so a restarted server reuses the pairs that exist.
 """
 
 import logging
@@ -50,7 +49,7 @@ from flow_grpo.votes.book import VoteBook
 from flow_grpo.votes.image_files import ImageFiles
 
 logger = logging.getLogger("flow_grpo")
-FIRST_PAIRS = 2  # generated first, so that voting can start
+FIRST_PAIRS = 2  # generated first, so that voting can start early
 CHECK_SECONDS = 0.2  # between checks of how many pairs are ready
 
 
@@ -72,7 +71,7 @@ class PairGenerator:
         prompts: Prompts; repeated ones are used once.
         rounds: Pairs per prompt.
         votes: Wanted votes per pair.
-        ahead: Pairs that are ready before the voter who has answered most.
+        ahead: Pairs that are ready for the voter who has answered most.
         reward: Name of the reward whose margins are stored with the ballots, or "".
     """
 
@@ -91,7 +90,7 @@ class PairGenerator:
         self._candidates = parse_diffusion_candidates([*checkpoints], config.train.lora_path)
         if len(self._candidates) > 2:
             raise UserError(
-                "names more than two candidates", field=CHECKPOINT_OPTION, value=[*checkpoints]
+                "has more than two candidates", field=CHECKPOINT_OPTION, value=[*checkpoints]
             )
         # no prompt cache: it is for the prompts of a run
         config = replace(config_for(config, self._candidates), prompt_cache="")
@@ -122,17 +121,17 @@ class PairGenerator:
         self._thread: threading.Thread | None = None
 
     def start(self, book: VoteBook, images: ImageFiles) -> None:
-        """Start generating what the book does not have yet."""
+        """Start generating the pairs of the plan that are not in the book."""
         self._book = book
         self._thread = threading.Thread(target=self._run, args=(book, images), daemon=True)
         self._thread.start()
 
     def status(self) -> tuple[int, str]:
-        """Return how many pairs are still to be generated, and why that stopped, or ""."""
+        """Return the number of pairs to be generated, and why generation stopped, or ""."""
         return len(self._missing()), self._problem
 
     def close(self) -> None:
-        """Stop after the pairs that are being generated."""
+        """Stop the thread after the current pairs."""
         self._stopping.set()
         if self._thread:
             self._thread.join()
@@ -220,7 +219,7 @@ class PairGenerator:
         return [None if np.isnan(margin) else margin for margin in margins]
 
     def _build_reward(self, name: str) -> WeightedReward:
-        """Build and try the reward of the margins."""
+        """Build and test the reward of the margins."""
         [reward] = build_rewards(self._config, self._accelerator, {name: 1.0})
         reject_groupwise_eval_rewards(reward.pairwise_rewards)
         check_reward(reward, self._prompts, self._size)

@@ -35,7 +35,7 @@ def check_voter(value: Any, field: str = "voter") -> str:
 
 
 def check_id(value: Any, field: str) -> str:
-    """Return an id made by a client or by this server."""
+    """Return an id that a client has sent, if it is valid; raise `Rejected` otherwise."""
     if not isinstance(value, str) or not ID.fullmatch(value):
         raise _invalid(field, "must be 1 to 200 letters, digits or any of . _ : -", value)
     return value

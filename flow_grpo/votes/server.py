@@ -9,7 +9,7 @@
     GET    /api/groups/KEY  {"pairs": [[i, j, wins of i, wins of j, ties], ...], "done": bool}
     DELETE /api/groups/KEY  the run no longer waits
 
-Each answer is sent after its content is on disk. Errors are {"error": {"code", "message"}}. With a
+A response is sent after its content is on disk. Errors are {"error": {"code", "message"}}. With a
 token, everything but the static page needs "Authorization: Bearer TOKEN"; no cookies are used.
 Requests that another web page could send without the browser asking for permission are rejected:
 bodies must be declared as JSON, and on a loopback address the Host header is checked.
@@ -65,13 +65,13 @@ LEFT_TO_DRAW = Callable[[], tuple[int, str]]
 
 
 class VoteService:
-    """What the server serves.
+    """Handles the requests of pages and runs, independently of HTTP.
 
     Args:
         book: Ballots and votes.
         images: Their images.
         token: Token that clients must send, if any.
-        undrawn: Returns how many pairs are still to be generated, and why that stopped, if so.
+        undrawn: Returns the number of pairs to be generated, and why generation stopped, or "".
         waits_for_runs: Whether ballots come from runs only, so that there may always be more.
     """
 
@@ -104,7 +104,7 @@ class VoteService:
         }
 
     def vote(self, body: Any) -> dict[str, Any]:
-        """Store a vote; a repeated one is harmless."""
+        """Store a vote; repeated requests have no effect."""
         try:
             return {"counted": self.book.cast(parse_vote(body))}
         except KeyError as error:
@@ -133,7 +133,7 @@ class VoteService:
         return {"pairs": pairs, "done": done}
 
     def withdraw_group(self, key: str) -> dict[str, Any]:
-        """Stop asking about a group."""
+        """Stop showing the pairs of a group."""
         self.book.withdraw_group(key)
         return {"withdrawn": key}
 
@@ -310,10 +310,10 @@ def build_server(service: VoteService, host: str, port: int) -> ReportServer:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"cannot be listened on ({host}): {reason}",
+            f"cannot be opened on {host}: {reason}",
             field="--port",
             value=port,
-            hint="choose another",
+            hint="choose another port",
         ) from error
 
 

@@ -12,6 +12,7 @@ from flow_grpo.api import build_config
 from flow_grpo.config.command_line import expand_shorthand
 from flow_grpo.data.preferences import DEFAULT_LAYOUT
 from flow_grpo.data.prompts import Prompt
+from flow_grpo.diffusion.config_checks import collect_config_warnings
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, get_config
 from flow_grpo.diffusion.given_images import GivenImages, GivenRow, load_given_data
 from flow_grpo.diffusion.models import Size
@@ -80,6 +81,26 @@ def test_a_share_must_be_a_whole_number_of_pairs():
 def test_settings_without_effect_on_given_images_are_rejected(fields, field):
     with raises_user_error(field=field):
         build_algorithm(offline(**fields))
+
+
+def test_settings_of_an_online_preset_are_rejected_at_once():
+    settings = {"sample.num_steps": 4, "sample.sde_window_size": 2}
+    with raises_user_error(*settings):
+        build_algorithm(offline(**settings))
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "ipo", "kto", "sft"])
+def test_the_small_preset_trains_one_noise_level_with_each_method(algorithm):
+    """Settings that the methods share are no reason for a warning."""
+    config = build_config("", None, None, None, "tiny_offline", {"algorithm": algorithm})
+    settings = DIFFUSION_SPEC.freeze(config)
+    assert settings.preferences.data
+    assert settings.algorithm_settings.times == 1
+    assert not collect_config_warnings(settings)
+    other = "ipo" if algorithm == "kto" else "kto"
+    config[other].times = 3
+    [line] = collect_config_warnings(DIFFUSION_SPEC.freeze(config))
+    assert line.startswith(f"{other}.times=3 ")
 
 
 def test_the_section_may_be_given_as_its_data():

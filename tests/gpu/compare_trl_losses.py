@@ -85,9 +85,10 @@ def run_trl(loss: str, model: str, folder: Path) -> tuple[float, dict[str, Tenso
         "max_length": None,
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
+        "train_sampling_strategy": "sequential",
     }
     data, network = Dataset.from_list(rows), build(model)
-    given_runs.perturb(network)
+    given_runs.perturb(network, loss)
     network.requires_grad_(True)
     common = {"train_dataset": data, "processing_class": processing_class(model)}
     if loss == "sft":

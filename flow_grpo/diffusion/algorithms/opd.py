@@ -130,7 +130,7 @@ class Opd(Algorithm):
         return {"teacher": teacher} | anchor
 
     def loss(self, policy: "Policy", batch: Batch, prepared: dict[str, Tensor], j: int) -> Loss:
-        """Return the distance of step j from the teacher's, plus that from the anchor's."""
+        """Return the distance of step j to the teacher's, plus `anchor_beta` times the anchor's."""
         trajectory, s = batch.trajectory, self.settings
         i = trajectory.steps[j]
         latents, next_latents = trajectory.latents[:, j], trajectory.latents[:, j + 1]

@@ -286,8 +286,8 @@ class IpoSettings(ForwardSettings):
 
     beta: float = setting(
         2000.0,
-        "Inverse of the preference margin to reach; larger values keep the policy closer to the "
-        "reference.",
+        "The target of the margin of log-likelihood ratios is 1 / (2 beta); larger values keep the "
+        "policy closer to the reference.",
         above=0,
     )
 
@@ -298,15 +298,15 @@ class KtoSettings(ForwardSettings):
 
     beta: float = setting(
         1000.0,
-        "Scale of the change of an image's error in the value function; larger values saturate "
-        "sooner and keep the policy closer to the reference.",
+        "Scale of the implicit reward in the sigmoid, which saturates sooner with larger values; "
+        "these keep the policy closer to the reference.",
         above=0,
     )
     like_weight: float = setting(1.0, "Weight of liked images.", above=0)
     dislike_weight: float = setting(
         1.0,
-        "Weight of disliked images. If there are n times as many of one kind, give the other one n "
-        "times the weight.",
+        "Weight of disliked images. If there are n times as many images of one kind, set the "
+        "weight of the other kind n times as high.",
         above=0,
     )
 

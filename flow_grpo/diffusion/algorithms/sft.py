@@ -21,7 +21,7 @@ class Sft(ForwardProcessAlgorithm):
     given = "demonstrations"
 
     def credit(self, scored: ScoredSamples) -> np.ndarray:
-        """Return 1 for the best of each group and 0 otherwise, also for all of equal ones."""
+        """Return 1 for the best of each group and 0 otherwise; all 0 if the scores are equal."""
         return mark_best_and_worst(scored.total, scored.groups).clip(min=0)
 
     @property

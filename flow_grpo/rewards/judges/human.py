@@ -1,8 +1,8 @@
-"""Votes of people on pairs of images as an online reward; docs/votes.md describes the page.
+"""Human votes on pairs of images as an online reward; docs/votes.md describes the page.
 
 The images of a prompt are posted to a vote server as one group, whose key is a hash of the run's
-name, the pixels, the prompt and the options. A run that was killed samples the same images again
-when it is resumed, posts the same keys, and so finds the votes that it had already got.
+name, the pixels, the prompt and the options. When a killed run is resumed, it samples the
+same images, posts the same keys, and therefore finds the votes on them.
 """
 
 import hashlib
@@ -47,16 +47,16 @@ class Group:
 
 
 class HumanVotes(Scorer):
-    """Win rate of an image against other images of its prompt, by the votes of people.
+    """Win rate of an image against other images of its prompt, by human votes.
 
-    With several votes on a pair, an image wins the fraction of votes that it got; a tie is half a
-    win. An image without a vote at the end of the time is `Failed`. The further value "unjudged" is
-    the fraction of an image's pairs that nobody has judged.
+    With several votes on a pair, an image wins the fraction of votes that it received; a tie is
+    half a win. An image without a vote at the timeout is `Failed`. The additional value "unjudged"
+    is the fraction of an image's pairs without a vote.
 
     Args:
         url: Address of the vote server; default: HUMAN_URL of the environment.
         timeout: Seconds to wait for the votes on a batch, including outages of the server.
-        votes_per_pair: Answers wanted for each pair, each from another person.
+        votes_per_pair: Votes per pair, each from a different voter; a skip counts as a vote.
         pairs_per_image: Comparisons of each image with others of its prompt.
         run: Name of the run.
     """
@@ -86,7 +86,7 @@ class HumanVotes(Scorer):
         self._client.check()
 
     def close(self) -> None:
-        """Withdraw what nobody has answered."""
+        """Withdraw the groups whose votes are incomplete."""
         self._client.close()
 
     def __call__(
@@ -205,5 +205,5 @@ def _resolve_url(url: object) -> str:
         )
     urls = parse_urls(url, field)
     if len(urls) > 1:
-        raise UserError("must be one server, because it stores the votes", field=field, value=url)
+        raise UserError("must name one server, which stores the votes", field=field, value=url)
     return urls[0]

@@ -1,8 +1,8 @@
 """Post groups of images to a vote server (`flow-grpo vote`) and wait until people have voted.
 
-People take minutes to hours, so an outage of the server is waited for like a vote: requests are
-retried, with growing delays of a few seconds, until the deadline of the group. A group is
-identified by its key. It may be posted again at any time: the server still has its votes.
+Votes take minutes to hours, so an outage of the server is not a failure: requests are retried until
+the deadline of the group, with increasing delays of up to a few seconds. A group is identified by
+its key. It may be posted again at any time, because the server keeps its votes.
 """
 
 import logging
@@ -40,7 +40,7 @@ START_HINT = "start it with flow-grpo vote --out DIR"
 
 
 class NoLongerWaiting(Exception):
-    """The time for the votes is over, or the run ends."""
+    """The deadline of the votes has passed, or the run ends."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PairVotes:
 
 
 class VoteClient:
-    """Talks to one vote server; safe to use from several threads.
+    """Client of one vote server; safe to use from several threads.
 
     Args:
         url: Address of the server.
@@ -105,11 +105,11 @@ class VoteClient:
 
         Args:
             group: Body of the request, with its key.
-            wanted: Answers wanted for each pair.
+            wanted: Votes wanted for each pair.
             deadline: Time on the clock of `time.monotonic()`.
 
         Returns:
-            The votes so far on each pair that is asked; [] if the server never had the group.
+            The votes so far on each pair; [] if the server never received the group.
 
         Raises:
             RequestRejected: The server rejects the group.
@@ -146,7 +146,7 @@ class VoteClient:
         return votes
 
     def close(self) -> None:
-        """Stop waiting, and withdraw all groups that are not answered."""
+        """Stop waiting, and withdraw all groups whose votes are incomplete."""
         self._closed.set()
         with self._changed:
             self._changed.wait_for(lambda: not self._missing, 2 * WITHDRAW_TIMEOUT)
@@ -189,7 +189,7 @@ class VoteClient:
             raise NoLongerWaiting
 
     def _note_missing(self, path: str, votes: list[PairVotes], wanted: int) -> None:
-        """Log from time to time how many answers are missing, over all groups that wait."""
+        """Log periodically how many votes are missing, over all waiting groups."""
         missing = sum(max(0, wanted - pair.count) for pair in votes)
         with self._changed:
             self._missing[path] = (missing, wanted * len(votes))
@@ -199,7 +199,7 @@ class VoteClient:
         log.info("%-21s %d of %d missing; vote at %s", "votes", total, all_wanted, self.url)
 
     def _note_outage(self, problem: str | None, delay: float = 0.0) -> None:
-        """Log that the server does not respond, from time to time, and that it responds again."""
+        """Log periodically that the server does not respond, and once that it responds again."""
         with self._changed:
             was_down, self._is_down = self._is_down, problem is not None
             if problem is None:

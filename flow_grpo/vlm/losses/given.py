@@ -1,4 +1,4 @@
-"""Interface of losses of given responses, which need no rollout.
+"""Interface of losses on given responses, which need no rollout.
 
 Tensors are (R, T) as in base.py. The loss of an update is the mean over its terms, which are tokens
 (SFT), pairs (DPO) or responses (KTO) of all processes and micro-batches.
@@ -32,7 +32,7 @@ class GivenBatch:
 
 @dataclass(frozen=True)
 class GivenLoss(TrainLoss):
-    """Base class of losses of given responses."""
+    """Base class of losses on given responses."""
 
     needs_mismatched_kl = False  # whether it reads `UpdateCounts.mismatched_kl`
 

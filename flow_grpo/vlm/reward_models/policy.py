@@ -1,4 +1,4 @@
-"""The trained reward model: a language or vision-language model with a score head."""
+"""Reward model in training: a language or vision-language model with a score head."""
 
 from pathlib import Path
 from typing import Any

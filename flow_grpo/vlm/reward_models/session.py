@@ -123,8 +123,7 @@ def check_lengths(
     for pair in (*data.train, *data.test):
         if (tokens := length(pair)) > limit:
             raise UserError(
-                f"has {tokens} tokens with its longer response, more than "
-                f"max_prompt_length={limit}",
+                f"has a conversation of {tokens} tokens, more than max_prompt_length={limit}",
                 field=pair.where,
                 hint="remove it, or set --config.filter_overlong_prompts=True",
             )
