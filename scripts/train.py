@@ -1,4 +1,4 @@
-"""Train a flow-matching model with online reinforcement learning, or on given images.
+"""Train a flow-matching model with online reinforcement learning, or offline on given images.
 
     python scripts/train.py --config config/grpo.py:PRESET [--config.sample.num_steps=8 ...]
     accelerate launch scripts/train.py --config ... [--dry_run [--world_size=N]]

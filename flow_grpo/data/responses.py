@@ -105,10 +105,17 @@ class ResponseLayout(QuestionLayout):
                 f"needs the columns {CHOSEN} and {REJECTED}, got {', '.join(row)}", field=where
             )
         else:
-            column = first_nonempty_column(row, self._resolve(self.response, RESPONSE_COLUMNS))
+            columns = self._resolve(self.response, RESPONSE_COLUMNS)
+            column = first_nonempty_column(row, columns)
+            if all(not is_empty(row.get(name)) for name in columns) and len(columns) > 1:
+                raise UserError(
+                    f"has a response in each of the columns {join_with_or(columns)}",
+                    field=where,
+                    hint=f"remove one, or set --config.response_key={column}",
+                )
             response = self._parse_response(row, prompt, column, where)
             used.add(column)
-            if self.kind == "ratings" or isinstance(row.get(LABEL), bool):
+            if self.kind == "ratings" or self._is_rated(row):
                 liked = _parse_label(row, where)
                 used.add(LABEL)
         text = _check_prompt(prompt, name or CHOSEN, where)
@@ -134,6 +141,12 @@ class ResponseLayout(QuestionLayout):
             margin=margin,
         )
 
+    def _is_rated(self, row: Row) -> bool:
+        """Return whether a demonstration has a label that looks like a rating."""
+        label = str(row.get(LABEL)).lower()
+        named = LABEL in (*self.metadata, self.answer)
+        return not named and label in ("true", "false", "0", "1", "0.0", "1.0")
+
     def _parse_response(self, row: Row, prompt: Chat, column: str | None, where: str) -> str:
         """Return the response in `column`, or remove and return the last turn of the prompt."""
         in_chat = bool(prompt.turns) and prompt.turns[-1].role == ASSISTANT
@@ -157,7 +170,7 @@ class ResponseLayout(QuestionLayout):
                 hint=f"set --config.response_key to one of its columns: {', '.join(row)}",
             )
         before, response = _split_response(row[column], column, where)
-        if before:
+        if before or _system_turn(row[column], where):
             raise UserError(
                 f'has a prompt in column "{column}"', field=where, hint="move it to the prompt"
             )
@@ -221,12 +234,13 @@ def _parse_pair(row: Row, prompt: Chat, name: str | None, where: str) -> tuple[C
         prompt, given = _split_common_prompt(given, where)
     before, chosen = _split_response(given[CHOSEN], CHOSEN, where)
     before_rejected, rejected = _split_response(given[REJECTED], REJECTED, where)
-    if before != before_rejected:
+    systems = {c: _system_turn(given[c], f'{where}: "{c}"') for c in (CHOSEN, REJECTED)}
+    if before != before_rejected or systems[CHOSEN] != systems[REJECTED]:
         raise UserError(f"has different prompts in {CHOSEN} and {REJECTED}", field=where)
     if before and not prompt.turns:
         prompt = parse_chat(given[CHOSEN], f'{where}: "{CHOSEN}"')
         prompt.turns.pop()
-    elif before and before != prompt.turns:
+    elif (before and before != prompt.turns) or systems[CHOSEN] not in ("", prompt.system):
         raise UserError(f'has different prompts in "{name}" and {CHOSEN}', field=where)
     if chosen == rejected:
         raise UserError(
@@ -235,6 +249,11 @@ def _parse_pair(row: Row, prompt: Chat, name: str | None, where: str) -> tuple[C
             hint="remove the row",
         )
     return prompt, chosen, rejected
+
+
+def _system_turn(value: Any, where: str) -> str:
+    """Return the system turn of a response that is a list of turns, "" if it has none."""
+    return parse_chat(value, where).system if is_conversation(value) else ""
 
 
 def _split_common_prompt(given: dict[str, str], where: str) -> tuple[Chat, dict[str, str]]:
@@ -275,7 +294,7 @@ def _parse_label(row: Row, where: str) -> bool:
         raise UserError(
             f'needs true or false in column "{LABEL}", got {label!r:.80}',
             field=where,
-            hint="true: the response is liked",
+            hint=f"true: the response is liked; or set --config.metadata_columns={LABEL}",
         )
     return label
 

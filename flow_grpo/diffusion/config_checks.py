@@ -306,7 +306,7 @@ def check_interactive_rewards(
 
     Args:
         config: Settings.
-        scorers: Scorers that ask people, by name.
+        scorers: Scorers that wait for human votes, by name.
         plan: Batch arithmetic of an epoch.
         frames: Frames of a sample; more than one is a video.
     """

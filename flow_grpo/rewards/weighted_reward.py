@@ -77,7 +77,7 @@ class WeightedReward:
 
     @property
     def interactive_scorers(self) -> dict[str, Scorer]:
-        """The scorers that ask people, by name."""
+        """Scorers that wait for human votes, by name."""
         return {name: scorer for name, scorer in self.scorers.items() if scorer.interactive}
 
     @property
@@ -244,12 +244,12 @@ class WeightedReward:
             scorer.release_memory()
 
     def stop_waiting_if(self, interrupted: Callable[[], bool]) -> None:
-        """Set a function that returns whether to stop waiting for people; their scores are NaN."""
+        """Set a function that returns whether to stop waiting for votes; scores are then NaN."""
         for guarded in self._guarded_scorers.values():
             guarded.interrupted = interrupted
 
     def leave_out_people(self) -> None:
-        """Score as if people found all images equal, for dry runs."""
+        """Make scorers of human votes score as if all votes were ties, for dry runs."""
         for guarded in self._guarded_scorers.values():
             guarded.is_dry_run = True
 

@@ -27,7 +27,7 @@ from flow_grpo.errors import UserError, first_line
 from flow_grpo.rewards.custom import current_import_path
 from flow_grpo.training.lora_targets import FIELD as LORA_TARGETS_FIELD
 from flow_grpo.training.lora_targets import parse_target_modules
-from flow_grpo.training.provenance import find_changed_data
+from flow_grpo.training.provenance import data_settings, find_changed_data
 from flow_grpo.untrusted_files import flatten_fields, read_json
 
 log = logging.getLogger(__name__)
@@ -78,8 +78,9 @@ def compare_configs(
     if checkpoint is not None:
         _reject_changed_state(checkpoint, before, now)
     changed = _changed_fields(before, now)
-    data = {name: config.get(name, "") for name in ("dataset", "eval_dataset")}
-    prompts = [] if data.keys() & {*changed} else find_changed_data(run, **data)
+    data = data_settings(config)
+    named = {"preferences.data", *data}
+    prompts = [] if named & {*changed} else find_changed_data(run, **data)
     _reject_changed_goal(run, before, now, prompts, same_run=same_run)
     for name in prompts:
         log.warning("resumed with changed prompts: %s", name)

@@ -54,7 +54,7 @@ from flow_grpo.training.config_changes import compare_configs
 from flow_grpo.training.distributed import raise_on_all_ranks
 from flow_grpo.training.lock import RunLock, find_writer
 from flow_grpo.training.plan import check_run_name_free, missing_checkpoint_error
-from flow_grpo.training.provenance import write_provenance
+from flow_grpo.training.provenance import data_settings, write_provenance
 from flow_grpo.training.safe_loading import (
     LOADING_ERRORS,
     reject_unsafe_files,
@@ -231,7 +231,7 @@ def prepare_run_directory(start: RunStart, config: dict[str, Any]) -> None:
     try:
         created = atomic_io.make_directories(start.folder)
         atomic_io.write_text_atomic(start.folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-        write_provenance(start.folder, config["dataset"], config.get("eval_dataset", ""))
+        write_provenance(start.folder, **data_settings(config))
         _prepare_metrics(start, start.folder / "metrics.jsonl")
         if start.checkpoint is not None and not start.is_new:
             repair_links(start.checkpoint)

@@ -351,7 +351,7 @@ class PromptEncoder:
         return torch.tensor([*ids, stop])
 
     def stop_token(self, stop: Sequence[int]) -> int:
-        """Return the one of `stop` that the template writes after a response, or the first."""
+        """Return the token of `stop` that the template writes after a response, or the first."""
         where = "a response"
         messages = [
             {"role": "user", "content": self._build_content("?", where)},

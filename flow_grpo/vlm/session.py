@@ -269,8 +269,16 @@ def _tokenize_given(
             drop=config.filter_overlong_prompts,
         ),
     )
-    loss = build_loss(config.train.loss, config.train)
-    return data, GivenResponses(loss, tokens, [row.liked for row in data.train])
+    loss, liked = build_loss(config.train.loss, config.train), [row.liked for row in data.train]
+    if config.train.loss == "kto" and len({*liked}) == 1:
+        only, other = ("liked", "disliked") if liked[0] else ("disliked", "liked")
+        raise UserError(
+            f"has {only} responses only, but train.loss='kto' needs both kinds",
+            field="dataset",
+            value=config.dataset,
+            hint=f"add {other} responses" + (", or set train.loss=sft" if liked[0] else ""),
+        )
+    return data, GivenResponses(loss, tokens, liked)
 
 
 def _check_fsdp() -> None:

@@ -24,6 +24,7 @@ def load(folder, *rows, kind="demonstrations", **settings):
 
 TURNS = [user("What is 1+2?"), reply("3")]
 SHAREGPT = [{"from": "human", "value": "What is 1+2?"}, {"from": "gpt", "value": "3"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,16 @@ def test_images_belong_to_the_first_turn_or_to_their_placeholders(tmp_path):
         ("pairs", {"chosen": "One", "rejected": "Two"}, "prompt"),
         ("pairs", {"chosen": TURNS, "rejected": [user("B?"), reply("b")]}, "rejected"),
         ("pairs", {"prompt": "B?", "chosen": TURNS, "rejected": [TURNS[0], reply("")]}, "rejected"),
+        (
+            "pairs",
+            {"chosen": [SYSTEM, user("A?"), reply("a")], "rejected": [user("A?"), reply("b")]},
+            "rejected",
+        ),
+        ("pairs", {"prompt": "A?", "chosen": [SYSTEM, *TURNS], "rejected": [SYSTEM, *TURNS]}, "ch"),
+        ("demonstrations", {"prompt": "A?", "completion": [SYSTEM, reply("a")]}, "completion"),
+        ("demonstrations", {"prompt": "A?", "completion": "a", "response": "b"}, "response_key"),
+        ("demonstrations", {"prompt": "A?", "completion": "a", "label": 0}, "label"),
+        ("demonstrations", {"prompt": "A?", "completion": "a", "label": "false"}, "label"),
         ("ratings", {"prompt": "A?", "completion": "a"}, "label"),
         ("ratings", {"prompt": "A?", "completion": "a", "label": 1}, "label"),
     ],

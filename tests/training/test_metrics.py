@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from accelerate import Accelerator
 
 from flow_grpo.diffusion.algorithms import Loss
 from flow_grpo.training import metrics as run_metrics
+from flow_grpo.training.distributed import gather_rows
 from flow_grpo.training.metrics import (
     Timer,
     TrainingStats,
@@ -171,3 +173,21 @@ def test_memory_and_time_of_a_gpu_are_measured_on_it(monkeypatch):
     )
     assert (peak_memory_gb(cpu), synchronized_time(cpu)) == (2.0, 7.0)
     assert asked == [gpu, gpu]
+
+
+@pytest.mark.parametrize("own", [range(0), range(1)])
+def test_the_index_of_a_process_without_rows_is_gathered_as_that_of_others(own):
+    """torch.tensor(range(0)) is float32, which processes with rows do not send."""
+    sent = []
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        sent.append(tensor.dtype)
+        return tensor
+
+    accelerator = SimpleNamespace(
+        device="cpu", pad_across_processes=lambda tensor, dim, pad_index: tensor, gather=gather
+    )
+    rows = {"margin": torch.zeros(len(own))}
+    index, columns = gather_rows(accelerator, torch.tensor(own), rows)
+    assert sent == [torch.int64, torch.float32]
+    assert len(index) == len(columns["margin"]) == len(own)

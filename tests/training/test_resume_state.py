@@ -29,7 +29,7 @@ from flow_grpo.training.checkpoint import STATE_DIR, find_weights
 from flow_grpo.training.distributed import accumulate_gradients
 from flow_grpo.training.export import ExportSource
 from flow_grpo.training.lock import RunLock
-from flow_grpo.training.provenance import fingerprints
+from flow_grpo.training.provenance import data_settings, fingerprints
 from flow_grpo.training.resume import RunStart, find_start, prepare_run_directory
 from flow_grpo.training.safe_loading import reject_unsafe_files
 from flow_grpo.training.session import save_session
@@ -318,6 +318,9 @@ def test_changed_prompts_under_the_same_name_are_a_changed_goal(run, resume, cap
     (tmp_path / "train.txt").write_text("a dog\n")
     assert fingerprints(str(tmp_path)).keys() == cat.keys()
     assert fingerprints(str(tmp_path)) != cat
+    (tmp_path / "votes.jsonl").write_text("{}\n")
+    assert "preferences/votes.jsonl" in fingerprints("", preferences=str(tmp_path))
+    assert data_settings({"preferences": {"data": "votes"}})["preferences"] == "votes"
     start = json.loads((run / "start.json").read_text())
     [name, _] = sorted(start["prompts"])  # test and training
     start["prompts"] |= {name: "6 0123"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flow_grpo.diffusion.policy import Policy
 
 
-# What a method learns from of the images that `preferences` gives.
+# Kind of the rows of `preferences` that a method trains on.
 GivenKind = Literal["", "pairs", "rated", "demonstrations"]
 NoiseDensity = Literal["", "logit_normal", "uniform"]
 
@@ -185,12 +185,12 @@ class Algorithm:
 
     @property
     def trained_samples(self) -> int:
-        """Number of samples that one update trains on one process, given ones included."""
+        """Number of samples that one update trains on one process, including given images."""
         return self.setup.update_samples + self.setup.given_samples
 
     @property
     def given_share(self) -> float:
-        """Fraction of the trained samples that are images given by `preferences`."""
+        """Fraction of the trained samples that come from `preferences`."""
         return self.setup.given_samples / self.trained_samples
 
     def batches(self, update: list[Batch], size: int) -> list[Batch]:
