@@ -23,6 +23,7 @@ from flow_grpo.vlm.fields import (
     CRITIC_LEARNING_RATE,
     ENVIRONMENT,
     GAE,
+    ROLLOUT_SETTINGS,
     VLLM,
     VLM_SPEC,
     VlmConfig,
@@ -39,19 +40,6 @@ from flow_grpo.vlm.reward_models.plan import (
 logger = logging.getLogger("flow_grpo")
 PER_REWARD_ESTIMATORS = ("gdpo", "pairwise")  # these normalize each reward separately
 QUESTION_PLACEHOLDER = "{question}"
-# settings of the rollout and of policy losses, which losses of given responses do not read
-ROLLOUT_SETTINGS = (
-    "environment",
-    *(f"sample.{name}" for name in ("group_size", "temperature", "refills")),
-    *(
-        f"train.{name}"
-        for name in (
-            *("recompute_old", "importance_cap", "clip_low", "clip_high", "dual_clip"),
-            *("kl", "kl_in", "clamp_log_ratios", "advantage", "advantage_scale", "discount"),
-            *("gae_decay", "value_weight", "value_clip", "critic_learning_rate", "critic_warmup"),
-        )
-    ),
-)
 MIN_VLLM_TEMPERATURE, MAX_VLLM_TEMPERATURE = 0.01, 2.0  # vLLM changes temperatures outside these
 
 

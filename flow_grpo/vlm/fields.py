@@ -25,6 +25,19 @@ from flow_grpo.vlm.losses import (
 THINK_PROMPT = "{question}\nThink first, between <think> and </think>. Then give the final answer "
 GAE = "gae"  # advantage estimator of PPO
 BRADLEY_TERRY = "bradley_terry"  # loss of reward models
+# settings of the rollout and of policy losses, which losses on given responses and pairs ignore
+ROLLOUT_SETTINGS = (
+    "environment",
+    *(f"sample.{name}" for name in ("group_size", "temperature", "refills")),
+    *(
+        f"train.{name}"
+        for name in (
+            *("recompute_old", "importance_cap", "clip_low", "clip_high", "dual_clip"),
+            *("kl", "kl_in", "clamp_log_ratios", "advantage", "advantage_scale", "discount"),
+            *("gae_decay", "value_weight", "value_clip", "critic_learning_rate", "critic_warmup"),
+        )
+    ),
+)
 CRITIC_LEARNING_RATE = 9e-6  # LMM-R1's (openrlhf/cli/train_ppo_ray.py)
 ENVIRONMENT = "environment"  # name of the reward that the environment returns
 VLLM = "vllm"

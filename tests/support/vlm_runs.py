@@ -86,6 +86,7 @@ def run(exact: bool = False, **fields: Any) -> VlmSession:
     config, build, train = make_config(**fields), build_session, train_vlm.train
     if config.train.loss == BRADLEY_TERRY:
         config.reward_fn = get_config().reward_fn
+        config.sample.group_size = get_config().sample.group_size
         build, train = reward_models.build_session, reward_models.train
     with in_float64() if exact else nullcontext():
         session = build(config, load=load)

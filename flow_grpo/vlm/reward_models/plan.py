@@ -8,23 +8,25 @@ from flow_grpo.config.trackers import parse_trackers
 from flow_grpo.data.questions import QuestionLayout
 from flow_grpo.data.responses import ResponseLayout
 from flow_grpo.errors import UserError, check_model_folder
-from flow_grpo.vlm.fields import BRADLEY_TERRY, VlmConfig, VlmSampleConfig, VlmTrainConfig
+from flow_grpo.vlm.fields import (
+    BRADLEY_TERRY,
+    ROLLOUT_SETTINGS,
+    VlmConfig,
+    VlmSampleConfig,
+    VlmTrainConfig,
+)
 from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.questions import QuestionSets, build_questions
 
-# Settings of responses that the model samples, and of their rewards: nothing is sampled.
+# Settings of prompts, sampled responses and their rewards: nothing is sampled.
 UNUSED_SETTINGS = (
+    *ROLLOUT_SETTINGS,
     "system_prompt",
-    "environment",
     "reward_fn",
     "eval_reward_fn",
     "sample.engine",
-    "sample.refills",
     "train.beta",
-    "train.advantage",
     "train.aggregation",
-    "train.clip_low",
-    "train.clip_high",
 )
 
 
