@@ -249,7 +249,7 @@ class WeightedReward:
             guarded.interrupted = interrupted
 
     def leave_out_people(self) -> None:
-        """Return scores for dry runs, as if all votes were ties."""
+        """Make scorers of human votes score as if all votes were ties, for dry runs."""
         for guarded in self._guarded_scorers.values():
             guarded.is_dry_run = True
 
