@@ -245,3 +245,11 @@ def test_bad_sets_are_rejected(fields, tmp_path):
         )
     with raises_user_error(field="sample.questions_per_epoch", value=2):
         vlm_runs.run(**{**fields, "train.loss": "kto", "sample.questions_per_epoch": 2})
+    liked = [
+        {"question": f"{i} + 1 = ?", "answer": "2", "completion": "2", "label": True}
+        for i in range(9)
+    ]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in liked))
+    with raises_user_error("liked", field="dataset"):
+        vlm_runs.run(**{**fields, "train.loss": "kto", "dataset": str(tmp_path)})
