@@ -273,7 +273,14 @@ def check_gradient_norm(rows: Rows) -> Iterator[Problem]:
                 f"the gradient norm is {now:.2g}, {now / usual:.3g} times its median so far",
                 "a spike precedes collapse: lower train.learning_rate or train.max_grad_norm",
             )
-        if now == 0 and not is_flat(row):  # otherwise the check of flat groups reports it
+        if now == 0 and ZERO_STD_RATIO not in row:  # trained on given data
+            yield (
+                row,
+                f"the gradient is 0 at a margin of {row.get('train/margin') or 0:.2g}: nothing is "
+                "learned",
+                "the loss is saturated: lower train.learning_rate or beta",
+            )
+        elif now == 0 and not is_flat(row):  # otherwise the check of flat groups reports it
             yield (
                 row,
                 f"the gradient is 0 although rewards differ ({REWARD_STD} "

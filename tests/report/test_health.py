@@ -190,6 +190,11 @@ def test_gradients_neither_spike_nor_vanish(norm, share, words):
     assert words in found.text if words else found is None
 
 
+def test_a_saturated_loss_of_given_pairs_is_reported():
+    found = only("gradient norm", rows(train__grad_norm=[1, 0], train__margin=[0.0, 1173.2]))
+    assert "at a margin of 1.2e+03" in found.text
+
+
 @pytest.mark.parametrize(
     ("limit", "fails"), [(0.5, True), (1.0, False), (2.0, False), (None, True)]
 )
