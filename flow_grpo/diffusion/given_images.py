@@ -24,6 +24,7 @@ from flow_grpo.data.seeding import Stream, numpy_rng
 from flow_grpo.diffusion.algorithms.base import Algorithm, Batch
 from flow_grpo.diffusion.image_latents import ImageLatents
 from flow_grpo.diffusion.models import ModelAdapter
+from flow_grpo.diffusion.models.prompt_cache import MAX_IN_MEMORY
 from flow_grpo.diffusion.plan import BatchPlan
 from flow_grpo.diffusion.policy import Policy
 from flow_grpo.diffusion.rollout import Trajectory
@@ -165,6 +166,7 @@ class GivenImages:
 
     def __init__(self, rows: list[GivenRow], policy: Policy, seed: int) -> None:
         self.rows, self._policy, self._seed = rows, policy, seed
+        _warn_of_small_cache(rows, policy.adapter)
         self._latents = ImageLatents(policy)
         self._order = lru_cache(maxsize=2)(self._permutation)
 
@@ -210,6 +212,20 @@ class GivenImages:
             index=plan.samples + (position[:, None] * each + np.arange(each)).ravel(),
             group=plan.groups + np.repeat(position, each),
             tasks=np.full(len(final), "given"),
+        )
+
+
+def _warn_of_small_cache(rows: list[GivenRow], adapter: ModelAdapter) -> None:
+    """Warn if embeddings or latents do not fit into the cache in memory and there is no other."""
+    prompts = len({row.prompt.prompt for row in rows})
+    images = sum(len(row.images) for row in rows)
+    if adapter.prompt_cache is None and max(prompts, images) > MAX_IN_MEMORY:
+        logger.warning(
+            "preferences.data has %d prompts and %d images; only the last %d of each stay encoded "
+            "in memory, so set prompt_cache to a directory to encode each only once",
+            prompts,
+            images,
+            MAX_IN_MEMORY,
         )
 
 

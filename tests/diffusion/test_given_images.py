@@ -109,6 +109,13 @@ def test_the_section_may_be_given_as_its_data():
     assert expand_shorthand("--config.preferences=pairs") == "--config.preferences.data=pairs"
 
 
+@pytest.mark.parametrize(("pairs", "warns"), [(1024, False), (1025, True)])
+def test_a_set_that_does_not_fit_into_the_cache_is_reported(caplog, pairs, warns):
+    row = GivenRow(Prompt("a"), ("chosen.png", "rejected.png"), (1.0, -1.0))
+    GivenImages([row] * pairs, small_policy(), seed=0)
+    assert ("prompt_cache" in caplog.text) == warns
+
+
 def test_every_pass_uses_each_pair_once(monkeypatch):
     """Passes of 7 pairs go on across the epochs of 2 updates x 2 processes x 2 pairs."""
     policy = small_policy()
