@@ -116,7 +116,7 @@ def serve(args: Namespace, options: list[str]) -> None:
             book,
             images,
             token=token,
-            undrawn=lambda: generator.status() if generator else (0, ""),
+            generation_status=lambda: generator.status() if generator else (0, ""),
             waits_for_runs=not args.checkpoint,
         )
         server = stack.enter_context(build_server(service, args.host, args.port))

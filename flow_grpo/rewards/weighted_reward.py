@@ -248,7 +248,7 @@ class WeightedReward:
         for guarded in self._guarded_scorers.values():
             guarded.interrupted = interrupted
 
-    def leave_out_people(self) -> None:
+    def exclude_interactive(self) -> None:
         """Make scorers of human votes score as if all votes were ties, for dry runs."""
         for guarded in self._guarded_scorers.values():
             guarded.is_dry_run = True

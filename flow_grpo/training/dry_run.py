@@ -144,7 +144,7 @@ class DryRun(ABC):
         Args:
             folder: Directory that the reduced session writes to.
         """
-        session.reward.leave_out_people()
+        session.reward.exclude_interactive()
         for name in session.reward.interactive_scorers:
             logger.info("%-21s asks nobody now; waiting for people is not included", name)
         # the run's lock does not cover `folder`

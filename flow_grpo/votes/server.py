@@ -61,7 +61,7 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-LEFT_TO_DRAW = Callable[[], tuple[int, str]]
+GenerationStatus = Callable[[], tuple[int, str]]  # pairs to generate, reason of a stop
 
 
 class VoteService:
@@ -71,7 +71,7 @@ class VoteService:
         book: Ballots and votes.
         images: Their images.
         token: Token that clients must send, if any.
-        undrawn: Returns the number of pairs to be generated, and why generation stopped, or "".
+        generation_status: Returns the number of pairs to be generated, and why generation stopped, or "".
         waits_for_runs: Whether ballots come from runs only, so that there may always be more.
     """
 
@@ -81,24 +81,25 @@ class VoteService:
         images: ImageFiles,
         *,
         token: str | None = None,
-        undrawn: LEFT_TO_DRAW = lambda: (0, ""),
+        generation_status: GenerationStatus = lambda: (0, ""),
         waits_for_runs: bool = True,
     ) -> None:
         self.book, self.images, self.token = book, images, token
-        self._undrawn, self._waits_for_runs = undrawn, waits_for_runs
+        self._generation_status = generation_status
+        self._waits_for_runs = waits_for_runs
         self._group_slots = threading.BoundedSemaphore(MAX_GROUPS_AT_ONCE)
 
     def next(self, voter: str) -> dict[str, Any]:
         """Return the next ballots of a voter, without the names of the candidates."""
         ballots = self.book.next_ballots(voter, BALLOTS_AHEAD)
         progress, last = self.book.progress(voter), self.book.last_vote(voter)
-        undrawn, problem = self._undrawn()
-        state = "vote" if ballots else "wait" if undrawn or self._waits_for_runs else "done"
+        remaining, problem = self._generation_status()
+        state = "vote" if ballots else "wait" if remaining or self._waits_for_runs else "done"
         if problem and not ballots:
             state = "failed"
         return {
             "ballots": [_shown(ballot, voter) for ballot in ballots],
-            "progress": {"answered": progress.answered, "left": progress.left + undrawn},
+            "progress": {"answered": progress.answered, "left": progress.left + remaining},
             "state": state,
             "last": last and last.id,
         }

@@ -56,7 +56,7 @@ def test_a_stop_of_the_run_ends_the_waiting():
 def test_nobody_is_asked_by_test_calls_and_dry_runs():
     reward = weighted(Patient(wanted=2))
     reward.smoke_test(["p"], [{}], 8, 8, 1)
-    reward.leave_out_people()
+    reward.exclude_interactive()
     assert reward(IMAGES, ["p"] * 2)["people"].tolist() == [0.5, 0.5]
 
 
