@@ -71,7 +71,8 @@ class VoteService:
         book: Ballots and votes.
         images: Their images.
         token: Token that clients must send, if any.
-        generation_status: Returns the number of pairs to be generated, and why generation stopped, or "".
+        generation_status: Returns the number of pairs to be generated, and why generation stopped,
+            or "".
         waits_for_runs: Whether ballots come from runs only, so that there may always be more.
     """
 
