@@ -30,6 +30,11 @@ from flow_grpo.report.run_reader import read_metrics
 TEACHERS = {"ocr": ("ocr", "tiny_nft"), "scenes": ("geneval", "tiny_geneval")}
 MIXED = "tiny_mixed"
 STUDENT = f"{MIXED}+algorithm=opd+num_epochs=12+eval_freq=1"
+LEGEND = """\
+The columns signs (OCR score) and scenes (graded GenEval score) show the held-out reward after the
+last epoch. Values are means over the seeds (lowest to highest). Cost is counted in passes of one
+sample through the transformer: a forward pass counts as 1, a forward and backward pass as 3. The
+passes of a student (opd) do not include the training of its teachers."""
 
 
 def teacher_runs(seed: int) -> dict[str, Run]:
@@ -100,7 +105,7 @@ def compare() -> None:
     for runs in (first, second):
         if not train_all(runs, args.logdir, overrides, args.jobs):
             sys.exit(1)
-    write_results(args.out, results_table(args.logdir, args.seeds, students))
+    write_results(args.out, results_table(args.logdir, args.seeds, students), LEGEND)
 
 
 if __name__ == "__main__":
