@@ -108,9 +108,12 @@ def join_hints(*hints: str) -> str:
 def check_model_folder(model: str, marker: str) -> None:
     """Reject a local path that does not exist: otherwise the hub is queried for it repeatedly.
 
+    A value whose parent directory exists is regarded as a local path. The content of an existing
+    directory is not checked.
+
     Args:
         model: Value of `pretrained.model`.
-        marker: A file that every model directory has.
+        marker: A file that every model directory has, by which the hint finds a similar path.
     """
     if os.path.isdir(Path(model).parent) and not os.path.exists(model):
         raise UserError(

@@ -32,10 +32,10 @@ class WinRate:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often two voters gave the same verdict on the same pair."""
+    """How often two votes on the same pair of images had the same verdict, over all voters."""
 
     same: int
-    compared: int  # pairs of votes
+    compared: int  # pairs of votes on the same images
 
 
 def win_rates(ballots: Iterable[tuple[Ballot, list[Vote]]]) -> list[WinRate]:
