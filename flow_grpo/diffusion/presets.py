@@ -527,7 +527,7 @@ def _apply_variant(preset: str, variant: str) -> FieldValues:
 def _benchmark(family: str, model: str, batch: int, batches: int = 2, **more: Any) -> FieldValues:
     """Return a preset that scripts/benchmark.py times with random weights, in two updates.
 
-    docs/performance.md and docs/models.md have the results.
+    docs/performance.md and docs/model_benchmarks.md have the results.
     """
     sample = {"num_image_per_prompt": batch, "train_batch_size": batch, **more.pop("sample", {})}
     return {
