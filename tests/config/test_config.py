@@ -306,7 +306,7 @@ def test_a_wide_clip_range_for_cps_gets_a_warning():
 
 def test_a_setting_of_an_unused_algorithm_gets_a_warning():
     fields = {"awm__times": 3, "awm__kl_beta": 0.5, "train__beta": 0.5}
-    lines = warnings_for(algorithm="nft", nft__times=3, **fields)
+    lines = warnings_for(algorithm="nft", nft__times=4, **fields)
     assert [line.partition(" ")[0] for line in lines] == [
         *("awm.times=3", "awm.kl_beta=0.5", "grpo.beta=0.5")
     ]

@@ -38,6 +38,7 @@ ZERO = {
     *("ema_decay", "norm_guard", "kl_gate", "reset_kl", "kl_beta", "kl_target", "old_beta"),
     *("old_rate", "old_max_decay", "discount", "anchor_beta", "importance_cap", "clip_low"),
     *("clip_high", "dual_clip", "gae_decay", "value_weight"),
+    *("center_scores", "desirable_weight", "undesirable_weight"),
     "per_epoch",  # all of them
     # guidance: the unconditional velocity
     *("guidance_scale", "eval_guidance_scale", "guidance_scale_2", "train_guidance"),
