@@ -101,6 +101,24 @@ class ReportServer(ThreadingHTTPServer):
             self._slots.release()
 
 
+def listen(host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> ReportServer:
+    """Return a server that listens on an address.
+
+    Raises:
+        UserError: If the address cannot be used, for example because the port is taken.
+    """
+    try:
+        return ReportServer((host, port), handler)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"cannot be opened at {host}:{port}: {reason}",
+            field="--port",
+            value=port,
+            hint="choose another port",
+        ) from error
+
+
 def build_server(folders: list[Path], host: str, port: int) -> ReportServer:
     """Return a server of the page and its data; it serves no other file.
 
@@ -147,10 +165,4 @@ def build_server(folders: list[Path], host: str, port: int) -> ReportServer:
         def log_message(self, *_: object) -> None:
             """Log nothing: pages poll every two seconds."""
 
-    try:
-        return ReportServer((host, port), Handler)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"cannot serve at {host}:{port}: {reason}", hint="choose another --port"
-        ) from error
+    return listen(host, port, Handler)

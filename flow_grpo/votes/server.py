@@ -29,7 +29,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.host_header import is_allowed_host
-from flow_grpo.report.server import CLIENT_TIMEOUT, FORBIDDEN_MESSAGE, ReportServer
+from flow_grpo.report.server import CLIENT_TIMEOUT, FORBIDDEN_MESSAGE, ReportServer, listen
 from flow_grpo.untrusted_files import parse_json
 from flow_grpo.votes.ballots import Ballot
 from flow_grpo.votes.book import VoteBook, VoteConflict
@@ -307,16 +307,7 @@ def build_server(service: VoteService, host: str, port: int) -> ReportServer:
         def log_message(self, *_: object) -> None:
             """Log nothing: pages poll."""
 
-    try:
-        return ReportServer((host, port), Handler)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"cannot be opened on {host}: {reason}",
-            field="--port",
-            value=port,
-            hint="choose another port",
-        ) from error
+    return listen(host, port, Handler)
 
 
 def _json(content: Any) -> tuple[bytes, str]:
