@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -19,6 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers.image_processing_base import ImageProcessingMixin
 
+from flow_grpo.audio import Audio
 from flow_grpo.diffusion.models.dtypes import freeze, vae_dtype
 from flow_grpo.diffusion.models.experts import check_expert_folders, iter_experts
 from flow_grpo.diffusion.models.inputs import (
@@ -38,6 +40,7 @@ from flow_grpo.images import ImageSource, resize_and_crop
 from flow_grpo.perf.optimize import SharedInputGroups, apply_optimizations
 from flow_grpo.perf.quantization import UNQUANTIZED, at_full_precision, quantize_linears
 from flow_grpo.perf.transfer import to_device
+from flow_grpo.report.video_files import FPS
 from flow_grpo.training.distributed import unsharded_class_name
 from flow_grpo.training.lora_files import resolve_lora_path
 
@@ -76,6 +79,8 @@ class ModelAdapter(ABC):
     masks_prompt_padding: ClassVar[bool] = False  # prompts of different lengths can be batched
     num_source_images: ClassVar[range] = range(1)  # allowed numbers of source images per prompt
     encodes_images: ClassVar[bool] = True  # the VAE encodes images as latents of samples
+    generates_audio: ClassVar[bool] = False  # `decode_audio` returns the sound of videos
+    fps: ClassVar[float] = FPS  # frames per second of videos
     masks_source_images: ClassVar[bool] = False  # prompts with and without them can be batched
     # Component: class that flow_grpo/diffusion/models/processors.py loads it with.
     processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -110,7 +115,7 @@ class ModelAdapter(ABC):
             max_sequence_length: Maximum number of prompt tokens.
             prompt_cache: Directory of cached embeddings.
             offload_idle: Keep encoders and VAE on the CPU while they are not used.
-            source_size: Size that source images are resized to.
+            source_size: Size of the samples, which source images are resized to.
             base_precision: Precision of the transformer's blocks.
             keep_full: Also keep the blocks in full precision, for `at_full_precision`.
             encoder_precision: Precision of the encoders, except the VAE.
@@ -214,6 +219,27 @@ class ModelAdapter(ABC):
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Combine both velocities, (B, ...) each, by classifier-free guidance."""
         return unconditional + scale * (conditional - unconditional)
+
+    def combine(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        conditional: Tensor,
+        unconditional: Tensor | None,
+        scale: float | Tensor,
+        conditioning: Conditioning,
+    ) -> Tensor:
+        """Return the velocity from the outputs of the transformer, (B, ...) each.
+
+        Args:
+            latents: (B, ...), in the dtype of the sampler.
+            timestep: (B,), in the scheduler's units.
+            conditional: Output for the prompts.
+            unconditional: Output for the negative prompts; None without guidance.
+            scale: Guidance scale.
+            conditioning: Encoded prompts of the samples.
+        """
+        return conditional if unconditional is None else self.guide(unconditional, conditional, scale)
 
     def guidance_at(self, timestep: Tensor, scale: float) -> float | Tensor:
         """Return the guidance scale at `timestep`, (B,): by default `scale`.
@@ -328,7 +354,7 @@ class ModelAdapter(ABC):
 
     @contextmanager
     def source_images_at(self, size: Size) -> Iterator[None]:
-        """Resize source images to `size` for the duration of the context."""
+        """Sample, and resize source images, at `size` for the duration of the context."""
         if size == self.source_size or not self.num_source_images[-1]:
             yield
             return
@@ -464,18 +490,19 @@ class ModelAdapter(ABC):
             return out.to(latents.dtype)
 
         positive, negative = conditioning.positive, conditioning.negative
+        combine = partial(self.combine, latents, timestep, conditioning=conditioning)
         if not self.is_guided(guidance_scale):
-            return run(latents, timestep, positive)
+            return combine(run(latents, timestep, positive), None, guidance_scale)
         scale = self.guidance_at(timestep, guidance_scale)
         if gradient == "both":
             repeated = latents.repeat(2, *[1] * (latents.ndim - 1))
             both = run(repeated, timestep.repeat(2), torch.cat([negative, positive]))
-            return self.guide(*both.chunk(2), scale)
+            return combine(*reversed(both.chunk(2)), scale)
         # Two passes in sampling as in training: the on-policy ratio is exactly 1 only if both use
         # the same arithmetic.
         with torch.no_grad():
             unconditional = run(latents, timestep, negative)
-        return self.guide(unconditional, run(latents, timestep, positive), scale)
+        return combine(run(latents, timestep, positive), unconditional, scale)
 
     def apply_optimizations(self, *, fold: bool, compiled: bool, graphs: bool) -> None:
         """Fold LoRA, compile blocks and use CUDA graphs, as far as the family supports it."""
@@ -522,6 +549,10 @@ class ModelAdapter(ABC):
         if "base_dim" in config:
             return config.get("decoder_base_dim") or config.base_dim
         return max(config.block_out_channels[:2])
+
+    def decode_audio(self, latents: Tensor) -> list[Audio] | None:
+        """Decode the sound of each sample; None for models and samples without sound."""
+        return None
 
     # --- LoRA files --------------------------------------------------------------------------
 

@@ -22,6 +22,12 @@ from flow_grpo.weight_checks import (
 )
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
+# Components that diffusers keeps next to a pipeline: module of the pipeline and class.
+PIPELINE_PARTS = {
+    ("ltx2", "LTX2TextConnectors"),
+    ("ltx2", "LTX2Vocoder"),
+    ("ltx2", "LTX2VocoderWithBWE"),
+}
 COMPOSITE_CLASSES = (DiffusionPipeline, transformers.ProcessorMixin)
 # What diffusers, transformers and safetensors raise for missing or damaged files of a model.
 PIPELINE_LOAD_ERRORS = (
@@ -40,7 +46,7 @@ PIPELINE_LOAD_ERRORS = (
 
 def may_run_code(library: str, name: str) -> bool:
     """Return whether a component has an unknown library or a class that selects other classes."""
-    if library == "None":
+    if library == "None" or (library, name) in PIPELINE_PARTS:
         return False
     kind = getattr(LIBRARIES.get(library), name, object)
     is_composite = isinstance(kind, type) and issubclass(kind, COMPOSITE_CLASSES)
