@@ -12,6 +12,9 @@ FULL_SCALE = 2 ** (8 * SAMPLE_BYTES - 1) - 1
 MAX_SECONDS, MAX_CHANNELS, MAX_SAMPLE_RATE = 600, 8, 192_000  # of a file that is read
 
 
+NOISE_RATE, NOISE_LEVEL = 16_000, 0.1
+
+
 @dataclass(frozen=True, eq=False)
 class Audio:
     """A waveform with values in [-1, 1]; larger ones are clipped in files."""
@@ -28,6 +31,14 @@ class Audio:
     def is_finite(self) -> bool:
         """Return whether there are samples and all are finite; decoding failed otherwise."""
         return self.waveform.size > 0 and bool(np.isfinite(self.waveform).all())
+
+    def reduced(self, max_rate: int) -> "Audio":
+        """Return mono at `max_rate` or less, for pages: means of channels and adjacent samples."""
+        factor = -(-self.sample_rate // max_rate)
+        mono = np.nan_to_num(self.waveform, nan=0.0).mean(0)
+        mono = np.pad(mono, (0, -len(mono) % factor), mode="edge")
+        means = mono.reshape(-1, factor).mean(1)
+        return Audio(means[None].astype(np.float32), self.sample_rate // factor)
 
     def pcm(self) -> np.ndarray:
         """Return the waveform as 16-bit integers, (samples, channels); NaN becomes silence."""
@@ -71,3 +82,9 @@ class Audio:
             raise ValueError("is truncated")
         pcm = np.frombuffer(data, "<i2").reshape(count, channels)
         return Audio((pcm.T / FULL_SCALE).astype(np.float32), rate)
+
+
+def noise_audio() -> Audio:
+    """Return a second of quiet noise in stereo, for test calls of rewards."""
+    noise = np.random.default_rng(0).normal(0, NOISE_LEVEL, (2, NOISE_RATE))
+    return Audio(noise.astype(np.float32), NOISE_RATE)

@@ -26,6 +26,7 @@ from accelerate.utils import gather_object
 from ml_collections import ConfigDict
 
 from flow_grpo.advantages import keep_best_worst
+from flow_grpo.audio import Audio
 from flow_grpo.config import command_line
 from flow_grpo.data.epoch_batches import SampleBatch, build_epoch_batches
 from flow_grpo.data.prompts import Prompt
@@ -90,6 +91,7 @@ class SampledBatch:
     ids: SampleBatch  # index within the epoch and prompt row of each sample, (B,)
     trajectory: Trajectory
     images: torch.Tensor | None  # (B, 3, H, W) or (B, F, 3, H, W), to log; first group only
+    audio: list[Audio] | None  # sound of `images`
     scores: PendingScores  # {reward name: (B,)}, computed in the background
     distance: torch.Tensor  # (2,), see `within_group_distance`
     thumbnails: torch.Tensor | None  # (B, features), with `anchors.diversity`
@@ -155,7 +157,7 @@ def train(session: Session) -> None:
         }
         if is_due(done, config.eval_freq, config.num_epochs):
             with timer("eval"):
-                logged = [(s.ids, s.images) for s in samples if s.images is not None]
+                logged = [(s.ids, s.images, s.audio) for s in samples if s.images is not None]
                 if rollout.scored is not None:
                     count = config.log_images
                     write_training_samples(session, done, logged, rollout.scored, credit, count)
@@ -227,13 +229,14 @@ def sample_epoch(session: Session, epoch: int, policy_step: int = 0) -> list[Sam
         session.reward.raise_if_failing()
         prompts = select_prompts(session, [ids])
         trajectory, steps = sample_batch(session, epoch, ids, prompts, seeds)
-        images, scores = decode_and_score(session, trajectory, prompts)
+        images, audio, scores = decode_and_score(session, trajectory, prompts)
         is_logged = len(samples) * len(images) < session.plan.group_size
         samples.append(
             SampledBatch(
                 ids=ids,
                 trajectory=trajectory,
                 images=images if is_logged else None,
+                audio=audio if is_logged else None,
                 scores=scores,
                 distance=within_group_distance(images, ids.row),
                 thumbnails=downsample_images(images) if config.anchors.diversity else None,
@@ -318,7 +321,7 @@ def select_seeds(session: Session, epoch: int) -> tuple[np.ndarray, int]:
             make_initial_noise(session, generators),
             session.policy.denoiser.encode(prompts),
         )
-        pending.append(decode_and_score(session, trajectory, prompts)[1])
+        pending.append(decode_and_score(session, trajectory, prompts)[-1])
     scores = [each.result() for each in pending]
     scored = gather_rewards(session, epoch_batches, scores, plan.exploration_factor)
     kept = keep_best_worst(scored.total, scored.groups, config.train.keep_best_worst)
@@ -333,11 +336,13 @@ def make_initial_noise(session: Session, generators: list[torch.Generator]) -> t
 
 def decode_and_score(
     session: Session, trajectory: Trajectory, prompts: list[Prompt]
-) -> tuple[torch.Tensor, PendingScores]:
-    """Decode the final latents and submit the images to the rewards."""
+) -> tuple[torch.Tensor, list[Audio] | None, PendingScores]:
+    """Decode the final latents, submit images and sound to the rewards; return all three."""
     images = session.adapter.decode(trajectory.final)
+    audio = session.adapter.decode_audio(trajectory.final)
     metadata = reward_metadata(prompts, session.adapter)
-    return images, session.reward.submit(images, [p.prompt for p in prompts], metadata)
+    scores = session.reward.submit(images, [p.prompt for p in prompts], metadata, audio)
+    return images, audio, scores
 
 
 def compute_reward_gradient(
@@ -438,7 +443,7 @@ def compute_remax_baselines(
         with session.use_behaviour_weights():
             trajectory = denoiser.sample(noise, denoiser.encode(prompts))
         session.policy.count_passes(len(trajectory) * config.sample.num_steps)
-        pending.append(decode_and_score(session, trajectory, prompts)[1])
+        pending.append(decode_and_score(session, trajectory, prompts)[-1])
     totals = np.concatenate([scores.result()[TOTAL] for scores in pending])
     by_row = dict(zip(rows, totals, strict=False))  # the padding at the end is dropped
     return [np.array([by_row[row] for row in s.ids.row.tolist()]) for s in samples]

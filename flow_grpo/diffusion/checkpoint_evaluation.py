@@ -22,7 +22,7 @@ from flow_grpo.diffusion.evaluation import evaluate
 from flow_grpo.diffusion.fields import DiffusionConfig
 from flow_grpo.diffusion.prompts import build_test_prompts
 from flow_grpo.diffusion.results import CandidateScores
-from flow_grpo.diffusion.session import check_reward
+from flow_grpo.diffusion.session import check_audio_rewards, check_reward
 from flow_grpo.diffusion.source_images import check_source_images
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards import WeightedReward, close_scorers
@@ -81,6 +81,7 @@ def evaluate_checkpoints(
     [reward] = build_rewards(config, accelerator, eval_reward_weights(config))
     try:
         reject_groupwise_eval_rewards(reward.pairwise_rewards)
+        check_audio_rewards(reward.audio_rewards, model, family, image_size(config))
         check_reward(reward, prompts, image_size(config))
         for each in evaluate_each(
             config, accelerator, candidates, reward, prompts, out, num_images

@@ -10,13 +10,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 
+from flow_grpo.audio import Audio
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion.models import Size
 from flow_grpo.diffusion.rollout import Denoiser, eval_generators, initial_noise
 from flow_grpo.diffusion.source_images import load_source_images, reward_metadata
 from flow_grpo.report.console import progress_bar
 from flow_grpo.rewards import TOTAL, WeightedReward
-from flow_grpo.rewards.frames import Sample, to_uint8, uint8_to_pil
+from flow_grpo.rewards.frames import Sample, as_videos, to_uint8, uint8_to_pil
 from flow_grpo.training.distributed import gather_rows, gather_scores
 from flow_grpo.training.metrics import finite_mean
 
@@ -81,7 +82,7 @@ def evaluate(
         if not adapter.compiled:  # a compiled model would be compiled again for another size
             batch_size = math.ceil(most / math.ceil(most / batch_size))  # least padding
         denoiser.precompute_embeddings([prompts[row] for row in rows])
-        pending, kept = [], []
+        pending, kept, kept_audio = [], [], []
         is_main = accelerator.is_main_process
         for start in progress_bar(range(0, most, batch_size), "evaluate", shown=is_main):
             between_batches()
@@ -99,9 +100,12 @@ def evaluate(
             images = adapter.decode(latents)[: len(batch)]
             chosen = [prompts[row] for row in batch]
             # rows are ascending; stored as bytes, because videos are large
-            kept += to_uint8(images[: sum(row < keep_images for row in batch)])
+            num_kept = sum(row < keep_images for row in batch)
+            kept += to_uint8(images[:num_kept])
+            audio = adapter.decode_audio(latents[: len(batch)])
+            kept_audio += (audio or [])[:num_kept]
             metadata = reward_metadata(chosen, adapter)
-            pending.append(reward.submit(images, [p.prompt for p in chosen], metadata))
+            pending.append(reward.submit(images, [p.prompt for p in chosen], metadata, audio))
         index = np.array(rows, dtype=np.int64)
         scores = gather_scores(accelerator, index, [scores.result() for scores in pending])
         # a rank without images needs the shape that the others send
@@ -110,4 +114,19 @@ def evaluate(
         kept_rows = torch.tensor([row for row in rows if row < keep_images], dtype=torch.long)
         _, gathered = gather_rows(accelerator, kept_rows, {"images": stacked})
         sources = load_source_images(prompts[: keep_images if is_main else 0], adapter)
-        return EvaluationResult(scores, uint8_to_pil(gathered["images"]), sources)
+        sounds = _gather_audio(accelerator, kept_rows, kept_audio)
+        samples = as_videos(uint8_to_pil(gathered["images"]), adapter.fps, sounds)
+        return EvaluationResult(scores, samples, sources)
+
+
+def _gather_audio(
+    accelerator: Accelerator, rows: torch.Tensor, audio: list[Audio]
+) -> list[Audio] | None:
+    """Return the sound of all processes' samples in the order of `rows`; None if there is none."""
+    known = gather_object([(each.waveform.shape, each.sample_rate) for each in audio[:1]])
+    if not known:
+        return None
+    shape, rate = known[0]
+    waves = np.stack([each.waveform for each in audio]) if audio else np.zeros((0, *shape), "f4")
+    _, gathered = gather_rows(accelerator, rows, {"audio": torch.from_numpy(waves)})
+    return [Audio(wave, rate) for wave in gathered["audio"].cpu().numpy()]

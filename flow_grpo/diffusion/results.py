@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from flow_grpo import atomic_io
+from flow_grpo.audio import Audio
 from flow_grpo.data.epoch_batches import SampleBatch
 from flow_grpo.data.prompts import Prompt
 from flow_grpo.diffusion.evaluation import EvaluationResult
@@ -33,7 +34,7 @@ from flow_grpo.report.score_table import (
     paired_difference,
 )
 from flow_grpo.rewards import TOTAL
-from flow_grpo.rewards.frames import to_pil
+from flow_grpo.rewards.frames import as_videos, to_pil
 from flow_grpo.training.candidates import Candidate
 from flow_grpo.training.metrics import ScoredSamples
 from flow_grpo.training.session import write_samples
@@ -188,7 +189,7 @@ def format_cell(mean: float, difference: PairedDifference | None, precision: int
 def write_training_samples(
     session: Session,
     epoch: int,
-    shown: list[tuple[SampleBatch, Tensor]],
+    shown: list[tuple[SampleBatch, Tensor, list[Audio] | None]],
     scored: ScoredSamples,
     credit: np.ndarray,
     log_images: int,
@@ -198,19 +199,21 @@ def write_training_samples(
     Args:
         session: The training session.
         epoch: Number in the name of the directory.
-        shown: Sample indices and decoded images of this process's first batches.
+        shown: Sample indices, decoded images and sound of this process's first batches.
         scored: Rewards of all samples of the epoch.
         credit: Advantage of all samples of the epoch, (N,).
         log_images: Number of samples; with 0, none is written.
     """
-    index = np.concatenate([ids.index for ids, _ in shown])
+    index = np.concatenate([ids.index for ids, *_ in shown])
     count = max(log_images, session.plan.group_size) if log_images else 0
-    prompts = [session.prompts[row] for ids, _ in shown for row in ids.row]
+    prompts = [session.prompts[row] for ids, *_ in shown for row in ids.row]
+    images = to_pil(torch.cat([images for _, images, _ in shown])[:count])
+    audio = [sound for *_, sounds in shown for sound in sounds or ()][:count]
     write_samples(
         session,
         "train",
         epoch,
-        to_pil(torch.cat([images for _, images in shown])[:count]),
+        as_videos(images, session.adapter.fps, audio),
         load_source_images(prompts[:count], session.adapter),
         prompt=[prompt.prompt for prompt in prompts],
         **{name: values[index] for name, values in scored.rewards.items()},

@@ -1,7 +1,7 @@
 """The state of a diffusion run, and how it is built from a config."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -359,6 +359,9 @@ def _check_rewards(
     eval_reward: WeightedReward,
 ) -> None:
     """Check the rewards of training and evaluation with the algorithm, the plan and the prompts."""
+    family = resolve_model_family(config.pretrained)
+    for each, size in ((reward, data.size), (eval_reward, data.eval_size)):
+        check_audio_rewards(each.audio_rewards, config.pretrained.model, family, size)
     check_groupwise_rewards(config, reward.pairwise_rewards, plan)
     check_interactive_rewards(config, reward.interactive_scorers, plan, data.size.frames)
     if algorithm.needs_reward_gradient:
@@ -444,6 +447,20 @@ def _build_rollout_gradients(
     memory = raise_on_all_ranks(run.accelerator, lambda: gradients.describe_memory(samples))
     logger.info("%-21s %s", "rollout gradients", memory)
     return gradients
+
+
+def check_audio_rewards(
+    names: Collection[str], model: str, family: type[ModelAdapter] | None, size: Size
+) -> None:
+    """Reject rewards of sound for a model, or a size, that generates none."""
+    if not names or family is None or (family.generates_audio and size.frames > 1):
+        return
+    reason = "frames=1 is an image" if family.generates_audio else f"{model} generates no sound"
+    raise UserError(
+        f"scores sound, but {reason}",
+        field=f"reward {min(names)!r}",
+        hint="use a model such as LTX-2 with frames above 1, or remove the reward",
+    )
 
 
 def check_reward(reward: WeightedReward, prompts: list[Prompt], size: Size) -> None:

@@ -23,7 +23,7 @@ def middle_frame(sample: Sample) -> Image.Image:
 def save_sample_files(
     sample: Sample, folder: Path, name: str, *, animated_image: bool = False
 ) -> dict[str, str]:
-    """Save an image as PNG, a video as MP4 or GIF with its middle frame as PNG.
+    """Save an image as PNG, a video as MP4 or GIF with its middle frame as PNG and sound as WAV.
 
     The PNG shows the frame as generated, without compression or a palette.
 
@@ -34,14 +34,18 @@ def save_sample_files(
         animated_image: Save a video as GIF, where only images can be shown.
 
     Returns:
-        The file names by use: `file`, and `still` for a video.
+        The file names by use: `file`, `still` for a video, and `audio` for its sound.
     """
     png = f"{name}.png"
     middle_frame(sample).save(folder / png)
     if not is_video(sample) or len(sample) == 1:
         return {"file": png}
     file = save_video(sample, folder, name, animated_image=animated_image)
-    return {"file": file, "still": png}
+    files = {"file": file, "still": png}
+    if audio := getattr(sample, "audio", None):
+        files["audio"] = f"{name}.wav"
+        audio.save(folder / files["audio"])
+    return files
 
 
 def concatenate_images(images: Sequence[Image.Image]) -> Image.Image:

@@ -132,8 +132,8 @@ def _build_samples(run: RunData, kind: str, budget: float) -> dict[str, Any]:
 
 
 def _image_files(records: list[SampleRecord]) -> list[Path]:
-    """Return the distinct image files; samples of a group share their sources."""
-    paths = (path for record in records for path in (record.image, *record.sources) if path)
+    """Return the distinct files of images and sound; samples of a group share their sources."""
+    paths = (path for each in records for path in (each.image, each.audio, *each.sources) if path)
     return list(dict.fromkeys(paths))
 
 
@@ -164,6 +164,7 @@ def _build_sample(
         "prompt": texts.setdefault(record.prompt, len(texts)),
         "scores": {name: _rounded(value) for name, value in record.scores.items()},
         "image": record.image and encoded[record.image],
+        "audio": record.audio and encoded[record.audio],
         "sources": [sources.setdefault(each, len(sources)) for each in images] or None,
         "answer": record.answer and truncate(record.answer),
         "truth": record.truth and truncate(record.truth),

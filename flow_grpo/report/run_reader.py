@@ -17,7 +17,17 @@ WEIGHT_FOLDERS = tuple(  # directories of weights in a checkpoint
 MAX_METRIC = 1e300  # larger or infinite values cannot be plotted
 logger = logging.getLogger("flow_grpo")
 SAMPLES_PATTERN = re.compile(r"(eval|train)-(\d+)")
-NON_SCORE_KEYS = ("file", "still", "sources", "prompt", "answer", "truth", "advantage", "group")
+NON_SCORE_KEYS = (
+    "file",
+    "still",
+    "audio",
+    "sources",
+    "prompt",
+    "answer",
+    "truth",
+    "advantage",
+    "group",
+)
 
 
 def short_names(paths: list[Path]) -> list[str]:
@@ -90,6 +100,7 @@ class SampleRecord:
     scores: dict[str, float | None]  # None: scoring failed
     advantage: float | None
     group: int | None
+    audio: Path | None = None  # sound of a video
 
 
 @dataclass(frozen=True)
@@ -177,9 +188,9 @@ def _parse_records(folder: Path, lines: list[str]) -> Iterator[SampleRecord]:
         file, answer, truth = (row.get(name) for name in ("file", "answer", "truth"))
         sources = row.get("sources")
         # file names only, so that no entry leads out of the directory
-        image, *source_files = [
+        image, audio, *source_files = [
             folder / Path(str(name)).name if name else None
-            for name in (file, *(sources if isinstance(sources, list) else ()))
+            for name in (file, row.get("audio"), *(sources if isinstance(sources, list) else ()))
         ]
         yield SampleRecord(
             str(row.get("prompt", "")),
@@ -190,4 +201,5 @@ def _parse_records(folder: Path, lines: list[str]) -> Iterator[SampleRecord]:
             {str(name): value for name, value in row.items() if name not in NON_SCORE_KEYS},
             row.get("advantage"),
             row["group"] if isinstance(row.get("group"), int) else None,
+            audio,
         )

@@ -1,5 +1,7 @@
 """Video files: H.264 in MP4 if PyAV is installed (the extra `video`), animated GIF otherwise.
 
+An MP4 contains the sound of a video as AAC; a WAV file next to it has it without losses.
+
 PyAV (`av`) contains FFmpeg's libraries and runs no other program. A GIF has 256 colours and is
 several times as large.
 """
@@ -11,12 +13,16 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 from PIL import Image
+
+from flow_grpo.audio import Audio
+from flow_grpo.rewards.frames import DEFAULT_FPS
 
 logger = logging.getLogger("flow_grpo")
 
-FPS = 16  # as Wan generates
-GIF_FRAME_MS = 60  # GIF has units of 10 ms
+GIF_UNIT_MS = 10
+AUDIO_ENCODER = "aac"
 ENCODER = "libx264"
 CRF, SMALL_CRF = 18, 28  # constant rate factors: visually lossless, and for small copies
 PALETTE_WIDTH = 96  # of the small copies that the palette is computed from
@@ -42,17 +48,21 @@ def save_video(
     """Save a video as MP4, or as GIF without an H.264 encoder; return the file's name.
 
     Args:
-        video: Frames of the same size.
+        video: Frames of the same size; a `Video` has a frame rate, and may have sound, which
+            becomes part of an MP4.
         folder: Existing directory.
         name: Name of the file without its suffix.
         animated_image: Always save a GIF, for pages that can show images only.
     """
+    fps, audio = getattr(video, "fps", DEFAULT_FPS), getattr(video, "audio", None)
     if animated_image or find_encoder() is None:
         first, *rest = _quantize_frames(video)
-        options = {"duration": GIF_FRAME_MS, "loop": 0}
+        duration = GIF_UNIT_MS * round(1000 / fps / GIF_UNIT_MS)
+        options = {"duration": duration, "loop": 0}
         first.save(folder / f"{name}.gif", save_all=True, append_images=rest, **options)
         return f"{name}.gif"
-    write_mp4(video, str(folder / f"{name}.mp4"), movflags="faststart")
+    path = str(folder / f"{name}.mp4")
+    write_mp4(video, path, fps=fps, audio=audio, movflags="faststart")
     return f"{name}.mp4"
 
 
@@ -61,7 +71,8 @@ def write_mp4(
     file: str | io.BytesIO,
     *,
     crf: int = CRF,
-    fps: float = FPS,
+    fps: float = DEFAULT_FPS,
+    audio: Audio | None = None,
     **muxer_options: str,
 ) -> None:
     """Encode frames as H.264 in MP4; only if `find_encoder` finds PyAV with an H.264 encoder.
@@ -74,6 +85,7 @@ def write_mp4(
         file: Path or buffer.
         crf: Constant rate factor: 0 is lossless, and larger values give smaller files.
         fps: Frames per second.
+        audio: Sound, encoded as AAC.
         muxer_options: Options of FFmpeg. movflags="faststart" puts the index first, so that a
             browser plays a file while it is loading.
     """
@@ -84,9 +96,17 @@ def write_mp4(
         stream = container.add_stream(ENCODER, rate=round(fps), options=options)
         stream.width, stream.height = frames[0].size
         stream.pix_fmt = "yuv420p"
+        sound = container.add_stream(AUDIO_ENCODER, rate=audio.sample_rate) if audio else None
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_image(frame)))
         container.mux(stream.encode())
+        if sound:
+            layout = "mono" if len(audio.waveform) == 1 else "stereo"
+            packed = np.ascontiguousarray(audio.pcm()[:, :2]).reshape(1, -1)
+            frame = av.AudioFrame.from_ndarray(packed, format="s16", layout=layout)
+            frame.sample_rate = audio.sample_rate
+            container.mux(sound.encode(frame))
+            container.mux(sound.encode())
 
 
 def shrink_mp4(path: Path, edge: int) -> bytes:
@@ -107,7 +127,7 @@ def shrink_mp4(path: Path, edge: int) -> bytes:
             image.thumbnail((edge, edge), Image.Resampling.LANCZOS, reducing_gap=2.0)
             frames.append(image)
         small = io.BytesIO()
-        write_mp4(frames, small, crf=SMALL_CRF, fps=stream.average_rate or FPS)
+        write_mp4(frames, small, crf=SMALL_CRF, fps=stream.average_rate or DEFAULT_FPS)
         return small.getvalue()
 
 

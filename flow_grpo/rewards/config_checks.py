@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MAX_WEIGHT = 10**6
 # Metrics and fields of samples.jsonl that a reward of the same name would overwrite.
 RESERVED_METRICS = ("avg", "diversity", "failed", "samples", "std_within_group", "zero_std_ratio")
-RESERVED_FIELDS = ("prompt", "advantage", "group", "answer", "truth", "file", "still")
+RESERVED_FIELDS = ("prompt", "advantage", "group", "answer", "truth", "file", "still", "audio")
 RESERVED_NAMES = RESERVED_METRICS + RESERVED_FIELDS
 
 

@@ -9,16 +9,30 @@ import base64
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from flow_grpo.audio import Audio
 from flow_grpo.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+DEFAULT_FPS = 16.0  # frames per second, as Wan generates
+
+
+class Video(list[Image.Image]):
+    """The frames of a video, with its frame rate and sound."""
+
+    def __init__(
+        self, frames: Iterable[Image.Image], *, fps: float = DEFAULT_FPS, audio: Audio | None = None
+    ) -> None:
+        super().__init__(frames)
+        self.fps, self.audio = fps, audio
+
 
 Sample = Image.Image | list[Image.Image]
 
@@ -194,6 +208,17 @@ def _frames_to_average(rule: str) -> int:
 def to_pil(images: "torch.Tensor") -> list[Sample]:
     """Convert images (N, 3, H, W) or videos (N, F, 3, H, W) in [0, 1]; rounds like diffusers."""
     return uint8_to_pil(to_uint8(images))
+
+
+def as_videos(
+    samples: Sequence[Sample], fps: float, audio: Sequence[Audio] | None = None
+) -> list[Sample]:
+    """Add the frame rate and the sound of each sample to videos; images are unchanged."""
+    sounds = audio or [None] * len(samples)
+    return [
+        Video(sample, fps=fps, audio=sound) if is_video(sample) else sample
+        for sample, sound in zip(samples, sounds, strict=True)
+    ]
 
 
 def to_uint8(images: "torch.Tensor") -> "torch.Tensor":

@@ -40,6 +40,7 @@ PAIRWISE_FRAMES = "middle"  # several frames of one sample would compete with ea
 # metadata key: the PIL image (or images) that an edited image was made from, or of a question
 SOURCE = "source"
 MASK = "mask"  # metadata key: PIL image, white where the source may change
+AUDIO = "audio"  # metadata key: the `Audio` of a sample, for scorers with `reads_audio`
 GET_REWARD = "/get_reward"  # path of OpenRLHF's protocol (workers/get_reward.py)
 RESERVED_EXTRAS = ("std", "failed")  # logged for every reward
 # Hooks were renamed; custom scorers that define the old names keep working.
@@ -71,6 +72,7 @@ class Scorer:
             then called with whole groups and returns win rates.
         reads_images: Whether the metadata of a response must have the images of its question, under
             `SOURCE`.
+        reads_audio: Whether the metadata of a sample must have its sound, under `AUDIO`.
         concurrent_calls: How many calls a reward server may make at the same time.
         handles_retries: Whether the scorer retries and keeps the deadline itself; it is then
             called once per batch.
@@ -85,6 +87,7 @@ class Scorer:
     frames = DEFAULT_FRAMES
     compares_groups = False
     reads_images = False
+    reads_audio = False
     concurrent_calls = 1
     handles_retries = False
     interactive = False

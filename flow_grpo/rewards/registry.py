@@ -6,6 +6,8 @@ from flow_grpo.config.registry import Registry
 
 IMAGE_REWARDS = {
     "aesthetic": "flow_grpo.rewards.scorers.clip:Aesthetic",
+    "audio_loudness": "flow_grpo.rewards.scorers.audio:AudioLoudness",
+    "audio_silence": "flow_grpo.rewards.scorers.audio:AudioSilence",
     "clipscore": "flow_grpo.rewards.scorers.clip:ClipScore",
     "deqa": "flow_grpo.rewards.scorers.deqa:DeQA",
     "geneval": "flow_grpo.rewards.scorers.geneval:GenEval",

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from flow_grpo.audio import Audio, noise_audio
 from flow_grpo.errors import RewardOutage, UserError
 from flow_grpo.rewards.frames import DEFAULT_FRAMES, fetch_images
-from flow_grpo.rewards.protocol import BatchScores, MetadataRows, Samples, Scorer
+from flow_grpo.rewards.protocol import AUDIO, BatchScores, MetadataRows, Samples, Scorer
 from flow_grpo.rewards.workers import SerialThread
 from flow_grpo.rewards.workers.guard import GuardedScorer
 
@@ -76,6 +77,11 @@ class WeightedReward:
         return any(scorer.reads_images for scorer in self.scorers.values())
 
     @property
+    def audio_rewards(self) -> set[str]:
+        """Rewards that score the sound of a video."""
+        return {name for name, scorer in self.scorers.items() if scorer.reads_audio}
+
+    @property
     def interactive_scorers(self) -> dict[str, Scorer]:
         """Scorers that wait for human votes, by name."""
         return {name: scorer for name, scorer in self.scorers.items() if scorer.interactive}
@@ -100,6 +106,7 @@ class WeightedReward:
         images: "torch.Tensor | Samples",
         prompts: list[str],
         metadata: MetadataRows | None = None,
+        audio: Sequence[Audio] | None = None,
     ) -> PendingScores:
         """Start scoring in the background.
 
@@ -108,8 +115,13 @@ class WeightedReward:
                 (N, F, 3, H, W) or lists of PIL images; or response texts.
             prompts: N prompts.
             metadata: N dicts; empty ones by default.
+            audio: Sound of the samples, added to the metadata of scorers with `reads_audio`.
         """
         metadata = [{} for _ in prompts] if metadata is None else metadata
+        with_audio = metadata
+        if audio is not None:
+            pairs = zip(metadata, audio, strict=True)
+            with_audio = [{**row, AUDIO: sound} for row, sound in pairs]
         if not len(images) == len(prompts) == len(metadata):
             raise ValueError(
                 f"{len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata "
@@ -123,7 +135,11 @@ class WeightedReward:
             for rule in dict.fromkeys(rules.values())
         }
         parts = {
-            name: guarded.submit(samples[rules[name]], prompts, metadata)
+            name: guarded.submit(
+                samples[rules[name]],
+                prompts,
+                with_audio if guarded.scorer.reads_audio else metadata,
+            )
             for name, guarded in self._guarded_scorers.items()
         }
         return PendingScores(parts, self._sum_weights)
@@ -133,9 +149,10 @@ class WeightedReward:
         images: "torch.Tensor | Samples",
         prompts: list[str],
         metadata: MetadataRows | None = None,
+        audio: Sequence[Audio] | None = None,
     ) -> dict[str, np.ndarray]:
         """Score a batch: `submit` followed by `PendingScores.result`."""
-        return self.submit(images, prompts, metadata).result()
+        return self.submit(images, prompts, metadata, audio).result()
 
     def check(
         self,
@@ -209,7 +226,10 @@ class WeightedReward:
             scorer = guarded.scorer  # servers and people may be slow
             if rows[name] and not scorer.handles_retries and not scorer.interactive:
                 row = rows[name][0]
-                guarded.smoke_test([sample] * 2, [prompts[row]] * 2, [metadata[row]] * 2)
+                columns = metadata[row]
+                if scorer.reads_audio:
+                    columns = {**columns, AUDIO: noise_audio()}
+                guarded.smoke_test([sample] * 2, [prompts[row]] * 2, [columns] * 2)
 
     def check_differentiable(self, method: str) -> None:
         """Raise `UserError` unless all weighted rewards are differentiable, as `method` needs."""

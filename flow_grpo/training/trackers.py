@@ -116,7 +116,7 @@ def save_samples(
     sources: Sequence[Sequence[Image.Image]] = (),
     **columns: Sequence,
 ) -> None:
-    """Write images as PNG, videos as MP4 or GIF, and samples.jsonl with a line for each sample.
+    """Write images as PNG, videos as MP4 or GIF with WAV, and a line per sample to samples.jsonl.
 
     A failed score is null there; one that the prompt does not request is omitted.
 

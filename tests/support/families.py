@@ -6,6 +6,7 @@ A new family is one entry of `FAMILIES`, and is then part of every test of all f
 import copy
 import io
 import json
+import math
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,7 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, UniPCMultistepScheduler, WanImageToVideoPipeline
+from diffusers import (
+    DiffusionPipeline,
+    LTX2ImageToVideoPipeline,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+)
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 from PIL import Image
 from torch import Tensor
@@ -99,6 +105,24 @@ def resize_to_source_size(pipeline: DiffusionPipeline) -> None:
     module.calculate_dimensions = dimensions
 
 
+def split_modalities(pipeline: DiffusionPipeline, call: dict[str, Any]) -> None:
+    """Pass the noise of LTX-2 as latents of its VAEs, with those of a given first frame."""
+    call.setdefault("num_frames", 1)
+    shape = (call["num_frames"] - 1) // 8 + 1, call["height"] // 32, call["width"] // 32
+    count, noise = math.prod(shape), call["latents"]
+    video = noise[:, :count].transpose(1, 2).unflatten(2, shape)
+    vae, audio_vae = pipeline.vae, pipeline.audio_vae
+    video = pipeline._denormalize_latents(video, vae.latents_mean, vae.latents_std)
+    if "image" in call:
+        pixels = pipeline.video_processor.preprocess(call["image"])[:, :, None]
+        with torch.no_grad():
+            video[:, :, :1] = vae.encode(pixels).latent_dist.mode()
+    audio = noise[:, count:] * audio_vae.latents_std + audio_vae.latents_mean
+    channels = audio_vae.config.latent_channels
+    audio = audio.unflatten(2, (channels, -1)).transpose(1, 2)
+    call |= {"latents": video, "audio_latents": audio}
+
+
 @dataclass(frozen=True)
 class Family:
     name: str
@@ -115,6 +139,8 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of the stock pipeline
     pack: Callable[[Tensor], Tensor] = field(default=lambda latents: latents)  # layout of latents
     patch: Callable[[DiffusionPipeline], None] = field(default=lambda pipeline: None)
+    # changes the arguments of a call of the stock pipeline
+    adjust: Callable[[DiffusionPipeline, dict], None] = field(default=lambda pipeline, call: None)
     # LoRA layers whose gradient is always zero: the last block's text output is not used
     unused_layers: tuple[str, ...] = ()
 
@@ -177,14 +203,10 @@ class Family:
             call.setdefault("max_sequence_length", TOKENS)
         if self.frames > 1:
             call["num_frames"] = size.frames
+        call |= {"latents": self.pack(noise), "height": size.height, "width": size.width}
+        self.adjust(pipeline, call)
         generated = pipeline(
-            prompt=list(prompts),
-            latents=self.pack(noise),
-            height=size.height,
-            width=size.width,
-            num_inference_steps=STEPS,
-            output_type="pt",
-            **call,
+            prompt=list(prompts), num_inference_steps=STEPS, output_type="pt", **call
         )[0]
         if generated.shape[1] == 4:  # composite RGBA onto white
             generated = generated[:, :3] * generated[:, 3:] + 1 - generated[:, 3:]
@@ -275,6 +297,21 @@ FAMILIES = [
         options={"max_sequence_length": 512},
         patch=first_order,
     ),
+    Family(
+        "ltx2",
+        4.0,
+        frames=9,
+        wide=64,
+        one_prompt=True,
+        num_sources=1,
+        image_pipeline=LTX2ImageToVideoPipeline,
+        options={
+            **{"stg_scale": 0.0, "audio_stg_scale": None, "modality_scale": 1.0},
+            **{"audio_modality_scale": None, "guidance_rescale": 0.0},
+            **{"audio_guidance_rescale": None, "audio_guidance_scale": None},
+        },
+        adjust=split_modalities,
+    ),
 ]
 
 
@@ -331,7 +368,8 @@ def noise_for(adapter: ModelAdapter, size: Size, count: int = 2) -> Tensor:
 def at_size(adapter: ModelAdapter, size: Size) -> ModelAdapter:
     """Return an adapter for this size: videos start from source images of the same size."""
     adapter = copy.copy(adapter)
-    if len(noise_for(adapter, size, 1).shape) == 5 and adapter.num_source_images[-1]:
+    is_video = adapter.grid(adapter.transformer.config, adapter.vae.config).frame_scale
+    if is_video and adapter.num_source_images[-1]:
         adapter.source_size, adapter._cache = size, adapter._open_cache()
     if isinstance(adapter.transformer, Experts):
         adapter.guidance_scale_2 = GUIDANCE_SCALE_2

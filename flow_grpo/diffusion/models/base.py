@@ -40,7 +40,7 @@ from flow_grpo.images import ImageSource, resize_and_crop
 from flow_grpo.perf.optimize import SharedInputGroups, apply_optimizations
 from flow_grpo.perf.quantization import UNQUANTIZED, at_full_precision, quantize_linears
 from flow_grpo.perf.transfer import to_device
-from flow_grpo.report.video_files import FPS
+from flow_grpo.rewards.frames import DEFAULT_FPS
 from flow_grpo.training.distributed import unsharded_class_name
 from flow_grpo.training.lora_files import resolve_lora_path
 
@@ -80,7 +80,7 @@ class ModelAdapter(ABC):
     num_source_images: ClassVar[range] = range(1)  # allowed numbers of source images per prompt
     encodes_images: ClassVar[bool] = True  # the VAE encodes images as latents of samples
     generates_audio: ClassVar[bool] = False  # `decode_audio` returns the sound of videos
-    fps: ClassVar[float] = FPS  # frames per second of videos
+    fps: ClassVar[float] = DEFAULT_FPS  # frames per second of videos
     masks_source_images: ClassVar[bool] = False  # prompts with and without them can be batched
     # Component: class that flow_grpo/diffusion/models/processors.py loads it with.
     processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -239,7 +239,9 @@ class ModelAdapter(ABC):
             scale: Guidance scale.
             conditioning: Encoded prompts of the samples.
         """
-        return conditional if unconditional is None else self.guide(unconditional, conditional, scale)
+        return (
+            conditional if unconditional is None else self.guide(unconditional, conditional, scale)
+        )
 
     def guidance_at(self, timestep: Tensor, scale: float) -> float | Tensor:
         """Return the guidance scale at `timestep`, (B,): by default `scale`.

@@ -88,11 +88,12 @@ function promptText(text) {
 function buildSlot() {
   const image = el("img", { alt: "", onload: () => image.classList.toggle("small", image.naturalWidth < 160) });
   const video = el("video", { controls: "", loop: "", muted: "", playsinline: "", preload: "metadata" });
+  const sound = el("audio", { controls: "", preload: "metadata" });
   const answer = el("p", { class: "answer", dir: "auto" });
   const nothing = el("p", { class: "nothing", text: "no image" });
   const label = el("p", { class: "label" }), scores = el("ul", { class: "scores" });
-  const node = el("figure", { class: "slot" }, image, video, answer, nothing, el("figcaption", {}, label, scores));
-  return { node, image, video, answer, nothing, label, scores };
+  const node = el("figure", { class: "slot" }, image, video, sound, answer, nothing, el("figcaption", {}, label, scores));
+  return { node, image, video, sound, answer, nothing, label, scores };
 }
 
 function showMedia(node, src) {
@@ -102,11 +103,12 @@ function showMedia(node, src) {
 }
 
 function fillSlot(slot, sample, names, label, before) {
-  const { image, video, answer, scores } = slot;
+  const { image, video, sound, answer, scores } = slot;
   const shown = sample && sample.image && !isAnswer(sample) ? sample.image : null;
   const isVideo = shown !== null && shown.startsWith("data:video/");
   showMedia(image, isVideo ? null : shown);
   showMedia(video, isVideo ? shown : null);
+  showMedia(sound, (sample && sample.audio) || null);
   if (shown) image.alt = sample.prompt;
   if (isVideo) video.setAttribute("aria-label", sample.prompt);
   answer.hidden = !isAnswer(sample);

@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from flow_grpo.audio import Audio
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.failure import (
     Failed,
@@ -19,6 +20,7 @@ from flow_grpo.rewards.failure import (
 )
 from flow_grpo.rewards.frames import sample_kind
 from flow_grpo.rewards.protocol import (
+    AUDIO,
     BatchScores,
     ContractError,
     MetadataRows,
@@ -50,6 +52,8 @@ DOWN_TIMEOUT_FRACTION = 0.1  # of the timeout, to wait for an earlier batch that
 INTERRUPT_SECONDS = 0.5  # between checks for a stop while people are asked
 DRY_RUN_SCORE = 0.5  # the mean of win rates
 NON_FINITE_IMAGE = Failed("its pixels are not finite (NaN)")
+NON_FINITE_AUDIO = Failed("its sound is empty or not finite (NaN)")
+NO_AUDIO = Failed("it has no sound")
 
 
 class GuardedScorer:
@@ -79,7 +83,7 @@ class GuardedScorer:
     def submit(
         self, images: ImagesFuture, prompts: list[str], metadata: MetadataRows
     ) -> "Future[BatchScores]":
-        """Queue a batch; images that are None get `NON_FINITE_IMAGE` as their score."""
+        """Queue a batch; samples with invalid pixels or sound fail without a call."""
         if self.scorer.interactive:  # people should see all batches at once
             return run_in_thread(lambda: self._score(images, prompts, metadata))
         return self.thread.submit(lambda: self._score(images, prompts, metadata))
@@ -117,10 +121,13 @@ class GuardedScorer:
         try:
             samples = images.result()
             self.kind = sample_kind(samples)
-            valid = [i for i, sample in enumerate(samples) if sample is not None]
+            invalid = self._invalid_samples(samples, metadata)
+            valid = [i for i in range(len(samples)) if i not in invalid]
             batch = [[column[i] for i in valid] for column in (samples, prompts, metadata)]
             scores = self._score_with_retries(*batch) if valid else BatchScores([])
-            scores = scores.map_values(lambda values: _scatter(values, valid, len(prompts)))
+            scores = scores.map_values(
+                lambda values: _merge(dict(zip(valid, values, strict=True)), invalid)
+            )
             self.permanent_errors = -math.inf  # its code works: later failures have other causes
         except BaseException as error:  # also sys.exit() in a reward
             self.permanent_errors += is_permanent_error(error)
@@ -129,6 +136,17 @@ class GuardedScorer:
             )
         self._record_failures(scores.values)
         return scores
+
+    def _invalid_samples(self, samples: Sequence[Any], metadata: MetadataRows) -> dict[int, Failed]:
+        """Return why samples cannot be scored, by index."""
+        invalid = {i: NON_FINITE_IMAGE for i, sample in enumerate(samples) if sample is None}
+        if self.scorer.reads_audio:
+            for i, row in enumerate(metadata):
+                if not isinstance(audio := row.get(AUDIO), Audio):
+                    invalid[i] = NO_AUDIO
+                elif not audio.is_finite:
+                    invalid[i] = NON_FINITE_AUDIO
+        return invalid
 
     def _score_with_retries(self, *batch: Any) -> BatchScores:
         """Score a batch of columns, retrying as the policy says; raise the last error."""
@@ -200,7 +218,7 @@ def _error_location(error: BaseException) -> str:
     return f" ({Path(frame.filename).name}, line {frame.lineno})"
 
 
-def _scatter(values: list[float], indices: list[int], count: int) -> list[float]:
-    """Put values at their indices in a list of length `count`."""
-    by_index = dict(zip(indices, values, strict=True))
-    return [by_index.get(i, NON_FINITE_IMAGE) for i in range(count)]
+def _merge(values: dict[int, float], failed: dict[int, Failed]) -> list[float]:
+    """Return the values by index, which together are those of all samples, as a list."""
+    by_index = values | failed
+    return [by_index[i] for i in range(len(by_index))]
