@@ -36,6 +36,7 @@ BASICS = (
     "__version__",
     "atomic_io",
     "errors",
+    "audio",
     "host_header",
     "hub_access",
     "images",
