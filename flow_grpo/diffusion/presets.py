@@ -354,6 +354,26 @@ FAMILIES: dict[str, FieldValues] = {
         "width": 240,
         "sample": {"guidance_scale": 5.0, "guidance_scale_2": None},
     },
+    # As verl-omni trains it: 3.4 s of video with sound.
+    "_ltx2": {
+        PARENT_KEY: "_large",
+        "pretrained": {"model": "dg845/LTX-2.3-Diffusers"},
+        "height": 256,
+        "width": 384,
+        "frames": 81,
+        "max_sequence_length": 1024,
+        "sample": {
+            "num_steps": 20,
+            "eval_num_steps": 20,
+            "guidance_scale": 4.0,
+            "sde_type": "cps",
+            "noise_level": 0.8,
+            "sde_window_size": 3,
+            "sde_window_range": (0, 12),
+        },
+        "train": {"gradient_checkpointing": True, "ema": False},
+        ALL_BATCHES: {"groups": 32, "group_size": 16, "max_batch": 1},
+    },
     "_wan_14b": {PARENT_KEY: "_wan", "pretrained": {"model": "Wan-AI/Wan2.1-T2V-14B-Diffusers"}},
 }
 
@@ -420,6 +440,10 @@ LARGE: dict[str, FieldValues] = {
     "pickscore_wan22_a14b": _task("_wan22_a14b", "pickscore", "pickscore"),
     "pickscore_wan_i2v": _task("_wan_i2v", "pickscore", "sharegpt4o_image_mini"),
     "wan_14b_ocr": _task("_wan_14b", "ocr", "ocr_full"),
+    "pickscore_ltx2": {
+        **_task("_ltx2", "pickscore", "pickscore"),
+        "reward_fn": {"pickscore": 1.0, "audio_silence": -0.1},
+    },
 }
 
 FAST_BATCHES: FieldValues = {BATCHES: {"groups": 64, "group_size": 18, "max_batch": 9}}
