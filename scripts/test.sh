@@ -10,14 +10,10 @@ EXTRAS=test source "$(dirname "$0")/venv.sh"
 
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
-chosen="not alone"
+chosen=""
 if ! command -v chromium chromium-browser google-chrome >/dev/null; then
     echo "chromium is not installed: browser tests are skipped (apt install chromium)"
-    chosen="not alone and not browser"
+    chosen="not browser"
 fi
 # Most tests wait for processes that they start, so two run in parallel, the longest files (e2e) first.
-# The tests that measure speed run alone afterwards, by file, because collecting all tests takes half a
-# minute. Exit code 5 means that the arguments select no test of that kind.
-"$VENV/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@" || [ $? -eq 5 ]
-[ $# -gt 0 ] || set -- $(grep -rl --include='*.py' pytest.mark.alone tests)
-"$VENV/bin/python" -m pytest -q -m alone "$@" || [ $? -eq 5 ]
+"$VENV/bin/python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"

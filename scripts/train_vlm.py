@@ -18,7 +18,7 @@ if __name__ == "__main__":
     command_line.parse_command_line(VLM_SPEC, dry_run=True)
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from ml_collections import ConfigDict
+from torch import Tensor
 
 from flow_grpo.config import command_line
 from flow_grpo.data.passes import restore_pass_states
@@ -55,7 +56,8 @@ from flow_grpo.vlm.advantages import (
     compute_kl_penalties,
     compute_response_advantages,
     compute_token_advantages,
-    set_importance_weights,
+    engine_deviation,
+    set_old_log_probs,
 )
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.critic import set_lr_scales
@@ -113,7 +115,7 @@ def train(session: VlmSession) -> None:
         if has_advantages:
             with timer("train"):
                 tensors = compute_rollout_log_probs(session, rollout)
-                metrics |= assign_advantages(session, rollout, tensors)
+                assign_advantages(session, rollout, tensors)
                 metrics |= train_epoch(session, epoch, rollout, tensors)
         metrics["perf/answers_per_s"] = session.plan.samples / sum(timer.seconds.values())
         metrics["perf/peak_mem_gb"] = peak_memory_gb(session.accelerator.device)
@@ -210,20 +212,25 @@ def sample_responses(
 
 
 def compute_rollout_log_probs(session: VlmSession, rollout: Rollout) -> dict[int, ResponseTensors]:
-    """Compute old and reference log-probabilities and values of this process's samples.
+    """Compute what advantages and the loss need of this process's samples before the first update.
 
-    No forward pass is needed if the log-probabilities recorded while sampling are used and there is
-    neither a reference policy nor a value head.
+    These are values, reference log-probabilities and, if advantages depend on them, recomputed old
+    log-probabilities. Other old log-probabilities are recomputed by `train_epoch`. Without a value
+    head and a reference policy, there is no forward pass.
 
     Returns:
         Per-token tensors by sample index.
     """
     train, policy, given = session.config.train, session.policy, session.given
+    recomputes = session.recomputes_old_log_probs
     tensors = {
-        index: ResponseTensors(sample.log_probs, liked=given is None or given.liked[sample.row])
+        index: ResponseTensors(
+            None if recomputes else sample.log_probs,
+            liked=given is None or given.liked[sample.row],
+        )
         for index, sample in rollout.samples.items()
     }
-    needs_forward = session.recomputes_old_log_probs or train.advantage == GAE
+    needs_forward = train.advantage == GAE or (recomputes and session.advantages_need_log_probs)
     with_reference = train.beta > 0
     if not (needs_forward or with_reference):
         return tensors
@@ -234,38 +241,55 @@ def compute_rollout_log_probs(session: VlmSession, rollout: Rollout) -> dict[int
             own = [index for index in sorted(tensors) if members[index]]
             for part, batch in packed_batches(session, rollout, own):
                 scores = policy.forward_tokens_no_grad(batch) if needs_forward else {}
+                if needs_forward:
+                    store_old_log_probs(session, rollout, tensors, part, batch, scores["log_probs"])
                 if with_reference:
                     reference = policy.reference_log_probs(batch, given=given is not None)
                     scores["reference_log_probs"] = reference
                 for row, index in enumerate(part):
                     mask = batch.mask[row]
                     new = {name: column[row][mask].cpu() for name, column in scores.items()}
-                    old = tensors[index].old_log_probs
-                    if session.recomputes_old_log_probs:
-                        old = new["log_probs"]
-                    tensors[index] = replace(
-                        tensors[index],
-                        old_log_probs=old,
-                        reference_log_probs=new.get("reference_log_probs"),
-                        values=new.get("values"),
-                    )
+                    tensors[index].reference_log_probs = new.get("reference_log_probs")
+                    tensors[index].values = new.get("values")
     return tensors
+
+
+def store_old_log_probs(
+    session: VlmSession,
+    rollout: Rollout,
+    tensors: dict[int, ResponseTensors],
+    part: list[int],
+    batch: PackedBatch,
+    log_probs: Tensor,
+) -> None:
+    """Set the old log-probabilities of the samples of a micro-batch that have none yet.
+
+    Args:
+        session: State of the run.
+        rollout: The samples of the epoch.
+        tensors: Per-token tensors by sample index.
+        part: The sample of each response of the micro-batch.
+        batch: R packed responses.
+        log_probs: Their log-probabilities under the weights that sampled them, (R, T).
+    """
+    if all(tensors[index].old_log_probs is not None for index in part):
+        return
+    samples = [rollout.samples[index] for index in part]
+    lengths = [len(sample.tokens) for sample in samples]
+    columns = log_probs.detach()[batch.mask].cpu().split(lengths)
+    cap = None if session.rollout_engine.exact_log_probs else session.config.train.importance_cap
+    for index, sample, own in zip(part, samples, columns, strict=True):
+        if tensors[index].old_log_probs is None:
+            set_old_log_probs(tensors[index], own, sample.log_probs, cap)
 
 
 def assign_advantages(
     session: VlmSession, rollout: Rollout, tensors: dict[int, ResponseTensors]
-) -> dict[str, float]:
-    """Set the advantages in `tensors`, and importance weights if the engine's policy deviates.
-
-    Returns:
-        Metrics of that deviation; empty if the engine's log-probabilities are exact. Given
-        responses have neither.
-    """
+) -> None:
+    """Set the advantages in `tensors`; given responses have none."""
     if session.given is not None:
-        return {}
-    train, accelerator, metrics = session.config.train, session.accelerator, {}
-    if not session.rollout_engine.exact_log_probs:
-        metrics = set_importance_weights(accelerator, rollout, tensors, train.importance_cap)
+        return
+    train, accelerator = session.config.train, session.accelerator
     kl_penalties = {}
     if train.beta > 0 and train.kl_in == "reward":
         kl_penalties = compute_kl_penalties(
@@ -280,7 +304,7 @@ def assign_advantages(
             discount=train.discount,
             decay=train.gae_decay,
         )
-        return metrics
+        return
     advantages = compute_response_advantages(
         accelerator,
         rollout,
@@ -291,8 +315,41 @@ def assign_advantages(
         kl_penalties,
     )
     for index, own in tensors.items():
-        own.advantages = torch.full_like(own.old_log_probs, advantages[index])
-    return metrics
+        own.advantages = torch.full_like(rollout.samples[index].log_probs, advantages[index])
+
+
+def compute_old_log_probs(
+    session: VlmSession,
+    rollout: Rollout,
+    tensors: dict[int, ResponseTensors],
+    updates: Sequence[np.ndarray],
+) -> None:
+    """Recompute the old log-probabilities of `updates` before an earlier one changes the weights.
+
+    The forward pass of an update that the weights still equal the behaviour policy in also yields
+    its old log-probabilities, so the first update of an epoch need not be in `updates`. Samples
+    without a gradient are left out.
+
+    Args:
+        session: State of the run.
+        rollout: The samples of the epoch.
+        tensors: Per-token tensors of this process's samples, by sample index.
+        updates: Mask of the samples of each update, (samples per epoch,).
+    """
+    if (
+        not session.recomputes_old_log_probs
+        or session.advantages_need_log_probs
+        or len(updates) == 0
+    ):
+        return
+    objective = build_objective(session, critic_only=False)
+    with session.policy.gathered_weights():
+        for members in updates:
+            own = [index for index in sorted(tensors) if members[index]]
+            batches = batches_with_gradient(session, rollout, objective, tensors, own)
+            for part, batch in batches if own else []:
+                scores = session.policy.forward_tokens_no_grad(batch)
+                store_old_log_probs(session, rollout, tensors, part, batch, scores["log_probs"])
 
 
 def train_epoch(
@@ -312,21 +369,27 @@ def train_epoch(
     updates = rollout.updates()
     for inner in range(plan.inner_epochs):
         order = numpy_rng(config.seed, Stream.SHUFFLE, epoch, inner)
-        for n, u in enumerate(order.permutation(plan.updates_per_pass), 1):
-            if updates[u].any():
-                train_update(
-                    session,
-                    rollout,
-                    objective,
-                    tensors,
-                    updates[u],
-                    stats,
-                    on_policy=progress.applied == applied_before,
-                    name=f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}",
-                )
+        numbered = enumerate(order.permutation(plan.updates_per_pass), 1)
+        nonempty = [(n, updates[u]) for n, u in numbered if updates[u].any()]
+        if inner == 0:
+            later = [members for _, members in nonempty[1:]]
+            compute_old_log_probs(session, rollout, tensors, later)
+        for n, members in nonempty:
+            train_update(
+                session,
+                rollout,
+                objective,
+                tensors,
+                members,
+                stats,
+                on_policy=progress.applied == applied_before,
+                name=f"epoch {epoch + 1} train {n}/{plan.updates_per_pass}",
+            )
     metrics = training_metrics(session, stats)
     if objective.uses_critic:
         metrics["train/critic_lr"] = session.optimizer.param_groups[1]["lr"]
+    if objective.importance_weighted:
+        metrics |= engine_deviation(session.accelerator, rollout, tensors)
     return metrics | objective.derived_metrics(metrics)
 
 
@@ -394,6 +457,7 @@ def train_update(
         scores = session.policy.forward_tokens(
             batch, critic_only=objective.critic_only, given=given is not None
         )
+        store_old_log_probs(session, rollout, tensors, part, batch, scores["log_probs"])
         loss = objective.loss(batch, scores, [tensors[i] for i in part], counts)
         # gradients are averaged over processes, so scale the loss by their number
         scale = session.plan.num_processes * float(counted)
@@ -417,7 +481,9 @@ def batches_with_gradient(
     There is at least one, because other ranks wait for this one in collective operations.
     """
     nonzero = {i for i in own if objective.has_gradient(tensors[i])}
-    kept = own if session.recomputes_old_log_probs else [i for i in own if i in nonzero]
+    # if old log-probabilities were recomputed before the advantages were known: as they were packed
+    keep_all = session.recomputes_old_log_probs and session.advantages_need_log_probs
+    kept = own if keep_all else [i for i in own if i in nonzero]
     batches = list(packed_batches(session, rollout, kept or own[:1] or [min(tensors)]))
     return [(part, batch) for part, batch in batches if nonzero & set(part)] or batches[:1]
 
@@ -495,6 +561,11 @@ def save_training_samples(
 
 if __name__ == "__main__":
     loop = VlmDryRun(
-        sample_epoch, compute_rollout_log_probs, assign_advantages, train_epoch, run_evaluation
+        sample_epoch,
+        compute_rollout_log_probs,
+        assign_advantages,
+        compute_old_log_probs,
+        train_epoch,
+        run_evaluation,
     )
     command_line.run_with_config(main, VLM_SPEC, dry_run=loop.dry_run)

@@ -24,7 +24,8 @@ KL_PENALTY = "kl"  # name of the penalty's column among the rewards
 class ResponseTensors:
     """Per-token tensors (T,) of one response, on the CPU; constant during an epoch's updates."""
 
-    old_log_probs: Tensor  # of the behaviour policy
+    # of the behaviour policy; None until the forward pass that computes them
+    old_log_probs: Tensor | None
     reference_log_probs: Tensor | None = None
     values: Tensor | None = None
     advantages: Tensor | None = None
@@ -39,30 +40,46 @@ def stack_padded(tensors: Sequence[ResponseTensors], name: str, mask: Tensor) ->
     return scatter_to_mask(values, mask)
 
 
-def set_importance_weights(
-    accelerator: Accelerator, rollout: Rollout, tensors: Mapping[int, ResponseTensors], cap: float
+def set_old_log_probs(
+    response: ResponseTensors, log_probs: Tensor, sampled: Tensor, cap: float | None
+) -> None:
+    """Set old log-probabilities (T,) and, if the engine is not exact, the importance weights.
+
+    Args:
+        response: The response to change.
+        log_probs: Log-probabilities under the policy.
+        sampled: Log-probabilities under the engine.
+        cap: Maximum importance weight; 0 sets all weights to 1. None if the engine is exact.
+    """
+    response.old_log_probs = log_probs
+    if cap is not None:
+        response.importance = importance_weights(log_probs, sampled, cap)
+
+
+def engine_deviation(
+    accelerator: Accelerator, rollout: Rollout, tensors: Mapping[int, ResponseTensors]
 ) -> dict[str, float]:
-    """Set the importance weights of sampling by another engine in `tensors`.
+    """Return how far log-probabilities of the engine are from those of the policy.
 
     Args:
         accelerator: Reduces the metrics over the processes.
         rollout: The samples, with the engine's log-probabilities.
-        tensors: Per-token tensors by sample index.
-        cap: Maximum weight; 0 sets all weights to 1.
+        tensors: Per-token tensors by sample index; those without a gradient may lack old
+            log-probabilities.
 
     Returns:
-        Mean and maximum absolute difference between the log-probabilities of the engine and of the
-        policy, over all processes.
+        Mean and maximum absolute difference over the tokens of all processes.
     """
-    differences = []
+    differences = [torch.zeros(0, dtype=torch.float64)]
     for index, response in tensors.items():
-        sampled = rollout.samples[index].log_probs
-        response.importance = importance_weights(response.old_log_probs, sampled, cap)
-        differences.append((response.old_log_probs - sampled).abs().double())
+        if response.old_log_probs is not None:
+            sampled = rollout.samples[index].log_probs
+            differences.append((response.old_log_probs - sampled).abs().double())
     all_tokens = torch.cat(differences)
     sums = torch.stack([all_tokens.sum(), all_tokens.new_tensor(len(all_tokens))])
     total, count = accelerator.reduce(sums.to(accelerator.device)).tolist()
-    largest = accelerator.gather(all_tokens.max()[None].to(accelerator.device)).max()
+    own = all_tokens.max() if len(all_tokens) else all_tokens.new_tensor(0.0)
+    largest = accelerator.gather(own[None].to(accelerator.device)).max()
     return {"answer/engine_dev": total / count, "answer/engine_dev_max": float(largest)}
 
 

@@ -1,6 +1,6 @@
 """Dry run of scripts/train_vlm.py: measure the smallest epoch with whole groups and two batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -38,7 +38,10 @@ class VlmDryRun(DryRun):
 
     sample: Callable[[VlmSession, int, Timer], Rollout]
     compute_rollout_log_probs: Callable[[VlmSession, Rollout], TensorsByIndex]
-    assign_advantages: Callable[[VlmSession, Rollout, TensorsByIndex], dict[str, float]]
+    assign_advantages: Callable[[VlmSession, Rollout, TensorsByIndex], None]
+    compute_old_log_probs: Callable[
+        [VlmSession, Rollout, TensorsByIndex, Sequence[np.ndarray]], None
+    ]
     train: Callable[[VlmSession, int, Rollout, TensorsByIndex], dict[str, float]]
     evaluate: Callable[[VlmSession, int], dict[str, float]]
 
@@ -86,8 +89,11 @@ class VlmDryRun(DryRun):
             tensors = self.compute_rollout_log_probs(small, rollout)
             self.assign_advantages(small, rollout, tensors)
             rng = np.random.default_rng(epoch)
-            for own in tensors.values():  # random: responses with a zero advantage are skipped
-                own.advantages = torch.full_like(own.old_log_probs, rng.standard_normal())
+            for index, own in tensors.items():  # random: zero advantages are skipped
+                sampled = rollout.samples[index].log_probs
+                own.advantages = torch.full_like(sampled, rng.standard_normal())
+            if small.config.train.updates_per_epoch > 1:  # a run does this for all but the first
+                self.compute_old_log_probs(small, rollout, tensors, rollout.updates())
             self.train(small, epoch, rollout, tensors)
         stored = tensor_bytes([rollout.samples, rollout.prompts]) if device.type == "cpu" else 0
         remark = (

@@ -148,8 +148,9 @@ class VlmTrainConfig(shared.TrainFields):
     freeze_vision: bool = setting(True, "Freeze the vision tower.")
     recompute_old: bool = setting(
         False,
-        "Recompute the old log-probabilities before the first update, so that the ratio is exactly "
-        "1 there; False reuses those of the rollout. Always done in half precision and with vLLM.",
+        "Recompute the old log-probabilities by the training forward pass, so that the ratio of "
+        "the first update is exactly 1; False reuses those of the rollout. Always done in half "
+        "precision and with vLLM.",
     )
     importance_cap: float = setting(
         2.0,

@@ -148,6 +148,7 @@ class GivenObjective:
 
     given: GivenResponses
     max_new_tokens: int
+    importance_weighted: bool = False
     uses_critic: bool = False
     critic_only: bool = False
 

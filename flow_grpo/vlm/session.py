@@ -34,7 +34,7 @@ from flow_grpo.vlm.builders import (
 )
 from flow_grpo.vlm.config_checks import check_config
 from flow_grpo.vlm.environment import EnvironmentPool
-from flow_grpo.vlm.fields import ENVIRONMENT, VLLM, VlmConfig
+from flow_grpo.vlm.fields import ENVIRONMENT, GAE, VLLM, VlmConfig
 from flow_grpo.vlm.given_responses import GivenResponses, tokenize_responses
 from flow_grpo.vlm.losses import GIVEN_LOSSES, build_loss
 from flow_grpo.vlm.losses.base import smoke_test_loss
@@ -123,6 +123,12 @@ class VlmSession(BaseSession):
         if self.given is not None:
             return False
         return self.config.train.recompute_old or not self.rollout_engine.exact_log_probs
+
+    @property
+    def advantages_need_log_probs(self) -> bool:
+        """Return whether advantages depend on a forward pass: on values or on a KL penalty."""
+        train = self.config.train
+        return train.advantage == GAE or (train.beta > 0 and train.kl_in == "reward")
 
 
 def build_session(

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -125,9 +124,7 @@ def test_the_loss_of_a_node_ends_the_other_and_the_run_can_be_resumed(nodes, tmp
         if line.startswith("epoch 2/"):
             break
     lost.cut_power()
-    lost_at = time.monotonic()
     _, stderr = processes[1].communicate(timeout=120)
-    assert time.monotonic() - lost_at < TIMEOUT + 15
     assert processes[1].returncode == 4
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, stderr

@@ -1,7 +1,6 @@
 """Requests are batched, wait in a bounded queue, and do not affect each other."""
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -77,13 +76,20 @@ def test_queued_requests_are_one_call() -> None:
     batcher.close()
 
 
-def test_a_call_waits_for_more_images_until_max_wait() -> None:
-    batcher = Batcher("one", lambda *_: [1.0], max_batch=8, max_wait=0.3, metrics=Metrics())
-    start = time.monotonic()
-    [future] = batcher.submit([Image.new("RGB", (1, 1))], [""], [{}])
-    assert future.result(timeout=10).values == [1.0]
-    assert time.monotonic() - start >= 0.3  # no other request arrived
+@pytest.mark.parametrize(("max_wait", "sent"), [(0.01, 1), (3600.0, 2)])
+def test_a_call_waits_for_more_images_until_max_wait(max_wait: float, sent: int) -> None:
+    sizes = []
+
+    def scorer(images: list, prompts: list, metadata: list) -> list[float]:
+        sizes.append(len(images))
+        return [1.0] * len(images)
+
+    batcher = Batcher("two", scorer, max_batch=2, max_wait=max_wait, metrics=Metrics())
+    image = Image.new("RGB", (1, 1))
+    futures = [future for _ in range(sent) for future in batcher.submit([image], [""], [{}])]
+    assert [future.result(timeout=60).values for future in futures] == [[1.0]] * sent
     batcher.close()
+    assert sizes == [sent]
 
 
 def test_a_request_larger_than_a_batch_is_split(server: Server) -> None:
@@ -110,9 +116,7 @@ def test_only_the_request_at_fault_fails(busy: BusyScorer, poison: str) -> None:
 def test_a_full_queue_rejects_requests_at_once(busy: BusyScorer) -> None:
     waiting = [busy.send(*["abc"] * 4), busy.send(*["abc"] * 6)]
     busy.wait_for(11)
-    start = time.monotonic()
-    response = busy.server.score(body("obey", "a", "b"))
-    assert time.monotonic() - start < 20  # before the queue moves
+    response = busy.server.score(body("obey", "a", "b"))  # before the queue moves
     assert response.status_code == 429
     assert int(response.headers["Retry-After"]) >= 1
     error = response.json()["error"]

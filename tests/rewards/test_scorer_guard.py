@@ -4,8 +4,7 @@ import logging
 import math
 import sys
 import threading
-import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 from accelerate import Accelerator
@@ -121,24 +120,22 @@ def test_a_failed_start_of_workers_is_retried():
 
 def test_attempts_end_with_the_deadline(monkeypatch):
     monkeypatch.setattr(failure, "FIRST_DELAY", 0.2)
-    start = time.monotonic()
-    score(guarded(Script(*[OSError("down")] * 100), retries=100, timeout=1.0))
-    assert time.monotonic() - start < 10
+    script = Script(*[OSError("down")] * 100)
+    score(guarded(script, retries=100, timeout=1.0))
+    assert 1 <= script.calls <= 4  # the pauses are 0.2, 0.4 and 0.8 s, plus or minus a quarter
 
 
 def test_a_hanging_scorer_does_not_block_the_run():
     wake = threading.Event()
 
     def hangs(images, prompts, metadata):
-        wake.wait(30)
+        wake.wait(60)
         return [1.0, 2.0]
 
     guard = guarded(hangs, timeout=0.3)
-    start = time.monotonic()
     assert "TimeoutError" in (reason := score(guard)[0].reason)
     assert "0.3 s" in reason
     assert "earlier batch" in score(guard)[0].reason
-    assert time.monotonic() - start < 10
     wake.set()
     wait_until(lambda: score(guard) == [1.0, 2.0])
 
@@ -165,16 +162,20 @@ def test_an_exit_in_a_scorer_does_not_end_the_run():
 
 
 def test_a_slow_batch_does_not_fail_the_next_ones():
-    slow = iter([1.2, 0.0, 0.0])
+    go = threading.Event()
 
     def slow_once(images, prompts, metadata):
-        time.sleep(next(slow))
+        assert go.wait(60)
         return [1.0, 2.0]
 
-    guard = guarded(slow_once, timeout=1.0)
+    guard = guarded(slow_once, timeout=0.3)
     assert math.isnan(score(guard)[0])
-    time.sleep(0.15)  # the next batch waits for the remaining time
-    assert score(guard) == [1.0, 2.0]
+    guard._policy = FailurePolicy(retries=0, timeout=600.0)  # a tenth of it to wait for the first
+    with ThreadPoolExecutor(1) as thread:
+        second = thread.submit(score, guard)
+        assert not wait([second], 0.2).done
+        go.set()
+        assert second.result() == [1.0, 2.0]
 
 
 def test_a_non_finite_image_has_no_score_and_the_others_do():

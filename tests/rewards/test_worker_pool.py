@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -189,9 +188,7 @@ class TestPool:
         jobs[3] = f"hang {tmp_path / 'hanging'}"
         with stub_pool(timeout=2.0) as pool:
             pool.map(["read x"])
-            start = time.monotonic()
             results = pool.map(jobs)
-            assert 2.0 <= time.monotonic() - start < 15.0
         assert isinstance(hung := results.pop(3), WorkerTimedOut)
         assert "2 s" in hung.reason
         assert results == ["1 read"] * 19
@@ -337,11 +334,9 @@ class TestPool:
             waiting = thread.submit(pool.map, [f"hang {tmp_path / 'hanging'}"] * 20)
             wait_until((tmp_path / "hanging").exists)
             pids = pool.pids()
-            start = time.monotonic()
             pool.close()
-            assert time.monotonic() - start < 10.0
             with pytest.raises(PoolClosed):
-                waiting.result(timeout=10)
+                waiting.result(timeout=60)
         assert len(pids) == 1
         assert not is_running(pids[0])
         with pytest.raises(PoolClosed):

@@ -20,7 +20,8 @@ from flow_grpo.vlm.advantages import (
     ResponseTensors,
     compute_response_advantages,
     compute_token_advantages,
-    set_importance_weights,
+    engine_deviation,
+    set_old_log_probs,
 )
 from flow_grpo.vlm.network import PolicyModel
 from flow_grpo.vlm.packing import pack_responses
@@ -41,11 +42,10 @@ def test_engine_deviation_and_importance_weights_by_hand():
     rollout = one_group()
     sampled = [torch.tensor(p).log() for p in ([0.25, 0.3], [0.4])]
     rollout.samples = {i: Sample(0, p, p, True, "") for i, p in zip((4, 7), sampled, strict=True)}
-    tensors = {
-        4: ResponseTensors(torch.tensor([0.5, 0.3]).log()),
-        7: ResponseTensors(torch.tensor([0.1]).log()),
-    }
-    assert set_importance_weights(Accelerator(cpu=True), rollout, tensors, 1.5) == {
+    tensors = {i: ResponseTensors(None) for i in (4, 7, 9)}  # 9 has no gradient
+    set_old_log_probs(tensors[4], torch.tensor([0.5, 0.3]).log(), sampled[0], 1.5)
+    set_old_log_probs(tensors[7], torch.tensor([0.1]).log(), sampled[1], 1.5)
+    assert engine_deviation(Accelerator(cpu=True), rollout, tensors) == {
         "answer/engine_dev": pytest.approx(math.log(2)),
         "answer/engine_dev_max": pytest.approx(math.log(4)),
     }

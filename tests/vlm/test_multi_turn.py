@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -239,11 +238,9 @@ def test_an_environment_error_ends_only_its_episode(questions, tmp_path, trouble
     environments = EnvironmentPool(f"{ENVIRONMENTS}:Misbehaving", options, timeout, workers=1)
     episode_runner = build_runner(policy, environments)
     prompts = episode_runner.rollout_engine.encode(both, [0, 1])
-    start = time.monotonic()
     with episode_runner.rollout_engine.generation_mode():
         samples = episode_runner.run(both, prompts, [0, 1, 0], sample_generators(1, 2, [0, 1, 2]))
     environments.close()
-    assert time.monotonic() - start < 60
     for sample in (samples[0], samples[2]):
         assert (len(sample.episode.responses), sample.episode.reward) == (2, 1.0)
         assert sample.episode.failure == ""

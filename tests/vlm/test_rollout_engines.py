@@ -198,6 +198,7 @@ def test_dry_run_uses_the_rollout_engine(tmp_path):
         train_vlm.sample_epoch,
         train_vlm.compute_rollout_log_probs,
         train_vlm.assign_advantages,
+        train_vlm.compute_old_log_probs,
     )
     loop = VlmDryRun(*steps, train_vlm.train_epoch, train_vlm.run_evaluation)
     try:

@@ -9,6 +9,7 @@ import vlm_runs
 from runner import list_repo_files, run_script
 from train_vlm import (
     assign_advantages,
+    compute_old_log_probs,
     compute_rollout_log_probs,
     run_evaluation,
     sample_epoch,
@@ -21,7 +22,12 @@ from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.session import build_session
 
 LOOP = VlmDryRun(
-    sample_epoch, compute_rollout_log_probs, assign_advantages, train_epoch, run_evaluation
+    sample_epoch,
+    compute_rollout_log_probs,
+    assign_advantages,
+    compute_old_log_probs,
+    train_epoch,
+    run_evaluation,
 )
 LONG = {  # an epoch of 8 groups of 4, in 8 batches of 4, and 4 updates of two passes
     "sample.questions_per_epoch": 8,

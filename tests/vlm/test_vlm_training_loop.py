@@ -30,6 +30,7 @@ from flow_grpo.vlm.losses.base import UpdateCounts
 from flow_grpo.vlm.objective import Objective
 from flow_grpo.vlm.packing import PackedBatch
 from flow_grpo.vlm.plan import VlmBatchPlan
+from flow_grpo.vlm.policy import VlmPolicy
 from flow_grpo.vlm.rollout import BASELINE, EOS_REACHED, LENGTH, Rollout
 from flow_grpo.vlm.session import build_session
 
@@ -127,6 +128,42 @@ def test_half_precision_trains_weights_in_float32(run, use_lora, fields):
     assert {p.dtype for p in session.policy.parameters()} == {torch.float32}
     frozen = {p.dtype for p in session.policy.network.parameters() if not p.requires_grad}
     assert frozen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_the_first_update_yields_its_own_old_log_probs(run, monkeypatch, updates):
+    """Other updates need a forward pass before it; weights are as if all had one."""
+    fields = {"exact": True, "num_epochs": 1, "train.recompute_old": True}
+    fields |= {"train.updates_per_epoch": updates, "train.num_inner_epochs": 2}
+    responses, forward = [], VlmPolicy.forward_tokens_no_grad
+
+    def counted(policy, batch, **settings):
+        responses[-1] += len(batch.row)
+        return forward(policy, batch, **settings)
+
+    def run_and_count(name: str) -> tuple[dict, dict]:
+        responses.append(0)
+        session = run(run_name=name, **fields)
+        lora = session.folder / "checkpoints/latest/lora/adapter_model.safetensors"
+        return vlm_runs.read_metrics(session)[-1], load_file(lora)
+
+    monkeypatch.setattr(VlmPolicy, "forward_tokens_no_grad", counted)
+    line, lora = run_and_count("first")
+    compute = train_vlm.compute_old_log_probs
+    monkeypatch.setattr(
+        train_vlm,
+        "compute_old_log_probs",
+        lambda session, rollout, tensors, _: compute(session, rollout, tensors, rollout.updates()),
+    )
+    before, expected = run_and_count("before")
+    assert responses[0] * updates == pytest.approx(responses[1] * (updates - 1), abs=updates * 4)
+    assert (responses[0] == 0) == (updates == 1)
+    assert responses[1] > responses[0]
+    assert line["train/first_update_ratio_dev"] == before["train/first_update_ratio_dev"] == 0
+    assert line["train/ratio_max"] > 1
+    assert line["train/entropy"] == pytest.approx(before["train/entropy"], rel=1e-6)
+    for name, weight in lora.items():
+        assert torch.allclose(weight, expected[name], rtol=0, atol=1e-6)
 
 
 def test_a_run_starts_from_a_lora(run):
