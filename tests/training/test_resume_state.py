@@ -76,9 +76,17 @@ def finished(config, tmp_path_factory) -> Path:
     config = config.copy_and_resolve_references()
     config.logdir = str(tmp_path_factory.mktemp("logs"))
     folder = main(config).folder
-    save_accelerator_state(folder / NEWEST / STATE_DIR, [], [], [], [], process_index=0, step=0)
-    rewrite_manifest(folder / NEWEST)
+    add_random_states(folder / NEWEST)
     return folder
+
+
+def add_random_states(checkpoint: Path) -> None:
+    """Add a file that earlier versions saved."""
+    path = checkpoint / STATE_DIR / "files.json"
+    save_accelerator_state(checkpoint / STATE_DIR, [], [], [], [], process_index=0, step=0)
+    names = {**json.loads(path.read_text()), f"{STATE_DIR}/random_states_0.pkl": None}
+    path.write_text(json.dumps(names))
+    rewrite_manifest(checkpoint)
 
 
 @pytest.fixture
