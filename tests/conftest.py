@@ -3,6 +3,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hub_offline  # noqa: F401
 import hypothesis
 import pytest
 import torch
