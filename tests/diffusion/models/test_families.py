@@ -67,6 +67,7 @@ from flow_grpo.images import resize_and_crop
 from flow_grpo.perf.quantization import QuantizedLinear
 from flow_grpo.training.export import ExportSource
 
+pytestmark = pytest.mark.slow  # all together
 BY_NAME = {family.name: family for family in FAMILIES}
 SEEING = {  # rewards of runs with source images
     "reward_fn": {"jpeg_compressibility": 1.0, "bright": 1.0},
