@@ -67,6 +67,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "diffusion/plan": ("batch_plan", "group_judges"),
     "training/snapshot": ("snapshot", "ema"),
     "training/checkpoint": ("checkpoint",),
+    "training/checkpoint_writer": ("checkpoint", "power_loss", "saving"),
+    "training/state_copies": ("saving",),
     "atomic_io": ("disk",),
     "vlm/losses/base": ("vlm_losses",),
     "vlm/losses/cispo": ("vlm_losses",),

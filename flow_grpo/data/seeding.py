@@ -4,6 +4,7 @@ Every generator is derived from (run seed, stream, key...) with `np.random.SeedS
 process x 8 samples and 2 x 4 get the same prompts and noise, and resuming needs no generator state.
 """
 
+import random
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class Stream(IntEnum):
     DATA = 10  # key: epoch, inner epoch, update, position; images of `anchors.data`
     QUESTIONS = 11  # key: index of the data set, index of the pass
     PREFERENCES = 12  # key: index of the pass; order of given images
+    GLOBAL = 13  # key: epoch, process; the global generators
 
 
 def _seed_sequence(seed: int, stream: Stream, key: tuple[int, ...]) -> np.random.SeedSequence:
@@ -52,6 +54,19 @@ def torch_generator(seed: int, stream: Stream, *key: int) -> "torch.Generator":
 
     state = _seed_sequence(seed, stream, key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
+
+
+def seed_global_generators(seed: int, epoch: int, process: int) -> None:
+    """Seed the global generators of Python, NumPy and torch, which only custom code uses.
+
+    Their states then depend on nothing that a checkpoint would have to contain.
+    """
+    import torch
+
+    words = _seed_sequence(seed, Stream.GLOBAL, (epoch, process)).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(words[1])
+    torch.manual_seed(int(words[2]))
 
 
 def sample_generators(seed: int, epoch: int, index: list[int]) -> "list[torch.Generator]":

@@ -423,12 +423,14 @@ def _add_snapshots(run: SessionBuilder, policy: Policy, algorithm: Algorithm) ->
     if algorithm.needs_reference:
         policy.reference = Reference(policy.trained_parameters())
         if config.use_lora or algorithm.anchors.resets_reference:
-            policy.reference.prepare(accelerator)
+            policy.add_snapshot(policy.reference, accelerator)
     if algorithm.keeps_old_policy:
-        policy.old = Snapshot(policy.trained_parameters(), "old").prepare(accelerator)
+        policy.old = Snapshot(policy.trained_parameters(), "old")
+        policy.add_snapshot(policy.old, accelerator)
     if not config.sample.async_depth:
         return None
-    snapshot = Snapshot(policy.trained_parameters(), "stale").prepare(accelerator)
+    snapshot = Snapshot(policy.trained_parameters(), "stale")
+    policy.add_snapshot(snapshot, accelerator)
     policy.behaviour = snapshot if algorithm.old_is_behaviour else None
     return snapshot
 

@@ -131,7 +131,8 @@ class SessionBuilder:
         train, self._ema = self.config.train, None
         if train.ema:
             ema = Ema(policy.trained_parameters(), train.ema_decay, train.ema_update_interval)
-            self._ema = ema.prepare(self.accelerator)
+            policy.add_snapshot(ema, self.accelerator)
+            self._ema = ema
 
     def finish(self) -> dict[str, Any]:
         """Load the checkpoint, start the trackers and create the run directory.

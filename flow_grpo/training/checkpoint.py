@@ -1,47 +1,40 @@
-"""Write, verify, prune and find checkpoints.
+"""The files of a checkpoint: find, verify and describe them. `checkpoint_writer.py` writes them.
 
 Problem: a run may be killed, lose power or fill the disk at any moment, even while it saves. A
 resumed run must neither load a half-written checkpoint nor lose the previous one.
 
-Invariant: a directory named `checkpoint-<step>` was written completely. A checkpoint is written to
-`.partial-checkpoint-<step>`, every file is flushed to disk (fsync), and only then is the directory
-renamed, which is atomic. `state/files.json` lists size and SHA-256 of every other file, so later
-damage is found before anything is loaded, and the previous checkpoint is used instead. An older
-checkpoint is removed only after a newer one has its final name.
+Invariant: a directory named `checkpoint-<step>` was written completely. `state/files.json` lists
+size and SHA-256 of every other file, so later damage is found before anything is loaded, and the
+previous checkpoint is used instead.
 
     checkpoints/
       checkpoint-<step>/
         lora/, ema_lora/       weights for other libraries; transformer/ or model/ without LoRA
         state/                 what only a resumed run needs
-          trained.safetensors, ema.safetensors, reference.safetensors, optimizer.bin,
-          random_states_<rank>.pkl    (DeepSpeed and FSDP write their own, sharded files)
+          trained.safetensors, ema.safetensors, reference.safetensors, optimizer.bin
+                               (DeepSpeed and FSDP write their own, sharded files)
           lora.json            rank and alpha
           progress.json        `Progress`
           files.json           the manifest
       latest, best             symbolic links
 
 Trade-off: every file is read once more to hash it, on saving and on loading. That is negligible
-for LoRA but slows down saving all weights of a model; in return, a run never trains on damaged
+for LoRA but slows down loading all weights of a model; in return, a run never trains on damaged
 state.
 """
 
-import errno
 import hashlib
 import json
 import logging
-import os
-import shutil
 import stat
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from flow_grpo import atomic_io
-from flow_grpo.errors import UserError, first_line
+from flow_grpo.errors import UserError
 from flow_grpo.rewards import TOTAL
 from flow_grpo.training.distributed import call_on_main
 from flow_grpo.untrusted_files import reject_pickles
@@ -54,7 +47,6 @@ MANIFEST_FILE = "files.json"  # size and SHA-256 of every other file of the chec
 PROGRESS_FILE = f"{STATE_DIR}/progress.json"
 WEIGHT_FOLDERS = ("lora", "transformer", "model")  # averaged weights have the prefix "ema_"
 LATEST, BEST = "latest", "best"
-MIN_FREE_BYTES = 2**20  # a disk with less free space counts as full
 
 
 @dataclass
@@ -80,63 +72,15 @@ class Progress:
         """Number of updates applied to the weights; learning rate and EMA depend on it."""
         return self.step - self.skipped
 
+    def dumps(self) -> str:
+        return dump_json(asdict(self))
+
     def write(self, checkpoint: Path) -> None:
-        _write_json(checkpoint / PROGRESS_FILE, asdict(self))
+        atomic_io.write_text_atomic(checkpoint / PROGRESS_FILE, self.dumps())
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":
         return cls(**atomic_io.read_json_limited(checkpoint / PROGRESS_FILE))
-
-
-def save_checkpoint(
-    accelerator: Accelerator,
-    root: Path,
-    step: int,
-    write: Callable[[Path], None],
-    *,
-    keep: int,
-    best: bool = False,
-) -> Path:
-    """Write a checkpoint atomically and update the links `latest` and `best`.
-
-    Call it on all processes. An error on any of them is raised on all.
-
-    Args:
-        root: The `checkpoints` directory of the run.
-        step: Optimizer step, the number in the checkpoint's name.
-        write: Fills the given temporary directory; called on all processes.
-        keep: Number of most recent checkpoints to keep, 0 for all. Those that `latest` and `best`
-            point to always stay.
-        best: Whether `best` points to this checkpoint afterwards.
-
-    Returns:
-        The directory of the checkpoint. If an intact one exists for `step`, nothing is written.
-    """
-    name = f"{CHECKPOINT_PREFIX}{step}"
-    final, partial = root / name, root / f".partial-{name}"
-    if call_on_main(accelerator, lambda: is_intact(final)):
-        return final
-    # Each failure is shared before any process continues, so that no process waits for another.
-    problem = call_on_main(
-        accelerator, lambda: _try_and_describe(lambda: _create_partial(partial), root)
-    )
-    if problem is None:
-        problem = _try_and_describe(lambda: write(partial), root)
-        problem = next(filter(None, gather_object([problem])), None)
-    if problem is None:
-        problem = call_on_main(
-            accelerator, lambda: _try_and_describe(lambda: _publish(partial, final, best), root)
-        )
-    if problem is not None:
-        if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"cannot save {final}: {problem}", hint=describe_latest_intact(accelerator, root)
-        )
-    if accelerator.is_main_process:
-        _remove_superseded(root, step, keep)
-    accelerator.wait_for_everyone()
-    return final
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -146,10 +90,10 @@ def list_checkpoints(root: Path) -> list[Path]:
         for p in root.glob(f"{CHECKPOINT_PREFIX}*")
         if p.name.removeprefix(CHECKPOINT_PREFIX).isdigit()
     ]
-    return sorted(found, key=_step_of)
+    return sorted(found, key=step_of)
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(CHECKPOINT_PREFIX))
 
 
@@ -177,11 +121,11 @@ def repair_links(newest: Path) -> None:
             equals the highest one that `newest` has recorded.
     """
     root, best = newest.parent, Progress.read(newest).best
-    known = [p for p in list_checkpoints(root) if _step_of(p) <= _step_of(newest)]
+    known = [p for p in list_checkpoints(root) if step_of(p) <= step_of(newest)]
     best_checkpoint = next((p for p in known if best is not None and _eval_score(p) == best), None)
     for link, target in ((root / LATEST, newest), (root / BEST, best_checkpoint)):
         if target is not None and link.resolve() != target.resolve():
-            _update_link(link, target.name)
+            update_link(link, target.name)
             log.warning("%s did not point to %s; repaired", link, target.name)
 
 
@@ -229,12 +173,12 @@ def _verify_files(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
         found = path.stat()
         if found.st_size != size or not stat.S_ISREG(found.st_mode):
             return f"{name} is not a file of {size} bytes"
-        if checksum is not None and _checksum(path) != checksum:
+        if checksum is not None and file_checksum(path) != checksum:
             return f"{name} has a wrong checksum"
     return None
 
 
-def _checksum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -280,70 +224,7 @@ def find_weight_damage(weights: Path) -> str | None:
         return f"{error.filename}: {error.strerror}"
 
 
-def _try_and_describe(call: Callable[[], None], root: Path) -> str | None:
-    """Return why `call` failed, or None if it did not; mention the disk of `root` if it is full."""
-    try:
-        call()
-    except Exception as error:  # not every library reports a full disk as such
-        log.debug("saving failed", exc_info=True)
-        reason = first_line(error)
-        full = os.strerror(errno.ENOSPC)
-        if full not in reason and _is_full(root):
-            return f"{full} ({reason})"
-        return reason
-    return None
-
-
-def _is_full(root: Path) -> bool:
-    """Return whether the disk of `root` has less than `MIN_FREE_BYTES` available."""
-    try:
-        return shutil.disk_usage(root).free < MIN_FREE_BYTES
-    except OSError:  # the directory was removed
-        return False
-
-
-def _create_partial(partial: Path) -> None:
-    """Create an empty directory to write to.
-
-    The run directory itself is not recreated: if it was removed, so were its config and metrics.
-    """
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.parent.mkdir(exist_ok=True)
-    (partial / STATE_DIR).mkdir(parents=True)
-
-
-def _publish(partial: Path, final: Path, best: bool) -> None:
-    """Write the manifest, give the checkpoint its final name and update the links."""
-    files = sorted(p for p in partial.rglob("*") if p.is_file())
-    _write_json(
-        partial / STATE_DIR / MANIFEST_FILE,
-        {str(p.relative_to(partial)): [p.stat().st_size, _checksum(p)] for p in files},
-    )
-    atomic_io.fsync_tree(partial)  # before it gets the name of a complete checkpoint
-    damaged = final.with_name(f".damaged-{final.name}")
-    if final.exists() or final.is_symlink():
-        _remove(damaged)
-        final.rename(damaged)
-    partial.rename(final)
-    atomic_io.fsync_path(final.parent)
-    atomic_io.fsync_path(final.parents[1])  # the directory entry of checkpoints/
-    for link in (LATEST, BEST) if best else (LATEST,):
-        _update_link(final.parent / link, final.name)
-    _remove(damaged)  # now that its replacement is in place
-
-
-def _remove(path: Path) -> None:
-    """Remove a directory, or a link to one; warn if that fails."""
-    try:
-        if path.is_symlink():
-            path.unlink()
-        elif path.exists():
-            shutil.rmtree(path)
-    except OSError as error:
-        log.warning("cannot remove %s: %s", path, error.strerror or error)
-
-
-def _update_link(link: Path, name: str) -> None:
+def update_link(link: Path, name: str) -> None:
     """Point `link` to `name` atomically; it is a symbolic link, so `best/lora` is a path."""
     new = link.with_name(f".{link.name}")
     new.unlink(missing_ok=True)
@@ -352,28 +233,5 @@ def _update_link(link: Path, name: str) -> None:
     atomic_io.fsync_path(link.parent)
 
 
-def _remove_superseded(root: Path, step: int, keep: int) -> None:
-    """Remove old checkpoints, except the last `keep` and those that `latest` and `best` point to.
-
-    Checkpoints with `Progress.kept` False do not count as one of the last `keep`, and are removed
-    unless linked. Checkpoints after `step`, which exist if a run fell back, stay.
-    """
-    checkpoints = [p for p in list_checkpoints(root) if _step_of(p) <= step]
-    linked = {(root / link).resolve() for link in (LATEST, BEST)}
-    kept = [p for p in checkpoints if _is_kept(p)]
-    stay = {p.resolve() for p in (kept[-keep:] if keep else kept)} | linked
-    for folder in checkpoints:
-        if folder.resolve() not in stay:
-            _remove(folder)
-
-
-def _is_kept(checkpoint: Path) -> bool:
-    """Return `Progress.kept` of a checkpoint, or True if its progress cannot be read."""
-    try:
-        return Progress.read(checkpoint).kept
-    except (OSError, ValueError, TypeError):
-        return True  # its state is damaged, but its weights may be intact
-
-
-def _write_json(path: Path, value: Any) -> None:
-    atomic_io.write_text_atomic(path, json.dumps(value, indent=1) + "\n")
+def dump_json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"

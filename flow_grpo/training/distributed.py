@@ -226,6 +226,14 @@ def to_full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
+def to_host(tensor: Tensor, *, keep: bool = True) -> Tensor | None:
+    """Return a copy in host memory of a tensor that FSDP2 may have sharded; None unless `keep`."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to("cpu", copy=True) if keep else None
+
+
 def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the local parts of tensors; FSDP2 has no in-place foreach operations on DTensors."""
     tensors = [tensor.detach() for tensor in tensors]

@@ -1,8 +1,9 @@
 """The trained weights (LoRA or all of a network), and how they are saved and restored."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from flow_grpo.errors import UserError
 from flow_grpo.perf.lora import lora_layers
 from flow_grpo.training.distributed import free_weights_after_forward, gather_state_dict
 from flow_grpo.training.lora_files import check_same_tensors
+from flow_grpo.training.snapshot import Snapshot
+from flow_grpo.training.state_copies import StateCopies, Write
 
 ADAPTER_NAME = "default"  # PEFT's name for an unnamed adapter
 TRAINED_FILE, LORA_SHAPE_FILE = "trained.safetensors", "lora.json"
@@ -47,6 +50,7 @@ class BasePolicy:
             seed: Seed of a new LoRA's weights.
         """
         self.model, self.use_lora = model, lora is not None
+        self.snapshots: list[Snapshot] = []  # copies of the weights that checkpoints contain
         if lora is None and lora_path:
             raise UserError("needs use_lora=True", field="train.lora_path", value=lora_path)
         if lora is not None:
@@ -79,9 +83,13 @@ class BasePolicy:
         """Wrap the network for distributed training and return the wrapped optimizer."""
         self.module, optimizer = accelerator.prepare(self.network, optimizer)
         free_weights_after_forward(self.module)
-        accelerator.register_save_state_pre_hook(self._save_trained)
         accelerator.register_load_state_pre_hook(self._load_trained)
         return optimizer
+
+    def add_snapshot(self, snapshot: Snapshot, accelerator: Accelerator) -> None:
+        """Save a copy of the weights in checkpoints and load it with the accelerator's state."""
+        accelerator.register_load_state_pre_hook(lambda models, folder: snapshot.load(Path(folder)))
+        self.snapshots.append(snapshot)
 
     def on_weights_updated(self) -> None:
         """Called after each update of the weights."""
@@ -91,15 +99,45 @@ class BasePolicy:
 
         Call it on all processes; the main process writes.
         """
+        main = PartialState().is_main_process
+        write = self.copy_exported(folder, StateCopies(keep=main), prefix)
+        if main:
+            write()
+
+    def copy_exported(
+        self,
+        folder: Path,
+        copies: StateCopies,
+        prefix: str = "",
+        replaced: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+    ) -> Write:
+        """Copy what `save` writes to `folder` and return a function that writes it.
+
+        Call it on all processes, and the function on the main process. A whole model is written at
+        once, because the libraries that write it may change its attributes.
+
+        Args:
+            folder: Directory to write to.
+            copies: Copies of the state that are already there.
+            prefix: Prefix of the names of directories.
+            replaced: Other values of trained weights, such as their moving average.
+        """
+        named = {name: replaced.get(w, w) for name, w in self.exported_weights().items()}
+        if self.use_lora:
+            weights = copies.gather(named)
+            return lambda: self._write_lora(folder / f"{prefix}lora", weights)
+        weights = gather_state_dict(named)
+        if PartialState().is_main_process:
+            self._write_model(folder, prefix, weights)
+        return lambda: None
+
+    def exported_weights(self) -> dict[str, Tensor]:
+        """Return the weights that `save` writes, by name, sharded as they are."""
         # with buffers, which the weights of a whole model include
         named = self.model.state_dict(keep_vars=True)
         if self.use_lora:  # including weights of a loaded LoRA that are not trained
             named = {name: weight for name, weight in named.items() if "lora_" in name}
-        weights = gather_state_dict(named)
-        if PartialState().is_main_process and self.use_lora:
-            self._write_lora(folder / f"{prefix}lora", weights)
-        elif PartialState().is_main_process:
-            self._write_model(folder, prefix, weights)
+        return named
 
     def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
         raise NotImplementedError
@@ -107,18 +145,25 @@ class BasePolicy:
     def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
         raise NotImplementedError
 
-    def _save_trained(self, models: list, weights: list[dict], folder: str) -> None:
-        """Hook of `accelerator.save_state`: write the trained weights only.
+    def copy_trained(self, folder: Path, copies: StateCopies, *, with_weights: bool) -> Write:
+        """Copy the trained weights and return a function that writes them to `folder`.
 
-        The frozen ones are loaded from the model again.
+        The frozen ones are loaded from the model again. Call it on all processes.
+
+        Args:
+            folder: Directory to write to.
+            copies: Copies of the state that are already there.
+            with_weights: False if DeepSpeed or FSDP write their own files of the weights.
         """
-        if PartialState().is_main_process:
-            shape = json.dumps(self._lora_shape())
-            (Path(folder) / LORA_SHAPE_FILE).write_text(shape + "\n", encoding="utf-8")
-        if weights:  # empty if DeepSpeed or FSDP wrote their own files
-            weights.clear()
-            if PartialState().is_main_process:
-                save_file(gather_state_dict(self.trained_parameters()), Path(folder) / TRAINED_FILE)
+        shape = json.dumps(self._lora_shape())
+        weights = copies.gather(self.trained_parameters()) if with_weights else None
+
+        def write() -> None:
+            (folder / LORA_SHAPE_FILE).write_text(shape + "\n", encoding="utf-8")
+            if weights is not None:
+                save_file(weights, folder / TRAINED_FILE)
+
+        return write
 
     def _load_trained(self, models: list, folder: str) -> None:
         """Hook of `accelerator.load_state`: restore the trained weights in place.

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from flow_grpo.config.fields import SharedFields
 from flow_grpo.config.saved_config import CONFIG_FILE
+from flow_grpo.data.seeding import seed_global_generators
 from flow_grpo.errors import RewardOutage, StoppedBySignal, UserError
 from flow_grpo.report.console import ProgressLines, RemainingTime, format_epoch, progress_bar
 from flow_grpo.report.grid import concatenate_images, middle_frame
@@ -29,18 +30,14 @@ from flow_grpo.rewards.frames import Sample
 from flow_grpo.rewards.workers.guard import NON_FINITE_IMAGE
 from flow_grpo.training import trackers
 from flow_grpo.training.builder import suggest_on_oom
-from flow_grpo.training.checkpoint import (
-    STATE_DIR,
-    Progress,
-    describe_latest_intact,
-    save_checkpoint,
-)
+from flow_grpo.training.checkpoint import Progress, describe_latest_intact
+from flow_grpo.training.checkpoint_writer import BackgroundWriter
 from flow_grpo.training.distributed import raise_on_all_ranks
-from flow_grpo.training.finite import find_nonfinite
 from flow_grpo.training.lock import RETRY_SECONDS, RunLock, retry
 from flow_grpo.training.metrics import Timer, TrainingStats, score_metrics
 from flow_grpo.training.plan import Plan
 from flow_grpo.training.policy import BasePolicy
+from flow_grpo.training.saving import finish_saving, save_session, start_saving
 from flow_grpo.training.snapshot import Ema
 from flow_grpo.training.stop_signals import StopRequested, StopSignals
 
@@ -66,6 +63,8 @@ class BaseSession:
     lock: RunLock | None  # on the main process only
     remaining_time: RemainingTime = field(default_factory=RemainingTime)
     progress_lines: ProgressLines = field(default_factory=ProgressLines)
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
+    copies_fit: bool = True  # whether a copy of the state fits in host memory
     closed: bool = False
     is_dry_run: bool = False  # only a small part of a run is executed, to measure it
 
@@ -83,14 +82,17 @@ class BaseSession:
 
     def describe_last_checkpoint(self) -> str:
         """Return a phrase that names the newest intact checkpoint. Call it on all processes."""
+        self.writer.join()
         return describe_latest_intact(self.accelerator, self.folder / "checkpoints")
 
     def close(self) -> None:
-        """Close scorers and trackers, write the report and release the lock. Idempotent."""
+        """Complete the last checkpoint, write the report and release the lock. Idempotent."""
         if self.closed:
             return
         self.closed = True
         try:
+            if problem := self.writer.wait():  # after another error
+                logger.error(problem)
             close_scorers(self.reward, self.eval_reward)
             trackers.close_trackers(self.accelerator)
             if self.lock is not None:
@@ -101,10 +103,13 @@ class BaseSession:
 
     def check_lock(self) -> None:
         """Raise a UserError if this run lost its directory. Call it on all ranks before writing."""
-        raise_on_all_ranks(self.accelerator, self._check_folder)
+        raise_on_all_ranks(self.accelerator, self.check_folder)
 
-    def _check_folder(self) -> None:
-        """Raise a UserError if the lock was taken over or config.json is gone."""
+    def check_folder(self) -> None:
+        """Raise a UserError if the lock was taken over or config.json is gone, on the main process.
+
+        The other processes have no lock, and do nothing.
+        """
         if self.lock is None:
             return
         self.lock.check()
@@ -148,13 +153,16 @@ def run_training(
     try:
         with session.stop:
             try:
+                seed_custom_code(session)
                 with suggest_on_oom(advice):
                     train(session)
+                finish_saving(session)
                 session.check_lock()
             except StopRequested as request:
                 # an unfinished epoch is not saved: it is trained again after a resume
                 if session.progress.record.get("step") == session.progress.step:
                     save_session(session)
+                finish_saving(session)
                 raise StoppedBySignal(
                     f"stopped in epoch {session.progress.epoch + 1}", hint=session.resume_hint()
                 ) from request
@@ -263,17 +271,19 @@ def is_due(epoch: int, every: int, last: int) -> bool:
 def finish_epoch(
     session: BaseSession, epoch: int, metrics: dict[str, float], timer: Timer, *, ends: bool = False
 ) -> None:
-    """Record a finished epoch: save a checkpoint if due, then log its metrics.
+    """Record a finished epoch: start saving a checkpoint if due, then log its metrics.
 
     Args:
         session: State of the run.
         epoch: Number of finished epochs.
-        metrics: Metrics of the epoch.
+        metrics: Metrics of the epoch, to which the duration of the previous save is added.
         timer: Times of the phases of the epoch, to which that of saving is added.
         ends: Whether the run ends with this epoch although more are configured.
     """
     config, progress = session.config, session.progress
     session.check_lock()
+    if (seconds := session.writer.take_seconds()) is not None:
+        metrics["perf/save_seconds"] = seconds
     score = metrics.get(f"eval/{TOTAL}", math.nan)
     is_best = score > (-math.inf if progress.best is None else progress.best)  # False for NaN
     progress.epoch = epoch
@@ -283,8 +293,15 @@ def finish_epoch(
     progress.record = trackers.build_record(epoch, progress.step, metrics, timer)
     if progress.kept or (epoch % config.state_freq == 0 and can_save_optimizer(session)):
         with timer("save"):
-            save_session(session, best=is_best)
+            start_saving(session, best=is_best)
     log(session, trackers.build_record(epoch, progress.step, metrics, timer))
+    seed_custom_code(session)
+
+
+def seed_custom_code(session: BaseSession) -> None:
+    """Seed the global random generators for the next epoch, so that checkpoints need no state."""
+    process = session.accelerator.process_index
+    seed_global_generators(session.config.seed, session.progress.epoch + 1, process)
 
 
 def can_save_optimizer(session: BaseSession) -> bool:
@@ -295,37 +312,6 @@ def can_save_optimizer(session: BaseSession) -> bool:
     """
     fsdp = session.accelerator.distributed_type == DistributedType.FSDP
     return session.progress.applied > 0 or not fsdp
-
-
-def save_session(session: BaseSession, *, best: bool = False) -> Path:
-    """Write a checkpoint of the current state and return it. Call it on all processes."""
-    accelerator, policy = session.accelerator, session.policy
-    session.check_lock()
-    average = session.ema.named() if session.ema is not None else {}
-    if found := find_nonfinite(policy.trained_parameters(), session.optimizer, average):
-        raise UserError(
-            f"cannot save a checkpoint of step {session.progress.step}: {found} contains NaN or "
-            f"infinite values; {session.describe_last_checkpoint()}"
-        )
-
-    def write(folder: Path) -> None:
-        """Write training state, weights, EMA weights and progress to `folder`."""
-        accelerator.save_state(str(folder / STATE_DIR), exclude_frozen_parameters=True)
-        policy.save(folder)
-        if session.ema is not None:
-            with session.ema.applied():
-                policy.save(folder, prefix="ema_")
-        if accelerator.is_main_process:
-            session.progress.write(folder)
-
-    return save_checkpoint(
-        accelerator,
-        session.folder / "checkpoints",
-        session.progress.step,
-        write,
-        keep=session.config.num_checkpoint_limit,
-        best=best,
-    )
 
 
 def log(session: BaseSession, record: dict[str, float | None]) -> None:

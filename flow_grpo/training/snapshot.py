@@ -4,10 +4,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -16,10 +14,10 @@ from flow_grpo.training.distributed import (
     gather_state_dict,
     local_shards,
     shard_like,
-    to_full_tensor,
 )
 from flow_grpo.training.finite import first_nonfinite
 from flow_grpo.training.lora_files import check_same_tensors
+from flow_grpo.training.state_copies import StateCopies, Write
 
 log = logging.getLogger(__name__)
 SWAP_CHUNK = 16  # weights swapped together
@@ -40,14 +38,6 @@ class Snapshot:
             self.copy = [p.detach().clone() for p in self.parameters]
         self.is_current = True  # equal to the weights; to be reset by code that changes them
 
-    def prepare(self, accelerator: Accelerator) -> Self:
-        """Save and load the copy with the accelerator's state, but not as a pickle."""
-        accelerator.register_save_state_pre_hook(
-            lambda models, weights, folder: self.save(Path(folder), accelerator.is_main_process)
-        )
-        accelerator.register_load_state_pre_hook(lambda models, folder: self.load(Path(folder)))
-        return self
-
     @torch.no_grad()
     def blend(self, keep: float) -> None:
         """Update the copy in place: copy <- keep * copy + (1 - keep) * weights."""
@@ -63,12 +53,29 @@ class Snapshot:
         """Return the copied weights, not the current ones, by parameter name."""
         return dict(zip(self.names, self.copy, strict=True))
 
-    def save(self, folder: Path, writes: bool = True) -> None:
-        """Write unsharded weights, so that any world size can load them. Call it on all ranks."""
-        weights = {name: to_full_tensor(copy).cpu() for name, copy in self.named().items()}
-        self._check_finite(weights)
-        if writes:
+    def by_parameter(self) -> dict[nn.Parameter, Tensor]:
+        """Return the copied weights by the parameter they are a copy of."""
+        return dict(zip(self.parameters, self.copy, strict=True))
+
+    def copy_to_host(self, folder: Path, copies: StateCopies) -> Write:
+        """Copy the unsharded weights, so that any world size can load them.
+
+        Call it on all ranks.
+
+        Returns:
+            A function that writes the copy to `folder`.
+        """
+        weights = copies.gather(self.named())
+
+        def write() -> None:
+            self._check_finite(weights)
             save_file(weights, folder / f"{self.name}.safetensors")
+
+        return write
+
+    def save(self, folder: Path) -> None:
+        """Write the unsharded weights."""
+        self.copy_to_host(folder, StateCopies())()
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -159,7 +159,7 @@ class VlmPolicy(BasePolicy):
         if self._initial_lora is not None:
             weights = dict(self.full_model.named_parameters())
             self._initial_lora.parameters = [weights[name] for name in self._initial_lora.names]
-            self._initial_lora.prepare(accelerator)
+            self.add_snapshot(self._initial_lora, accelerator)
         return optimizer
 
     def gathered_weights(self) -> AbstractContextManager:

@@ -243,7 +243,8 @@ def test_a_full_disk_is_reported_and_leaves_checkpoints_intact(train, tmp_path):
         assert done.returncode == 2
         last = done.stderr.strip().splitlines()[-1]
         assert "No space left on device" in last
-        assert f"{train.logdir}/run/checkpoints/checkpoint-" in last
+        # of a checkpoint, or of metrics.jsonl while a checkpoint filled the disk
+        assert f"{train.logdir}/run/" in last
         checkpoints = train.logdir / "run/checkpoints"
         assert not list(checkpoints.glob(".partial*"))
         assert "Traceback" not in done.stderr

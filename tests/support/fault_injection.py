@@ -1,9 +1,11 @@
 """Run a script that is killed, or receives another signal, at the N-th call of a function.
 
-    python tests/support/fault_injection.py flow_grpo.training.checkpoint:_finish 1 SCRIPT ...
+    python tests/support/fault_injection.py flow_grpo.training.trackers:append_metrics 1 SCRIPT ...
     python tests/support/fault_injection.py MODULE:FUNCTION 1:SIGINT SCRIPT ...
 
-SIGKILL is the default: nothing can be saved after it.
+SIGKILL is the default: nothing can be saved after it. If the main thread calls the function, a
+checkpoint that is being written in the background is completed first, so that the state of the disk
+does not depend on timing.
 """
 
 import functools
@@ -13,7 +15,10 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from typing import Any
+
+WRITER_THREAD = "checkpoint"  # of flow_grpo.training.checkpoint_writer.BackgroundWriter
 
 
 def inject_signal(target: str, number: int, signal_number: int = signal.SIGKILL) -> None:
@@ -26,6 +31,10 @@ def inject_signal(target: str, number: int, signal_number: int = signal.SIGKILL)
     @functools.wraps(function)
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == number:
+            if threading.current_thread() is threading.main_thread():
+                for thread in threading.enumerate():
+                    if thread.name == WRITER_THREAD:
+                        thread.join()
             os.kill(os.getpid(), signal_number)
         return function(*args, **kwargs)
 

@@ -11,7 +11,6 @@ from user_errors import raises_user_error
 from flow_grpo.atomic_io import make_directories
 from flow_grpo.errors import UserError
 from flow_grpo.training.checkpoint import (
-    MIN_FREE_BYTES,
     STATE_DIR,
     Progress,
     find_latest_intact,
@@ -19,8 +18,8 @@ from flow_grpo.training.checkpoint import (
     is_intact,
     list_checkpoints,
     repair_links,
-    save_checkpoint,
 )
+from flow_grpo.training.checkpoint_writer import MIN_FREE_BYTES, save_checkpoint
 from flow_grpo.training.export import ExportSource
 
 

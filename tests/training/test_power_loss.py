@@ -12,7 +12,13 @@ from sessions import short_config
 from simulated_disk import Disk, can_mount
 
 from flow_grpo.atomic_io import make_directories, write_text_atomic
-from flow_grpo.training.checkpoint import Progress, find_latest_intact, is_intact, save_checkpoint
+from flow_grpo.training.checkpoint import Progress, find_latest_intact, is_intact
+from flow_grpo.training.checkpoint_writer import (
+    BackgroundWriter,
+    Write,
+    finish_checkpoint,
+    save_checkpoint,
+)
 from flow_grpo.training.resume import find_start, prepare_run_directory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -45,18 +51,28 @@ def test_a_power_cut_never_costs_more_than_the_current_save(accelerator, tmp_pat
                 # no link points to a missing checkpoint
                 assert is_intact(root / (disk.folder / "run/checkpoints" / link).readlink()), call
 
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> Write:
+        """Write a file at once and two in the background."""
         (folder / "lora").mkdir()
-        (folder / "lora/weights").write_text(f"of {step}")
-        Progress(step=step).write(folder)
+        progress = Progress(step=step)
 
-    root = disk.folder / "run/checkpoints"
+        def write_later() -> None:
+            (folder / "lora/weights").write_text(f"of {progress.step}")
+            progress.write(folder)
+
+        (folder / "state/lora.json").write_text("[]")
+        return write_later
+
+    root, writer = disk.folder / "run/checkpoints", BackgroundWriter()
     with disk.resources:
         with disk.recording(look):
             make_directories(root.parent)
             for step in (1, 2, 3):
-                save_checkpoint(accelerator, root, step, write, keep=1, best=step != 2)
-                saved = step
+                options = {"keep": 1, "best": step != 2, "writer": writer}
+                save_checkpoint(accelerator, root, step, write, **options)
+                saved = step - 1  # is complete before the next one is started
+            finish_checkpoint(accelerator, root, writer)
+            saved = step
         moments = None
         look("the last save")
 

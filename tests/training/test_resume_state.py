@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from accelerate.checkpointing import save_accelerator_state
 from malicious_files import rewrite_manifest, write_malicious_pickle
 from ml_collections import ConfigDict
 from PIL import Image
@@ -32,7 +33,7 @@ from flow_grpo.training.lock import RunLock
 from flow_grpo.training.provenance import data_settings, fingerprints
 from flow_grpo.training.resume import RunStart, find_start, prepare_run_directory
 from flow_grpo.training.safe_loading import reject_unsafe_files
-from flow_grpo.training.session import save_session
+from flow_grpo.training.saving import save_session
 from flow_grpo.training.trackers import save_samples
 
 # every file that a resumed run reads
@@ -41,7 +42,7 @@ STATE_FILES = {
     "ema.safetensors",
     "reference.safetensors",
     "optimizer.bin",
-    "random_states_0.pkl",
+    "random_states_0.pkl",  # of earlier versions
     "progress.json",
     "lora.json",
     "files.json",
@@ -74,7 +75,18 @@ def finished(config, tmp_path_factory) -> Path:
     """The directory of a run of two epochs with two updates each."""
     config = config.copy_and_resolve_references()
     config.logdir = str(tmp_path_factory.mktemp("logs"))
-    return main(config).folder
+    folder = main(config).folder
+    add_random_states(folder / NEWEST)
+    return folder
+
+
+def add_random_states(checkpoint: Path) -> None:
+    """Add a file that earlier versions saved."""
+    path = checkpoint / STATE_DIR / "files.json"
+    save_accelerator_state(checkpoint / STATE_DIR, [], [], [], [], process_index=0, step=0)
+    names = {**json.loads(path.read_text()), f"{STATE_DIR}/random_states_0.pkl": None}
+    path.write_text(json.dumps(names))
+    rewrite_manifest(checkpoint)
 
 
 @pytest.fixture

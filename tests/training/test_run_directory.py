@@ -15,7 +15,8 @@ from flow_grpo import atomic_io
 from flow_grpo.config.saved_config import CONFIG_FILE
 from flow_grpo.errors import UserError
 from flow_grpo.training import distributed, session
-from flow_grpo.training.checkpoint import Progress, list_checkpoints, save_checkpoint
+from flow_grpo.training.checkpoint import Progress, list_checkpoints
+from flow_grpo.training.checkpoint_writer import save_checkpoint
 from flow_grpo.training.lock import RunLock
 from flow_grpo.training.resume import RunStart, prepare_run_directory
 from flow_grpo.training.stop_signals import StopSignals
@@ -43,7 +44,7 @@ def running(tmp_path, accelerator, monkeypatch):
         weights={}, scorers={}, silence_errors=lambda: None, close_threads=lambda: None
     )
     running = session.BaseSession(
-        config=SimpleNamespace(num_epochs=1),
+        config=SimpleNamespace(num_epochs=1, seed=0),
         accelerator=accelerator,
         reward=reward,
         eval_reward=reward,
@@ -155,7 +156,7 @@ def test_a_file_named_checkpoints_is_reported_in_one_line(accelerator, tmp_path)
 
 def test_an_error_creating_the_directory_is_raised_on_all_ranks(tmp_path, monkeypatch):
     """The other processes receive the error before they write, instead of waiting at a barrier."""
-    gathered = iter([[False], [str(FULL_DISK)], ["checkpoint-1"]])
+    gathered = iter([[(False, str(FULL_DISK))], ["checkpoint-1"]])
     monkeypatch.setattr("flow_grpo.training.distributed.gather_object", lambda _: next(gathered))
     written = []
     with raises_user_error("No space left"):

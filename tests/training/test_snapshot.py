@@ -2,7 +2,6 @@ import logging
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from flow_grpo.training.snapshot import Reference, Snapshot
@@ -94,26 +93,6 @@ def test_a_copy_is_saved_and_loaded_bit_for_bit(tmp_path):
     assert loaded.is_current
 
 
-def test_the_copy_is_saved_with_the_state_of_the_accelerator(tmp_path, monkeypatch):
-    accelerator, own = Accelerator(cpu=True), weights()
-    old, reference = Snapshot(own, "old"), Reference(own)
-    old.prepare(accelerator)
-    reference.prepare(accelerator)
-    accelerator.save_state(str(tmp_path))
-    assert {path.name for path in tmp_path.glob("*.safetensors")} == {
-        "old.safetensors",
-        "reference.safetensors",
-    }
-    for copy in (*old.copy, *reference.copy):
-        copy.zero_()
-    accelerator.load_state(str(tmp_path))
-    assert all(map(torch.equal, old.copy, own.values()))
-    assert all(map(torch.equal, reference.copy, own.values()))
-    monkeypatch.setattr(Accelerator, "is_main_process", False)  # only that one writes
-    accelerator.save_state(str(tmp_path / "other"))
-    assert not list(tmp_path.glob("other/*.safetensors"))
-
-
 def test_without_a_saved_reference_the_initial_weights_are_used(tmp_path, caplog):
     own = weights()
     reference = Reference(own)
@@ -121,11 +100,6 @@ def test_without_a_saved_reference_the_initial_weights_are_used(tmp_path, caplog
     reference.load(tmp_path)
     assert torch.equal(reference.copy[0], weights()["a"])
     assert not caplog.messages
-
-
-def test_only_one_of_several_processes_writes(tmp_path):
-    Snapshot(weights(), "old").save(tmp_path, writes=False)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_copy_starts_from_the_weights(tmp_path, caplog):

@@ -6,7 +6,6 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flow_grpo.training.distributed import gather_state_dict
 from flow_grpo.vlm.expert_layout import published_layout
 from flow_grpo.vlm.packing import PackedBatch
 from flow_grpo.vlm.policy import VlmPolicy
@@ -37,7 +36,6 @@ class RewardModelPolicy(VlmPolicy):
         if model.lm_head.weight is not model.get_input_embeddings().weight:
             model.lm_head.requires_grad_(False)  # a score does not depend on it
         self._pad_token_id = pad_token_id
-        self._score_weight: dict[str, Tensor] = {}
 
     def scores(self, batch: PackedBatch) -> Tensor:
         """Return the scores of packed responses with gradients, (R,)."""
@@ -50,21 +48,20 @@ class RewardModelPolicy(VlmPolicy):
     def describe(self) -> str:
         return super().describe().replace("a value head", "a score head")
 
-    def save(self, folder: Path, prefix: str = "") -> None:
-        """Write `<prefix>model/`, which transformers loads, or `<prefix>lora/` with the head.
+    def exported_weights(self) -> dict[str, Tensor]:
+        """Return the weights that `save` writes, including the score head.
 
-        `flow-grpo export` merges a LoRA.
+        transformers loads `<prefix>model/`; `flow-grpo export` merges a LoRA.
         """
-        weight = {SCORE_WEIGHT: self.network.value.weight}
-        self._score_weight = gather_state_dict(weight)
-        super().save(folder, prefix)
+        return {**super().exported_weights(), SCORE_WEIGHT: self.network.value.weight}
 
     def _write_lora(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        super()._write_lora(folder, weights)
-        save_file(self._score_weight, folder / SCORE_FILE, metadata={"format": "pt"})
+        lora = {name: weight for name, weight in weights.items() if name != SCORE_WEIGHT}
+        super()._write_lora(folder, lora)
+        head = {SCORE_WEIGHT: weights[SCORE_WEIGHT]}
+        save_file(head, folder / SCORE_FILE, metadata={"format": "pt"})
 
     def _write_model(self, folder: Path, prefix: str, weights: dict[str, Tensor]) -> None:
-        weights = {**weights, **self._score_weight}
         classifier = build_classifier(self.model.config, weights, self._pad_token_id)
         with published_layout(classifier, weights):
             classifier.save_pretrained(folder / f"{prefix}model")
