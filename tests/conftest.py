@@ -3,6 +3,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hub_offline  # noqa: F401
 import hypothesis
 import pytest
 import torch
@@ -34,7 +35,8 @@ def pytest_collection_modifyitems(items):
     def family(item) -> str:
         return str(item.callspec.params.get("family", "")) if hasattr(item, "callspec") else ""
 
-    items.sort(key=lambda item: "e2e" not in item.path.parts)  # the slowest files first
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: ("e2e" not in item.path.parts, item.path not in slow))
     indices = [i for i, item in enumerate(items) if item.path.name == "test_families.py"]
     for i, item in zip(indices, sorted((items[i] for i in indices), key=family), strict=True):
         items[i] = item

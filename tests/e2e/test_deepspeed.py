@@ -66,7 +66,7 @@ def assert_same_run(one: Runner, other: Runner, rel: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_zero_matches_data_parallelism(deepspeed, data_parallel, tiny_sd3, stage):
     if stage == 2:  # also resume
         deepspeed(stage, num_epochs=1)

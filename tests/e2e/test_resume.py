@@ -13,7 +13,7 @@ import fault_injection
 import pytest
 import torch
 from malicious_files import rewrite_manifest, write_malicious_pickle
-from runner import EDITS, FORK_SERVER, Runner, run_script
+from runner import FORK_SERVER, Runner, run_script
 from safetensors.torch import load_file
 from server_process import wait_until
 from test_deepspeed import zero_launch_options
@@ -96,10 +96,10 @@ def test_two_epochs_and_two_resumed_epochs_equal_four(train, uninterrupted):
 
 
 @pytest.mark.slow
-def test_a_run_killed_ten_times_at_random_times_equals_an_uninterrupted_one(train, uninterrupted):
+def test_a_run_killed_six_times_at_random_times_equals_an_uninterrupted_one(train, uninterrupted):
     """Each process is killed up to 2.5 s after its run directory is created."""
     random_times = random.Random(0)
-    for _ in range(10):
+    for _ in range(6):
         process = train.start(num_epochs=4, resume="auto", launcher=FORK_SERVER, **SHORT)
         for line in process.stdout:
             if line.startswith("run directory"):
@@ -117,7 +117,6 @@ def test_a_run_killed_ten_times_at_random_times_equals_an_uninterrupted_one(trai
 @pytest.mark.parametrize(
     "method",
     [
-        {**EDITS, "sample__async_depth": 1},  # nft, which then has two copies of the weights
         {
             **{"algorithm": "awm", "awm__times": 2, "sample__num_image_per_prompt": 8},
             **{"train__keep_best_worst": 2, "sample__explore_steps": 2},
@@ -126,14 +125,11 @@ def test_a_run_killed_ten_times_at_random_times_equals_an_uninterrupted_one(trai
             **{"algorithm": "dpo", "dpo__times": 2, "sample__async_depth": 1},
             **{"train__lr_scheduler": "cosine", "train__lr_warmup_steps": 1},
         },
-        {"algorithm": "opd", "opd__start": "model", "opd__teachers": "{'all': 'LORA'}"},
     ],
-    ids=["edits", "awm-keep", "dpo-async", "opd"],
+    ids=["awm-keep", "dpo-async"],
 )
-def test_a_killed_run_resumes_bit_identically(train, uninterrupted, method):
-    if "opd__teachers" in method:
-        teacher = str(latest(uninterrupted) / "lora")
-        method = {**method, "opd__teachers": method["opd__teachers"].replace("LORA", teacher)}
+def test_a_killed_run_resumes_bit_identically(train, method):
+    """test_algorithm_invariants.py resumes further methods, in float64 without a kill."""
     fields = {"num_epochs": 2, "state_freq": 1, **SHORT, **method}
     done = train(run_name="whole", **fields)
     assert done.returncode == 0, done.stderr
@@ -200,39 +196,37 @@ def test_only_one_of_two_concurrently_resumed_runs_writes(train, tmp_path, monke
 def test_a_signal_stops_the_run_with_a_checkpoint(
     train, signal_number, state_freq, tmp_path, monkeypatch
 ):
-    """The signal arrives while the run waits for rewards, so the previous epoch has to be saved."""
-    (tmp_path / "slow_reward.py").write_text(
-        "import time\n"
+    """The signal arrives while the run waits for rewards, so the previous epoch has to be saved.
+
+    An epoch has two batches of four images, so it is sent by the last reward of the second epoch.
+    """
+    (tmp_path / "signalling.py").write_text(
+        "import os\n"
+        "sizes = []\n"
         "def score(images, prompts, metadata):\n"
-        "    time.sleep(1)\n"
+        "    sizes.append(len(images))\n"
+        "    if sizes.count(4) == 4:\n"
+        f"        os.kill(os.getpid(), {int(signal_number)})\n"
         "    return [float(i) for i, _ in enumerate(images)]\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    process = train.start(
+    done = train(
         num_epochs=10_000,
         eval_freq=0,
         state_freq=state_freq,
         save_freq=0,
-        launcher=FORK_SERVER,
-        reward_fn="{'slow': 1.0}",
-        custom_rewards="{'slow': 'slow_reward:score'}",
+        reward_fn="{'signalling': 1.0}",
+        custom_rewards="{'signalling': 'signalling:score'}",
         eval_reward_fn="{'jpeg_compressibility': 1.0}",
     )
-    for line in process.stdout:
-        if line.startswith("epoch 1/"):
-            break
-    time.sleep(0.7)  # sampling has ended, scoring has not
-    process.send_signal(signal_number)
-    signalled = time.monotonic()
-    _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - signalled < 10
-    assert process.returncode == 75
+    assert done.returncode == 75
+    stderr = done.stderr
     last = stderr.strip().splitlines()[-1]
     assert last.startswith("stopped in epoch ")
     assert last.endswith(f"--resume {train.logdir}/run")
     assert "Traceback" not in stderr
     lines = train.metrics()
-    assert [line["epoch"] for line in lines] == list(range(len(lines)))
+    assert [line["epoch"] for line in lines] == [0, 1]
     assert (train.logdir / "run/report.html").is_file()
     checkpoint = latest(train)
     progress = json.loads((checkpoint / "state/progress.json").read_text())
@@ -264,7 +258,7 @@ def test_a_resumed_deepspeed_run_uses_changed_fields_and_executes_no_code(
 ):
     """DeepSpeed's own loader would unpickle arbitrary code."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    launched = zero_launch_options(2, processes=1)
+    launched = zero_launch_options(1, processes=1)
     first = train(**launched, eval_freq=0)
     assert first.returncode == 0, first.stderr
     changed = {"num_epochs": 2, "train__learning_rate": 1e-5, "eval_freq": 0, "resume": "auto"}

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import time
 
 import pytest
 import requests
@@ -11,12 +10,17 @@ from runner import EDITS, FORK_SERVER
 from server_process import Server, wait_until
 
 # needs only numpy, so that the server starts quickly
-SLOW = """
+GATED = """
 import time
+from pathlib import Path
 import numpy as np
 
+batches = []
+
 def score(images, prompts, metadata):
-    time.sleep(0.1 * len(images))
+    batches.append(len(images))
+    while len(batches) > 2 and not Path({gate!r}).exists():
+        time.sleep(0.02)
     sources = [np.asarray(row["source"], float) for row in metadata]
     return [float(np.abs(image - source).mean()) for image, source in zip(images, sources)]
 """
@@ -54,8 +58,11 @@ def test_ocr_over_http_scores_every_image_as_in_process(run, tmp_path):
 
 @pytest.fixture
 def slow(tmp_path, monkeypatch) -> dict:
-    """Config of image edits with 16 images per epoch, whose reward takes 0.1 s per image."""
-    (tmp_path / "slow.py").write_text(SLOW)
+    """Config of image edits with 16 images per epoch in four batches.
+
+    Its reward scores only two batches before the file `gate` exists.
+    """
+    (tmp_path / "slow.py").write_text(GATED.format(gate=str(tmp_path / "gate")))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return {
         **EDITS,
@@ -75,22 +82,24 @@ def server(slow, tmp_path):
 
 
 def kill_within_an_epoch(server: Server) -> None:
-    """Kill the server after the first batch of the first epoch."""
+    """Kill the server after a batch of the first epoch, whose others wait for the gate."""
     wait_until(lambda: server.metric("images_scored_total", reward="slow") >= 4, 300)
     server.kill()
 
 
-def test_a_server_restart_does_not_change_the_run(train, server, slow):
+def test_a_server_restart_does_not_change_the_run(train, server, slow, tmp_path):
     servers = f"{{'slow': '{server.url}'}}"
     process = train.start(launcher=FORK_SERVER, reward_servers=servers, **slow)
     kill_within_an_epoch(server)
     with pytest.raises(requests.ConnectionError):
         requests.get(f"{server.url}/healthz", timeout=5)
-    time.sleep(1.5)
+    for line in process.stdout:
+        if "retrying in" in line:
+            break
+    (tmp_path / "gate").touch()
     server.restart()
-    stdout, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
-    assert "retrying in" in stdout
     alone = train(run_name="alone", **slow)
     assert alone.returncode == 0, alone.stderr
     for a, b in zip(train.metrics(), train.metrics("alone"), strict=True):
@@ -104,11 +113,8 @@ def test_a_server_outage_ends_the_run_with_a_checkpoint(train, server, slow):
     servers = f"{{'slow': '{server.url}'}}"
     process = train.start(launcher=FORK_SERVER, reward_servers=servers, reward_timeout=6.0, **slow)
     kill_within_an_epoch(server)
-    killed_at = time.monotonic()
-    _, stderr = process.communicate(timeout=120)
-    elapsed = time.monotonic() - killed_at
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 3
-    assert elapsed < 6 + 20  # the deadline of a batch, then saving and shutdown
     errors = [line for line in stderr.splitlines() if "error" in line]  # not the progress bars
     assert len(errors) == 1, stderr
     assert re.match(

@@ -1,11 +1,14 @@
-"""Every advantage estimator, including PPO's GAE, improves the small VLM of the repository."""
+"""Advantage estimators improve the small VLM of the repository.
+
+They are those that differ in more than a formula, which tests/test_advantages.py tests: REMAX has
+greedy responses as its baseline, and PPO's GAE a value head.
+"""
 
 import json
 
 import pytest
 import train_vlm
 
-from flow_grpo.advantages import ESTIMATORS
 from flow_grpo.vlm.config_checks import GAE
 from flow_grpo.vlm.presets import get_config
 from flow_grpo.vlm.session import VlmSession, build_session
@@ -41,8 +44,8 @@ def before(tmp_path_factory) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("advantage", [*ESTIMATORS, GAE])
-def test_every_estimator_improves_the_held_out_reward(before, advantage, tmp_path):
+@pytest.mark.parametrize("advantage", ["grpo", "remax", GAE])
+def test_an_estimator_improves_the_held_out_reward(before, advantage, tmp_path):
     """With the seeds that were tried, the reward rises by at least 0.5."""
     session = make_session(tmp_path, **{"train.advantage": advantage})
     session.progress.epoch = 0  # skip the evaluation before training, which is the same for all

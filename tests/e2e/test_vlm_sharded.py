@@ -131,7 +131,7 @@ def test_checkpoints_of_fsdp2_load_with_stock_libraries(folder, fsdp2):
 
 # Adam would amplify rounding errors of gradients close to zero
 FLOAT32 = {"train.learning_rate": 1e-2, "train.adam_epsilon": 1e-3}
-# our code does not distinguish stages 1 and 2; test_deepspeed.py covers 1
+# our code does not distinguish stages 1 and 2; test_resume.py runs 1
 STAGES = {2: ["full"], 3: ["lora", "full"]}
 
 

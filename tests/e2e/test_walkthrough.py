@@ -1,6 +1,7 @@
 """The commands of docs/first_hour.md work in order.
 
-Training uses a quarter of the samples; test_notebook.py runs the same example with all of them.
+Training uses a quarter of the samples, and evaluations have fewer steps; test_notebook.py runs the
+same example with all of them.
 """
 
 import re
@@ -40,6 +41,8 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess:
         arguments = [str(ROOT / "flow_grpo/config/command.py"), *arguments]
     if "--config.run_name=shapes" in arguments:
         arguments += SMALLER_BATCHES
+    if "my_config.py" in arguments:
+        arguments += ["--config.sample.eval_num_steps=3"]
     return run_script(*arguments, cwd=folder)
 
 

@@ -69,7 +69,7 @@ def test_the_loss_decreases_and_the_average_follows_the_weights():
 
 def test_training_stops_at_the_time_limit_with_learning_rate_0():
     learner, log = fit_parabola(steps=10**9, seconds=0.3)
-    assert 0.3 <= log[-1]["seconds"] < 3
+    assert log[-1]["step"] < 10**9 - 1
     assert learner.lr.item() == 0
 
 

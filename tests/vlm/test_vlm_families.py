@@ -41,6 +41,7 @@ from flow_grpo.vlm.prompts import PromptEncoder
 from flow_grpo.vlm.rollout import Sample
 from flow_grpo.vlm.session import VlmSession
 
+pytestmark = pytest.mark.slow  # all together
 ROWS = [0, 0, 1, 1, 2, 2]  # questions with no, one and two images
 PIXELS = {
     "": {},
