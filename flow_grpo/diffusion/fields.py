@@ -105,6 +105,14 @@ class DiffusionSampleConfig:
         at_least=1,
         at_most=10**6,
     )
+    context_parallel: int = setting(
+        1,
+        "Processes that compute each sample together, in rollouts, training and its evaluations: "
+        "each holds a part of the tokens, for long videos (Ulysses attention). It must divide the "
+        "number of processes, the attention heads and the tokens; docs/scaling.md.",
+        at_least=1,
+        at_most=1024,
+    )
     sde_type: str = setting(
         "flow",
         'Form of the SDE step: "flow", "dance" or "cps"; see docs/theory.md.',

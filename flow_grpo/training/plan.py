@@ -15,6 +15,18 @@ class Plan:
     group_size: int  # samples of one prompt
     updates_per_pass: int  # one pass = all samples of an epoch
     inner_epochs: int  # passes per epoch
+    context_parallel: int = 1  # processes that compute each sample together
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run; `num_processes` counts those that compute a sample as one."""
+        return self.num_processes * self.context_parallel
+
+    @property
+    def processes(self) -> str:
+        """Return the number of processes that have samples of their own, for `rows`."""
+        number, context = self.num_processes, self.context_parallel
+        return f"{number} processes" if context == 1 else f"{number} groups of {context} processes"
 
     @property
     def updates(self) -> int:

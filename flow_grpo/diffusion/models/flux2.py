@@ -34,6 +34,7 @@ class Flux2KleinAdapter(ModelAdapter):
     encoders = ("text_encoder", "vae")
     num_source_images = range(5)
     shared_inputs = ATTENTION_SHARED_INPUTS
+    context_parallel = True
 
     @property
     def lora_targets(self) -> list[str]:
