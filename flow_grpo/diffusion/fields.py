@@ -112,6 +112,7 @@ class DiffusionSampleConfig:
         "number of processes, the attention heads and the tokens; docs/scaling.md.",
         at_least=1,
         at_most=1024,
+        requires={"compile=False": "the compiler cannot trace the exchange in attention"},
     )
     sde_type: str = setting(
         "flow",
@@ -298,7 +299,7 @@ class DiffusionConfig(shared.SharedFields):
         True,
         "Capture the transformer's forward and backward pass in CUDA graphs, which avoids "
         "thousands of kernel launches; for LoRA on one GPU or with DDP, without gradient "
-        "checkpointing.",
+        "checkpointing or sample.context_parallel.",
     )
     use_lora: bool = setting(
         True,
