@@ -63,6 +63,7 @@ from flow_grpo.training.distributed import (
     accumulate_gradients,
     gather_rows,
     gather_scores,
+    get_context_size,
     get_ranks,
 )
 from flow_grpo.training.finite import backward
@@ -607,7 +608,7 @@ def reduce_pass_count(session: Session) -> int:
     passes = torch.tensor(float(policy.passes), device=session.accelerator.device)
     policy.passes = 0
     total = float(session.accelerator.reduce(passes))
-    progress.passes += round(total / get_ranks(session.accelerator).context_size)
+    progress.passes += round(total / get_context_size(session.accelerator))
     return progress.passes
 
 

@@ -37,7 +37,7 @@ from flow_grpo.perf.compile_utils import missing_compile_dependency
 from flow_grpo.perf.quantization import UNQUANTIZED
 from flow_grpo.sde import Solver
 from flow_grpo.training.builder import DTYPES
-from flow_grpo.training.distributed import compile_obstacle, get_ranks, is_sharded
+from flow_grpo.training.distributed import compile_obstacle, get_context_size, is_sharded
 from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.untrusted_files import flatten_fields
 
@@ -87,7 +87,7 @@ def can_use_cuda_graphs(config: DiffusionConfig, accelerator: Accelerator) -> bo
     layer. DDP was tested with one GPU, see docs/performance.md.
     """
     wanted = config.cuda_graphs and accelerator.device.type == "cuda"
-    wanted = wanted and get_ranks(accelerator).context_size == 1  # attention communicates
+    wanted = wanted and get_context_size(accelerator) == 1  # attention communicates
     unsharded = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
     return wanted and unsharded and config.use_lora and not config.train.gradient_checkpointing
 

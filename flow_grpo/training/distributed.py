@@ -91,13 +91,16 @@ def check_divides(context: int, processes: int) -> None:
         )
 
 
+def get_context_size(accelerator: Accelerator) -> int:
+    """Return the number of processes that compute each sample together."""
+    mesh = getattr(accelerator, "context_mesh", None)
+    return 1 if mesh is None else mesh.size(2)
+
+
 def get_ranks(accelerator: Accelerator) -> Ranks:
     """Return the place of this process in the mesh of data x context ranks."""
-    mesh = getattr(accelerator, "context_mesh", None)
+    mesh, size = getattr(accelerator, "context_mesh", None), get_context_size(accelerator)
     rank, processes = accelerator.process_index, accelerator.num_processes
-    if mesh is None:
-        return Ranks(rank, processes)
-    size = mesh.size(2)
     return Ranks(rank // size, processes // size, rank % size, size, mesh)
 
 
