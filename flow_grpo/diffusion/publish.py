@@ -17,7 +17,7 @@ from flow_grpo.diffusion.export import TRAINED_COMPONENT, export
 from flow_grpo.diffusion.models import find_adapter
 from flow_grpo.diffusion.models.base import ModelAdapter
 from flow_grpo.diffusion.models.experts import SECOND_TRANSFORMER
-from flow_grpo.diffusion.models.lora_files import LoraFile, read_lora
+from flow_grpo.diffusion.models.lora_files import LoraFile, lora_mixin, read_lora
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.report.card import code_block
 from flow_grpo.report.comparison import SamplePairs, draw_samples, pair_samples
@@ -219,7 +219,14 @@ def describe_usage(
         lines.append(f'pipeline = DiffusionPipeline.from_pretrained("{repo}")')
     else:
         lines.append(f'pipeline = DiffusionPipeline.from_pretrained("{base}")')
-        lines.append(f'pipeline.load_lora_weights("{repo}")')
+        supports_lora = (
+            adapter is None or lora_mixin(adapter.pipeline_class) is adapter.pipeline_class
+        )
+        lines.append(
+            f'pipeline.load_lora_weights("{repo}")'
+            if supports_lora
+            else f'pipeline.transformer.load_lora_adapter("{repo}", use_safetensors=True)'
+        )
         if len(experts) > 1:
             lines.append(
                 f'pipeline.load_lora_weights("{repo}", subfolder="{SECOND_TRANSFORMER}", '

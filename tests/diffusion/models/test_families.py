@@ -590,9 +590,7 @@ def test_the_trained_policy_is_the_one_that_sampled(trained):
 def test_the_trained_lora_reproduces_the_images_in_the_stock_pipeline(family, folder, trained):
     pipeline, size = family.stock(folder), Size(32, family.wide, family.frames)
     lora = trained.folder / "checkpoints/latest/ema_lora"
-    pipeline.load_lora_weights(lora)
-    if family.experts:
-        pipeline.load_lora_weights(lora / "transformer_2", load_into_transformer_2=True)
+    family.load_lora(pipeline, lora)
     prompts = trained.test_prompts
     generators = eval_generators(trained.config.seed, range(len(prompts)))
     drawn = family.generate(
