@@ -1,10 +1,10 @@
 """Collect the weights, samples and texts of a published diffusion run."""
 
-import inspect
 import json
 import logging
 import shutil
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,9 @@ def describe_usage(
                 f'pipeline.load_lora_weights("{repo}", subfolder="{SECOND_TRANSFORMER}", '
                 "load_into_transformer_2=True)"
             )
+    scale = run.setting("sample.guidance_scale")
+    if scale is not None and _has_guider(adapter):
+        lines.append(f"pipeline.guider = pipeline.guider.new(guidance_scale={scale})")
     lines.append('pipeline.to("cuda" if torch.cuda.is_available() else "cpu")')
     arguments = _call_arguments(run, adapter)
     result = "frames" if int(run.setting("frames", 1)) > 1 else "images"
@@ -259,16 +262,21 @@ def _call_arguments(run: PublishedRun, adapter: type[ModelAdapter] | None) -> st
     if values["num_frames"] == 1:
         del values["num_frames"]
     scale = run.setting("sample.guidance_scale")
-    if scale is not None:
+    if scale is not None and not _has_guider(adapter):
         values[_guidance_argument(adapter, float(scale))] = scale
     return ", ".join(f"{name}={value}" for name, value in values.items() if value)
+
+
+def _has_guider(adapter: type[ModelAdapter] | None) -> bool:
+    """Return whether a component of the pipeline has the guidance scale, and not its calls."""
+    return adapter is not None and "guider" in signature(adapter.pipeline_class).parameters
 
 
 def _guidance_argument(adapter: type[ModelAdapter] | None, scale: float) -> str:
     """Return the pipeline's argument for guidance by two passes, or for an embedded scale."""
     if adapter is None:
         return "guidance_scale"
-    known = inspect.signature(adapter.pipeline_class.__call__).parameters
+    known = signature(adapter.pipeline_class.__call__).parameters
     return (
         "true_cfg_scale"
         if "true_cfg_scale" in known and adapter.is_guided(scale)

@@ -319,7 +319,14 @@ FAMILIES = [
         options={"max_sequence_length": 512},
         patch=first_order,
     ),
-    Family("hunyuan_video15", 6.0, frames=5, patch=shorten_padding, adjust=set_guider),
+    Family(
+        "hunyuan_video15",
+        6.0,
+        frames=5,
+        patch=shorten_padding,
+        adjust=set_guider,
+        unused_layers=TEXT_QUERIES,
+    ),
     Family(
         "ltx2",
         4.0,

@@ -39,7 +39,6 @@ class HunyuanVideo15Adapter(ModelAdapter):
     encodes_images = False  # its VAE encodes videos
     masks_prompt_padding = True
     supports_cuda_graphs = False  # its forward selects tokens by their masks on the host
-    unused_modules = r"image_embedder(\..*)?"
     fps = 24.0
     lora_targets = [*ATTENTION_TARGETS, *mlp_targets("ff", "ff_context")]  # noqa: RUF012
     shared_inputs = ATTENTION_SHARED_INPUTS
@@ -73,6 +72,13 @@ class HunyuanVideo15Adapter(ModelAdapter):
                 field="use_meanflow",
                 value=True,
             )
+
+    @property
+    def unused_modules(self) -> str:
+        """Pattern of the image embedder and the last block's text layers, which are not used."""
+        last = len(self.transformer.transformer_blocks) - 1
+        text = rf"transformer_blocks\.{last}\.(attn\.to_add_out|ff_context)"
+        return rf"(image_embedder|{text})(\..*)?"
 
     def encode_single(self, text: str, *images: Image.Image) -> Embedding:
         """Encode a prompt with Qwen2.5-VL, and the quoted text in it with ByT5.

@@ -233,7 +233,7 @@ def test_the_language_model_receives_3d_positions_of_images(family, folder, pass
     assert not encoder._forward_pre_hooks  # the pipeline is left as it was
 
 
-# T5 and CLIP, Mistral, Qwen2.5-VL, Qwen3, UMT5 and CLIP's vision
+# T5 and CLIP, Mistral, Qwen2.5-VL with ByT5, Qwen3, UMT5 and CLIP's vision
 @pytest.mark.parametrize(
     "family",
     [BY_NAME[name] for name in ("flux", "flux2", "qwen_image_edit", "z_image", "wan_i2v")],
@@ -814,6 +814,10 @@ def test_unsupported_sizes_are_rejected_before(family, folder, rejection_message
             ["1 ", "sample.num_steps", "sample.eval_num_steps", "2"],
         ),
         (
+            *("hunyuan_video15", {"transformer": {"use_meanflow": True}}, {}, {}),
+            ["use_meanflow=True", "distilled"],
+        ),
+        (
             *("wan", {}, {"boundary_ratio": 0.875}, {}),
             ["boundary_ratio=0.875", "transformer_2=None"],
         ),
@@ -835,6 +839,7 @@ def test_unsupported_sizes_are_rejected_before(family, folder, rejection_message
     ],
     ids=[
         *("other class", "schnell", "its evaluation", "trained", "KL", "distilled", "one step"),
+        "mean velocity",
         *("no second", "scale of no second", "unguided", "other processor", "custom processor"),
     ],
 )
