@@ -814,10 +814,6 @@ def test_unsupported_sizes_are_rejected_before(family, folder, rejection_message
             ["1 ", "sample.num_steps", "sample.eval_num_steps", "2"],
         ),
         (
-            *("hunyuan_video15", {"transformer": {"use_meanflow": True}}, {}, {}),
-            ["use_meanflow=True", "distilled"],
-        ),
-        (
             *("wan", {}, {"boundary_ratio": 0.875}, {}),
             ["boundary_ratio=0.875", "transformer_2=None"],
         ),
@@ -839,7 +835,6 @@ def test_unsupported_sizes_are_rejected_before(family, folder, rejection_message
     ],
     ids=[
         *("other class", "schnell", "its evaluation", "trained", "KL", "distilled", "one step"),
-        "mean velocity",
         *("no second", "scale of no second", "unguided", "other processor", "custom processor"),
     ],
 )
