@@ -132,7 +132,7 @@ def lora(folder, tmp_path) -> Path:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in policy.trained_parameters().items():
         if "lora_B" in name:  # it starts at zero
-            parameter.data.normal_(std=0.5, generator=generator)
+            parameter.data.normal_(std=0.2, generator=generator)
     adapter.save_lora(tmp_path, policy.transformer, policy.transformer.state_dict())
     return tmp_path
 
@@ -141,7 +141,7 @@ def test_a_lora_is_removed_from_a_pipeline_that_cannot_load_it(folder, adapter, 
     call = noise_for(adapter, SIZE, 1), PROMPT, NEGATIVE, SIZE, 1.0
     plain, other = generate_ode(adapter, *call), load(folder)
     other.load_weights(lora)
-    assert (generate_ode(other, *call) - plain).abs().max() > 1e-2
+    assert (generate_ode(other, *call) - plain).abs().max() > 1e-3
     other.unload_lora()
     assert torch.equal(generate_ode(other, *call), plain)
 
