@@ -127,7 +127,7 @@ def test_result_tables_are_up_to_date(name):
 def test_hours_are_up_to_date(path):
     """If not: python docs/make_tasks.py"""
     text = path.read_text("utf-8")
-    assert make_tasks.page(text, make_tasks.measurements()) == text
+    assert make_tasks.page(text, make_tasks.read_measurements()) == text
 
 
 def measured(**settings) -> make_tasks.Line:
