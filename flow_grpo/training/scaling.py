@@ -226,7 +226,7 @@ def estimate_epoch(workload: Workload, cluster: Cluster) -> EpochEstimate:
 
 def estimate_rows(workload: Workload, cluster: Cluster, updates: int) -> dict[str, str]:
     """Return the lines of a plan about time: text by label."""
-    found = estimate_epoch(workload, cluster)
+    found, work = estimate_epoch(workload, cluster), workload.work
     own = ("sampling", "waiting for rewards", "training", "slowest GPU", "communication")
     parts = " + ".join(f"{name} {format_duration(found.phases[name])}" for name in own)
     exchanged = "; ".join(
@@ -235,20 +235,18 @@ def estimate_rows(workload: Workload, cluster: Cluster, updates: int) -> dict[st
         for each in workload.collectives
     )
     saved = f"{workload.checkpoint_bytes / 1e6:,.0f} MB "
-    every = workload.save_every
-    saved += (
-        "after the run" if not every else "every epoch" if every == 1 else f"every {every} epochs"
-    )
+    saved += f"every {pluralize(workload.save_every, 'epoch')}" if workload.save_every else "once"
     saved += ", in the background" if workload.writes_in_background else ""
-    per_update = found.phases["training"] + found.phases["communication"]
+    evaluated = f"{format_duration(eval_seconds(workload.times, work))} each, "
+    evaluated += f"{pluralize(work.evaluations, 'evaluation')} in {pluralize(work.epochs, 'epoch')}"
+    per_update = (found.phases["training"] + found.phases["communication"]) / updates
     return {
         "time per epoch": f"{format_duration(sum(found.phases[name] for name in own))} = {parts}",
-        "time per update": format_duration(per_update / updates),
-        "communication": f"{exchanged or 'unknown number of parameters'} ({found.share('communication'):.2%} of the time)",
+        "time per update": format_duration(per_update),
+        "communication": f"{exchanged or 'unknown number of parameters'}"
+        f" ({found.share('communication'):.2%} of the time)",
         "checkpoint": f"{saved} ({found.share('checkpoint'):.1%} of the time)",
-        "evaluation": f"{format_duration(eval_seconds(workload.times, workload.work))} each, "
-        f"{pluralize(workload.work.evaluations, 'evaluation')} in "
-        f"{pluralize(workload.work.epochs, 'epoch')} ({found.share('evaluation'):.1%} of the time)",
+        "evaluation": f"{evaluated} ({found.share('evaluation'):.1%} of the time)",
         "throughput": f"{found.samples_per_second:.1f} samples/s, {found.efficiency:.0%} of "
         f"{cluster.gpus} times the measured rate of one GPU",
     }
