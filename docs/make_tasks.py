@@ -47,8 +47,10 @@ def config_of(preset: str, gpus: int, fields: dict[str, int]) -> ConfigDict:
 
 def sample_seconds(line: Line, config: ConfigDict) -> tuple[float, float]:
     """Return the seconds to generate one sample of `config` and to train on it."""
+    if "shape" in line:
+        return measurements.sample_seconds(line, config, 1)
     sampling, training = measurements.sample_seconds(line, config, count_trained_steps(config))
-    return sampling, training * (1 if "shape" in line else config.train.num_inner_epochs)
+    return sampling, training * config.train.num_inner_epochs
 
 
 def epoch_seconds(line: Line, config: ConfigDict, gpus: int) -> float:

@@ -203,7 +203,7 @@ def test_trained_steps_are_those_of_the_algorithm(algorithm):
     config.algorithm = algorithm
     config.sample.sde_window_size = 2 if algorithm == "grpo" else 0
     config.nft.times = 5
-    config.opd.teachers = {"all": "logs/teacher"}
+    config.opd.teachers, config.opd.start = {"all": "logs/teacher"}, "model"
     config.train.timestep_fraction = 0.6 if algorithm == "opd" else 1.0
     assert count_trained_steps(config) == build_algorithm(config).losses_per_sample
 
