@@ -389,7 +389,8 @@ def train_epoch(
     if objective.uses_critic:
         metrics["train/critic_lr"] = session.optimizer.param_groups[1]["lr"]
     if objective.importance_weighted:
-        metrics |= engine_deviation(session.accelerator, rollout, tensors)
+        trained = {i: own for i, own in tensors.items() if objective.has_gradient(own)}
+        metrics |= engine_deviation(session.accelerator, rollout, trained)
     return metrics | objective.derived_metrics(metrics)
 
 
