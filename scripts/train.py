@@ -71,12 +71,12 @@ from flow_grpo.training.metrics import (
 from flow_grpo.training.session import (
     evaluation_metrics,
     finish_epoch,
-    is_due,
     run_training,
     stop_on_outage,
     training_metrics,
     write_samples,
 )
+from flow_grpo.training.time_estimate import is_due
 from flow_grpo.training.update import optimizer_step, set_learning_rates
 
 logger = logging.getLogger("flow_grpo")

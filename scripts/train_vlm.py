@@ -45,11 +45,11 @@ from flow_grpo.training.session import (
     BaseSession,
     evaluation_metrics,
     finish_epoch,
-    is_due,
     run_training,
     stop_on_outage,
     training_metrics,
 )
+from flow_grpo.training.time_estimate import is_due
 from flow_grpo.training.update import optimizer_step, set_learning_rates
 from flow_grpo.vlm.advantages import (
     ResponseTensors,

@@ -46,6 +46,7 @@ from flow_grpo.training.policy import BasePolicy
 from flow_grpo.training.saving import finish_saving, save_session, start_saving
 from flow_grpo.training.snapshot import Ema
 from flow_grpo.training.stop_signals import StopRequested, StopSignals
+from flow_grpo.training.time_estimate import is_due
 
 logger = logging.getLogger("flow_grpo")
 
@@ -268,11 +269,6 @@ def evaluation_metrics(
         logger.warning("evaluation after epoch %d: %s", epoch, outage)
         metrics[f"eval/{TOTAL}"] = math.nan  # the remaining scores are not representative
     return metrics
-
-
-def is_due(epoch: int, every: int, last: int) -> bool:
-    """Return whether an action is due that runs every `every` epochs (0: never) and at the end."""
-    return epoch == last or (every > 0 and epoch % every == 0)
 
 
 def finish_epoch(
