@@ -89,10 +89,13 @@ def plan(*, is_vlm: bool) -> str:
         size = batches.batch_size if is_vlm else batches.sample_batch_size
         rows["measured"] = describe_measurement(line, size)
         rows |= estimate_rows(work, cluster, batches.updates)
-        rows["memory per GPU"] = describe_memory(line, config.pretrained.model)
+        memory = describe_memory(line, config.pretrained.model)
+        rows["memory per GPU"] = memory + (" (not sharded)" if SHARDED.value else "")
         if not tests:
             name = "eval_questions" if is_vlm else "eval_prompts"
             rows["evaluation"] = f"unknown size of the test set; set --config.{name}=N"
+    if is_vlm and (state := vlm.describe_memory(config, gpus, sharded=SHARDED.value)):
+        rows["weights, optimizer"] = state
     return "\n".join([batches.describe(), *(f"{name:<21} {text}" for name, text in rows.items())])
 
 

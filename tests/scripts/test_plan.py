@@ -46,6 +46,8 @@ def test_a_vlm_run_with_sharded_weights():
     assert found["samples per update"] == "640"
     assert "weight all-gather of 7,509 MB" in found["communication"]
     assert "gradient reduce-scatter of 15,018 MB" in found["communication"]
+    assert found["memory per GPU"].endswith("(not sharded)")
+    assert "GiB of all weights while sampling" in found["weights, optimizer"]
     assert "--config.eval_questions=N" in found["evaluation"]  # a dataset on the hub
 
 
