@@ -1,0 +1,59 @@
+"""The small video model: its data, its pipeline and its pretraining."""
+
+import pytest
+import torch
+from runner import ROOT
+from tiny_video import prompts
+from tiny_video.model import TEXT_LENGTH, build_pipeline
+from tiny_video.prompts import all_tasks, split_tasks
+from tiny_video.videos import FRAMES, SAMPLE_RATE, SIZE, render, sound_of
+
+from flow_grpo.audio import Audio
+from flow_grpo.rewards.frames import to_pil
+from flow_grpo.rewards.protocol import AUDIO
+from flow_grpo.rewards.scorers.moving_shape import MovingShape
+
+DATA = ROOT / "dataset" / "moving_shapes"
+
+
+def test_the_script_reproduces_the_shipped_prompts(tmp_path, capsys):
+    command = ["--out", str(tmp_path / "made")]
+    prompts.main(command)
+    for name in ("train_metadata.jsonl", "test_metadata.jsonl"):
+        assert (tmp_path / "made" / name).read_bytes() == (DATA / name).read_bytes()
+    with pytest.raises(SystemExit):
+        prompts.main(command)
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_every_task_is_in_one_split_and_valid():
+    train, test = split_tasks().values()
+    assert sorted(task.text for task in train + test) == sorted(t.text for t in all_tasks())
+    assert len({task.text for task in all_tasks()}) == 216
+    reward = MovingShape()
+    assert all(reward.skip_reason(task.text, task.row()) is None for task in all_tasks())
+
+
+def test_training_videos_and_sounds_score_1_for_their_own_task_only():
+    tasks = all_tasks()[::5]
+    generator = torch.Generator().manual_seed(3)
+    videos, waves = render(tasks, generator), sound_of(tasks, generator)
+    assert videos.shape == (len(tasks), 3, FRAMES, SIZE, SIZE)
+    sounds = [Audio(wave[None].numpy(), SAMPLE_RATE) for wave in waves]
+    rows = [{**task.row(), AUDIO: sound} for task, sound in zip(tasks, sounds, strict=True)]
+    frames = to_pil(videos.transpose(1, 2))
+    scores, _ = MovingShape()(frames, [""] * len(rows), rows)
+    assert set(scores) == {1.0}
+    scores, _ = MovingShape()(frames[1:], [""] * (len(rows) - 1), rows[:-1])
+    assert set(scores) == {0.0}
+
+
+def test_prompts_are_tokenized_by_words_and_fit():
+    tokenizer = build_pipeline(heads=1, head_width=16, layers=1, vae_width=8, seed=0).tokenizer
+    texts = [task.text for task in all_tasks()]
+    tokens = [tokenizer.convert_ids_to_tokens(ids) for ids in tokenizer(texts).input_ids]
+    assert max(map(len, tokens)) <= TEXT_LENGTH
+    assert tokens[0][-2:] == ["▁beeps", "▁once"]
+    assert "<unk>" not in {token for row in tokens for token in row}
+    decoded = tokenizer.batch_decode(tokenizer(texts).input_ids, skip_special_tokens=True)
+    assert decoded == texts
