@@ -10,16 +10,18 @@ from tiny.loop import Learner, fit
 from torch import Tensor, nn
 
 from flow_grpo.rewards.scorers.geneval.rules import RGB
-from tiny_video.prompts import COLOURS, COUNTS, DIRECTIONS, SHAPES
-from tiny_video.videos import beep_waves, compose, log_mel, shape_masks
+from tiny_video.prompts import COLOURS, COUNTS, DIRECTIONS
+from tiny_video.videos import beep_waves, circle_masks, compose, log_mel
 
-PATHS = 80  # videos per shape and direction; colours are drawn for each batch
+PATHS = 240  # videos per direction; colours are drawn for each batch
 SOUNDS = 2048
 RATE = 2e-3  # peak learning rate
 EMA_DECAY = 0.99
-SHAPE_WEIGHT = 3.0  # additional weight of the pixels of a shape, which covers an eighth of a frame
+SHAPE_WEIGHT = (
+    3.0  # additional weight of the pixels of the circle, which covers an eighth of a frame
+)
 LATENT_PENALTY = 1e-4
-LATENT_NOISE = 0.1  # of the latents' scale, when only the decoder is trained
+LATENT_NOISE = 0.1  # of the latents' scale
 LOSS_SCALE = 10.0
 
 
@@ -44,13 +46,8 @@ class VideoSource:
     """Random videos with their masks; the masks are drawn once."""
 
     def __init__(self, generator: torch.Generator, paths: int = PATHS) -> None:
-        count = len(SHAPES) * len(DIRECTIONS)
-        kinds = torch.arange(count).repeat(paths)
-        parts = [
-            shape_masks(part // len(DIRECTIONS), part % len(DIRECTIONS), generator)
-            for part in kinds.split(count)
-        ]
-        self.masks = torch.cat(parts)
+        directions = torch.arange(len(DIRECTIONS)).repeat(paths)
+        self.masks = circle_masks(directions, generator)
         self.colours = torch.tensor([RGB[name] for name in COLOURS])
         self.generator = generator
 
@@ -62,7 +59,7 @@ class VideoSource:
 
 
 def reconstruction_loss(decoded: Tensor, videos: Tensor, masks: Tensor) -> Tensor:
-    """Return the squared error of decoded videos in [-1, 1], larger weights on the shape."""
+    """Return the squared error of decoded videos in [-1, 1], larger weights on the circle."""
     error = (decoded / 2 + 0.5 - videos).square()
     return LOSS_SCALE * (error * (1 + SHAPE_WEIGHT * masks[:, None])).mean()
 
@@ -70,35 +67,17 @@ def reconstruction_loss(decoded: Tensor, videos: Tensor, masks: Tensor) -> Tenso
 def train_video_vae(
     vae: AutoencoderKLLTX2Video, source: VideoSource, *, batch: int, steps: int, seconds: float
 ) -> list[dict]:
-    """Train encoder and decoder, without noise on the latents."""
+    """Train encoder and decoder; with noise on the latents, as sampled ones are imperfect."""
 
     def loss() -> Tensor:
         videos, masks = source.batch(batch)
         latents = vae.encode(2 * videos - 1).latent_dist.mode()
-        decoded = vae.decode(latents).sample
+        noise = torch.randn(latents.shape, generator=source.generator)
+        decoded = vae.decode(latents + LATENT_NOISE * latents.detach().std() * noise).sample
         penalty = LATENT_PENALTY * latents.square().mean()
         return reconstruction_loss(decoded, videos, masks) + penalty
 
     return train_on([vae], loss, steps=steps, seconds=seconds, name="video VAE")
-
-
-def train_video_decoder(
-    vae: AutoencoderKLLTX2Video, source: VideoSource, *, batch: int, steps: int, seconds: float
-) -> list[dict]:
-    """Train the decoder only, on noisy latents: those that are sampled are imperfect as well."""
-    with torch.no_grad():
-        rows = [vae.encode(2 * source.batch(16)[0] - 1).latent_dist.mode() for _ in range(4)]
-        scale = torch.cat(rows).std((0, 2, 3, 4), keepdim=True)
-
-    def loss() -> Tensor:
-        videos, masks = source.batch(batch)
-        with torch.no_grad():
-            latents = vae.encode(2 * videos - 1).latent_dist.mode()
-            noise = torch.randn(latents.shape, generator=source.generator)
-        decoded = vae.decode(latents + LATENT_NOISE * scale * noise).sample
-        return reconstruction_loss(decoded, videos, masks)
-
-    return train_on([vae.decoder], loss, steps=steps, seconds=seconds, name="video decoder")
 
 
 def train_sound(

@@ -103,17 +103,17 @@ _PARAGRAPHS = {
     "summary": (
         "A small LTX-2 pipeline of video with sound that can be trained on a laptop. It uses "
         "diffusers' own classes and generates 17 frames of 32 x 32 pixels, in which a coloured "
-        "shape moves, with 0.7 s of sound at 8 kHz, in which it beeps. Parameters: {sizes}."
+        "circle moves, with 0.7 s of sound at 8 kHz, in which it beeps. Parameters: {sizes}."
     ),
     "data": (
-        "All videos and sounds are synthetic (`scripts/tiny_video`). A fifth of the prompts is "
-        "held out. Some training videos are wrong on purpose: independently of each other, a "
-        "fraction of {wrong_color} has another colour, {wrong_direction} another direction and "
-        "{wrong_beeps} another number of beeps."
+        "All videos and sounds are synthetic (`scripts/tiny_video`). A fifth of the "
+        "combinations is held out. Some training videos are wrong on purpose: independently of "
+        "each other, a fraction of {wrong_color} has another colour, {wrong_direction} another "
+        "direction and {wrong_beeps} another number of beeps."
     ),
     "recipe": (
         "This took {minutes} minutes on a CPU, in stages of so many steps: {steps}. The video VAE "
-        "is trained with 4 videos per step, then its decoder on noisy latents; then the audio VAE "
+        "is trained with 4 videos per step and noise on its latents; then the audio VAE "
         "on log-mel spectrograms of 16 bins, and the vocoder on what it decodes; then the "
         "transformer and the connectors by flow matching. The text encoder is random: it only "
         "tells words apart. Weights are averaged and stored in half precision. Losses are in "
@@ -160,9 +160,9 @@ purpose, so that there is something to learn. It is not useful for video generat
 
 ## Prompts
 
-`a red circle moves left, then beeps twice`, with three shapes (circle, square, triangle), six
-colours (red, orange, yellow, green, blue, purple), four directions (left, right, up, down) and one
-to three beeps (`once`, `twice`, `three times`).
+`a red circle moves left, then beeps twice`, with six colours (red, orange, yellow, green, blue,
+purple), four directions (left, right, up, down), one to three beeps (`once`, `twice`, `three
+times`), and `slides` or `flies` for `moves`, which mean the same.
 
 ## Data
 

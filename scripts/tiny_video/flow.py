@@ -9,10 +9,10 @@ from tiny.loop import Learner, fit
 from torch import Tensor
 
 from tiny_video.model import TEXT_LENGTH
-from tiny_video.prompts import COLOURS, COUNTS, DIRECTIONS, SHAPES, Task, split_tasks
+from tiny_video.prompts import COLOURS, COUNTS, DIRECTIONS, Task, split_tasks
 from tiny_video.videos import FPS, log_mel, render, sound_of
 
-VIDEOS, SOUNDS = 24, 64  # per shape, colour and direction, and per number of beeps
+VIDEOS, SOUNDS = 48, 64  # per colour and direction, and per number of beeps
 SIGMA_MEAN, SIGMA_SPREAD = 0.5, 1.2  # of the logit of sigma
 AUDIO_WEIGHT = 0.5
 EMA_DECAY = 0.995
@@ -42,17 +42,14 @@ class Pool:
         sounds: int = SOUNDS,
     ) -> None:
         parts = [
-            [Task(shape, color, direction, 1)] * videos
-            for shape in SHAPES
-            for color in COLOURS
-            for direction in DIRECTIONS
+            [Task(color, direction, 1)] * videos for color in COLOURS for direction in DIRECTIONS
         ]
         encoded = torch.stack(
             [pipeline.vae.encode(2 * render(p, generator) - 1).latent_dist.mode() for p in parts]
         )
         self.grid = encoded.shape[3:]  # frames, rows, columns
         self.videos = normalize(pipeline.vae, encoded.flatten(3).transpose(2, 3))
-        heard = [[Task(SHAPES[0], COLOURS[0], DIRECTIONS[0], n)] * sounds for n in COUNTS]
+        heard = [[Task(COLOURS[0], DIRECTIONS[0], n)] * sounds for n in COUNTS]
         mels = torch.stack([log_mel(sound_of(part, generator)) for part in heard])
         latents = pipeline.audio_vae.encode(mels.flatten(0, 1)).latent_dist.mode()
         latents = latents.transpose(1, 2).flatten(2).unflatten(0, mels.shape[:2])
@@ -66,7 +63,6 @@ class Pool:
         )
         rows = [
             (
-                SHAPES.index(task.shape),
                 COLOURS.index(task.color),
                 DIRECTIONS.index(task.direction),
                 task.beeps - 1,
@@ -80,11 +76,11 @@ class Pool:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return video latents, audio latents and the indices of their prompts."""
         row = torch.randint(len(self.tasks), (size,), generator=generator)
-        shape, colour, direction, beeps = self.tasks[row].unbind(1)
+        colour, direction, beeps = self.tasks[row].unbind(1)
         colour = _corrupt(colour, len(COLOURS), wrong.color, generator)
         direction = _corrupt(direction, len(DIRECTIONS), wrong.direction, generator)
         beeps = _corrupt(beeps, len(COUNTS), wrong.beeps, generator)
-        kind = (shape * len(COLOURS) + colour) * len(DIRECTIONS) + direction
+        kind = colour * len(DIRECTIONS) + direction
         number = torch.randint(self.videos.shape[1], (size,), generator=generator)
         sound = torch.randint(self.sounds.shape[1], (size,), generator=generator)
         return self.videos[kind, number], self.sounds[beeps, sound], row

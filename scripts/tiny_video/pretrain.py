@@ -9,13 +9,13 @@ from diffusers import LTX2Pipeline
 from tiny.options import Options
 from tiny.saving import save_pipeline_fp16
 
-from tiny_video.autoencoders import VideoSource, train_sound, train_video_decoder, train_video_vae
+from tiny_video.autoencoders import VideoSource, train_sound, train_video_vae
 from tiny_video.card import sample_grid, sample_tasks, score_tasks, write_card
 from tiny_video.flow import Pool, Wrong, train_flow
 from tiny_video.model import build_pipeline
 from tiny_video.prompts import split_tasks
 
-TIME_SHARES = {"video_vae": 0.35, "video_decoder": 0.15, "sound": 0.15, "flow": 0.3}
+TIME_SHARES = {"video_vae": 0.45, "sound": 0.15, "flow": 0.35}
 MAX_FOLDER_MIB = 6
 TOY = {
     "steps": 2,
@@ -43,9 +43,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name, value in vars(Wrong()).items():
         help_text = f"fraction of training videos with a wrong {name}"
         add(f"--wrong-{name}", type=float, default=value, help=help_text)
-    add("--paths", type=int, default=80, help="videos per shape and direction for the VAE")
-    add("--videos", type=int, default=24, help="videos per shape, color and direction")
-    add("--eval-prompts", type=int, default=43, help="held-out prompts for the evaluation")
+    add("--paths", type=int, default=240, help="videos per direction for the VAE")
+    add("--videos", type=int, default=48, help="videos per color and direction")
+    add("--eval-prompts", type=int, default=42, help="held-out prompts for the evaluation")
     args = parser.read(argv, "scripts/pretrain_tiny_video.py", TOY)
     args.wrong = Wrong(*(getattr(args, f"wrong_{name}") for name in vars(Wrong())))
     for name, value in vars(args.wrong).items():
@@ -69,12 +69,10 @@ def train(args: argparse.Namespace) -> tuple[LTX2Pipeline, dict[str, list[dict]]
     )
     seconds = {name: share * args.time_limit for name, share in TIME_SHARES.items()}
     source = VideoSource(generator, args.paths)
-    video = {"batch": 4, "steps": args.steps}
     log = {
-        "video_vae": train_video_vae(pipeline.vae, source, seconds=seconds["video_vae"], **video),
-        "video_decoder": train_video_decoder(
-            pipeline.vae, source, seconds=seconds["video_decoder"], **video
-        ),
+        "video_vae": train_video_vae(
+            pipeline.vae, source, batch=4, steps=args.steps, seconds=seconds["video_vae"]
+        )
     }
     log |= train_sound(
         pipeline.audio_vae,

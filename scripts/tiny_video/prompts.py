@@ -1,4 +1,4 @@
-"""Generate dataset/moving_shapes: prompts of a coloured shape that moves, and then beeps."""
+"""Generate dataset/moving_shapes: prompts of a coloured circle that moves, and then beeps."""
 
 import json
 import random
@@ -7,13 +7,15 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from tiny.prompts import COLOURS, SHAPES
+from tiny.prompts import COLOURS
 
 from flow_grpo.config.error_reporting import ScriptParser
 
 DIRECTIONS = ("left", "right", "up", "down")
 COUNTS = {1: "once", 2: "twice", 3: "three times"}
-WORDS = ["moves", "then", "beeps", *DIRECTIONS, *COLOURS, *SHAPES]
+SHAPE = "circle"
+VERBS = ("moves", "slides", "flies")  # which mean the same here
+WORDS = [SHAPE, "then", "beeps", *VERBS, *DIRECTIONS, *COLOURS]
 WORDS += " ".join(COUNTS.values()).split()
 TEST_SHARE = 0.2
 
@@ -22,33 +24,41 @@ TEST_SHARE = 0.2
 class Task:
     """What a video shows and how often it beeps; also its row in the dataset."""
 
-    shape: str
     color: str
     direction: str
     beeps: int
+    verb: str = VERBS[0]
 
     @property
     def text(self) -> str:
         article = "an" if self.color[0] in "aeiou" else "a"
-        moving = f"{article} {self.color} {self.shape} moves {self.direction}"
+        moving = f"{article} {self.color} {SHAPE} {self.verb} {self.direction}"
         return f"{moving}, then beeps {COUNTS[self.beeps]}"
 
     def row(self) -> dict:
-        return {"prompt": self.text, **asdict(self)}
-
-
-def all_tasks() -> list[Task]:
-    """Return all 216 tasks, with the number of beeps changing fastest."""
-    return [Task(*parts) for parts in product(SHAPES, COLOURS, DIRECTIONS, COUNTS)]
+        """Return the prompt with the metadata of the reward `moving_shape`."""
+        meaning = {name: value for name, value in asdict(self).items() if name != "verb"}
+        return {"prompt": self.text, "shape": SHAPE, **meaning}
 
 
 @cache
 def split_tasks() -> dict[str, list[Task]]:
-    """Return the tasks, split into "train" and "test"."""
-    tasks = all_tasks()
-    random.Random(0).shuffle(tasks)
-    tests = round(TEST_SHARE * len(tasks))
-    return {"train": tasks[tests:], "test": tasks[:tests]}
+    """Return the tasks, split into "train" and "test".
+
+    A fifth of the combinations of color, direction and number of beeps is held out, with all verbs.
+    """
+    combinations = list(product(COLOURS, DIRECTIONS, COUNTS))
+    rng = random.Random(0)
+    rng.shuffle(combinations)
+    tests = round(TEST_SHARE * len(combinations))
+    parts = {"train": combinations[tests:], "test": combinations[:tests]}
+    tasks = {
+        split: [Task(*combination, verb) for combination in chosen for verb in VERBS]
+        for split, chosen in parts.items()
+    }
+    for each in tasks.values():
+        rng.shuffle(each)
+    return tasks
 
 
 def write(folder: Path) -> None:

@@ -1,21 +1,18 @@
-"""Synthetic videos of a moving shape, and the sound of beeps, in a few tensor operations."""
+"""Synthetic videos of a moving circle, and the sound of beeps, in a few tensor operations."""
 
 import math
 
 import torch
-import torch.nn.functional as F
-from tiny.prompts import SHAPES
 from torch import Tensor
 
 from flow_grpo.rewards.scorers.geneval.rules import RGB
 from tiny_video.prompts import DIRECTIONS, Task
 
 SIZE, FRAMES, FPS = 32, 17, 24
-SHAPE_SIZE = 13  # pixels
+DIAMETER = 13  # pixels
 TRAVEL = 13  # pixels between the first and the last frame
 BACKGROUND = 0.94
 STEPS = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, -1.0], [0.0, 1.0]])  # x, y per direction
-SUPERSAMPLING = 4
 
 SAMPLE_RATE, HOP, WINDOW = 8000, 80, 256
 MEL_BINS, MEL_FRAMES = 16, 69  # as many as 18 audio latents decode to
@@ -24,45 +21,32 @@ RAMP_SECONDS, AMPLITUDE = 0.005, 0.6
 MIN_MEL = 1e-5
 
 
-def shape_masks(shapes: Tensor, directions: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the coverage of each pixel by a moving shape at a random place.
+def circle_masks(directions: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the coverage of each pixel by a circle that moves, at a random place.
 
     Args:
-        shapes: (B,) indices of `SHAPES`.
         directions: (B,) indices of `DIRECTIONS`.
         generator: Draws the places.
 
     Returns:
         (B, F, 32, 32) in [0, 1].
     """
-    count = len(shapes)
     step = STEPS[directions]
-    free = (SIZE - SHAPE_SIZE) / 2 - step.abs() * TRAVEL / 2 - 0.5  # from the center, (B, 2)
-    middle = SIZE / 2 + free * (2 * torch.rand(count, 2, generator=generator) - 1)
+    free = (SIZE - DIAMETER - step.abs() * TRAVEL - 1) / 2  # from the center, (B, 2)
+    middle = SIZE / 2 + free * (2 * torch.rand(step.shape, generator=generator) - 1)
     time = torch.linspace(-0.5, 0.5, FRAMES)
     center = middle[:, None] + TRAVEL * time[:, None] * step[:, None]  # (B, F, 2)
-    fine = SUPERSAMPLING * SIZE
-    grid = (torch.arange(fine) + 0.5) / SUPERSAMPLING
-    x = ((grid - center[..., :1]) / SHAPE_SIZE)[..., None, :]  # (B, F, 1, fine), of the shape
-    y = ((grid - center[..., 1:]) / SHAPE_SIZE)[..., :, None]
-    covered = torch.stack(
-        [
-            x.square() + y.square() <= 0.25,
-            torch.maximum(x.abs(), y.abs()) <= 0.46,
-            (y <= 0.5) & (x.abs() <= (y + 0.5) / 2),
-        ]
-    )
-    order = torch.tensor([("circle", "square", "triangle").index(name) for name in SHAPES])
-    chosen = covered[order[shapes], torch.arange(count)].float()
-    return F.avg_pool2d(chosen, SUPERSAMPLING)
+    grid = torch.arange(SIZE) + 0.5
+    x, y = (grid - center[..., i : i + 1] for i in (0, 1))  # (B, F, 32)
+    distance = (x[..., None, :].square() + y[..., :, None].square()).sqrt()
+    return (DIAMETER / 2 - distance + 0.5).clamp(0, 1)
 
 
 def render(tasks: list[Task], generator: torch.Generator) -> Tensor:
     """Return videos of tasks at random places, (B, 3, F, 32, 32) in [0, 1]."""
-    shapes = torch.tensor([SHAPES.index(task.shape) for task in tasks])
     directions = torch.tensor([DIRECTIONS.index(task.direction) for task in tasks])
     colours = torch.tensor([RGB[task.color] for task in tasks])
-    return compose(shape_masks(shapes, directions, generator), colours)
+    return compose(circle_masks(directions, generator), colours)
 
 
 def sound_of(tasks: list[Task], generator: torch.Generator) -> Tensor:
