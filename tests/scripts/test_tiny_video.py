@@ -52,7 +52,8 @@ def test_training_videos_and_sounds_score_1_for_their_own_task_only():
     frames = to_pil(videos.transpose(1, 2))
     scores, _ = MovingShape()(frames, [""] * len(rows), rows)
     assert set(scores) == {1.0}
-    scores, _ = MovingShape()(frames[1:], [""] * (len(rows) - 1), rows[:-1])
+    others = [{**row, **other.row()} for row, other in zip(rows[1:], tasks, strict=False)]
+    scores, _ = MovingShape()(frames[1:], [""] * len(others), others)
     assert set(scores) == {0.0}
 
 
