@@ -25,6 +25,7 @@ from flow_grpo.config.presets import (
 )
 from flow_grpo.diffusion.fields import get_config as base_config
 from flow_grpo.errors import UserError
+from flow_grpo.training.plan import suggest_divisor
 
 # Keys of presets that are not settings: arguments of `set_batches_per_gpu` (ALL_BATCHES also sets
 # the evaluation batch), and settings that apply under a condition.
@@ -685,7 +686,8 @@ def set_batches_per_gpu(
     if samples % (gpus * updates):
         raise UserError(
             f"{groups} groups x {group_size} images = {samples} samples cannot be divided "
-            f"evenly over {gpus} GPUs x {updates} updates per epoch; use another number of GPUs"
+            f"evenly over {gpus} GPUs x {updates} updates per epoch; "
+            + suggest_divisor(samples // updates, gpus, "GPUs")
         )
     per_update = samples // (gpus * updates)
     batch = max(b for b in range(1, max_batch + 1) if per_update % b == 0)

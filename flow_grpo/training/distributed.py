@@ -88,7 +88,11 @@ def accumulate_gradients(
 
 
 def gather_rows(
-    accelerator: Accelerator, index: Tensor, columns: dict[str, Tensor]
+    accelerator: Accelerator,
+    index: Tensor,
+    columns: dict[str, Tensor],
+    *,
+    on_main_only: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Gather rows of all processes on the CPU, sorted by index.
 
@@ -98,6 +102,7 @@ def gather_rows(
     Args:
         index: Global index of each local row, (n,).
         columns: Tensors of shape (n, ...).
+        on_main_only: Send the rows to the main process only; the others get no rows.
 
     Returns:
         The sorted index, (N,), and the gathered columns, (N, ...).
@@ -106,12 +111,23 @@ def gather_rows(
     def gather(tensor: Tensor, fill: int) -> Tensor:
         tensor = tensor.to(accelerator.device)
         padded = accelerator.pad_across_processes(tensor, dim=0, pad_index=fill)
+        if on_main_only and accelerator.num_processes > 1:
+            return _gather_on_main(accelerator, padded).cpu()
         return accelerator.gather(padded).cpu()
 
     index = gather(index.long(), -1)  # an empty one may have been made with another dtype
     order = torch.argsort(index, stable=True)
     order = order[index[order] >= 0]
     return index[order], {name: gather(rows, 0)[order] for name, rows in columns.items()}
+
+
+def _gather_on_main(accelerator: Accelerator, rows: Tensor) -> Tensor:
+    """Return the concatenated rows of all processes on the main process, no rows on the others."""
+    rows, parts = rows.contiguous(), None
+    if accelerator.is_main_process:
+        parts = [torch.empty_like(rows) for _ in range(accelerator.num_processes)]
+    torch.distributed.gather(rows, parts)
+    return rows[:0] if parts is None else torch.cat(parts)
 
 
 def gather_scores(
@@ -127,7 +143,8 @@ def gather_scores(
     Returns:
         Columns (N,), the same on all processes; NaN where a batch lacks the column.
     """
-    names = dict.fromkeys(gather_object([name for batch in batches for name in batch]))
+    own_names = dict.fromkeys(name for batch in batches for name in batch)
+    names = dict.fromkeys(gather_object([*own_names]))
     lengths = [len(next(iter(batch.values()))) for batch in batches]
     columns = {
         name: np.concatenate(

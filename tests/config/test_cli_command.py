@@ -27,7 +27,15 @@ from flow_grpo.diffusion.config_checks import check_config
 from flow_grpo.diffusion.fields import get_config
 from flow_grpo.vlm import presets as vlm
 
-PACKAGED = ("flow_grpo", "reward_server", "scripts", "config", "dataset", "assets")
+PACKAGED = (
+    "flow_grpo",
+    "reward_server",
+    "scripts",
+    "config",
+    "dataset",
+    "assets",
+    "docs/benchmarks",
+)
 
 
 @pytest.fixture(scope="module")

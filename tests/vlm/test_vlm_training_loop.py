@@ -54,8 +54,12 @@ def test_frozen_weights_may_be_quantized(run, precision, limit):
     assert vlm_runs.read_metrics(session)[-1]["train/first_update_ratio_dev"] <= limit
 
 
-def test_a_run_writes_metrics_samples_config_and_checkpoints(run):
-    session = run(num_epochs=2, eval_freq=1, **{"train.ema": True})
+def test_a_run_writes_metrics_samples_config_and_checkpoints(run, monkeypatch):
+    gathered, gather = [], train_vlm.gather_object
+    monkeypatch.setattr(train_vlm, "gather_object", lambda x: gathered.append(x) or gather(x))
+    session = run(num_epochs=2, eval_freq=1, eval_questions=3, **{"train.ema": True})
+    # processes exchange the logged responses only
+    assert [[row for row, _ in own] for own in gathered] == [[0, 1]] * 3
     whole = session.folder
     lines = vlm_runs.read_metrics(session)
     assert [line["epoch"] for line in lines] == [0, 1, 2]
