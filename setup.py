@@ -26,7 +26,7 @@ TRACKERS = [
     "trackio>=0.43",
     "wandb>=0.31",
 ]
-SHARED = ("scripts", "config", "dataset", "assets")
+SHARED = ("scripts", "config", "dataset", "assets", "docs/benchmarks")
 
 
 class BuildWithShared(build_py):

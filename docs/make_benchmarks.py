@@ -3,16 +3,26 @@
     python docs/make_benchmarks.py
 
 Tables: `speed` (SD3.5-medium and Flow-GRPO), `fp8`, `caps` and `small` (torch's memory capped),
-`models`, `offline` (DPO on given pairs), and `vlm3b` and `vlm7b` (with TRL).
+`models`, `offline` (DPO on given pairs), `vlm3b` and `vlm7b` (with TRL), and `scaling` and
+`vlm_scaling`, which are computed from measurements on one GPU (flow_grpo/training/scaling.py).
 tests/docs/test_docs.py checks that the pages are up to date.
 """
 
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from flow_grpo.diffusion import presets as diffusion
+from flow_grpo.diffusion import workload as diffusion_workload
+from flow_grpo.diffusion.config_checks import check_config
 from flow_grpo.report.console import markdown_table
+from flow_grpo.training.measurements import newest, read_measurements
+from flow_grpo.training.scaling import Cluster, estimate_epoch
+from flow_grpo.vlm import presets as vlm
+from flow_grpo.vlm import workload as vlm_workload
+from flow_grpo.vlm.config_checks import check_config as check_vlm_config
 
 HERE = Path(__file__).parent
 PAGES = (
@@ -20,6 +30,7 @@ PAGES = (
     "memory.md",
     "model_benchmarks.md",
     "preferences.md",
+    "scaling.md",
     "vlm/performance.md",
 )
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(?=<!-- end -->)", re.S)
@@ -55,6 +66,12 @@ ROWS_7B = (
     ("LoRA on bf16, 8 responses per micro-batch", f"{VLM}7b --budget 5000", True, True),
     ("LoRA on NF4 (QLoRA)", f"{VLM}7b --base_precision nf4 --budget 5000", True, True),
 )
+# Simulated epochs: numbers of GPUs, columns, and sizes of the test sets of ocr_full, geometry3k
+SIMULATED = (1, 8, 16, 32, 64, 128, 256, 512)
+SCALING_HEAD = ["GPUs", "samples per epoch", "per GPU and update"]
+SCALING_HEAD += ["sampling", "training", "slowest GPU", "communication", "checkpoint", "evaluation"]
+SCALING_HEAD += ["epoch, s", "samples/s", "efficiency"]
+OCR_TESTS, GEOMETRY_TESTS = 1000, 601
 Line = dict[str, Any]
 
 
@@ -218,6 +235,45 @@ def vlm_table(rows: tuple[tuple[str, str, bool, bool], ...]) -> str:
     return markdown_table(table)
 
 
+def scaling_table() -> str:
+    """Simulate general_ocr_sd3; above 64 GPUs, the epoch grows with the GPUs."""
+    rows = [SCALING_HEAD]
+    for gpus in SIMULATED:
+        config = check_config(diffusion.get_config(f"general_ocr_sd3_{min(gpus, 64)}gpu"))
+        rows.append(scaling_row(diffusion_workload, config, gpus, OCR_TESTS))
+    return markdown_table(rows)
+
+
+def vlm_scaling_table() -> str:
+    """Simulate full fine-tuning of Qwen2.5-VL-3B with sharded weights and groups of 8."""
+    config = vlm.get_config("qwen2_5_vl_3b_geometry3k")
+    config.sample.group_size = 8
+    config = check_vlm_config(config)
+    rows = [SCALING_HEAD]
+    for gpus in SIMULATED:
+        rows.append(scaling_row(vlm_workload, config, gpus, GEOMETRY_TESTS, sharded=True))
+    return markdown_table(rows)
+
+
+def scaling_row(
+    package: ModuleType, config: Any, gpus: int, tests: int, *, sharded: bool = False
+) -> list[str]:
+    """Return the estimated seconds of an epoch on this number of GPUs, by phase."""
+    plan = package.plan_run(config, gpus)
+    line = newest(read_measurements(), config)
+    work = package.build_workload(config, plan, line, tests=tests, sharded=sharded)
+    found = estimate_epoch(work, Cluster(gpus))
+    parts = [found.phases[name] for name in SCALING_HEAD[3:9]]
+    return [
+        str(gpus),
+        f"{plan.samples:,}",
+        f"{plan.samples // gpus // plan.updates_per_pass}",
+        *(f"{seconds:.2f}" for seconds in (*parts, found.total)),
+        f"{found.samples_per_second:.1f}",
+        f"{found.efficiency:.0%}",
+    ]
+
+
 TABLES = {
     "speed": speed_table,
     "fp8": fp8_table,
@@ -225,6 +281,8 @@ TABLES = {
     "small": small_table,
     "models": models_table,
     "offline": offline_table,
+    "scaling": scaling_table,
+    "vlm_scaling": vlm_scaling_table,
     "vlm3b": lambda: vlm_table(ROWS_3B),
     "vlm7b": lambda: vlm_table(ROWS_7B),
 }

@@ -9,16 +9,23 @@ the repository, and reward_gib=4, the GPU memory of the page's rewards. The text
 and <!-- end --> is generated.
 """
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from ml_collections import ConfigDict
 
 from flow_grpo.diffusion import presets as diffusion
-from flow_grpo.diffusion.session import build_algorithm
+from flow_grpo.diffusion.plan import count_trained_steps
 from flow_grpo.report.console import markdown_table
+from flow_grpo.training import measurements
+from flow_grpo.training.measurements import (
+    ENCODERS,
+    Line,
+    newest,
+    peak_gib,
+    read_measurements,
+    shape_of,
+)
 from flow_grpo.vlm import presets as vlm
 
 HERE = Path(__file__).parent
@@ -27,36 +34,6 @@ PLACE = re.compile(
     re.S,
 )
 PLANNED = ("tests", "reward_gib")  # not config fields
-CHECKPOINTING = "--gradient_checkpointing"
-# names of the models in the benchmarks
-SHAPES = {
-    "stabilityai/stable-diffusion-3.5-medium": "sd3.5-medium",
-    "black-forest-labs/FLUX.1-dev": "flux.1-dev",
-    "Qwen/Qwen-Image": "qwen-image",
-    "Tongyi-MAI/Z-Image-Turbo": "z-image",
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan2.1-1.3b",
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan2.1-14b",
-    "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl-3b",
-    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
-}
-# GiB of the text encoders in bf16, from their parameter counts; benchmarks use one layer of them
-ENCODERS = {
-    "sd3.5-medium": 10.4,
-    "flux.1-dev": 9,
-    "qwen-image": 15,
-    "wan2.1-1.3b": 11,
-    "wan2.1-14b": 11,
-}
-Line = dict[str, Any]
-
-
-def measurements() -> list[Line]:
-    """Return all lines of docs/benchmarks with their file names, the newest of a file last."""
-    return [
-        json.loads(line) | {"file": path.name}
-        for path in sorted((HERE / "benchmarks").glob("*.jsonl"))
-        for line in path.read_text("utf-8").splitlines()
-    ]
 
 
 def config_of(preset: str, gpus: int, fields: dict[str, int]) -> ConfigDict:
@@ -68,57 +45,12 @@ def config_of(preset: str, gpus: int, fields: dict[str, int]) -> ConfigDict:
     return config
 
 
-def fits(line: Line, config: ConfigDict) -> bool:
-    """Return whether a measurement applies to `config`, up to the number of steps."""
-    shape = SHAPES[config.pretrained.model]
-    if "shape" in line:
-        options = {
-            "--full": not config.use_lora,
-            CHECKPOINTING: config.train.gradient_checkpointing,
-        }
-        same_options = all((option in line["command"]) == on for option, on in options.items())
-        return line["shape"] == shape and same_options
-    if "full_s_per_sample" not in line or "note" in line or "grpo" not in config:
-        return False
-    found = line["settings"]
-    frames = f"x{config.frames}" if config.frames > 1 else ""
-    size = f"{config.width or config.resolution}x{config.height or config.resolution}{frames}"
-    guided = config.sample.guidance_scale > 1
-    wanted = {
-        "model": shape,
-        "size": size,
-        "weights": f"LoRA r {config.train.lora_rank}",
-        "compile": True,
-        "memory_gib": None,
-        "gradient_checkpointing": config.train.gradient_checkpointing,
-    }
-    return (
-        wanted.items() <= found.items()
-        and found.get("algorithm", "grpo") == config.algorithm
-        and found.get("base_precision", "bf16") == config.pretrained.base_precision
-        and not found.get("merge_lora")  # of earlier versions
-        and found.get("keep_gradients", False) == config.train.keep_gradients
-        and (found["guidance"] > 1) == guided
-        and (not guided or found.get("guidance_gradient") == "both")
-        and (found["beta"] > 0) == (config.grpo.beta > 0)
-    )
-
-
-def newest(lines: list[Line], config: ConfigDict) -> Line | None:
-    found = [line for line in lines if fits(line, config)]
-    return sorted(found, key=lambda line: line["date"])[-1] if found else None
-
-
 def sample_seconds(line: Line, config: ConfigDict) -> tuple[float, float]:
     """Return the seconds to generate one sample of `config` and to train on it."""
     if "shape" in line:
-        return line["sampling_s_per_answer"], line["training_s_per_answer"]
-    step = line["sampling_s_per_image"]["median"] / line["settings"]["steps"]
-    trained = build_algorithm(config).losses_per_sample * config.train.num_inner_epochs
-    return (
-        step * config.sample.num_steps,
-        line["trained_step_s_per_sample"]["median"] * trained,
-    )
+        return measurements.sample_seconds(line, config, 1)
+    sampling, training = measurements.sample_seconds(line, config, count_trained_steps(config))
+    return sampling, training * config.train.num_inner_epochs
 
 
 def epoch_seconds(line: Line, config: ConfigDict, gpus: int) -> float:
@@ -179,7 +111,7 @@ def table(
         return f"\n{name} was not measured.\n\n"
     options = "".join(f" --config.{field}={value}" for field, value in fields.items())
     sampling, training = sample_seconds(line, config)
-    memory = max(value for name, value in line.items() if name.endswith("_gib"))
+    memory = peak_gib(line)
     tests = count_tests(config, planned.get("tests"))
     heads = ["H200s", "one epoch", f"evaluation of {tests:,} prompts"]
     heads += [f"{n:,} epochs" for n in epochs]
@@ -209,7 +141,7 @@ def advice(
 ) -> list[str]:
     """Return the memory per GPU, the preset's number of epochs, and commands that measure both."""
     lines = [f"The preset runs {config.num_epochs:,} epochs (`--config.num_epochs`)."]
-    if encoders := ENCODERS.get(SHAPES[config.pretrained.model]):
+    if encoders := ENCODERS.get(shape_of(config.pretrained.model)):
         peak, batch, own = line["peak_gib"], line["settings"]["batch"], config.sample
         size = f"at batch {batch}"
         if batch != own.train_batch_size:
@@ -248,6 +180,6 @@ def page(text: str, lines: list[Line]) -> str:
 
 
 if __name__ == "__main__":
-    known = measurements()
+    known = read_measurements()
     for path in (HERE / "tasks").glob("*.md"):
         path.write_text(page(path.read_text("utf-8"), known), "utf-8")

@@ -147,6 +147,21 @@ def _check_group_ids(group_ids: np.ndarray, count: int) -> np.ndarray:
     return groups
 
 
+def group_rows(groups: np.ndarray) -> list[np.ndarray]:
+    """Return the rows of each group in ascending order, sorted by group id.
+
+    Groups are found by one sort: comparing all samples with every group would take time quadratic
+    in the number of processes.
+
+    Args:
+        groups: Group ids, (N,).
+    """
+    if len(groups) == 0:
+        return []
+    order = np.argsort(groups, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+
+
 def win_rates(wins: np.ndarray) -> np.ndarray:
     """Return the fraction of its comparisons that each sample wins, (N,); NaN without any.
 
@@ -164,8 +179,7 @@ def _group_win_rates(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
     Ties count 1/2. Samples without a score or without a scored opponent get NaN.
     """
     out = np.full(len(r), np.nan)
-    for group in np.unique(groups):
-        members = groups == group
+    for members in group_rows(groups):
         scores = r[members]
         wins = (np.sign(scores[:, None] - scores) + 1) / 2
         np.fill_diagonal(wins, np.nan)
@@ -176,8 +190,7 @@ def _group_win_rates(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def _center_by_group(r: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Subtract the group mean; exactly 0 in constant groups, regardless of rounding."""
     out = np.zeros_like(r)
-    for group in np.unique(groups):
-        members = groups == group
+    for members in group_rows(groups):
         scores = r[members]
         if scores.min() < scores.max():
             out[members] = scores - scores.mean()
@@ -201,8 +214,7 @@ def _group_z_scores(
         return out
     if scale == "batch":
         return _divide_nonzero(out, _std(r, ddof) + eps)
-    for group in np.unique(groups):
-        members = groups == group
+    for members in group_rows(groups):
         out[members] = _divide_nonzero(out[members], _std(r[members], ddof) + eps)
     return out
 
@@ -221,8 +233,8 @@ def mark_best_and_worst(total: np.ndarray, groups: np.ndarray) -> np.ndarray:
     The first one wins ties. Groups whose scored samples are equal get 0 only.
     """
     out = np.zeros(len(total))
-    for group in np.unique(groups):
-        rows = np.flatnonzero((groups == group) & ~np.isnan(total))
+    for members in group_rows(groups):
+        rows = members[~np.isnan(total[members])]
         if len(rows) and total[rows].min() < total[rows].max():
             out[rows[total[rows].argmax()]] = 1.0
             out[rows[total[rows].argmin()]] = -1.0
@@ -235,8 +247,7 @@ def keep_best_worst(total: np.ndarray, groups: np.ndarray, count: int) -> np.nda
     Samples without a score are chosen only where a group has too few others.
     """
     kept = []
-    for group in np.unique(groups):
-        rows = np.flatnonzero(groups == group)
+    for rows in group_rows(groups):
         order = rows[np.argsort(total[rows], kind="stable")]  # NaN is sorted last
         scored = np.count_nonzero(~np.isnan(total[rows]))
         worst, best, unscored = np.split(order, [scored // 2, scored])
@@ -251,8 +262,8 @@ def group_softmax(total: np.ndarray, groups: np.ndarray, temperature: float) -> 
     Samples without a score get 0 and do not count in the mean.
     """
     out = np.zeros(len(total))
-    for group in np.unique(groups):
-        rows = np.flatnonzero((groups == group) & ~np.isnan(total))
+    for members in group_rows(groups):
+        rows = members[~np.isnan(total[members])]
         if len(rows):
             weight = np.exp((total[rows] - total[rows].max()) / temperature)
             out[rows] = weight / weight.sum() * len(rows)

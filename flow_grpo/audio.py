@@ -10,9 +10,7 @@ import numpy as np
 SAMPLE_BYTES = 2  # 16-bit PCM
 FULL_SCALE = 2 ** (8 * SAMPLE_BYTES - 1) - 1
 MAX_SECONDS, MAX_CHANNELS, MAX_SAMPLE_RATE = 600, 8, 192_000  # of a file that is read
-
-
-NOISE_RATE, NOISE_LEVEL = 16_000, 0.1
+NOISE_RATE, NOISE_LEVEL = 16_000, 0.1  # of `noise_audio`
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,13 +52,15 @@ WorkerReply = BatchScores | ScorerException | tuple[str, str, bool]
 
 
 def build_scorer(name: str, **settings: Any) -> Scorer:
-    """Build a scorer with `build_scorers(**settings)`; reject those that compare groups."""
+    """Build a scorer with `build_scorers(**settings)`; reject what requests cannot contain."""
     scorer = build_scorers([name], **settings)[name]
+    obstacle = ""
     if scorer.compares_groups:
-        raise UserError(
-            f"reward {name!r} compares the images of a group, which a server receives in parts",
-            hint="score it in the trainer",
-        )
+        obstacle = "compares the images of a group, which a server receives in parts"
+    elif scorer.reads_audio:
+        obstacle = "scores sound, which requests do not contain"
+    if obstacle:
+        raise UserError(f"reward {name!r} {obstacle}", hint="score it in the trainer")
     return scorer
 
 

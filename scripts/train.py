@@ -77,12 +77,12 @@ from flow_grpo.training.metrics import (
 from flow_grpo.training.session import (
     evaluation_metrics,
     finish_epoch,
-    is_due,
     run_training,
     stop_on_outage,
     training_metrics,
     write_samples,
 )
+from flow_grpo.training.time_estimate import is_due
 from flow_grpo.training.update import optimizer_step, set_learning_rates
 
 logger = logging.getLogger("flow_grpo")
@@ -96,7 +96,9 @@ class SampledBatch:
 
     ids: SampleBatch  # index within the epoch and prompt row of each sample, (B,)
     trajectory: Trajectory
-    images: torch.Tensor | None  # (B, 3, H, W) or (B, F, 3, H, W), to log; first group only
+    images: (
+        torch.Tensor | None
+    )  # (B, 3, H, W) or (B, F, 3, H, W), to log; main process's first group
     audio: list[Audio] | None  # sound of `images`
     scores: PendingScores  # {reward name: (B,)}, computed in the background
     distance: torch.Tensor  # (2,), see `within_group_distance`
@@ -229,14 +231,14 @@ def sample_epoch(session: Session, epoch: int, policy_step: int = 0) -> list[Sam
     seeds, explored_steps = select_seeds(session, epoch)
     if session.rollout_gradients is not None:
         session.rollout_gradients.reset()
-    samples = []
+    samples, is_main = [], session.accelerator.is_main_process
     for ids in session.bar(epoch_batches, f"epoch {epoch + 1} sample"):
         session.stop.check()
         session.reward.raise_if_failing()
         prompts = select_prompts(session, [ids])
         trajectory, steps = sample_batch(session, epoch, ids, prompts, seeds)
         images, audio, scores = decode_and_score(session, trajectory, prompts)
-        is_logged = len(samples) * len(images) < session.plan.group_size
+        is_logged = is_main and len(samples) * len(images) < session.plan.group_size
         samples.append(
             SampledBatch(
                 ids=ids,

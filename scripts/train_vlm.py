@@ -45,11 +45,11 @@ from flow_grpo.training.session import (
     BaseSession,
     evaluation_metrics,
     finish_epoch,
-    is_due,
     run_training,
     stop_on_outage,
     training_metrics,
 )
+from flow_grpo.training.time_estimate import is_due
 from flow_grpo.training.update import optimizer_step, set_learning_rates
 from flow_grpo.vlm.advantages import (
     ResponseTensors,
@@ -389,7 +389,8 @@ def train_epoch(
     if objective.uses_critic:
         metrics["train/critic_lr"] = session.optimizer.param_groups[1]["lr"]
     if objective.importance_weighted:
-        metrics |= engine_deviation(session.accelerator, rollout, tensors)
+        trained = {i: own for i, own in tensors.items() if objective.has_gradient(own)}
+        metrics |= engine_deviation(session.accelerator, rollout, trained)
     return metrics | objective.derived_metrics(metrics)
 
 
@@ -516,8 +517,8 @@ def run_evaluation(session: VlmSession, epoch: int) -> dict[str, float]:
     session.stop.check()
     scores = gather_scores(accelerator, np.array(rows), [each.result() for each in pending])
     session.eval_reward.release_memory()
-    transcripts = gather_object([(s.row, s.transcript) for each in pending for s in each.samples])
-    logged = sorted(transcripts)[: config.log_images]
+    shown = (s for each in pending for s in each.samples if s.row < config.log_images)
+    logged = sorted(gather_object([(s.row, s.transcript) for s in shown]))
     rewards = {name: scores[name] for name in (*session.eval_reward.weights, TOTAL)}
     logged_questions = [questions[row] for row, _ in logged]
     logged_texts = [text for _, text in logged]

@@ -7,6 +7,7 @@ from hypothesis.extra.numpy import arrays
 from flow_grpo.advantages import (
     ESTIMATORS,
     compute_advantages,
+    group_rows,
     group_softmax,
     keep_best_worst,
     mark_best_and_worst,
@@ -339,3 +340,9 @@ def test_the_best_and_the_worst_of_each_group_are_kept(count, kept):
     assert found[: 2 * count] == kept[: 2 * count]
     assert {6, 8} <= {*found[2 * count :]}
     assert len({*found}) == 4 * count
+
+
+def test_rows_are_grouped_by_id_in_ascending_order():
+    found = group_rows(np.array([7, 2, 7, -1, 2, 7]))
+    assert [rows.tolist() for rows in found] == [[3], [1, 4], [0, 2, 5]]
+    assert group_rows(np.array([], np.int64)) == []

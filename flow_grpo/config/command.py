@@ -31,6 +31,7 @@ COMMANDS = {  # name, as the script with underscores: summary
     "make-ocr": "Write prompt sets for the OCR reward",
     "make-small": "Write a small diffusers pipeline with random weights",
     "migrate": "Translate a command or config of another trainer into ours",
+    "plan": "Plan a run for any number of GPUs: batches, time, communication, memory",
     "plot": "Plot the metrics and images of a run",
     "publish": "Write weights, figures and a model card of a run for the hub",
     "report": "Write the HTML report of a run",

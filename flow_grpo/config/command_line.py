@@ -107,11 +107,13 @@ def parse_command_line(
     default: str | None = None,
     common: Sequence[str] = (),
     wrong_trainer_message: str = "",
+    needs_files: bool = True,
 ) -> None:
     """Parse the command line, print help, and report the errors that can be found without torch.
 
     The training scripts call it before imports that take seconds. For arguments, see
-    `run_with_config`; here `dry_run` tells whether the script has that option.
+    `run_with_config`; here `dry_run` tells whether the script has that option. With
+    `needs_files=False`, the model and the datasets need not be available.
     """
     config_flags.DEFINE_config_file(
         "config", help_string="path/to/config.py or path/to/config.py:preset"
@@ -140,9 +142,10 @@ def parse_command_line(
         except WrongTrainerConfig as error:
             raise UserError(wrong_trainer_message or str(error)) from error
         spec.check_rewards(settings)
-        check_dataset_available(settings.dataset)
-        check_dataset_available(settings.eval_dataset, "eval_dataset")
-        if default is None:
+        if needs_files:
+            check_dataset_available(settings.dataset)
+            check_dataset_available(settings.eval_dataset, "eval_dataset")
+        if default is None and needs_files:
             _check_model_exists(settings, spec)
         if dry_run:
             _check_training(settings, spec)

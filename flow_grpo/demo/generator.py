@@ -32,7 +32,7 @@ from flow_grpo.report.console import displayed_rewards
 from flow_grpo.report.grid import format_score
 from flow_grpo.rewards import TOTAL, WeightedReward, close_scorers
 from flow_grpo.rewards.failure import NotApplicable
-from flow_grpo.rewards.frames import Sample, to_pil
+from flow_grpo.rewards.frames import Sample, as_videos, to_pil
 from flow_grpo.training.builder import (
     build_accelerator,
     build_rewards,
@@ -188,7 +188,8 @@ class DemoGenerator:
         with self._lock, suggest_on_oom(["fewer --config.frames", "a smaller resolution"]):
             images = torch.cat([self._sample(each, prompt, request) for each in candidates])
             lines = self._score(images, prompt) if self.reward else [[] for _ in candidates]
-        return [GeneratedSample(*each) for each in zip(to_pil(images), lines, strict=True)]
+        samples = as_videos(to_pil(images), model.fps)
+        return [GeneratedSample(*each) for each in zip(samples, lines, strict=True)]
 
     def find_prompt(self, request: GenerationRequest) -> Prompt:
         """Return the test prompt with this text and these images, else a new prompt.

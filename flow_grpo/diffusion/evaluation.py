@@ -24,7 +24,7 @@ from flow_grpo.training.metrics import finite_mean
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Scores of all prompts, and the images of the first ones."""
+    """Scores of all prompts and, on the main process, the images of the first ones."""
 
     # (prompts,) by reward name; NaN: scoring failed, -inf: the reward does not apply
     scores: dict[str, np.ndarray]
@@ -71,7 +71,7 @@ def evaluate(
         size: Height and width of the images, and the number of frames.
         batch_size: Upper limit, per process; exact if the model is compiled.
         seed: Seed of the noise; each prompt has its own.
-        keep_images: Number of prompts whose images are returned.
+        keep_images: Number of prompts whose images are returned, on the main process.
         between_batches: Called the same number of times on all processes.
     """
     with denoiser.adapter.source_images_at(size):
@@ -114,7 +114,8 @@ def evaluate(
         shape = next(iter(gather_object([tuple(k.shape) for k in kept[:1]])), (0,))
         stacked = torch.stack(kept).cpu() if kept else torch.zeros(0, *shape, dtype=torch.uint8)
         kept_rows = torch.tensor([row for row in rows if row < keep_images], dtype=torch.long)
-        _, gathered = gather_rows(accelerator, kept_rows, {"images": stacked})
+        stacks = {"images": stacked}
+        _, gathered = gather_rows(accelerator, kept_rows, stacks, on_main_only=True)
         sources = load_source_images(prompts[: keep_images if is_main else 0], adapter)
         sounds = _gather_audio(accelerator, kept_rows, kept_audio)
         samples = as_videos(uint8_to_pil(gathered["images"]), adapter.fps, sounds)
@@ -124,11 +125,15 @@ def evaluate(
 def _gather_audio(
     accelerator: Accelerator, rows: torch.Tensor, audio: list[Audio]
 ) -> list[Audio] | None:
-    """Return the sound of all processes' samples in the order of `rows`; None if there is none."""
+    """Return the sound of all processes' samples in the order of `rows`, on the main process.
+
+    None if there is no sound.
+    """
     known = gather_object([(each.waveform.shape, each.sample_rate) for each in audio[:1]])
     if not known:
         return None
     shape, rate = known[0]
     waves = np.stack([each.waveform for each in audio]) if audio else np.zeros((0, *shape), "f4")
-    _, gathered = gather_rows(accelerator, rows, {"audio": torch.from_numpy(waves)})
+    columns = {"audio": torch.from_numpy(waves)}
+    _, gathered = gather_rows(accelerator, rows, columns, on_main_only=True)
     return [Audio(wave, rate) for wave in gathered["audio"].cpu().numpy()]

@@ -2,10 +2,14 @@
 
 import math
 from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
 
 from flow_grpo.diffusion.fields import DiffusionSampleConfig, DiffusionTrainConfig
 from flow_grpo.errors import UserError
-from flow_grpo.training.plan import Plan
+from flow_grpo.training.plan import Plan, suggest_divisor, suggest_multiple
+from flow_grpo.windows import stochastic_steps
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -48,7 +52,7 @@ class BatchPlan(Plan):
                 f"{self.samples} samples per epoch = sample.train_batch_size="
                 f"{self.sample_batch_size} x sample.num_batches_per_epoch={self.batches_per_epoch}"
                 f" x {self.processes} do not divide into groups of "
-                f"{self.group_size_setting}; change one of these numbers"
+                f"{self.group_size_setting}; {self._suggest_division()}"
             )
         if self.sample_batch_size % self.train_batch_size:
             raise UserError(
@@ -66,6 +70,15 @@ class BatchPlan(Plan):
                 value=self.accumulation_steps,
                 hint="use a divisor",
             )
+
+    def _suggest_division(self) -> str:
+        """Return the numbers of processes and the group sizes that divide the samples."""
+        own = self.sample_batch_size * self.batches_per_epoch
+        unit = self.group_size // math.gcd(self.group_size, own)
+        hint = suggest_multiple(unit, self.num_processes, "processes")
+        if self.exploration_factor > 1:
+            return hint
+        return f"{hint}, or {suggest_divisor(self.samples, self.group_size, 'images per prompt')}"
 
     @property
     def group_size_setting(self) -> str:
@@ -225,6 +238,26 @@ class BatchPlan(Plan):
             return {}
         split = f"{self.tokens // size} = {self.tokens} / sample.context_parallel={size}"
         return {"tokens per process": split}
+
+
+def count_trained_steps(config: Any) -> int:
+    """Return the denoising steps or noise levels that a built-in algorithm trains per sample.
+
+    The same as `losses_per_sample` of the algorithm, but without torch.
+    """
+    sample, own = config.sample, getattr(config, config.algorithm)
+    if hasattr(own, "times"):
+        return own.times
+    if config.algorithm == "mix":
+        return own.window_size
+    steps = stochastic_steps(
+        sample.num_steps,
+        window_size=sample.sde_window_size,
+        window_range=tuple(sample.sde_window_range),
+        timestep_fraction=config.train.timestep_fraction,
+        rng=np.random.default_rng(0),
+    )
+    return len(steps)
 
 
 def group_size(sample: DiffusionSampleConfig, train: DiffusionTrainConfig) -> int:

@@ -25,6 +25,7 @@ from flow_grpo.config.presets import (
 )
 from flow_grpo.diffusion.fields import get_config as base_config
 from flow_grpo.errors import UserError
+from flow_grpo.training.plan import suggest_divisor
 
 # Keys of presets that are not settings: arguments of `set_batches_per_gpu` (ALL_BATCHES also sets
 # the evaluation batch), and settings that apply under a condition.
@@ -374,6 +375,31 @@ FAMILIES: dict[str, FieldValues] = {
         "train": {"gradient_checkpointing": True, "ema": False},
         ALL_BATCHES: {"groups": 32, "group_size": 16, "max_batch": 1},
     },
+    # As UniRL trains it: five frames, eight of the first nine steps, without guidance.
+    "_hunyuan_video15": {
+        PARENT_KEY: "_large",
+        "pretrained": {"model": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"},
+        "height": 480,
+        "width": 480,
+        "frames": 5,
+        "max_sequence_length": 1000,
+        "reward_options": {"pickscore": {"frames": "first"}},
+        "sample": {
+            "num_steps": 16,
+            "eval_num_steps": 16,
+            "guidance_scale": 1.0,
+            "noise_level": 0.25,
+            "sde_window_size": 8,
+            "sde_window_range": (0, 9),
+        },
+        "train": {
+            "learning_rate": 1e-5,
+            "lora_alpha": 64,
+            "gradient_checkpointing": True,
+            "ema": False,
+        },
+        ALL_BATCHES: {"groups": 48, "group_size": 24, "max_batch": 1},
+    },
     "_wan_14b": {PARENT_KEY: "_wan", "pretrained": {"model": "Wan-AI/Wan2.1-T2V-14B-Diffusers"}},
 }
 
@@ -440,6 +466,7 @@ LARGE: dict[str, FieldValues] = {
     "pickscore_wan22_a14b": _task("_wan22_a14b", "pickscore", "pickscore"),
     "pickscore_wan_i2v": _task("_wan_i2v", "pickscore", "sharegpt4o_image_mini"),
     "wan_14b_ocr": _task("_wan_14b", "ocr", "ocr_full"),
+    "pickscore_hunyuan_video15": _task("_hunyuan_video15", "pickscore", "pickscore"),
     "pickscore_ltx2": {
         **_task("_ltx2", "pickscore", "pickscore"),
         "reward_fn": {"pickscore": 1.0, "audio_silence": -0.1},
@@ -685,7 +712,8 @@ def set_batches_per_gpu(
     if samples % (gpus * updates):
         raise UserError(
             f"{groups} groups x {group_size} images = {samples} samples cannot be divided "
-            f"evenly over {gpus} GPUs x {updates} updates per epoch; use another number of GPUs"
+            f"evenly over {gpus} GPUs x {updates} updates per epoch; "
+            + suggest_divisor(samples // updates, gpus, "GPUs")
         )
     per_update = samples // (gpus * updates)
     batch = max(b for b in range(1, max_batch + 1) if per_update % b == 0)

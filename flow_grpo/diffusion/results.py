@@ -194,16 +194,21 @@ def write_training_samples(
     credit: np.ndarray,
     log_images: int,
 ) -> None:
-    """Write the first samples of this process: at least one whole group, if it has one.
+    """Write the first samples of the main process: at least one whole group, if it has one.
+
+    Call it on all processes; only the main process converts images.
 
     Args:
         session: The training session.
         epoch: Number in the name of the directory.
-        shown: Sample indices, decoded images and sound of this process's first batches.
+        shown: Sample indices, decoded images and sound of the main process's first batches.
         scored: Rewards of all samples of the epoch.
         credit: Advantage of all samples of the epoch, (N,).
         log_images: Number of samples; with 0, none is written.
     """
+    if not session.accelerator.is_main_process:
+        write_samples(session, "train", epoch, [])
+        return
     index = np.concatenate([ids.index for ids, *_ in shown])
     count = max(log_images, session.plan.group_size) if log_images else 0
     prompts = [session.prompts[row] for ids, *_ in shown for row in ids.row]

@@ -82,12 +82,12 @@ from flow_grpo.training.builder import (
 )
 from flow_grpo.training.config_changes import check_same_goal
 from flow_grpo.training.distributed import (
-    check_divides,
     get_ranks,
     is_sharded,
     needs_equal_passes,
     raise_on_all_ranks,
 )
+from flow_grpo.training.plan import check_divides
 from flow_grpo.training.resume import find_start
 from flow_grpo.training.session import BaseSession
 from flow_grpo.training.snapshot import Reference, Snapshot

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flow_grpo.errors import RewardOutage, UserError
+from flow_grpo.training.plan import check_divides
 
 Batch, Result = TypeVar("Batch"), TypeVar("Result")
 
@@ -79,16 +80,6 @@ def set_context_parallel(accelerator: Accelerator, size: int) -> None:
         mesh_dim_names=("data", "ring", "ulysses"),
     )
     accelerator.context_mesh = mesh
-
-
-def check_divides(context: int, processes: int) -> None:
-    """Raise a UserError unless `sample.context_parallel` divides the number of processes."""
-    if processes % context:
-        raise UserError(
-            f"does not divide the number of processes, {processes}",
-            field="sample.context_parallel",
-            value=context,
-        )
 
 
 def get_context_size(accelerator: Accelerator) -> int:
@@ -172,7 +163,11 @@ def accumulate_gradients(
 
 
 def gather_rows(
-    accelerator: Accelerator, index: Tensor, columns: dict[str, Tensor]
+    accelerator: Accelerator,
+    index: Tensor,
+    columns: dict[str, Tensor],
+    *,
+    on_main_only: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Gather rows of all processes on the CPU, sorted by index.
 
@@ -182,6 +177,7 @@ def gather_rows(
     Args:
         index: Global index of each local row, (n,).
         columns: Tensors of shape (n, ...).
+        on_main_only: Send the rows to the main process only; the others get no rows.
 
     Returns:
         The sorted index, (N,), and the gathered columns, (N, ...).
@@ -190,6 +186,8 @@ def gather_rows(
     def gather(tensor: Tensor, fill: int) -> Tensor:
         tensor = tensor.to(accelerator.device)
         padded = accelerator.pad_across_processes(tensor, dim=0, pad_index=fill)
+        if on_main_only and accelerator.num_processes > 1:
+            return _gather_on_main(accelerator, padded).cpu()
         return accelerator.gather(padded).cpu()
 
     if not get_ranks(accelerator).is_leader:
@@ -198,6 +196,15 @@ def gather_rows(
     order = torch.argsort(index, stable=True)
     order = order[index[order] >= 0]
     return index[order], {name: gather(rows, 0)[order] for name, rows in columns.items()}
+
+
+def _gather_on_main(accelerator: Accelerator, rows: Tensor) -> Tensor:
+    """Return the concatenated rows of all processes on the main process, no rows on the others."""
+    rows, parts = rows.contiguous(), None
+    if accelerator.is_main_process:
+        parts = [torch.empty_like(rows) for _ in range(accelerator.num_processes)]
+    torch.distributed.gather(rows, parts)
+    return rows[:0] if parts is None else torch.cat(parts)
 
 
 def gather_scores(
@@ -213,7 +220,8 @@ def gather_scores(
     Returns:
         Columns (N,), the same on all processes; NaN where a batch lacks the column.
     """
-    names = dict.fromkeys(gather_object([name for batch in batches for name in batch]))
+    own_names = dict.fromkeys(name for batch in batches for name in batch)
+    names = dict.fromkeys(gather_object([*own_names]))
     lengths = [len(next(iter(batch.values()))) for batch in batches]
     columns = {
         name: np.concatenate(

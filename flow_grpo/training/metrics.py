@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flow_grpo.advantages import Estimator, Scale, compute_advantages
+from flow_grpo.advantages import Estimator, Scale, compute_advantages, group_rows
 from flow_grpo.rewards import TOTAL, nonzero_weights
 
 # Averaged over all samples; a loss that was not computed is 0. Others: over computed samples only.
@@ -116,7 +116,8 @@ def reward_metrics(rewards: dict[str, np.ndarray], groups: np.ndarray) -> dict[s
     """Return the reward metrics of an epoch, with the spread of the total within each group."""
     total = rewards[TOTAL]
     scored = ~np.isnan(total)
-    by_group = [total[scored & (groups == g)] for g in np.unique(groups[scored])]
+    values = total[scored]
+    by_group = [values[rows] for rows in group_rows(groups[scored])]
     return {
         **score_metrics("reward", rewards),
         "reward/samples": len(total),

@@ -44,6 +44,33 @@ class Plan:
         return "\n".join(f"{name:<21} {text}" for name, text in rows.items())
 
 
+def suggest_divisor(number: int, value: int, noun: str) -> str:
+    """Return "use A or B NOUN" with the divisors of `number` next to `value`, for hints."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    below = [n for n in divisors if n < value][-1:]
+    return _use([*below, *[n for n in divisors if n > value][:1]], noun)
+
+
+def suggest_multiple(unit: int, value: int, noun: str) -> str:
+    """Return "use A or B NOUN" with the multiples of `unit` next to `value`, for hints."""
+    below = value // unit * unit
+    return _use([*([below] if below else []), below + unit], noun)
+
+
+def _use(numbers: list[int], noun: str) -> str:
+    return f"use {' or '.join(map(str, numbers))} {noun}"
+
+
+def check_divides(context: int, processes: int) -> None:
+    """Raise a UserError unless `sample.context_parallel` divides the number of processes."""
+    if processes % context:
+        raise UserError(
+            f"does not divide the number of processes, {processes}",
+            field="sample.context_parallel",
+            value=context,
+        )
+
+
 def count_processes() -> int:
     """Return the number of processes that the launcher started, or that a dry run plans for."""
     return planned_world_size() or 1

@@ -20,7 +20,13 @@ from flow_grpo.config.fields import SharedFields
 from flow_grpo.config.saved_config import CONFIG_FILE
 from flow_grpo.data.seeding import seed_global_generators
 from flow_grpo.errors import RewardOutage, StoppedBySignal, UserError
-from flow_grpo.report.console import ProgressLines, RemainingTime, format_epoch, progress_bar
+from flow_grpo.report.console import (
+    ProgressLines,
+    Record,
+    RemainingTime,
+    format_epoch,
+    progress_bar,
+)
 from flow_grpo.report.grid import concatenate_images, middle_frame
 from flow_grpo.report.health import run_checks
 from flow_grpo.report.page import write_final_report
@@ -40,6 +46,7 @@ from flow_grpo.training.policy import BasePolicy
 from flow_grpo.training.saving import finish_saving, save_session, start_saving
 from flow_grpo.training.snapshot import Ema
 from flow_grpo.training.stop_signals import StopRequested, StopSignals
+from flow_grpo.training.time_estimate import is_due
 
 logger = logging.getLogger("flow_grpo")
 
@@ -66,6 +73,7 @@ class BaseSession:
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     copies_fit: bool = True  # whether a copy of the state fits in host memory
     closed: bool = False
+    records: list[Record] | None = None  # rows of metrics.jsonl once read, on the main process
     is_dry_run: bool = False  # only a small part of a run is executed, to measure it
 
     def ema_weights(self) -> AbstractContextManager:
@@ -263,11 +271,6 @@ def evaluation_metrics(
     return metrics
 
 
-def is_due(epoch: int, every: int, last: int) -> bool:
-    """Return whether an action is due that runs every `every` epochs (0: never) and at the end."""
-    return epoch == last or (every > 0 and epoch % every == 0)
-
-
 def finish_epoch(
     session: BaseSession, epoch: int, metrics: dict[str, float], timer: Timer, *, ends: bool = False
 ) -> None:
@@ -325,21 +328,31 @@ def log(session: BaseSession, record: dict[str, float | None]) -> None:
         session.accelerator, lambda: main and trackers.append_metrics(metrics, record)
     )
     if main:
-        log_health(session.folder, record["epoch"])
+        update_records(session, record)
+        log_health(session.records or [], record["epoch"])
     trackers.log_metrics(session.accelerator, record)
     last, rewards = session.config.num_epochs, session.reward.weights
     left = session.remaining_time.left(record, last)
     logger.info(format_epoch(record, rewards, session.eval_reward.weights, last, left))
 
 
-def log_health(folder: Path, epoch: int) -> None:
-    """Warn about health findings that start in this epoch; earlier ones have been logged."""
+def update_records(session: BaseSession, record: Record) -> None:
+    """Add `record`, the last row of metrics.jsonl, to the rows that the session keeps.
+
+    The file is read once per run, because reading it in every epoch takes quadratic time.
+    """
+    if session.records is not None:
+        session.records.append(record)
+        return
     try:
-        found = run_checks(read_metrics(folder))
+        session.records = read_metrics(session.folder)
     except UserError as error:  # a damaged metrics file is no reason to stop
         logger.warning("cannot check the run's health: %s", error)
-        return
-    for finding in found:
+
+
+def log_health(records: Sequence[Record], epoch: int) -> None:
+    """Warn about health findings that start in this epoch; earlier ones have been logged."""
+    for finding in run_checks(records):
         if finding.epoch == epoch:
             logger.warning("health, epoch %d: %s; %s", epoch, finding.text, finding.advice)
 

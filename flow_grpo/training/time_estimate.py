@@ -7,7 +7,6 @@ than sampling, and after the last batch.
 from dataclasses import dataclass
 
 from flow_grpo.report.console import format_duration
-from flow_grpo.training.session import is_due
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,11 @@ def run_seconds(measured: MeasuredTimes, work: RemainingWork) -> float:
     epoch = sum(epoch_seconds(measured, work).values())
     evaluations = work.evaluations * eval_seconds(measured, work)
     return measured.warm_up + work.epochs * epoch + evaluations
+
+
+def is_due(epoch: int, every: int, last: int) -> bool:
+    """Return whether an action is due that runs every `every` epochs (0: never) and at the end."""
+    return epoch == last or (every > 0 and epoch % every == 0)
 
 
 def count_evaluations(done: int, last: int, every: int, *, before: bool = True) -> int:

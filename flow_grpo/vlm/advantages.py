@@ -64,11 +64,12 @@ def engine_deviation(
     Args:
         accelerator: Reduces the metrics over the processes.
         rollout: The samples, with the engine's log-probabilities.
-        tensors: Per-token tensors by sample index; those without a gradient may lack old
-            log-probabilities.
+        tensors: Per-token tensors by sample index, of the responses with a gradient: the old
+            log-probabilities of others may be those of weights that were already updated. Those of
+            responses that no update contains are missing.
 
     Returns:
-        Mean and maximum absolute difference over the tokens of all processes.
+        Mean and maximum absolute difference over the tokens of all processes; 0 without any.
     """
     differences = [torch.zeros(0, dtype=torch.float64)]
     for index, response in tensors.items():
@@ -80,7 +81,7 @@ def engine_deviation(
     total, count = accelerator.reduce(sums.to(accelerator.device)).tolist()
     own = all_tokens.max() if len(all_tokens) else all_tokens.new_tensor(0.0)
     largest = accelerator.gather(own[None].to(accelerator.device)).max()
-    return {"answer/engine_dev": total / count, "answer/engine_dev_max": float(largest)}
+    return {"answer/engine_dev": total / max(count, 1), "answer/engine_dev_max": float(largest)}
 
 
 def compute_kl_penalties(

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 
 from flow_grpo.errors import UserError
-from flow_grpo.training.plan import Plan
+from flow_grpo.training.plan import Plan, suggest_divisor, suggest_multiple
 from flow_grpo.vlm.fields import VlmSampleConfig, VlmTrainConfig
 from flow_grpo.vlm.losses import GIVEN_LOSSES
 
@@ -32,8 +32,20 @@ class VlmBatchPlan(Plan):
                 f"{self.group_size})",
                 field="train.updates_per_epoch",
                 value=self.updates_per_pass,
-                hint="change one of these numbers",
+                hint=self._suggest_division(),
             )
+
+    def _suggest_division(self) -> str:
+        """Return the numbers of processes and the group sizes that divide the samples."""
+        parts = self.updates_per_pass * self.together
+        if self.samples % parts:
+            return "change one of these numbers"
+        hint = suggest_divisor(self.samples // parts, self.num_processes, "processes")
+        if self.together > 1:
+            return hint
+        parts *= self.num_processes
+        unit = parts // math.gcd(parts, self.questions)
+        return f"{hint}, or {suggest_multiple(unit, self.group_size, 'responses per question')}"
 
     @property
     def samples(self) -> int:

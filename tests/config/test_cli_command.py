@@ -27,7 +27,15 @@ from flow_grpo.diffusion.config_checks import check_config
 from flow_grpo.diffusion.fields import get_config
 from flow_grpo.vlm import presets as vlm
 
-PACKAGED = ("flow_grpo", "reward_server", "scripts", "config", "dataset", "assets")
+PACKAGED = (
+    "flow_grpo",
+    "reward_server",
+    "scripts",
+    "config",
+    "dataset",
+    "assets",
+    "docs/benchmarks",
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +112,12 @@ def test_a_copied_loop_runs_as_a_script(flow_grpo, installed, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--config.train.learning_rate=" in done.stdout
+
+
+def test_the_measurements_of_a_plan_are_installed(flow_grpo):
+    done = flow_grpo("plan", "--config=general_ocr_sd3", "--world_size=8")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(?m)^measured +sd3_h200.jsonl, ", done.stdout)
 
 
 def test_an_unknown_command_is_reported_in_one_line(flow_grpo):

@@ -36,6 +36,7 @@ from flow_grpo.diffusion.config_checks import check_config
 from flow_grpo.diffusion.config_loading import load_config_file, load_run_config
 from flow_grpo.diffusion.fields import get_config
 from flow_grpo.host_header import is_allowed_host
+from flow_grpo.report.grid import save_sample_files
 
 GOOD = {"prompt": "a sign", "weights": None, "steps": 2, "guidance": 1.0, "seed": 7}
 
@@ -298,6 +299,9 @@ def test_every_family_generates(family, tmp_path):
     [drawn] = generator.generate(asked)
     frames = drawn.sample if family.frames > 1 else [drawn.sample]
     assert [frame.size for frame in frames] == [(family.wide, 32)] * family.frames
+    if family.frames > 1:
+        name = save_sample_files(drawn.sample, tmp_path, "0", animated_image=True)["file"]
+        assert Image.open(tmp_path / name).info["duration"] == (40 if family.name == "ltx2" else 60)
     assert drawn.scores == []
     assert generator.newest is None
     assert generator.limits.images == generator.adapter.num_source_images

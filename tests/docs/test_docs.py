@@ -127,7 +127,7 @@ def test_result_tables_are_up_to_date(name):
 def test_hours_are_up_to_date(path):
     """If not: python docs/make_tasks.py"""
     text = path.read_text("utf-8")
-    assert make_tasks.page(text, make_tasks.measurements()) == text
+    assert make_tasks.page(text, make_tasks.read_measurements()) == text
 
 
 def measured(**settings) -> make_tasks.Line:
@@ -287,7 +287,8 @@ def check_config(script: str, path: str, options: list[str], monkeypatch) -> Non
     monkeypatch.setattr(sys, "argv", [script, *options])  # ml_collections reads sys.argv
     config_flags.DEFINE_config_dict("config", config, flag_values=values)
     values(sys.argv)
-    if "vlm" in script or (script == "evaluate" and "vlm.py" in path):  # for both trainers
+    # these scripts are for both trainers
+    if "vlm" in script or (script in ("evaluate", "plan") and "vlm.py" in path):
         vlm_checks.check_config(values.config)
         return
     settings = diffusion_checks.check_config(values.config)

@@ -102,6 +102,6 @@ def comparable_metrics(folder: Path) -> list[dict[str, float]]:
 
     A run is evaluated after its last epoch, so the runs differ in their evaluations.
     """
-    excluded = ("time/", "eval/", "perf/images", "perf/peak")
+    excluded = ("time/", "eval/", "perf/images", "perf/peak", "perf/save")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     return [{k: v for k, v in line.items() if not k.startswith(excluded)} for line in lines]

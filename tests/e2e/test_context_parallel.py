@@ -8,8 +8,11 @@ import context_parallel_runs
 import float64_run
 import pytest
 import torch
+from context_parallel_runs import SUPPORTED
 from runner import ROOT, environment, torchrun
 from safetensors.torch import load_file
+
+from flow_grpo.diffusion.models import ADAPTERS
 
 pytestmark = pytest.mark.slow
 RUNS = {
@@ -27,7 +30,6 @@ COMMON = {
     "sample.test_batch_size": 2,
     "train.gradient_accumulation_steps": 1,
 }
-SUPPORTED = {"wan", "wan_i2v", "wan22", "wan22_a14b", "flux", "flux2", "flux2_klein", "qwen_image"}
 
 
 class Layouts:
@@ -84,10 +86,11 @@ def layouts(tmp_path_factory, prompt_folder) -> Layouts:
 def test_velocities_and_gradients_are_those_of_one_process(layouts):
     """diffusers computes norms and rotations in float32."""
     errors = json.loads(layouts.errors.read_text())
-    assert {name for name, found in errors.items() if found} == SUPPORTED
-    for name in SUPPORTED:
-        assert len(errors[name]) > 10
-        assert max(errors[name].values()) < 1e-5, name
+    assert errors.keys() == SUPPORTED.keys()
+    assert {n for n, kind in ADAPTERS.items() if kind.context_parallel} == {*SUPPORTED.values()}
+    for name, found in errors.items():
+        assert len(found) > 10
+        assert max(found.values()) < 1e-5, name
 
 
 @pytest.mark.parametrize("name", ["wan-2", "wan-4", "flux-4", "flux-fsdp2"])

@@ -48,6 +48,8 @@ def test_rollout_gradients_equal_the_standard_loop(prompt_folder, tmp_path):
             "dataset": str(prompt_folder),
             "run_name": name,
             "num_epochs": epochs,
+            "eval_prompts": 2,
+            "log_images": 2,
             "sample.train_batch_size": 1,
             "sample.num_image_per_prompt": 2,
             "sample.num_batches_per_epoch": batches,
@@ -67,8 +69,15 @@ def test_rollout_gradients_equal_the_standard_loop(prompt_folder, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    # only the main process receives and converts logged images: before training, of training, after
+    counts = [json.loads((tmp_path / f"kept/converted-{rank}.json").read_text()) for rank in (0, 1)]
+    assert counts == [[2, 2, 2], [0, 0]]
     float64_run.run(**fields("kept", epochs=2), resume="auto")
     float64_run.run(**fields("plain", epochs=2))
     float64_run.run(**fields("plain-anchors"))
     for name in ("", "-anchors"):
         assert_equal_runs(tmp_path / f"kept{name}", tmp_path / f"plain{name}")
+    for number in range(2):  # the second image was sampled by the other process
+        file = f"samples/eval-00000/{number:04d}.png"
+        two, one = ((tmp_path / run / file).read_bytes() for run in ("kept", "plain"))
+        assert two == one

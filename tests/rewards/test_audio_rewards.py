@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from user_errors import raises_user_error
 
 from flow_grpo.audio import Audio, noise_audio
 from flow_grpo.rewards import WeightedReward, build_reward
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.rewards.protocol import AUDIO, Scorer
 from flow_grpo.rewards.workers.guard import GuardedScorer
+from reward_server.isolated import build_scorer
 
 RATE = 8000
 
@@ -86,6 +88,11 @@ def test_only_scorers_that_declare_it_receive_sound():
     assert custom["deaf"].rows == [{"k": 1}, {}]
     assert custom["hears"].rows == [{"k": 1, AUDIO: sounds[0]}, {AUDIO: sounds[1]}]
     assert reward.audio_rewards == {"hears"}
+
+
+def test_reward_servers_reject_rewards_of_sound():
+    with raises_user_error("'audio_silence'", "scores sound"):
+        build_scorer("audio_silence", device="cpu")
 
 
 def test_test_calls_receive_sound():

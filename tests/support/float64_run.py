@@ -8,7 +8,10 @@ gradient is close to zero. The reward is smooth, because a pixel may be rounded 
 """
 
 import json
+import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from ml_collections import ConfigDict
 from train import train
 from untrained import small
 
+from flow_grpo.diffusion import evaluation, results
 from flow_grpo.diffusion.builders import image_size
 from flow_grpo.diffusion.fields import get_config
 from flow_grpo.diffusion.models import ADAPTERS, ModelAdapter
@@ -63,6 +67,18 @@ def run(family: str = "sd3", **fields: Any) -> None:
         session.close()
 
 
+def record_conversions(module: Any, name: str, counts: list[int]) -> None:
+    """Append the number of logged images to `counts` whenever the module converts some to PIL."""
+    convert: Callable = getattr(module, name)
+    setattr(module, name, lambda images: counts.append(len(images)) or convert(images))
+
+
 if __name__ == "__main__":
+    counts: list[int] = []
+    record_conversions(evaluation, "uint8_to_pil", counts)
+    record_conversions(results, "to_pil", counts)
     for fields in json.loads(sys.argv[1]):
+        counts.clear()
         run(**fields)
+        path = Path(fields["logdir"], fields["run_name"], f"converted-{os.environ['RANK']}.json")
+        path.write_text(json.dumps(counts))

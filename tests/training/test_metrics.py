@@ -7,8 +7,9 @@ import torch
 from accelerate import Accelerator
 
 from flow_grpo.diffusion.algorithms import Loss
+from flow_grpo.training import distributed
 from flow_grpo.training import metrics as run_metrics
-from flow_grpo.training.distributed import gather_rows
+from flow_grpo.training.distributed import gather_rows, gather_scores
 from flow_grpo.training.metrics import (
     Timer,
     TrainingStats,
@@ -191,3 +192,13 @@ def test_the_index_of_a_process_without_rows_is_gathered_as_that_of_others(own):
     index, columns = gather_rows(accelerator, torch.tensor(own), rows)
     assert sent == [torch.int64, torch.float32]
     assert len(index) == len(columns["margin"]) == len(own)
+
+
+def test_processes_exchange_each_score_name_once(monkeypatch):
+    """Their number does not grow with the batches of an epoch."""
+    sent, gather = [], distributed.gather_object
+    monkeypatch.setattr(distributed, "gather_object", lambda x: sent.append(x) or gather(x))
+    batches = [{"a": np.ones(2), **({"b": np.zeros(2)} if i else {})} for i in range(5)]
+    scores = gather_scores(Accelerator(cpu=True), np.arange(10), batches)
+    assert sent == [["a", "b"]]
+    np.testing.assert_array_equal(scores["b"], [np.nan, np.nan, *[0.0] * 8])

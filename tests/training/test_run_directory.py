@@ -71,6 +71,21 @@ def test_a_run_whose_directory_exists_finishes(running):
     session.run_training(running, lambda _: None, [])
 
 
+def test_metrics_are_read_once_and_not_in_every_epoch(running, monkeypatch, caplog):
+    """A resumed run has rows already; checks see those of all epochs."""
+    (running.folder / "metrics.jsonl").write_text('{"epoch": 1, "step": 1, "train/kl": 0.1}\n')
+    calls, read = [], session.read_metrics
+    monkeypatch.setattr(session, "read_metrics", lambda x: calls.append(x) or read(x))
+    for epoch, kl in ((2, 0.2), (3, None), (4, 9.0)):
+        session.log(running, {"epoch": epoch, "step": epoch, "train/kl": kl})
+    assert calls == [running.folder]
+    assert running.records == read(running.folder)
+    assert [row["epoch"] for row in running.records] == [1, 2, 3, 4]
+    assert [r.getMessage()[:16] for r in caplog.records if "health" in r.msg] == [
+        "health, epoch 4:"
+    ]
+
+
 def test_a_removed_directory_is_not_created_again_by_writing(running):
     shutil.rmtree(running.folder)
     with raises_user_error(field=str(running.folder)):

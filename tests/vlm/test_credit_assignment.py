@@ -42,7 +42,7 @@ def test_engine_deviation_and_importance_weights_by_hand():
     rollout = one_group()
     sampled = [torch.tensor(p).log() for p in ([0.25, 0.3], [0.4])]
     rollout.samples = {i: Sample(0, p, p, True, "") for i, p in zip((4, 7), sampled, strict=True)}
-    tensors = {i: ResponseTensors(None) for i in (4, 7, 9)}  # 9 has no gradient
+    tensors = {i: ResponseTensors(None) for i in (4, 7, 9)}  # no update contains 9
     set_old_log_probs(tensors[4], torch.tensor([0.5, 0.3]).log(), sampled[0], 1.5)
     set_old_log_probs(tensors[7], torch.tensor([0.1]).log(), sampled[1], 1.5)
     assert engine_deviation(Accelerator(cpu=True), rollout, tensors) == {

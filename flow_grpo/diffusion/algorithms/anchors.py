@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flow_grpo.advantages import group_rows
 from flow_grpo.diffusion.algorithms.settings import AnchorConfig
 from flow_grpo.errors import UserError
 from flow_grpo.losses import mean_square
@@ -194,8 +195,7 @@ def downsample_images(images: Tensor) -> Tensor:
 def nearest_distances(features: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Return the RMS distance of each sample to the nearest one of its group, (N,); 0 if alone."""
     distances = np.zeros(len(features))
-    for group in np.unique(groups):
-        rows = np.flatnonzero(groups == group)
+    for rows in group_rows(groups):
         members = features[rows]
         squares = ((members[:, None] - members) ** 2).mean(-1)
         np.fill_diagonal(squares, np.inf if len(rows) > 1 else 0.0)

@@ -74,11 +74,11 @@ class LTX2Adapter(ModelAdapter):
     }
 
     def __init__(self, pipeline: DiffusionPipeline, **options: Any) -> None:
-        """Freeze and place the components; the vocoder stays in float32.
+        """Freeze and place the components; the vocoder computes in float32.
 
         Raises:
-            UserError: For a VAE that decodes with noise, or a prompt length that the learned tokens
-                in place of padding do not divide.
+            UserError: For a VAE that decodes with noise, connectors that keep the padding of
+                prompts, or a prompt length that the learned tokens in its place do not divide.
         """
         if pipeline.vae.config.timestep_conditioning:
             raise UserError(
@@ -86,7 +86,15 @@ class LTX2Adapter(ModelAdapter):
                 field="pretrained.model",
                 value=pipeline.name_or_path,
             )
-        registers = pipeline.connectors.config.video_connector_num_learnable_registers or 1
+        connectors = pipeline.connectors.config
+        registers = connectors.video_connector_num_learnable_registers
+        if not (registers and connectors.audio_connector_num_learnable_registers):
+            raise UserError(
+                "has connectors without learned tokens, which is not supported: the transformer "
+                "would attend to padding",
+                field="pretrained.model",
+                value=pipeline.name_or_path,
+            )
         length = options.get("max_sequence_length", registers)
         if length % registers:
             raise UserError(

@@ -26,7 +26,8 @@ from flow_grpo.training.distributed import (
 )
 from flow_grpo.training.finite import backward
 from flow_grpo.training.metrics import Loss, Timer, TrainingStats, peak_memory_gb
-from flow_grpo.training.session import finish_epoch, is_due, run_training, training_metrics
+from flow_grpo.training.session import finish_epoch, run_training, training_metrics
+from flow_grpo.training.time_estimate import is_due
 from flow_grpo.training.update import optimizer_step, set_learning_rates
 from flow_grpo.vlm.builders import memory_saving_options
 from flow_grpo.vlm.packing import PackedBatch, Response, micro_batches, pack_responses

@@ -1,5 +1,6 @@
 """Sound of LTX-2: equality with the stock pipeline, joint log-probabilities, files and rewards."""
 
+import copy
 import json
 import wave
 from pathlib import Path
@@ -14,6 +15,7 @@ from train import train
 from user_errors import raises_user_error
 
 from flow_grpo.diffusion.models import ModelAdapter, Size, load_adapter
+from flow_grpo.diffusion.models.ltx2 import LTX2Adapter
 from flow_grpo.diffusion.rollout import Denoiser, Dynamics
 from flow_grpo.diffusion.session import Session, build_session
 from flow_grpo.report.page import build_report_data, write_report
@@ -160,6 +162,16 @@ def test_rewards_of_sound_are_rejected_without_sound(tmp_path, family, fields, s
 def test_prompts_of_other_lengths_than_the_learned_tokens_divide_are_rejected(folder):
     with raises_user_error("multiple of 8", field="max_sequence_length", value=50):
         load_adapter(str(folder), max_sequence_length=50)
+
+
+@pytest.mark.parametrize("stream", ["video", "audio"])
+def test_connectors_that_keep_padding_are_rejected(adapter, stream):
+    pipeline = copy.copy(adapter.pipeline)
+    pipeline.connectors = copy.copy(pipeline.connectors)
+    changed = {f"{stream}_connector_num_learnable_registers": None}
+    pipeline.connectors.register_to_config(**changed)
+    with raises_user_error("without learned tokens", field="pretrained.model"):
+        LTX2Adapter(pipeline, max_sequence_length=TOKENS)
 
 
 def test_latents_of_another_size_are_rejected(adapter):
