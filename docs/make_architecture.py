@@ -38,6 +38,7 @@ BASICS = (
     "errors",
     "audio",
     "host_header",
+    "host_memory",
     "hub_access",
     "images",
     "untrusted_files",

@@ -92,7 +92,7 @@ class WeightSwapper:
             yield adapter
         finally:
             if is_lora:
-                self.adapter.pipeline.unload_lora_weights()
+                self.adapter.unload_lora()
             elif not self.is_single:
                 self.adapter.transformer.load_state_dict(self._base_state)
 

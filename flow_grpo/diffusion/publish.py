@@ -1,10 +1,10 @@
 """Collect the weights, samples and texts of a published diffusion run."""
 
-import inspect
 import json
 import logging
 import shutil
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from flow_grpo.diffusion.export import TRAINED_COMPONENT, export
 from flow_grpo.diffusion.models import find_adapter
 from flow_grpo.diffusion.models.base import ModelAdapter
 from flow_grpo.diffusion.models.experts import SECOND_TRANSFORMER
-from flow_grpo.diffusion.models.lora_files import LoraFile, read_lora
+from flow_grpo.diffusion.models.lora_files import LoraFile, lora_mixin, read_lora
 from flow_grpo.errors import UserError, first_line
 from flow_grpo.report.card import code_block
 from flow_grpo.report.comparison import SamplePairs, draw_samples, pair_samples
@@ -219,12 +219,22 @@ def describe_usage(
         lines.append(f'pipeline = DiffusionPipeline.from_pretrained("{repo}")')
     else:
         lines.append(f'pipeline = DiffusionPipeline.from_pretrained("{base}")')
-        lines.append(f'pipeline.load_lora_weights("{repo}")')
+        supports_lora = (
+            adapter is None or lora_mixin(adapter.pipeline_class) is adapter.pipeline_class
+        )
+        lines.append(
+            f'pipeline.load_lora_weights("{repo}")'
+            if supports_lora
+            else f'pipeline.transformer.load_lora_adapter("{repo}", use_safetensors=True)'
+        )
         if len(experts) > 1:
             lines.append(
                 f'pipeline.load_lora_weights("{repo}", subfolder="{SECOND_TRANSFORMER}", '
                 "load_into_transformer_2=True)"
             )
+    scale = run.setting("sample.guidance_scale")
+    if scale is not None and _has_guider(adapter):
+        lines.append(f"pipeline.guider = pipeline.guider.new(guidance_scale={scale})")
     lines.append('pipeline.to("cuda" if torch.cuda.is_available() else "cpu")')
     arguments = _call_arguments(run, adapter)
     result = "frames" if int(run.setting("frames", 1)) > 1 else "images"
@@ -252,16 +262,21 @@ def _call_arguments(run: PublishedRun, adapter: type[ModelAdapter] | None) -> st
     if values["num_frames"] == 1:
         del values["num_frames"]
     scale = run.setting("sample.guidance_scale")
-    if scale is not None:
+    if scale is not None and not _has_guider(adapter):
         values[_guidance_argument(adapter, float(scale))] = scale
     return ", ".join(f"{name}={value}" for name, value in values.items() if value)
+
+
+def _has_guider(adapter: type[ModelAdapter] | None) -> bool:
+    """Return whether a component of the pipeline has the guidance scale, and not its calls."""
+    return adapter is not None and "guider" in signature(adapter.pipeline_class).parameters
 
 
 def _guidance_argument(adapter: type[ModelAdapter] | None, scale: float) -> str:
     """Return the pipeline's argument for guidance by two passes, or for an embedded scale."""
     if adapter is None:
         return "guidance_scale"
-    known = inspect.signature(adapter.pipeline_class.__call__).parameters
+    known = signature(adapter.pipeline_class.__call__).parameters
     return (
         "true_cfg_scale"
         if "true_cfg_scale" in known and adapter.is_guided(scale)

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from flow_grpo.diffusion.algorithms.trajectory import PolicyStep, TrajectoryAlgo
 from flow_grpo.diffusion.models import Conditioning
 from flow_grpo.diffusion.policy import Policy
 from flow_grpo.errors import UserError
+from flow_grpo.host_memory import available_memory
 from flow_grpo.perf.inductor import keep_backward_buffers
 from flow_grpo.sde import Step
 from flow_grpo.training.finite import backward
@@ -85,7 +85,7 @@ class RolloutGradients:
         """
         each = self.bytes_per_sample
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        available = psutil.virtual_memory().available
+        available = available_memory()
         lora_size = f"{samples} x {each / 2**20:.1f} MiB of LoRA"
         if samples * each * processes > available:
             raise UserError(

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from flow_grpo.host_memory import available_memory
 from flow_grpo.training.distributed import gather_parameters, to_host
 
 logger = logging.getLogger("flow_grpo")
@@ -73,4 +73,4 @@ def count_bytes(value: Any) -> int:
 
 def fits_in_memory(size: int) -> bool:
     """Return whether copies of `size` bytes leave enough host memory."""
-    return size <= MAX_MEMORY_SHARE * psutil.virtual_memory().available
+    return size <= MAX_MEMORY_SHARE * available_memory()

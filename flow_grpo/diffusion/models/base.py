@@ -34,7 +34,7 @@ from flow_grpo.diffusion.models.inputs import (
     latent_shape,
     shifted_schedule,
 )
-from flow_grpo.diffusion.models.lora_files import attach_lora, load_full_weights
+from flow_grpo.diffusion.models.lora_files import attach_lora, load_full_weights, lora_mixin
 from flow_grpo.diffusion.models.prompt_cache import Embedding, PromptCache, encoder_identity
 from flow_grpo.images import ImageSource, resize_and_crop
 from flow_grpo.perf.optimize import SharedInputGroups, apply_optimizations
@@ -561,13 +561,15 @@ class ModelAdapter(ABC):
     def save_lora(self, folder: Path, transformer: nn.Module, weights: dict[str, Tensor]) -> None:
         """Save LoRA weights in the format of `pipe.load_lora_weights(folder)`.
 
+        For a pipeline without this method, `pipe.transformer.load_lora_adapter` reads it.
+
         Args:
             folder: Directory to write to.
             transformer: Model with the adapter "default".
             weights: Values to save, by the names of its state dict.
         """
         for subfolder, part, own in iter_experts(transformer, weights):
-            self.pipeline_class.save_lora_weights(
+            lora_mixin(self.pipeline_class).save_lora_weights(
                 folder / subfolder,
                 transformer_lora_layers=get_peft_model_state_dict(part, state_dict=own),
                 # Without metadata diffusers assumes alpha == rank.
@@ -582,6 +584,13 @@ class ModelAdapter(ABC):
             attach_lora(part, path / subfolder, self.pipeline)
         # It may include text encoders, which invalidates cached embeddings.
         self._cache, self._caches, self._stream = self._open_cache(), {}, None
+
+    def unload_lora(self) -> None:
+        """Remove all LoRA layers."""
+        if lora_mixin(self.pipeline_class) is self.pipeline_class:
+            self.pipeline.unload_lora_weights()  # also those of text encoders
+        else:
+            self.transformer.unload_lora()
 
     def load_weights(self, folder: Path) -> None:
         """Load the weights that a run saved: a LoRA or a full transformer."""

@@ -182,14 +182,14 @@ def compute_shift(scheduler: Any, tokens: int, *, default_max_shift: float = 1.1
 
 
 def shifted_schedule(
-    scheduler: Any, num_steps: int, mu: float, sigmas: Sequence[float] | None = None
+    scheduler: Any, num_steps: int, mu: float | None, sigmas: Sequence[float] | None = None
 ) -> Schedule:
-    """Return the schedule of a diffusers scheduler with dynamic shifting.
+    """Return the schedule of a diffusers scheduler with dynamic or static shifting.
 
     Args:
         scheduler: The scheduler.
         num_steps: Number of steps.
-        mu: Shift.
+        mu: Dynamic shift; None for a scheduler with a static one.
         sigmas: Noise levels before the shift; by default linear from 1 to 1 / num_steps.
     """
     if sigmas is None:

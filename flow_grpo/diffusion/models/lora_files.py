@@ -11,7 +11,12 @@ from pathlib import Path
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
+from diffusers.loaders.lora_base import (
+    LORA_ADAPTER_METADATA_KEY,
+    LORA_WEIGHT_NAME_SAFE,
+    LoraBaseMixin,
+)
+from diffusers.loaders.lora_pipeline import HunyuanVideoLoraLoaderMixin
 from diffusers.utils import convert_unet_state_dict_to_peft
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
@@ -52,6 +57,14 @@ class LoraFile:
     def for_model(self, model: str) -> dict[str, Tensor]:
         """Return the tensors for one component of the pipeline, by their names in it."""
         return _with_prefix(self.tensors, model)
+
+
+def lora_mixin(pipeline: type[DiffusionPipeline]) -> type[LoraBaseMixin]:
+    """Return the class that saves LoRA files: the pipeline's, if it supports LoRA.
+
+    The method of pipelines with a transformer and no text encoder to train is the same for all.
+    """
+    return pipeline if issubclass(pipeline, LoraBaseMixin) else HunyuanVideoLoraLoaderMixin
 
 
 def attach_lora(

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 Embedding = dict[str, Tensor]  # of one prompt with its source images
 MAX_IN_MEMORY = 2048  # prompts; at most 3.5 GB for SD3.5 in half precision with 205 tokens
+MAX_BYTES_IN_MEMORY = 8 * 2**30  # per process; 680 prompts of LTX-2, with 1024 tokens each
 FINGERPRINT_SAMPLES = 64  # values per tensor that are hashed in order
 # Increase whenever the result of any `encode_single` changes, to invalidate existing files.
 # 2: 3-D positions of images; rotary frequencies in float32.
@@ -40,11 +41,15 @@ class PromptCache:
     """
 
     def __init__(
-        self, folder: Path | None = None, identity: str = "", in_memory: int = MAX_IN_MEMORY
+        self,
+        folder: Path | None = None,
+        identity: str = "",
+        in_memory: int = MAX_IN_MEMORY,
+        max_bytes: int = MAX_BYTES_IN_MEMORY,
     ) -> None:
         self._folder = folder
         self._identity = identity
-        self._in_memory = in_memory
+        self._in_memory, self._max_bytes, self._bytes = in_memory, max_bytes, 0
         self._recent: OrderedDict[str, Embedding] = OrderedDict()
         self._digests: dict[ImageSource, str] = {}
         self._can_write = folder is not None
@@ -97,11 +102,16 @@ class PromptCache:
         return embedding
 
     def _remember(self, text: str, embedding: Embedding) -> None:
-        """Add an embedding to those in memory, in place of the least recently used one."""
+        """Add an embedding to those in memory, in place of the least recently used ones."""
+        self._bytes += _num_bytes(embedding) - _num_bytes(self._recent.pop(text, {}))
         self._recent[text] = embedding
-        self._recent.move_to_end(text)
-        if len(self._recent) > self._in_memory:
-            self._recent.popitem(last=False)
+        while len(self._recent) > self._in_memory or self._bytes > self._max_bytes:
+            _, oldest = self._recent.popitem(last=False)
+            self._bytes -= _num_bytes(oldest)
+
+
+def _num_bytes(embedding: Embedding) -> int:
+    return sum(tensor.nbytes for tensor in embedding.values())
 
 
 def make_cache_folder(name: str) -> Path:

@@ -259,9 +259,10 @@ def test_concurrent_writers_and_readers_see_complete_files(tmp_path, caplog):
     assert set(PromptCache(tmp_path, "model").find(texts)) == set(texts)
 
 
-def test_memory_holds_the_most_recently_used_prompts(tmp_path):
-    cache = PromptCache(tmp_path, "model", in_memory=2)
-    for text in ("a", "b"):
+@pytest.mark.parametrize("limit", [{"in_memory": 2}, {"max_bytes": 2 * 16 + 15}])
+def test_memory_holds_the_most_recently_used_prompts(tmp_path, limit):
+    cache = PromptCache(tmp_path, "model", **limit)
+    for text in ("a", "b", "b"):
         cache.add(text, {"embeds": torch.zeros(1, 2, 2)})
     cache.find(["a"])
     cache.add("c", {"embeds": torch.zeros(1, 2, 2)})

@@ -233,7 +233,7 @@ def test_the_language_model_receives_3d_positions_of_images(family, folder, pass
     assert not encoder._forward_pre_hooks  # the pipeline is left as it was
 
 
-# T5 and CLIP, Mistral, Qwen2.5-VL, Qwen3, UMT5 and CLIP's vision
+# T5 and CLIP, Mistral, Qwen2.5-VL with ByT5, Qwen3, UMT5 and CLIP's vision
 @pytest.mark.parametrize(
     "family",
     [BY_NAME[name] for name in ("flux", "flux2", "qwen_image_edit", "z_image", "wan_i2v")],
@@ -590,9 +590,7 @@ def test_the_trained_policy_is_the_one_that_sampled(trained):
 def test_the_trained_lora_reproduces_the_images_in_the_stock_pipeline(family, folder, trained):
     pipeline, size = family.stock(folder), Size(32, family.wide, family.frames)
     lora = trained.folder / "checkpoints/latest/ema_lora"
-    pipeline.load_lora_weights(lora)
-    if family.experts:
-        pipeline.load_lora_weights(lora / "transformer_2", load_into_transformer_2=True)
+    family.load_lora(pipeline, lora)
     prompts = trained.test_prompts
     generators = eval_generators(trained.config.seed, range(len(prompts)))
     drawn = family.generate(

@@ -69,7 +69,10 @@ def held_out_rewards(family: Family, method: str, tmp: Path) -> list:
     ]
 
 
-TRAINED = [f for f in FAMILIES if f.image_pipeline or not f.one_prompt]
+# The VAE of HunyuanVideo 1.5 decodes one sample at a time, for which the test takes 30 s.
+TRAINED = [
+    f for f in FAMILIES if (f.image_pipeline or not f.one_prompt) and f.name != "hunyuan_video15"
+]
 ROWS = [(f, m) for f in TRAINED for m in METHODS if f.name == "sd3" or m == "nft"]
 
 
