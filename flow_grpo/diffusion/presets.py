@@ -375,6 +375,31 @@ FAMILIES: dict[str, FieldValues] = {
         "train": {"gradient_checkpointing": True, "ema": False},
         ALL_BATCHES: {"groups": 32, "group_size": 16, "max_batch": 1},
     },
+    # As UniRL trains it: five frames, eight of the first nine steps, without guidance.
+    "_hunyuan_video15": {
+        PARENT_KEY: "_large",
+        "pretrained": {"model": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"},
+        "height": 480,
+        "width": 480,
+        "frames": 5,
+        "max_sequence_length": 1000,
+        "reward_options": {"pickscore": {"frames": "first"}},
+        "sample": {
+            "num_steps": 16,
+            "eval_num_steps": 16,
+            "guidance_scale": 1.0,
+            "noise_level": 0.25,
+            "sde_window_size": 8,
+            "sde_window_range": (0, 9),
+        },
+        "train": {
+            "learning_rate": 1e-5,
+            "lora_alpha": 64,
+            "gradient_checkpointing": True,
+            "ema": False,
+        },
+        ALL_BATCHES: {"groups": 48, "group_size": 24, "max_batch": 1},
+    },
     "_wan_14b": {PARENT_KEY: "_wan", "pretrained": {"model": "Wan-AI/Wan2.1-T2V-14B-Diffusers"}},
 }
 
@@ -441,6 +466,7 @@ LARGE: dict[str, FieldValues] = {
     "pickscore_wan22_a14b": _task("_wan22_a14b", "pickscore", "pickscore"),
     "pickscore_wan_i2v": _task("_wan_i2v", "pickscore", "sharegpt4o_image_mini"),
     "wan_14b_ocr": _task("_wan_14b", "ocr", "ocr_full"),
+    "pickscore_hunyuan_video15": _task("_hunyuan_video15", "pickscore", "pickscore"),
     "pickscore_ltx2": {
         **_task("_ltx2", "pickscore", "pickscore"),
         "reward_fn": {"pickscore": 1.0, "audio_silence": -0.1},

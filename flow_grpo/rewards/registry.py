@@ -17,6 +17,7 @@ IMAGE_REWARDS = {
     "jpeg_compressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "flow_grpo.rewards.scorers.jpeg:jpeg_incompressibility",
     "keep_source": "flow_grpo.rewards.scorers.keep_source:KeepSource",
+    "moving_shape": "flow_grpo.rewards.scorers.moving_shape:MovingShape",
     "ocr": "flow_grpo.rewards.scorers.ocr:OcrScorer",
     "pickscore": "flow_grpo.rewards.scorers.clip:PickScore",
     "qwenvl": "flow_grpo.rewards.judges.qwen_vl:QwenVl",

@@ -35,6 +35,7 @@ from flow_grpo.vlm.checkpoint_evaluation import (
     evaluation_settings,
 )
 from flow_grpo.vlm.config_checks import check_config
+from flow_grpo.vlm.engine_choice import choose_engine
 from flow_grpo.vlm.evaluation_candidates import check_candidates
 from flow_grpo.vlm.evaluation_questions import EvaluationSet
 from flow_grpo.vlm.fields import VlmConfig
@@ -83,6 +84,7 @@ def run_benchmark(
     source = str(files.files[0])
     sets = [EvaluationSet(protocol.name, source, [questions[row] for row in rows])]
     check_media(checked, sets[0].questions, accelerator)
+    checked = choose_engine(checked, sets[0].questions, accelerator)
     checked = replace(checked, filter_overlong_prompts=False)  # no question may be dropped
     sets = raise_on_all_ranks(accelerator, lambda: check_candidates(checked, candidates, sets))
     model = relative_name(checked.pretrained.model)

@@ -32,6 +32,7 @@ from flow_grpo.vlm.builders import (
     load_policy_model,
 )
 from flow_grpo.vlm.config_checks import check_config
+from flow_grpo.vlm.engine_choice import choose_engine
 from flow_grpo.vlm.environment import EnvironmentPool
 from flow_grpo.vlm.evaluation_candidates import check_candidates, settings_of
 from flow_grpo.vlm.evaluation_page import write_page
@@ -124,7 +125,9 @@ def evaluate_responses(
         sets = load_evaluation_sets(datasets, eval_question_layout(config), limit=limit)
     else:
         sets = split_sources(*build_test_questions(config))
-    check_media(config, [q for each in sets for q in each.questions], accelerator)
+    questions = [question for each in sets for question in each.questions]
+    check_media(config, questions, accelerator)
+    config = choose_engine(config, questions, accelerator)
     sets = raise_on_all_ranks(accelerator, lambda: check_candidates(config, candidates, sets))
     with ExitStack() as cleanup:
         [reward] = raise_on_all_ranks(

@@ -65,7 +65,7 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
     _check_rewards(settings)
     check_nonzero_weight(settings, {ENVIRONMENT: 1.0} if settings.environment else {})
     if sample.engine == VLLM:
-        _check_vllm(sample.temperature)
+        check_vllm_settings(sample.temperature)
     if 0 < train.importance_cap < 1:
         raise UserError(
             "must be at least 1, because a lower value scales down every token",
@@ -294,7 +294,7 @@ def _check_rewards(settings: VlmConfig) -> None:
             )
 
 
-def _check_vllm(temperature: float) -> None:
+def check_vllm_settings(temperature: float) -> None:
     """Raise a UserError if vLLM is missing, or for a temperature that it does not support."""
     if find_spec(VLLM) is None:
         raise UserError(

@@ -40,7 +40,7 @@ ROLLOUT_SETTINGS = (
 )
 CRITIC_LEARNING_RATE = 9e-6  # LMM-R1's (openrlhf/cli/train_ppo_ray.py)
 ENVIRONMENT = "environment"  # name of the reward that the environment returns
-VLLM = "vllm"
+TRANSFORMERS, VLLM, AUTO = "transformers", "vllm", "auto"  # rollout engines
 MAX_PIXELS = 2**26  # of an image, which takes 768 MiB in float32
 
 
@@ -87,11 +87,12 @@ class VlmSampleConfig:
         at_most=100,
     )
     engine: str = setting(
-        "transformers",
+        TRANSFORMERS,
         'Rollout engine: "transformers" uses the forward pass of training with a KV cache; "vllm" '
         "is meant for many long responses and samples from a slightly different policy "
-        "(train.importance_cap).",
-        choices=("transformers", VLLM),
+        '(train.importance_cap); "auto" is vLLM if it is installed and supports the model, the '
+        "data and the settings, otherwise transformers, and logs why.",
+        choices=(TRANSFORMERS, VLLM, AUTO),
     )
     vllm_memory: float = setting(
         0.4,
@@ -99,7 +100,7 @@ class VlmSampleConfig:
         "rollouts, in addition to the trained model; released during training.",
         above=0,
         at_most=1,
-        requires="sample.engine=vllm",
+        requires="sample.engine=vllm|auto",
     )
     vllm_tensor_parallel: int = setting(
         1,
@@ -107,7 +108,7 @@ class VlmSampleConfig:
         "models that do not fit on one GPU.",
         at_least=1,
         at_most=1024,
-        requires="sample.engine=vllm",
+        requires="sample.engine=vllm|auto",
     )
     max_turns: int = setting(
         4,

@@ -33,6 +33,7 @@ from flow_grpo.vlm.builders import (
     max_prompt_tokens,
 )
 from flow_grpo.vlm.config_checks import check_config
+from flow_grpo.vlm.engine_choice import choose_engine
 from flow_grpo.vlm.environment import EnvironmentPool
 from flow_grpo.vlm.fields import ENVIRONMENT, GAE, VLLM, VlmConfig
 from flow_grpo.vlm.given_responses import GivenResponses, tokenize_responses
@@ -155,6 +156,7 @@ def build_session(
     with SessionBuilder(config, autocast=False) as run:
         plan = _open_run(run, config, begin, num_processes)
         data = _load_questions(config, plan, run.accelerator)
+        config = choose_engine(config, [*data.train, *data.test], run.accelerator)
         environments = _add_rewards(run, config, data)
         encoder, model = load_encoder_and_model(
             config, [*data.train, *data.test], load or load_policy_model, run.accelerator

@@ -18,6 +18,7 @@ from flow_grpo.diffusion.algorithms import ALGORITHMS
 from flow_grpo.diffusion.algorithms.forward_process import ForwardProcessAlgorithm
 from flow_grpo.diffusion.builders import get_eval_guidance_scale
 from flow_grpo.diffusion.models.flux import FluxAdapter
+from flow_grpo.diffusion.models.hunyuan_video15 import HunyuanVideo15Adapter
 from flow_grpo.diffusion.models.ltx2 import LTX2Adapter
 from flow_grpo.diffusion.models.qwen_image import QwenImageAdapter
 from flow_grpo.diffusion.models.sd3 import SD3Adapter
@@ -39,6 +40,7 @@ FAMILIES = {
     "FLUX.1": FluxAdapter,
     "Qwen-Image": QwenImageAdapter,
     "Z-Image": ZImageAdapter,
+    "HunyuanVideo-1.5": HunyuanVideo15Adapter,
     "LTX-2": LTX2Adapter,
     "Wan2.1": WanAdapter,
     "Wan2.2": WanAdapter,

@@ -4,6 +4,8 @@ tests/gpu/test_vllm_engine.py runs vLLM itself, where it is installed.
 """
 
 import itertools
+import logging
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import small_vlm
 import torch
 import train_vlm
 import vlm_runs
+from accelerate import Accelerator
 from peft import PeftModel
 from safetensors import safe_open
 from user_errors import raises_user_error
@@ -25,6 +28,7 @@ from flow_grpo.perf.quantization import quantize_linears
 from flow_grpo.training.policy import ADAPTER_NAME
 from flow_grpo.vlm import config_checks
 from flow_grpo.vlm.dry_run import VlmDryRun
+from flow_grpo.vlm.engine_choice import choose_engine
 from flow_grpo.vlm.fields import VLM_SPEC
 from flow_grpo.vlm.losses.base import UpdateCounts, importance_weights, token_weights
 from flow_grpo.vlm.losses.clip import ClipLoss
@@ -417,3 +421,46 @@ def test_an_invalid_tensor_parallel_size_is_rejected_before_loading(tmp_path, mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # on each of four nodes
     with raises_user_error("(1)", field="sample.vllm_tensor_parallel", value=2):
         build_plan(config.sample, config.train, 4)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "fields", "engine", "shown"),
+    [
+        ("cpu", {}, "vllm", "it is installed"),
+        ("cpu", {"sample.engine": "transformers"}, "transformers", ""),
+        (None, {}, "transformers", "needs the vLLM package"),
+        ("", {}, "transformers", "cannot be imported"),
+        ("cuda", {}, "transformers", "is installed for cuda"),
+        ("cpu", {"sample.temperature": 2.5}, "transformers", "sample.temperature=2.5"),
+        ("cpu", {"sample.vllm_tensor_parallel": 3}, "transformers", "4 attention heads"),
+        ("cpu", {"pretrained.model": "internvl"}, "transformers", "InternVL"),
+        ("cpu", {"dataset": "videos"}, "transformers", "film.jsonl:1 has a video"),
+    ],
+)
+def test_auto_uses_vllm_if_it_is_installed_and_supports_the_run(
+    built_for, fields, engine, shown, tmp_path, monkeypatch, caplog
+):
+    """`built_for`: device of the installed vLLM; None if there is none, "" if it is broken."""
+    installed = None if built_for is None else True
+    monkeypatch.setattr(config_checks, "find_spec", lambda name: installed)
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(device_type=built_for))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms if built_for else None)
+    fields = {"sample.engine": "auto", **fields}
+    source = small_vlm.save(tmp_path, fields.pop("pretrained.model", "qwen3_vl"))
+    videos = ("film.mp4",) if fields.pop("dataset", "") else ()
+    questions = [Question("What?", videos=videos, where="film.jsonl:1")]
+    config = vlm_runs.make_config(**{"pretrained.model": str(source), **fields})
+    checked = config_checks.check_config(config)
+    caplog.set_level(logging.INFO)
+    chosen = choose_engine(checked, questions, Accelerator(cpu=True))
+    assert chosen.sample.engine == engine
+    messages = [record.getMessage() for record in caplog.records]
+    lines = [message for message in messages if message.startswith("rollout engine")]
+    if fields["sample.engine"] != "auto":
+        assert not lines
+        return
+    [line] = lines
+    assert f"{engine}, because" in line
+    assert shown in line
+    assert "use sample.engine='transformers'" not in line  # a hint for those who require vLLM

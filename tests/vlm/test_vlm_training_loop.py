@@ -31,7 +31,7 @@ from flow_grpo.vlm.objective import Objective
 from flow_grpo.vlm.packing import PackedBatch
 from flow_grpo.vlm.plan import VlmBatchPlan
 from flow_grpo.vlm.policy import VlmPolicy
-from flow_grpo.vlm.rollout import BASELINE, EOS_REACHED, LENGTH, Rollout
+from flow_grpo.vlm.rollout import BASELINE, EOS_REACHED, LENGTH, Rollout, RolloutEngine
 from flow_grpo.vlm.session import build_session
 
 
@@ -57,7 +57,8 @@ def test_frozen_weights_may_be_quantized(run, precision, limit):
 def test_a_run_writes_metrics_samples_config_and_checkpoints(run, monkeypatch):
     gathered, gather = [], train_vlm.gather_object
     monkeypatch.setattr(train_vlm, "gather_object", lambda x: gathered.append(x) or gather(x))
-    session = run(num_epochs=2, eval_freq=1, eval_questions=3, **{"train.ema": True})
+    fields = {"train.ema": True, "sample.engine": "auto"}  # without vLLM
+    session = run(num_epochs=2, eval_freq=1, eval_questions=3, **fields)
     # processes exchange the logged responses only
     assert [[row for row, _ in own] for own in gathered] == [[0, 1]] * 3
     whole = session.folder
@@ -79,6 +80,8 @@ def test_a_run_writes_metrics_samples_config_and_checkpoints(run, monkeypatch):
             assert ("file" in row) == (row["prompt"] != "What is 1+2?")
     config = json.loads((whole / "config.json").read_text())
     assert config["sample"]["group_size"] == 4
+    assert config["sample"]["engine"] == "auto"  # a resumed run chooses again
+    assert type(session.rollout_engine) is RolloutEngine
     lora = load_file(whole / "checkpoints/latest/lora/adapter_model.safetensors")
     assert any(weight.any() for name, weight in lora.items() if "lora_B" in name)
     assert not any("visual" in name for name in lora)  # the tower is frozen by default

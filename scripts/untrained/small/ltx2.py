@@ -1,6 +1,7 @@
 """A small LTX-2.3 (or LTX-2) pipeline of video and audio with random weights."""
 
 import string
+from collections.abc import Iterable
 
 import torch
 from diffusers import (
@@ -19,12 +20,17 @@ from untrained.small.components import in_eval_mode, seeded
 SCALE = 0.5  # of the statistics of latents, which are not 0 and 1, so that a missing one shows
 
 
-def gemma_tokenizer() -> GemmaTokenizer:
-    """Build a Gemma tokenizer with one token per printable character."""
+def gemma_tokenizer(words: Iterable[str] = ()) -> GemmaTokenizer:
+    """Build a Gemma tokenizer with a token per printable character, and per word after a space."""
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *string.printable[:94]]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+    prefixes = [("▁" + word[:end], word[end]) for word in words for end in range(len(word))]
+    merges = list(dict.fromkeys(prefixes))
+    pieces += ["".join(pair) for pair in merges]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    return GemmaTokenizer(vocab=vocabulary, merges=[], model_max_length=1024, add_bos_token=True)
+    return GemmaTokenizer(
+        vocab=vocabulary, merges=merges, model_max_length=1024, add_bos_token=True
+    )
 
 
 def gemma_config(tokenizer: GemmaTokenizer, width: int, layers: int) -> Gemma3Config:

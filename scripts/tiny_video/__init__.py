@@ -1,0 +1,1 @@
+"""The small model of video with sound assets/tiny-video: videos, prompts and pretraining."""
