@@ -21,6 +21,7 @@ COPY scripts scripts
 COPY config config
 COPY dataset dataset
 COPY assets assets
+COPY docs/benchmarks docs/benchmarks
 RUN pip install --no-cache-dir "/src[ocr,plot,tensorboard,deepspeed]"
 
 WORKDIR /app

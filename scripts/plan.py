@@ -10,7 +10,9 @@ processes do not divide, the error names the nearest numbers that do. To measure
 machine, use --dry_run of `flow-grpo train` instead.
 """
 
+import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from flow_grpo.config.overrides import option_values
 from flow_grpo.diffusion import workload as diffusion
 from flow_grpo.diffusion.config_checks import check_config
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC
+from flow_grpo.errors import UserError
 from flow_grpo.training.measurements import (
     describe_measurement,
     describe_memory,
@@ -29,6 +32,7 @@ from flow_grpo.training.measurements import (
     read_lines,
     read_measurements,
 )
+from flow_grpo.training.plan import count_processes
 from flow_grpo.training.scaling import (
     DISK_BANDWIDTH,
     GPUS_PER_NODE,
@@ -36,11 +40,14 @@ from flow_grpo.training.scaling import (
     Cluster,
     estimate_rows,
 )
+from flow_grpo.training.time_estimate import pluralize
 from flow_grpo.vlm import workload as vlm
 from flow_grpo.vlm.config_checks import check_config as check_vlm_config
 from flow_grpo.vlm.fields import VLM_SPEC
 
-WORLD_SIZE = flags.DEFINE_integer("world_size", 1, "Number of GPUs.", lower_bound=1)
+WORLD_SIZE = flags.DEFINE_integer(
+    "world_size", None, "Number of GPUs. Default: that of the preset's name, or 1.", lower_bound=1
+)
 PER_NODE = flags.DEFINE_integer("gpus_per_node", GPUS_PER_NODE, "GPUs per node.", lower_bound=1)
 NETWORK = flags.DEFINE_float(
     "network_gbit", NETWORK_BANDWIDTH * 8 / 1e9, "Gbit/s of a node, each direction.", 1e-3
@@ -65,15 +72,18 @@ UNMEASURED = (
 def plan(*, is_vlm: bool) -> str:
     """Return the plan of the config on the command line, one line per subject."""
     package, check = (vlm, check_vlm_config) if is_vlm else (diffusion, check_config)
-    config, gpus = check(flags.FLAGS.config), WORLD_SIZE.value
+    for flag in (NETWORK, DISK, REWARD):
+        if not math.isfinite(flag.value):
+            raise UserError("must be finite", field=f"--{flag.name}", value=flag.value)
+    config, gpus = check(flags.FLAGS.config), WORLD_SIZE.value or count_processes()
     batches = package.plan_run(config, gpus)
     tests = package.count_tests(config, batches)
     lines = read_lines(Path(MEASURED.value)) if MEASURED.value else read_measurements()
     line = newest(lines, config)
     cluster = Cluster(gpus, PER_NODE.value, NETWORK.value * 1e9 / 8, DISK.value * 1e9)
     rows = {
-        "samples per GPU": f"{batches.samples // gpus} per epoch, on {cluster.nodes} nodes "
-        f"of up to {PER_NODE.value} GPUs"
+        "samples per GPU": f"{batches.samples // gpus} per epoch, on "
+        f"{pluralize(cluster.nodes, 'node')} of up to {PER_NODE.value} GPUs"
     }
     if line is None:
         rows["time and memory"] = UNMEASURED
@@ -89,16 +99,21 @@ def plan(*, is_vlm: bool) -> str:
         size = batches.batch_size if is_vlm else batches.sample_batch_size
         rows["measured"] = describe_measurement(line, size)
         rows |= estimate_rows(work, cluster, batches.updates)
-        rows["memory per GPU"] = describe_memory(line, config.pretrained.model)
+        memory = describe_memory(line, config.pretrained.model)
+        rows["memory per GPU"] = memory + (" (not sharded)" if SHARDED.value else "")
         if not tests:
             name = "eval_questions" if is_vlm else "eval_prompts"
             rows["evaluation"] = f"unknown size of the test set; set --config.{name}=N"
+    if is_vlm and (state := vlm.describe_memory(config, gpus, sharded=SHARDED.value)):
+        rows["weights, optimizer"] = state
     return "\n".join([batches.describe(), *(f"{name:<21} {text}" for name, text in rows.items())])
 
 
 def main() -> None:
     """Parse the command line and print the plan."""
-    if (size := next(reversed(option_values(sys.argv, "world_size")), "1")).isdecimal():
+    named = re.findall(r"_(\d{1,6})gpu$", next(reversed(option_values(sys.argv, "config")), ""))
+    [*_, size] = ["1", *named, *option_values(sys.argv, "world_size")]
+    if size.isdecimal() and int(size):  # absl rejects other values
         os.environ["WORLD_SIZE"] = size  # as of a launcher: presets choose their batches by it
         os.environ.pop("LOCAL_WORLD_SIZE", None)
     spec = command_line.choose_trainer(sys.argv, (DIFFUSION_SPEC, VLM_SPEC))

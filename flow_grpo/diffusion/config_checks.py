@@ -351,7 +351,7 @@ def collect_config_warnings(settings: DiffusionConfig) -> list[str]:
         if settings.sample.sde_type == "cps" and clip >= CPS_CLIP_WARNING:
             field = f"{settings.algorithm}.{name}"
             lines.append(
-                f"{field}={clip} is wide for sample.sde_type='cps': all published "
+                f"{field}={clip} is wide for sample.sde_type='cps': most published "
                 f"settings have {CPS_CLIP}; set --config.{field}={CPS_CLIP}"
             )
     if settings.train.keep_gradients and (

@@ -37,7 +37,7 @@ from flow_grpo.training.time_estimate import (
 )
 
 # Latencies in seconds, ring algorithm, protocol Simple: NVIDIA/nccl 01afd20, src/graph/tuning.cc,
-# lines 54 (baseLat) and 63 to 68 (hwLat).
+# lines 57 (baseLat) and 64 to 71 (hwLat).
 BASE_LATENCY = 8.4e-6  # per collective
 NVLINK_LATENCY = 3.4e-6  # per step within a node
 NETWORK_LATENCY = 9.6e-6  # per step between nodes
@@ -182,6 +182,46 @@ def sharded_collectives(
         Collective("weight all-gather", GATHERED_BYTES * parameters, gathers),
         Collective("gradient reduce-scatter", GRADIENT_BYTES * trained, reductions),
     ]
+
+
+def state_gib(parameters: int, trained: int, *, shards: int = 1) -> float:
+    """Return the GiB of weights, gradients and Adam's moments on a process.
+
+    Trained parameters take 16 bytes (four float32 values), frozen ones 2 (bf16).
+
+    Args:
+        parameters: All parameters of the model, without a LoRA.
+        trained: The trained ones: the same number, or those of a LoRA.
+        shards: Number of processes that share them.
+    """
+    frozen = 0 if trained == parameters else 2 * parameters
+    return (16 * trained + frozen) / shards / 2**30
+
+
+def describe_state(
+    parameters: int, trained: int, *, gpus: int, sharded: bool, keeps_reference: bool
+) -> str:
+    """Return the computed memory of a process, without activations, KV cache and other models.
+
+    Args:
+        parameters: All parameters of the model.
+        trained: The trained ones.
+        gpus: Number of processes.
+        sharded: Whether the state is sharded (FSDP2, ZeRO-3).
+        keeps_reference: Whether a copy of the weights in bf16 is kept for the KL.
+    """
+    copy = GATHERED_BYTES * parameters / 2**30
+    parts = {
+        "weights, gradients and moments": state_gib(
+            parameters, trained, shards=gpus if sharded else 1
+        )
+    }
+    if sharded:
+        parts["all weights while sampling"] = copy
+    if keeps_reference:
+        parts["reference policy"] = copy
+    text = " + ".join(f"{gib:.1f} GiB of {name}" for name, gib in parts.items())
+    return f"{sum(parts.values()):.1f} GiB = {text}; computed, without activations"
 
 
 def checkpoint_bytes(trained: int, *, ema: bool) -> int:

@@ -118,15 +118,19 @@ class PolicyModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Return `log_probs` of tokens (N,) given hidden states (N, width); see `forward`.
 
-        Large inputs are processed in checkpointed chunks, so that not all logits exist at once.
+        Large inputs are processed in chunks, so that not all logits exist at once. If the head is
+        trained, the backward pass computes them again.
         """
+        size = max(1, MAX_CHUNK_LOGITS // self.model.config.get_text_config().vocab_size)
+        if torch.is_grad_enabled() and not self.model.lm_head.weight.requires_grad:
+            columns = FrozenHeadScores.apply(hidden, tokens, self, size, given)
+            return dict(zip(("log_probs", "is_top1"), columns, strict=False))
 
         def chunk(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             log_probs = self.log_probs(hidden, with_banned=given)
             chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
             return (chosen, log_probs.argmax(-1) == tokens) if given else (chosen,)
 
-        size = max(1, MAX_CHUNK_LOGITS // self.model.config.get_text_config().vocab_size)
         pairs = list(zip(hidden.split(size), tokens.split(size), strict=True))
         parts = (
             [chunk(*pairs[0])]
@@ -160,6 +164,29 @@ class PolicyModel(nn.Module):
             hidden.to(self.compute_dtype), head.weight.to(self.compute_dtype)
         )
 
+    def log_prob_gradients(
+        self, log_probs: Tensor, tokens: Tensor, *, with_banned: bool = False
+    ) -> Tensor:
+        """Return the gradients of the tokens' log-probabilities by the hidden states, (N, width).
+
+        Args:
+            log_probs: Result of `log_probs`, (N, vocabulary); overwritten.
+            tokens: Tokens, (N,).
+            with_banned: As in `log_probs`.
+        """
+        gradient = log_probs.exp_().neg_()  # onehot - p, by the logits / temperature
+        gradient.scatter_add_(-1, tokens[:, None], torch.ones_like(gradient[:, :1]))
+        if not with_banned:
+            banned = _cached_indices(tuple(self.banned_token_ids), gradient.device)
+            gradient.index_fill_(-1, banned, 0.0)
+        gradient /= self.temperature
+        weight = self.model.lm_head.weight
+        if self.compute_dtype is not None:
+            weight = weight.to(self.compute_dtype)
+        elif weight.numel() <= MAX_FLOAT64_HEAD_SIZE:
+            weight = weight.double()
+        return gradient.to(weight.dtype) @ weight
+
     def autocast(self, device: torch.device) -> AbstractContextManager:
         """Return an autocast context in `compute_dtype`; a null context in float32."""
         if self.compute_dtype is None:
@@ -190,6 +217,53 @@ class PolicyModel(nn.Module):
             images={name: tensor.to(device) for name, tensor in image.items()},
             image_indices=ids.new_zeros(1),
         )
+
+
+class FrozenHeadScores(torch.autograd.Function):
+    """Log-probabilities of N tokens, differentiated by the hidden states only.
+
+    A log-probability is one number per token, so its gradient is one vector per token,
+
+        d log p(token) / d hidden = (onehot(token) - p) W / temperature,
+
+    which is computed while the logits exist, before the loss is known. The backward pass scales it
+    by the gradient of the loss. The head's product then runs twice, instead of three times with
+    recomputed logits. The gradient of a trained head sums over tokens, so it needs the loss first.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, tokens: Tensor, network: PolicyModel, size: int, given: bool
+    ) -> tuple[Tensor, ...]:
+        """Return log-probabilities (N,) and, with `given`, whether each token is the likeliest.
+
+        Args:
+            ctx: Context of the backward pass.
+            hidden: Hidden states, (N, width).
+            tokens: Tokens, (N,).
+            network: The policy.
+            size: Tokens per chunk.
+            given: See `PolicyModel.forward`.
+        """
+        gradients, parts = torch.empty_like(hidden), []
+        chunks = (hidden.split(size), tokens.split(size), gradients.split(size))
+        for states, own, gradient in zip(*chunks, strict=True):
+            log_probs = network.log_probs(states, with_banned=given)
+            chosen = log_probs.gather(-1, own[:, None])[:, 0]
+            parts.append((chosen, log_probs.argmax(-1) == own) if given else (chosen,))
+            if ctx.needs_input_grad[0]:
+                gradient.copy_(network.log_prob_gradients(log_probs, own, with_banned=given))
+        ctx.save_for_backward(gradients)
+        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(*columns[1:])
+        return columns
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the hidden states."""
+        (gradients,) = ctx.saved_tensors
+        return (scale[:, None] * gradients).to(gradients.dtype), None, None, None, None
 
 
 class Float32OutputMatmul(torch.autograd.Function):

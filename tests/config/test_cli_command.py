@@ -114,6 +114,12 @@ def test_a_copied_loop_runs_as_a_script(flow_grpo, installed, tmp_path):
     assert "--config.train.learning_rate=" in done.stdout
 
 
+def test_the_measurements_of_a_plan_are_installed(flow_grpo):
+    done = flow_grpo("plan", "--config=general_ocr_sd3", "--world_size=8")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(?m)^measured +sd3_h200.jsonl, ", done.stdout)
+
+
 def test_an_unknown_command_is_reported_in_one_line(flow_grpo):
     done = flow_grpo("trian")
     assert done.returncode == 2

@@ -141,7 +141,9 @@ def test_presets_named_on_the_pages_exist():
 def test_every_preset_can_be_built_without_warnings(name):
     config = get_config(name)
     settings = check_config(config)
-    assert collect_config_warnings(settings) == []
+    lines = collect_config_warnings(settings)
+    published = ["grpo.clip_range=0.0001"] if name.startswith("pickscore_ltx2") else []
+    assert [line.partition(" ")[0] for line in lines] == published, lines
     assert build_algorithm(settings).name == config.algorithm
 
 

@@ -41,7 +41,11 @@ def test_a_container_pins_its_base_image_copies_its_files_and_is_not_root(name):
     [base] = [line[1] for line in lines if line[0] == "FROM"]
     assert re.search(r":\d+\.\d+\.\d+-", base)
     copied = [part for line in lines if line[0] == "COPY" for part in line[1:-1]]
-    assert {"setup.py", "flow_grpo", "reward_server", "scripts"} <= set(copied)
+    shared = re.search(r"^SHARED = (\(.+\))$", text_of("setup.py"), re.M)[1]
+    assert {"setup.py", "flow_grpo", "reward_server", *ast.literal_eval(shared)} <= set(copied)
+    ignored = text_of(".dockerignore").splitlines()
+    assert not {part.partition("/")[0] for part in copied} & {*ignored}
+    assert ignored.index("docs/*") < ignored.index("!docs/benchmarks")
     assert all((ROOT / part).exists() for part in copied)
     assert [line[1] for line in lines if line[0] == "USER"] == ["10001"]
 

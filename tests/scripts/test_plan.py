@@ -46,6 +46,8 @@ def test_a_vlm_run_with_sharded_weights():
     assert found["samples per update"] == "640"
     assert "weight all-gather of 7,509 MB" in found["communication"]
     assert "gradient reduce-scatter of 15,018 MB" in found["communication"]
+    assert found["memory per GPU"].endswith("(not sharded)")
+    assert "GiB of all weights while sampling" in found["weights, optimizer"]
     assert "--config.eval_questions=N" in found["evaluation"]  # a dataset on the hub
 
 
@@ -55,6 +57,8 @@ def test_a_vlm_run_with_sharded_weights():
         ((*SD3, "--world_size=512"), ["512 GPUs", "use 288 or 576 GPUs"]),
         ((*GEOMETRY, "--world_size=512"), ["320 or 640 processes", "4 or 8 responses"]),
         (("--config=config/grpo.py:tiny_offline",), ["preferences.data", "--dry_run"]),
+        ((*SD3, "--world_size=0"), ["--world_size=0"]),
+        ((*SD3, "--network_gbit=nan"), ["--network_gbit=nan must be finite"]),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(words, shown):
@@ -64,6 +68,12 @@ def test_what_cannot_be_planned_is_one_line(words, shown):
     assert line.startswith("error: ")
     for each in shown:
         assert each in line
+
+
+def test_the_name_of_a_preset_has_the_number_of_gpus():
+    code, text = plan("--config=config/grpo.py:general_ocr_sd3_8gpu")
+    assert code == 0, text
+    assert rows(text)["samples per GPU"] == "144 per epoch, on 1 node of up to 8 GPUs"
 
 
 def test_without_a_measurement_the_batches_are_planned():

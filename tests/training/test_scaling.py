@@ -1,6 +1,7 @@
 """Estimates of epochs on several GPUs: closed forms, simulations, and measurements that apply."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -195,6 +196,24 @@ def test_small_batches_of_responses_take_as_long_as_the_measured_one():
     assert scatter.num_bytes == 4 * line["parameters"]
     assert work.checkpoint_bytes == checkpoint_bytes(line["parameters"], ema=config.train.ema)
     assert not work.writes_in_background
+
+
+def test_the_memory_of_7b_full_fine_tuning_on_8_gpus():
+    """The figures of docs/vlm/scaling.md."""
+    config = check_vlm_config(vlm_presets.get_config("qwen2_5_vl_7b_geometry3k_full"))
+    text = vlm.describe_memory(config, 8, sharded=True)
+    # 16 bytes for each of 8.29 B parameters on 8 GPUs; 2 for a gathered copy, and the reference
+    assert re.findall(r"[\d.]+(?= GiB)", text) == ["46.3", "15.4", "15.4", "15.4"]
+    alone = vlm.describe_memory(
+        replace(config, train=replace(config.train, beta=0)), 8, sharded=False
+    )
+    assert re.findall(r"[\d.]+(?= GiB)", alone) == ["123.6", "123.6"]
+    lora = replace(config, use_lora=True, train=replace(config.train, lora_rank=64))
+    trained = 64 * 2_523_136
+    expected = (2 * 8_292_166_656 + 16 * trained) / 2**30
+    assert vlm.describe_memory(lora, 8, sharded=False).startswith(f"{expected:.1f} GiB = ")
+    quantized = replace(lora, pretrained=replace(lora.pretrained, base_precision="nf4"))
+    assert vlm.describe_memory(quantized, 8, sharded=False) == ""
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "mix", "nft", "dgpo", "opd"])

@@ -316,6 +316,45 @@ def test_chunked_log_probs_equal_unchunked_ones(network, prompts, sampled, monke
     assert torch.allclose(gradient, in_parts, atol=1e-4)
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_frozen_head_gives_the_same_gradient_with_fewer_products(dtype, given, monkeypatch):
+    """Logits are computed once per chunk instead of twice.
+
+    The first token is a banned one, which has a probability only if the responses are given.
+    """
+    compute = torch.bfloat16 if dtype == torch.bfloat16 else None
+    model = small_vlm.build().to(torch.float32 if compute else dtype)
+    network = PolicyModel(model, temperature=0.7, compute_dtype=compute)
+    generator = torch.Generator().manual_seed(0)
+    width, head = model.config.get_text_config().hidden_size, model.lm_head.weight
+    hidden = torch.randn(25, width, generator=generator).to(head.dtype)
+    tokens = torch.randint(small_vlm.VOCABULARY, (25,), generator=generator)
+    tokens[0] = network.banned_token_ids[0]
+    scale = torch.randn(25, generator=generator, dtype=torch.float64)
+    scale[0] = 1.0 if given else 0.0  # the log-probability is -inf
+    monkeypatch.setattr("flow_grpo.vlm.network.MAX_CHUNK_LOGITS", 10 * small_vlm.VOCABULARY)
+    calls, logits = [], network._logits
+    monkeypatch.setattr(network, "_logits", lambda x: calls.append(len(x)) or logits(x))
+    results = []
+    for trained in (False, True):
+        head.requires_grad_(trained)
+        states = hidden.clone().requires_grad_()
+        scores = network.token_scores(states, tokens, given=given)
+        kept = slice(None) if given else slice(1, None)
+        (scores["log_probs"][kept] * scale[kept].to(scores["log_probs"])).sum().backward()
+        assert ("is_top1" in scores) == given
+        results.append((scores, states.grad))
+    # the backward pass of the trained head computes logits again, in reverse order
+    assert calls == [10, 10, 5, 10, 10, 5, 5, 10, 10]
+    (scores, gradient), (expected_scores, expected) = results
+    for name, column in expected_scores.items():
+        assert torch.equal(scores[name], column)
+    limit = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    assert expected.norm() > 0.1
+    assert (gradient - expected).norm() <= limit * expected.norm()
+
+
 def test_micro_batches_respect_the_token_budget_and_the_order(prompts, sampled):
     rows = as_responses(prompts, sampled)
     slices = list(micro_batches(rows, budget=120))
