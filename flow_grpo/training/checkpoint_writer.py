@@ -63,7 +63,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
-        self._seconds: float | None = None
+        self.seconds = 0.0  # duration of the last task that has ended
 
     @property
     def is_busy(self) -> bool:
@@ -75,7 +75,7 @@ class BackgroundWriter:
         def run() -> None:
             start = time.perf_counter()
             self._problem = task()
-            self._seconds = time.perf_counter() - start
+            self.seconds = time.perf_counter() - start
 
         # A daemon, as a process that ends without `wait` should not hang on an unavailable disk.
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -91,11 +91,6 @@ class BackgroundWriter:
         self.join()
         problem, self._problem = self._problem, None
         return problem
-
-    def take_seconds(self) -> float | None:
-        """Return the duration of the last task that has ended, once."""
-        seconds, self._seconds = self._seconds, None
-        return seconds
 
 
 def save_checkpoint(

@@ -37,7 +37,7 @@ from flow_grpo.training.time_estimate import (
 )
 
 # Latencies in seconds, ring algorithm, protocol Simple: NVIDIA/nccl 01afd20, src/graph/tuning.cc,
-# lines 54 (baseLat) and 63 to 68 (hwLat).
+# lines 57 (baseLat) and 64 to 71 (hwLat).
 BASE_LATENCY = 8.4e-6  # per collective
 NVLINK_LATENCY = 3.4e-6  # per step within a node
 NETWORK_LATENCY = 9.6e-6  # per step between nodes

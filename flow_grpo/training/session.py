@@ -285,8 +285,7 @@ def finish_epoch(
     """
     config, progress = session.config, session.progress
     session.check_lock()
-    if (seconds := session.writer.take_seconds()) is not None:
-        metrics["perf/save_seconds"] = seconds
+    metrics["perf/save_seconds"] = session.writer.seconds
     score = metrics.get(f"eval/{TOTAL}", math.nan)
     is_best = score > (-math.inf if progress.best is None else progress.best)  # False for NaN
     progress.epoch = epoch

@@ -46,6 +46,7 @@ def test_a_run_writes_its_metrics_checkpoints_and_samples(train):
         *(f"train/{n}" for n in ("clip_low", "clip_high", "ratio_mean", "ratio_min", "ratio_max")),
         *(f"time/{n}" for n in ("sample", "reward_wait", "train", "eval", "save")),
         *("perf/images_per_s", "perf/peak_mem_gb", "perf/passes", "reward/diversity"),
+        "perf/save_seconds",
         *("train/first_update_ratio_dev", "train/clip_range", "train/noisy_from"),
         "train/skipped_updates",
         *("reward/samples", "train/velocity_norm", "train/norm_ratio", "train/max_grad_norm"),

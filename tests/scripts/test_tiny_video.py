@@ -1,11 +1,13 @@
 """The small video model: its data, its pipeline and its pretraining."""
 
+import json
 from itertools import product
 
 import pytest
 import torch
+from diffusers import LTX2Pipeline
 from runner import ROOT
-from tiny_video import prompts
+from tiny_video import pretrain, prompts
 from tiny_video.model import TEXT_LENGTH, build_pipeline
 from tiny_video.prompts import COLOURS, COUNTS, DIRECTIONS, VERBS, Task, split_tasks
 from tiny_video.videos import FRAMES, SAMPLE_RATE, SIZE, render, sound_of
@@ -67,3 +69,23 @@ def test_prompts_are_tokenized_by_words_and_fit():
     assert "<unk>" not in {token for row in tokens for token in row}
     decoded = tokenizer.batch_decode(tokenizer(texts).input_ids, skip_special_tokens=True)
     assert decoded == texts
+
+
+@pytest.mark.slow
+def test_pretraining_writes_a_pipeline_with_its_card(tmp_path, capsys):
+    folder = tmp_path / "model"
+    pretrain.main(["--toy", "--out", str(folder)])
+    done = json.loads(capsys.readouterr().out.splitlines()[-1])
+    card = folder.joinpath("README.md").read_text()
+    assert all(f"| {name} | {value:.2f} |" in card for name, value in done["scores"].items())
+    assert str(folder) not in card
+    assert folder.joinpath("samples.png").is_file()
+    log = json.loads(folder.joinpath("training.json").read_text())
+    assert {name: rows[-1]["step"] + 1 for name, rows in log.items()} == dict.fromkeys(
+        ("video_vae", "audio_vae", "vocoder", "flow"), 2
+    )
+    statistics = LTX2Pipeline.from_pretrained(folder).vae.latents_std
+    assert (statistics != 1).all()
+    with pytest.raises(SystemExit):
+        pretrain.main(["--toy", "--wrong-beeps=2", "--out", str(tmp_path / "other")])
+    assert "--wrong-beeps=2" in capsys.readouterr().err

@@ -12,11 +12,10 @@ from PIL import Image
 from flow_grpo.audio import Audio
 from flow_grpo.errors import UserError
 from flow_grpo.rewards.frames import frame_indices
-from flow_grpo.rewards.option_checks import check_choice
+from flow_grpo.rewards.option_checks import check_choice, require_opencv
 from flow_grpo.rewards.protocol import AUDIO, MetadataRows, Scorer
 from flow_grpo.rewards.scorers.audio import level_db
 from flow_grpo.rewards.scorers.geneval.rules import RGB, SHAPES, Detection
-from flow_grpo.rewards.scorers.geneval.shapes import detect
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # x, y
 CHOICES = {"shape": SHAPES, "color": RGB, "direction": DIRECTIONS}  # values of the metadata
@@ -31,6 +30,8 @@ MIN_BEEP_SECONDS = 0.04  # shorter ones do not count
 
 def shape_in_motion(frames: list[Image.Image]) -> list[Detection | None]:
     """Return the only shape of each of five evenly spaced frames, None if there is not just one."""
+    from flow_grpo.rewards.scorers.geneval.shapes import detect  # OpenCV is optional
+
     found = [detect(frames[i]) for i in frame_indices(len(frames), FRAMES_READ)]
     return [shapes[0] if len(shapes) == 1 else None for shapes in found]
 
@@ -77,6 +78,10 @@ class MovingShape(Scorer):
 
     frames = "clip"
     reads_audio = True
+
+    def __init__(self) -> None:
+        """Check that OpenCV is installed."""
+        require_opencv("moving_shape")
 
     def __call__(
         self, images: list[list[Image.Image]], prompts: list[str], metadata: MetadataRows

@@ -1,0 +1,109 @@
+"""Rewards of the motion of a video that need no weights: amount, smoothness, and flicker.
+
+Optical flow is that of Farneback (2003), as implemented in OpenCV, in pixels per frame.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from flow_grpo.errors import UserError
+from flow_grpo.rewards.option_checks import require_opencv
+from flow_grpo.rewards.protocol import MetadataRows, Scorer
+
+FASTEST = 0.05  # share of the pixels whose speed counts, as in VBench
+STILL = 0.05  # mean speed in pixels per frame below which a video does not move
+PYRAMID = {"pyr_scale": 0.5, "levels": 4, "winsize": 15, "iterations": 3}
+POLYNOMIAL = {"poly_n": 5, "poly_sigma": 1.1, "flags": 0}
+
+Videos = list[list[Image.Image]]
+
+
+def optical_flow(video: list[Image.Image]) -> np.ndarray:
+    """Return the flow between consecutive frames, (frames - 1, height, width, 2)."""
+    import cv2  # optional
+
+    grey = [np.asarray(frame.convert("L")) for frame in video]
+    flows = [
+        cv2.calcOpticalFlowFarneback(before, after, None, **PYRAMID, **POLYNOMIAL)
+        for before, after in itertools.pairwise(grey)
+    ]
+    return np.stack(flows) if flows else np.zeros((0, *grey[0].shape, 2), np.float32)
+
+
+def top_speed(flows: np.ndarray) -> float:
+    """Return the mean speed of the fastest 5 % of the pixels of each flow; 0 for a single frame."""
+    if not len(flows):
+        return 0.0
+    speeds = np.sort(np.linalg.norm(flows, axis=-1).reshape(len(flows), -1))
+    count = max(1, round(FASTEST * speeds.shape[1]))
+    return float(speeds[:, -count:].mean())
+
+
+def smoothness(flows: np.ndarray) -> float:
+    """Return 1 - sum |f' - f| / sum (|f'| + |f|) over consecutive flows f and f', in [0, 1]."""
+    if len(flows) < 2 or np.linalg.norm(flows, axis=-1).mean() < STILL:
+        return 1.0
+    speeds = np.linalg.norm(flows, axis=-1)
+    change = np.linalg.norm(np.diff(flows, axis=0), axis=-1)
+    return 1.0 - float(change.sum() / (speeds[1:].sum() + speeds[:-1].sum()))
+
+
+@dataclass(kw_only=True, eq=False)
+class VideoMotion(Scorer):
+    """Speed of the fastest 5 % of the pixels, linear from 0 to 1 at `speed`.
+
+    Also logs the speed, in shorter sides of the frame per frame. The share of pixels is that of the
+    dynamic degree of VBench (Vchitect/VBench, vbench/dynamic_degree.py), with another flow.
+    """
+
+    frames = "clip"
+    speed: float = 0.02  # shorter sides of the frame per frame
+
+    def __post_init__(self) -> None:
+        """Check the option."""
+        require_opencv("video_motion")
+        if not isinstance(self.speed, int | float) or not 0 < self.speed < float("inf"):
+            raise UserError("must be a positive number", field="speed", value=self.speed)
+
+    def __call__(
+        self, images: Videos, prompts: list[str], metadata: MetadataRows
+    ) -> tuple[list[float], dict[str, list[float]]]:
+        speeds = [top_speed(optical_flow(video)) / min(video[0].size) for video in images]
+        return [min(1.0, speed / self.speed) for speed in speeds], {"speed": speeds}
+
+
+class MotionSmoothness(Scorer):
+    """How little the optical flow changes from frame to frame: 1 for a constant velocity.
+
+    It is 0 for a motion that reverses with every frame, and 1 for a video without motion.
+    """
+
+    frames = "clip"
+
+    def __init__(self) -> None:
+        """Check that OpenCV is installed."""
+        require_opencv("motion_smoothness")
+
+    def __call__(self, images: Videos, prompts: list[str], metadata: MetadataRows) -> list[float]:
+        return [smoothness(optical_flow(video)) for video in images]
+
+
+class TemporalFlicker(Scorer):
+    """1 minus the mean absolute difference of consecutive frames, with pixels in [0, 1].
+
+    This is temporal flickering of VBench (Vchitect/VBench, vbench/temporal_flickering.py), which is
+    meant for static scenes: motion lowers it as well.
+    """
+
+    frames = "clip"
+
+    def __call__(self, images: Videos, prompts: list[str], metadata: MetadataRows) -> list[float]:
+        return [1.0 - _mean_difference(video) for video in images]
+
+
+def _mean_difference(video: list[Image.Image]) -> float:
+    pixels = np.stack([np.asarray(frame.convert("RGB"), np.float32) for frame in video]) / 255
+    return float(np.abs(np.diff(pixels, axis=0)).mean()) if len(video) > 1 else 0.0
