@@ -127,7 +127,7 @@ def evaluate_responses(
         sets = split_sources(*build_test_questions(config))
     questions = [question for each in sets for question in each.questions]
     check_media(config, questions, accelerator)
-    config = choose_engine(config, questions, accelerator)
+    config = choose_engine(config, questions, accelerator, temperature=sampling.temperature)
     sets = raise_on_all_ranks(accelerator, lambda: check_candidates(config, candidates, sets))
     with ExitStack() as cleanup:
         [reward] = raise_on_all_ranks(

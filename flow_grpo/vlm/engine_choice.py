@@ -18,7 +18,11 @@ logger = logging.getLogger("flow_grpo")
 
 
 def choose_engine(
-    config: VlmConfig, questions: Sequence[Question], accelerator: Accelerator
+    config: VlmConfig,
+    questions: Sequence[Question],
+    accelerator: Accelerator,
+    *,
+    temperature: float | None = None,
 ) -> VlmConfig:
     """Return the config with the chosen engine in place of "auto", and log the reason.
 
@@ -28,10 +32,13 @@ def choose_engine(
         config: Checked settings.
         questions: Training and test questions.
         accelerator: Provides the device.
+        temperature: Sampling temperature; by default that of the config.
     """
     if config.sample.engine != AUTO:
         return config
-    obstacles = gather_object([find_vllm_obstacle(config, questions, accelerator.device)])
+    temperature = config.sample.temperature if temperature is None else temperature
+    own = find_vllm_obstacle(config, questions, accelerator.device, temperature)
+    obstacles = gather_object([own])
     obstacle = next(filter(None, obstacles), "")
     engine = TRANSFORMERS if obstacle else VLLM
     reason = obstacle or "it is installed and supports the model, the data and the settings"
@@ -40,17 +47,17 @@ def choose_engine(
 
 
 def find_vllm_obstacle(
-    config: VlmConfig, questions: Sequence[Question], device: torch.device
+    config: VlmConfig, questions: Sequence[Question], device: torch.device, temperature: float
 ) -> str:
     """Return why this process cannot sample with vLLM, or ""."""
     sample, model = config.sample, config.pretrained
     try:
-        check_vllm_settings(sample.temperature)
+        check_vllm_settings(temperature)
         reject_videos(questions)
         check_vllm_platform(device)
         check_vllm_support(model.model, model.revision, sample.vllm_tensor_parallel)
     except UserError as error:
         return str(error).removesuffix(f"; {error.hint}")
-    except (ImportError, OSError) as error:  # such as a CUDA library that is missing
-        return f"vLLM cannot be imported: {first_line(error)}"
+    except Exception as error:  # its import runs code of many packages
+        return f"vLLM cannot be used: {first_line(error)}"
     return ""

@@ -8,6 +8,7 @@ import logging
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -429,7 +430,7 @@ def test_an_invalid_tensor_parallel_size_is_rejected_before_loading(tmp_path, mo
         ("cpu", {}, "vllm", "it is installed"),
         ("cpu", {"sample.engine": "transformers"}, "transformers", ""),
         (None, {}, "transformers", "needs the vLLM package"),
-        ("", {}, "transformers", "cannot be imported"),
+        ("", {}, "transformers", "cannot be used"),
         ("cuda", {}, "transformers", "is installed for cuda"),
         ("cpu", {"sample.temperature": 2.5}, "transformers", "sample.temperature=2.5"),
         ("cpu", {"sample.vllm_tensor_parallel": 3}, "transformers", "4 attention heads"),
@@ -464,3 +465,28 @@ def test_auto_uses_vllm_if_it_is_installed_and_supports_the_run(
     assert f"{engine}, because" in line
     assert shown in line
     assert "use sample.engine='transformers'" not in line  # a hint for those who require vLLM
+
+
+def test_auto_checks_the_temperature_of_an_evaluation_and_survives_a_broken_import(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(config_checks, "find_spec", lambda name: True)
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(device_type="cpu"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    source = small_vlm.save(tmp_path, "qwen3_vl")
+    fields = {"sample.engine": "auto", "pretrained.model": str(source)}
+    config = config_checks.check_config(vlm_runs.make_config(**fields))
+    choose = partial(choose_engine, config, [Question("What?")], Accelerator(cpu=True))
+    assert choose(temperature=None).sample.engine == "vllm"
+    assert choose(temperature=2.5).sample.engine == "transformers"
+
+    class Broken:
+        @property
+        def current_platform(self) -> None:
+            raise RuntimeError("no kernel image\nis available")
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", Broken())
+    assert choose().sample.engine == "transformers"
+    assert "cannot be used: no kernel image" in caplog.text
