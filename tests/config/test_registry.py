@@ -45,7 +45,9 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 
 def test_built_in_entries_are_registered_under_their_own_names():
     for name, adapter in ADAPTERS.items():
-        assert adapter.pipeline_class.__name__ == name
+        own = adapter.pipeline_class.__name__
+        variant = "LTX2ImageToVideoPipeline"  # has the adapter of LTX2Pipeline
+        assert name == own or (name == variant and ADAPTERS[own] is adapter)
     for name, family in FAMILIES.items():
         assert name in family.names
     assert all(issubclass(loss, TrainLoss) for loss in LOSSES.values())
