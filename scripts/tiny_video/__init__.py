@@ -1,1 +1,1 @@
-"""A small LTX-2 of video with sound: videos, prompts and pretraining; not included in assets yet."""
+"""A small LTX-2 of video with sound: videos, prompts and pretraining; not shipped yet."""
