@@ -59,7 +59,13 @@ from flow_grpo.diffusion.source_images import reward_metadata
 from flow_grpo.perf.transfer import to_device
 from flow_grpo.rewards import TOTAL, PendingScores
 from flow_grpo.training.builder import suggest_on_oom
-from flow_grpo.training.distributed import accumulate_gradients, gather_rows, gather_scores
+from flow_grpo.training.distributed import (
+    accumulate_gradients,
+    gather_rows,
+    gather_scores,
+    get_context_size,
+    get_ranks,
+)
 from flow_grpo.training.finite import backward
 from flow_grpo.training.metrics import (
     ScoredSamples,
@@ -343,6 +349,8 @@ def decode_and_score(
     images = session.adapter.decode(trajectory.final)
     audio = session.adapter.decode_audio(trajectory.final)
     metadata = reward_metadata(prompts, session.adapter)
+    if not get_ranks(session.accelerator).is_leader:  # its context group scores the samples
+        return images, audio, session.reward.missing(len(images))
     scores = session.reward.submit(images, [p.prompt for p in prompts], metadata, audio)
     return images, audio, scores
 
@@ -362,7 +370,8 @@ def compute_reward_gradient(
         images = session.adapter.decode_with_gradient(latents)
         scores = session.reward.score_pixels(images, texts[start : start + REWARD_GRADIENT_BATCH])
         gradients += torch.autograd.grad(scores.sum().to(latents.device), latents)
-    return torch.cat(gradients).nan_to_num(0.0, 0.0, 0.0)
+    gradient = torch.cat(gradients).nan_to_num(0.0, 0.0, 0.0)
+    return get_ranks(session.accelerator).copy_from_leader(gradient)
 
 
 def draw_epoch_prompts(session: Session, epoch: int, num_repeats: int = 1) -> list[SampleBatch]:
@@ -373,15 +382,15 @@ def draw_epoch_prompts(session: Session, epoch: int, num_repeats: int = 1) -> li
         epoch: Number of the epoch, which seeds the draw.
         num_repeats: Factor by which the groups are larger than in training.
     """
-    plan, accelerator = session.plan, session.accelerator
+    plan, ranks = session.plan, get_ranks(session.accelerator)
     return build_epoch_batches(
         rows=len(session.prompts),
         groups=plan.groups,
         group_size=plan.group_size * num_repeats,
         batch_size=plan.sample_batch_size,
         updates=plan.updates_per_pass,
-        process=accelerator.process_index,
-        num_processes=accelerator.num_processes,
+        process=ranks.data_rank,
+        num_processes=ranks.data_size,
         rng=numpy_rng(session.config.seed, Stream.PROMPTS, epoch),
         sets=session.prompt_sets,
     )
@@ -555,9 +564,8 @@ def sample_anchor_batches(session: Session, seed: tuple[int, ...], count: int) -
     """Draw `count` micro-batches of `anchors.data` images for an update of this process."""
     if session.data_anchor is None:
         return []
-    rank, world_size = session.accelerator.process_index, session.accelerator.num_processes
-    size = session.plan.train_batch_size
-    return list(session.data_anchor.batches(seed, size, count, rank, world_size))
+    ranks, size = get_ranks(session.accelerator), session.plan.train_batch_size
+    return list(session.data_anchor.batches(seed, size, count, ranks.data_rank, ranks.data_size))
 
 
 def split_into_updates(
@@ -601,7 +609,8 @@ def reduce_pass_count(session: Session) -> int:
     policy, progress = session.policy, session.progress
     passes = torch.tensor(float(policy.passes), device=session.accelerator.device)
     policy.passes = 0
-    progress.passes += round(float(session.accelerator.reduce(passes)))
+    total = float(session.accelerator.reduce(passes))
+    progress.passes += round(total / get_context_size(session.accelerator))
     return progress.passes
 
 

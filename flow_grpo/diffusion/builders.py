@@ -13,6 +13,7 @@ from torch import nn
 
 from flow_grpo.data.hub import download_revision
 from flow_grpo.diffusion.config_checks import check_guidance_gradient
+from flow_grpo.diffusion.context_parallel import check_context_parallel
 from flow_grpo.diffusion.fields import (
     DiffusionConfig,
     DiffusionModelConfig,
@@ -36,7 +37,7 @@ from flow_grpo.perf.compile_utils import missing_compile_dependency
 from flow_grpo.perf.quantization import UNQUANTIZED
 from flow_grpo.sde import Solver
 from flow_grpo.training.builder import DTYPES
-from flow_grpo.training.distributed import compile_obstacle, is_sharded
+from flow_grpo.training.distributed import compile_obstacle, get_context_size, is_sharded
 from flow_grpo.training.lora_targets import select_target_modules
 from flow_grpo.untrusted_files import flatten_fields
 
@@ -86,6 +87,7 @@ def can_use_cuda_graphs(config: DiffusionConfig, accelerator: Accelerator) -> bo
     layer. DDP was tested with one GPU, see docs/performance.md.
     """
     wanted = config.cuda_graphs and accelerator.device.type == "cuda"
+    wanted = wanted and get_context_size(accelerator) == 1  # attention communicates
     unsharded = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
     return wanted and unsharded and config.use_lora and not config.train.gradient_checkpointing
 
@@ -180,13 +182,20 @@ def eval_image_size(config: DiffusionConfig) -> Size:
 
 def check_sizes(config: DiffusionConfig, model: str) -> None:
     """Reject sizes of samples that a model does not support, in training and in evaluation."""
-    check_size(model, image_size(config))
+    parts = check_size(model, image_size(config))
     try:
         check_size(model, eval_image_size(config))
     except UserError as error:
         name = f"eval_{error.field}"
         name = name if getattr(config, name, 0) else "eval_resolution"
         raise UserError(error.rule, field=name, value=error.value, hint=error.hint) from error
+    check_context_parallel(
+        config.sample.context_parallel,
+        find_adapter(model),
+        parts,
+        (image_size(config), eval_image_size(config)),
+        config.max_sequence_length,
+    )
 
 
 def with_eval_size(config: DiffusionConfig) -> DiffusionConfig:

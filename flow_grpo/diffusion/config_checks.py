@@ -318,11 +318,11 @@ def check_interactive_rewards(
                 hint="use a reward that scores videos",
             )
         limit = config.distributed_timeout
-        if plan.num_processes > 1 and scorer.timeout >= limit:
+        if plan.world_size > 1 and scorer.timeout >= limit:
             margin = 600  # seconds for everything else
             longer = math.ceil(scorer.timeout) + margin if math.isfinite(scorer.timeout) else "..."
             raise UserError(
-                f"must be below distributed_timeout={limit}, after which {plan.num_processes} "
+                f"must be below distributed_timeout={limit}, after which {plan.world_size} "
                 "processes no longer wait for each other",
                 field=f"reward_options.{name}.timeout",
                 value=scorer.timeout,

@@ -17,6 +17,7 @@ from flow_grpo.diffusion.offline_plan import OfflinePlan
 from flow_grpo.diffusion.plan import BatchPlan, largest_divisor
 from flow_grpo.diffusion.session import Session, build_session
 from flow_grpo.errors import UserError
+from flow_grpo.training.distributed import get_ranks
 from flow_grpo.training.dry_run import (
     DryRun,
     MeasuredEpoch,
@@ -77,7 +78,7 @@ class DiffusionDryRun(DryRun):
             for name in session.reward.pairwise_rewards:
                 plan.check_groupwise_reward(name)
 
-        processes = session.accelerator.num_processes
+        processes = get_ranks(session.accelerator).data_size
         if isinstance(session.plan, OfflinePlan):
             plan = session.plan.smallest(processes)
         else:

@@ -18,7 +18,7 @@ from flow_grpo.diffusion.source_images import load_source_images, reward_metadat
 from flow_grpo.report.console import progress_bar
 from flow_grpo.rewards import TOTAL, WeightedReward
 from flow_grpo.rewards.frames import Sample, as_videos, to_uint8, uint8_to_pil
-from flow_grpo.training.distributed import gather_rows, gather_scores
+from flow_grpo.training.distributed import gather_rows, gather_scores, get_ranks
 from flow_grpo.training.metrics import finite_mean
 
 
@@ -77,8 +77,9 @@ def evaluate(
     with denoiser.adapter.source_images_at(size):
         device, adapter = accelerator.device, denoiser.adapter
         shape = adapter.latent_shape(*size)
-        rows = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
-        most = math.ceil(len(prompts) / accelerator.num_processes)
+        ranks = get_ranks(accelerator)
+        rows = list(range(ranks.data_rank, len(prompts), ranks.data_size))
+        most = math.ceil(len(prompts) / ranks.data_size)
         if not adapter.compiled:  # a compiled model would be compiled again for another size
             batch_size = math.ceil(most / math.ceil(most / batch_size))  # least padding
         denoiser.precompute_embeddings([prompts[row] for row in rows])
@@ -95,7 +96,7 @@ def evaluate(
             latents = denoiser.sample(
                 noise, denoiser.encode([prompts[row] for row in padded])
             ).final
-            if not batch:
+            if not batch or not ranks.is_leader:
                 continue
             images = adapter.decode(latents)[: len(batch)]
             chosen = [prompts[row] for row in batch]
@@ -106,6 +107,7 @@ def evaluate(
             kept_audio += (audio or [])[:num_kept]
             metadata = reward_metadata(chosen, adapter)
             pending.append(reward.submit(images, [p.prompt for p in chosen], metadata, audio))
+        rows = rows if ranks.is_leader else []
         index = np.array(rows, dtype=np.int64)
         scores = gather_scores(accelerator, index, [scores.result() for scores in pending])
         # a rank without images needs the shape that the others send

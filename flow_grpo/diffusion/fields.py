@@ -105,6 +105,15 @@ class DiffusionSampleConfig:
         at_least=1,
         at_most=10**6,
     )
+    context_parallel: int = setting(
+        1,
+        "Processes that compute each sample together, in rollouts, training and its evaluations: "
+        "each holds a part of the tokens, for long videos (Ulysses attention). It must divide the "
+        "number of processes, the attention heads and the tokens; docs/scaling.md.",
+        at_least=1,
+        at_most=1024,
+        requires={"compile=False": "the compiler cannot trace the exchange in attention"},
+    )
     sde_type: str = setting(
         "flow",
         'Form of the SDE step: "flow", "dance" or "cps"; see docs/theory.md.',
@@ -290,7 +299,7 @@ class DiffusionConfig(shared.SharedFields):
         True,
         "Capture the transformer's forward and backward pass in CUDA graphs, which avoids "
         "thousands of kernel launches; for LoRA on one GPU or with DDP, without gradient "
-        "checkpointing.",
+        "checkpointing or sample.context_parallel.",
     )
     use_lora: bool = setting(
         True,

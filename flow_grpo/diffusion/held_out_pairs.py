@@ -19,7 +19,7 @@ from flow_grpo.diffusion.given_images import GivenImages, GivenRow
 from flow_grpo.diffusion.plan import BatchPlan
 from flow_grpo.diffusion.policy import Policy
 from flow_grpo.perf.transfer import to_device
-from flow_grpo.training.distributed import gather_rows
+from flow_grpo.training.distributed import gather_rows, get_ranks
 
 EVALUATION = 2**31 - 1  # stands for the epoch in seeds; no run has as many
 LEVELS = 4  # noise levels per pair, at least
@@ -42,7 +42,8 @@ class HeldOutPairs:
             accelerator: Gives rank and world size; this method is collective.
             seed: Seed of the run.
         """
-        world, rank = accelerator.num_processes, accelerator.process_index
+        ranks = get_ranks(accelerator)
+        world, rank = ranks.data_size, ranks.data_rank
         size = max(1, plan.train_batch_size // 2)
         own = range(rank, len(self.rows), world)
         margins = torch.zeros(len(own))

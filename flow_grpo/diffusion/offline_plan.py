@@ -61,7 +61,8 @@ class OfflinePlan(BatchPlan):
             f" = {per_update} per update x {self.updates_per_pass} updates",
             "images per update": f"{self.samples_per_update * self.num_processes} = "
             f"{self.train_batch_size} per micro-batch x {self.accumulation_steps} accumulated"
-            f" x {self.num_processes} processes, each at {self.trained_steps} noise levels",
+            f" x {self.processes}, each at {self.trained_steps} noise levels",
+            **self.context_rows(),
         }
 
 

@@ -25,7 +25,7 @@ def _config_field(config_name: str) -> Field:
 class BatchPlan(Plan):
     """Numbers of samples, groups, batches and updates per epoch."""
 
-    num_processes: int
+    num_processes: int  # with context parallelism: groups of processes
     sample_batch_size: int = _config_field("sample.train_batch_size")  # per process
     batches_per_epoch: int = _config_field("sample.num_batches_per_epoch")  # per process
     group_size: int = _config_field("sample.num_image_per_prompt")
@@ -37,19 +37,21 @@ class BatchPlan(Plan):
     exploration_factor: int = 1  # samples explored per sample trained
     given_rows: int = 0  # pairs or images of `preferences` per update and process
     images_per_row: int = 1  # 2 for pairs
+    context_parallel: int = 1  # processes that compute each sample together
+    tokens: int = 0  # of a sample, without its prompt; 0 if unknown
 
     def __post_init__(self) -> None:
         """Raise a UserError for numbers below 1 or that do not divide each other as needed."""
         for each in fields(self):
             value = getattr(self, each.name)
-            if value < (each.name != "given_rows"):
+            if value < (each.name not in ("given_rows", "tokens")):
                 name = each.metadata.get("config", each.name)
                 raise UserError("must be at least 1", field=name, value=value)
         if self.samples % self.group_size:
             raise UserError(
                 f"{self.samples} samples per epoch = sample.train_batch_size="
                 f"{self.sample_batch_size} x sample.num_batches_per_epoch={self.batches_per_epoch}"
-                f" x {self.num_processes} processes do not divide into groups of "
+                f" x {self.processes} do not divide into groups of "
                 f"{self.group_size_setting}; {self._suggest_division()}"
             )
         if self.sample_batch_size % self.train_batch_size:
@@ -221,12 +223,21 @@ class BatchPlan(Plan):
             given = f", and {self.given_rows * self.num_processes} given {noun}"
         return {
             "samples per epoch": f"{self.samples} = {self.sample_batch_size} per batch"
-            f" x {self.batches_per_epoch} batches x {self.num_processes} processes",
+            f" x {self.batches_per_epoch} batches x {self.processes}",
             "groups per epoch": f"{self.groups} prompts x {self.group_size} images{explored}",
             "samples per update": f"{self.samples_per_update * self.num_processes} = "
             f"{self.train_batch_size} per micro-batch x {self.accumulation_steps} accumulated"
-            f" x {self.num_processes} processes, each over {self.trained_steps} steps{given}",
+            f" x {self.processes}, each over {self.trained_steps} steps{given}",
+            **self.context_rows(),
         }
+
+    def context_rows(self) -> dict[str, str]:
+        """Return the line of context parallelism, if it is used and the tokens are known."""
+        size = self.context_parallel
+        if size == 1 or not self.tokens:
+            return {}
+        split = f"{self.tokens // size} = {self.tokens} / sample.context_parallel={size}"
+        return {"tokens per process": split}
 
 
 def count_trained_steps(config: Any) -> int:
@@ -274,19 +285,21 @@ def build_plan(
     *,
     given_rows: int = 0,
     images_per_row: int = 1,
+    tokens: int = 0,
 ) -> BatchPlan:
     """Return the batch plan of a run.
 
     Args:
         sample: Section `sample` of the config.
         train: Section `train` of the config.
-        num_processes: World size.
+        num_processes: World size, a multiple of `sample.context_parallel`.
         trained_steps: Denoising steps trained per sample.
         given_rows: Pairs or images of `preferences` per update and process.
         images_per_row: 2 for pairs.
+        tokens: Transformer tokens of a sample, if known.
     """
     return BatchPlan(
-        num_processes=num_processes,
+        num_processes=num_processes // sample.context_parallel,
         sample_batch_size=sample.train_batch_size,
         batches_per_epoch=sample.num_batches_per_epoch,
         group_size=group_size(sample, train),
@@ -297,4 +310,6 @@ def build_plan(
         exploration_factor=sample.num_image_per_prompt // group_size(sample, train),
         given_rows=given_rows,
         images_per_row=images_per_row,
+        context_parallel=sample.context_parallel,
+        tokens=tokens,
     )

@@ -42,6 +42,12 @@ from flow_grpo.diffusion.config_checks import (
     collect_config_warnings,
     reject_groupwise_eval_rewards,
 )
+from flow_grpo.diffusion.context_parallel import (
+    check_context_sources,
+    context_size,
+    count_tokens,
+    enable_context_parallel,
+)
 from flow_grpo.diffusion.data_anchor import DataAnchor, check_anchor_data, load_anchor_images
 from flow_grpo.diffusion.fields import DIFFUSION_SPEC, DiffusionConfig
 from flow_grpo.diffusion.given_images import (
@@ -52,7 +58,7 @@ from flow_grpo.diffusion.given_images import (
     load_held_out_pairs,
 )
 from flow_grpo.diffusion.held_out_pairs import HeldOutPairs
-from flow_grpo.diffusion.models import ModelAdapter, Size
+from flow_grpo.diffusion.models import ModelAdapter, Size, check_size
 from flow_grpo.diffusion.offline_plan import build_offline_plan, given_rows_per_update
 from flow_grpo.diffusion.plan import BatchPlan, build_plan, group_size
 from flow_grpo.diffusion.policy import Policy
@@ -75,7 +81,13 @@ from flow_grpo.training.builder import (
     suggest_on_oom,
 )
 from flow_grpo.training.config_changes import check_same_goal
-from flow_grpo.training.distributed import is_sharded, needs_equal_passes, raise_on_all_ranks
+from flow_grpo.training.distributed import (
+    get_ranks,
+    is_sharded,
+    needs_equal_passes,
+    raise_on_all_ranks,
+)
+from flow_grpo.training.plan import check_divides
 from flow_grpo.training.resume import find_start
 from flow_grpo.training.session import BaseSession
 from flow_grpo.training.snapshot import Reference, Snapshot
@@ -115,7 +127,8 @@ class Session(BaseSession):
         """Return this process's micro-batches of given images of an update of an epoch."""
         if self.given is None:
             return []
-        return self.given.batches(self.plan, epoch, update, self.accelerator.process_index)
+        rank = get_ranks(self.accelerator).data_rank
+        return self.given.batches(self.plan, epoch, update, rank)
 
     def measure_held_out(self) -> dict[str, float]:
         """Return the metrics of the held-out pairs, if there are any. Call it on all processes."""
@@ -212,15 +225,19 @@ def build_session(
     if config.algorithm in config.custom_algorithms:
         smoke_test_algorithm(algorithm, f"custom_algorithms.{config.algorithm}", config.reward_fn)
     losses_per_update = algorithm.batch_count(config.train.batch_size) * algorithm.losses_per_sample
-    with SessionBuilder(config, accumulation_steps=losses_per_update) as run:
+    engine = {"accumulation_steps": losses_per_update}
+    engine["context_parallel"] = context_size(config, num_processes)
+    with SessionBuilder(config, **engine) as run:
         given = load_given_data(config.preferences.data, algorithm, _preference_layout(config))
-        plan = _build_checked_plan(run, algorithm, num_processes, len(given.rows))
+        tokens = count_sample_tokens(config) if load is None else 0
+        plan = _build_checked_plan(run, algorithm, num_processes, len(given.rows), tokens)
         run.open_folder(begin, plan.updates)
         data = _load_run_data(run, algorithm, plan, given, has_model_files=load is None)
         teachers = _load_checked_teachers(run, algorithm)
         run.add_rewards(partial(_check_rewards, config, algorithm, plan, data))
         policy = _build_policy(run, algorithm, data, load or build_adapter)
         add_teachers(policy, teachers, algorithm.initial_loras)
+        enable_context_parallel(policy.adapter, get_ranks(run.accelerator))
         run.add_policy(policy)
         _optimize_adapter(run, policy.adapter, algorithm, data)
         # before a checkpoint is loaded, so that they are the same after a resume
@@ -249,7 +266,11 @@ def build_session(
 
 
 def _build_checked_plan(
-    run: SessionBuilder, algorithm: Algorithm, num_processes: int | None, given: int
+    run: SessionBuilder,
+    algorithm: Algorithm,
+    num_processes: int | None,
+    given: int,
+    tokens: int,
 ) -> BatchPlan:
     """Plan the batches of an epoch and check the settings that depend on the hardware.
 
@@ -258,25 +279,29 @@ def _build_checked_plan(
         algorithm: Determines what is trained.
         num_processes: World size to plan for, if not the current one.
         given: Number of given pairs or images.
+        tokens: Transformer tokens of a sample; 0 if unknown.
     """
     config, accelerator = run.config, run.accelerator
     if accelerator.is_main_process:
         for line in collect_config_warnings(config):
             logger.warning(line)
     processes = num_processes or accelerator.num_processes
+    context = config.sample.context_parallel
+    check_divides(context, processes)
     steps, images_per_row = algorithm.losses_per_sample, 2 if algorithm.given == "pairs" else 1
     if config.is_offline:
         plan = build_offline_plan(
             config.train,
             config.preferences,
-            processes,
+            processes // context,
             given,
             images_per_row=images_per_row,
             trained_steps=steps,
         )
+        plan = replace(plan, context_parallel=context, tokens=tokens)
     else:
         rows = algorithm.setup.given_samples // images_per_row
-        given_part = {"given_rows": rows, "images_per_row": images_per_row}
+        given_part = {"given_rows": rows, "images_per_row": images_per_row, "tokens": tokens}
         plan = build_plan(config.sample, config.train, processes, steps, **given_part)
     if algorithm.needs_whole_groups:
         plan.check_whole_groups(algorithm.name)
@@ -312,11 +337,22 @@ def _load_run_data(
         check_sizes(config, resolve_model_path(config.pretrained))
     if has_model_files:
         check_source_images(data.all_prompts, model, family, data.size, accelerator)
+    if family is not None:
+        check_context_sources(config.sample.context_parallel, family, data.all_prompts)
     check_anchor_data(data.anchor_images, model, family, accelerator)
     unlike_sizes = config.preferences.unlike_sizes
     for each in (given, data.held_out):
         check_given_data(each, model, family, accelerator, unlike_sizes=unlike_sizes)
     return data
+
+
+def count_sample_tokens(config: DiffusionConfig) -> int:
+    """Return the transformer tokens of a sample; 0 if the model's config files are not known."""
+    family = resolve_model_family(config.pretrained)
+    if family is None or config.sample.context_parallel == 1:
+        return 0
+    parts = check_size(resolve_model_path(config.pretrained), image_size(config))
+    return count_tokens(family, parts["transformer"], parts["vae"], image_size(config))
 
 
 def _preference_layout(config: DiffusionConfig) -> PreferenceLayout:

@@ -26,7 +26,9 @@ def plan_run(config: DiffusionConfig, num_processes: int) -> BatchPlan:
     Raises:
         UserError: If something does not divide, or for a run that needs its data or own code.
     """
+    context = config.sample.context_parallel
     for field, value in (
+        ("sample.context_parallel", context if context > 1 else 0),
         ("preferences.data", config.preferences.data),
         ("algorithm", config.algorithm if config.algorithm in config.custom_algorithms else ""),
     ):

@@ -6,7 +6,10 @@ from functools import wraps
 from typing import Any
 
 import torch
+from diffusers import ContextParallelConfig, ModelMixin
+from diffusers.models import modeling_utils
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 DISPATCH_FUNCTION = "dispatch_attention_fn"  # in each of diffusers' transformer modules
 
@@ -51,3 +54,23 @@ def _with_contiguous_gradient(dispatch: Callable[..., Tensor]) -> Callable[..., 
 
     attend.has_contiguous_gradient = True
     return attend
+
+
+def enable_ulysses(transformer: ModelMixin, mesh: DeviceMesh, degree: int) -> None:
+    """Split the tokens of a diffusers transformer over the "ulysses" dimension of a mesh.
+
+    On a machine without an accelerator, diffusers would divide by the number of devices, 0. Its
+    warning that the method is experimental is not for the user.
+
+    Raises:
+        ValueError: If the attention backend does not support it.
+    """
+    config = ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
+    count, level = torch.accelerator.device_count, modeling_utils.logger.level
+    torch.accelerator.device_count = lambda: max(1, count())
+    modeling_utils.logger.setLevel("ERROR")
+    try:
+        transformer.enable_parallelism(config=config)
+    finally:
+        torch.accelerator.device_count = count
+        modeling_utils.logger.setLevel(level)

@@ -1,5 +1,6 @@
 """Score a batch with several rewards in the background, and return their weighted sum."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -142,6 +143,13 @@ class WeightedReward:
             )
             for name, guarded in self._guarded_scorers.items()
         }
+        return PendingScores(parts, self._sum_weights)
+
+    def missing(self, count: int) -> PendingScores:
+        """Return scores, all NaN, of `count` samples that another process scores."""
+        parts = {name: Future() for name in self._guarded_scorers}
+        for part in parts.values():
+            part.set_result(BatchScores([math.nan] * count))
         return PendingScores(parts, self._sum_weights)
 
     def __call__(

@@ -29,7 +29,7 @@ from flow_grpo.rewards import (
 from flow_grpo.rewards.failure import FailurePolicy
 from flow_grpo.training import trackers
 from flow_grpo.training.accelerator import choose_device, configure_deepspeed
-from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks
+from flow_grpo.training.distributed import is_sharded, raise_on_all_ranks, set_context_parallel
 from flow_grpo.training.finite import find_nonfinite
 from flow_grpo.training.lock import RunLock
 from flow_grpo.training.optimizer import adamw_kwargs, build_lr_schedule, build_optimizer
@@ -184,7 +184,12 @@ class SessionBuilder:
 
 
 def build_accelerator(
-    config: SharedFields, *, accumulation_steps: int = 1, autocast: bool = True, **kwargs: Any
+    config: SharedFields,
+    *,
+    accumulation_steps: int = 1,
+    autocast: bool = True,
+    context_parallel: int = 1,
+    **kwargs: Any,
 ) -> Accelerator:
     """Return the accelerator of a run.
 
@@ -192,6 +197,7 @@ def build_accelerator(
         config: Settings of the run.
         accumulation_steps: Micro-batches per update, for DeepSpeed.
         autocast: False if the model casts by itself, in the same way for sampling and training.
+        context_parallel: Number of processes that compute each sample together.
         kwargs: Further arguments of Accelerator.
     """
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -228,6 +234,7 @@ def build_accelerator(
         kwargs_handlers=handlers,
         **kwargs,
     )
+    set_context_parallel(accelerator, context_parallel)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, config.train.max_grad_norm)
     if on_cpu and config.mixed_precision != "no" and accelerator.is_main_process:

@@ -6,18 +6,93 @@ Call these functions on all processes, because most of them communicate.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flow_grpo.errors import RewardOutage, UserError
+from flow_grpo.training.plan import check_divides
 
 Batch, Result = TypeVar("Batch"), TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of a process in the mesh of data x context ranks.
+
+    The processes of a context group compute the same samples together, each a part of the tokens of
+    every sample. Whatever is counted, drawn or split by process is so by data rank.
+    """
+
+    data_rank: int
+    data_size: int  # number of context groups
+    context_rank: int = 0
+    context_size: int = 1  # processes in a context group
+    mesh: DeviceMesh | None = None  # data x ring (1) x ulysses; None without context parallelism
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process counts for its context group: it scores and reports the samples."""
+        return self.context_rank == 0
+
+    def sum_over_context(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the context group."""
+        if self.mesh is not None:
+            tensor = tensor.contiguous().clone()
+            distributed.all_reduce(tensor, group=self.mesh.get_group("ulysses"))
+        return tensor
+
+    def copy_from_leader(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of the leader of the context group."""
+        if self.mesh is not None:
+            tensor = tensor.contiguous()
+            distributed.broadcast(tensor, group_src=0, group=self.mesh.get_group("ulysses"))
+        return tensor
+
+
+def set_context_parallel(accelerator: Accelerator, size: int) -> None:
+    """Divide the processes into context groups of `size` consecutive ones.
+
+    Raises:
+        UserError: If `size` does not divide the number of processes, or for DeepSpeed.
+    """
+    processes = accelerator.num_processes
+    check_divides(size, processes)
+    if size == 1:
+        return
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise UserError(
+            "is incompatible with DeepSpeed",
+            field="sample.context_parallel",
+            value=size,
+            hint="use DDP or FSDP2",
+        )
+    mesh = init_device_mesh(
+        accelerator.device.type,
+        (processes // size, 1, size),  # "ring" and "ulysses" are the names that diffusers requires
+        mesh_dim_names=("data", "ring", "ulysses"),
+    )
+    accelerator.context_mesh = mesh
+
+
+def get_context_size(accelerator: Accelerator) -> int:
+    """Return the number of processes that compute each sample together."""
+    mesh = getattr(accelerator, "context_mesh", None)
+    return 1 if mesh is None else mesh.size(2)
+
+
+def get_ranks(accelerator: Accelerator) -> Ranks:
+    """Return the place of this process in the mesh of data x context ranks."""
+    mesh, size = getattr(accelerator, "context_mesh", None), get_context_size(accelerator)
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    return Ranks(rank // size, processes // size, rank % size, size, mesh)
 
 
 def raise_on_all_ranks(accelerator: Accelerator, call: Callable[[], Result]) -> Result:
@@ -97,7 +172,7 @@ def gather_rows(
     """Gather rows of all processes on the CPU, sorted by index.
 
     Processes may have different numbers of rows, or none. Sorting makes sums over the rows
-    independent of the number of processes.
+    independent of the number of processes. In a context group, only the leader's rows count.
 
     Args:
         index: Global index of each local row, (n,).
@@ -115,6 +190,8 @@ def gather_rows(
             return _gather_on_main(accelerator, padded).cpu()
         return accelerator.gather(padded).cpu()
 
+    if not get_ranks(accelerator).is_leader:
+        index, columns = index[:0], {name: rows[:0] for name, rows in columns.items()}
     index = gather(index.long(), -1)  # an empty one may have been made with another dtype
     order = torch.argsort(index, stable=True)
     order = order[index[order] >= 0]

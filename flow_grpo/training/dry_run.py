@@ -111,7 +111,7 @@ class DryRun(ABC):
         try:
             logger.info("%-21s %s; nothing is written now", "dry run", describe_run_start(session))
             logger.info(session.plan.describe())
-            planned, here = session.plan.num_processes, session.accelerator.num_processes
+            planned, here = session.plan.world_size, session.accelerator.num_processes
             if planned != here:
                 logger.info(
                     "%-21s %d processes, measured on %d: communication is not included, and "
@@ -273,7 +273,7 @@ def log_estimate(
     else:
         total = psutil.virtual_memory().total / 2**30
         where = f"{total:.1f} GiB of this machine"
-    each = per_process_suffix(session.plan.num_processes)
+    each = per_process_suffix(session.plan.world_size)
     logger.info("%-21s %.1f GiB at the peak%s, of %s", "memory", peak, each, where)
     logger.info(describe_times(measured, work))
 

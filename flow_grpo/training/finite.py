@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flow_grpo.errors import UserError
-from flow_grpo.training.distributed import to_full_tensor
+from flow_grpo.training.distributed import get_context_size, to_full_tensor
 from flow_grpo.weight_checks import is_finite
 
 
@@ -73,9 +73,12 @@ def backward(accelerator: Accelerator, loss: Tensor, **options: object) -> None:
 
     The update is then skipped on all processes, because gradient reductions propagate NaN. This
     does not synchronize with the device.
+
+    With context parallelism the gradient is the sum over a context group, but reductions average
+    over all processes, so the loss is multiplied by the size of the group.
     """
-    finite = loss.detach().isfinite()
-    factor = torch.where(finite, 1.0, math.nan).to(loss.dtype)
+    finite, size = loss.detach().isfinite(), float(get_context_size(accelerator))
+    factor = torch.where(finite, size, math.nan).to(loss.dtype)
     accelerator.backward(loss * factor, **options)
 
 

@@ -15,6 +15,18 @@ class Plan:
     group_size: int  # samples of one prompt
     updates_per_pass: int  # one pass = all samples of an epoch
     inner_epochs: int  # passes per epoch
+    context_parallel: int = 1  # processes that compute each sample together
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run; `num_processes` counts those that compute a sample as one."""
+        return self.num_processes * self.context_parallel
+
+    @property
+    def processes(self) -> str:
+        """Return the number of processes that have samples of their own, for `rows`."""
+        number, context = self.num_processes, self.context_parallel
+        return f"{number} processes" if context == 1 else f"{number} groups of {context} processes"
 
     @property
     def updates(self) -> int:
@@ -47,6 +59,16 @@ def suggest_multiple(unit: int, value: int, noun: str) -> str:
 
 def _use(numbers: list[int], noun: str) -> str:
     return f"use {' or '.join(map(str, numbers))} {noun}"
+
+
+def check_divides(context: int, processes: int) -> None:
+    """Raise a UserError unless `sample.context_parallel` divides the number of processes."""
+    if processes % context:
+        raise UserError(
+            f"does not divide the number of processes, {processes}",
+            field="sample.context_parallel",
+            value=context,
+        )
 
 
 def count_processes() -> int:

@@ -9,9 +9,14 @@ from runner import ROOT
 FILE = ROOT / "scripts/accelerate_configs/fsdp2.yaml"
 
 
-def shard_on_cpu() -> None:
-    """Patch accelerate so that each new `Accelerator` uses our FSDP2 config."""
+def shard_on_cpu(block: str = "") -> None:
+    """Patch accelerate so that each new `Accelerator` uses our FSDP2 config.
+
+    `block` is the class of the transformer blocks, by default that of SD3.
+    """
     original, plugin = AcceleratorState.__init__, load_plugin()
+    if block:
+        plugin.transformer_cls_names_to_wrap = [block]
 
     def init_sharded(state: AcceleratorState, *args, **kwargs) -> None:
         original(state, *args, **kwargs)

@@ -236,7 +236,7 @@ def test_a_run_is_not_resumed_from_non_finite_values(session, part, monkeypatch)
     update(session, 1.0)
     BREAK[part](session)
     with monkeypatch.context() as patch:  # as an earlier version wrote it
-        patch.setattr("flow_grpo.training.session.find_nonfinite", lambda *_: None)
+        patch.setattr("flow_grpo.training.saving.find_nonfinite", lambda *_: None)
         patch.setattr(Snapshot, "_check_finite", lambda *_: None)
         bad = save_session(session)
     session.close()

@@ -41,7 +41,7 @@ from flow_grpo.perf.optimize import SharedInputGroups, apply_optimizations
 from flow_grpo.perf.quantization import UNQUANTIZED, at_full_precision, quantize_linears
 from flow_grpo.perf.transfer import to_device
 from flow_grpo.rewards.frames import DEFAULT_FPS
-from flow_grpo.training.distributed import unsharded_class_name
+from flow_grpo.training.distributed import Ranks, unsharded_class_name
 from flow_grpo.training.lora_files import resolve_lora_path
 
 IMAGE_QKV = ("to_q", "to_k", "to_v")  # layers with the same input
@@ -85,6 +85,9 @@ class ModelAdapter(ABC):
     # Component: class that flow_grpo/diffusion/models/processors.py loads it with.
     processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
     supports_cuda_graphs: ClassVar[bool] = True
+    context_parallel: ClassVar[bool] = False  # `sample.context_parallel` can split its tokens,
+    context_parallel_sources: ClassVar[bool] = False  # also with source images
+    ranks: Ranks | None = None  # with context parallelism
     # Faster. Set where `make_attention_gradients_contiguous` ensures correct gradients, or where
     # they were checked against plain attention.
     cudnn_attention: ClassVar[bool] = False
@@ -451,6 +454,14 @@ class ModelAdapter(ABC):
         grid = self.grid(self.transformer.config, self.vae.config)
         return grid.scale * grid.patch
 
+    @classmethod
+    def prompt_tokens(cls, max_sequence_length: int) -> int:
+        """Return a number that divides the tokens of each prompt; 0 if prompts are not split.
+
+        That is, if context parallelism does not split them.
+        """
+        return max_sequence_length
+
     def copy_scheduler(self) -> Any:
         """Return a copy of the pipeline's scheduler, since `set_timesteps` changes it."""
         return copy.deepcopy(self.pipeline.scheduler)
@@ -488,7 +499,10 @@ class ModelAdapter(ABC):
 
         def run(x: Tensor, t: Tensor, index: Tensor) -> Tensor:
             inputs = conditioning.select(index)
-            out = self.forward(transformer, x.to(self.dtype), t, inputs, guidance_scale)
+            x = x.to(self.dtype)
+            if self.ranks is not None and x.requires_grad:
+                x = _SumGradient.apply(x, self.ranks)
+            out = self.forward(transformer, x, t, inputs, guidance_scale)
             return out.to(latents.dtype)
 
         positive, negative = conditioning.positive, conditioning.negative
@@ -603,6 +617,22 @@ class ModelAdapter(ABC):
 
     def _check_expert_folders(self, folder: str | Path) -> None:
         check_expert_folders(folder, [name for name, *_ in iter_experts(self.transformer)])
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity whose backward pass sums the gradients of the context group.
+
+    Each process has the gradient with respect to the input through its own tokens only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.sum_over_context(gradient), None
 
 
 def latent_dtype(transformer: nn.Module) -> torch.dtype:

@@ -28,6 +28,7 @@ class FluxAdapter(ModelAdapter):
     # The names of q, k and v also match the single-stream blocks.
     lora_targets = [*ATTENTION_TARGETS, *mlp_targets("ff", "ff_context")]  # noqa: RUF012
     shared_inputs = ATTENTION_SHARED_INPUTS
+    context_parallel = True
 
     @classmethod
     def grid(cls, transformer: Config, vae: Config) -> LatentGrid:

@@ -34,6 +34,7 @@ class Flux2KleinAdapter(ModelAdapter):
     encoders = ("text_encoder", "vae")
     num_source_images = range(5)
     shared_inputs = ATTENTION_SHARED_INPUTS
+    context_parallel = True
 
     @property
     def lora_targets(self) -> list[str]:
@@ -94,8 +95,9 @@ class Flux2KleinAdapter(ModelAdapter):
             timestep=timestep.to(latents.dtype) / 1000,
             guidance=guidance,
             encoder_hidden_states=embeds,
-            txt_ids=position_ids(text_length=embeds.shape[1], device=device),
-            img_ids=torch.cat(ids),
+            # With a batch dimension, as context parallelism expects.
+            txt_ids=position_ids(text_length=embeds.shape[1], device=device)[None],
+            img_ids=torch.cat(ids)[None],
             joint_attention_kwargs=source_attention_kwargs(
                 lengths, embeds.shape[1] + num_tokens, device
             ),

@@ -22,6 +22,7 @@ class FluxKontextAdapter(FluxAdapter):
     encoders = (*FluxAdapter.encoders, "vae")
     num_source_images = range(2)
     masks_source_images = True
+    context_parallel = False
 
     def encode_single(self, text: str, *images: Image.Image) -> Embedding:
         """Encode a prompt, and its source image as packed tokens ("source")."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from flow_grpo.diffusion.models.base import (
     ATTENTION_SHARED_INPUTS,
     ATTENTION_TARGETS,
+    TOKEN_MULTIPLE,
     Config,
     ModelAdapter,
     mlp_targets,
@@ -28,10 +29,15 @@ class QwenImageAdapter(ModelAdapter):
     supports_cuda_graphs = False  # with a mask, its forward copies a scalar from the host
     lora_targets = [*ATTENTION_TARGETS, *mlp_targets("img_mlp", "txt_mlp")]  # noqa: RUF012
     shared_inputs = ATTENTION_SHARED_INPUTS
+    context_parallel = True
 
     @classmethod
     def grid(cls, transformer: Config, vae: Config) -> LatentGrid:
         return LatentGrid(transformer["in_channels"] // 4, 2 ** len(vae["temperal_downsample"]))
+
+    @classmethod
+    def prompt_tokens(cls, max_sequence_length: int) -> int:
+        return TOKEN_MULTIPLE
 
     @property
     def unused_modules(self) -> str:

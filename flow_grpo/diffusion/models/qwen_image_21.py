@@ -23,6 +23,7 @@ class QwenImage21Adapter(QwenImageAdapter):
     tokenizers = ("processor",)
     processors = MappingProxyType({"processor": "Qwen3VLProcessor"})
     unused_modules = None
+    context_parallel = False
     lora_targets = [  # noqa: RUF012
         *(f"attn.{name}" for name in (*IMAGE_QKV, "to_out.0")),
         *(f"img_mlp.{name}" for name in ("proj", "gate_layer", "out")),

@@ -24,6 +24,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
     encoders = ("text_encoder", "vae")
     processors = MappingProxyType({"processor": "Qwen2VLProcessor"})
     num_source_images = range(1, 2)
+    context_parallel = False
 
     def encode_single(self, text: str, *images: Image.Image) -> Embedding:
         """Encode prompt and images together ("embeds"), and the images' tokens ("source")."""

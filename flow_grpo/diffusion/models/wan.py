@@ -20,6 +20,7 @@ class WanAdapter(ModelAdapter):
 
     pipeline_class = WanPipeline
     encodes_images = False  # its VAE encodes videos
+    context_parallel = context_parallel_sources = True
     lora_targets = [  # noqa: RUF012
         f"{attention}.{name}"
         for attention in ("attn1", "attn2")
@@ -45,6 +46,10 @@ class WanAdapter(ModelAdapter):
             transformer["patch_size"][1],
             frame_scale=vae.get("scale_factor_temporal", 4),
         )
+
+    @classmethod
+    def prompt_tokens(cls, max_sequence_length: int) -> int:
+        return 0
 
     @classmethod
     def check(cls, pipeline: Config, transformer: Config, guidance: Mapping[str, float]) -> None:
