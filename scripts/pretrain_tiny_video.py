@@ -1,4 +1,4 @@
-"""Train assets/tiny-video from scratch; see `--help` and its model card."""
+"""Train a small model of video with sound from scratch; see `--help`."""
 
 from tiny_video.pretrain import main
 

@@ -1,4 +1,16 @@
-"""Train the small model of video with sound from scratch on synthetic videos, and evaluate it."""
+"""Train the small model of video with sound from scratch on synthetic videos, and evaluate it.
+
+Status: no weights are included yet. On two shared CPU cores, in CPU time:
+
+- Sound, 2 minutes: in 96 of 96 reconstructions the number of beeps is right, also with noise of 0.3
+  standard deviations on the latents.
+- Video VAE, 6 minutes, of which 4 with squares and triangles too: 94 % of the reconstructions of
+  circles are right in shape, color and direction. After the 4 minutes with three shapes, 83 % had
+  the direction and 29 % the shape; hence circles only.
+- Flow matching, 9 minutes (1,313 steps of 32 videos, in two cosine cycles): of 42 held-out prompts,
+  half beep as often as asked, 14 % have the color in all five frames and one the direction; none
+  has all. The loss still falls, from 0.55 to 0.43; `rope_theta=100` did not learn faster.
+"""
 
 import argparse
 import json

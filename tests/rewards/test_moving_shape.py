@@ -88,6 +88,12 @@ def test_directions_are_as_seen_in_the_image(direction):
     assert [other for other in ("left", "right", "up", "down") if moves(path, other)] == [direction]
 
 
+def test_a_step_back_is_no_steady_motion():
+    steady, back = ([0.7, 0.6, 0.5, 0.4, 0.2], [0.7, 0.5, 0.55, 0.4, 0.2])
+    found = [moves(np.array([(x, 0.5) for x in path]), "left") for path in (steady, back)]
+    assert found == [True, False]
+
+
 @pytest.mark.parametrize(
     ("sound", "count"),
     [
