@@ -58,15 +58,13 @@ DISK = flags.DEFINE_float(
 SHARDED = flags.DEFINE_bool(
     "sharded", False, "Weights are sharded (FSDP2, ZeRO-3). Default: DDP, ZeRO-1 or 2."
 )
-REWARD = flags.DEFINE_float("reward_s", 0, "Seconds that the rewards take per batch.", 0)
+REWARD = flags.DEFINE_float("reward_s", 0, "Seconds that the rewards take per batch.", 0, 1e6)
 MEASURED = flags.DEFINE_string(
     "measured", "", "File of `flow-grpo benchmark --out FILE`, instead of the included lines."
 )
 COMMON = ("num_epochs", "eval_freq", "state_freq", "use_lora", "train.lora_rank")
-UNMEASURED = (
-    "not estimated: no measurement has these settings; run flow-grpo benchmark --config ... "
-    "--out FILE and pass --measured FILE, or use --dry_run"
-)
+UNMEASURED = "not estimated: no measurement has these settings; "
+MEASURE = "run flow-grpo benchmark --config ... --out FILE and pass --measured FILE, or "
 
 
 def plan(*, is_vlm: bool) -> str:
@@ -86,7 +84,7 @@ def plan(*, is_vlm: bool) -> str:
         f"{pluralize(cluster.nodes, 'node')} of up to {PER_NODE.value} GPUs"
     }
     if line is None:
-        rows["time and memory"] = UNMEASURED
+        rows["time and memory"] = UNMEASURED + MEASURE * (not is_vlm) + "use --dry_run"
     else:
         work = package.build_workload(
             config,

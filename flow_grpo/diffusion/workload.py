@@ -75,17 +75,20 @@ def build_workload(
     """
     sample, train = config.sample, config.train
     sampling, training = sample_seconds(line, config, plan.trained_steps)
+    step = sampling / sample.num_steps
+    explored = plan.exploration_factor if plan.exploration_factor > 1 else 0
+    rollout = sampling + explored * sample.explore_steps * step  # and the candidates' steps
     own_tests = math.ceil(tests / plan.num_processes)
     eval_batch = min(sample.test_batch_size, own_tests)
     eval_batches = math.ceil(own_tests / sample.test_batch_size)
-    evaluation = sampling * sample.eval_num_steps / sample.num_steps * eval_batch
+    evaluation = step * sample.eval_num_steps * eval_batch
     trained = count_trained_parameters(config)
     evaluations = count_evaluations(
         -1, config.num_epochs, config.eval_freq, before=config.eval_before_training
     )
     return Workload(
         samples=plan.samples,
-        seconds_per_sample=sampling + training * plan.inner_epochs,
+        seconds_per_sample=rollout + training * plan.inner_epochs,
         work=RemainingWork(
             batches=plan.batches_per_epoch,
             micro_batches=plan.micro_batches * plan.inner_epochs,
@@ -95,7 +98,7 @@ def build_workload(
             ahead=bool(sample.async_depth),
         ),
         times=MeasuredTimes(
-            sample=sampling * plan.sample_batch_size,
+            sample=rollout * plan.sample_batch_size,
             reward=reward_seconds,
             train=training * plan.train_batch_size,
             first_eval=evaluation,

@@ -7,9 +7,11 @@ steps; everything else must agree.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flow_grpo.config.fields import UNQUANTIZED
 from flow_grpo.config.paths import ROOT
 from flow_grpo.errors import UserError, first_line
 
@@ -93,7 +95,7 @@ def read_lines(path: Path) -> list[Line]:
     for number, row in enumerate(rows, 1):
         try:
             line = json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
         if not isinstance(line, dict):
             raise UserError(
@@ -107,14 +109,23 @@ def read_lines(path: Path) -> list[Line]:
 
 def fits(line: Line, config: Any) -> bool:
     """Return whether a measurement applies to `config`, up to the number of steps."""
-    shape = shape_of(config.pretrained.model)
+    shape, precision = shape_of(config.pretrained.model), config.pretrained.base_precision
+    is_half = config.mixed_precision != "no"  # bf16 and fp16 are equally fast
+    if line.get("shape", shape) != shape:
+        return False
     if "shape" in line:
         options = {
             "--full": not config.use_lora,
             CHECKPOINTING: config.train.gradient_checkpointing,
+            "--flex": config.flex_attention,
+            "--lengths": False,  # of sampling only
+            "benchmark_trl": False,  # another trainer
         }
-        same_options = all((option in line["command"]) == on for option, on in options.items())
-        return line["shape"] == shape and same_options
+        return (
+            is_half  # as benchmark_vlm.py
+            and line.get("base_precision", UNQUANTIZED) == precision
+            and all((option in line["command"]) == on for option, on in options.items())
+        )
     if "full_s_per_sample" not in line or "note" in line or not hasattr(config, "grpo"):
         return False
     found = line["settings"]
@@ -125,14 +136,15 @@ def fits(line: Line, config: Any) -> bool:
         "model": shape,
         "size": size,
         "weights": f"LoRA r {config.train.lora_rank}" if config.use_lora else "all",
-        "compile": True,
+        "compile": config.compile,
         "memory_gib": None,
         "gradient_checkpointing": config.train.gradient_checkpointing,
     }
     return (
         wanted.items() <= found.items()
         and found.get("algorithm", "grpo") == config.algorithm
-        and found.get("base_precision", "bf16") == config.pretrained.base_precision
+        and found.get("base_precision", UNQUANTIZED) == precision
+        and (found.get("precision", "bf16") != "no") == is_half
         and not found.get("merge_lora")  # of earlier versions
         and found.get("keep_gradients", False) == config.train.keep_gradients
         and (found["guidance"] > 1) == guided
@@ -145,20 +157,37 @@ def newest(lines: list[Line], config: Any) -> Line | None:
     """Return the newest measurement that applies to `config`, if there is one.
 
     Raises:
-        UserError: If a line lacks a field of a measurement.
+        UserError: If a line lacks a field of a measurement, or a number is not positive.
     """
     found = []
     for line in lines:
         try:
             if fits(line, config):
-                found.append((line["date"], line))
-        except (AttributeError, KeyError, TypeError) as error:
+                _check_numbers(line)
+                found.append((str(line["date"]), line))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"has a line that is not a measurement ({type(error).__name__}: {error})",
                 field=line["file"],
             ) from error
     # of the same day, the last one
     return sorted(found, key=lambda pair: pair[0])[-1][1] if found else None
+
+
+def _check_numbers(line: Line) -> None:
+    """Raise an error unless a line has the device and positive numbers that a plan needs."""
+    if "shape" in line:
+        names = ("sampling_s_per_answer", "training_s_per_answer", "sampling_tokens_per_s")
+        numbers = [line[name] for name in (*names, "prompt_tokens")]
+    else:
+        names = ("sampling_s_per_image", "trained_step_s_per_sample")
+        numbers = [line[name]["median"] for name in names]
+        numbers += [line["settings"][name] for name in ("steps", "batch")]
+    for number in (*numbers, peak_gib(line)):
+        if not 0 < number < math.inf:
+            raise ValueError(f"{number} is not a positive number")
+    if not isinstance(line["device"], str):
+        raise TypeError("no name of the device")
 
 
 def sample_seconds(line: Line, config: Any, trained_steps: int) -> tuple[float, float]:

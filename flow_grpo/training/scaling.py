@@ -275,7 +275,8 @@ def estimate_rows(workload: Workload, cluster: Cluster, updates: int) -> dict[st
         for each in workload.collectives
     )
     saved = f"{workload.checkpoint_bytes / 1e6:,.0f} MB "
-    saved += f"every {pluralize(workload.save_every, 'epoch')}" if workload.save_every else "once"
+    frequency = {0: "once", 1: "every epoch"}
+    saved += frequency.get(workload.save_every, f"every {workload.save_every} epochs")
     saved += ", in the background" if workload.writes_in_background else ""
     evaluated = f"{format_duration(eval_seconds(workload.times, work))} each, "
     evaluated += f"{pluralize(work.evaluations, 'evaluation')} in {pluralize(work.epochs, 'epoch')}"

@@ -134,10 +134,12 @@ def measured(**settings) -> make_tasks.Line:
     found = {
         **{"model": "sd3.5-medium", "size": "512x512", "weights": "LoRA r 32", "compile": True},
         **{"memory_gib": None, "gradient_checkpointing": False},
-        **{"guidance": 4.5, "guidance_gradient": "both", "beta": 0.04, "steps": 5, **settings},
+        **{"guidance": 4.5, "guidance_gradient": "both", "beta": 0.04, "steps": 5, "batch": 9},
+        **settings,
     }
     return {
         **{"date": "2026-01-01", "file": "some.jsonl", "full_s_per_sample": {}, "peak_gib": 30.0},
+        "device": "GPU",
         **{"sampling_s_per_image": {"median": 0.1}, "trained_step_s_per_sample": {"median": 0.03}},
         "settings": found,
     }
@@ -221,6 +223,7 @@ def test_hours_of_a_vlm_run_in_closed_form():
         {"beta": 0.0},
         {"weights": "LoRA r 64"},
         {"compile": False},
+        {"precision": "no"},
         {"memory_gib": 24.0},
         {"gradient_checkpointing": True},
         {"algorithm": "nft"},

@@ -34,7 +34,7 @@ def test_a_diffusion_run_on_64_gpus_is_planned_without_torch():
     assert re.search(r"12\.\d ms each", found["communication"]), found["communication"]
     # two batches of 1 s each: 4 s for the last, and what the first takes longer than the second
     assert re.search(r"waiting for rewards 7\.\d s", found["time per epoch"])
-    assert found["checkpoint"].startswith("451 MB every 1 epoch, in the background")
+    assert found["checkpoint"].startswith("451 MB every epoch, in the background")
     assert found["memory per GPU"].startswith("28.1 GiB ")
     assert found["evaluation"].count("evaluations in") == 1
 
@@ -59,6 +59,7 @@ def test_a_vlm_run_with_sharded_weights():
         (("--config=config/grpo.py:tiny_offline",), ["preferences.data", "--dry_run"]),
         ((*SD3, "--world_size=0"), ["--world_size=0"]),
         ((*SD3, "--network_gbit=nan"), ["--network_gbit=nan must be finite"]),
+        ((*SD3, "--reward_s=1e300"), ["--reward_s=1e300"]),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(words, shown):

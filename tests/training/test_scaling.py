@@ -1,6 +1,7 @@
 """Estimates of epochs on several GPUs: closed forms, simulations, and measurements that apply."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -175,6 +176,13 @@ def test_rewards_and_sharded_weights_of_a_diffusion_run():
     assert (gather.num_bytes, gather.count) == (2 * 2_243_171_520, 16 * 10 + 16 * 9 * 3)
     assert (scatter.num_bytes, scatter.count) == (4 * 18_776_064, 2)
     assert work.times.reward == 3.0
+    # best 2 and worst 2 of 8 candidates, of 4 steps each, of which half are trained
+    sample = replace(config.sample, num_image_per_prompt=8, train_batch_size=4)
+    train = replace(config.train, keep_best_worst=2, batch_size=4)
+    chosen = replace(config, sample=sample, train=train)
+    explored = diffusion.build_workload(chosen, diffusion.plan_run(chosen, 8), line, tests=8)
+    per_sample = work.times.sample / plan.sample_batch_size
+    assert explored.times.sample == pytest.approx(4 * (per_sample + 2 * 0.4 * per_sample))
     # 125 prompts of each process in batches of 16
     assert work.work.eval_batches == -(-125 // config.sample.test_batch_size)
 
@@ -264,3 +272,31 @@ def test_a_file_of_measurements_is_checked(tmp_path):
     path.write_text(json.dumps(incomplete))
     with raises_user_error("'date'", field="own.jsonl"):
         newest(read_lines(path), config)
+    for name, value in (
+        ("sampling_s_per_image", {"median": 0}),
+        ("trained_step_s_per_sample", {"median": math.nan}),
+        ("trained_step_s_per_sample", {"median": "1"}),
+        ("peak_gib", -1),
+        ("device", None),
+    ):
+        path.write_text(json.dumps(line | {name: value}))
+        with raises_user_error("not a measurement", field="own.jsonl"):
+            newest(read_lines(path), config)
+
+
+def test_vlm_measurements_of_other_settings_are_not_used():
+    """Of TRL, other precisions, flex attention, or sampling only."""
+    config = check_vlm_config(vlm_presets.get_config("qwen2_5_vl_7b_geometry3k_full"))
+    train = replace(config.train, gradient_checkpointing=False)
+    lora = replace(config, use_lora=True, train=train)
+    model = replace(config.pretrained, base_precision="nf4")
+    small = replace(config.pretrained, model="Qwen/Qwen2.5-VL-3B-Instruct")
+    script = "python scripts/benchmark_vlm.py --shape qwen2.5-vl-"
+    for own, command in (
+        (lora, "7b --budget 5000"),
+        (replace(lora, pretrained=model), "7b --base_precision nf4 --budget 5000"),
+        (replace(lora, pretrained=small), "3b --budget 5000"),
+        (replace(lora, pretrained=small, flex_attention=True), "3b --budget 5000 --flex"),
+    ):
+        assert measured(own)["command"] == script + command
+    assert newest(measurements.read_measurements(), replace(lora, mixed_precision="no")) is None
