@@ -146,6 +146,7 @@ def fits(line: Line, config: Any) -> bool:
         and found.get("base_precision", UNQUANTIZED) == precision
         and (found.get("precision", "bf16") != "no") == is_half
         and not found.get("merge_lora")  # of earlier versions
+        and not found.get("sharded")
         and found.get("keep_gradients", False) == config.train.keep_gradients
         and (found["guidance"] > 1) == guided
         and (not guided or found.get("guidance_gradient") == "both")

@@ -224,6 +224,7 @@ def test_hours_of_a_vlm_run_in_closed_form():
         {"weights": "LoRA r 64"},
         {"compile": False},
         {"precision": "no"},
+        {"sharded": True},
         {"memory_gib": 24.0},
         {"gradient_checkpointing": True},
         {"algorithm": "nft"},
