@@ -96,9 +96,8 @@ class SampledBatch:
 
     ids: SampleBatch  # index within the epoch and prompt row of each sample, (B,)
     trajectory: Trajectory
-    images: (
-        torch.Tensor | None
-    )  # (B, 3, H, W) or (B, F, 3, H, W), to log; main process's first group
+    # (B, 3, H, W) or (B, F, 3, H, W), of the first group of the main process, to log
+    images: torch.Tensor | None
     audio: list[Audio] | None  # sound of `images`
     scores: PendingScores  # {reward name: (B,)}, computed in the background
     distance: torch.Tensor  # (2,), see `within_group_distance`
