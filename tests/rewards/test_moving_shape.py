@@ -129,6 +129,7 @@ def test_invalid_metadata_is_rejected_and_missing_metadata_skipped():
         ("direction", ["up"]),
         ("beeps", "2"),
         ("beeps", -1),
+        ("beeps", True),
     ):
         with raises_user_error(name, value):
             reward.skip_reason("a", {**ROW, name: value})

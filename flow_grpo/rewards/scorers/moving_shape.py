@@ -98,7 +98,7 @@ class MovingShape(Scorer):
         for name, choices in CHOICES.items():
             check_choice(name, metadata[name], choices)
         beeps = metadata["beeps"]
-        if not isinstance(beeps, int) or beeps < 0:
+        if type(beeps) is not int or beeps < 0:  # a bool is an int
             raise UserError("must be an integer of at least 0", field="beeps", value=beeps)
         return None
 
