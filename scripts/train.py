@@ -65,6 +65,7 @@ from flow_grpo.training.distributed import (
     gather_scores,
     get_context_size,
     get_ranks,
+    raise_on_all_ranks,
 )
 from flow_grpo.training.finite import backward
 from flow_grpo.training.metrics import (
@@ -233,7 +234,7 @@ def sample_epoch(session: Session, epoch: int, policy_step: int = 0) -> list[Sam
     samples, is_main = [], session.accelerator.is_main_process
     for ids in session.bar(epoch_batches, f"epoch {epoch + 1} sample"):
         session.stop.check()
-        session.reward.raise_if_failing()
+        stop_if_failing(session)
         prompts = select_prompts(session, [ids])
         trajectory, steps = sample_batch(session, epoch, ids, prompts, seeds)
         images, audio, scores = decode_and_score(session, trajectory, prompts)
@@ -321,7 +322,7 @@ def select_seeds(session: Session, epoch: int) -> tuple[np.ndarray, int]:
     pending = []
     for ids in session.bar(epoch_batches, f"epoch {epoch + 1} explore"):
         session.stop.check()
-        session.reward.raise_if_failing()
+        stop_if_failing(session)
         prompts = select_prompts(session, [ids])
         generators = sample_generators(config.seed, epoch, ids.index.tolist())
         trajectory = Denoiser(session.adapter, session.policy.module, dynamics).sample(
@@ -333,6 +334,18 @@ def select_seeds(session: Session, epoch: int) -> tuple[np.ndarray, int]:
     scored = gather_rewards(session, epoch_batches, scores, plan.exploration_factor)
     kept = keep_best_worst(scored.total, scored.groups, config.train.keep_best_worst)
     return kept, sum(len(ids.index) for ids in epoch_batches) * sample.explore_steps
+
+
+def stop_if_failing(session: Session) -> None:
+    """Raise `RewardOutage` if a reward fails on every batch.
+
+    With context parallelism, on all processes: those that do not score would wait for the others.
+    """
+    check = session.reward.raise_if_failing
+    if get_context_size(session.accelerator) > 1:
+        raise_on_all_ranks(session.accelerator, check)
+    else:
+        check()
 
 
 def make_initial_noise(session: Session, generators: list[torch.Generator]) -> torch.Tensor:

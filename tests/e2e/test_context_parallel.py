@@ -42,7 +42,9 @@ class Layouts:
             float64_run.run(**COMMON, **paths, **own, **batch(4), run_name=name)
         two, four = batch(4, 2), batch(2, 2)
         sharded = {**RUNS["flux"], **four, "fsdp2": "FluxTransformerBlock"}
-        self.launch(2, {"wan-2": {**RUNS["wan"], **two}}, paths, str(self.errors))
+        wan = {**RUNS["wan"], **two}
+        pair = {"wan-2": wan, "fails": {**wan, "fails": True}}
+        self.launch(2, pair, paths, str(self.errors))
         runs = {f"{name}-4": {**own, **four} for name, own in RUNS.items()}
         self.launch(4, {**runs, "flux-fsdp2": sharded}, paths)
 
@@ -91,6 +93,11 @@ def test_velocities_and_gradients_are_those_of_one_process(layouts):
     for name, found in errors.items():
         assert len(found) > 10
         assert max(found.values()) < 1e-5, name
+
+
+def test_an_outage_of_the_reward_ends_all_processes(layouts):
+    """Only the first process of a group scores."""
+    assert all((layouts.folder / f"outage-{rank}").exists() for rank in (0, 1))
 
 
 @pytest.mark.parametrize("name", ["wan-2", "wan-4", "flux-4", "flux-fsdp2"])

@@ -3,13 +3,15 @@
     torchrun --nproc_per_node 2 tests/support/context_parallel_runs.py '[{"family": ...}]' [FILE]
 
 executes the runs one after the other. A run with the key "fsdp2", a class of transformer blocks, is
-sharded. Before, it writes to FILE how far the passes of each family differ from those of one
-process.
+sharded; the reward of one with the key "fails" fails. Before, it writes to FILE how far the passes
+of each family differ from those of one process.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import float64_run
 import torch
@@ -23,6 +25,8 @@ from untrained import small
 from flow_grpo.diffusion.context_parallel import enable_context_parallel
 from flow_grpo.diffusion.models import ADAPTERS, ModelAdapter, Size
 from flow_grpo.diffusion.rollout import initial_noise
+from flow_grpo.diffusion.session import Session
+from flow_grpo.errors import RewardOutage
 from flow_grpo.training.distributed import get_ranks, set_context_parallel
 
 SUPPORTED = {  # families by the class of their pipeline
@@ -87,7 +91,27 @@ def main(runs: list[dict], file: Path | None) -> None:
         AcceleratorState._reset_state()
         if block := fields.pop("fsdp2", ""):
             shard_on_cpu(block)
+        run = run_with_failing_reward if fields.pop("fails", False) else float64_run.run
+        run(**fields)
+
+
+def run_with_failing_reward(**fields: Any) -> None:
+    """Start a run whose reward has failed twice, and write a file when it ends with an outage."""
+    train = float64_run.train
+
+    def train_after_failures(session: Session) -> None:
+        if get_ranks(session.accelerator).is_leader:
+            for guarded in session.reward._guarded_scorers.values():
+                guarded.permanent_errors = 2
+        train(session)
+
+    float64_run.train = train_after_failures
+    try:
         float64_run.run(**fields)
+    except RewardOutage:
+        Path(fields["logdir"], f"outage-{os.environ['RANK']}").touch()
+    finally:
+        float64_run.train = train
 
 
 if __name__ == "__main__":
