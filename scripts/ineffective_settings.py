@@ -190,7 +190,7 @@ UNTRIED_FIELDS = {
         sample.eval_guidance_scale sample.eval_precision sample.test_batch_size train.ema
         train.ema_decay
         train.ema_update_interval""",
-    "speed and memory": """prompt_cache offload_idle compile cuda_graphs
+    "speed and memory": """sample.context_parallel prompt_cache offload_idle compile cuda_graphs
         train.gradient_checkpointing train.keep_gradients train.offload_optimizer
         train.use_8bit_adam mixed_precision pretrained.base_precision
         pretrained.encoder_precision allow_tf32 device distributed_timeout""",

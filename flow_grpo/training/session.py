@@ -164,7 +164,6 @@ def run_training(
                 seed_custom_code(session)
                 with suggest_on_oom(advice):
                     train(session)
-                finish_saving(session)
                 session.check_lock()
             except StopRequested as request:
                 # an unfinished epoch is not saved: it is trained again after a resume
@@ -276,6 +275,8 @@ def finish_epoch(
 ) -> None:
     """Record a finished epoch: start saving a checkpoint if due, then log its metrics.
 
+    After the last epoch, it waits until the checkpoint is complete.
+
     Args:
         session: State of the run.
         epoch: Number of finished epochs.
@@ -298,6 +299,8 @@ def finish_epoch(
             start_saving(session, best=is_best)
     log(session, trackers.build_record(epoch, progress.step, metrics, timer))
     seed_custom_code(session)
+    if epoch >= last:
+        finish_saving(session)
 
 
 def seed_custom_code(session: BaseSession) -> None:

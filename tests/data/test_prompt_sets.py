@@ -263,9 +263,9 @@ def test_a_run_from_a_spreadsheet_and_a_text_file(make_session, tmp_path):
     )
     seen, score = [], session.reward.submit
 
-    def submit(images, prompts, metadata):
+    def submit(images, prompts, metadata, audio):
         seen.extend(zip(prompts, metadata, strict=True))
-        return score(images, prompts, metadata)
+        return score(images, prompts, metadata, audio)
 
     session.reward.submit = submit
     train_loop(session)

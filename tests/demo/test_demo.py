@@ -285,6 +285,9 @@ def test_removed_and_unknown_weights_are_rejected(generator, run):
             generator.generate(request(weights=name))
 
 
+DURATIONS = {"ltx2": 40, "hunyuan_video15": 40}  # milliseconds per frame
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_family_generates(family, tmp_path):
     model = save_small_pipeline(family, tmp_path / "model")
@@ -301,7 +304,7 @@ def test_every_family_generates(family, tmp_path):
     assert [frame.size for frame in frames] == [(family.wide, 32)] * family.frames
     if family.frames > 1:
         name = save_sample_files(drawn.sample, tmp_path, "0", animated_image=True)["file"]
-        assert Image.open(tmp_path / name).info["duration"] == (40 if family.name == "ltx2" else 60)
+        assert Image.open(tmp_path / name).info["duration"] == DURATIONS.get(family.name, 60)
     assert drawn.scores == []
     assert generator.newest is None
     assert generator.limits.images == generator.adapter.num_source_images

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 from server_process import Server, body, encoded
 
+from flow_grpo.host_memory import memory_limit
 from flow_grpo.rewards.scorers.jpeg import jpeg_compressibility
-from reward_server.limits import available_memory
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_rewards_and_limits_are_listed(server: Server) -> None:
         "max_body_bytes": 67_108_864,
         "max_queue": 1024,
         "max_queue_pixels": 1_073_741_824,
-        "max_memory_bytes": available_memory() // 2,
+        "max_memory_bytes": memory_limit() // 2,
         "max_connections": 512,
     }
 

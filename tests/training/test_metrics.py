@@ -186,7 +186,11 @@ def test_the_index_of_a_process_without_rows_is_gathered_as_that_of_others(own):
         return tensor
 
     accelerator = SimpleNamespace(
-        device="cpu", pad_across_processes=lambda tensor, dim, pad_index: tensor, gather=gather
+        device="cpu",
+        process_index=0,
+        num_processes=1,
+        pad_across_processes=lambda tensor, dim, pad_index: tensor,
+        gather=gather,
     )
     rows = {"margin": torch.zeros(len(own))}
     index, columns = gather_rows(accelerator, torch.tensor(own), rows)

@@ -27,6 +27,8 @@ from flow_grpo.training.lora_files import (
 SD3, FLUX, FLUX2 = "StableDiffusion3Pipeline", "FluxPipeline", "Flux2Pipeline"
 QUERY = "transformer_blocks.0.attn.to_q"
 A, B = "lora_A.weight", "lora_B.weight"
+WITHOUT_NAMES = {"LTX2Pipeline", "LTX2ImageToVideoPipeline", "HunyuanVideo15Pipeline"}
+CONVERTED = [f for f in FAMILIES if f.name not in ("ltx2", "hunyuan_video15")]
 READERS = {  # of our files
     "flux": FluxPipeline,
     "qwen_image": QwenImagePipeline,
@@ -122,7 +124,7 @@ class Model:
         self.settings = {"r": 4, "lora_alpha": 8}
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=str)
+@pytest.fixture(scope="module", params=CONVERTED, ids=str)
 def model(request) -> Model:
     return Model(request.param.name)
 
@@ -172,8 +174,8 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
-def test_every_family_has_names():
-    assert set(FAMILY_KEYS) == set(ADAPTERS)
+def test_every_other_family_has_names():
+    assert set(FAMILY_KEYS) == set(ADAPTERS) - WITHOUT_NAMES
 
 
 def test_round_trip_returns_the_same_tensors_and_scales(model):
