@@ -112,7 +112,7 @@ _PARAGRAPHS = {
         "direction and {wrong_beeps} another number of beeps."
     ),
     "recipe": (
-        "This took {minutes} minutes on a CPU, in stages of so many steps: {steps}. The video VAE "
+        "This took {minutes} minutes on a CPU. Steps of each stage: {steps}. The video VAE "
         "is trained with 4 videos per step and noise on its latents; then the audio VAE "
         "on log-mel spectrograms of 16 bins, and the vocoder on what it decodes; then the "
         "transformer and the connectors by flow matching. The text encoder is random: it only "
