@@ -161,6 +161,49 @@ def test_translations_of_values():
     assert [name for name, *_ in found.missing] == ["normalize_reward"]
 
 
+def named(name: str):
+    return next(project for project in PROJECTS if project.name.startswith(name))
+
+
+def test_losses_filters_and_adaptive_kl_of_vlm_trainers():
+    known, actor, kl = known_settings("train-vlm"), "worker.actor", "algorithm.kl_ctrl"
+    given = {
+        f"{actor}.loss_type": "sapo",
+        f"{actor}.tau_negative": 1.2,
+        "algorithm.use_kl_loss": False,
+        "algorithm.kl_type": "adaptive",
+        "algorithm.kl_target": 0.05,
+        "algorithm.online_filtering": True,
+        "algorithm.filter_key": "accuracy",
+        "algorithm.filter_high": 0.9,
+    }
+    found = translate(named("EasyR1"), given, known)
+    ours = found.settings
+    assert not found.missing
+    assert (ours["train.loss"], ours["train.tau_negative"]) == ("sapo", 1.2)
+    assert not {"train.clip_low", "train.clip_high", "train.dual_clip"} & ours.keys()
+    assert (ours["train.kl_target"], ours["train.kl_horizon"]) == (0.05, 10_000)
+    assert ours["sample.filter_reward"] == "math_answer"
+    assert ours["sample.filter_high"] == 0.9
+    given = {f"{actor}.loss_type": "cispo", "algorithm.kl_type": "adaptive"}
+    ours = translate(named("EasyR1"), given, known).settings
+    assert ours["train.clip_high"] == 0.3
+    assert not {"train.dual_clip", "train.kl_target"} & ours.keys()  # the KL is in the loss
+    given = {"loss_type": "sapo", "sapo_temperature_neg": 1.1, "mask_truncated_completions": True}
+    found = translate(named("TRL"), given, known)
+    assert not found.missing
+    assert found.settings["train.aggregation"] == "sequence"
+    assert found.settings["train.tau_negative"] == 1.1
+    assert found.settings["train.mask_truncated"]
+    assert "train.clip_low" not in found.settings
+    assert translate(named("TRL"), {"delta": 2.0}, known).settings["train.dual_clip"] == 2.0
+    ours = translate(named("LMM-R1"), {"kl_target": 0.02}, known).settings
+    assert (ours["train.kl_target"], ours["train.kl_horizon"]) == (0.02, 10_000)
+    given = {f"{kl}.type": "adaptive", "algorithm.use_kl_in_reward": True}
+    ours = translate(named("verl"), given, known).settings
+    assert (ours["train.kl_target"], ours["train.kl_horizon"]) == (0.1, 10_000)
+
+
 def test_batches_of_diffusion_trainers():
     """64 prompts with 16 images each on 8 GPUs, two updates."""
     mm_grpo = next(project for project in PROJECTS if project.name.startswith("MM-GRPO"))
@@ -237,6 +280,16 @@ NEEDED = {  # the options that the others only matter with
     "trainer.resume_mode": "resume_path",
     "actor_rollout_ref.rollout.name": "vllm",
     "worker.rollout.name": "vllm",
+    "kl_target": 0.1,
+}
+OTHERWISE = {  # of another loss, and with the KL in the reward
+    "loss_type": "sapo",
+    "worker.actor.loss_type": "sapo",
+    "algorithm.use_kl_loss": False,
+    "algorithm.kl_type": "adaptive",
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
 }
 
 
@@ -248,5 +301,7 @@ def test_no_option_is_dropped_that_is_translated_with_others(project):
     for name in ("optim.betas", "lora.target_modules", "target_modules"):
         given |= {key: (0.9, 0.95) for key in joint if key.endswith(name)}
     needed = {key: value for key, value in NEEDED.items() if key in project.keys}
+    otherwise = {key: value for key, value in OTHERWISE.items() if key in project.keys}
     ours = project.derive({**project.defaults, **given, **needed})
+    ours |= project.derive({**project.defaults, **given, **needed, **otherwise})
     assert set(joint.values()) <= {*ours}

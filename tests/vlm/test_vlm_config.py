@@ -32,6 +32,9 @@ def test_rewards_must_score_text():
         ("clip", (0.2, 0.28, "token")),
         ("gspo", (3e-4, 4e-4, "sequence")),
         ("cispo", (0.2, 0.2, "token")),
+        ("sapo", (None, None, "sequence")),
+        ("drpo", (None, None, "token")),
+        ("cppo", (None, None, "token")),
     ],
 )
 def test_unset_settings_get_the_defaults_of_the_loss(loss, defaults):
@@ -41,6 +44,15 @@ def test_unset_settings_get_the_defaults_of_the_loss(loss, defaults):
         config.train.clip_high = 0.28
     train = check_config(config).train
     assert (train.clip_low, train.clip_high, train.aggregation) == defaults
+
+
+@pytest.mark.parametrize("name", ["clip_low", "clip_high", "dual_clip"])
+def test_losses_without_a_clip_range_reject_its_settings(name):
+    config = fields.get_config()
+    config.train.loss = "sapo"
+    config.train[name] = 0.3
+    with raises_user_error("does not clip", field=f"train.{name}", value=0.3):
+        check_config(config)
 
 
 def test_a_config_of_the_other_trainer_is_rejected(tmp_path):

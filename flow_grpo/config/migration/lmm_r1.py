@@ -96,13 +96,16 @@ KEYS = {
         },
     ),
     "no_advantage_std_norm": to("train.advantage_scale", {True: "none", False: {}}),
-    "normalize_reward": none("advantages are normalised, rewards are not", False),
+    "normalize_reward": none(
+        "standardises the scores of reward models by their statistics; advantages are normalised",
+        False,
+    ),
     "reward_clip_range": none("rewards are not clipped"),
     "init_kl_coef": to("train.beta"),
     "kl_estimator": derived("train.kl"),
     "use_kl_loss": derived("train.kl_in"),
-    "kl_target": none("train.beta is constant"),
-    "kl_horizon": none("train.beta is constant"),
+    "kl_target": to("train.kl_target"),
+    "kl_horizon": derived("train.kl_horizon"),
     "aux_loss_coef": none("a load-balancing loss is not supported", 0, 0.0),
     "entropy_loss_coef": none("an entropy bonus is not supported", 0, 0.0),
     "ptx_coef": none("a pretraining loss is not supported"),
@@ -225,6 +228,8 @@ def derive(given: Mapping[str, Any]) -> Settings:
         ours |= {"train.critic_warmup": warmup}
         if "critic_learning_rate" in given:
             ours["train.critic_learning_rate"] = given["critic_learning_rate"]
+    if given.get("kl_target"):
+        ours["train.kl_horizon"] = value_of(given, "kl_horizon", 10_000)
     if value_of(given, "vllm_num_engines") > 0:
         ours["sample.engine"] = "vllm"
         for theirs, name in {
