@@ -1,6 +1,7 @@
 """Config rules that involve several fields, checked before anything is loaded."""
 
 import logging
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -17,6 +18,7 @@ from flow_grpo.errors import UserError, check_model_folder
 from flow_grpo.rewards import REWARDS, TEXT_REWARDS, TOTAL, check_nonzero_weight
 from flow_grpo.rewards.config_checks import check_custom_reward_files
 from flow_grpo.training.plan import check_start, count_processes
+from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.environment import load_environment_class
 from flow_grpo.vlm.fields import (
     BRADLEY_TERRY,
@@ -62,6 +64,9 @@ def check_config(config: UncheckedConfig | VlmConfig) -> VlmConfig:
             value=settings.question_format,
         )
     check_model_folder(settings.pretrained.model, "preprocessor_config.json")
+    if settings.image_dir and not os.path.isdir(settings.image_dir):
+        raise UserError("is not a directory", field="image_dir", value=settings.image_dir)
+    read_chat_template(settings.chat_template)
     _check_rewards(settings)
     check_nonzero_weight(settings, {ENVIRONMENT: 1.0} if settings.environment else {})
     if sample.engine == VLLM:

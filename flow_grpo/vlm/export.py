@@ -20,6 +20,7 @@ from flow_grpo.training.export import (
     write_folder_atomically,
 )
 from flow_grpo.untrusted_files import read_json
+from flow_grpo.vlm.chat_template_file import read_chat_template
 from flow_grpo.vlm.expert_layout import published_layout
 from flow_grpo.vlm.fields import VLM_SPEC, VlmConfig
 from flow_grpo.vlm.lora import attach_lora, merge_lora
@@ -66,7 +67,9 @@ def export(
         merged, parts = load_reward_model(source, model, revision, config)
     else:
         merged = _load_merged_model(source, model, revision)
-        parts = [part for part in load_processors(model, revision) if part is not None]
+        template = "" if config is None else read_chat_template(config.chat_template)
+        processors = load_processors(model, revision, chat_template=template)
+        parts = [part for part in processors if part is not None]
     merged = merged.to(dtype)
     reject_nonfinite(source.weights, merged, dtype)
 

@@ -429,7 +429,7 @@ class VlmConfig(shared.SharedFields):
     input_key: str = setting(
         "",
         "Column of the question, or of a conversation that ends with it; empty uses message, "
-        "question or problem, whichever exists.",
+        "question, problem or prompt, whichever exists.",
     )
     image_key: str = setting(
         "",
@@ -438,6 +438,14 @@ class VlmConfig(shared.SharedFields):
     video_key: str = setting(
         "",
         'Column of the videos of a question; empty uses videos or video, "none" ignores videos.',
+    )
+    image_dir: str = setting(
+        "",
+        "Directory that relative paths of images and videos start from, also those of "
+        "eval_dataset; empty for the directory of each file.",
+    )
+    max_samples: int = setting(
+        0, "Use only the first rows of each training set, this many; 0 uses all.", at_least=0
     )
     answer_key: str = setting(
         "answer",
@@ -448,6 +456,13 @@ class VlmConfig(shared.SharedFields):
         "Column of the response; empty uses completion or response, or the assistant turn that "
         "ends the conversation.",
         requires=f"train.loss={'|'.join(GIVEN_LOSSES)}",
+    )
+    response_turns: str = setting(
+        "last",
+        'Assistant turns of a conversation that are trained: the "last", or "all", each with the '
+        "turns before it as its prompt.",
+        choices=("last", "all"),
+        requires="train.loss=sft",
     )
     eval_input_key: str | None = setting(
         None,
@@ -475,6 +490,11 @@ class VlmConfig(shared.SharedFields):
         at_least=0,
     )
     system_prompt: str = setting("", "System prompt of every conversation; empty for none.")
+    chat_template: str = setting(
+        "",
+        "Chat template in place of the model's: a Jinja file, or the text of the template. "
+        "Checkpoints contain it.",
+    )
     special_tokens: str = setting(
         "escape",
         "Special tokens of the tokenizer, such as <|im_end|>, in questions, observations and "

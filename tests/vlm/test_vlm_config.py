@@ -9,6 +9,7 @@ from flow_grpo.diffusion import fields as diffusion_fields
 from flow_grpo.diffusion.config_checks import check_config as check_diffusion_config
 from flow_grpo.diffusion.config_loading import load_run_config
 from flow_grpo.vlm import fields
+from flow_grpo.vlm.builders import load_checked_processors
 from flow_grpo.vlm.config_checks import check_config
 
 
@@ -52,6 +53,22 @@ def test_losses_without_a_clip_range_reject_its_settings(name):
     config.train.loss = "sapo"
     config.train[name] = 0.3
     with raises_user_error("does not clip", field=f"train.{name}", value=0.3):
+        check_config(config)
+
+
+@pytest.mark.parametrize("kind", ["text", "file"])
+def test_the_chat_template_of_a_config_replaces_that_of_the_model(tmp_path, kind):
+    template = "{% for m in messages %}({{ m['content'][0]['text'] }}){% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
+    config = fields.get_config()
+    config.pretrained.model = str(small_vlm.save(tmp_path / "model"))
+    config.chat_template = template if kind == "text" else str(tmp_path / "chat.jinja")
+    tokenizer, _ = load_checked_processors(check_config(config), [])
+    turns = [{"role": "user", "content": [{"type": "text", "text": "A?"}]}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == "(A?)"
+    (tmp_path / "chat.jinja").write_text("no template", encoding="utf-8")
+    config.chat_template = str(tmp_path / "chat.jinja")
+    with raises_user_error("without a Jinja template", field="chat_template"):
         check_config(config)
 
 

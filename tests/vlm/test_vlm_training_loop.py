@@ -508,6 +508,9 @@ def test_batches_have_about_equal_sizes(samples, limit, size):
             "train.clip_high=0.3 must be at most",
         ),
         ({"train.loss": "cispo", "train.dual_clip": 3.0}, "train.dual_clip=3.0 is incompatible"),
+        ({"image_dir": "no/such"}, "image_dir='no/such' is not a directory"),
+        ({"chat_template": "none.jinja"}, "chat_template='none.jinja' is neither a file nor a"),
+        ({"response_turns": "all"}, "response_turns='all' "),
         ({"train.kl_target": 0.1}, "train.kl_target=0.1 "),
         (
             {"sample.refills": 1, "sample.filter_reward": "other"},

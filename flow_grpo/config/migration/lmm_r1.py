@@ -44,7 +44,7 @@ KEYS = {
     "label_key": to("answer_key"),
     "input_template": derived("question_format"),
     "apply_chat_template": none("the model's chat template is always applied", True, False),
-    "max_samples": none("all rows are used; provide a smaller file"),
+    "max_samples": to("max_samples"),
     "processor_kwargs": derived("max_pixels"),
     "limit_mm_per_prompt": none("images per prompt are not limited"),
     "prompt_max_len": to("max_prompt_length"),

@@ -262,6 +262,8 @@ def derive(given: Mapping[str, Any]) -> Settings:
         ours["train.kl_horizon"] = value_of(given, f"{KL}.horizon", 10_000)
     if ours["use_lora"]:
         ours["train.freeze_vision"] = True
+    if (rows := value_of(given, "data.train_max_samples", -1)) > 0:
+        ours["max_samples"] = int(rows)
     if (rows := value_of(given, "data.val_max_samples", -1)) > 0:
         ours["eval_questions"] = int(rows)
     if given["algorithm.adv_estimator"] == "gae":

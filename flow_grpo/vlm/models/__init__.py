@@ -191,7 +191,12 @@ def build_meta_model(
 
 
 def load_processors(
-    source: str, revision: str = "main", *, min_pixels: int = 0, max_pixels: int = 0
+    source: str,
+    revision: str = "main",
+    *,
+    min_pixels: int = 0,
+    max_pixels: int = 0,
+    chat_template: str = "",
 ) -> tuple[PreTrainedTokenizerBase, Any]:
     """Load the tokenizer and the image processor.
 
@@ -200,6 +205,7 @@ def load_processors(
         revision: Revision on the hub.
         min_pixels: Images are resized to at least this many pixels; 0 keeps the model's limit.
         max_pixels: Images are resized to at most this many pixels; 0 keeps the model's limit.
+        chat_template: Chat template in place of the model's; "" keeps it.
 
     Returns:
         Tokenizer and image processor; the latter is None for a text-only model.
@@ -213,6 +219,8 @@ def load_processors(
             image_processor = family.load_vision_processor(
                 source, revision, min_pixels=min_pixels, max_pixels=max_pixels
             )
+    if chat_template:
+        tokenizer.chat_template = chat_template
     if not tokenizer.chat_template:
         tokenizer.chat_template = _load_processor_chat_template(source, revision)
     return tokenizer, image_processor
