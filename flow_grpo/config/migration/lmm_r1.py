@@ -210,8 +210,8 @@ def derive(given: Mapping[str, Any]) -> Settings:
         "train.kl_in": "loss" if given.get("use_kl_loss") else "reward",
         "train.freeze_vision": "visual" in str(given.get("freeze_prefix")),
         "use_lora": value_of(given, "lora_rank") > 0,
-        **_derive_data(given),
-        **_derive_run(given),
+        **derive_data(given),
+        **derive_run(given),
     }
     if updates := ratio(
         given, ["rollout_batch_size", "n_samples_per_prompt"], ["train_batch_size"]
@@ -241,7 +241,7 @@ def derive(given: Mapping[str, Any]) -> Settings:
     return ours
 
 
-def _derive_data(given: Mapping[str, Any]) -> Settings:
+def derive_data(given: Mapping[str, Any]) -> Settings:
     """Return the settings of the dataset mixture, question format and image sizes."""
     ours: Settings = {}
     sets = [each for each in str(given.get("prompt_data") or "").split(",") if each]
@@ -259,7 +259,7 @@ def _derive_data(given: Mapping[str, Any]) -> Settings:
     return ours
 
 
-def _derive_run(given: Mapping[str, Any]) -> Settings:
+def derive_run(given: Mapping[str, Any]) -> Settings:
     """Return the run name and directory, the trackers and the number of GPUs."""
     ours: Settings = {}
     folder, name = os.path.split(str(given.get("save_path") or "").rstrip("/"))
