@@ -32,6 +32,8 @@ from flow_grpo.weight_checks import (
 FAMILIES: Registry[type[Family]] = Registry(
     "model family",
     {
+        "glm4v": f"{__name__}.glm4v:Glm4V",
+        "glm46v": f"{__name__}.glm4v:Glm4V",
         "internvl": f"{__name__}.internvl:InternVL",
         "qwen2_vl": f"{__name__}.qwen_vl:QwenVL",
         "qwen2_5_vl": f"{__name__}.qwen_vl:QwenVL",
