@@ -37,7 +37,13 @@ from flow_grpo.data.columns import (
     is_conversation,
 )
 from flow_grpo.data.hub import check_hub_dataset, download_dataset, is_hub_name
-from flow_grpo.data.images import find_image, first_nonempty_column, listed_images, row_identity
+from flow_grpo.data.images import (
+    cache_images,
+    find_image,
+    first_nonempty_column,
+    listed_images,
+    row_identity,
+)
 from flow_grpo.data.mixing import split_held_out, warn_duplicates
 from flow_grpo.data.rows import (
     NO_COLUMN,
@@ -113,6 +119,8 @@ class QuestionLayout(RowLayout[Question]):
         video: Column of the videos; "" for the first of `VIDEO_COLUMNS`, "none" to ignore videos.
         image_dir: Directory that relative paths of images and videos start from; "" for that of
             the file.
+        image_cache: Directory to which images inside data files are written, so that they are not
+            kept in memory; "" keeps them.
     """
 
     noun: ClassVar[str] = "question"
@@ -138,6 +146,7 @@ class QuestionLayout(RowLayout[Question]):
     answer: str = "answer"
     video: str = ""
     image_dir: str = ""
+    image_cache: str = ""
 
     def media_folder(self, folder: Path) -> Path:
         """Return the directory that relative paths of a file in `folder` start from."""
@@ -182,6 +191,7 @@ class QuestionLayout(RowLayout[Question]):
         self.reject_unused(row, used, where)
         shown = "".join(turn.text for turn in chat.turns)
         images, videos = resolve_media(chat, row, shown, self.media_folder(folder), where)
+        images = cache_images(images, self.image_cache)
         answer = _parse_answer(row, self.answer, where) if self.answer else ""
         left_out = {*self.images, *self.videos}
         if name == CHAT_COLUMN:

@@ -34,7 +34,7 @@ from flow_grpo.data.chats import (
     parse_chat,
 )
 from flow_grpo.data.columns import is_conversation, is_empty
-from flow_grpo.data.images import first_nonempty_column
+from flow_grpo.data.images import cache_images, first_nonempty_column
 from flow_grpo.data.questions import (
     CHAT_COLUMN,
     MAX_QUESTION,
@@ -128,6 +128,7 @@ class ResponseLayout(QuestionLayout):
         image_sources, video_sources = resolve_media(
             prompt, row, shown, self.media_folder(folder), where
         )
+        image_sources = cache_images(image_sources, self.image_cache)
         answer = row.get(self.answer, "") if self.answer else ""
         answer = str(answer) if isinstance(answer, str | int | float) else ""
         return GivenResponse(

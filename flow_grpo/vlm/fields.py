@@ -444,6 +444,11 @@ class VlmConfig(shared.SharedFields):
         "Directory that relative paths of images and videos start from, also those of "
         "eval_dataset; empty for the directory of each file.",
     )
+    image_cache: str = setting(
+        "",
+        "Directory to which images inside data files (Parquet, data URLs) are written once, so "
+        "that datasets may be larger than the memory; empty keeps them in memory.",
+    )
     max_samples: int = setting(
         0, "Use only the first rows of each training set, this many; 0 uses all.", at_least=0
     )

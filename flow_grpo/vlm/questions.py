@@ -230,6 +230,7 @@ def question_layout(config: VlmConfig) -> QuestionLayout:
         image=config.image_key,
         video=config.video_key,
         image_dir=config.image_dir,
+        image_cache=config.image_cache,
         metadata=parse_column_names(config.metadata_columns),
     )
 

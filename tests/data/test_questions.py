@@ -186,6 +186,32 @@ def test_earlier_turns_of_a_chat_are_part_of_the_prompt(folder):
     assert chat.identity != Question(chat.text, chat.images).identity
 
 
+def test_cached_images_of_parquet_files_are_not_kept_in_memory(folder, monkeypatch):
+    """Rows are read in batches, and equal images are one file."""
+    images = [[png("red")], [png("blue"), png("red")], []]
+    rows = [
+        {"images": [{"bytes": each, "path": None} for each in own], "problem": "?", "answer": n}
+        for n, own in enumerate(images * 3)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "x.parquet")
+    monkeypatch.setattr("flow_grpo.data.rows.PARQUET_ROWS", 2)
+    kept = read_file(folder / "x.parquet", QuestionLayout())
+    cached = read_file(folder / "x.parquet", QuestionLayout(image_cache=str(folder / "cache")))
+    assert [q.answer for q in cached] == [str(n) for n in range(9)]
+    assert [q.where for q in cached] == [q.where for q in kept]
+    assert cached[8].where == f"{folder / 'x.parquet'} row 9"
+    paths = [path for q in cached for path in q.images]
+    assert [path.read_bytes() for path in paths] == [each for own in images * 3 for each in own]
+    assert {*paths} == {*(folder / "cache").iterdir()}
+    assert len({*paths}) == 2
+    paths[0].write_bytes(b"")  # truncated by a full disk
+    read_file(folder / "x.parquet", QuestionLayout(image_cache=str(folder / "cache")))
+    assert paths[0].read_bytes() == png("red")
+    (folder / "file").write_text("")
+    with raises_user_error("cannot be written", field="image_cache"):
+        read_file(folder / "x.parquet", QuestionLayout(image_cache=str(folder / "file/cache")))
+
+
 def test_image_dir_replaces_the_directory_of_the_file(folder):
     row = {"question": "?", "images": ["a.png"], "answer": "1"}
     path = write_lines(folder / "x.jsonl", row)
