@@ -241,7 +241,8 @@ def _read_parquet(path: Path, layout: RowLayout) -> Iterator[tuple[str, Row]]:
             rows = [] if batch is None else batch.to_pylist()
         if batch is None:
             return
-        for number, row in enumerate(rows, number + 1):
+        for row in rows:
+            number += 1
             yield f"{path} row {number}", layout.from_arrow(row)
 
 
