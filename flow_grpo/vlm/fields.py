@@ -34,7 +34,7 @@ ROLLOUT_SETTINGS = (
         f"train.{name}"
         for name in (
             *("recompute_old", "importance_cap", "clip_low", "clip_high", "dual_clip"),
-            "mask_truncated",
+            *("mask_truncated", "kl_target", "kl_horizon"),
             *("kl", "kl_in", "clamp_log_ratios", "advantage", "advantage_scale", "discount"),
             *("gae_decay", "value_weight", "value_clip", "critic_learning_rate", "critic_warmup"),
         )
